@@ -1,0 +1,1 @@
+"""Revisions: their identity, formats, bytes and catalog."""

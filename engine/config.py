@@ -1,0 +1,248 @@
+"""Settings: one typed model for each section of `params.yaml`, and where state lies on disk.
+
+Knows names, types, bounds and defaults (the vetted recipe). Reads no environment and imports no
+heavy package, so that `graftwork --help` stays fast.
+"""
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from engine.errors import ConfigError
+
+POLICY_NAME = re.compile(r"[a-z][a-z0-9-]{0,62}")
+DIGEST12 = 12
+PolicyName = Annotated[str, Field(pattern=rf"^{POLICY_NAME.pattern}$")]
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+OpenFraction = Annotated[float, Field(gt=0.0, lt=1.0)]
+Port = Annotated[int, Field(ge=1024, le=65535)]
+
+
+class Settings(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class BaseConfig(Settings):
+    """Which base stays resident: a built-in tiny base, a local directory, or a hub id."""
+
+    name: str = Field("tiny-dense", description="tiny-dense, a local directory, or a hub id")
+    seed: int = Field(20260513, ge=0)
+
+
+class EngineConfig(Settings):
+    """vLLM's server with our plugin and gateway inside."""
+
+    port: Port = 8460
+    slots: int = Field(8, ge=2, le=1024, description="adapters that one batch can hold")
+    max_rank: Literal[1, 8, 16, 32, 64, 128] = 8
+    max_model_len: int = Field(256, ge=16)
+    max_num_seqs: int = Field(128, ge=1)
+    threads: int = Field(2, ge=1)
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    kv_cache_gib: float = Field(0.25, gt=0)
+    start_timeout_s: float = Field(300, gt=0)
+    host_bytes: int = Field(1 << 30, ge=1 << 20, description="budget of the host tier, bytes")
+    load_concurrency: int = Field(2, ge=1)
+    load_queue: int = Field(256, ge=1, description="cold loads waiting before clients get 429")
+    load_timeout_s: float = Field(60, gt=0)
+
+
+class TrainerConfig(Settings):
+    """The resident trainer."""
+
+    port: Port = 8461
+    threads: int = Field(2, ge=1)
+    sessions: int = Field(8, ge=1, description="policies held at once")
+    microbatch_tokens: int = Field(8192, ge=64)
+    operation_timeout_s: float = Field(600, gt=0)
+
+
+class ControllerConfig(Settings):
+    """The only writer of routes, releases and ledger."""
+
+    port: Port = 8462
+    tick_s: float = Field(0.25, gt=0, le=5)
+    lease_s: float = Field(5, gt=0, description="how long its lease in the catalog lasts")
+    snapshot_s: float = Field(2, gt=0, description="how often readers get a new ledger snapshot")
+
+
+class MlflowConfig(Settings):
+    port: Port = 8463
+    backend: str | None = Field(None, description="database URL; None is SQLite in the state dir")
+
+
+class PrefectConfig(Settings):
+    port: Port = 8464
+
+
+class PolicyConfig(Settings):
+    """One line of training. The defaults are the recipe of the main job."""
+
+    task: str = Field(description="a key of engine/training/problems.py: TASKS, or a .jsonl file")
+    contract: Literal["terse", "json", "sentence", "boxed"] = Field(
+        description="the answer format that earns the reward"
+    )
+    rank: Literal[1, 2, 4, 8, 16, 32, 64, 128] = 8
+    alpha: float = Field(16, gt=0)
+    targets: tuple[str, ...] = (
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    )  # fmt: skip
+    steps: int = Field(40, ge=1)
+    groups: int = Field(16, ge=1, description="problems a step")
+    group_size: int = Field(8, ge=2, description="samples a problem")
+    lr: float = Field(3e-3, gt=0)
+    max_tokens: int = Field(32, ge=1)
+    temperature: float = Field(1.0, gt=0)
+    seed: int = Field(1, ge=0)
+    suite: str = Field(description="a directory under eval_suites/")
+    snapshot_ttl_s: float = Field(3600, gt=0, description="how long single steps are kept")
+
+
+class ReleaseConfig(Settings):
+    """How a canary is judged."""
+
+    weight: OpenFraction = Field(0.2, description="share of users on the canary")
+    alpha: OpenFraction = Field(0.05, description="false alarms over the whole canary")
+    margin: Fraction = Field(0.1, description="a canary within this of the baseline may promote")
+    min_units: int = Field(20, ge=1, description="rated users on the canary before a promotion")
+    max_seconds: float = Field(600, gt=0, description="a canary without a verdict then holds")
+    score_margin: Fraction = Field(0.02, description="offline score may fall by this, not more")
+
+
+class DemoConfig(Settings):
+    """The simulated users of the main job and its bad revision."""
+
+    users_per_second: float = Field(30, gt=0)
+    max_users: int = Field(4000, ge=1)
+    bad_policy: PolicyName = "arithmetic"
+    bad_contract: Literal["terse", "json", "sentence", "boxed"] = "json"
+    bad_steps: int = Field(12, ge=1)
+
+
+class Params(Settings):
+    """The whole of `params.yaml`."""
+
+    state_dir: Path = Path(".graftwork")
+    base: BaseConfig = BaseConfig()
+    engine: EngineConfig = EngineConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    controller: ControllerConfig = ControllerConfig()
+    mlflow: MlflowConfig = MlflowConfig()
+    prefect: PrefectConfig = PrefectConfig()
+    policies: dict[PolicyName, PolicyConfig] = Field(default_factory=dict)
+    release: ReleaseConfig = ReleaseConfig()
+    demo: DemoConfig = DemoConfig()
+
+    @field_validator("state_dir")
+    @classmethod
+    def _absolute(cls, value: Path) -> Path:
+        return value.expanduser().absolute()
+
+    @property
+    def paths(self) -> "Paths":
+        return Paths(self.state_dir)
+
+    def policy(self, name: str) -> PolicyConfig:
+        """Return a policy's settings; `ConfigError` names the known ones."""
+        if name not in self.policies:
+            known = ", ".join(sorted(self.policies)) or "none"
+            raise ConfigError(f"There is no policy {name!r}. Known policies: {known}.")
+        return self.policies[name]
+
+    def url(self, service: str) -> str:
+        """Return the local address of `engine`, `trainer`, `controller`, `mlflow` or `prefect`."""
+        return f"http://127.0.0.1:{getattr(self, service).port}"
+
+
+class Paths:
+    """Where everything lies under the state directory. Creates nothing."""
+
+    def __init__(self, root: Path):
+        self.root = root
+        self.bases = root / "bases"
+        self.store = root / "store"
+        self.revisions = root / "revisions"
+        self.sessions = root / "sessions"
+        self.catalog = root / "catalog.db"
+        self.ledger = root / "ledger.duckdb"
+        self.ledger_snapshot = root / "ledger.snapshot.duckdb"
+        self.spool = root / "spool"
+        self.mlflow_db = root / "mlflow.db"
+        self.mlartifacts = root / "mlartifacts"
+        self.prefect = root / "prefect"
+        self.logs = root / "logs"
+        self.runs = root / "runs"
+        self.bench = root / "bench"
+        self.local_key = root / "local.key"
+
+    @property
+    def catalog_url(self) -> str:
+        return f"sqlite:///{self.catalog}"
+
+
+def load_params(path: Path | str = "params.yaml", **overrides: Any) -> Params:
+    """Read settings from a YAML file; `overrides` replace whole top-level values.
+
+    Raises `ConfigError` that names each wrong key and what is allowed there.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"The settings file {path} does not exist. Run from the checkout, or give --params.")
+    try:
+        data = yaml.safe_load(path.read_text()) or {}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}.") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} must hold a mapping of settings, not a {type(data).__name__}.")
+    try:
+        return Params.model_validate({**data, **overrides})
+    except ValidationError as error:
+        raise ConfigError(f"{path} is not valid. {explain(error, Params)}") from None
+
+
+def explain(error: ValidationError, model: type[BaseModel]) -> str:
+    """Turn a validation error into sentences that name the key, the fault and what is allowed."""
+    sentences = []
+    for item in error.errors():
+        where = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "extra_forbidden":
+            allowed = ", ".join(sorted(_fields_at(model, item["loc"][:-1])))
+            sentences.append(f"Unknown key `{where}`; allowed here: {allowed}.")
+        else:
+            sentences.append(f"`{where}`: {item['msg']} (found {item['input']!r}).")
+    return " ".join(sentences)
+
+
+def _fields_at(model: Any, loc: tuple[int | str, ...]) -> list[str]:
+    for part in loc:
+        fields = getattr(model, "model_fields", None)
+        if fields is None or part not in fields:
+            # A key of a mapping such as `policies`: its values share one model.
+            continue
+        annotation = fields[str(part)].annotation
+        model = getattr(annotation, "__args__", (annotation,))[-1]
+    return list(getattr(model, "model_fields", {}))
+
+
+def content_hash(value: Any) -> str:
+    """Return the sha256 of a JSON-able value or model, independent of key order."""
+    if isinstance(value, BaseModel):
+        value = value.model_dump(mode="json")
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def served_name(policy: str, digest: str) -> str:
+    """Return `policy@digest12`, the only adapter name that vLLM ever sees."""
+    return f"{policy}@{digest[:DIGEST12]}"
+
+
+def split_served_name(name: str) -> tuple[str, str | None]:
+    """Split `policy@digest` into policy and digest prefix; the prefix is None for a bare policy."""
+    policy, at, digest = name.partition("@")
+    return policy, digest if at else None

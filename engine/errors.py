@@ -1,0 +1,61 @@
+"""Every error that Graftwork raises for a person to read.
+
+    GraftworkError               exit code 1
+    ├── ConfigError              2  a setting, a form or a file of settings is wrong
+    ├── BaseModelError           3  the base is missing, incomplete or another one
+    ├── AdapterError             4  an adapter cannot be accepted: format, shape, values
+    │   └── EffectError          4  the engine does not reproduce the trainer's log-probabilities
+    ├── NotFound                 5  no such policy, revision, suite, key or release
+    ├── Conflict                 6  somebody else holds it: a lease, a name, a newer version
+    └── ServiceError             7  a service is down, full, or answered with a fault
+        ├── PortInUse            7
+        └── Busy                 7  full for the moment; carries `retry_after_s`
+
+A message is a full sentence: what is wrong, then what to do. Errors hold strings and numbers
+only, so that they cross process borders by pickle.
+"""
+
+
+class GraftworkError(Exception):
+    exit_code = 1
+
+
+class ConfigError(GraftworkError):
+    exit_code = 2
+
+
+class BaseModelError(GraftworkError):
+    exit_code = 3
+
+
+class AdapterError(GraftworkError):
+    exit_code = 4
+
+
+class EffectError(AdapterError):
+    pass
+
+
+class NotFound(GraftworkError):
+    exit_code = 5
+
+
+class Conflict(GraftworkError):
+    exit_code = 6
+
+
+class ServiceError(GraftworkError):
+    exit_code = 7
+
+
+class PortInUse(ServiceError):
+    pass
+
+
+class Busy(ServiceError):
+    def __init__(self, message: str, retry_after_s: float = 1.0):
+        super().__init__(message, retry_after_s)
+        self.retry_after_s = retry_after_s
+
+    def __str__(self) -> str:
+        return str(self.args[0])

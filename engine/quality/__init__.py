@@ -1,0 +1,1 @@
+"""Ledger, sequential statistics and the release decision."""

@@ -1,0 +1,52 @@
+"""vLLM's LoRA operations on CPU, replaced by the grouped ones.
+
+Stock vLLM 0.32.0 indexes slots with -1 for rows without an adapter, which gives base rows of a
+mixed batch the last slot's adapter, and gathers a whole adapter for each row.
+"""
+
+from typing import Any
+
+from torch import Tensor
+from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+from engine.serving.loader import SlotViews
+from kernels import grouped
+
+
+class GroupedPunica(PunicaWrapperCPU):
+    """Group the step's rows by slot once; every layer then uses the same plan."""
+
+    _plan: grouped.Plan | None = None
+
+    def update_metadata(
+        self, mapping: Any, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int, **kwargs: Any
+    ) -> None:
+        slot_of = {lora_id: slot for slot, lora_id in enumerate(lora_index_to_id) if lora_id is not None}
+        self._plan = grouped.plan([slot_of[i] if i > 0 else -1 for i in mapping.index_mapping])
+
+    def add_lora_linear(
+        self,
+        y: Tensor,
+        x: Tensor,
+        lora_a_stacked: tuple[Tensor, ...],
+        lora_b_stacked: tuple[Tensor, ...],
+        scale: float,
+        output_slices: tuple[int, ...],
+        *,
+        buffer: tuple[Tensor, ...] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if self._plan is None:
+            return
+        assert isinstance(lora_a_stacked, SlotViews), "a LoRA layer without our slot buffers"
+        assert scale == 1.0, "scaling is folded into the adapter at export"
+        slots = lora_a_stacked.storage
+        grouped.add_lora(
+            y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1]), slots.a_SMRI, slots.b_SRO, slots.widths, self._plan
+        )
+
+    def add_lora_embedding(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError("embeddings carry no LoRA here; --lora-target-modules leaves them out")
+
+    def add_lora_logits(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError("the head carries no LoRA here; --lora-target-modules leaves it out")

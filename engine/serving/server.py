@@ -1,0 +1,102 @@
+"""Start vLLM's OpenAI server on the resident base with our plugin, gateway and routes inside.
+
+    python -m engine.serving.server --params FILE
+
+The `vllm` console script of the CPU wheel fails (it asks for the metadata of a distribution that is
+called otherwise), so the server starts from Python.
+"""
+
+import argparse
+import json
+import os
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.config import Params, load_params
+
+if TYPE_CHECKING:
+    from engine.base import BaseInfo
+
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--params", required=True, help="resolved settings (YAML or JSON)")
+    path = Path(parser.parse_args().params).absolute()
+    params = load_params(path)
+    set_environment(params)
+
+    from engine.adapters.catalog import migrate
+    from engine.base import ensure_base
+
+    base = ensure_base(params.base, params.paths)
+    migrate(params.paths.catalog_url)
+    serve(server_arguments(params, path, base))
+
+
+def set_environment(params: Params) -> None:
+    """Set what vLLM and its children read from the environment; restart once where it must be earlier."""
+    os.environ.setdefault("VLLM_PLUGINS", "graftwork")
+    os.environ.setdefault("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("OMP_NUM_THREADS", str(params.engine.threads))
+    # Threads that wait must sleep: the trainer shares these cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
+
+
+def server_arguments(params: Params, params_path: Path, base: "BaseInfo") -> list[str]:
+    """Return vLLM's command line for these settings."""
+    config = params.engine
+    ours = {
+        "params": str(params_path),
+        "base": base.digest,
+        "base_name": base.name,
+        "version": version("graftwork"),
+    }
+    return [
+        "--model", str(base.path),
+        "--served-model-name", base.name,
+        "--host", "127.0.0.1",
+        "--port", str(config.port),
+        "--dtype", config.dtype,
+        "--max-model-len", str(config.max_model_len),
+        "--max-num-seqs", str(config.max_num_seqs),
+        "--kv-cache-memory-bytes", str(int(config.kv_cache_gib * 2**30)),
+        "--enforce-eager",
+        "--enable-lora",
+        "--max-loras", str(config.slots),
+        # The host tier's budget is ours, in bytes; vLLM's count of adapters must not be the limit.
+        "--max-cpu-loras", str(1 << 20),
+        "--max-lora-rank", str(config.max_rank),
+        "--lora-target-modules", *TARGETS,
+        "--worker-extension-cls", "engine.serving.loader.LoaderExtension",
+        "--middleware", "engine.serving.gateway.Gateway",
+        "--additional-config", json.dumps({"graftwork": ours}),
+        "--api-server-count", "1",
+        "--generation-config", "vllm",
+        "--no-enable-log-requests",
+        "--disable-uvicorn-access-log",
+    ]  # fmt: skip
+
+
+def serve(arguments: list[str]) -> None:
+    """Run vLLM's API server in this process until it is stopped."""
+    import uvloop
+    from vllm.entrypoints.launchers.api_server.entry import run_server
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    cli_env_setup()
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
+    validate_parsed_serve_args(args)
+    uvloop.run(run_server(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

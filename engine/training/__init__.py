@@ -1,0 +1,1 @@
+"""The resident trainer: LoRA slots, GRPO, sessions, HTTP service and client."""

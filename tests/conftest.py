@@ -1,0 +1,37 @@
+"""What several test files share: a small base, and an engine on it."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from live import RunningEngine, start_engine, stop_engine
+
+OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+}
+os.environ.update(OFFLINE)
+
+
+@pytest.fixture(scope="session")
+def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base of the real recipe's shape, trained for seconds only: it talks, but badly."""
+    from engine.base import RECIPES, build
+
+    directory = tmp_path_factory.mktemp("bases") / "tiny"
+    directory.mkdir()
+    recipe = replace(RECIPES["tiny-dense"], steps=20, problems=2048)
+    build(recipe, seed=1, directory=directory, progress=lambda step, steps, loss: None)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def engine(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
+    running = start_engine(tiny_base, tmp_path_factory.mktemp("engine"), slots=4, max_num_seqs=64)
+    yield running
+    stop_engine(running)

@@ -1,0 +1,109 @@
+"""A real engine for tests, in a process of its own."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class RunningEngine:
+    """A real engine in a process of its own, with its catalog and store."""
+
+    url: str
+    key: str
+    base_name: str
+    base_path: Path
+    base_digest: str
+    state: Path
+    process: subprocess.Popen[bytes]
+
+    def client(self, **kwargs) -> httpx.Client:
+        headers = {"authorization": f"Bearer {self.key}"}
+        return httpx.Client(base_url=self.url, headers=headers, timeout=120, **kwargs)
+
+    def publish(self, policy: str, tensors: dict, rank: int) -> str:
+        """Put an adapter into store and catalog; return its served name."""
+        import torch
+
+        from engine.adapters import packed, revision
+        from engine.adapters.catalog import Catalog, Policy, Revision
+        from engine.adapters.store import Store
+        from engine.config import Paths, served_name
+
+        paths = Paths(self.state)
+        catalog = Catalog(paths.catalog_url)
+        targets = tuple(sorted({key.rpartition(".lora_")[0].rpartition(".")[2] for key in tensors}))
+        digest = revision.digest(tensors, rank, targets, self.base_digest)
+        whole = packed.pack(tensors, torch.float32)
+        store = Store(paths.store)
+        at = store.append(whole.tobytes())
+        catalog.add_policy(Policy(policy, self.base_digest, {}, "test", time.time()))
+        catalog.add_layout(whole.layout.digest, whole.layout.to_json())
+        catalog.add_revision(
+            Revision(
+                policy, digest, self.base_digest, None, 0, rank, at.length, whole.layout.digest, at.segment,
+                at.offset, at.length, at.checksum, "exported", "test", time.time(),
+            )
+        )  # fmt: skip
+        catalog.close()
+        store.close()
+        return served_name(policy, digest)
+
+
+def start_engine(base: Path, state: Path, wait_s: float = 180, **settings) -> RunningEngine:
+    """Start `python -m engine.serving.server` and wait for its marker."""
+    from engine.adapters.catalog import Catalog, ensure_local_key, migrate
+    from engine.base import base_digest
+    from engine.config import Paths
+
+    port = free_port()
+    paths = Paths(state)
+    state.mkdir(parents=True, exist_ok=True)
+    migrate(paths.catalog_url)
+    catalog = Catalog(paths.catalog_url)
+    key = ensure_local_key(catalog, paths.local_key)
+    catalog.close()
+    params = {"state_dir": str(state), "base": {"name": str(base)}, "engine": {"port": port, **settings}}
+    (state / "params.json").write_text(json.dumps(params))
+    with (state / "engine.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "engine.serving.server", "--params", str(state / "params.json")],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    url = f"http://127.0.0.1:{port}"
+    running = RunningEngine(url, key, base.name, base, base_digest(base), state, process)
+    deadline = time.monotonic() + wait_s
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            if httpx.get(f"{url}/graftwork/marker", timeout=5).status_code == 200:
+                return running
+        except httpx.TransportError:
+            time.sleep(0.5)
+    stop_engine(running)
+    raise RuntimeError("The engine did not start:\n" + (state / "engine.log").read_text()[-4000:])
+
+
+def stop_engine(running: RunningEngine) -> None:
+    """End the engine and its children by the process group that we started."""
+    group = running.process.pid
+    for number, grace in ((signal.SIGTERM, 20), (signal.SIGKILL, 5)):
+        try:
+            os.killpg(group, number)
+            running.process.wait(grace)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            continue

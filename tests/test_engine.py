@@ -1,0 +1,205 @@
+"""The live engine: adapters served equal PEFT's, base rows stay the base's, bad adapters hurt nobody."""
+
+import asyncio
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from live import RunningEngine
+from engine.adapters import packed
+
+RANK = 8
+# Log-probabilities in float32 by two implementations: measured 2e-6 to 2e-5, see docs/benchmarks.md.
+TOLERANCE = 2e-4
+
+
+@pytest.fixture(scope="module")
+def shapes(tiny_base: Path):
+    from transformers import AutoConfig
+
+    return packed.shapes(AutoConfig.from_pretrained(tiny_base))
+
+
+def random_adapter(shapes, seed: int, leaves: tuple[str, ...] | None = None, rank: int = RANK, size: float = 0.3):
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for shape in shapes:
+        if leaves is None or shape.name.rpartition(".")[2] in leaves:
+            a = torch.randn(rank, shape.inputs, generator=generator) / shape.inputs**0.5
+            b = torch.randn(shape.outputs, rank, generator=generator) * size
+            tensors |= {f"{shape.name}.lora_A": a, f"{shape.name}.lora_B": b}
+    return tensors
+
+
+def prompts(count: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(11)
+    return [
+        torch.randint(5, 500, (int(torch.randint(4, 24, (1,), generator=generator)),), generator=generator).tolist()
+        for _ in range(count)
+    ]
+
+
+async def ask(engine: RunningEngine, requests: list[tuple[str, list[int]]], tokens: int = 12) -> list[dict]:
+    """Send all requests at once; return each one's token ids and log-probabilities."""
+    headers = {"authorization": f"Bearer {engine.key}"}
+    limits = httpx.Limits(max_connections=128)
+    async with httpx.AsyncClient(base_url=engine.url, headers=headers, timeout=120, limits=limits) as client:
+
+        async def one(model: str, prompt: list[int]) -> dict:
+            body = {
+                "model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "logprobs": 1,
+                "return_token_ids": True, "ignore_eos": True,
+            }  # fmt: skip
+            response = await client.post("/v1/completions", json=body)
+            assert response.status_code == 200, response.text
+            choice = response.json()["choices"][0]
+            return {
+                "ids": choice["token_ids"],
+                "logprobs": choice["logprobs"]["token_logprobs"],
+                "revision": response.headers["x-graftwork-revision"],
+            }
+
+        return await asyncio.gather(*(one(model, prompt) for model, prompt in requests))
+
+
+def reference_logprobs(base: Path, tensors: dict | None, prompt: list[int], answer: list[int]) -> torch.Tensor:
+    """Log-probabilities of the answer by transformers, with W + B @ A written into the weights."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    if tensors:
+        for name in {key.rpartition(".lora_")[0] for key in tensors}:
+            delta = tensors[f"{name}.lora_B"] @ tensors[f"{name}.lora_A"]
+            model.get_submodule(name).weight.data += delta
+    ids = torch.tensor([prompt + answer])
+    with torch.no_grad():
+        logprobs = model(ids).logits.log_softmax(-1)[0, len(prompt) - 1 : -1]
+    return logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0]
+
+
+def test_marker_names_our_parts(engine: RunningEngine):
+    marker = httpx.get(f"{engine.url}/graftwork/marker").json()
+    assert marker["base"] == engine.base_digest
+    assert marker["workers"][0]["operations"] == ["GroupedPunica"]
+    assert marker["workers"][0]["modules"] == 16
+
+
+def test_mixed_batch_equals_the_merged_reference(engine: RunningEngine, shapes):
+    """Several adapters of other targets and ranks, and the base, in one batch of 24."""
+    kinds = [
+        random_adapter(shapes, 1),
+        random_adapter(shapes, 2, ("q_proj", "v_proj")),
+        random_adapter(shapes, 3, ("gate_proj", "down_proj"), rank=3),
+        None,
+    ]
+    names = [
+        engine.publish("mixed", tensors, tensors[next(iter(tensors))].shape[0]) if tensors else engine.base_name
+        for tensors in kinds
+    ]
+    requests = [(names[i % 4], prompt) for i, prompt in enumerate(prompts(24))]
+    answers = asyncio.run(ask(engine, requests))
+    for i, answer in enumerate(answers):
+        want = reference_logprobs(engine.base_path, kinds[i % 4], requests[i][1], answer["ids"])
+        torch.testing.assert_close(torch.tensor(answer["logprobs"]), want, rtol=0, atol=TOLERANCE)
+        assert answer["revision"] == (names[i % 4] if kinds[i % 4] else "base")
+    # The adapters must matter, or this test proves nothing.
+    with_adapter, base = answers[0], reference_logprobs(engine.base_path, None, requests[0][1], answers[0]["ids"])
+    assert (torch.tensor(with_adapter["logprobs"]) - base).abs().max() > 0.1
+
+
+def test_base_rows_of_a_full_mixed_batch_are_the_base(engine: RunningEngine, shapes):
+    """Every slot full and base rows at every place of the batch: bit-identical to base rows alone."""
+    names = [engine.publish("full", random_adapter(shapes, 20 + i, size=1.0), RANK) for i in range(4)]
+    mine = prompts(24)
+    alone = asyncio.run(ask(engine, [(engine.base_name, prompt) for prompt in mine]))
+    mixed = []
+    for i, prompt in enumerate(mine):
+        mixed += [(names[i % 4], prompt), (engine.base_name, prompt)]
+    answers = asyncio.run(ask(engine, mixed))[1::2]
+    assert [answer["ids"] for answer in answers] == [answer["ids"] for answer in alone]
+    assert [answer["logprobs"] for answer in answers] == [answer["logprobs"] for answer in alone]
+
+
+def test_more_adapters_than_slots(engine: RunningEngine, shapes):
+    """Twelve adapters through four slots, twice: every answer is its own adapter's."""
+    kinds = [random_adapter(shapes, 40 + i) for i in range(12)]
+    names = [engine.publish("many", tensors, RANK) for tensors in kinds]
+    prompt = prompts(1)[0]
+    for _ in range(2):
+        answers = asyncio.run(ask(engine, [(name, prompt) for name in names]))
+        for tensors, answer in zip(kinds, answers, strict=True):
+            want = reference_logprobs(engine.base_path, tensors, prompt, answer["ids"])
+            torch.testing.assert_close(torch.tensor(answer["logprobs"]), want, rtol=0, atol=TOLERANCE)
+
+
+def test_bad_adapters_fail_their_requests_alone(engine: RunningEngine, shapes):
+    good = engine.publish("good", random_adapter(shapes, 60), RANK)
+    nan = random_adapter(shapes, 61)
+    nan["model.layers.1.mlp.up_proj.lora_B"][3, 2] = torch.nan
+    wide = random_adapter(shapes, 62, rank=16)
+    foreign = {key.replace("layers.0", "layers.9"): value for key, value in random_adapter(shapes, 63).items()}
+    short = random_adapter(shapes, 64)
+    short["model.layers.0.mlp.down_proj.lora_A"] = torch.zeros(RANK, 100)
+    cases = {
+        "layers.1.mlp.gate_up_proj.lora_B holds NaN": nan,
+        "rank 16 is over the engine's maximum of 8": wide,
+        "no module model.layers.9": foreign,
+        "expected 384 inputs, found 100": short,
+    }
+    with engine.client() as client:
+        for sentence, tensors in cases.items():
+            rank = tensors[next(iter(tensors))].shape[0]
+            name = engine.publish("bad", tensors, rank)
+            response = client.post("/v1/completions", json={"model": name, "prompt": [7, 8], "max_tokens": 2})
+            assert response.status_code == 422, response.text
+            assert sentence in response.json()["error"]["message"]
+        damaged = engine.publish("bad", random_adapter(shapes, 65), RANK)
+        from engine.adapters.catalog import Catalog
+        from engine.config import Paths
+
+        catalog = Catalog(Paths(engine.state).catalog_url)
+        row = catalog.revision("bad", damaged.partition("@")[2])
+        catalog.close()
+        path = Paths(engine.state).store / row.segment
+        with path.open("r+b") as file:
+            file.seek(row.offset + 1000)
+            file.write(b"\xff" * 8)
+        response = client.post("/v1/completions", json={"model": damaged, "prompt": [7], "max_tokens": 2})
+        assert response.status_code == 422
+        assert "damaged" in response.json()["error"]["message"]
+        response = client.post("/v1/completions", json={"model": good, "prompt": [7], "max_tokens": 2})
+        assert response.status_code == 200
+
+
+def test_other_ways_in_are_closed(engine: RunningEngine):
+    with engine.client() as client:
+        for path in ("/v1/load_lora_adapter", "/v1/responses", "/inference/v1/generate", "/adapters"):
+            assert client.post(path, json={"model": "good"}).status_code == 404
+        assert client.post("/v1/completions", json={"model": "nobody", "prompt": "x"}).status_code == 404
+        names = [model["id"] for model in client.get("/v1/models").json()["data"]]
+        assert names[0] == engine.base_name
+        assert not any("@" in name for name in names)
+    assert httpx.post(f"{engine.url}/v1/completions", json={}).status_code == 401
+
+
+def test_chat_and_completion_see_the_same_tokens(engine: RunningEngine):
+    from transformers import AutoTokenizer
+
+    from engine.base import prompt_ids, prompt_text
+
+    tokenizer = AutoTokenizer.from_pretrained(engine.base_path)
+    question = "What is 12 + 7?"
+    with engine.client() as client:
+        common = {"model": engine.base_name, "max_tokens": 4, "temperature": 0, "return_token_ids": True}
+        chat = client.post(
+            "/v1/chat/completions", json={**common, "messages": [{"role": "user", "content": question}]}
+        ).json()
+        text = client.post("/v1/completions", json={**common, "prompt": prompt_text(tokenizer, question)}).json()
+        ids = client.post("/v1/completions", json={**common, "prompt": prompt_ids(tokenizer, question)}).json()
+    want = prompt_ids(tokenizer, question)
+    assert chat["prompt_token_ids"] == want
+    assert text["choices"][0]["prompt_token_ids"] == want
+    assert ids["choices"][0]["prompt_token_ids"] == want
+    assert chat["choices"][0]["token_ids"] == text["choices"][0]["token_ids"] == ids["choices"][0]["token_ids"]
