@@ -1,0 +1,179 @@
+"""The gateway in front of a fake server: who may ask, what is passed on, what is observed."""
+
+import json
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from engine.adapters.catalog import Base, Catalog, Policy, Revision, migrate
+from engine.config import EngineConfig
+from engine.serving.gateway import Gateway, GatewayState
+from engine.serving.residency import Residency
+from engine.serving.routing import Router
+
+CHAMPION, CANARY = "a" * 64, "b" * 64
+
+
+class Events:
+    def __init__(self):
+        self.rows = []
+
+    def emit(self, table, **fields):
+        self.rows.append((table, fields))
+
+
+class InstantEngine:
+    async def prepare(self, name, address): ...
+
+    async def poll(self, name):
+        return "ready"
+
+    async def register(self, name): ...
+
+    async def forget(self, name): ...
+
+
+class Server:
+    """What stands behind the gateway: notes each body and answers like vLLM."""
+
+    def __init__(self):
+        self.seen = []
+
+    async def __call__(self, scope, receive, send):
+        message = await receive()
+        body = json.loads(message["body"]) if message.get("body") else {}
+        headers = {name.decode(): value.decode() for name, value in scope["headers"]}
+        assert "content-length" not in headers or int(headers["content-length"]) == len(message.get("body", b""))
+        self.seen.append((scope["path"], body, headers))
+        answer = {"id": f"cmpl-{headers.get('x-request-id')}", "usage": {"prompt_tokens": 3, "completion_tokens": 2}}
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send(
+            {"type": "http.response.body", "body": json.dumps(answer, separators=(",", ":")).encode()}
+        )
+
+
+@pytest.fixture
+def world(tmp_path):
+    url = f"sqlite:///{tmp_path}/catalog.db"
+    migrate(url)
+    catalog = Catalog(url)
+    catalog.add_base(Base("base", "tiny", "/tiny", 0.0))
+    catalog.add_policy(Policy("sums", "base", {}, "me", 0.0))
+    catalog.add_layout("layout", "{}")
+    for digest in (CHAMPION, CANARY):
+        catalog.add_revision(
+            Revision("sums", digest, "base", None, 1, 8, 10, "layout", "s", 0, 10, "c", "exported", "me", 0.0)
+        )
+    route = catalog.route("sums")
+    catalog.set_route(replace(route, champion=CHAMPION, canary=CANARY, weight=0.5), route.version)
+    server, events = Server(), Events()
+    state = GatewayState(
+        Router(catalog, "tiny"), Residency(InstantEngine(), catalog, tmp_path, EngineConfig()), events, "here"
+    )
+    app = SimpleNamespace(state=SimpleNamespace(graftwork=state))
+
+    async def with_app(scope, receive, send):
+        scope["app"] = app
+        await Gateway(server)(scope, receive, send)
+
+    keys = {scope: catalog.create_key("me", scope) for scope in ("admin", "user", "score")}
+
+    def client(scope="user"):
+        headers = {"authorization": f"Bearer {keys[scope]}"} if scope else {}
+        return httpx.AsyncClient(
+            transport=httpx.ASGITransport(with_app), base_url="http://gateway", headers=headers
+        )
+
+    return SimpleNamespace(catalog=catalog, server=server, events=events, client=client, keys=keys, app=app)
+
+
+async def test_the_route_is_followed_and_observed(world):
+    before = time.time()
+    async with world.client() as client:
+        responses = [
+            await client.post("/v1/completions", json={"model": "sums", "prompt": "1+1", "user": f"u{i}"})
+            for i in range(40)
+        ]
+    models = [body["model"] for _, body, _ in world.server.seen]
+    assert set(models) == {f"sums@{CHAMPION[:12]}", f"sums@{CANARY[:12]}"}
+    assert [response.headers["x-graftwork-revision"] for response in responses] == models
+    rows = [fields for table, fields in world.events.rows if table == "observations"]
+    assert [row["id"] for row in rows] == [response.json()["id"] for response in responses]
+    arms = {"champion": CHAMPION, "canary": CANARY}
+    assert all(row["digest"] == arms[row["arm"]] and row["status"] == 200 for row in rows)
+    assert all(before <= row["at"] <= time.time() and row["completion_tokens"] == 2 for row in rows)
+    # The ledger never holds the user's own name.
+    assert len({row["unit"] for row in rows}) == 40
+    assert not any("u3" == row["unit"] for row in rows)
+
+
+async def test_the_session_header_is_a_unit_and_nobody_is_none(world):
+    async with world.client() as client:
+        await client.post("/v1/completions", json={"model": "sums"}, headers={"x-session-id": "s1"})
+        await client.post("/v1/completions", json={"model": "sums", "user": "s1"})
+        await client.post("/v1/completions", json={"model": "sums"})
+    units = [fields["unit"] for _, fields in world.events.rows]
+    assert units[0] == units[1] is not None
+    assert units[2] is None
+
+
+@pytest.mark.parametrize(
+    ("scope", "path", "body", "headers", "status", "sentence"),
+    [
+        (None, "/v1/completions", {"model": "sums"}, {}, 401, "key in force"),
+        ("user", "/v1/completions", {"model": "nobody"}, {}, 404, "no model 'nobody'"),
+        ("user", "/v1/completions", {"model": "sums@cccc"}, {}, 404, "no revision 'cccc'"),
+        ("user", "/v1/completions", [1], {}, 400, "JSON object"),
+        ("user", "/v1/completions", {"model": "sums"}, {"x-graftwork-purpose": "score"}, 403, "scope 'user'"),
+        ("score", "/v1/completions", {"model": "sums"}, {"x-graftwork-purpose": "fun"}, 400, "not 'fun'"),
+        ("admin", "/v1/load_lora_adapter", {}, {}, 404, "not served"),
+    ],
+)
+async def test_refusals_say_why(world, scope, path, body, headers, status, sentence):
+    async with world.client(scope) as client:
+        response = await client.post(path, json=body, headers=headers)
+    assert response.status_code == status
+    assert sentence in response.json()["error"]["message"]
+    assert world.server.seen == []
+
+
+async def test_a_tombstone_answers_410_but_not_to_the_scorer(world):
+    world.catalog.bury("sums", CANARY, "Reward fell.", "controller")
+    pinned = {"model": f"sums@{CANARY[:12]}"}
+    async with world.client("score") as client:
+        refused = await client.post("/v1/completions", json=pinned)
+        scored = await client.post("/v1/completions", json=pinned, headers={"x-graftwork-purpose": "score"})
+        followed = await client.post("/v1/completions", json={"model": "sums", "user": "u1"})
+    assert refused.status_code == 410
+    assert "Reward fell." in refused.json()["error"]["message"]
+    assert scored.status_code == 200
+    assert followed.headers["x-graftwork-revision"] == f"sums@{CHAMPION[:12]}"
+    assert world.events.rows[0][1]["purpose"] == "score"
+
+
+async def test_a_revoked_key_is_refused_at_once(world):
+    async with world.client() as client:
+        assert (await client.post("/v1/completions", json={"model": "tiny"})).status_code == 200
+        world.catalog.revoke_key(world.keys["user"])
+        assert (await client.post("/v1/completions", json={"model": "tiny"})).status_code == 401
+
+
+async def test_the_base_answers_under_its_own_name(world):
+    async with world.client() as client:
+        response = await client.post("/v1/completions", json={"model": "tiny"})
+    assert response.headers["x-graftwork-revision"] == "base"
+    assert world.server.seen[0][1]["model"] == "tiny"
+    assert world.events.rows[0][1]["arm"] == "base"
+
+
+async def test_health_needs_no_key_and_a_starting_engine_says_so(world):
+    async with world.client(None) as client:
+        assert (await client.get("/health")).status_code == 200
+    del world.app.state.graftwork
+    async with world.client() as client:
+        response = await client.post("/v1/completions", json={"model": "tiny"})
+    assert response.status_code == 503
+    assert "starting" in response.json()["error"]["message"]
