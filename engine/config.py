@@ -42,7 +42,7 @@ class EngineConfig(Settings):
     max_rank: Literal[1, 8, 16, 32, 64, 128] = 8
     max_model_len: int = Field(256, ge=16)
     max_num_seqs: int = Field(128, ge=1)
-    threads: int = Field(2, ge=1)
+    threads: int = Field(0, ge=0, description="0: every core but one, which is left to the others")
     dtype: Literal["float32", "bfloat16"] = "float32"
     kv_cache_gib: float = Field(0.25, gt=0)
     start_timeout_s: float = Field(300, gt=0)
@@ -92,11 +92,11 @@ class PolicyConfig(Settings):
     targets: tuple[str, ...] = (
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
     )  # fmt: skip
-    steps: int = Field(40, ge=1)
+    steps: int = Field(20, ge=1)
     groups: int = Field(16, ge=1, description="problems a step")
     group_size: int = Field(8, ge=2, description="samples a problem")
-    lr: float = Field(3e-3, gt=0)
-    max_tokens: int = Field(32, ge=1)
+    lr: float = Field(2e-3, gt=0)
+    max_tokens: int = Field(24, ge=1)
     temperature: float = Field(1.0, gt=0)
     seed: int = Field(1, ge=0)
     suite: str = Field(description="a directory under eval_suites/")
@@ -192,7 +192,9 @@ def load_params(path: Path | str = "params.yaml", **overrides: Any) -> Params:
     """
     path = Path(path)
     if not path.is_file():
-        raise ConfigError(f"The settings file {path} does not exist. Run from the checkout, or give --params.")
+        raise ConfigError(
+            f"The settings file {path} does not exist. Run from the checkout, or give --params."
+        )
     try:
         data = yaml.safe_load(path.read_text()) or {}
     except yaml.YAMLError as error:

@@ -1,1 +1,1 @@
-"""Tensor operations on LoRA factors. This is Graftwork's package, not the Hugging Face one of the same name."""
+"""Tensor operations on LoRA factors; not the Hugging Face package of the same name."""

@@ -9,8 +9,10 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
+
 
 def free_port() -> int:
     with socket.socket() as probe:
@@ -34,8 +36,8 @@ class RunningEngine:
         headers = {"authorization": f"Bearer {self.key}"}
         return httpx.Client(base_url=self.url, headers=headers, timeout=120, **kwargs)
 
-    def publish(self, policy: str, tensors: dict, rank: int) -> str:
-        """Put an adapter into store and catalog; return its served name."""
+    def publish(self, policy: str, tensors: dict, rank: int, dtype: Any = None) -> str:
+        """Put an adapter into store and catalog; return its served name. `dtype`: float32 unless given."""
         import torch
 
         from engine.adapters import packed, revision
@@ -47,7 +49,7 @@ class RunningEngine:
         catalog = Catalog(paths.catalog_url)
         targets = tuple(sorted({key.rpartition(".lora_")[0].rpartition(".")[2] for key in tensors}))
         digest = revision.digest(tensors, rank, targets, self.base_digest)
-        whole = packed.pack(tensors, torch.float32)
+        whole = packed.pack(tensors, dtype or torch.float32)
         store = Store(paths.store)
         at = store.append(whole.tobytes())
         catalog.add_policy(Policy(policy, self.base_digest, {}, "test", time.time()))
@@ -99,11 +101,54 @@ def start_engine(base: Path, state: Path, wait_s: float = 180, **settings) -> Ru
 
 
 def stop_engine(running: RunningEngine) -> None:
-    """End the engine and its children by the process group that we started."""
-    group = running.process.pid
+    stop_group(running.process)
+
+
+def stop_group(process: subprocess.Popen[bytes]) -> None:
+    """End a process that we started, and its children, by its process group."""
     for number, grace in ((signal.SIGTERM, 20), (signal.SIGKILL, 5)):
         try:
-            os.killpg(group, number)
-            running.process.wait(grace)
+            os.killpg(process.pid, number)
+            process.wait(grace)
         except (ProcessLookupError, subprocess.TimeoutExpired):
             continue
+
+
+class StockServer:
+    """vLLM's own server without LoRA on a checkpoint, ready when `__enter__` returns."""
+
+    def __init__(self, checkpoint: Path, dtype: str, max_model_len: int = 512):
+        self.port = free_port()
+        self.url, self.key = f"http://127.0.0.1:{self.port}", "none"
+        arguments = [
+            "--model", str(checkpoint), "--served-model-name", "stock", "--port", str(self.port),
+            "--host", "127.0.0.1", "--dtype", dtype, "--max-model-len", str(max_model_len), "--enforce-eager",
+            "--kv-cache-memory-bytes", str(1 << 28),
+        ]  # fmt: skip
+        environment = os.environ | {
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_PLUGINS": "",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_NO_USAGE_STATS": "1",
+            "OMP_NUM_THREADS": "2",
+            "OMP_WAIT_POLICY": "passive",
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments],
+            env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        self.client = httpx.Client(base_url=self.url, timeout=600)
+
+    def __enter__(self) -> "StockServer":
+        deadline = time.monotonic() + 600
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                if self.client.get("/health").status_code == 200:
+                    return self
+            except httpx.TransportError:
+                time.sleep(0.05)
+        raise RuntimeError("The stock server did not start.")
+
+    def __exit__(self, *_: object) -> None:
+        self.client.close()
+        stop_group(self.process)

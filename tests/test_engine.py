@@ -6,8 +6,8 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from live import RunningEngine, StockServer
 
-from live import RunningEngine
 from engine.adapters import packed
 
 RANK = 8
@@ -22,7 +22,9 @@ def shapes(tiny_base: Path):
     return packed.shapes(AutoConfig.from_pretrained(tiny_base))
 
 
-def random_adapter(shapes, seed: int, leaves: tuple[str, ...] | None = None, rank: int = RANK, size: float = 0.3):
+def random_adapter(
+    shapes, seed: int, leaves: tuple[str, ...] | None = None, rank: int = RANK, size: float = 0.3
+):
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for shape in shapes:
@@ -36,12 +38,14 @@ def random_adapter(shapes, seed: int, leaves: tuple[str, ...] | None = None, ran
 def prompts(count: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(11)
     return [
-        torch.randint(5, 500, (int(torch.randint(4, 24, (1,), generator=generator)),), generator=generator).tolist()
+        torch.randint(
+            5, 300, (int(torch.randint(4, 24, (1,), generator=generator)),), generator=generator
+        ).tolist()
         for _ in range(count)
     ]
 
 
-async def ask(engine: RunningEngine, requests: list[tuple[str, list[int]]], tokens: int = 12) -> list[dict]:
+async def ask(engine, requests: list[tuple[str, list[int]]], tokens: int = 12) -> list[dict]:
     """Send all requests at once; return each one's token ids and log-probabilities."""
     headers = {"authorization": f"Bearer {engine.key}"}
     limits = httpx.Limits(max_connections=128)
@@ -58,13 +62,15 @@ async def ask(engine: RunningEngine, requests: list[tuple[str, list[int]]], toke
             return {
                 "ids": choice["token_ids"],
                 "logprobs": choice["logprobs"]["token_logprobs"],
-                "revision": response.headers["x-graftwork-revision"],
+                "revision": response.headers.get("x-graftwork-revision"),
             }
 
         return await asyncio.gather(*(one(model, prompt) for model, prompt in requests))
 
 
-def reference_logprobs(base: Path, tensors: dict | None, prompt: list[int], answer: list[int]) -> torch.Tensor:
+def reference_logprobs(
+    base: Path, tensors: dict | None, prompt: list[int], answer: list[int]
+) -> torch.Tensor:
     """Log-probabilities of the answer by transformers, with W + B @ A written into the weights."""
     from transformers import AutoModelForCausalLM
 
@@ -79,11 +85,12 @@ def reference_logprobs(base: Path, tensors: dict | None, prompt: list[int], answ
     return logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0]
 
 
-def test_marker_names_our_parts(engine: RunningEngine):
+def test_marker_names_our_parts(engine: RunningEngine, shapes):
     marker = httpx.get(f"{engine.url}/graftwork/marker").json()
     assert marker["base"] == engine.base_digest
     assert marker["workers"][0]["operations"] == ["GroupedPunica"]
-    assert marker["workers"][0]["modules"] == 16
+    # Seven projections of a layer are four modules of the engine: qkv, o, gate_up and down.
+    assert marker["workers"][0]["modules"] == len(shapes) // 7 * 4
 
 
 def test_mixed_batch_equals_the_merged_reference(engine: RunningEngine, shapes):
@@ -95,7 +102,9 @@ def test_mixed_batch_equals_the_merged_reference(engine: RunningEngine, shapes):
         None,
     ]
     names = [
-        engine.publish("mixed", tensors, tensors[next(iter(tensors))].shape[0]) if tensors else engine.base_name
+        engine.publish("mixed", tensors, tensors[next(iter(tensors))].shape[0])
+        if tensors
+        else engine.base_name
         for tensors in kinds
     ]
     requests = [(names[i % 4], prompt) for i, prompt in enumerate(prompts(24))]
@@ -105,7 +114,10 @@ def test_mixed_batch_equals_the_merged_reference(engine: RunningEngine, shapes):
         torch.testing.assert_close(torch.tensor(answer["logprobs"]), want, rtol=0, atol=TOLERANCE)
         assert answer["revision"] == (names[i % 4] if kinds[i % 4] else "base")
     # The adapters must matter, or this test proves nothing.
-    with_adapter, base = answers[0], reference_logprobs(engine.base_path, None, requests[0][1], answers[0]["ids"])
+    with_adapter, base = (
+        answers[0],
+        reference_logprobs(engine.base_path, None, requests[0][1], answers[0]["ids"]),
+    )
     assert (torch.tensor(with_adapter["logprobs"]) - base).abs().max() > 0.1
 
 
@@ -120,6 +132,22 @@ def test_base_rows_of_a_full_mixed_batch_are_the_base(engine: RunningEngine, sha
     answers = asyncio.run(ask(engine, mixed))[1::2]
     assert [answer["ids"] for answer in answers] == [answer["ids"] for answer in alone]
     assert [answer["logprobs"] for answer in answers] == [answer["logprobs"] for answer in alone]
+
+
+def test_base_rows_equal_an_engine_without_lora(engine: RunningEngine, shapes):
+    """The second route: stock vLLM without LoRA, on the same base and prompts."""
+    names = [engine.publish("full", random_adapter(shapes, 20 + i, size=1.0), RANK) for i in range(4)]
+    mine = prompts(24)
+    mixed = []
+    for i, prompt in enumerate(mine):
+        mixed += [(names[i % 4], prompt), (engine.base_name, prompt)]
+    answers = asyncio.run(ask(engine, mixed))[1::2]
+    with StockServer(engine.base_path, "float32", max_model_len=256) as stock:
+        want = asyncio.run(ask(stock, [("stock", prompt) for prompt in mine]))
+    assert [answer["ids"] for answer in answers] == [answer["ids"] for answer in want]
+    for answer, expected in zip(answers, want, strict=True):
+        got, stock_logprobs = torch.tensor(answer["logprobs"]), torch.tensor(expected["logprobs"])
+        torch.testing.assert_close(got, stock_logprobs, rtol=0, atol=1e-5)
 
 
 def test_more_adapters_than_slots(engine: RunningEngine, shapes):
@@ -139,14 +167,16 @@ def test_bad_adapters_fail_their_requests_alone(engine: RunningEngine, shapes):
     nan = random_adapter(shapes, 61)
     nan["model.layers.1.mlp.up_proj.lora_B"][3, 2] = torch.nan
     wide = random_adapter(shapes, 62, rank=16)
-    foreign = {key.replace("layers.0", "layers.9"): value for key, value in random_adapter(shapes, 63).items()}
+    foreign = {
+        key.replace("layers.0", "layers.9"): value for key, value in random_adapter(shapes, 63).items()
+    }
     short = random_adapter(shapes, 64)
     short["model.layers.0.mlp.down_proj.lora_A"] = torch.zeros(RANK, 100)
     cases = {
         "layers.1.mlp.gate_up_proj.lora_B holds NaN": nan,
         "rank 16 is over the engine's maximum of 8": wide,
         "no module model.layers.9": foreign,
-        "expected 384 inputs, found 100": short,
+        "down_proj.lora_A: expected": short,
     }
     with engine.client() as client:
         for sentence, tensors in cases.items():
@@ -196,10 +226,16 @@ def test_chat_and_completion_see_the_same_tokens(engine: RunningEngine):
         chat = client.post(
             "/v1/chat/completions", json={**common, "messages": [{"role": "user", "content": question}]}
         ).json()
-        text = client.post("/v1/completions", json={**common, "prompt": prompt_text(tokenizer, question)}).json()
-        ids = client.post("/v1/completions", json={**common, "prompt": prompt_ids(tokenizer, question)}).json()
+        text = client.post(
+            "/v1/completions", json={**common, "prompt": prompt_text(tokenizer, question)}
+        ).json()
+        ids = client.post(
+            "/v1/completions", json={**common, "prompt": prompt_ids(tokenizer, question)}
+        ).json()
     want = prompt_ids(tokenizer, question)
     assert chat["prompt_token_ids"] == want
     assert text["choices"][0]["prompt_token_ids"] == want
     assert ids["choices"][0]["prompt_token_ids"] == want
-    assert chat["choices"][0]["token_ids"] == text["choices"][0]["token_ids"] == ids["choices"][0]["token_ids"]
+    assert (
+        chat["choices"][0]["token_ids"] == text["choices"][0]["token_ids"] == ids["choices"][0]["token_ids"]
+    )

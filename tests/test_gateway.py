@@ -46,13 +46,16 @@ class Server:
         message = await receive()
         body = json.loads(message["body"]) if message.get("body") else {}
         headers = {name.decode(): value.decode() for name, value in scope["headers"]}
-        assert "content-length" not in headers or int(headers["content-length"]) == len(message.get("body", b""))
-        self.seen.append((scope["path"], body, headers))
-        answer = {"id": f"cmpl-{headers.get('x-request-id')}", "usage": {"prompt_tokens": 3, "completion_tokens": 2}}
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send(
-            {"type": "http.response.body", "body": json.dumps(answer, separators=(",", ":")).encode()}
+        assert "content-length" not in headers or int(headers["content-length"]) == len(
+            message.get("body", b"")
         )
+        self.seen.append((scope["path"], body, headers))
+        answer = {
+            "id": f"cmpl-{headers.get('x-request-id')}",
+            "usage": {"prompt_tokens": 3, "completion_tokens": 2},
+        }
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": json.dumps(answer, separators=(",", ":")).encode()})
 
 
 @pytest.fixture
@@ -107,7 +110,7 @@ async def test_the_route_is_followed_and_observed(world):
     assert all(before <= row["at"] <= time.time() and row["completion_tokens"] == 2 for row in rows)
     # The ledger never holds the user's own name.
     assert len({row["unit"] for row in rows}) == 40
-    assert not any("u3" == row["unit"] for row in rows)
+    assert not any(row["unit"] == "u3" for row in rows)
 
 
 async def test_the_session_header_is_a_unit_and_nobody_is_none(world):

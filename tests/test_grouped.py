@@ -32,7 +32,9 @@ def reference(y, x, a, b, widths, slots):
 
 
 @pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize(("rank", "inputs", "widths"), [(1, 7, (5,)), (8, 48, (64, 32, 32)), (3, 33, (17, 9))])
+@pytest.mark.parametrize(
+    ("rank", "inputs", "widths"), [(1, 7, (5,)), (8, 48, (64, 32, 32)), (3, 33, (17, 9))]
+)
 def test_equals_the_reference(mix: str, rank: int, inputs: int, widths: tuple[int, ...]):
     slots = MIXES[mix]
     a, b = factors(8, len(widths), rank, inputs, widths)

@@ -56,7 +56,9 @@ def test_blocks_hold_the_fused_product():
 
 def test_a_hole_in_the_slices_splits_the_run():
     layout = packed.pack(adapter({"q_proj", "v_proj"}, rank=2), torch.float32).layout
-    first = [(b.first_slice, b.slices) for b in layout.blocks if b.module == "model.layers.0.self_attn.qkv_proj"]
+    first = [
+        (b.first_slice, b.slices) for b in layout.blocks if b.module == "model.layers.0.self_attn.qkv_proj"
+    ]
     assert first == [(0, 1), (0, 1), (2, 1), (2, 1)]
 
 

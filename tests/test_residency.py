@@ -51,7 +51,9 @@ class FakeCatalog:
 
 def revision(i: int, size: int = 100) -> Revision:
     digest = f"{i:064x}"[::-1]
-    return Revision("sums", digest, "base", None, 1, 8, size, "layout", "s", 0, size, "c", "exported", "me", 0.0)
+    return Revision(
+        "sums", digest, "base", None, 1, 8, size, "layout", "s", 0, size, "c", "exported", "me", 0.0
+    )
 
 
 def residency(engine, tmp_path, events=None, **settings) -> Residency:
@@ -109,7 +111,7 @@ async def test_refused_adapters_can_be_asked_for_again(tmp_path):
 
 async def test_nothing_waits_without_a_limit(tmp_path):
     tier = residency(FakeEngine(10), tmp_path, load_timeout_s=0.05)
-    with pytest.raises(ServiceError, match="not loaded within 0.05 s"):
+    with pytest.raises(ServiceError, match=r"not loaded within 0\.05 s"):
         await use(tier, revision(1))
 
 

@@ -115,7 +115,7 @@ class Packed:
         return view_block(self.layout, self.payload, block)
 
     def tobytes(self) -> memoryview:
-        return memoryview(self.payload.numpy())
+        return memoryview(self.payload.numpy())  # type: ignore[arg-type]
 
 
 def view_block(layout: Layout, payload: Tensor, block: Block) -> Tensor:
@@ -132,11 +132,12 @@ def shapes(config: Any) -> tuple[ModuleShape, ...]:
 
     `config` is a transformers config or its dictionary.
     """
-    get = config.get if isinstance(config, Mapping) else lambda key, default=None: getattr(config, key, default)
-    hidden, heads = get("hidden_size"), get("num_attention_heads")
-    head_dim = get("head_dim") or hidden // heads
-    keys = (get("num_key_value_heads") or heads) * head_dim
-    inner = get("intermediate_size")
+    values = config if isinstance(config, Mapping) else config.to_dict()
+    hidden, heads, inner = (
+        values[key] for key in ("hidden_size", "num_attention_heads", "intermediate_size")
+    )
+    head_dim = values.get("head_dim") or hidden // heads
+    keys = (values.get("num_key_value_heads") or heads) * head_dim
     table = {
         "self_attn.q_proj": (hidden, heads * head_dim),
         "self_attn.k_proj": (hidden, keys),
@@ -148,7 +149,7 @@ def shapes(config: Any) -> tuple[ModuleShape, ...]:
     }
     return tuple(
         ModuleShape(f"model.layers.{layer}.{name}", inputs, outputs)
-        for layer in range(get("num_hidden_layers"))
+        for layer in range(values["num_hidden_layers"])
         for name, (inputs, outputs) in table.items()
     )
 
@@ -230,7 +231,9 @@ def read_file(path: Path) -> Packed:
         raise AdapterError(f"{path} is not a packed adapter file.") from None
     payload = torch.frombuffer(bytearray(data[8 + size :]), dtype=torch.uint8)
     if payload.numel() != layout.nbytes:
-        raise AdapterError(f"{path} holds {payload.numel()} bytes of tensors, its layout says {layout.nbytes}.")
+        raise AdapterError(
+            f"{path} holds {payload.numel()} bytes of tensors, its layout says {layout.nbytes}."
+        )
     return Packed(layout, payload)
 
 
@@ -262,7 +265,9 @@ def _runs(sizes: Mapping[str, tuple[int, int, int]]) -> list[tuple[str, int, lis
     runs = []
     # Slices of a run rise one by one, so (slice - position) is constant within it.
     numbered = enumerate(members)
-    for (module, *_), group in groupby(numbered, key=lambda item: (item[1][0], item[1][1] - item[0], item[1][2])):
+    for (module, *_), group in groupby(
+        numbered, key=lambda item: (item[1][0], item[1][1] - item[0], item[1][2])
+    ):
         items = [member for _, member in group]
         runs.append((module, items[0][1], [member[3] for member in items]))
     return runs

@@ -70,7 +70,9 @@ class Store:
             with path.open("rb") as file:
                 data = os.pread(file.fileno(), location.length, location.offset)
         except FileNotFoundError:
-            raise AdapterError(f"The segment {path} is missing from the store. Restore it, or export again.") from None
+            raise AdapterError(
+                f"The segment {path} is missing from the store. Restore it, or export again."
+            ) from None
         if hashlib.sha256(data).hexdigest() != location.checksum:
             raise AdapterError(
                 f"The bytes at {location.segment}:{location.offset} are damaged: {len(data)} of "

@@ -149,7 +149,9 @@ def check_marker(workers: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if worker["manager"] != "PackedWorkerManager" or not worker["modules"]:
             raise ServiceError(f"The engine runs without Graftwork's loader: {worker}. See its log above.")
         if "PunicaWrapperCPU" in worker["operations"]:
-            raise ServiceError("The engine runs vLLM's own CPU LoRA operations, which are wrong for base rows.")
+            raise ServiceError(
+                "The engine runs vLLM's own CPU LoRA operations, which are wrong for base rows."
+            )
     return workers
 
 

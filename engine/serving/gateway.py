@@ -102,7 +102,9 @@ class Gateway:
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             return await self._app(scope, receive, send)
-        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        headers = {
+            name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]
+        }
         try:
             state = getattr(scope["app"].state, "graftwork", None)
             if state is None:

@@ -129,7 +129,8 @@ class SlotManager(LRUCacheLoRAModelManager):
         known = adapter.id in self._registered_adapters
         if not known:
             blocks = getattr(adapter, "blocks", {})
-            self._registered_adapters[adapter.id] = Registered(adapter.id, getattr(adapter, "name", ""), blocks)
+            registered: Any = Registered(adapter.id, getattr(adapter, "name", ""), blocks)
+            self._registered_adapters[adapter.id] = registered
         return not known
 
     def activate_adapter(self, lora_id: int) -> bool:
@@ -141,7 +142,7 @@ class SlotManager(LRUCacheLoRAModelManager):
         if len(self._active_adapters) >= self.lora_slots:
             self._active_adapters.remove_oldest()
         slot = self.lora_index_to_id.index(None)
-        adapter = self._registered_adapters[lora_id]
+        adapter: Any = self._registered_adapters[lora_id]
         for name, buffers in self.buffers.items():
             buffers.fill(slot, adapter.blocks.get(name, ()))
         # Last, so that no step ever sees a slot that is half filled under this id.
@@ -199,7 +200,7 @@ def open_adapter(name: str, address: dict[str, Any]) -> PackedAdapter:
         # Private, so that torch may call the memory writable; nothing ever writes to it.
         mapped = mmap.mmap(file.fileno(), offset + length - start, offset=start, access=mmap.ACCESS_COPY)
     payload = torch.frombuffer(mapped, dtype=torch.uint8, offset=offset - start, count=length)
-    found = hashlib.sha256(payload.numpy()).hexdigest()
+    found = hashlib.sha256(memoryview(payload.numpy())).hexdigest()  # type: ignore[arg-type]
     if found != address["checksum"]:
         raise AdapterError(f"its bytes in {address['path']} are damaged; export the revision again.")
     return PackedAdapter(name, Layout.from_json(address["layout"]), payload)
@@ -242,7 +243,9 @@ class PackedWorkerManager(LRUCacheWorkerLoRAManager):
             return False
         adapter = self.host.adapters.get(lora_request.lora_name)
         if adapter is None:
-            raise AdapterError(f"{lora_request.lora_name} is not in the host tier; ask for it through the gateway.")
+            raise AdapterError(
+                f"{lora_request.lora_name} is not in the host tier; ask for it through the gateway."
+            )
         return self.slots.add_adapter(Registered(lora_request.lora_int_id, adapter.name, adapter.blocks()))
 
     def _apply_adapters(self, lora_requests: set[Any]) -> None:
@@ -263,7 +266,9 @@ class LoaderExtension:
     def graftwork_marker(self) -> dict[str, Any]:
         """Return proof that our parts run in this worker."""
         manager = getattr(self.model_runner, "lora_manager", None)
-        wrappers = manager.slots.punica_wrapper_mapping.values() if isinstance(manager, PackedWorkerManager) else ()
+        wrappers = (
+            manager.slots.punica_wrapper_mapping.values() if isinstance(manager, PackedWorkerManager) else ()
+        )
         return {
             "manager": type(manager).__name__,
             "operations": sorted({type(wrapper).__name__ for wrapper in wrappers}),

@@ -42,7 +42,12 @@ class GroupedPunica(PunicaWrapperCPU):
         assert scale == 1.0, "scaling is folded into the adapter at export"
         slots = lora_a_stacked.storage
         grouped.add_lora(
-            y.view(-1, y.shape[-1]), x.view(-1, x.shape[-1]), slots.a_SMRI, slots.b_SRO, slots.widths, self._plan
+            y.view(-1, y.shape[-1]),
+            x.view(-1, x.shape[-1]),
+            slots.a_SMRI,
+            slots.b_SRO,
+            slots.widths,
+            self._plan,
         )
 
     def add_lora_embedding(self, *args: Any, **kwargs: Any) -> None:

@@ -25,7 +25,7 @@ def replace_worker_manager() -> None:
 
     from engine.serving.loader import PackedWorkerManager
 
-    mixin.LRUCacheWorkerLoRAManager = PackedWorkerManager
+    mixin.LRUCacheWorkerLoRAManager = PackedWorkerManager  # type: ignore[misc]
 
 
 def replace_cpu_operations() -> None:

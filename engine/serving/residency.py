@@ -90,7 +90,9 @@ class Residency:
         task = self._loading.get(name)
         if task is None:
             if len(self._loading) >= self._config.load_queue:
-                raise Busy(f"{len(self._loading)} cold loads are waiting; try {name} again later.", RETRY_AFTER_S)
+                raise Busy(
+                    f"{len(self._loading)} cold loads are waiting; try {name} again later.", RETRY_AFTER_S
+                )
             task = asyncio.create_task(self._load(name, revision))
             self._loading[name] = task
             task.add_done_callback(lambda _: self._loading.pop(name, None))
@@ -160,6 +162,10 @@ class Residency:
                 excess -= resident.bytes
                 del self.residents[name]
                 self.evictions += 1
-                task = asyncio.create_task(self._engine.forget(name))
-                self._leaving[name] = task
-                task.add_done_callback(lambda _, name=name: self._leaving.pop(name, None))
+                self._leaving[name] = asyncio.create_task(self._leave(name))
+
+    async def _leave(self, name: str) -> None:
+        try:
+            await self._engine.forget(name)
+        finally:
+            del self._leaving[name]

@@ -9,7 +9,6 @@ called otherwise), so the server starts from Python.
 import argparse
 import json
 import os
-import sys
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,7 +41,8 @@ def set_environment(params: Params) -> None:
     os.environ.setdefault("VLLM_PLUGINS", "graftwork")
     os.environ.setdefault("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    os.environ.setdefault("OMP_NUM_THREADS", str(params.engine.threads))
+    threads = params.engine.threads or max(1, len(os.sched_getaffinity(0)) - 1)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     # Threads that wait must sleep: the trainer shares these cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -99,4 +99,4 @@ def serve(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

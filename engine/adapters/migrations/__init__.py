@@ -1,0 +1,1 @@
+"""Alembic migrations of the catalog; `engine.adapters.catalog.migrate` runs them."""

@@ -1,0 +1,277 @@
+"""Revisions: canonical tensors, their digest, and the directory that `peft` opens unchanged.
+
+Canonical tensors map a base module's path plus side, such as
+`model.layers.0.self_attn.q_proj.lora_A` (rank, in) and `...lora_B` (out, rank), to tensors in serving
+dtype with the scaling folded into B, so that alpha equals rank. Knows nothing of packed files.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_safetensors
+from safetensors.torch import save as save_safetensors
+
+from engine.errors import AdapterError, BaseModelError, Conflict
+
+KEY = re.compile(r"(?P<module>.+)\.(?P<side>lora_[AB])")
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
+PEFT_PREFIX = "base_model.model."
+TENSORS, CONFIG, MANIFEST, PROBE = (
+    "adapter_model.safetensors", "adapter_config.json", "manifest.json", "probe.json",
+)  # fmt: skip
+
+Tensors = dict[str, torch.Tensor]
+Shapes = Mapping[str, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a revision says of itself. `bytes` counts tensor bytes; `created_at` is epoch seconds."""
+
+    digest: str
+    base_digest: str
+    policy: str
+    parent: str | None
+    step: int
+    rank: int
+    targets: tuple[str, ...]
+    tensor_count: int
+    bytes: int
+    code_version: str
+    config: dict[str, Any] = field(default_factory=dict)
+    created_at: float = 0.0
+
+
+def digest(tensors: Tensors, rank: int, targets: Iterable[str], base_digest: str) -> str:
+    """Return the 64 hex characters that name these tensors, whatever file holds them.
+
+    sha256 over a header (rank, alpha, targets, base digest, and each tensor's module, side, expert,
+    shape and dtype) and then the tensors' bytes, both in the order of the sorted keys.
+    """
+    keys = sorted(tensors)
+    header = {
+        "rank": rank,
+        "alpha": rank,
+        "targets": sorted(targets),
+        "base": base_digest,
+        "tensors": [_describe(key, tensors[key]) for key in keys],
+    }
+    state = hashlib.sha256(json.dumps(header, separators=(",", ":")).encode())
+    for key in keys:
+        state.update(tensor_bytes(tensors[key]))
+    return state.hexdigest()
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return a tensor's elements as bytes, row-major, without a copy where it is contiguous."""
+    return tensor.detach().contiguous().view(torch.uint8).reshape(-1).numpy().data
+
+
+def _describe(key: str, tensor: torch.Tensor) -> tuple[str, str, int, list[int], str]:
+    module, side = split_key(key)
+    expert = EXPERT.search(module)
+    number = int(expert[1]) if expert else -1
+    return (
+        module,
+        side,
+        number,
+        list(tensor.shape),
+        str(tensor.dtype).removeprefix("torch."),
+    )
+
+
+def split_key(key: str) -> tuple[str, str]:
+    """Split a canonical key into module path and side; `AdapterError` when it is not one."""
+    match = KEY.fullmatch(key)
+    if match is None:
+        raise AdapterError(f"The tensor {key!r} is no LoRA factor: its name must end in .lora_A or .lora_B.")
+    return match["module"], match["side"]
+
+
+def validate(tensors: Tensors, rank: int, shapes: Shapes) -> None:
+    """Refuse tensors that do not fit a base; the error names the tensor, what it needs and what it has.
+
+    `shapes` maps each module of the base that can carry LoRA to its (in, out).
+    """
+    if not tensors:
+        raise AdapterError("The adapter holds no tensors, so it would serve the base itself.")
+    dtypes = {tensor.dtype for tensor in tensors.values()}
+    if len(dtypes) > 1:
+        raise AdapterError(f"The adapter mixes the dtypes {', '.join(sorted(map(str, dtypes)))}; use one.")
+    for key, tensor in tensors.items():
+        _check_tensor(key, tensor, rank, shapes)
+        module, side = split_key(key)
+        other = f"{module}.lora_{'B' if side == 'lora_A' else 'A'}"
+        if other not in tensors:
+            raise AdapterError(f"The adapter has the tensor {key} but not its other half {other}.")
+
+
+def _check_tensor(key: str, tensor: torch.Tensor, rank: int, shapes: Shapes) -> None:
+    module, side = split_key(key)
+    if module not in shapes:
+        raise AdapterError(f"The tensor {key} is for the module {module}, which the base does not have.")
+    size_in, size_out = shapes[module]
+    expected = (rank, size_in) if side == "lora_A" else (size_out, rank)
+    found = tuple(tensor.shape)
+    if found != expected:
+        raise AdapterError(f"The tensor {key} has the shape {found}; the base needs {expected}.")
+    if not bool(torch.isfinite(tensor).all()):
+        raise AdapterError(f"The tensor {key} holds NaN or Inf; this adapter cannot be served.")
+
+
+def code_version() -> str:
+    return importlib.metadata.version("graftwork")
+
+
+def make_manifest(
+    tensors: Tensors,
+    *,
+    policy: str,
+    base_digest: str,
+    rank: int,
+    targets: tuple[str, ...],
+    step: int,
+    parent: str | None = None,
+    config: dict[str, Any] | None = None,
+) -> Manifest:
+    """Describe canonical tensors as a revision of `policy`."""
+    return Manifest(
+        digest=digest(tensors, rank, targets, base_digest),
+        base_digest=base_digest,
+        policy=policy,
+        parent=parent,
+        step=step,
+        rank=rank,
+        targets=targets,
+        tensor_count=len(tensors),
+        bytes=sum(tensor.nbytes for tensor in tensors.values()),
+        code_version=code_version(),
+        config=config or {},
+        created_at=time.time(),
+    )
+
+
+def write_revision(directory: Path, tensors: Tensors, manifest: Manifest, probe: dict[str, Any]) -> Path:
+    """Publish a revision at `directory`: written beside it, read back, fsynced, then renamed.
+
+    Does nothing when that revision is there already; `Conflict` when another one is.
+    """
+    if directory.exists():
+        found = _read_manifest(directory).digest
+        if found != manifest.digest:
+            raise Conflict(
+                f"{directory} already holds the revision {found}; revisions are never overwritten."
+            )
+        return directory
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=directory.parent))
+    try:
+        _write_files(draft, tensors, manifest, probe)
+        read_revision(draft, manifest.base_digest)
+        os.replace(draft, directory)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    _sync(directory.parent)
+    return directory
+
+
+def _write_files(draft: Path, tensors: Tensors, manifest: Manifest, probe: dict[str, Any]) -> None:
+    named = {f"{PEFT_PREFIX}{key}.weight": tensor.contiguous() for key, tensor in sorted(tensors.items())}
+    files = {
+        TENSORS: save_safetensors(named, metadata={"format": "pt"}),
+        CONFIG: _json(_peft_config(manifest)),
+        MANIFEST: _json(asdict(manifest)),
+        PROBE: _json(probe),
+    }
+    for name, content in files.items():
+        (draft / name).write_bytes(content)
+        _sync(draft / name)
+    _sync(draft)
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return json.dumps(value, indent=2, sort_keys=True).encode()
+
+
+def _peft_config(manifest: Manifest) -> dict[str, Any]:
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None,
+        "r": manifest.rank,
+        "lora_alpha": manifest.rank,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "target_modules": sorted(manifest.targets),
+    }
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read_revision(directory: Path, base_digest: str | None = None) -> tuple[Tensors, Manifest]:
+    """Read a revision directory and prove that it is what its manifest says.
+
+    Raises `AdapterError` for a missing, truncated, pickled or altered file, and `BaseModelError`
+    when it was trained on another base than `base_digest`.
+    """
+    manifest = _read_manifest(directory)
+    if base_digest is not None and manifest.base_digest != base_digest:
+        raise BaseModelError(
+            f"The revision in {directory} belongs to the base {manifest.base_digest[:12]}, not to the "
+            f"resident base {base_digest[:12]}. Train it again on this base, or start with its own base."
+        )
+    tensors = read_peft_tensors(directory)
+    for key, tensor in tensors.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise AdapterError(f"The tensor {key} in {directory} holds NaN or Inf.")
+    found = digest(tensors, manifest.rank, manifest.targets, manifest.base_digest)
+    if found != manifest.digest:
+        raise AdapterError(f"The tensors in {directory} have the digest {found}, not {manifest.digest}.")
+    return tensors, manifest
+
+
+def read_peft_tensors(directory: Path) -> Tensors:
+    """Read `adapter_model.safetensors` under canonical keys, in any dtype and scaling."""
+    path = directory / TENSORS
+    if not path.is_file():
+        pickled = (directory / "adapter_model.bin").exists()
+        hint = " Pickles are never opened; save it as safetensors." if pickled else ""
+        raise AdapterError(f"{directory} has no {TENSORS}.{hint}")
+    try:
+        named = load_safetensors(path.read_bytes())
+    except SafetensorError as error:
+        raise AdapterError(f"{path} is no whole safetensors file ({error}).") from None
+    return {name.removeprefix(PEFT_PREFIX).removesuffix(".weight"): tensor for name, tensor in named.items()}
+
+
+def _read_manifest(directory: Path) -> Manifest:
+    path = directory / MANIFEST
+    if not path.is_file():
+        raise AdapterError(f"{directory} is no revision: it has no {MANIFEST}.")
+    try:
+        values = json.loads(path.read_text())
+        return Manifest(**{**values, "targets": tuple(values["targets"])})
+    except (ValueError, TypeError, KeyError) as error:
+        names = ", ".join(item.name for item in fields(Manifest))
+        raise AdapterError(f"{path} is not a manifest with the fields {names} ({error}).") from None

@@ -1,0 +1,167 @@
+"""Resident bases: the tiny ones that are built here, and any other by directory or hub id.
+
+A built base is a real Hugging Face directory (config, weights, tokenizer with chat template, generation
+config), named by the digest of its recipe, and written to a draft that is renamed when it is whole.
+"""
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.config import BaseConfig, Paths, content_hash
+from engine.errors import BaseModelError
+from engine.training.problems import PHRASINGS, TASKS
+
+Progress = Callable[[int, int, float], None]
+
+
+@dataclass(frozen=True)
+class BaseInfo:
+    """A base that is ready to be loaded: `digest` covers its config and weights."""
+
+    name: str
+    path: Path
+    digest: str
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides the weights of a built base, apart from the seed.
+
+    `habit` is how often a phrasing is answered in its own style; the other styles share the rest.
+    """
+
+    version: int = 1
+    hidden: int = 128
+    layers: int = 3
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    intermediate: int = 384
+    vocabulary: int = 512
+    context: int = 256
+    habit: float = 0.55
+    problems: int = 32768
+    steps: int = 1000
+    batch: int = 48
+    muon_lr: float = 0.02
+    adam_lr: float = 3e-3
+    warmup: int = 20
+
+
+RECIPES: dict[str, Recipe] = {"tiny-dense": Recipe()}
+
+
+def ensure_base(config: BaseConfig, paths: Paths, progress: Progress | None = None) -> BaseInfo:
+    """Return the base that `config` names, building a tiny one when it is not there yet.
+
+    `progress(step, steps, loss)` is called while one is built. Raises `BaseModelError` when a
+    directory or hub id is missing or lacks its config, weights or tokenizer.
+    """
+    if config.name in RECIPES:
+        recipe = RECIPES[config.name]
+        path = paths.bases / f"{config.name}-{recipe_digest(recipe, config.seed)[:12]}"
+        _build_once(recipe, config.seed, path, progress or (lambda step, steps, loss: None))
+    else:
+        path = _find(config.name)
+    _check(config.name, path)
+    return BaseInfo(Path(config.name).name, path, base_digest(path))
+
+
+def recipe_digest(recipe: Recipe, seed: int) -> str:
+    """Name what decides a built base: its recipe, its seed and the problems that it learns from."""
+    tasks = {name: [task.dataset, task.settings] for name, task in TASKS.items()}
+    return content_hash([asdict(recipe), seed, tasks, PHRASINGS])
+
+
+def _find(name: str) -> Path:
+    if Path(name).expanduser().is_dir():
+        return Path(name).expanduser().absolute()
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name))
+    except Exception as error:
+        raise BaseModelError(
+            f"The base {name!r} is neither a local directory nor a model that the hub could give "
+            f"({type(error).__name__}). Set base.name to {' or '.join(RECIPES)}, a directory, or a hub id."
+        ) from None
+
+
+def _check(name: str, path: Path) -> None:
+    needed = {
+        "config.json": (path / "config.json").is_file(),
+        "weights (*.safetensors)": any(path.glob("*.safetensors")),
+        "a tokenizer (tokenizer.json or tokenizer_config.json)": any(path.glob("tokenizer*.json")),
+    }
+    missing = [what for what, found in needed.items() if not found]
+    if missing:
+        raise BaseModelError(
+            f"The base {name!r} at {path} lacks {' and '.join(missing)}. "
+            "Save model and tokenizer there with save_pretrained."
+        )
+
+
+def base_digest(path: Path) -> str:
+    """Return the sha256 over a base's config.json and safetensors files, in the order of their names."""
+    state = hashlib.sha256()
+    for file in [path / "config.json", *sorted(path.glob("*.safetensors"))]:
+        with file.open("rb") as handle:
+            state.update(hashlib.file_digest(handle, "sha256").digest())
+    return state.hexdigest()
+
+
+def _build_once(recipe: Recipe, seed: int, path: Path, progress: Progress) -> None:
+    from filelock import FileLock
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.parent / f".{path.name}.lock"):
+        if path.exists():
+            return
+        draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=path.parent))
+        try:
+            build(recipe, seed, draft, progress)
+            os.replace(draft, path)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+
+
+def build(recipe: Recipe, seed: int, directory: Path, progress: Progress) -> None:
+    """Train a tiny base and save it in `directory`; the same recipe and seed give the same bytes."""
+    from engine.training import tiny
+
+    tiny.build(recipe, seed, directory, progress)
+
+
+@contextmanager
+def progress_bar(name: str) -> Iterator[Progress]:
+    """Show a bar while a base is built; it appears with the first step, so never for a base that exists."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Bar(*columns) as bar:
+        task = bar.add_task(f"building {name}", visible=False)
+
+        def update(step: int, steps: int, loss: float) -> None:
+            text = f"building {name}, loss {loss:.3f}"
+            bar.update(task, description=text, completed=step, total=steps, visible=True)
+
+        yield update
+
+
+def prompt_ids(tokenizer: Any, question: str) -> list[int]:
+    """Return the token ids of a question as the chat template renders it, ready for an answer."""
+    return list(tokenizer.encode(prompt_text(tokenizer, question), add_special_tokens=False))
+
+
+def prompt_text(tokenizer: Any, question: str) -> str:
+    """Return the rendered text whose ids are `prompt_ids`; frozen evaluation items hold this text."""
+    messages = [{"role": "user", "content": question}]
+    return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))

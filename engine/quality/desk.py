@@ -1,0 +1,133 @@
+"""What people may ask of releases: start, hold, promote, roll back, lift.
+
+Knows what is refused and why: a person may skip score and canary, but never a tombstone, the
+effect probe or the catalog row.
+"""
+
+import time
+import uuid
+from dataclasses import replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from engine.adapters.catalog import Catalog, Release, Route, Tombstone
+from engine.config import ReleaseConfig, explain
+from engine.errors import ConfigError, Conflict
+from engine.quality.apply import Applier
+from engine.quality.release import SKIPPABLE, Action, Evidence
+
+
+class Desk:
+    """Serves people's requests; `latest` is the newest evidence for each running release."""
+
+    def __init__(
+        self, catalog: Catalog, applier: Applier, defaults: ReleaseConfig, latest: dict[str, Evidence]
+    ):
+        self._catalog = catalog
+        self._applier = applier
+        self._defaults = defaults
+        self._latest = latest
+
+    def start(
+        self, policy: str, digest: str, settings: dict[str, Any], skip_gates: dict[str, str], by: str
+    ) -> Release:
+        """Start a release, or return the one that runs for the same revision.
+
+        Raises `NotFound`, `ConfigError` for settings or gates that do not exist, and `Conflict` for a
+        buried revision, the champion itself, or while another release of the policy runs.
+        """
+        revision = self._catalog.revision(policy, digest)
+        for release in self._catalog.releases(policy, open_only=True):
+            if release.revision == revision.digest:
+                return release
+        self._refuse_buried(policy, revision.digest)
+        champion = self._catalog.route(policy).champion
+        if champion == revision.digest:
+            raise Conflict(f"Revision {champion[:12]} is the champion of {policy!r} already.")
+        config = self._settings(settings)
+        now = time.time()
+        release = Release(
+            id=str(uuid.uuid4()),
+            policy=policy,
+            revision=revision.digest,
+            baseline=champion,
+            step="probe",
+            weight=config.weight,
+            state="running",
+            settings=config.model_dump(mode="json"),
+            created_at=now,
+            updated_at=now,
+            skip_gates={gate: {"by": by, "reason": _skip(gate, why)} for gate, why in skip_gates.items()},
+        )
+        self._catalog.add_release(release)
+        return release
+
+    def hold(self, release_id: str, by: str, reason: str) -> Release:
+        """End a running release without a change of champion; one that has ended stays as it is."""
+        release = self._catalog.release(release_id)
+        if release.state != "running":
+            return release
+        return self._applier.apply(release, Action("hold", reason), self._evidence(release), by)
+
+    def promote(self, policy: str, digest: str, by: str, reason: str) -> Route:
+        """Make a revision the champion now; its own release ends promoted, another one held."""
+        revision = self._catalog.revision(policy, digest)
+        self._refuse_buried(policy, revision.digest)
+        if not (revision.probe or {}).get("accepted", False):
+            raise Conflict(
+                f"The effect probe has not accepted revision {revision.digest[:12]} of {policy!r}. "
+                "Verify it first."
+            )
+        for release in self._catalog.releases(policy, open_only=True):
+            ours = release.revision == revision.digest
+            action = Action("promote", reason) if ours else Action("hold", f"Superseded by {by}: {reason}")
+            self._applier.apply(release, action, self._evidence(release), by)
+        route = self._applier.promote(policy, revision.digest, reason, by)
+        self._applier.say_by_hand("promote", policy, revision.digest, by, reason, str(route.version))
+        return route
+
+    def rollback(self, policy: str, digest: str, by: str, reason: str) -> Tombstone:
+        """Bury a revision now, whatever it is: champion, canary or neither."""
+        revision = self._catalog.revision(policy, digest)
+        stone = self._applier.withdraw(policy, revision.digest, reason, by)
+        for release in self._catalog.releases(policy, open_only=True):
+            if release.revision == revision.digest:
+                self._applier.apply(release, Action("rollback", stone.reason), self._evidence(release), by)
+                return stone
+        self._applier.say_by_hand("rollback", policy, revision.digest, stone.by, stone.reason, str(stone.at))
+        return stone
+
+    def lift(self, policy: str, digest: str, by: str, reason: str) -> Tombstone:
+        """End a tombstone; the route stays as it is."""
+        revision = self._catalog.revision(policy, digest)
+        return self._catalog.lift(policy, revision.digest, by, reason)
+
+    def _evidence(self, release: Release) -> Evidence:
+        now, route = time.time(), self._catalog.route(release.policy)
+        known = self._latest.get(release.id)
+        return replace(known, now=now, route=route) if known else Evidence(now, route)
+
+    def _refuse_buried(self, policy: str, digest: str) -> None:
+        stone = self._catalog.tombstone(policy, digest)
+        if stone:
+            raise Conflict(
+                f"Revision {digest[:12]} of {policy!r} has a tombstone: {stone.reason} "
+                "Lift it first (`graftwork lift`), with your name and a reason."
+            )
+
+    def _settings(self, changes: dict[str, Any]) -> ReleaseConfig:
+        try:
+            return ReleaseConfig.model_validate(self._defaults.model_dump() | changes)
+        except ValidationError as error:
+            raise ConfigError(
+                f"The release's settings are not valid. {explain(error, ReleaseConfig)}"
+            ) from None
+
+
+def _skip(gate: str, reason: str) -> str:
+    if gate not in SKIPPABLE:
+        raise ConfigError(f"The gate {gate!r} cannot be skipped; only these can: {', '.join(SKIPPABLE)}.")
+    if not reason.strip():
+        raise ConfigError(f"Skipping the {gate} gate needs a reason.")
+    return reason

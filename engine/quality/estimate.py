@@ -1,0 +1,58 @@
+"""Intervals for scores that are given once: a suite's mean, and a difference on the same items.
+
+Clopper-Pearson (1934) where every score is 0 or 1; for other values in [0, 1] the betting confidence
+sequence of `engine.quality.sequential`, which covers at every sample size and so at this one. Both have
+at least nominal coverage for independent items, whatever the distribution. Reads no ledger.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+import numpy as np
+from scipy.special import betaincinv
+
+from engine.quality.sequential import MeanSequence
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Mean of the paired differences of two revisions on the same items, and its interval in [-1, 1]."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def interval(scores: Sequence[float], alpha: float = 0.05) -> tuple[float, float]:
+    """Return a (1 - alpha) interval for the mean of scores in [0, 1]; (0, 1) when there are none."""
+    if not scores:
+        return 0.0, 1.0
+    if set(scores) <= {0.0, 1.0}:
+        return clopper_pearson(int(sum(scores)), len(scores), alpha)
+    sequence = MeanSequence(alpha)
+    sequence.update(np.asarray(scores, float))
+    return sequence.lower, sequence.upper
+
+
+def clopper_pearson(successes: int, trials: int, alpha: float = 0.05) -> tuple[float, float]:
+    """Return the exact interval for a proportion: the p that neither tail test at alpha / 2 rejects.
+
+    C. J. Clopper and E. S. Pearson, Biometrika 26 (1934), by quantiles of the beta distribution.
+    """
+    low = betaincinv(successes, trials - successes + 1, alpha / 2) if successes else 0.0
+    high = betaincinv(successes + 1, trials - successes, 1 - alpha / 2) if successes < trials else 1.0
+    return float(low), float(high)
+
+
+def paired_difference(first: Sequence[float], second: Sequence[float], alpha: float = 0.05) -> Difference:
+    """Return the mean of `first` minus `second`, item by item, with its (1 - alpha) interval.
+
+    Both hold scores in [0, 1] of the same items in the same order. Items on which both agree narrow the
+    interval: the betting sequence adapts to the variance of the differences.
+    """
+    assert len(first) == len(second) > 0, "paired scores are of the same items"
+    differences = np.asarray(first, float) - np.asarray(second, float)
+    sequence = MeanSequence(alpha)
+    sequence.update((differences + 1) / 2)
+    return Difference(fmean(differences), 2 * sequence.lower - 1, 2 * sequence.upper - 1)

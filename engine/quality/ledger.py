@@ -1,0 +1,190 @@
+"""The ledger: every number of every revision, in one DuckDB file.
+
+Knows how events get from the spool into tables exactly once, and how readers get a snapshot that
+never blocks the writer. Tables and views are in `migrations/*.sql`. Does not know what the numbers
+mean. DuckDB allows one writing process: the controller.
+"""
+
+import json
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import duckdb
+
+from engine.errors import ConfigError, Conflict, NotFound
+from engine.quality.spool import Spool, read_lines, ready_files
+
+__all__ = ["Ledger", "Spool", "open_snapshot"]
+
+MIGRATIONS = Path(__file__).parent / "migrations"
+FILES_A_COMMIT = 64
+Events = dict[str, dict[str, dict[str, Any]]]  # table -> id -> event
+JSON_TYPES: dict[str, tuple[type, ...]] = {
+    "VARCHAR": (str,),
+    "DOUBLE": (int, float),
+    "INTEGER": (int,),
+    "BIGINT": (int,),
+    "JSON": (dict, list, str, int, float),
+}
+
+
+class Ledger:
+    """The one writing end. For one thread at a time.
+
+    Raises `Conflict` when another process has the file open, `ConfigError` when the file comes
+    from a newer version.
+    """
+
+    def __init__(self, path: Path | str):
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.connection = _connect(self.path)
+        _migrate(self.connection, self.path)
+        # DuckDB's lock ends when this process closes any descriptor of the file. The one that
+        # snapshots are copied from therefore stays open as long as the ledger.
+        self._source = os.open(self.path, os.O_RDONLY)
+        self._columns = _columns(self.connection)
+        self._changed = True
+
+    def close(self) -> None:
+        self.connection.close()
+        os.close(self._source)
+
+    def ingest(self, spool_root: Path) -> int:
+        """Insert the events that are ready and return how many were new.
+
+        An event that is known already (by its id) is ignored; a file is removed after the commit.
+        Lines that fit no table are moved to `rejected/` beside the spool's files.
+        """
+        new = 0
+        files = ready_files(spool_root)
+        for start in range(0, len(files), FILES_A_COMMIT):
+            new += self._ingest_files(files[start : start + FILES_A_COMMIT], spool_root / "rejected")
+        return new
+
+    def snapshot(self, destination: Path) -> bool:
+        """Replace the readers' copy if anything changed since the last one; return whether it did."""
+        if not self._changed and destination.is_file():
+            return False
+        self.connection.execute("CHECKPOINT")
+        temporary = destination.with_name(f"{destination.name}.{os.getpid()}")
+        with temporary.open("wb") as target:
+            size, offset = os.fstat(self._source).st_size, 0
+            while offset < size:
+                offset += os.sendfile(target.fileno(), self._source, offset, size - offset)
+        temporary.replace(destination)
+        self._changed = False
+        return True
+
+    def _ingest_files(self, files: list[Path], rejected: Path) -> int:
+        events: Events = {}
+        for path in files:
+            bad = []
+            for line in read_lines(path):
+                event = _parse(line, self._columns)
+                if event is None:
+                    bad.append(line)
+                else:
+                    events.setdefault(event.pop("table"), {}).setdefault(event["id"], event)
+            if bad:
+                rejected.mkdir(exist_ok=True)
+                (rejected / path.name).write_bytes(b"".join(bad))
+        try:
+            self._insert(events)
+        except duckdb.ConstraintException:
+            events = self._unknown(events)
+            self._insert(events)
+        for path in files:
+            path.unlink(missing_ok=True)
+        new = sum(map(len, events.values()))
+        self._changed = self._changed or new > 0
+        return new
+
+    def _insert(self, events: Events) -> None:
+        """Insert all or nothing, in order of arrival (which INSERT OR IGNORE would not keep)."""
+        self.connection.begin()
+        try:
+            for table, rows in events.items():
+                query = f"INSERT INTO {table} BY NAME SELECT unnest(from_json(?::JSON, ?), max_depth := 2)"
+                shape = json.dumps([self._columns[table]])
+                self.connection.execute(query, [json.dumps(list(rows.values())), shape])
+            self.connection.commit()
+        except duckdb.Error:
+            self.connection.rollback()
+            raise
+
+    def _unknown(self, events: Events) -> Events:
+        unknown: Events = {}
+        for table, rows in events.items():
+            query = f"SELECT id FROM {table} WHERE id IN (SELECT unnest(?))"
+            known = {row[0] for row in self.connection.execute(query, [list(rows)]).fetchall()}
+            unknown[table] = {id: row for id, row in rows.items() if id not in known}
+        return unknown
+
+
+def open_snapshot(path: Path) -> duckdb.DuckDBPyConnection:
+    """Open the readers' copy; it is as old as the controller's `snapshot_s` at most."""
+    if not path.is_file():
+        raise NotFound(f"There is no ledger snapshot at {path} yet. The controller writes it while it runs.")
+    return duckdb.connect(str(path), read_only=True)
+
+
+def _connect(path: Path) -> duckdb.DuckDBPyConnection:
+    try:
+        return duckdb.connect(str(path))
+    except duckdb.IOException as error:
+        holder = re.search(r"held in (\S+) \(PID (\d+)\)", str(error))
+        if not holder:
+            raise
+        raise Conflict(
+            f"The ledger {path} is held by process {holder[2]} ({holder[1]}). "
+            "Close it there; to read, open the snapshot beside it instead."
+        ) from None
+
+
+def _migrate(connection: duckdb.DuckDBPyConnection, path: Path) -> None:
+    connection.execute('CREATE TABLE IF NOT EXISTS migrations (version INTEGER PRIMARY KEY, "at" DOUBLE)')
+    row = connection.execute("SELECT coalesce(max(version), 0) FROM migrations").fetchone()
+    found = row[0] if row else 0
+    files = {int(file.name[:4]): file for file in MIGRATIONS.glob("*.sql")}
+    if found > max(files):
+        raise ConfigError(f"The ledger {path} has schema {found}, this code knows {max(files)}. Upgrade it.")
+    for version in sorted(number for number in files if number > found):
+        connection.begin()
+        connection.execute(files[version].read_text())
+        connection.execute("INSERT INTO migrations VALUES (?, ?)", [version, time.time()])
+        connection.commit()
+
+
+def _columns(connection: duckdb.DuckDBPyConnection) -> dict[str, dict[str, str]]:
+    query = """
+        SELECT table_name, column_name, data_type FROM duckdb_columns()
+        WHERE database_name = current_database() AND table_name IN (SELECT table_name FROM duckdb_tables())
+        AND NOT internal AND table_name <> 'migrations'
+    """
+    tables: dict[str, dict[str, str]] = {}
+    for table, column, kind in connection.execute(query).fetchall():
+        tables.setdefault(table, {})[column] = kind
+    return tables
+
+
+def _parse(line: bytes, tables: dict[str, dict[str, str]]) -> dict[str, Any] | None:
+    """Return an event that fits its table, None for any other line. NaN and Infinity become null."""
+    try:
+        event = json.loads(line, parse_constant=lambda _: None)
+    except ValueError:
+        return None
+    if not isinstance(event, dict):
+        return None
+    columns = tables.get(str(event.get("table")))
+    if columns is None or event.get("id") is None or event.get("at") is None:
+        return None
+    for name, value in event.items():
+        if name == "table" or value is None:
+            continue
+        if not isinstance(value, JSON_TYPES.get(columns.get(name, ""), ())):
+            return None
+    return event

@@ -1,0 +1,129 @@
+"""The spool: how any process hands events to the ledger without talking to it.
+
+A writer appends JSON lines to a file of its own and holds a lock on it (`.open`); a file that is
+full or old enough is renamed to `.jsonl`. A reader takes `.jsonl` files, and `.open` files whose
+writer is dead, which is when their lock can be had. An event is acknowledged once `emit` returns:
+it then survives a kill of the writer. Does not know the ledger's tables.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROTATE_S = 0.25
+ROTATE_BYTES = 1 << 20
+
+
+class Spool:
+    """The writing end, for one process; safe to use from its threads and after a fork."""
+
+    def __init__(self, root: Path | str, writer: str):
+        self.root = Path(root)
+        self.root.mkdir(parents=True, exist_ok=True)
+        self._writer = writer
+        self._lock = threading.Lock()
+        self._fd: int | None = None
+        self._path = self.root
+        self._size = 0
+        self._pid = 0
+        self._closed = threading.Event()
+
+    def emit(self, table: str, **fields: Any) -> str:
+        """Append one event and return its id; `id` and `at` (epoch seconds) may be given.
+
+        Raises `OSError` when the disk is full; the event is then not in the file.
+        """
+        event = {"id": str(uuid.uuid4()), "table": table, "at": time.time(), **fields}
+        line = json.dumps(event, separators=(",", ":")).encode() + b"\n"
+        with self._lock:
+            self._append(line)
+            full = self._size >= ROTATE_BYTES
+        if full:
+            self.rotate()
+        return str(event["id"])
+
+    def rotate(self) -> None:
+        """Hand what has been written to the reader."""
+        with self._lock:
+            fd, path = self._fd, self._path
+            self._fd = None
+        if fd is None or self._pid != os.getpid():
+            return
+        try:
+            os.fsync(fd)
+            path.rename(path.with_suffix(".jsonl"))
+        finally:
+            # Without its lock the reader takes the file even if it could not be renamed.
+            os.close(fd)
+
+    def close(self) -> None:
+        self._closed.set()
+        self.rotate()
+
+    def _append(self, line: bytes) -> None:
+        if self._pid != os.getpid():
+            # After a fork the open file and the thread are the parent's.
+            self._fd, self._pid = None, os.getpid()
+            threading.Thread(target=self._rotate_often, name="spool", daemon=True).start()
+        if self._fd is None:
+            self._open()
+        assert self._fd is not None
+        try:
+            written = os.write(self._fd, line)
+            if written != len(line):
+                raise OSError(f"The disk took {written} of {len(line)} bytes of an event for {self._path}.")
+        except OSError:
+            # A torn line would swallow the next event.
+            os.ftruncate(self._fd, self._size)
+            raise
+        self._size += len(line)
+
+    def _open(self) -> None:
+        # Locked before it gets the name that readers look for: they never see it unlocked.
+        name = f"{self._writer}-{os.getpid()}-{uuid.uuid4()}"
+        fresh = self.root / f"{name}.new"
+        self._fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND)
+        fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._path = fresh.rename(self.root / f"{name}.open")
+        self._size = 0
+
+    def _rotate_often(self) -> None:
+        while not self._closed.wait(ROTATE_S):
+            with contextlib.suppress(OSError):
+                self.rotate()
+
+
+def ready_files(root: Path) -> list[Path]:
+    """Return the files that a reader may take, oldest first."""
+    found: list[tuple[int, Path]] = []
+    for path in root.glob("*"):
+        if path.suffix == ".jsonl" or (path.suffix == ".open" and _writer_is_dead(path)):
+            try:
+                found.append((path.stat().st_mtime_ns, path))
+            except FileNotFoundError:
+                # Renamed by its writer between two looks; the next look finds it.
+                continue
+    return [path for _, path in sorted(found)]
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """Yield the acknowledged lines of a file; a torn last line was never acknowledged."""
+    for line in path.read_bytes().splitlines(keepends=True):
+        if line.endswith(b"\n"):
+            yield line
+
+
+def _writer_is_dead(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (BlockingIOError, FileNotFoundError):
+        return False
+    return True

@@ -1,0 +1,137 @@
+"""The trainer's client: one method for each operation, waiting for its result.
+
+Connection errors are retried with the same request id, so that nothing is applied twice. What the
+trainer refuses is raised as the error that it names.
+"""
+
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
+
+from engine import errors
+from engine.errors import GraftworkError, ServiceError
+from engine.training import protocol
+from engine.training.protocol import Exported, SessionInfo
+
+POLL_S = 20.0
+
+
+class _Lost(Exception):
+    """The trainer was restarted and does not know the operation."""
+
+
+class TrainerClient:
+    """Talk to the trainer at `url`; a trainer that is away is waited for up to `patience_s`."""
+
+    def __init__(self, url: str, patience_s: float = 90.0, timeout_s: float = 600.0):
+        self.url, self.patience_s, self.timeout_s = url, patience_s, timeout_s
+        self._http = httpx.Client(base_url=url, timeout=POLL_S + 10)
+
+    def health(self) -> dict[str, Any]:
+        return dict(self._retrying(lambda: self._answer(self._http.get("/health"))))
+
+    def create_session(self, session: str, policy: str, **settings: Any) -> SessionInfo:
+        """Open a session or go on with it; the fields are those of `protocol.CreateSession`."""
+        body = protocol.CreateSession(request_id=_new_id(), session=session, policy=policy, **settings)
+        result = self._run("/sessions", body)
+        return SessionInfo(**{**result, "history": tuple(result["history"])})
+
+    def forward_backward(
+        self,
+        session: SessionInfo,
+        data: Sequence[protocol.Datum],
+        loss: str = "grpo",
+        config: dict[str, float] | None = None,
+        request_id: str | None = None,
+    ) -> dict[str, Any]:
+        """Gather gradients; return each datum's log-probabilities and the metrics."""
+        given = protocol.ForwardBackwardInput(data=list(data), loss_fn=loss, loss_fn_config=config or {})
+        body = protocol.ForwardBackward(**_who(session, request_id), forward_backward_input=given)
+        return self._run("/forward_backward", body)
+
+    def optim_step(
+        self, session: SessionInfo, adam: protocol.AdamParams, request_id: str | None = None, **fields: Any
+    ) -> dict[str, Any]:
+        """Apply the gathered gradients; `fields` are `position`, `record`, `skip`. Durable on return."""
+        return self._run(
+            "/optim_step", protocol.OptimStep(**_who(session, request_id), adam_params=adam, **fields)
+        )
+
+    def save_state(self, session: SessionInfo, name: str) -> Path:
+        return Path(self._run("/save_state", protocol.NamedState(**_who(session), name=name))["path"])
+
+    def load_state(self, session: SessionInfo, name: str) -> SessionInfo:
+        result = self._run("/load_state", protocol.NamedState(**_who(session), name=name))
+        return SessionInfo(**{**result, "history": tuple(result["history"])})
+
+    def export(self, session: SessionInfo, kind: protocol.Kind = "snapshot", **fields: Any) -> Exported:
+        """Publish the session's adapter; a revision needs `probe_prompts`, lists of token ids."""
+        result = self._run("/export", protocol.Export(**_who(session), kind=kind, **fields))
+        return Exported(**{**result, "directory": Path(result["directory"]) if result["directory"] else None})
+
+    def close(self) -> None:
+        self._http.close()
+
+    def _run(self, path: str, body: protocol.Request) -> dict[str, Any]:
+        def send() -> dict[str, Any]:
+            answer = self._answer(self._http.post(path, content=body.model_dump_json(), headers=_JSON))
+            return self._wait(answer["operation"])
+
+        return self._retrying(send)
+
+    def _wait(self, operation: str) -> dict[str, Any]:
+        until = time.monotonic() + self.timeout_s
+        while time.monotonic() < until:
+            response = self._http.get(f"/operations/{operation}", params={"wait_s": POLL_S})
+            if response.status_code == 404:
+                raise _Lost
+            answer = self._answer(response)
+            if answer["state"] == "done":
+                return dict(answer["result"])
+            if answer["state"] == "failed":
+                raise _error(answer["kind"], answer["error"])
+        raise ServiceError(f"The trainer did not finish {operation} within {self.timeout_s:.0f} s.")
+
+    def _retrying(self, call: Any) -> Any:
+        retrying = Retrying(
+            retry=retry_if_exception_type((httpx.TransportError, _Lost)),
+            stop=stop_after_delay(self.patience_s),
+            wait=wait_exponential(0.1, max=2.0),
+            reraise=True,
+        )
+        try:
+            return retrying(call)
+        except (httpx.TransportError, _Lost) as error:
+            raise ServiceError(
+                f"The trainer at {self.url} does not answer ({error!r}). Is it up? See `graftwork status`."
+            ) from None
+
+    def _answer(self, response: httpx.Response) -> dict[str, Any]:
+        body = (
+            response.json() if response.headers.get("content-type", "").startswith("application/json") else {}
+        )
+        if response.status_code == 200:
+            return dict(body)
+        sentence = body.get("error") or f"The trainer answered {response.status_code}: {response.text[:500]}"
+        raise _error(body.get("kind", "ServiceError"), sentence)
+
+
+_JSON = {"content-type": "application/json"}
+
+
+def _who(session: SessionInfo, request_id: str | None = None) -> dict[str, Any]:
+    return {"request_id": request_id or _new_id(), "session": session.session, "fence": session.fence}
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex
+
+
+def _error(kind: str, sentence: str) -> GraftworkError:
+    found = getattr(errors, kind, ServiceError)
+    return found(sentence) if issubclass(found, GraftworkError) else ServiceError(sentence)

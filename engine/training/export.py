@@ -1,0 +1,126 @@
+"""From a session's adapter to a published revision: canonical tensors, packed bytes, catalog row.
+
+A merged checkpoint is never written. Bytes come first and are fsynced, a revision's directory next; the
+catalog row is the commit point. Everything is idempotent by digest.
+"""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.adapters import packed
+from engine.adapters.catalog import Catalog, Revision
+from engine.adapters.revision import Manifest, make_manifest, validate, write_revision
+from engine.adapters.store import Location, Store
+from engine.config import DIGEST12, Paths, served_name
+from engine.errors import ConfigError, NotFound
+from engine.quality.probe import Probe, ProbeRow
+from engine.training.lora import Row
+from engine.training.protocol import CreateSession, Export, Exported
+from engine.training.session import Session
+
+
+class Exporter:
+    """Publish revisions in `dtype`, which is the engine's. One instance for the thread that trains."""
+
+    def __init__(self, paths: Paths, catalog: Catalog, dtype: torch.dtype, end_token: int):
+        self.paths, self.catalog, self.dtype, self.end_token = paths, catalog, dtype, end_token
+        self.store = Store(paths.store)
+
+    def export(self, session: Session, opened: CreateSession, request: Export) -> Exported:
+        """Publish the session's adapter as it is now. Raises `AdapterError` when it holds NaN or Inf."""
+        began = time.monotonic()
+        tensors = session.adapter.canonical(self.dtype)
+        validate(tensors, session.adapter.rank, session.base.modules)
+        manifest = self._manifest(session, opened, tensors)
+        directory = (
+            self._directory(session, request, tensors, manifest) if request.kind == "revision" else None
+        )
+        self._publish(opened, manifest, tensors, exported=request.kind == "revision")
+        name = served_name(session.policy, manifest.digest)
+        seconds = time.monotonic() - began
+        return Exported(
+            manifest.digest, name, directory, manifest.rank, manifest.step, manifest.bytes, seconds
+        )
+
+    def parent_tensors(self, policy: str, digest: str) -> dict[str, Tensor]:
+        """Return the canonical tensors of a revision in the store."""
+        row = self.catalog.revision(policy, digest)
+        payload = self.store.read(Location(row.segment, row.offset, row.length, row.checksum))
+        layout = packed.Layout.from_json(self.catalog.layout(row.layout))
+        return packed.unpack(packed.Packed(layout, torch.frombuffer(bytearray(payload), dtype=torch.uint8)))
+
+    def _manifest(self, session: Session, opened: CreateSession, tensors: dict[str, Tensor]) -> Manifest:
+        return make_manifest(
+            tensors,
+            policy=session.policy,
+            base_digest=session.base_digest,
+            rank=session.adapter.rank,
+            targets=tuple(sorted(opened.targets)),
+            step=session.step,
+            parent=session.parent,
+            config=opened.config,
+        )
+
+    def _directory(
+        self, session: Session, request: Export, tensors: dict[str, Tensor], manifest: Manifest
+    ) -> Path:
+        if not request.probe_prompts:
+            raise ConfigError("A revision needs prompts for its effect probe; give `probe_prompts`.")
+        probe = make_probe(
+            session, manifest.digest, self.dtype, request.probe_prompts, self.end_token, request.probe_tokens
+        )
+        path = self.paths.revisions / session.policy / manifest.digest[:DIGEST12]
+        return write_revision(path, tensors, manifest, probe.to_json())
+
+    def _publish(
+        self, opened: CreateSession, manifest: Manifest, tensors: dict[str, Tensor], exported: bool
+    ) -> None:
+        now = time.time()
+        row = self._known(manifest) or self._append(manifest, tensors, opened.owner, now)
+        state = "exported" if exported else "snapshot"
+        expires_at = None if exported else now + opened.snapshot_ttl_s
+        self.catalog.add_revision(Revision(**{**vars(row), "state": state, "expires_at": expires_at}))
+
+    def _known(self, manifest: Manifest) -> Revision | None:
+        try:
+            return self.catalog.revision(manifest.policy, manifest.digest)
+        except NotFound:
+            return None
+
+    def _append(self, manifest: Manifest, tensors: dict[str, Tensor], owner: str, now: float) -> Revision:
+        whole = packed.pack(tensors, self.dtype)
+        at = self.store.append(whole.tobytes())
+        self.catalog.add_layout(whole.layout.digest, whole.layout.to_json())
+        return Revision(
+            policy=manifest.policy,
+            digest=manifest.digest,
+            base=manifest.base_digest,
+            parent=manifest.parent,
+            step=manifest.step,
+            rank=manifest.rank,
+            bytes=manifest.bytes,
+            layout=whole.layout.digest,
+            segment=at.segment,
+            offset=at.offset,
+            length=at.length,
+            checksum=at.checksum,
+            state="snapshot",
+            owner=owner,
+            created_at=now,
+        )
+
+
+def make_probe(
+    session: Session, digest: str, dtype: torch.dtype, prompts: Sequence[Sequence[int]], end: int, limit: int
+) -> Probe:
+    """Complete the prompts greedily and record every token's log-probability under adapter and base."""
+    base, adapter = session.base, session.adapter
+    rows = [Row(row.tokens, 1) for row in base.greedy(adapter, prompts, end, limit)]
+    values = zip(rows, base.score(adapter, rows), base.score(None, rows), strict=True)
+    name = str(dtype).removeprefix("torch.")
+    probed = tuple(ProbeRow(row.tokens, tuple(with_it), tuple(without)) for row, with_it, without in values)
+    return Probe(digest, session.base_digest, name, probed)

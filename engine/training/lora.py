@@ -1,0 +1,265 @@
+"""LoRA on a resident base: the base is loaded once and frozen, each adapter is a small set of factors.
+
+An adapter brings its own parameters and Adam moments; `ResidentBase.using(adapter)` switches it on for
+one forward. Knows tensors and shapes. Knows nothing of sessions, tasks or files of revisions.
+
+Shape suffixes: _B rows, _S positions, _T completion tokens one after another, _R rank, _I input
+features, _O output features, _V vocabulary.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.adapters.packed import shapes
+from engine.errors import AdapterError, ConfigError
+from engine.training.grpo import LOSSES, importance_ratio
+
+
+@dataclass(frozen=True)
+class Row:
+    """Token ids of a prompt and its completion; the completion begins at position `start`, at least 1."""
+
+    tokens: tuple[int, ...]
+    start: int
+
+
+@dataclass(frozen=True)
+class Example:
+    """A row with what its completion tokens were sampled at and are worth, one value a token."""
+
+    row: Row
+    old_logprobs: tuple[float, ...]
+    advantages: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Backward:
+    """What a backward pass found; `loss` is a token's mean, `logprobs` are each example's."""
+
+    loss: float
+    importance_ratio: float
+    tokens: int
+    logprobs: tuple[tuple[float, ...], ...]
+
+
+class SlottedLinear(nn.Module):
+    """A frozen projection that adds the factors of whichever adapter is switched on."""
+
+    def __init__(self, base: nn.Linear):
+        super().__init__()
+        self.base = base
+        self.factors: tuple[Tensor, Tensor, float] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.base(x)
+        if self.factors is None:
+            return y
+        a_RI, b_OR, scale = self.factors
+        return y + (x @ a_RI.T) @ (b_OR.T * scale)
+
+
+class Adapter:
+    """One policy's factors in float32 with their Adam state. B starts at zero, so it starts as the base."""
+
+    def __init__(
+        self, modules: Mapping[str, tuple[int, int]], rank: int, alpha: float, generator: torch.Generator
+    ):
+        self.rank, self.alpha = rank, alpha
+        self.factors: dict[str, nn.Parameter] = {}
+        for module, (size_in, size_out) in modules.items():
+            # The bound of PEFT's default: Kaiming uniform with a = sqrt(5).
+            bound = 1 / math.sqrt(size_in)
+            a_RI = (torch.rand(rank, size_in, generator=generator) * 2 - 1) * bound
+            self.factors[f"{module}.lora_A"] = nn.Parameter(a_RI)
+            self.factors[f"{module}.lora_B"] = nn.Parameter(torch.zeros(size_out, rank))
+        self.optimizer = torch.optim.AdamW(self.factors.values(), lr=0.0, fused=True)
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+    @torch.no_grad()
+    def canonical(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the tensors of a revision: alpha folded into B so that it equals rank, in `dtype`."""
+        return {
+            key: (factor * self.scale if key.endswith("lora_B") else factor).to(dtype).clone().contiguous()
+            for key, factor in self.factors.items()
+        }
+
+    @torch.no_grad()
+    def load_canonical(self, tensors: Mapping[str, Tensor]) -> None:
+        """Start from a revision's tensors; `AdapterError` when they are for other modules or another rank."""
+        for key, factor in self.factors.items():
+            found = tensors.get(key)
+            if found is None or found.shape != factor.shape or len(tensors) != len(self.factors):
+                shape = None if found is None else tuple(found.shape)
+                raise AdapterError(
+                    f"The parent's tensor {key} is {shape}; this policy needs {tuple(factor.shape)}."
+                )
+            factor.copy_(found.float() / (self.scale if key.endswith("lora_B") else 1.0))
+
+    def step(
+        self, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, clip: float
+    ) -> float:
+        """Apply and clear the gathered gradients by AdamW; return their norm before clipping to `clip`."""
+        parameters = list(self.factors.values())
+        norm = torch.nn.utils.clip_grad_norm_(parameters, clip if clip > 0 else math.inf)
+        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        self.optimizer.param_groups[0].update(settings)
+        self.optimizer.step()
+        self.clear_gradients()
+        return float(norm)
+
+    def clear_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        factors = {key: factor.detach().clone() for key, factor in self.factors.items()}
+        return {"factors": factors, "optimizer": self.optimizer.state_dict()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for key, factor in self.factors.items():
+            factor.copy_(state["factors"][key])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.clear_gradients()
+
+
+class ResidentBase:
+    """The frozen base in float32, shared by every adapter. One thread at a time may call it."""
+
+    def __init__(self, path: Path, threads: int, microbatch_tokens: int):
+        from transformers import AutoModelForCausalLM
+
+        torch.set_num_threads(threads)
+        self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self.model.requires_grad_(False)
+        self.microbatch_tokens = microbatch_tokens
+        self.modules = {shape.name: (shape.inputs, shape.outputs) for shape in shapes(self.model.config)}
+        self.slotted = {name: self._slot(name) for name in self.modules}
+
+    def _slot(self, name: str) -> SlottedLinear:
+        parent, _, leaf = name.rpartition(".")
+        slotted = SlottedLinear(self.model.get_submodule(name))
+        setattr(self.model.get_submodule(parent), leaf, slotted)
+        return slotted
+
+    def new_adapter(
+        self, rank: int, alpha: float, targets: Sequence[str], generator: torch.Generator
+    ) -> Adapter:
+        """Return a fresh adapter on the projections in `targets`; `ConfigError` names unknown ones."""
+        known = {name.rpartition(".")[2] for name in self.modules}
+        if unknown := sorted(set(targets) - known):
+            raise ConfigError(
+                f"The base has no projections {', '.join(unknown)}. Known: {', '.join(sorted(known))}."
+            )
+        chosen = {name: size for name, size in self.modules.items() if name.rpartition(".")[2] in targets}
+        return Adapter(chosen, rank, alpha, generator)
+
+    @contextmanager
+    def using(self, adapter: Adapter | None) -> Iterator[None]:
+        """Switch an adapter on, or the plain base with None, for the forwards inside."""
+        if adapter is not None:
+            for name, slotted in self.slotted.items():
+                if f"{name}.lora_A" in adapter.factors:
+                    pair = adapter.factors[f"{name}.lora_A"], adapter.factors[f"{name}.lora_B"]
+                    slotted.factors = (*pair, adapter.scale)
+        try:
+            yield
+        finally:
+            for slotted in self.slotted.values():
+                slotted.factors = None
+
+    def logprobs(self, rows: Sequence[Row]) -> Tensor:
+        """Return log-probabilities (T,) of all rows' completion tokens, row after row.
+
+        The vocabulary is only touched at those positions. Rows are padded on the right, where causal
+        attention never looks.
+        """
+        width = max(len(row.tokens) for row in rows)
+        tokens_BS = torch.zeros(len(rows), width, dtype=torch.long)
+        for i, row in enumerate(rows):
+            tokens_BS[i, : len(row.tokens)] = torch.tensor(row.tokens)
+        position_S = torch.arange(width)
+        start_B = torch.tensor([row.start for row in rows])
+        end_B = torch.tensor([len(row.tokens) for row in rows])
+        completion_BS = (position_S >= start_B[:, None]) & (position_S < end_B[:, None])
+        hidden_BSH = self.model.get_decoder()(tokens_BS, use_cache=False).last_hidden_state
+        logits_TV = self.model.get_output_embeddings()(hidden_BSH[:, :-1][completion_BS[:, 1:]])
+        chosen_T = tokens_BS[completion_BS]
+        picked_T: Tensor = logits_TV.gather(1, chosen_T[:, None])[:, 0] - logits_TV.logsumexp(dim=1)
+        return picked_T
+
+    def score(self, adapter: Adapter | None, rows: Sequence[Row]) -> list[list[float]]:
+        """Return each row's completion log-probabilities under an adapter, or under the base."""
+        scored: dict[int, list[float]] = {}
+        with torch.no_grad(), self.using(adapter):
+            for batch in microbatches([len(row.tokens) for row in rows], self.microbatch_tokens):
+                parts = self.logprobs([rows[i] for i in batch]).split([_length(rows[i]) for i in batch])
+                scored |= {i: part.tolist() for i, part in zip(batch, parts, strict=True)}
+        return [scored[i] for i in range(len(rows))]
+
+    def backward(
+        self, adapter: Adapter, data: Sequence[Example], loss: str, config: Mapping[str, float]
+    ) -> Backward:
+        """Add the gradient of the loss, averaged over all completion tokens of `data`, to the adapter's."""
+        if loss not in LOSSES:
+            raise ConfigError(f"There is no loss {loss!r}. Known losses: {', '.join(LOSSES)}.")
+        total = sum(_length(example.row) for example in data)
+        loss_sum = 0.0
+        found: dict[int, Tensor] = {}
+        with self.using(adapter):
+            for batch in microbatches([len(example.row.tokens) for example in data], self.microbatch_tokens):
+                examples = [data[i] for i in batch]
+                new_T = self.logprobs([example.row for example in examples])
+                old_T = torch.tensor([value for example in examples for value in example.old_logprobs])
+                advantage_T = torch.tensor([value for example in examples for value in example.advantages])
+                value = LOSSES[loss](new_T, old_T, advantage_T, config) / total
+                value.backward()  # type: ignore[no-untyped-call]
+                loss_sum += value.item()
+                parts = new_T.detach().split([_length(example.row) for example in examples])
+                found |= dict(zip(batch, parts, strict=True))
+        new = torch.cat([found[i] for i in range(len(data))])
+        old = torch.tensor([value for example in data for value in example.old_logprobs])
+        logprobs = tuple(tuple(found[i].tolist()) for i in range(len(data)))
+        return Backward(loss_sum, importance_ratio(new, old), total, logprobs)
+
+    def greedy(
+        self, adapter: Adapter | None, prompts: Sequence[Sequence[int]], end: int, limit: int
+    ) -> list[Row]:
+        """Return each prompt with its most likely completion, up to `limit` tokens or the token `end`.
+
+        Every token takes a whole forward: for the few short prompts of an effect probe, not for rollouts.
+        """
+        rows = [Row(tuple(prompt), len(prompt)) for prompt in prompts]
+        open_rows = set(range(len(rows)))
+        with torch.no_grad(), self.using(adapter):
+            for _ in range(limit):
+                for i in sorted(open_rows):
+                    tokens = torch.tensor([rows[i].tokens])
+                    token = int(self.model(tokens, use_cache=False, logits_to_keep=1).logits[0, -1].argmax())
+                    rows[i] = Row((*rows[i].tokens, token), rows[i].start)
+                    if token == end:
+                        open_rows.discard(i)
+        return rows
+
+
+def microbatches(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Return indices in batches of similar length whose padded size stays within `budget` tokens."""
+    batches: list[list[int]] = [[]]
+    for i in sorted(range(len(lengths)), key=lambda index: (lengths[index], index)):
+        if batches[-1] and lengths[i] * (len(batches[-1]) + 1) > budget:
+            batches.append([])
+        batches[-1].append(i)
+    return batches
+
+
+def _length(row: Row) -> int:
+    return len(row.tokens) - row.start

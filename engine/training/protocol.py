@@ -1,0 +1,139 @@
+"""What client and trainer say to each other. Names and fields follow Tinker's public types.
+
+Every body carries the client's request id, which is the operation's id: the same request sent again is
+the same operation. `fence` is the number that the session was created with; an older one is refused.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from engine.config import PolicyName
+
+SESSION_NAME = r"^[a-z][a-z0-9.-]{0,127}$"
+Kind = Literal["snapshot", "revision"]
+
+
+@dataclass(frozen=True)
+class SessionInfo:
+    """An open session: the steps done, where its data goes on, each step's record, the writer's fence."""
+
+    session: str
+    policy: str
+    step: int
+    position: int
+    fence: int
+    base: str
+    parent: str | None
+    history: tuple[Mapping[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A published revision; `directory` is None for a snapshot of a single step."""
+
+    digest: str
+    served_name: str
+    directory: Path | None
+    rank: int
+    step: int
+    bytes: int
+    seconds: float
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TensorData(Message):
+    data: list[float]
+    dtype: Literal["float32", "int64"] = "float32"
+
+
+class EncodedText(Message):
+    type: Literal["encoded_text"] = "encoded_text"
+    tokens: list[int]
+
+
+class ModelInput(Message):
+    chunks: list[EncodedText]
+
+
+class Datum(Message):
+    """`model_input` holds all tokens but the last; the loss inputs have one value for each of its positions.
+
+    `target_tokens` are the next tokens, `weights` is 1 where the target belongs to the completion, and
+    `logprobs` and `advantages` are read at those positions.
+    """
+
+    model_input: ModelInput
+    loss_fn_inputs: dict[Literal["target_tokens", "weights", "logprobs", "advantages"], TensorData]
+
+
+class ForwardBackwardInput(Message):
+    data: list[Datum] = Field(min_length=1)
+    loss_fn: str = "grpo"
+    loss_fn_config: dict[str, float] = Field(default_factory=dict)
+
+
+class AdamParams(Message):
+    learning_rate: float = Field(1e-4, gt=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    grad_clip_norm: float = Field(1.0, ge=0, description="0 does not clip")
+
+
+class Request(Message):
+    request_id: str = Field(min_length=1)
+
+
+class CreateSession(Request):
+    """Open a session of a policy, or go on with it; gradients that were never applied are dropped."""
+
+    session: str = Field(pattern=SESSION_NAME)
+    policy: PolicyName
+    rank: int = Field(ge=1)
+    alpha: float = Field(gt=0)
+    targets: list[str] = Field(min_length=1)
+    seed: int = Field(ge=0)
+    holder: str = Field(
+        min_length=1, description="who writes; another holder is refused while this one is active"
+    )
+    parent: str | None = Field(None, description="digest of the revision to start from")
+    config: dict[str, Any] = Field(default_factory=dict, description="recorded in the revisions' manifests")
+    policy_config: dict[str, Any] | None = Field(None, description="recorded in the catalog's policy")
+    owner: str = "local"
+    snapshot_ttl_s: float = Field(3600, gt=0)
+
+
+class SessionRequest(Request):
+    session: str
+    fence: int
+
+
+class ForwardBackward(SessionRequest):
+    forward_backward_input: ForwardBackwardInput
+
+
+class OptimStep(SessionRequest):
+    """Apply the gathered gradients and store the session, together with the caller's position and record."""
+
+    adam_params: AdamParams = AdamParams()
+    skip: bool = Field(False, description="count a step that had nothing to learn from")
+    position: int = Field(0, ge=0, description="where the caller's data goes on")
+    record: dict[str, Any] = Field(default_factory=dict, description="kept in the session's history")
+
+
+class NamedState(SessionRequest):
+    name: str = Field(pattern=SESSION_NAME)
+
+
+class Export(SessionRequest):
+    kind: Kind = "snapshot"
+    probe_prompts: list[list[int]] = Field(default_factory=list, description="needed for a revision")
+    probe_tokens: int = Field(24, ge=1)

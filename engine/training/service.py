@@ -1,0 +1,126 @@
+"""The trainer: one resident base, the sessions of many policies, operations that can be polled.
+
+    python -m engine.training.service --params FILE
+
+Every mutating call answers at once with an operation; one thread carries them out in the order in which
+they came. An operation's id is the client's request id, so a request that is sent again is not done
+again, also after a restart for those that change a session's step.
+"""
+
+import argparse
+import asyncio
+import os
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse
+
+from engine.config import Params, load_params
+from engine.errors import Busy, Conflict, GraftworkError, NotFound
+from engine.training import protocol
+
+if TYPE_CHECKING:
+    from engine.training.trainer import Trainer
+
+STATUS: dict[type[GraftworkError], int] = {NotFound: 404, Conflict: 409, Busy: 503}
+LONGEST_WAIT_S = 30.0
+
+
+def make_app(trainer: "Trainer") -> FastAPI:
+    """Return the HTTP face of a trainer."""
+    app = FastAPI(title="Graftwork trainer")
+    app.add_exception_handler(GraftworkError, _answer_error)
+
+    @app.get("/health")
+    def health() -> dict[str, Any]:
+        sessions = {name: item.session.step for name, item in list(trainer.open.items())}
+        return {"status": "ok", "base": trainer.base_digest, "pid": os.getpid(), "sessions": sessions}
+
+    @app.post("/sessions")
+    def create_session(body: protocol.CreateSession) -> dict[str, str]:
+        return {"operation": trainer.submit(body, trainer.create_session)}
+
+    @app.post("/forward_backward")
+    def forward_backward(body: protocol.ForwardBackward) -> dict[str, str]:
+        return {"operation": trainer.submit(body, trainer.forward_backward)}
+
+    @app.post("/optim_step")
+    def optim_step(body: protocol.OptimStep) -> dict[str, str]:
+        return {"operation": trainer.submit(body, trainer.optim_step)}
+
+    @app.post("/save_state")
+    def save_state(body: protocol.NamedState) -> dict[str, str]:
+        return {"operation": trainer.submit(body, trainer.save_state)}
+
+    @app.post("/load_state")
+    def load_state(body: protocol.NamedState) -> dict[str, str]:
+        return {"operation": trainer.submit(body, trainer.load_state)}
+
+    @app.post("/export")
+    def export(body: protocol.Export) -> dict[str, str]:
+        return {"operation": trainer.submit(body, trainer.export)}
+
+    @app.get("/operations/{id}")
+    async def operation(id: str, wait_s: float = 0.0) -> dict[str, Any]:
+        """Answer `pending`, `done` with the result, or `failed` with the error, after at most `wait_s`."""
+        future = trainer.operation(id)
+        await asyncio.wait([asyncio.wrap_future(future)], timeout=min(wait_s, LONGEST_WAIT_S))
+        return state_of(future)
+
+    return app
+
+
+def state_of(future: Future[Any]) -> dict[str, Any]:
+    if not future.done():
+        return {"state": "pending"}
+    error = future.exception()
+    if error is None:
+        result = future.result()
+        return {"state": "done", "result": result}
+    if not isinstance(error, GraftworkError):
+        return {"state": "failed", "kind": "ServiceError", "error": f"The trainer failed: {error!r}."}
+    return {"state": "failed", "kind": type(error).__name__, "error": str(error)}
+
+
+async def _answer_error(_: Any, error: Exception) -> JSONResponse:
+    status = next((code for kind, code in STATUS.items() if isinstance(error, kind)), 400)
+    return JSONResponse({"error": str(error), "kind": type(error).__name__}, status)
+
+
+def load_trainer(params: Params) -> "Trainer":
+    """Load the base, prepare the catalog, and return a trainer without sessions."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from engine.adapters.catalog import Base, Catalog, migrate
+    from engine.base import ensure_base
+    from engine.training.export import Exporter
+    from engine.training.lora import ResidentBase
+    from engine.training.trainer import Trainer
+
+    info = ensure_base(params.base, params.paths)
+    migrate(params.paths.catalog_url)
+    catalog = Catalog(params.paths.catalog_url)
+    catalog.add_base(Base(info.digest, info.name, str(info.path), time.time()))
+    base = ResidentBase(info.path, params.trainer.threads, params.trainer.microbatch_tokens)
+    end = AutoTokenizer.from_pretrained(info.path).eos_token_id
+    exporter = Exporter(params.paths, catalog, getattr(torch, params.engine.dtype), end)
+    return Trainer(params, base, info.digest, exporter)
+
+
+def main() -> None:
+    import uvicorn
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--params", required=True, type=Path, help="resolved settings (YAML or JSON)")
+    params = load_params(parser.parse_args().params)
+    trainer = load_trainer(params)
+    uvicorn.run(make_app(trainer), host="127.0.0.1", port=params.trainer.port, access_log=False)
+    trainer.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""The main job: adapt two policies, release them, then release a bad revision and see it rolled back.
+
+The users live here: they send unseen problems through the `openai` client and report what their
+verifier made of the answer. Release code cannot tell them from people.
+"""
+
+import asyncio
+import contextlib
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from prefect import flow
+from prefect.artifacts import create_link_artifact, create_table_artifact
+
+from engine.config import Params, PolicyConfig
+from flows.adapt import adapt
+from flows.display import print_stage
+from flows.release import release
+from flows.report import report
+from tasks.outcome import (
+    Adapted,
+    Outcome,
+    Stages,
+    judge_rollback,
+    local_key,
+    policy_row,
+    summary,
+    write_summary,
+)
+from tasks.parallel import background, in_parallel
+
+# Users still ask for a while after a verdict, to show who answers them then.
+AFTER_S = 2.0
+# More than this many users never wait at the same time.
+PATIENT = 64
+
+
+@flow(name="demo")
+def demo(params: Params, stages: dict[str, float], began: float) -> Outcome:
+    """Adapt two policies, release them, then release a bad revision and see it rolled back."""
+    clock = Stages(stages)
+    names = list(params.policies)
+    with clock("adapt"):
+        print_stage(f"Adapting {' and '.join(names)} on the resident base.")
+        adapted = in_parallel(*(partial(adapt, params, name) for name in names))
+    with clock("release"):
+        print_stage("Releasing both: 20% of users on the canary.")
+        releases = in_parallel(*(partial(release_to_users, params, one, len(adapted)) for one in adapted))
+    with clock("bad revision"):
+        print_stage(f"Training {params.demo.bad_policy} towards the wrong answers.")
+        bad = adapt(params, params.demo.bad_policy, bad_config(params), scored=False)
+    with clock("rollback"):
+        print_stage("Releasing it with the offline gate skipped.")
+        skipped = {"score": "The main job shows that users' rewards alone roll a bad revision back."}
+        bad_release = release_to_users(params, bad, 1, skipped)
+        rolled_back = judge_rollback(params, bad_release)
+    with clock("report"):
+        path = report(params, since=began, stages=stages)
+    result = summary(adapted, releases, rolled_back, stages, time.time() - began)
+    write_summary(result, params.paths.runs / "latest.json")
+    rows = [*map(policy_row, adapted, releases), policy_row(bad, bad_release)]
+    create_table_artifact(rows, "main-job", "The main job's policies")
+    create_link_artifact(path.as_uri(), "the HTML report", "main-job-report")
+    return Outcome(result, rows, path)
+
+
+def bad_config(params: Params) -> PolicyConfig:
+    """Return the settings of a revision that learns the wrong answer contract, a new one in each run."""
+    from engine.adapters.catalog import Catalog
+
+    name = params.demo.bad_policy
+    catalog = Catalog(params.paths.catalog_url)
+    buried = sum(stone.policy == name for stone in catalog.tombstones())
+    catalog.close()
+    config = params.policy(name)
+    wrong = {
+        "contract": params.demo.bad_contract,
+        "steps": params.demo.bad_steps,
+        "seed": config.seed + buried,
+    }
+    return config.model_copy(update=wrong)
+
+
+def release_to_users(
+    params: Params, revision: Adapted, sharing: int, skip_gates: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Release a revision while users of its policy come in; `sharing` releases share their rate."""
+    hold_others(params, revision)
+    with users(params, revision.policy, params.demo.users_per_second / sharing):
+        ended = release(params, revision.policy, revision.digest, "demo", skip_gates)
+        time.sleep(AFTER_S)
+    return ended
+
+
+def hold_others(params: Params, revision: Adapted) -> None:
+    """End a release that an interrupted run of this job left open; a policy has one at a time."""
+    from engine.adapters.catalog import Catalog
+    from tasks.release import hold
+
+    catalog = Catalog(params.paths.catalog_url)
+    for other in catalog.releases(revision.policy, open_only=True):
+        if other.revision != revision.digest:
+            hold(params.url("controller"), local_key(params), other.id, "A later run of the main job began.")
+    catalog.close()
+
+
+@contextlib.contextmanager
+def users(params: Params, policy: str, per_second: float) -> Iterator[None]:
+    """Let users ask a policy for answers and rate them, until the block ends."""
+    leave = threading.Event()
+    crowd = background(lambda: asyncio.run(come_in(params, policy, per_second, leave)))
+    try:
+        yield
+    finally:
+        leave.set()
+    # An error of theirs is the run's error.
+    crowd.result()
+
+
+async def come_in(params: Params, policy: str, per_second: float, leave: threading.Event) -> None:
+    """Send a new user every 1/`per_second` seconds, each with a problem that nobody trained on."""
+    from openai import AsyncOpenAI
+
+    from engine.training.problems import stream
+
+    config = params.policy(policy)
+    problems = stream(config.task, "user", seed=uuid.uuid4().int % 2**31)
+    url = f"{params.url('engine')}/v1"
+    waiting = asyncio.Semaphore(PATIENT)
+    client = AsyncOpenAI(base_url=url, api_key=local_key(params), max_retries=8)
+    async with client, asyncio.TaskGroup() as group:
+        following = time.monotonic()
+        for _, (_, problem) in zip(range(params.demo.max_users), problems, strict=False):
+            if leave.is_set():
+                return
+            await waiting.acquire()
+            user = group.create_task(ask(client, policy, config, problem))
+            user.add_done_callback(lambda _: waiting.release())
+            following = max(following + 1 / per_second, time.monotonic() - 1)
+            await asyncio.sleep(max(0.0, following - time.monotonic()))
+
+
+async def ask(client: Any, policy: str, config: PolicyConfig, problem: Any) -> None:
+    """One user: ask, let the verifier judge the answer, say so."""
+    from engine.training.problems import reward
+
+    answer = await client.chat.completions.create(
+        model=policy,
+        messages=[{"role": "user", "content": problem.question}],
+        max_tokens=config.max_tokens,
+        temperature=0,
+        user=f"user-{uuid.uuid4()}",
+    )
+    rated = reward(config.contract, problem, answer.choices[0].message.content or "")
+    await client.post("/feedback", body={"request_id": answer.id, "reward": rated}, cast_to=object)

@@ -1,0 +1,120 @@
+"""What a person sees in the terminal: services coming up, training steps, the final table.
+
+Holds the one console of the process. A flow that runs elsewhere, with nobody watching, calls the same
+functions and prints plain lines.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from engine.config import Params
+from tasks.outcome import Outcome, Stages
+
+console = Console(highlight=False)
+steps = Progress(
+    TextColumn("{task.description:<24}"),
+    BarColumn(bar_width=20),
+    MofNCompleteColumn(),
+    TimeElapsedColumn(),
+    TextColumn("{task.fields[note]}"),
+    console=console,
+)
+
+
+@contextlib.contextmanager
+def live() -> Iterator[None]:
+    """Show the progress of every training run inside the block; finished bars stay on the screen."""
+    with steps:
+        yield
+    for task in steps.task_ids:
+        steps.remove_task(task)
+
+
+def base_builder(params: Params, stages: Stages) -> Callable[[], object]:
+    """Return a function that builds the base with a progress bar, or finds it built already."""
+    from engine.base import ensure_base
+
+    def build() -> object:
+        bar = steps.add_task("base", total=None, note="", visible=False)
+
+        def progress(step: int, total: int, loss: float) -> None:
+            steps.update(bar, completed=step, total=total, note=f"loss {loss:.3f}", visible=True)
+
+        with stages("base"), live():
+            return ensure_base(params.base, params.paths, progress)
+
+    return build
+
+
+def training_bar(policy: str, total: int) -> Callable[[Mapping[str, Any]], None]:
+    """Return a function that shows one training step, given its row of the ledger's `train_steps`."""
+    bar = steps.add_task(policy, total=total, note="")
+
+    def show(row: Mapping[str, Any]) -> None:
+        note = (
+            f"reward {row['reward']:.2f}  ratio {row['importance_ratio']:.5f}  "
+            f"rollout {row['rollout_s']:.2f}s  update {row['update_s']:.2f}s  handoff {row['handoff_s']:.3f}s"
+        )
+        steps.update(bar, completed=row["step"], note=note)
+
+    return show
+
+
+def print_service(name: str, state: str) -> None:
+    console.print(f"  {name:<12}{state}")
+
+
+def print_stage(sentence: str) -> None:
+    console.print(f"[bold]{sentence}[/bold]")
+
+
+def print_addresses(params: Params) -> None:
+    """Print where the UIs are."""
+    for name, what in (("prefect", "flow runs"), ("mlflow", "registry"), ("controller", "releases")):
+        console.print(f"  {name:<12}{params.url(name)}  ({what})")
+
+
+def print_status(states: Sequence[Any]) -> None:
+    table = Table("service", "state", "address", "pid", "seconds")
+    for state in states:
+        pid = str(state.pid) if state.pid else ""
+        table.add_row(state.name, state.state, state.url, pid, f"{state.seconds:.0f}")
+    console.print(table)
+
+
+def print_keys(keys: Sequence[Any]) -> None:
+    table = Table("hash", "owner", "scope", "state")
+    for key in keys:
+        table.add_row(key.hash[:12], key.owner, key.scope, "revoked" if key.revoked_at else "active")
+    console.print(table)
+
+
+def print_row(row: Mapping[str, Any]) -> None:
+    """Print one line of a table, its columns below each other."""
+    width = max(len(name) for name in row)
+    for name, value in row.items():
+        console.print(f"  {name:<{width}}  {value}")
+
+
+def print_outcome(params: Params, outcome: Outcome) -> None:
+    """Print the main job's table, its stages, and where to look further."""
+    columns = list(dict.fromkeys(name for row in outcome.rows for name in row))
+    table = Table(*columns)
+    for row in outcome.rows:
+        table.add_row(*(str(row.get(name, "–")) for name in columns))
+    console.print(table)
+    stages = {**outcome.summary["stages"], "whole job": outcome.summary["seconds"]}
+    console.print("  ".join(f"{name} {seconds:.1f} s" for name, seconds in stages.items()))
+    bad = outcome.summary["bad_revision"]
+    console.print(
+        f"The bad revision: {bad['verdict']} {bad['seconds_to_rollback']} s after its first user; "
+        f"requests that it answered afterwards: {bad['requests_after']}."
+    )
+    console.print(f"Report: {outcome.report}")
+    console.print("Runs, versions and releases stay; look at them with `graftwork up`:")
+    print_addresses(params)

@@ -1,0 +1,1 @@
+"""Prefect tasks: plain functions over engine/; ids and paths cross, tensors do not."""

@@ -1,0 +1,73 @@
+"""MLflow flavour `graftwork`: the model is a revision directory, and nothing but the adapter.
+
+Knows how a revision directory becomes an MLflow model (the same files plus `MLmodel`, so `peft` opens
+a download unchanged) and how a download is proven by its digest. Does not know the registry, and
+never needs the base: no weights of it and no path of this machine are stored.
+"""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from engine.adapters.revision import Manifest, read_revision
+from engine.config import DIGEST12
+from engine.errors import AdapterError
+
+FLAVOR = "graftwork"
+MODEL_FILE = "MLmodel"
+
+
+def save_model(directory: Path, path: Path, model_id: str | None = None, run_id: str | None = None) -> None:
+    """Write the revision in `directory` to `path` as an MLflow model; `AdapterError` if it is not whole."""
+    from mlflow.models import Model
+
+    _, manifest = read_revision(directory)
+    shutil.copytree(directory, path)
+    model = Model(run_id=run_id, model_id=model_id, artifact_path="revision")
+    model.add_flavor(FLAVOR, **describe(manifest))
+    model.save(str(path / MODEL_FILE))
+
+
+def load_model(policy: str, version: int, root: Path, url: str) -> Path:
+    """Fetch a policy's version from MLflow at `url` to `root`/policy/digest12; return that directory.
+
+    It appears whole or not at all. Raises `AdapterError` when the tensors are not those that the
+    model's `MLmodel` names.
+    """
+    from mlflow import MlflowClient, artifacts
+    from mlflow.models import Model
+
+    # MLflow resolves `models:/` by a setting of the whole process; its client does so by argument.
+    source = MlflowClient(url, url).get_model_version_download_uri(policy, str(version))
+    root.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=".download-", dir=root))
+    try:
+        found = Path(artifacts.download_artifacts(source, dst_path=str(draft), tracking_uri=url))
+        _, manifest = read_revision(found)
+        named = Model.load(str(found)).flavors.get(FLAVOR, {}).get("digest")
+        if named != manifest.digest:
+            raise AdapterError(f"{source} names the digest {named}, but its files are {manifest.digest}.")
+        return _publish(found, root / manifest.policy / manifest.digest[:DIGEST12])
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def describe(manifest: Manifest) -> dict[str, str | int]:
+    """Return what people look for in a registry: digest, base, rank, step and the like."""
+    return {
+        "digest": manifest.digest,
+        "base": manifest.base_digest,
+        "policy": manifest.policy,
+        "parent": manifest.parent or "",
+        "rank": manifest.rank,
+        "step": manifest.step,
+        "code_version": manifest.code_version,
+    }
+
+
+def _publish(source: Path, target: Path) -> Path:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if not target.exists():
+        os.replace(source, target)
+    return target

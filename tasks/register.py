@@ -1,0 +1,167 @@
+"""Register an exported revision in MLflow: one registered model a policy, one version a revision.
+
+Knows the order that leaves nothing half visible: run and artifacts first, the version last, in one
+call with all its tags. Each step finds what an earlier attempt left, so a retry goes on from there.
+"""
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+from filelock import FileLock
+from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
+
+from engine.adapters.revision import Manifest, read_revision
+from engine.config import Params, served_name
+from engine.errors import ConfigError, ServiceError
+from tasks import flavor
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+EXPERIMENT = "graftwork"
+CURVE = (
+    "reward", "importance_ratio", "loss", "grad_norm", "rollout_s", "reward_s", "update_s", "handoff_s",
+    "tokens", "groups_kept", "kept",
+)  # fmt: skip
+
+
+def register(
+    params: Params,
+    policy: str,
+    directory: Path,
+    curve: Sequence[Mapping[str, Any]] = (),
+    patience_s: float = 60,
+) -> int:
+    """Register the revision in `directory` and return its version number, the same for the same digest.
+
+    `curve` holds rows of the ledger's table `train_steps`; their numbers become the run's metrics. A
+    registry that is down or faulty is tried again, with growing pauses, for `patience_s` seconds; then
+    `ServiceError`. Raises `AdapterError` when the directory is not a whole revision, `ConfigError` when
+    it is another policy's.
+    """
+    _, manifest = read_revision(directory)
+    if manifest.policy != policy:
+        raise ConfigError(f"{directory} is a revision of {manifest.policy!r}, not of {policy!r}.")
+    params.paths.runs.mkdir(parents=True, exist_ok=True)
+    attempts = Retrying(
+        retry=retry_if_exception_type(ServiceError),
+        stop=stop_after_delay(patience_s),
+        wait=wait_exponential(multiplier=0.25, max=8),
+        reraise=True,
+    )
+    lock = params.paths.runs / "register.lock"
+    return attempts(_register_once, params.url("mlflow"), lock, directory, manifest, curve)
+
+
+def find_version(client: "MlflowClient", policy: str, digest: str) -> int | None:
+    """Return the version of `policy` that is tagged with `digest`, or None."""
+    found = client.search_model_versions(f"name = '{policy}' and tags.`graftwork.digest` = '{digest}'")
+    return min((int(version.version) for version in found), default=None)
+
+
+def _register_once(
+    url: str, lock: Path, directory: Path, manifest: Manifest, curve: Sequence[Mapping[str, Any]]
+) -> int:
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+
+    _ensure_up(url)
+    client = MlflowClient(tracking_uri=url, registry_uri=url)
+    try:
+        # Two attempts at once (a retried flow beside its zombie) must not make two versions of one digest.
+        with FileLock(lock):
+            version = find_version(client, manifest.policy, manifest.digest)
+            return version or _create_version(client, directory, manifest, curve)
+    except MlflowException as error:
+        if error.get_http_status_code() < 500:
+            raise
+        raise ServiceError(f"MLflow at {url} failed: {error}. See its log, then run this again.") from None
+
+
+def _ensure_up(url: str) -> None:
+    # MLflow's own client would try a dead server for minutes before it says so.
+    try:
+        httpx.get(f"{url}/health", timeout=5, trust_env=False).raise_for_status()
+    except httpx.HTTPError as error:
+        raise ServiceError(
+            f"MLflow does not answer at {url} ({error}). Start it with `graftwork up`; the exported "
+            "revision is kept, and the retry goes on from it."
+        ) from None
+
+
+def _create_version(
+    client: "MlflowClient", directory: Path, manifest: Manifest, curve: Sequence[Mapping[str, Any]]
+) -> int:
+    tags = {f"graftwork.{name}": str(value) for name, value in flavor.describe(manifest).items()}
+    experiment = _experiment(client)
+    run_id = _find_or_start_run(client, experiment, manifest, tags)
+    _log_curve(client, run_id, manifest, curve)
+    model_id = _upload(client, experiment, run_id, directory, manifest, tags)
+    client.set_terminated(run_id)
+    _ensure_registered_model(client, manifest.policy)
+    source = f"models:/{model_id}"
+    version = client.create_model_version(
+        manifest.policy, source, run_id, tags, await_creation_for=0, model_id=model_id
+    )
+    return int(version.version)
+
+
+def _experiment(client: "MlflowClient") -> str:
+    found = client.get_experiment_by_name(EXPERIMENT)
+    return found.experiment_id if found else client.create_experiment(EXPERIMENT)
+
+
+def _find_or_start_run(
+    client: "MlflowClient", experiment: str, manifest: Manifest, tags: dict[str, str]
+) -> str:
+    query = f"tags.`graftwork.digest` = '{manifest.digest}' and tags.`graftwork.policy` = '{manifest.policy}'"
+    for run in client.search_runs([experiment], query, max_results=1):
+        return str(run.info.run_id)
+    name = served_name(manifest.policy, manifest.digest)
+    return str(client.create_run(experiment, tags=tags, run_name=name).info.run_id)
+
+
+def _log_curve(
+    client: "MlflowClient", run_id: str, manifest: Manifest, curve: Sequence[Mapping[str, Any]]
+) -> None:
+    from mlflow.entities import Metric, Param
+
+    # One timestamp for all attempts: the tracking store then drops what it already has.
+    at = int(manifest.created_at * 1000)
+    metrics = [
+        Metric(name, float(row[name]), at, int(row["step"]))
+        for row in curve
+        for name in CURVE
+        if row.get(name) is not None
+    ]
+    settings = [Param(name, str(value)) for name, value in sorted(manifest.config.items())]
+    for start in range(0, max(len(metrics), 1), 1000):
+        client.log_batch(run_id, metrics=metrics[start : start + 1000], params=settings[:100])
+
+
+def _upload(
+    client: "MlflowClient",
+    experiment: str,
+    run_id: str,
+    directory: Path,
+    manifest: Manifest,
+    tags: dict[str, str],
+) -> str:
+    query = f"tags.`graftwork.digest` = '{manifest.digest}' and source_run_id = '{run_id}'"
+    earlier = client.search_logged_models([experiment], query, max_results=1)
+    model = earlier[0] if earlier else client.create_logged_model(
+        experiment, served_name(manifest.policy, manifest.digest).replace("@", "-"), run_id, tags
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as scratch:
+        flavor.save_model(directory, Path(scratch) / "model", model.model_id, run_id)
+        client.log_model_artifacts(model.model_id, str(Path(scratch) / "model"))
+    client.finalize_logged_model(model.model_id, "READY")
+    return str(model.model_id)
+
+
+def _ensure_registered_model(client: "MlflowClient", policy: str) -> None:
+    if not client.search_registered_models(f"name = '{policy}'"):
+        client.create_registered_model(policy, tags={"graftwork.policy": policy})

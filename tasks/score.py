@@ -1,0 +1,187 @@
+"""Score a revision, or the base, on a frozen suite: lm-eval asks the live engine, the ledger keeps the rows.
+
+Knows how lm-eval is driven without network, cache or second engine, and how a score is named by its
+content, so that scoring twice doubles nothing. Does not know what makes an answer right: the suite
+calls the verifier that training uses.
+"""
+
+import logging
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import httpx
+
+from engine.adapters.revision import code_version
+from engine.config import Params, content_hash, served_name
+from engine.errors import ServiceError
+from engine.quality.estimate import interval
+from engine.quality.ledger import Spool, open_snapshot
+from tasks.suites import SUITES, Suite, load_suite
+
+RECORDED = """
+    SELECT id, score, answer FROM scores
+    WHERE base = ? AND suite = ? AND digest IS NOT DISTINCT FROM ?
+"""
+NAMES = uuid.UUID("6f1c1a52-6f0e-5b0e-9d4e-6d1a3f1b7c11")
+
+
+@dataclass(frozen=True)
+class ItemScore:
+    """One item's score in [0, 1] and the text that earned it."""
+
+    item: str
+    score: float
+    answer: str
+
+
+@dataclass(frozen=True)
+class Score:
+    """A suite's result: mean and 95% interval in [0, 1]; `digest` None is the base itself.
+
+    `reused` says that the ledger had every item already and the engine was not asked.
+    """
+
+    policy: str
+    digest: str | None
+    base: str
+    suite: str
+    suite_version: str
+    mean: float
+    ci_low: float
+    ci_high: float
+    items: tuple[ItemScore, ...]
+    reused: bool
+    seconds: float
+
+
+def score(
+    params: Params,
+    policy: str,
+    digest: str | None,
+    suite: str,
+    key: str,
+    *,
+    reuse: bool = True,
+    root: Path = SUITES,
+) -> Score:
+    """Score `policy`'s revision `digest` (64 hex characters; None is the base) on a suite.
+
+    Greedy, through the engine's /v1/completions with the API key `key`, of scope score or admin. With
+    `reuse`, items that the ledger holds for this content are not asked again. Raises `NotFound` for an
+    unknown suite, `ServiceError` when the engine does not answer.
+    """
+    started = time.monotonic()
+    opened = load_suite(suite, root)
+    base = _engine_base(params)
+    known = recorded(params, base, policy, digest, opened) if reuse else ()
+    items = known or _ask_engine(params, policy, digest, opened, key, root)
+    if not known:
+        _emit(params, base, policy, digest, opened, items)
+    low, high = interval([item.score for item in items])
+    mean, seconds = fmean(item.score for item in items), time.monotonic() - started
+    return Score(
+        policy, digest, base, opened.name, opened.version, mean, low, high, items, bool(known), seconds
+    )
+
+
+def recorded(
+    params: Params, base: str, policy: str, digest: str | None, suite: Suite
+) -> tuple[ItemScore, ...]:
+    """Return the ledger's rows for this content in the suite's order; empty unless every item is there."""
+    if not params.paths.ledger_snapshot.is_file():
+        return ()
+    wanted = {_row_id(base, policy, digest, suite, item.id): item.id for item in suite.items}
+    with open_snapshot(params.paths.ledger_snapshot) as connection:
+        rows = connection.execute(RECORDED, [base, suite.name, digest]).fetchall()
+    found = {
+        wanted[row]: ItemScore(wanted[row], value, answer) for row, value, answer in rows if row in wanted
+    }
+    return tuple(found[item.id] for item in suite.items) if len(found) == len(suite.items) else ()
+
+
+def _engine_base(params: Params) -> str:
+    url = f"{params.url('engine')}/graftwork/marker"
+    try:
+        answer = httpx.get(url, timeout=10, trust_env=False).raise_for_status()
+    except httpx.HTTPError as error:
+        raise ServiceError(
+            f"The engine does not answer at {url} ({error}). Start it with `graftwork up`."
+        ) from None
+    return str(answer.json()["base"])
+
+
+def _ask_engine(
+    params: Params, policy: str, digest: str | None, suite: Suite, key: str, root: Path
+) -> tuple[ItemScore, ...]:
+    import requests
+    from lm_eval.evaluator import evaluate
+    from lm_eval.tasks import TaskManager
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    # The engine serves a base from a directory under the directory's name.
+    model = served_name(policy, digest) if digest else Path(params.base.name).name
+    manager = TaskManager(include_path=root, include_defaults=False, metadata={"root": str(root)})
+    try:
+        # Not `simple_evaluate`: it seeds the process's random states and inspects the machine.
+        results = evaluate(
+            _completions(params, model, key), manager.load([suite.name]), bootstrap_iters=0, log_samples=True
+        )
+    except requests.RequestException as error:
+        said = f"{error} {error.response.text[:300]}" if error.response is not None else str(error)
+        raise ServiceError(f"The engine did not score {model} on {suite.name}: {said}") from None
+    samples = sorted(results["samples"][suite.name], key=lambda sample: sample["doc_id"])
+    return tuple(_item_score(sample) for sample in samples)
+
+
+def _completions(params: Params, model: str, key: str) -> Any:
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    return LocalCompletionsAPI(
+        base_url=f"{params.url('engine')}/v1/completions",
+        model=model,
+        # Frozen prompts go out as text: the engine's own tokenizer is the only one involved.
+        tokenizer_backend="None",
+        # One request fills the engine's largest batch, so the order is fixed and no event loop is needed.
+        batch_size=max(2, params.engine.max_num_seqs),
+        header={"Authorization": f"Bearer {key}", "x-graftwork-purpose": "score"},
+    )
+
+
+def _item_score(sample: dict[str, Any]) -> ItemScore:
+    return ItemScore(sample["doc"]["id"], float(sample["reward"]), sample["resps"][0][0])
+
+
+def _emit(
+    params: Params, base: str, policy: str, digest: str | None, suite: Suite, items: tuple[ItemScore, ...]
+) -> None:
+    run = _row_id(base, policy, digest, suite, "*")
+    spool = Spool(params.paths.spool, "score")
+    try:
+        for item in items:
+            spool.emit(
+                "scores",
+                id=_row_id(base, policy, digest, suite, item.item),
+                code_version=code_version(),
+                config_hash=content_hash(params.engine),
+                policy=policy if digest else None,
+                digest=digest,
+                base=base,
+                suite=suite.name,
+                suite_version=suite.version,
+                item=item.item,
+                score=item.score,
+                answer=item.answer,
+                run=run,
+            )
+    finally:
+        spool.close()
+
+
+def _row_id(base: str, policy: str, digest: str | None, suite: Suite, item: str) -> str:
+    # The base's rows belong to no policy: all policies that share a suite share them.
+    subject = f"{policy}@{digest}" if digest else "base"
+    return str(uuid.uuid5(NAMES, f"{base}/{subject}/{suite.name}/{suite.version}/{suite.digest}/{item}"))

@@ -1,0 +1,205 @@
+"""Frozen evaluation suites: how one is built, opened, proven unchanged, and what lm-eval calls in it.
+
+A suite is a directory under `eval_suites/`: lm-eval's YAML, `items.jsonl` (one item a line: question,
+answer, and the prompt as the chat template renders it) and a README with its change log. The YAML states
+version and digest of the items, so that no score can come from other items than its version names.
+`python -m tasks.suites` writes the suites of the policies in `params.yaml`.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from engine.errors import ConfigError, Conflict, NotFound
+from engine.training.problems import Problem, reward, stream
+
+SUITES = Path(__file__).parent.parent / "eval_suites"
+ITEMS = "items.jsonl"
+SEED = 20260513
+
+TASK_YAML = """\
+# Written by `python -m tasks.suites`. Frozen: other items need a new version and a line in the README.
+task: {name}
+custom_dataset: !function tasks.suites.load_items
+dataset_kwargs: {{suite: {name}}}
+test_split: test
+output_type: generate_until
+doc_to_text: prompt
+doc_to_target: answer
+process_results: !function tasks.suites.process_results
+num_fewshot: 0
+generation_kwargs:
+  until: []            # the model's own end token stops it
+  do_sample: false
+  temperature: 0.0
+  max_gen_toks: {max_tokens}
+  add_special_tokens: false   # the prompt is rendered whole
+metric_list:
+  - metric: reward
+    aggregation: mean
+    higher_is_better: true
+metadata:
+  version: {version}
+  problems: {task}
+  contract: {contract}
+  items: {count}
+  digest: {digest}
+"""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One frozen problem; `prompt_digest` is the sha256 of `prompt`, the text that the engine gets."""
+
+    id: str
+    question: str
+    answer: str
+    prompt: str
+    prompt_digest: str
+
+
+@dataclass(frozen=True)
+class Suite:
+    """An opened suite; `digest` is the sha256 of its items file."""
+
+    name: str
+    version: str
+    task: str
+    contract: str
+    digest: str
+    directory: Path
+    items: tuple[Item, ...]
+
+
+def load_suite(name: str, root: Path = SUITES) -> Suite:
+    """Open a suite and prove that its items are those that its version names.
+
+    Raises `NotFound` for an unknown suite, `ConfigError` when the items were changed.
+    """
+    directory = root / name
+    if not (directory / ITEMS).is_file():
+        known = ", ".join(known_suites(root)) or "none"
+        raise NotFound(f"There is no suite {name!r} under {root}. Known suites: {known}.")
+    meta = _read_yaml(directory / f"{name}.yaml")["metadata"]
+    content = (directory / ITEMS).read_bytes()
+    found = hashlib.sha256(content).hexdigest()
+    if found != meta["digest"]:
+        raise ConfigError(
+            f"The items of the suite {name} have the digest {found[:12]}, but version {meta['version']} is "
+            f"{meta['digest'][:12]}. Restore {directory / ITEMS}, or freeze a new version."
+        )
+    items = tuple(Item(**json.loads(line)) for line in content.decode().splitlines())
+    version = str(meta["version"])
+    return Suite(name, version, meta["problems"], meta["contract"], found, directory, items)
+
+
+def known_suites(root: Path = SUITES) -> list[str]:
+    return sorted(path.parent.name for path in root.glob(f"*/{ITEMS}"))
+
+
+def build_suite(
+    name: str,
+    task: str,
+    contract: str,
+    prompt: Callable[[str], str],
+    *,
+    count: int = 200,
+    version: int = 1,
+    max_tokens: int = 32,
+    root: Path = SUITES,
+) -> Suite:
+    """Freeze `count` unseen problems as a suite; the same arguments give the same bytes.
+
+    `prompt` renders a question as the chat template does. Raises `Conflict` when this version exists
+    with other items: scores that were recorded under it must keep their meaning.
+    """
+    items = [_item(number, problem, prompt) for number, problem in enumerate(islice(_unseen(task), count))]
+    content = "".join(json.dumps(asdict(item)) + "\n" for item in items).encode()
+    digest = hashlib.sha256(content).hexdigest()
+    path = root / name / f"{name}.yaml"
+    if path.exists():
+        meta = _read_yaml(path)["metadata"]
+        if meta["version"] == version and meta["digest"] != digest:
+            raise Conflict(f"Version {version} of the suite {name} has other items; give a new version.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    (path.parent / ITEMS).write_bytes(content)
+    path.write_text(
+        TASK_YAML.format(
+            name=name,
+            task=task,
+            contract=contract,
+            count=count,
+            version=version,
+            digest=digest,
+            max_tokens=max_tokens,
+        )
+    )
+    return load_suite(name, root)
+
+
+def load_items(
+    suite: str, problems: str, contract: str, root: str | Path = SUITES, **_metadata: Any
+) -> dict[str, Any]:
+    """Give lm-eval the documents of a suite, held in memory; called through its YAML, with its metadata."""
+    from datasets import Dataset
+
+    items = load_suite(suite, Path(root)).items
+    rows = [asdict(item) | {"task": problems, "contract": contract} for item in items]
+    return {"test": Dataset.from_list(rows)}
+
+
+def process_results(doc: dict[str, str], results: list[str]) -> dict[str, float]:
+    """Score one completion for lm-eval with the verifier that training uses."""
+    problem = Problem(doc["task"], doc["question"], doc["answer"])
+    return {"reward": reward(doc["contract"], problem, results[0])}
+
+
+def _unseen(task: str) -> Iterator[Problem]:
+    questions = set()
+    for _, problem in stream(task, "eval", SEED):
+        if problem.question not in questions:
+            questions.add(problem.question)
+            yield problem
+
+
+def _item(number: int, problem: Problem, prompt: Callable[[str], str]) -> Item:
+    text = prompt(problem.question)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return Item(f"{number:04d}", problem.question, problem.answer, text, digest)
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads lm-eval's YAML without importing what its `!function` tags name."""
+
+
+_Loader.add_constructor("!function", lambda loader, node: node.value)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    return dict(yaml.load(path.read_text(), _Loader))
+
+
+def main() -> None:
+    """Freeze the suites of `params.yaml` for the chat template of its base."""
+    from transformers import AutoTokenizer
+
+    from engine.base import ensure_base, prompt_text
+    from engine.config import load_params
+
+    params = load_params()
+    tokenizer = AutoTokenizer.from_pretrained(ensure_base(params.base, params.paths).path)
+    for policy in params.policies.values():
+        suite = build_suite(
+            policy.suite, policy.task, policy.contract, lambda text: prompt_text(tokenizer, text)
+        )
+        print(f"{suite.name} version {suite.version}: {len(suite.items)} items, digest {suite.digest[:12]}")
+
+
+if __name__ == "__main__":
+    main()

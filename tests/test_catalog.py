@@ -1,0 +1,338 @@
+"""The catalog: identity, compare-and-swap between processes, expiry, keys, leases, schema."""
+
+import multiprocessing
+import sqlite3
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+
+from engine.adapters.catalog import (
+    Base,
+    Catalog,
+    Policy,
+    Release,
+    Revision,
+    Route,
+    ensure_local_key,
+    migrate,
+)
+from engine.adapters.catalog_access import open_engine
+from engine.adapters.catalog_schema import metadata
+from engine.errors import ConfigError, Conflict, NotFound, ServiceError
+
+spawn = multiprocessing.get_context("spawn")
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    url = f"sqlite:///{tmp_path}/catalog.db"
+    migrate(url)
+    return url
+
+
+@pytest.fixture
+def catalog(url: str) -> Catalog:
+    catalog = Catalog(url)
+    catalog.add_policy(Policy("sorting", "base", {"rank": 8}, "me", 1.0))
+    return catalog
+
+
+def make_revision(digest: str, **changes: object) -> Revision:
+    row = Revision(
+        policy="sorting",
+        digest=digest,
+        base="base",
+        parent=None,
+        step=1,
+        rank=8,
+        bytes=64,
+        layout="layout",
+        segment="s1",
+        offset=0,
+        length=64,
+        checksum="c",
+        state="snapshot",
+        owner="me",
+        created_at=1.0,
+        expires_at=10.0,
+    )
+    return replace(row, **changes)
+
+
+def make_release(id: str, digest: str = "aa", policy: str = "sorting") -> Release:
+    return Release(id, policy, digest, None, "probe", 0.2, "running", {"alpha": 0.05}, 1.0, 1.0)
+
+
+def test_migrations_and_tables_agree(url: str) -> None:
+    with open_engine(url).connect() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), metadata) == []
+    written = sqlite3.connect(url.removeprefix("sqlite:///"))
+    assert written.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    revisions = written.execute("SELECT sql FROM sqlite_master WHERE name = 'revisions'").fetchone()[0]
+    assert "WITHOUT ROWID" in revisions
+
+
+def test_several_processes_may_migrate_at_once(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/new/catalog.db"
+    workers = [spawn.Process(target=migrate, args=(url,)) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(30)
+    assert [worker.exitcode for worker in workers] == [0, 0, 0]
+    assert Catalog(url).policies() == []
+
+
+def test_a_file_that_is_no_catalog_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match="graftwork up"):
+        Catalog(f"sqlite:///{tmp_path}/none.db")
+    (tmp_path / "text.db").write_text("this is not a database, but long enough to look at" * 10)
+    with pytest.raises(ConfigError, match="not a catalog"):
+        Catalog(f"sqlite:///{tmp_path}/text.db")
+    with pytest.raises(ConfigError, match="sqlite:///FILE"):
+        Catalog("postgresql://somewhere/db")
+
+
+def test_another_schema_version_is_refused(url: str) -> None:
+    with sqlite3.connect(url.removeprefix("sqlite:///")) as connection:
+        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+    with pytest.raises(ConfigError, match="schema 9999"):
+        Catalog(url)
+
+
+def test_a_full_disk_is_a_sentence(catalog: Catalog) -> None:
+    with catalog._write() as connection:
+        pages = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
+    with pytest.raises(ServiceError, match="cannot be written"):
+        _write_too_much(catalog, pages)
+    with pytest.raises(NotFound):
+        catalog.layout("x")
+
+
+def _write_too_much(catalog: Catalog, pages: int) -> None:
+    with catalog._write() as connection:
+        connection.exec_driver_sql(f"PRAGMA max_page_count = {pages}")
+        connection.exec_driver_sql("INSERT INTO layouts VALUES ('x', hex(zeroblob(1000000)))")
+
+
+def test_policies_belong_to_an_owner_and_a_base(catalog: Catalog) -> None:
+    catalog.add_policy(Policy("sorting", "base", {"rank": 1}, "me", 2.0))
+    assert catalog.policy("sorting").config == {"rank": 1}
+    assert catalog.policy("sorting").created_at == 1.0
+    with pytest.raises(Conflict, match="belongs to 'me'"):
+        catalog.add_policy(Policy("sorting", "base", {}, "you", 2.0))
+    with pytest.raises(Conflict, match="base"):
+        catalog.add_policy(Policy("sorting", "other", {}, "me", 2.0))
+    with pytest.raises(NotFound, match="Known policies: sorting"):
+        catalog.policy("sortin")
+
+
+def test_bases_and_layouts_are_added_once(catalog: Catalog) -> None:
+    catalog.add_base(Base("b1", "tiny", "/somewhere", 1.0))
+    catalog.add_base(Base("b1", "renamed", "/elsewhere", 2.0))
+    assert catalog.base("b1").name == "tiny"
+    catalog.add_layout("l1", "{}")
+    catalog.add_layout("l1", "{}")
+    assert catalog.layout("l1") == "{}"
+    with pytest.raises(NotFound):
+        catalog.base("b2")
+
+
+def test_a_revision_is_added_once_and_upgraded_by_its_export(catalog: Catalog) -> None:
+    assert catalog.add_revision(make_revision("aa11"))
+    assert not catalog.add_revision(make_revision("aa11", segment="s2", expires_at=20.0))
+    assert catalog.revision("sorting", "aa11") == make_revision("aa11", expires_at=20.0)
+    assert not catalog.add_revision(make_revision("aa11", state="exported", expires_at=None))
+    assert not catalog.add_revision(make_revision("aa11", expires_at=99.0))
+    assert catalog.revision("sorting", "aa11") == make_revision("aa11", state="exported", expires_at=None)
+
+
+def test_a_digest_prefix_names_one_revision(catalog: Catalog) -> None:
+    for digest in ("aa11", "aa22", "ff99"):
+        catalog.add_revision(make_revision(digest))
+    assert catalog.revision("sorting", "ff").digest == "ff99"
+    assert catalog.revision("sorting", "aa2").digest == "aa22"
+    with pytest.raises(Conflict, match="more digits"):
+        catalog.revision("sorting", "aa")
+    with pytest.raises(NotFound):
+        catalog.revision("sorting", "b")
+    with pytest.raises(NotFound):
+        catalog.revision("other", "ff")
+
+
+def test_pages_hold_every_revision_once_newest_first(catalog: Catalog) -> None:
+    # Several share a time: the digest breaks the tie.
+    rows = [make_revision(f"{i:04x}", created_at=float(i // 3)) for i in range(25)]
+    for row in rows:
+        catalog.add_revision(row)
+    pages: list[Revision] = []
+    while page := catalog.revisions("sorting", after=pages[-1] if pages else None, limit=7):
+        pages += page
+    assert pages == sorted(rows, key=lambda row: (row.created_at, row.digest), reverse=True)
+
+
+def test_expiry_spares_what_routes_and_releases_name(catalog: Catalog) -> None:
+    for digest in ("a1", "a2", "a3", "a4", "a5", "a6"):
+        catalog.add_revision(make_revision(digest))
+    catalog.add_revision(make_revision("a7", expires_at=99.0))
+    catalog.add_revision(make_revision("a8", state="exported", expires_at=None))
+    catalog.set_route(Route("sorting", champion="a1", previous="a2", canary="a3"), 0)
+    catalog.add_release(replace(make_release("r1", "a4"), baseline="a5"))
+    assert [row.digest for row in catalog.expire(now=50.0)] == ["a6"]
+    assert {row.digest for row in catalog.revisions("sorting")} == {"a1", "a2", "a3", "a4", "a5", "a7", "a8"}
+
+
+def test_probe_results_are_kept(catalog: Catalog) -> None:
+    catalog.add_revision(make_revision("aa"))
+    assert catalog.revision("sorting", "aa").probe is None
+    catalog.set_probe("sorting", "aa", {"accepted": True, "max_error": 1e-4})
+    assert catalog.revision("sorting", "aa").probe == {"accepted": True, "max_error": 1e-4}
+    with pytest.raises(NotFound):
+        catalog.set_probe("sorting", "bb", {})
+
+
+def test_a_route_changes_by_compare_and_swap(catalog: Catalog) -> None:
+    route = catalog.route("sorting")
+    assert (route.champion, route.version) == (None, 0)
+    assert len(route.salt) == 16
+    changed = catalog.set_route(replace(route, canary="aa", weight=0.2), route.version)
+    assert changed.version == 1
+    assert changed.salt == route.salt
+    assert catalog.route("sorting") == changed
+    with pytest.raises(Conflict, match="changed since version 0"):
+        catalog.set_route(replace(route, champion="bb"), route.version)
+    assert catalog.routes() == [changed]
+
+
+def raise_weight(url: str, times: int) -> None:
+    catalog = Catalog(url)
+    for _ in range(times):
+        while True:
+            route = catalog.route("sorting")
+            try:
+                catalog.set_route(replace(route, weight=route.weight + 1), route.version)
+                break
+            except Conflict:
+                continue
+
+
+def test_no_change_of_several_processes_is_lost(url: str, catalog: Catalog) -> None:
+    workers = [spawn.Process(target=raise_weight, args=(url, 25)) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    route = catalog.route("sorting")
+    assert (route.weight, route.version) == (75.0, 75)
+
+
+def test_a_tombstone_is_stronger_than_a_route(catalog: Catalog) -> None:
+    stone = catalog.bury("sorting", "aa", "It answered nonsense.", "controller")
+    assert catalog.bury("sorting", "aa", "Another reason.", "me") == stone
+    for route in (Route("sorting", champion="aa"), Route("sorting", canary="aa")):
+        with pytest.raises(Conflict, match="nonsense"):
+            catalog.set_route(route, 0)
+    state = catalog.serving_state()
+    assert state.tombstones == {("sorting", "aa")}
+    assert state.reasons["sorting", "aa"] == "It answered nonsense."
+    lifted = catalog.lift("sorting", "aa", "me", "It was the data.")
+    assert (lifted.lifted_by, lifted.lifted_reason) == ("me", "It was the data.")
+    assert catalog.tombstone("sorting", "aa") is None
+    assert catalog.tombstones() == []
+    catalog.set_route(Route("sorting", champion="aa"), 0)
+    with pytest.raises(NotFound, match="no tombstone"):
+        catalog.lift("sorting", "aa", "me", "again")
+    assert catalog.bury("sorting", "aa", "Worse than before.", "me").reason == "Worse than before."
+
+
+def test_one_release_of_a_policy_runs(catalog: Catalog) -> None:
+    catalog.add_release(make_release("r1"))
+    with pytest.raises(Conflict, match="running"):
+        catalog.add_release(make_release("r2", "bb"))
+    ended = catalog.update_release("r1", 0, state="held", reason="why", evidence={"n": 1})
+    assert (ended.version, ended.state, ended.evidence) == (1, "held", {"n": 1})
+    with pytest.raises(Conflict, match="changed since"):
+        catalog.update_release("r1", 0, state="promoted")
+    catalog.add_release(make_release("r2", "bb"))
+    assert [release.id for release in catalog.releases(open_only=True)] == ["r2"]
+    assert {release.id for release in catalog.releases("sorting")} == {"r1", "r2"}
+    assert catalog.release("r1") == ended
+    with pytest.raises(NotFound):
+        catalog.release("r9")
+
+
+def test_a_lease_has_one_holder_and_a_growing_fence(catalog: Catalog) -> None:
+    assert catalog.acquire("controller", "a", ttl_s=60) == 1
+    assert catalog.acquire("controller", "b", ttl_s=60) is None
+    assert catalog.renew("controller", "a", 1, ttl_s=0)
+    assert catalog.acquire("controller", "b", ttl_s=60) == 2
+    assert not catalog.renew("controller", "a", 1, ttl_s=60)
+    catalog.release_lease("controller", "a")
+    assert catalog.acquire("controller", "a", ttl_s=60) is None
+    catalog.release_lease("controller", "b")
+    assert catalog.acquire("controller", "a", ttl_s=60) == 3
+
+
+def test_keys_are_stored_as_hashes(catalog: Catalog, url: str) -> None:
+    plaintext = catalog.create_key("me", "user")
+    assert len(plaintext) == 43
+    key = catalog.key(plaintext)
+    assert key is not None
+    assert (key.owner, key.scope) == ("me", "user")
+    assert plaintext[3:].encode() not in Path(url.removeprefix("sqlite:///")).read_bytes()
+    assert catalog.serving_state().keys == {key.hash: key}
+    catalog.revoke_key(key.hash[:8])
+    assert catalog.key(plaintext) is None
+    assert catalog.serving_state().keys == {}
+    assert catalog.keys()[0].revoked_at is not None
+    with pytest.raises(NotFound):
+        catalog.revoke_key(key.hash[:8])
+    with pytest.raises(ConfigError, match="scope"):
+        catalog.create_key("me", "root")
+
+
+def test_the_local_key_is_made_once_and_replaced_when_revoked(catalog: Catalog, tmp_path: Path) -> None:
+    path = tmp_path / "local.key"
+    plaintext = ensure_local_key(catalog, path)
+    assert ensure_local_key(catalog, path) == plaintext
+    assert path.stat().st_mode & 0o777 == 0o600
+    catalog.revoke_key(plaintext)
+    assert ensure_local_key(catalog, path) != plaintext
+
+
+def test_switches(catalog: Catalog) -> None:
+    assert not catalog.switch("freeze")
+    catalog.set_switch("freeze", True)
+    assert catalog.switch("freeze")
+    catalog.set_switch("freeze", False)
+    assert not catalog.switch("freeze")
+
+
+def test_data_version_tells_of_changes(catalog: Catalog, url: str) -> None:
+    other = Catalog(url)
+    before = catalog.data_version()
+    assert catalog.data_version() == before
+    other.set_switch("freeze", True)
+    assert catalog.data_version() != before
+
+
+def test_a_revision_is_found_fast_among_many(catalog: Catalog) -> None:
+    rows = [vars(make_revision(f"{i:08x}", probe=None)) for i in range(20_000)]
+    with catalog._write() as connection:
+        connection.execute(metadata.tables["revisions"].insert(), rows)
+    started = time.perf_counter()
+    for i in range(0, 20_000, 100):
+        assert catalog.revision("sorting", f"{i:08x}").digest == f"{i:08x}"
+    # Measured 0.2 ms; the bound leaves room for a loaded machine, a scan would take 10 ms.
+    assert (time.perf_counter() - started) / 200 < 0.003
+
+
+def test_importing_the_catalog_is_light() -> None:
+    code = "import engine.adapters.catalog, sys; sys.exit('torch' in sys.modules or 'alembic' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,127 @@
+"""The command as a newcomer meets it: fast help, one clear sentence for each fault, its exit code."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent
+
+
+def graftwork(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    command = [str(Path(sys.executable).parent / "graftwork"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=120, check=False)
+
+
+@pytest.fixture
+def params(tmp_path: Path) -> Path:
+    """Settings with a state directory of their own."""
+    data = yaml.safe_load((ROOT / "params.yaml").read_text()) | {"state_dir": str(tmp_path / "state")}
+    path = tmp_path / "params.yaml"
+    path.write_text(yaml.safe_dump(data))
+    return path
+
+
+def change(params: Path, **values: object) -> Path:
+    params.write_text(yaml.safe_dump(yaml.safe_load(params.read_text()) | values))
+    return params
+
+
+def test_help_lists_the_commands_in_half_a_second() -> None:
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        result = graftwork("--help")
+        seconds.append(time.perf_counter() - start)
+    assert result.returncode == 0
+    for command in (
+        "run",
+        "up",
+        "down",
+        "status",
+        "adapt",
+        "score",
+        "release",
+        "promote",
+        "rollback",
+        "lift",
+        "key",
+    ):
+        assert f" {command} " in result.stdout
+    assert min(seconds) < 0.5
+
+
+FAULTS = {
+    "no settings file": (["run", "--params", "nowhere.yaml"], {}, 2, "nowhere.yaml does not exist"),
+    "extra key": (["status"], {"wings": 2}, 2, "Unknown key `wings`; allowed here: base,"),
+    "extra nested key": (
+        ["status"],
+        {"engine": {"prot": 1}},
+        2,
+        "Unknown key `engine.prot`; allowed here: dtype",
+    ),
+    "bad value": (["status"], {"engine": {"port": "x"}}, 2, "`engine.port`"),
+    "unknown benchmark": (["bench", "nothing"], {}, 2, "There is no benchmark 'nothing'"),
+    "unknown scope": (["key", "create", "me", "--scope", "root"], {}, 2, "There is no scope 'root'"),
+    "unknown key": (["key", "revoke", "123456"], {}, 5, "key"),
+    "no services": (["adapt", "arithmetic"], {}, 7, "graftwork up"),
+    "no digest": (["promote", "arithmetic", "--reason", "x"], {}, 2, "POLICY@DIGEST"),
+    "unknown task": (
+        ["run"],
+        {"policies": {"p": {"task": "flying", "contract": "terse", "suite": "addition-terse"}}},
+        2,
+        "There is no task 'flying'",
+    ),
+    "unknown suite": (
+        ["run"],
+        {"policies": {"p": {"task": "addition", "contract": "terse", "suite": "poems"}}},
+        5,
+        "There is no suite 'poems'",
+    ),
+    "unknown policy": (
+        ["adapt", "poetry"],
+        {},
+        2,
+        "There is no policy 'poetry'. Known policies: arithmetic, sorting",
+    ),
+    "base without files": (["up"], {"base": {"name": "."}}, 3, "lacks config.json"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "values", "code", "sentence"), FAULTS.values(), ids=FAULTS)
+def test_fault_is_one_sentence_and_an_exit_code(
+    params: Path, arguments: list[str], values: dict[str, object], code: int, sentence: str
+) -> None:
+    change(params, **values)
+    given = [] if "--params" in arguments else ["--params", str(params)]
+    result = graftwork(*arguments, *given, cwd=params.parent)
+    assert sentence in result.stderr
+    assert result.returncode == code, result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_keys_are_created_listed_and_revoked(params: Path) -> None:
+    given = ("--params", str(params))
+    created = graftwork("key", "create", "ada", "--scope", "score", *given)
+    plaintext = created.stdout.strip()
+    assert plaintext.startswith("gw-")
+    listed = graftwork("key", "ls", *given).stdout
+    assert "ada" in listed
+    assert plaintext not in listed
+    from engine.adapters.catalog_access import hash_key
+
+    prefix = hash_key(plaintext)[:12]
+    assert prefix in listed
+    assert graftwork("key", "revoke", prefix, *given).returncode == 0
+    assert "revoked" in graftwork("key", "ls", *given).stdout
+
+
+def test_down_and_status_without_services(params: Path) -> None:
+    given = ("--params", str(params))
+    assert "No services were running" in graftwork("down", *given).stdout
+    shown = graftwork("status", *given)
+    assert shown.returncode == 0
+    assert shown.stdout.count("stopped") == 5
