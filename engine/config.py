@@ -127,7 +127,7 @@ class DemoConfig(Settings):
 class Params(Settings):
     """The whole of `params.yaml`."""
 
-    state_dir: Path = Path(".graftwork")
+    state_dir: Path = Field(Path(".graftwork"), validate_default=True)
     base: BaseConfig = BaseConfig()
     engine: EngineConfig = EngineConfig()
     trainer: TrainerConfig = TrainerConfig()

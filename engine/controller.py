@@ -77,6 +77,7 @@ class Controller:
         self._stopped = threading.Event()
         self._due: dict[str, float] = {}
         self._caught_up = False
+        self._ingested_at = 0.0
 
     def run(self) -> None:
         """Turn until `stop`; raises `Conflict` when another controller has taken the lease."""
@@ -145,10 +146,12 @@ class Controller:
             raise _LeaseLost("Another controller has taken the lease of this catalog; this one stops.")
 
     def _ingest(self) -> None:
+        started = time.time()
         try:
             if self.ledger is None:
                 self.ledger = Ledger(self.params.paths.ledger)
             self.metrics.events.inc(self.ledger.ingest(self.params.paths.spool))
+            self._ingested_at = started
             if not self._caught_up:
                 self.applier.say_missing(self.ledger)
                 self._caught_up = True
@@ -166,6 +169,9 @@ class Controller:
         if releases and self.ledger is None:
             raise ServiceError("The ledger cannot be opened; releases wait, nothing is lost.")
         for release in releases:
+            if release.created_at > self._ingested_at:
+                # Scores spooled just before its start may not be in the ledger yet.
+                continue
             self._part(f"release {release.id}", partial(self._advance, release))
 
     def _advance(self, release: Release) -> None:

@@ -77,6 +77,8 @@ def environment(params: Params) -> dict[str, str]:
         "GIT_PYTHON_REFRESH": "quiet",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "MLFLOW_DISABLE_TELEMETRY": "true",
+        # Ours is the patience; its client's own retries would run for minutes past it.
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
         "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
         # Seven idle job processes, 250 MB each, for features that the loop does not use.
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
@@ -93,6 +95,7 @@ def environment(params: Params) -> dict[str, str]:
     }
     places = {
         "MLFLOW_TRACKING_URI": params.url("mlflow"),
+        "NO_PROXY": "127.0.0.1",
         "PREFECT_API_URL": f"{params.url('prefect')}/api",
         "PREFECT_HOME": str(params.paths.prefect),
     }
@@ -143,9 +146,12 @@ def start(params: Params, build_base: Callable[[], object], report: Report, owne
         supervisor = _supervisor(params)
         supervisor.stop()
         _check_ports(params)
+        _set_aside_unfinished(paths)
         try:
             _start_programs(params, supervisor, build_base, report, owner)
             wait_healthy(params, report)
+            for database in _databases(paths):
+                _finished(database).touch()
         except BaseException:
             with undisturbed():
                 supervisor.stop()
@@ -249,6 +255,26 @@ def _check_ports(params: Params) -> None:
                     f"Port {port} of the {service.name} service is in use by another program. "
                     f"Stop that program, or set `{service.name}.port` in params.yaml."
                 ) from None
+
+
+def _databases(paths: Paths) -> tuple[Path, ...]:
+    """Databases that other projects' servers create, in steps that a kill can cut in half."""
+    return (paths.mlflow_db, paths.prefect / "prefect.db")
+
+
+def _finished(database: Path) -> Path:
+    return database.with_name(f"{database.name}.finished")
+
+
+def _set_aside_unfinished(paths: Paths) -> None:
+    """Move a database away whose server was stopped before it was ever healthy: it holds nothing.
+
+    MLflow refuses to start on tables without a schema version, and would do so for ever.
+    """
+    for database in _databases(paths):
+        if not _finished(database).exists():
+            for file in database.parent.glob(f"{database.name}*"):
+                file.rename(file.with_name(f"unfinished-{file.name}"))
 
 
 def _start_programs(

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
@@ -44,21 +45,34 @@ def run(params: ParamsFile = PARAMS) -> None:
     check(settings, [*settings.policies, settings.demo.bad_policy])
     from engine import services
     from flows import display
-    from tasks.outcome import Stages
+    from tasks.outcome import Stages, shortcomings
     from tasks.parallel import background
 
     began, stages = time.time(), Stages()
     with contextlib.ExitStack() as stack:
         with stages("services"):
-            imports = background(load_flows)
             build = display.base_builder(settings, stages)
-            stack.enter_context(services.session(settings, build, display.print_service))
-            imports.result()
+            imports: list[Future[None]] = []
+
+            def build_then_import() -> None:
+                build()
+                # Not beside the build: transformers' lazy imports are not safe in two threads.
+                imports.append(background(load_flows))
+
+            stack.enter_context(services.session(settings, build_then_import, display.print_service))
+            if imports:
+                imports[0].result()
+            load_flows()
         from flows.demo import demo
+        from tasks.steps import flush
+
+        stack.callback(flush)
 
         with display.live():
             outcome = demo(settings, stages.seconds, began)
     display.print_outcome(settings, outcome)
+    if found := shortcomings(outcome.summary):
+        raise GraftworkError(" ".join(found))
 
 
 @app.command()

@@ -17,6 +17,7 @@ from prefect import flow
 from prefect.artifacts import create_link_artifact, create_table_artifact
 
 from engine.config import Params, PolicyConfig
+from engine.errors import ServiceError
 from flows.adapt import adapt
 from flows.display import print_stage
 from flows.release import release
@@ -34,7 +35,7 @@ from tasks.outcome import (
 from tasks.parallel import background, in_parallel
 
 # Users still ask for a while after a verdict, to show who answers them then.
-AFTER_S = 2.0
+AFTER_S = 3.0
 # More than this many users never wait at the same time.
 PATIENT = 64
 
@@ -49,17 +50,18 @@ def demo(params: Params, stages: dict[str, float], began: float) -> Outcome:
         adapted = in_parallel(*(partial(adapt, params, name) for name in names))
     with clock("release"):
         print_stage("Releasing both: 20% of users on the canary.")
-        releases = in_parallel(*(partial(release_to_users, params, one, len(adapted)) for one in adapted))
+        released = in_parallel(*(partial(release_to_users, params, one, len(adapted)) for one in adapted))
     with clock("bad revision"):
         print_stage(f"Training {params.demo.bad_policy} towards the wrong answers.")
         bad = adapt(params, params.demo.bad_policy, bad_config(params), scored=False)
     with clock("rollback"):
         print_stage("Releasing it with the offline gate skipped.")
         skipped = {"score": "The main job shows that users' rewards alone roll a bad revision back."}
-        bad_release = release_to_users(params, bad, 1, skipped)
-        rolled_back = judge_rollback(params, bad_release)
+        bad_release, answered = release_to_users(params, bad, 1, skipped)
+        rolled_back = judge_rollback(params, bad_release, answered)
     with clock("report"):
         path = report(params, since=began, stages=stages)
+    releases = [ended for ended, _ in released]
     result = summary(adapted, releases, rolled_back, stages, time.time() - began)
     write_summary(result, params.paths.runs / "latest.json")
     rows = [*map(policy_row, adapted, releases), policy_row(bad, bad_release)]
@@ -87,13 +89,16 @@ def bad_config(params: Params) -> PolicyConfig:
 
 def release_to_users(
     params: Params, revision: Adapted, sharing: int, skip_gates: Mapping[str, str] | None = None
-) -> dict[str, Any]:
-    """Release a revision while users of its policy come in; `sharing` releases share their rate."""
+) -> tuple[dict[str, Any], list[str]]:
+    """Release a revision while users of its policy come in; `sharing` releases share their rate.
+
+    Returns the release's row once it has ended, and the ids of the users' requests.
+    """
     hold_others(params, revision)
-    with users(params, revision.policy, params.demo.users_per_second / sharing):
+    with users(params, revision.policy, params.demo.users_per_second / sharing) as answered:
         ended = release(params, revision.policy, revision.digest, "demo", skip_gates)
         time.sleep(AFTER_S)
-    return ended
+    return ended, answered
 
 
 def hold_others(params: Params, revision: Adapted) -> None:
@@ -109,51 +114,59 @@ def hold_others(params: Params, revision: Adapted) -> None:
 
 
 @contextlib.contextmanager
-def users(params: Params, policy: str, per_second: float) -> Iterator[None]:
-    """Let users ask a policy for answers and rate them, until the block ends."""
-    leave = threading.Event()
-    crowd = background(lambda: asyncio.run(come_in(params, policy, per_second, leave)))
+def users(params: Params, policy: str, per_second: float) -> Iterator[list[str]]:
+    """Let users ask a policy for answers and rate them, until the block ends; gives their requests' ids."""
+    leave, answered = threading.Event(), list[str]()
+    crowd = background(lambda: asyncio.run(come_in(params, policy, per_second, leave, answered)))
     try:
-        yield
+        yield answered
     finally:
         leave.set()
-    # An error of theirs is the run's error.
+    # A user without an answer is the run's error.
     crowd.result()
 
 
-async def come_in(params: Params, policy: str, per_second: float, leave: threading.Event) -> None:
+async def come_in(
+    params: Params, policy: str, per_second: float, leave: threading.Event, answered: list[str]
+) -> None:
     """Send a new user every 1/`per_second` seconds, each with a problem that nobody trained on."""
     from openai import AsyncOpenAI
 
     from engine.training.problems import stream
 
-    config = params.policy(policy)
-    problems = stream(config.task, "user", seed=uuid.uuid4().int % 2**31)
+    problems = stream(params.policy(policy).task, "user", seed=uuid.uuid4().int % 2**31)
+    waiting, crowd = asyncio.Semaphore(PATIENT), []
     url = f"{params.url('engine')}/v1"
-    waiting = asyncio.Semaphore(PATIENT)
-    client = AsyncOpenAI(base_url=url, api_key=local_key(params), max_retries=8)
-    async with client, asyncio.TaskGroup() as group:
+    async with AsyncOpenAI(base_url=url, api_key=local_key(params), max_retries=8) as client:
         following = time.monotonic()
         for _, (_, problem) in zip(range(params.demo.max_users), problems, strict=False):
             if leave.is_set():
-                return
+                break
             await waiting.acquire()
-            user = group.create_task(ask(client, policy, config, problem))
+            user = asyncio.create_task(ask(client, policy, params.policy(policy), problem))
             user.add_done_callback(lambda _: waiting.release())
+            crowd.append(user)
             following = max(following + 1 / per_second, time.monotonic() - 1)
             await asyncio.sleep(max(0.0, following - time.monotonic()))
+        answered += await asyncio.gather(*crowd)
 
 
-async def ask(client: Any, policy: str, config: PolicyConfig, problem: Any) -> None:
-    """One user: ask, let the verifier judge the answer, say so."""
+async def ask(client: Any, policy: str, config: PolicyConfig, problem: Any) -> str:
+    """One user: ask, let the verifier judge the answer, say so; return the request's id."""
+    from openai import APIError
+
     from engine.training.problems import reward
 
-    answer = await client.chat.completions.create(
-        model=policy,
-        messages=[{"role": "user", "content": problem.question}],
-        max_tokens=config.max_tokens,
-        temperature=0,
-        user=f"user-{uuid.uuid4()}",
-    )
-    rated = reward(config.contract, problem, answer.choices[0].message.content or "")
-    await client.post("/feedback", body={"request_id": answer.id, "reward": rated}, cast_to=object)
+    try:
+        answer = await client.chat.completions.create(
+            model=policy,
+            messages=[{"role": "user", "content": problem.question}],
+            max_tokens=config.max_tokens,
+            temperature=0,
+            user=f"user-{uuid.uuid4()}",
+        )
+        rated = reward(config.contract, problem, answer.choices[0].message.content or "")
+        await client.post("/feedback", body={"request_id": answer.id, "reward": rated}, cast_to=object)
+    except APIError as error:
+        raise ServiceError(f"A user of {policy!r} got no answer: {error}") from None
+    return str(answer.id)

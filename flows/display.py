@@ -9,19 +9,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Column, Table
 
 from engine.config import Params
 from tasks.outcome import Outcome, Stages
 
 console = Console(highlight=False)
+if not console.is_terminal:
+    # A log file has no width; tables are not to be cut for it.
+    console = Console(highlight=False, width=160)
 steps = Progress(
-    TextColumn("{task.description:<24}"),
-    BarColumn(bar_width=20),
+    TextColumn("  {task.description:<12}"),
+    BarColumn(bar_width=10),
     MofNCompleteColumn(),
-    TimeElapsedColumn(),
-    TextColumn("{task.fields[note]}"),
+    TextColumn("{task.fields[note]}", table_column=Column(no_wrap=True)),
     console=console,
 )
 
@@ -56,10 +58,8 @@ def training_bar(policy: str, total: int) -> Callable[[Mapping[str, Any]], None]
     bar = steps.add_task(policy, total=total, note="")
 
     def show(row: Mapping[str, Any]) -> None:
-        note = (
-            f"reward {row['reward']:.2f}  ratio {row['importance_ratio']:.5f}  "
-            f"rollout {row['rollout_s']:.2f}s  update {row['update_s']:.2f}s  handoff {row['handoff_s']:.3f}s"
-        )
+        seconds = "  ".join(f"{name} {row[f'{name}_s']:.2f}" for name in ("rollout", "update", "handoff"))
+        note = f"reward {row['reward']:.2f}  ratio {row['importance_ratio']:.5f}  {seconds} s"
         steps.update(bar, completed=row["step"], note=note)
 
     return show

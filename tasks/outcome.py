@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 # From a tombstone on, every gateway must have stopped sending users within this time.
 ROLLBACK_S = 1.0
+SETTLE_S = 15.0
 
 
 @dataclass
@@ -134,51 +135,45 @@ def release_row(release: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def judge_rollback(params: Params, release: Mapping[str, Any], settle_s: float = 15) -> Rollback:
+def judge_rollback(params: Params, release: Mapping[str, Any], answered: Sequence[str]) -> Rollback:
     """Read from catalog and ledger how a release of a bad revision ended.
 
-    Waits until the ledger's snapshot holds what was observed up to now; `ServiceError` if it never does.
+    Waits until the ledger holds every request of `answered`; `ServiceError` if it never does.
     """
     from engine.adapters.catalog import Catalog
 
     catalog = Catalog(params.paths.catalog_url)
     stone = catalog.tombstone(release["policy"], release["revision"])
     catalog.close()
-    _await_snapshot(params, time.time(), settle_s)
     if stone is None:
         return Rollback(VERDICTS[release["state"]], None, 0)
-    first, after = _canary_traffic(params, release, stone.at + ROLLBACK_S)
-    return Rollback(VERDICTS[release["state"]], round(stone.at - first, 2), after)
+    times = _canary_requests(params, release, answered)
+    after = sum(at > stone.at + ROLLBACK_S for at in times)
+    return Rollback(VERDICTS[release["state"]], round(stone.at - times[0], 2), after)
 
 
-def _canary_traffic(params: Params, release: Mapping[str, Any], since: float) -> tuple[float, int]:
+def _canary_requests(params: Params, release: Mapping[str, Any], answered: Sequence[str]) -> list[float]:
+    """Return when the revision's users came, in order (epoch seconds)."""
     from engine.quality.ledger import open_snapshot
 
-    query = """
-        SELECT min("at"), count(*) FILTER ("at" > ?) FROM observations
-        WHERE policy = ? AND digest = ? AND purpose = 'user' AND status = 200 AND "at" >= ?
-    """
-    values = [since, release["policy"], release["revision"], release["created_at"]]
-    with open_snapshot(params.paths.ledger_snapshot) as ledger:
-        first, after = ledger.execute(query, values).fetchall()[0]
-    return float(first), int(after)
-
-
-def _await_snapshot(params: Params, moment: float, settle_s: float) -> None:
-    # Events reach the ledger within a second, the snapshot follows on the controller's clock.
-    moment += 2.0
-    deadline = time.monotonic() + settle_s + params.controller.snapshot_s
+    # Events reach the ledger within a second, the readers' copy follows on the controller's clock.
+    deadline = time.monotonic() + SETTLE_S + params.controller.snapshot_s
+    query = """SELECT digest, "at" FROM observations WHERE id IN (SELECT unnest($ids)) ORDER BY "at" """
     while time.monotonic() < deadline:
-        snapshot = params.paths.ledger_snapshot
-        if snapshot.is_file() and snapshot.stat().st_mtime >= moment:
-            return
-        time.sleep(0.1)
-    raise ServiceError(f"The controller writes no ledger snapshot; see {params.paths.logs}/controller.log.")
+        with open_snapshot(params.paths.ledger_snapshot) as ledger:
+            rows = ledger.execute(query, {"ids": list(answered)}).fetchall()
+        if len(rows) == len(answered):
+            return [at for digest, at in rows if digest == release["revision"]]
+        time.sleep(0.2)
+    raise ServiceError(
+        f"The ledger lacks {len(answered) - len(rows)} of {len(answered)} requests; "
+        f"see {params.paths.logs}/controller.log."
+    )
 
 
 def summary(
-    adapted: list[Adapted],
-    releases: list[Mapping[str, Any]],
+    adapted: Sequence[Adapted],
+    releases: Sequence[Mapping[str, Any]],
     bad: Rollback,
     stages: Mapping[str, float],
     seconds: float,
@@ -210,6 +205,22 @@ def summary(
         "bad_revision": bad_revision,
         "stages": dict(stages),
     }
+
+
+def shortcomings(result: Mapping[str, Any]) -> list[str]:
+    """Return what the main job should have shown and did not, as sentences; empty when all is well."""
+    found = []
+    for policy in result["policies"]:
+        if policy["verdict"] != "promote":
+            found.append(f"{policy['name']} ended with the verdict {policy['verdict']}, not promote.")
+        if policy["ci_low"] <= policy["base_ci_high"]:
+            found.append(f"{policy['name']} is not clearly better than the base.")
+    bad = result["bad_revision"]
+    if bad["verdict"] != "rollback":
+        found.append(f"The bad revision ended with the verdict {bad['verdict']}, not rollback.")
+    if bad["requests_after"]:
+        found.append(f"The bad revision answered {bad['requests_after']} requests after its rollback.")
+    return found
 
 
 def write_summary(data: Mapping[str, Any], path: Path) -> None:

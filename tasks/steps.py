@@ -43,6 +43,15 @@ def preload() -> None:
             getattr(loaded, attribute)
 
 
+def flush() -> None:
+    """Send what Prefect still holds of logs and events, before its server stops."""
+    from prefect.events.worker import EventsWorker
+    from prefect.logging.handlers import APILogWorker
+
+    APILogWorker.drain_all(timeout=5)
+    EventsWorker.drain_all(timeout=5)
+
+
 @task(name="train", task_run_name="train {policy}", tags=["trainer", "engine"], cache_policy=NO_CACHE)
 def train(params: Params, policy: str, config: PolicyConfig, key: str, on_step: OnStep) -> "Trained":
     """Train a policy by GRPO on the resident base, and export its revision."""

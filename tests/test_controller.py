@@ -214,6 +214,19 @@ def test_the_offline_score_is_paired_by_item(controller: Controller, users: User
     assert controller.catalog.route("sorting").canary is None
 
 
+def test_a_release_waits_for_what_was_spooled_before_it(controller: Controller, users: Users) -> None:
+    controller._ingest()
+    fields = {"policy": "sorting", "base": "base", "suite": "sorting-json", "suite_version": "1"}
+    for digest in (OLD, NEW):
+        users.spool.emit("scores", digest=digest, item="a", score=1.0, **fields)
+    users.spool.rotate()
+    release = controller.desk.start("sorting", NEW, {}, {}, "me")
+    controller._advance_all()
+    assert controller.catalog.release(release.id).step == "probe"
+    controller.tick()
+    assert controller.catalog.release(release.id).step == "canary"
+
+
 class Killed(BaseException):
     """Stands for kill -9: nothing in the product catches it."""
 
