@@ -13,7 +13,7 @@ import time
 from concurrent.futures import Future
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -311,9 +311,21 @@ def main() -> None:
         app()
     except GraftworkError as error:
         typer.secho(str(error), fg="red", err=True)
-        sys.exit(error.exit_code)
+        leave(error.exit_code)
     except KeyboardInterrupt:
-        sys.exit(130)
+        leave(130)
+    except SystemExit as end:
+        leave(end.code if isinstance(end.code, int) else 1 if end.code else 0)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process now: everything of ours is closed and flushed.
+
+    The interpreter's own end would wait for other libraries' threads, which ask servers that are gone.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

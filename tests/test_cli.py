@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from live import free_port
 
 ROOT = Path(__file__).parent.parent
 
@@ -18,8 +19,10 @@ def graftwork(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[
 
 @pytest.fixture
 def params(tmp_path: Path) -> Path:
-    """Settings with a state directory of their own."""
+    """Settings with a state directory and ports of their own."""
+    names = ("engine", "trainer", "controller", "mlflow", "prefect")
     data = yaml.safe_load((ROOT / "params.yaml").read_text()) | {"state_dir": str(tmp_path / "state")}
+    data |= {name: {"port": free_port()} for name in names}
     path = tmp_path / "params.yaml"
     path.write_text(yaml.safe_dump(data))
     return path

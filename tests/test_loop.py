@@ -1,4 +1,4 @@
-"""The whole loop on the real engine, as a newcomer starts it: `graftwork run`, shortened, on its own state."""
+"""The whole loop on the real engine, as a newcomer starts it: `graftwork run`, shortened."""
 
 import contextlib
 import json
@@ -203,12 +203,11 @@ def test_services_are_left_up_and_go_down(finished: dict[str, Any], params: Path
             )
         # What the main job did is seen in Prefect, with its artifacts.
         api = f"http://127.0.0.1:{settings['prefect']['port']}/api"
-        runs = httpx.post(f"{api}/flow_runs/filter", json={}, timeout=20).json()
+        flows = httpx.post(f"{api}/flows/filter", json={}, timeout=20).json()
+        assert {"demo", "adapt", "release", "report"} <= {flow["name"] for flow in flows}
         artifacts = httpx.post(f"{api}/artifacts/filter", json={}, timeout=20).json()
-        assert {"demo"} | {f"adapt {name}" for name in settings["policies"]} <= {
-            run["name"] if run["name"].startswith("adapt") else "demo" for run in runs
-        }
-        assert {"table", "markdown"} & {artifact["type"] for artifact in artifacts}
+        # Prefect stores a link as markdown.
+        assert {"table", "markdown"} <= {artifact["type"] for artifact in artifacts}
     finally:
         with graftwork("down", "--params", str(params), log=log) as process:
             assert process.wait(timeout=60) == 0, log.read_text()

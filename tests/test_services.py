@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from live import free_port
 
 from engine import services
 from engine.config import Params
@@ -35,6 +36,12 @@ supervisor.spawn({"server": ("-c", sys.argv[2], str(root))}, os.environ, os.getp
 supervisor.start("server")
 time.sleep(600)
 """
+
+
+def own_ports(**settings: object) -> Params:
+    """Return settings whose services meet nobody else's."""
+    names = ("engine", "trainer", "controller", "mlflow", "prefect")
+    return Params.model_validate({name: {"port": free_port()} for name in names} | settings)
 
 
 def marked(root: Path) -> list[psutil.Process]:
@@ -152,7 +159,7 @@ def test_port_in_use_is_named_before_anything_starts(tmp_path: Path) -> None:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        params = Params.model_validate({"state_dir": tmp_path, "trainer": {"port": port}})
+        params = own_ports(state_dir=tmp_path, trainer={"port": port})
         with pytest.raises(PortInUse, match=rf"Port {port} of the trainer.*`trainer\.port`"):
             services.up(params, lambda: pytest.fail("the base was built"), lambda name, state: None)
     assert marked(tmp_path) == []
@@ -161,10 +168,9 @@ def test_port_in_use_is_named_before_anything_starts(tmp_path: Path) -> None:
 def test_failing_service_shows_its_log_and_stops_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    params = Params(state_dir=tmp_path)
+    params = own_ports(state_dir=tmp_path)
     broken = services.Service("mlflow", ("-c", "print('no such table'); raise SystemExit(3)"), "/health", 60)
     monkeypatch.setattr(services, "services", lambda params: (broken,))
-    monkeypatch.setattr(services, "_check_ports", lambda params: None)
     with pytest.raises(ServiceError, match=r"mlflow service ended while starting(.|\n)*no such table"):
         services.up(params, lambda: None, lambda name, state: None)
     assert marked(tmp_path) == []
@@ -175,7 +181,7 @@ def test_services_of_other_settings_are_not_reused(
     supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spawn(supervisor, server="import time; time.sleep(600)")
-    params = Params(state_dir=tmp_path)
+    params = own_ports(state_dir=tmp_path)
     monkeypatch.setattr(services, "_supervisor", lambda params: supervisor)
     with pytest.raises(Conflict, match="other settings"):
         services.up(params, lambda: None, lambda name, state: None)
