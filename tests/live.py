@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,20 @@ class RunningEngine:
     state: Path
     process: subprocess.Popen[bytes]
 
+    @cached_property
+    def catalog(self) -> Any:
+        from engine.adapters.catalog import Catalog
+        from engine.config import Paths
+
+        return Catalog(Paths(self.state).catalog_url)
+
+    @cached_property
+    def store(self) -> Any:
+        from engine.adapters.store import Store
+        from engine.config import Paths
+
+        return Store(Paths(self.state).store)
+
     def client(self, **kwargs) -> httpx.Client:
         headers = {"authorization": f"Bearer {self.key}"}
         return httpx.Client(base_url=self.url, headers=headers, timeout=120, **kwargs)
@@ -41,27 +56,21 @@ class RunningEngine:
         import torch
 
         from engine.adapters import packed, revision
-        from engine.adapters.catalog import Catalog, Policy, Revision
-        from engine.adapters.store import Store
-        from engine.config import Paths, served_name
+        from engine.adapters.catalog import Policy, Revision
+        from engine.config import served_name
 
-        paths = Paths(self.state)
-        catalog = Catalog(paths.catalog_url)
         targets = tuple(sorted({key.rpartition(".lora_")[0].rpartition(".")[2] for key in tensors}))
         digest = revision.digest(tensors, rank, targets, self.base_digest)
         whole = packed.pack(tensors, dtype or torch.float32)
-        store = Store(paths.store)
-        at = store.append(whole.tobytes())
-        catalog.add_policy(Policy(policy, self.base_digest, {}, "test", time.time()))
-        catalog.add_layout(whole.layout.digest, whole.layout.to_json())
-        catalog.add_revision(
+        at = self.store.append(whole.tobytes())
+        self.catalog.add_policy(Policy(policy, self.base_digest, {}, "test", time.time()))
+        self.catalog.add_layout(whole.layout.digest, whole.layout.to_json())
+        self.catalog.add_revision(
             Revision(
                 policy, digest, self.base_digest, None, 0, rank, at.length, whole.layout.digest, at.segment,
                 at.offset, at.length, at.checksum, "exported", "test", time.time(),
             )
         )  # fmt: skip
-        catalog.close()
-        store.close()
         return served_name(policy, digest)
 
 
@@ -130,8 +139,8 @@ class StockServer:
             "VLLM_PLUGINS": "",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_NO_USAGE_STATS": "1",
-            "OMP_NUM_THREADS": "2",
-            "OMP_WAIT_POLICY": "passive",
+            # As many threads as our engine takes by default.
+            "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) - 1)),
         }
         self.process = subprocess.Popen(
             [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments],

@@ -186,13 +186,8 @@ def test_bad_adapters_fail_their_requests_alone(engine: RunningEngine, shapes):
             assert response.status_code == 422, response.text
             assert sentence in response.json()["error"]["message"]
         damaged = engine.publish("bad", random_adapter(shapes, 65), RANK)
-        from engine.adapters.catalog import Catalog
-        from engine.config import Paths
-
-        catalog = Catalog(Paths(engine.state).catalog_url)
-        row = catalog.revision("bad", damaged.partition("@")[2])
-        catalog.close()
-        path = Paths(engine.state).store / row.segment
+        row = engine.catalog.revision("bad", damaged.partition("@")[2])
+        path = engine.store.path(row.segment)
         with path.open("r+b") as file:
             file.seek(row.offset + 1000)
             file.write(b"\xff" * 8)

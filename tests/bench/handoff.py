@@ -198,7 +198,7 @@ def run(base_name: str, repeats: int, root: Path, out: Path) -> None:
     base, dtype_name = make_base(base_name, root)
     dtype = getattr(torch, dtype_name)
     shapes = packed.shapes(AutoConfig.from_pretrained(base))
-    settings = {"dtype": dtype_name, "max_model_len": 512, "threads": 2, "max_num_seqs": 16, "slots": 4}
+    settings = {"dtype": dtype_name, "max_model_len": 512, "max_num_seqs": 16, "slots": 4}
     engine = start_engine(base, root / "state", wait_s=600, **settings)
     try:
         adapter_path(engine, shapes, [1, 2, 3, 4], dtype)
