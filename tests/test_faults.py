@@ -1,4 +1,4 @@
-"""Kills in the middle of training, on the real services: the step is repeated, nothing is lost or half visible."""
+"""Kills in the middle of training, on the real services: nothing is lost, repeated twice or half visible."""
 
 import os
 import signal
