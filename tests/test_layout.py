@@ -38,7 +38,7 @@ def test_kernels_is_ours() -> None:
     import kernels
 
     assert Path(str(kernels.__file__)) == ROOT / "kernels" / "__init__.py"
-    assert not [node for node in ast.parse((ROOT / "kernels/__init__.py").read_text()).body[1:]]
+    assert not ast.parse((ROOT / "kernels/__init__.py").read_text()).body[1:]
     with pytest.raises(metadata.PackageNotFoundError):
         metadata.version("kernels")
 

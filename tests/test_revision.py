@@ -111,7 +111,7 @@ def test_a_failed_write_leaves_nothing(tmp_path):
     tensors = make_tensors()
     manifest = make_manifest(tensors)
     tensors["model.layers.0.mlp.down_proj.lora_B"][0, 0] = float("nan")
-    with pytest.raises(AdapterError, match="down_proj.lora_B"):
+    with pytest.raises(AdapterError, match=r"down_proj\.lora_B"):
         revision.write_revision(tmp_path / "x", tensors, manifest, {})
     assert list(tmp_path.iterdir()) == []
 
@@ -145,7 +145,7 @@ def test_damaged_directories_are_refused(tmp_path, fault):
 
 
 @pytest.mark.parametrize(
-    "key, change, message",
+    ("key", "change", "message"),
     [
         (
             "model.layers.0.self_attn.q_proj.lora_A",

@@ -1,0 +1,134 @@
+"""Sessions: killed at any moment they go on bit for bit; a request is applied once."""
+
+import pytest
+import torch
+
+from engine.errors import BaseModelError, Conflict, NotFound, ServiceError
+from engine.training.lora import Example, ResidentBase, Row
+from engine.training.protocol import AdamParams, CreateSession, OptimStep
+from engine.training.session import CURRENT, Session
+
+BASE = "b" * 64
+ADAM = AdamParams(learning_rate=1e-2)
+
+
+@pytest.fixture(scope="module")
+def base(tiny_base) -> ResidentBase:
+    return ResidentBase(tiny_base, threads=1, microbatch_tokens=256)
+
+
+def opening(name: str = "sums-1", **changes) -> CreateSession:
+    fields = {
+        "request_id": "open", "session": name, "policy": "sums", "rank": 4, "alpha": 8.0,
+        "targets": ["q_proj", "down_proj"], "seed": 3, "holder": "me",
+    }  # fmt: skip
+    return CreateSession(**(fields | changes))
+
+
+def train_one(session: Session, number: int, request_id: str | None = None) -> None:
+    """One step on data that depends on the step's number alone."""
+    generator = torch.Generator().manual_seed(number)
+    tokens = torch.randint(5, 300, (4, 9), generator=generator).tolist()
+    data = [Example(Row(tuple(row), 5), (-2.0,) * 4, (float(i) - 1.5,) * 4) for i, row in enumerate(tokens)]
+    session.forward_backward(data, "grpo", {})
+    session.optim_step(
+        OptimStep(
+            request_id=request_id or f"step-{number}", session=session.name, fence=0, adam_params=ADAM,
+            position=10 * number, record={"reward": number / 10},
+        )
+    )  # fmt: skip
+
+
+def factors(session: Session) -> dict[str, torch.Tensor]:
+    return {key: factor.detach().clone() for key, factor in session.adapter.factors.items()}
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
+
+
+def test_a_session_that_was_cut_off_goes_on_bit_for_bit(base, tmp_path):
+    whole = Session(tmp_path / "whole", base, BASE, opening())
+    for number in range(6):
+        train_one(whole, number)
+
+    first = Session(tmp_path / "cut", base, BASE, opening())
+    for number in range(3):
+        train_one(first, number)
+    # Gradients of a step that never ended, and a draft that was never renamed, are what a kill leaves.
+    first.forward_backward([Example(Row((5, 6, 7), 1), (-1.0, -1.0), (1.0, 1.0))], "grpo", {})
+    (tmp_path / "cut" / "current.draft").write_bytes(b"half")
+    again = Session(tmp_path / "cut", base, BASE, opening())
+    again.load(CURRENT)
+    assert (again.step, again.position) == (3, 20)
+    assert [row["reward"] for row in again.history] == [0.0, 0.1, 0.2]
+    for number in range(3, 6):
+        train_one(again, number)
+    assert same(factors(whole), factors(again))
+    assert torch.equal(whole.generator.get_state(), again.generator.get_state())
+    start = Session(tmp_path / "start", base, BASE, opening())
+    assert not same(factors(start), factors(whole))
+
+
+def test_the_same_request_is_applied_once_also_after_a_restart(base, tmp_path):
+    session = Session(tmp_path, base, BASE, opening())
+    train_one(session, 1, "first")
+    once = factors(session)
+    request = OptimStep(request_id="first", session=session.name, fence=0, adam_params=ADAM)
+    assert session.optim_step(request)["step"] == 1
+    again = Session(tmp_path, base, BASE, opening())
+    again.load(CURRENT)
+    assert again.optim_step(request)["step"] == 1
+    assert same(factors(again), once)
+
+
+def test_a_step_without_gradients_is_refused(base, tmp_path):
+    session = Session(tmp_path, base, BASE, opening())
+    request = OptimStep(request_id="a", session=session.name, fence=0, adam_params=ADAM)
+    with pytest.raises(ServiceError, match="has no gradients after step 0"):
+        session.optim_step(request)
+    skipped = session.optim_step(request.model_copy(update={"request_id": "b", "skip": True}))
+    assert skipped == {"step": 1, "grad_norm": 0.0}
+
+
+def test_going_back_to_a_named_state(base, tmp_path):
+    session = Session(tmp_path, base, BASE, opening())
+    train_one(session, 1)
+    session.save("best")
+    best = factors(session)
+    train_one(session, 2)
+    assert not same(factors(session), best)
+    session.load("best")
+    assert same(factors(session), best)
+    with pytest.raises(NotFound, match="no state 'worst'"):
+        session.load("worst")
+
+
+def test_a_full_disk_keeps_the_last_step(base, tmp_path, monkeypatch):
+    session = Session(tmp_path, base, BASE, opening())
+    train_one(session, 1)
+    stored = (tmp_path / "current.state").read_bytes()
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("engine.training.session.os.fsync", full)
+    with pytest.raises(ServiceError, match="No space left on device"):
+        train_one(session, 2)
+    assert (tmp_path / "current.state").read_bytes() == stored
+    assert not (tmp_path / "current.draft").exists()
+
+
+@pytest.mark.parametrize(
+    ("base_digest", "changes", "error", "sentence"),
+    [
+        ("c" * 64, {}, BaseModelError, "was trained on the base bbbbbbbbbbbb"),
+        (BASE, {"rank": 2}, Conflict, "another session name"),
+        (BASE, {"targets": ["o_proj"]}, Conflict, "another session name"),
+    ],
+)
+def test_a_session_of_another_base_or_shape_is_refused(base, tmp_path, base_digest, changes, error, sentence):
+    session = Session(tmp_path, base, BASE, opening())
+    train_one(session, 1)
+    with pytest.raises(error, match=sentence):
+        Session(tmp_path, base, base_digest, opening(**changes)).load(CURRENT)

@@ -1,0 +1,178 @@
+"""The trainer as a real process: killed and restarted, polled, one writer a session, revisions published."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from live import free_port
+
+from engine.adapters import packed, revision
+from engine.adapters.catalog import Catalog
+from engine.adapters.store import Location, Store
+from engine.config import Params, Paths, load_params
+from engine.errors import ConfigError, Conflict, NotFound, ServiceError
+from engine.training.client import TrainerClient
+from engine.training.protocol import AdamParams, Datum, EncodedText, ModelInput, TensorData
+
+ADAM = AdamParams(learning_rate=1e-2)
+SETTINGS = {
+    "rank": 4, "alpha": 8.0, "targets": ["q_proj", "down_proj"], "seed": 3, "policy_config": {"suite": "x"},
+}  # fmt: skip
+
+
+class Service:
+    """The trainer in a process of its own."""
+
+    def __init__(self, params: Params, file: Path):
+        self.params, self.file = params, file
+        self.process: subprocess.Popen[bytes] | None = None
+        self.client = TrainerClient(params.url("trainer"), patience_s=60)
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "engine.training.service", "--params", str(self.file)]
+        with (self.file.parent / "trainer.log").open("ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+
+    def kill(self) -> None:
+        assert self.process
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(10)
+
+    def stop(self) -> None:
+        assert self.process
+        self.process.terminate()
+        try:
+            self.process.wait(15)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+
+@pytest.fixture(scope="module")
+def service(tiny_base, tmp_path_factory):
+    state = tmp_path_factory.mktemp("trainer")
+    file = state / "params.json"
+    settings = {"state_dir": str(state), "base": {"name": str(tiny_base)}, "trainer": {"port": free_port()}}
+    file.write_text(json.dumps(settings))
+    service = Service(load_params(file), file)
+    service.start()
+    assert service.client.health()["status"] == "ok"
+    yield service
+    service.stop()
+
+
+def data(seed: int) -> list[Datum]:
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randint(5, 300, (4, 8), generator=generator).tolist()
+
+    def datum(tokens: list[int], advantage: float) -> Datum:
+        inputs = {
+            "target_tokens": TensorData(data=[float(t) for t in tokens[1:]], dtype="int64"),
+            "weights": TensorData(data=[0.0] * 3 + [1.0] * 4),
+            "logprobs": TensorData(data=[0.0] * 3 + [-2.0] * 4),
+            "advantages": TensorData(data=[0.0] * 3 + [advantage] * 4),
+        }
+        return Datum(model_input=ModelInput(chunks=[EncodedText(tokens=tokens[:-1])]), loss_fn_inputs=inputs)
+
+    return [datum(row, index - 1.5) for index, row in enumerate(rows)]
+
+
+def step(client: TrainerClient, session, number: int) -> dict:
+    client.forward_backward(session, data(number))
+    return client.optim_step(session, ADAM, position=number)
+
+
+def test_a_killed_trainer_goes_on_bit_for_bit(service):
+    client = service.client
+    whole = client.create_session("whole", "sums", holder="a", **SETTINGS)
+    for number in range(4):
+        step(client, whole, number)
+    want = client.export(whole)
+
+    cut = client.create_session("cut", "sums", holder="a", **SETTINGS)
+    for number in range(2):
+        step(client, cut, number)
+    client.forward_backward(cut, data(2))
+    service.kill()
+    service.start()
+    with pytest.raises(ServiceError, match="is not open"):
+        client.optim_step(cut, ADAM)
+    cut = client.create_session("cut", "sums", holder="b", **SETTINGS)
+    assert (cut.step, cut.position) == (2, 1)
+    for number in range(2, 4):
+        step(client, cut, number)
+    assert client.export(cut).digest == want.digest
+
+
+def test_a_repeated_request_is_one_operation(service):
+    client = service.client
+    session = client.create_session("again", "sums", holder="a", **SETTINGS)
+    client.forward_backward(session, data(1), request_id="gradients")
+    assert client.optim_step(session, ADAM, request_id="the-step")["step"] == 1
+    assert client.optim_step(session, ADAM, request_id="the-step")["step"] == 1
+    answer = httpx.get(f"{service.params.url('trainer')}/operations/the-step").json()
+    assert (answer["state"], answer["result"]["step"]) == ("done", 1)
+    assert httpx.get(f"{service.params.url('trainer')}/operations/unknown").status_code == 404
+
+
+def test_one_writer_a_session(service):
+    client = service.client
+    first = client.create_session("shared", "sums", holder="a", **SETTINGS)
+    with pytest.raises(Conflict, match="is being written by 'a'"):
+        client.create_session("shared", "sums", holder="b", **SETTINGS)
+    second = client.create_session("shared", "sums", holder="a", **SETTINGS)
+    with pytest.raises(Conflict, match="another writer now"):
+        step(client, first, 1)
+    assert step(client, second, 1)["step"] == 1
+
+
+def test_a_revision_is_published_by_three_routes_alike(service):
+    """Directory, packed bytes in the store and catalog row hold the same adapter."""
+    client, paths = service.client, Paths(service.params.state_dir)
+    session = client.create_session("exported", "sums", holder="a", **SETTINGS)
+    step(client, session, 1)
+    snapshot = client.export(session)
+    exported = client.export(session, "revision", probe_prompts=[[5, 6, 7]], probe_tokens=4)
+    assert snapshot.digest == exported.digest
+    tensors, manifest = revision.read_revision(exported.directory, session.base)
+    row = Catalog(paths.catalog_url).revision("sums", exported.digest)
+    assert (row.state, row.expires_at, manifest.step) == ("exported", None, 1)
+    payload = Store(paths.store).read(Location(row.segment, row.offset, row.length, row.checksum))
+    layout = packed.Layout.from_json(Catalog(paths.catalog_url).layout(row.layout))
+    stored = packed.unpack(packed.Packed(layout, torch.frombuffer(bytearray(payload), dtype=torch.uint8)))
+    assert stored.keys() == tensors.keys()
+    assert all(torch.equal(stored[key], tensors[key]) for key in stored)
+    assert any(value.abs().max() > 0 for key, value in stored.items() if key.endswith("lora_B"))
+    probe = json.loads((exported.directory / "probe.json").read_text())
+    assert probe["base_digest"] == session.base
+    assert probe["rows"][0]["adapter"] != probe["rows"][0]["base"]
+
+
+def test_faults_are_sentences(service):
+    client = service.client
+    session = client.create_session("faults", "sums", holder="a", **SETTINGS)
+    with pytest.raises(ConfigError, match="no loss 'hope'"):
+        client.forward_backward(session, data(1), loss="hope")
+    with pytest.raises(ConfigError, match="needs prompts"):
+        client.export(session, "revision")
+    with pytest.raises(ConfigError, match="no projections z_proj"):
+        client.create_session("faults-2", "sums", holder="a", **{**SETTINGS, "targets": ["z_proj"]})
+    with pytest.raises(NotFound, match="no policy 'unknown'"):
+        client.create_session("faults-3", "unknown", holder="a", **{**SETTINGS, "policy_config": None})
+    started = time.monotonic()
+    with pytest.raises(ServiceError, match="does not answer"):
+        TrainerClient(f"http://127.0.0.1:{free_port()}", patience_s=0.5).health()
+    assert time.monotonic() - started < 10
+
+
+def test_a_taken_port_is_a_sentence(service):
+    command = [sys.executable, "-m", "engine.training.service", "--params", str(service.file)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=os.environ)
+    assert run.returncode != 0
+    assert "address already in use" in run.stderr.lower()
