@@ -111,7 +111,9 @@ class ReleaseConfig(Settings):
     margin: Fraction = Field(0.1, description="a canary within this of the baseline may promote")
     min_units: int = Field(20, ge=1, description="rated users on the canary before a promotion")
     max_seconds: float = Field(600, gt=0, description="a canary without a verdict then holds")
-    score_margin: Fraction = Field(0.02, description="offline score may fall by this, not more")
+    score_margin: Fraction = Field(
+        0.05, description="offline score may fall by this, not more; three sigma of 200 paired items"
+    )
 
 
 class DemoConfig(Settings):

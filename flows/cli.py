@@ -305,6 +305,8 @@ def decide(action: str, revision: str, by: str, reason: str, params: Path) -> No
 
 def main() -> None:
     """Run the command; an error for a person is one sentence on stderr, with its exit code."""
+    # A shell may have started this in the background with SIGINT ignored; stopping cleanly matters more.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda received, frame: sys.exit(128 + received))
     try:

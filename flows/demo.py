@@ -71,20 +71,9 @@ def demo(params: Params, stages: dict[str, float], began: float) -> Outcome:
 
 
 def bad_config(params: Params) -> PolicyConfig:
-    """Return the settings of a revision that learns the wrong answer contract, a new one in each run."""
-    from engine.adapters.catalog import Catalog
-
-    name = params.demo.bad_policy
-    catalog = Catalog(params.paths.catalog_url)
-    buried = sum(stone.policy == name for stone in catalog.tombstones())
-    catalog.close()
-    config = params.policy(name)
-    wrong = {
-        "contract": params.demo.bad_contract,
-        "steps": params.demo.bad_steps,
-        "seed": config.seed + buried,
-    }
-    return config.model_copy(update=wrong)
+    """Return the settings of a revision that learns the wrong answer contract."""
+    wrong = {"contract": params.demo.bad_contract, "steps": params.demo.bad_steps}
+    return params.policy(params.demo.bad_policy).model_copy(update=wrong)
 
 
 def release_to_users(

@@ -119,25 +119,30 @@ def prepare(params: Params, policy: str, config: PolicyConfig, key: str) -> Run:
 def line_of(paths: Paths, policy: str, config: PolicyConfig) -> Line:
     """Return the line of training that these settings continue.
 
-    Settings and champion name it, so that a run that was killed finds it again, while a policy that has
-    been promoted since gets a new line with a seed of its own.
+    Settings, champion and the releases that it has withstood name the line, so that a run that was killed
+    finds it again, while a policy whose revision was promoted or refused since gets a new line with a
+    seed of its own.
     """
-    champion = _champion(paths, policy)
+    champion, refused = _standing(paths, policy)
     settings = config.model_dump(mode="json", exclude={"steps", "suite", "snapshot_ttl_s"})
-    name = content_hash([settings, champion])
-    seed = config.seed if champion is None else int(name[:8], 16) >> 1
+    name = content_hash([settings, champion, refused])
+    seed = int(name[:8], 16) >> 1 if champion or refused else config.seed
     parent = champion if champion and _continues(paths, policy, champion, config) else None
     return Line(f"{policy}-{name[:DIGEST12]}", parent, seed)
 
 
-def _champion(paths: Paths, policy: str) -> str | None:
+def _standing(paths: Paths, policy: str) -> tuple[str | None, int]:
+    """Return the champion and how many releases were refused in its favour."""
     from engine.adapters.catalog import Catalog
 
     catalog = Catalog(paths.catalog_url)
     try:
-        return catalog.route(policy).champion
+        champion = catalog.route(policy).champion
     except NotFound:
-        return None
+        return None, 0
+    else:
+        ended = [release for release in catalog.releases(policy) if release.baseline == champion]
+        return champion, sum(release.state in ("held", "rolled_back") for release in ended)
     finally:
         catalog.close()
 

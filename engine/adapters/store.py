@@ -4,8 +4,8 @@ Every writing process appends to segments of its own, so that writers never meet
 nothing but the address. Bytes come first and are fsynced; the catalog row that names them is the
 commit point, and bytes that no row names are garbage to be compacted away.
 
-LMDB was considered: one writer at a time for the whole store and a copy of each value into its
-B-tree rule it out for parallel exporters and for segments on object storage.
+Segments rather than LMDB, for two reasons that no measurement changes: LMDB has one writer at a time
+for the whole store, and its single growing file cannot live on object storage.
 """
 
 import hashlib
