@@ -56,7 +56,7 @@ class TrainerConfig(Settings):
     """The resident trainer."""
 
     port: Port = 8461
-    threads: int = Field(2, ge=1)
+    threads: int = Field(0, ge=0, description="0: half of the cores, since the engine works beside it")
     sessions: int = Field(8, ge=1, description="policies held at once")
     microbatch_tokens: int = Field(8192, ge=64)
     operation_timeout_s: float = Field(600, gt=0)

@@ -45,22 +45,29 @@ def base_builder(params: Params, stages: Stages) -> Callable[[], object]:
         bar = steps.add_task("base", total=None, note="", visible=False)
 
         def progress(step: int, total: int, loss: float) -> None:
+            steps.start()
             steps.update(bar, completed=step, total=total, note=f"loss {loss:.3f}", visible=True)
 
-        with stages("base"), live():
-            return ensure_base(params.base, params.paths, progress)
+        try:
+            with stages("base"):
+                return ensure_base(params.base, params.paths, progress)
+        finally:
+            if steps.live.is_started:
+                steps.stop()
+            steps.remove_task(bar)
 
     return build
 
 
 def training_bar(policy: str, total: int) -> Callable[[Mapping[str, Any]], None]:
     """Return a function that shows one training step, given its row of the ledger's `train_steps`."""
-    bar = steps.add_task(policy, total=total, note="")
+    # Shown from the first step on: a line of training that was done before shows nothing.
+    bar = steps.add_task(policy, total=total, note="", visible=False)
 
     def show(row: Mapping[str, Any]) -> None:
         seconds = "  ".join(f"{name} {row[f'{name}_s']:.2f}" for name in ("rollout", "update", "handoff"))
         note = f"reward {row['reward']:.2f}  ratio {row['importance_ratio']:.5f}  {seconds} s"
-        steps.update(bar, completed=row["step"], note=note)
+        steps.update(bar, completed=row["step"], note=note, visible=True)
 
     return show
 

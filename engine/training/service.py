@@ -105,7 +105,8 @@ def load_trainer(params: Params) -> "Trainer":
     migrate(params.paths.catalog_url)
     catalog = Catalog(params.paths.catalog_url)
     catalog.add_base(Base(info.digest, info.name, str(info.path), time.time()))
-    base = ResidentBase(info.path, params.trainer.threads, params.trainer.microbatch_tokens)
+    threads = params.trainer.threads or max(1, len(os.sched_getaffinity(0)) // 2)
+    base = ResidentBase(info.path, threads, params.trainer.microbatch_tokens)
     end = AutoTokenizer.from_pretrained(info.path).eos_token_id
     exporter = Exporter(params.paths, catalog, getattr(torch, params.engine.dtype), end)
     return Trainer(params, base, info.digest, exporter)
