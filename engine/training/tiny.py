@@ -8,6 +8,7 @@ GRPO to elicit. Knows how to make one. Does not know where it is kept.
 import math
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,23 @@ def build(recipe: Recipe, seed: int, directory: Path, progress: Progress) -> Non
     """Train a tiny base on answered problems and save it; the same recipe and seed give the same bytes."""
     examples = list(islice(_examples(recipe, seed), recipe.problems))
     tokenizer = _train_tokenizer(recipe, [part for pair in examples for part in pair])
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), _one_thread():
         torch.manual_seed(seed)
         model = _new_model(recipe, tokenizer)
         _fit(model, recipe, seed, _encode(tokenizer, examples), progress)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Sums in one order on every machine; and threads that wait for each other starve beside the services."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _examples(recipe: Recipe, seed: int) -> Iterator[tuple[str, str]]:
