@@ -74,7 +74,10 @@ def world(tmp_path):
     catalog.set_route(replace(route, champion=CHAMPION, canary=CANARY, weight=0.5), route.version)
     server, events = Server(), Events()
     state = GatewayState(
-        Router(catalog, "tiny"), Residency(InstantEngine(), catalog, tmp_path, EngineConfig()), events, "here"
+        Router(catalog, "tiny", "base"),
+        Residency(InstantEngine(), catalog, tmp_path, EngineConfig()),
+        events,
+        "here",
     )
     app = SimpleNamespace(state=SimpleNamespace(graftwork=state))
 

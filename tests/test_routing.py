@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from engine.adapters.catalog import Base, Catalog, Policy, Revision, Route, migrate
-from engine.errors import NotFound, ServiceError
+from engine.errors import AdapterError, NotFound, ServiceError
 from engine.serving.routing import STALE_S, Gone, Router, in_canary
 
 CHAMPION, CANARY = "a" * 64, "b" * 64
@@ -40,13 +40,13 @@ def set_route(catalog: Catalog, **changes) -> Route:
 
 
 def test_a_policy_without_champion_is_the_base(catalog):
-    target = Router(catalog, "tiny").resolve("sums", "ann")
+    target = Router(catalog, "tiny", "base").resolve("sums", "ann")
     assert (target.arm, target.name, target.policy) == ("base", None, "sums")
 
 
 def test_the_split_is_sticky_and_fair(catalog):
     set_route(catalog, champion=CHAMPION, canary=CANARY, weight=0.2)
-    router, second = Router(catalog, "tiny"), Router(catalog, "tiny")
+    router, second = Router(catalog, "tiny", "base"), Router(catalog, "tiny", "base")
     arms = [router.resolve("sums", f"user-{i}").arm for i in range(5000)]
     assert arms == [second.resolve("sums", f"user-{i}").arm for i in range(5000)]
     # Binomial(5000, 0.2): five standard deviations are 0.028.
@@ -68,7 +68,7 @@ def test_growing_the_weight_only_adds_users(catalog):
 
 
 def test_every_resolve_sees_the_last_commit(catalog, tmp_path):
-    router = Router(catalog, "tiny")
+    router = Router(catalog, "tiny", "base")
     assert router.resolve("sums", "ann").arm == "base"
     other = Catalog(f"sqlite:///{tmp_path}/catalog.db")
     set_route(other, champion=CHAMPION)
@@ -80,7 +80,7 @@ def test_every_resolve_sees_the_last_commit(catalog, tmp_path):
 def test_a_tombstone_is_stronger_than_the_route(catalog):
     set_route(catalog, champion=CHAMPION, canary=CANARY, weight=0.999)
     catalog.bury("sums", CANARY, "Reward fell.", "controller")
-    router = Router(catalog, "tiny")
+    router = Router(catalog, "tiny", "base")
     assert {router.resolve("sums", f"u{i}").digest for i in range(50)} == {CHAMPION}
     with pytest.raises(Gone, match="Reward fell"):
         router.resolve(f"sums@{CANARY[:12]}", "ann")
@@ -90,17 +90,22 @@ def test_a_tombstone_is_stronger_than_the_route(catalog):
 
 
 def test_unknown_names_are_told_the_known_ones(catalog):
-    router = Router(catalog, "tiny")
+    router = Router(catalog, "tiny", "base")
     with pytest.raises(NotFound, match="Known: tiny, sums"):
         router.resolve("nobody", "ann")
     with pytest.raises(NotFound, match="no revision 'cccc'"):
         router.resolve("sums@cccc", "ann")
 
 
+def test_a_revision_of_another_base_is_refused(catalog):
+    with pytest.raises(AdapterError, match="belongs to base base, and this engine serves other"):
+        Router(catalog, "tiny", "other").resolve(f"sums@{CANARY[:12]}", "ann")
+
+
 def test_a_gateway_that_cannot_read_drops_the_canary(catalog, monkeypatch):
     clock = Clock()
     set_route(catalog, champion=CHAMPION, canary=CANARY, weight=0.999)
-    router = Router(catalog, "tiny", clock)
+    router = Router(catalog, "tiny", "base", clock)
     assert router.resolve("sums", "ann").arm == "canary"
 
     def fail() -> int:
@@ -118,12 +123,12 @@ def test_a_gateway_that_cannot_read_drops_the_canary(catalog, monkeypatch):
 def test_a_gateway_that_has_never_read_refuses(catalog, monkeypatch):
     monkeypatch.setattr(catalog, "data_version", lambda: 1 / 0)
     with pytest.raises(ServiceError, match="cannot be read"):
-        Router(catalog, "tiny").resolve("sums", "ann")
+        Router(catalog, "tiny", "base").resolve("sums", "ann")
 
 
 def test_resolving_costs_microseconds(catalog):
     set_route(catalog, champion=CHAMPION, canary=CANARY, weight=0.5)
-    router = Router(catalog, "tiny")
+    router = Router(catalog, "tiny", "base")
     router.resolve("sums", "warm")
     started = time.perf_counter()
     for i in range(2000):

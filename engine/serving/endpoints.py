@@ -126,7 +126,7 @@ class GraftworkEndpoints:
             "workers": check_marker(await engine.marker()),
         }
         catalog = Catalog(params.paths.catalog_url)
-        router = Router(catalog, settings["base_name"])
+        router = Router(catalog, settings["base_name"], settings["base"])
         spool = Spool(params.paths.spool, "gateway")
         state.graftwork = GatewayState(
             router=router,

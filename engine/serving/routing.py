@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from engine.adapters.catalog import Catalog, Key, Revision, Route, ServingState
 from engine.adapters.catalog_access import hash_key
 from engine.config import served_name, split_served_name
-from engine.errors import GraftworkError, NotFound, ServiceError
+from engine.errors import AdapterError, GraftworkError, NotFound, ServiceError
 
 # A gateway that could not read the catalog for this long answers from champions alone.
 STALE_S = 0.8
@@ -43,8 +43,15 @@ class Target:
 class Router:
     """Resolve model names. For one thread; every call sees the newest committed routes."""
 
-    def __init__(self, catalog: Catalog, base_name: str, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        catalog: Catalog,
+        base_name: str,
+        base_digest: str,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self.base_name = base_name
+        self._base_digest = base_digest
         self._catalog = catalog
         self._clock = clock
         self._version: int | None = None
@@ -91,10 +98,18 @@ class Router:
         return Target(policy, pinned.digest, "pinned")
 
     def revision(self, policy: str, digest: str) -> Revision:
-        """Return a revision by its digest or a prefix of it; rows are immutable, so they are kept."""
+        """Return a revision by its digest or a prefix of it; rows are immutable, so they are kept.
+
+        Raises `AdapterError` when it belongs to another base: the same shapes would load and be wrong.
+        """
         known = self._pinned.get((policy, digest))
         if known is None:
             known = self._catalog.revision(policy, digest)
+            if known.base != self._base_digest:
+                raise AdapterError(
+                    f"{served_name(policy, known.digest)} belongs to base {known.base[:12]}, and this engine "
+                    f"serves {self._base_digest[:12]}. Start an engine with that base, or train it again."
+                )
             if len(self._pinned) >= PINNED_CACHE:
                 self._pinned.clear()
             self._pinned[policy, digest] = known
