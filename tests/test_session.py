@@ -104,19 +104,37 @@ def test_going_back_to_a_named_state(base, tmp_path):
         session.load("worst")
 
 
+def _full(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
 def test_a_full_disk_keeps_the_last_step(base, tmp_path, monkeypatch):
     session = Session(tmp_path, base, BASE, opening())
     train_one(session, 1)
     stored = (tmp_path / "current.state").read_bytes()
 
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("engine.training.session.os.fsync", full)
+    monkeypatch.setattr("engine.training.session.os.fsync", _full)
     with pytest.raises(ServiceError, match="No space left on device"):
         train_one(session, 2)
     assert (tmp_path / "current.state").read_bytes() == stored
     assert not (tmp_path / "current.draft").exists()
+
+
+def test_a_request_repeated_after_a_full_disk_is_stored_and_applied_once(base, tmp_path, monkeypatch):
+    session = Session(tmp_path / "full", base, BASE, opening())
+    with monkeypatch.context() as patch:
+        patch.setattr("engine.training.session.os.fsync", _full)
+        with pytest.raises(ServiceError):
+            train_one(session, 1)
+    step = OptimStep(request_id="step-1", session=session.name, fence=0, adam_params=ADAM, position=10)
+    assert session.optim_step(step)["step"] == 1
+
+    again = Session(tmp_path / "full", base, BASE, opening())
+    again.load(CURRENT)
+    once = Session(tmp_path / "once", base, BASE, opening())
+    train_one(once, 1)
+    assert again.step == 1
+    assert same(factors(again), factors(once))
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,8 @@ class Session:
         Raises `ServiceError` when there are no gradients: the trainer was restarted since they were gathered.
         """
         if request.request_id in self.done:
+            # Its first time may have been applied but not stored: the disk was full.
+            self.save(CURRENT)
             return self.done[request.request_id]
         if not self.gathered and not request.skip:
             raise ServiceError(
