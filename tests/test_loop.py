@@ -97,7 +97,10 @@ def test_summary_has_the_form_that_is_promised(finished: dict[str, Any]) -> None
         assert 0 <= policy["ci_low"] <= policy["revision_score"] <= policy["ci_high"] <= 1
         assert len(policy["digest"]) == 64
     assert set(finished["bad_revision"]) == {"verdict", "seconds_to_rollback", "requests_after"}
-    assert sum(finished["stages"].values()) <= finished["seconds"] * 1.5
+    stages = dict(finished["stages"])
+    # The base is built while services start; the other stages follow one another.
+    assert stages.pop("base") <= stages["services"]
+    assert sum(stages.values()) <= finished["seconds"]
 
 
 @pytest.mark.timeout(1100)
