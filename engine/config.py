@@ -7,6 +7,8 @@ heavy package, so that `graftwork --help` stays fast.
 import hashlib
 import json
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -32,6 +34,7 @@ class BaseConfig(Settings):
 
     name: str = Field("tiny-dense", description="tiny-dense, a local directory, or a hub id")
     seed: int = Field(20260513, ge=0)
+    revision: str | None = Field(None, description="commit of a hub id; without it the newest one is taken")
 
 
 class EngineConfig(Settings):
@@ -78,15 +81,38 @@ class MlflowConfig(Settings):
 
 class PrefectConfig(Settings):
     port: Port = 8464
+    work_pool: str = Field("graftwork", description="the pool whose worker runs the deployments")
+    notify_url: str | None = Field(
+        None, description="where notices are posted; None is the controller's own page"
+    )
+
+
+Contract = Literal["terse", "json", "sentence", "boxed"]
+Verifier = Annotated[
+    str,
+    Field(
+        pattern=r"^(contract|exact|numeric|regex|json-schema|python:[A-Za-z_][\w.]*:[A-Za-z_]\w*)$",
+        description="contract (generated tasks), exact, numeric, regex, json-schema or python:MODULE:FUNC",
+    ),
+]
+
+
+class Example(Settings):
+    """One worked question before the real one."""
+
+    question: str = Field(min_length=1)
+    answer: str = Field(min_length=1)
 
 
 class PolicyConfig(Settings):
     """One line of training. The defaults are the recipe of the main job."""
 
     task: str = Field(description="a key of engine/training/problems.py: TASKS, or a .jsonl file")
-    contract: Literal["terse", "json", "sentence", "boxed"] = Field(
-        description="the answer format that earns the reward"
-    )
+    contract: Contract = Field("terse", description="the answer format that earns the reward")
+    verifier: Verifier = "contract"
+    verifier_timeout_s: float = Field(5, gt=0, le=300, description="for one answer; then it scores 0")
+    system: str | None = Field(None, description="system prompt before every question")
+    few_shot: tuple[Example, ...] = Field((), description="worked questions before every question")
     rank: Literal[1, 2, 4, 8, 16, 32, 64, 128] = 8
     alpha: float = Field(16, gt=0)
     targets: tuple[str, ...] = (
@@ -101,6 +127,12 @@ class PolicyConfig(Settings):
     seed: int = Field(1, ge=0)
     suite: str = Field(description="a directory under eval_suites/")
     snapshot_ttl_s: float = Field(3600, gt=0, description="how long single steps are kept")
+    data_digest: str | None = Field(None, description="sha256 of the training file, set at its import")
+    scheduled: bool = Field(False, description="the nightly flow adapts this policy when it is due")
+    max_age_s: float | None = Field(None, gt=0, description="due when the newest revision is older than this")
+    drift_after_s: float | None = Field(
+        None, gt=0, description="due when users' rewards stayed under the offline interval for so long"
+    )
 
 
 class ReleaseConfig(Settings):
@@ -114,6 +146,11 @@ class ReleaseConfig(Settings):
     score_margin: Fraction = Field(
         0.05, description="offline score may fall by this, not more; three sigma of 200 paired items"
     )
+    approval_s: float = Field(
+        0,
+        ge=0,
+        description="a person must approve within this before users see it; 0: nobody asks",
+    )
 
 
 class DemoConfig(Settings):
@@ -122,14 +159,39 @@ class DemoConfig(Settings):
     users_per_second: float = Field(30, gt=0)
     max_users: int = Field(4000, ge=1)
     bad_policy: PolicyName = "arithmetic"
-    bad_contract: Literal["terse", "json", "sentence", "boxed"] = "json"
+    bad_contract: Contract = "json"
     bad_steps: int = Field(12, ge=1)
+
+
+class NightlyConfig(Settings):
+    """The scheduled flow that adapts what is due."""
+
+    cron: str = "0 3 * * *"
+    timezone: str = "UTC"
+
+
+class EvaluateConfig(Settings):
+    """What `dvc repro` evaluates."""
+
+    policy: PolicyName = "arithmetic"
+    revision: str = Field(
+        "adapt", pattern=r"^(adapt|[0-9a-f]{64})$", description="`adapt`, or a revision's whole digest"
+    )
+
+
+def _suites_here() -> Path:
+    """Return the working directory's suites; where it has none, those of the installed checkout."""
+    here = Path("eval_suites")
+    return here if here.is_dir() else Path(__file__).parent.parent / here
 
 
 class Params(Settings):
     """The whole of `params.yaml`."""
 
+    # The file that these settings were read from; not a setting itself.
+    source: Path | None = Field(None, exclude=True)
     state_dir: Path = Field(Path(".graftwork"), validate_default=True)
+    suites_dir: Path = Field(default_factory=_suites_here, validate_default=True)
     base: BaseConfig = BaseConfig()
     engine: EngineConfig = EngineConfig()
     trainer: TrainerConfig = TrainerConfig()
@@ -139,8 +201,10 @@ class Params(Settings):
     policies: dict[PolicyName, PolicyConfig] = Field(default_factory=dict)
     release: ReleaseConfig = ReleaseConfig()
     demo: DemoConfig = DemoConfig()
+    nightly: NightlyConfig = NightlyConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
 
-    @field_validator("state_dir")
+    @field_validator("state_dir", "suites_dir")
     @classmethod
     def _absolute(cls, value: Path) -> Path:
         return value.expanduser().absolute()
@@ -150,15 +214,57 @@ class Params(Settings):
         return Paths(self.state_dir)
 
     def policy(self, name: str) -> PolicyConfig:
-        """Return a policy's settings; `ConfigError` names the known ones."""
-        if name not in self.policies:
-            known = ", ".join(sorted(self.policies)) or "none"
-            raise ConfigError(f"There is no policy {name!r}. Known policies: {known}.")
-        return self.policies[name]
+        """Return a policy's settings, from here and from its own file; `ConfigError` names the known ones."""
+        return resolve_policy(self, name).config
 
     def url(self, service: str) -> str:
         """Return the local address of `engine`, `trainer`, `controller`, `mlflow` or `prefect`."""
         return f"http://127.0.0.1:{getattr(self, service).port}"
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A policy's settings, and where each of them comes from: `default`, a file, or `request`."""
+
+    config: PolicyConfig
+    sources: dict[str, str]
+
+
+def policy_file(params: Params, name: str) -> Path:
+    """Return where a policy's own settings lie: beside its frozen items."""
+    return params.suites_dir / name / "policy.yaml"
+
+
+def known_policies(params: Params) -> list[str]:
+    """Return the names of the policies of `params.yaml` and of those with a file of their own."""
+    own = {file.parent.name for file in params.suites_dir.glob("*/policy.yaml")}
+    return sorted(own | set(params.policies))
+
+
+def resolve_policy(params: Params, name: str, changes: Mapping[str, Any] | None = None) -> Resolved:
+    """Lay a policy's settings over one another: defaults, `params.yaml`, its own file, then `changes`.
+
+    A change of None means "as configured". Raises `ConfigError` for an unknown policy or wrong settings.
+    """
+    file = policy_file(params, name)
+    layers: dict[str, Mapping[str, Any]] = {}
+    if name in params.policies:
+        layers["params.yaml"] = params.policies[name].model_dump(exclude_unset=True)
+    if POLICY_NAME.fullmatch(name) and file.is_file():
+        layers[f"{name}/policy.yaml"] = _read_mapping(file)
+    if not layers:
+        known = ", ".join(known_policies(params)) or "none"
+        raise ConfigError(f"There is no policy {name!r}. Known policies: {known}.")
+    layers["request"] = {key: value for key, value in (changes or {}).items() if value is not None}
+    values = {key: value for layer in layers.values() for key, value in layer.items()}
+    try:
+        config = PolicyConfig.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(f"The settings of {name!r} are not valid. {explain(error, PolicyConfig)}") from None
+    sources = dict.fromkeys(PolicyConfig.model_fields, "default")
+    for source, layer in layers.items():
+        sources |= dict.fromkeys(layer, source)
+    return Resolved(config, sources)
 
 
 class Paths:
@@ -197,16 +303,21 @@ def load_params(path: Path | str = "params.yaml", **overrides: Any) -> Params:
         raise ConfigError(
             f"The settings file {path} does not exist. Run from the checkout, or give --params."
         )
+    data = _read_mapping(path) | overrides | {"source": path.absolute()}
+    try:
+        return Params.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(f"{path} is not valid. {explain(error, Params)}") from None
+
+
+def _read_mapping(path: Path) -> dict[str, Any]:
     try:
         data = yaml.safe_load(path.read_text()) or {}
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}.") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path} must hold a mapping of settings, not a {type(data).__name__}.")
-    try:
-        return Params.model_validate({**data, **overrides})
-    except ValidationError as error:
-        raise ConfigError(f"{path} is not valid. {explain(error, Params)}") from None
+    return data
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:

@@ -47,6 +47,11 @@ class State:
     seconds: float
 
 
+def settings_hash(params: Params) -> str:
+    """Name the settings that the services start with; what flows read anew at each run is not among them."""
+    return content_hash(params.model_dump(mode="json", exclude={"policies", "demo", "nightly", "evaluate"}))
+
+
 def services(params: Params) -> tuple[Service, ...]:
     """Return the services in the order in which they start."""
     paths = params.paths
@@ -230,7 +235,7 @@ def _usable(params: Params) -> bool:
         raise Conflict(
             f"Another run (pid {running.owner}) uses {params.state_dir}; wait for it, or set `state_dir`."
         )
-    if running.settings != content_hash(params):
+    if running.settings != settings_hash(params):
         raise Conflict("The services run with other settings; run `graftwork down` first.")
     return True
 
@@ -288,7 +293,7 @@ def _start_programs(
     (params.paths.root / "params.json").write_text(settings)
     every = services(params)
     programs = {service.name: service.command for service in every}
-    supervisor.spawn(programs, os.environ | environment(params), owner, content_hash(params))
+    supervisor.spawn(programs, os.environ | environment(params), owner, settings_hash(params))
     for service in every:
         if not service.needs_base:
             supervisor.start(service.name)

@@ -16,11 +16,14 @@ from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.exc import IntegrityError
 
 from engine.adapters import catalog_schema as schema
-from engine.adapters.catalog_access import Access, ensure_local_key, open_engine, sqlite_path
+from engine.adapters.catalog_access import ensure_local_key, open_engine, sqlite_path
+from engine.adapters.catalog_notes import Notes
 from engine.adapters.catalog_schema import (
+    AliasNote,
     Base,
     Key,
     Lease,
+    Notice,
     Policy,
     Release,
     Revision,
@@ -31,10 +34,12 @@ from engine.adapters.catalog_schema import (
 from engine.errors import Conflict, NotFound
 
 __all__ = [
+    "AliasNote",
     "Base",
     "Catalog",
     "Key",
     "Lease",
+    "Notice",
     "Policy",
     "Release",
     "Revision",
@@ -66,7 +71,7 @@ def migrate(url: str) -> None:
     engine.dispose()
 
 
-class Catalog(Access):
+class Catalog(Notes):
     """One open catalog. Thread-safe; open one in each process."""
 
     # Bases, policies and layouts

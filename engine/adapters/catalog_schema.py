@@ -11,7 +11,7 @@ from typing import Any
 from sqlalchemy import JSON, Boolean, Column, Float, Index, Integer, MetaData, String, Table, Text, text
 
 # The newest file of engine/adapters/migrations/versions.
-SCHEMA_VERSION = "0001"
+SCHEMA_VERSION = "0002"
 
 
 @dataclass(frozen=True)
@@ -76,9 +76,10 @@ class Route:
 class Release:
     """One attempt to make `revision` the champion, judged against `baseline` (None: the base).
 
-    `step` is `probe`, `score`, `canary` or `done`; `state` is `running`, `promoted`, `rolled_back`
-    or `held`. `skip_gates` maps a gate to {"by", "reason"}; `settings` is a `ReleaseConfig`;
-    `approval` is who ended it, if a person did; `evidence` is what its verdict was based on.
+    `step` is `probe`, `score`, `approval`, `canary` or `done`; `state` is `running`, `promoted`,
+    `rolled_back` or `held`. `skip_gates` maps a gate to {"by", "reason"}; `settings` is a `ReleaseConfig`;
+    `approval` is who ended it, if a person did; `evidence` is what its verdict was based on;
+    `approved` is {"by", "reason", "at"} once a person has let it go to users.
     """
 
     id: str
@@ -97,6 +98,39 @@ class Release:
     canary_started_at: float | None = None
     skip_gates: dict[str, dict[str, str]] = field(default_factory=dict)
     evidence: dict[str, Any] = field(default_factory=dict)
+    approved: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class AliasNote:
+    """What the controller last wrote or accepted for an alias in MLflow; a version of None: no alias.
+
+    An alias in the registry that differs from its note is a person's move.
+    """
+
+    policy: str
+    alias: str
+    version: str | None
+    digest: str | None
+    at: float
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Something that people or automations want to hear of, kept until it is sent.
+
+    `name` is `graftwork.release.promoted` and the like; `id` follows from what happened, so that
+    saying it twice is harmless. `sent_at` is None until Prefect's server has taken it.
+    """
+
+    id: str
+    name: str
+    policy: str
+    revision: str | None
+    reason: str
+    link: str
+    at: float
+    sent_at: float | None = None
 
 
 @dataclass(frozen=True)
@@ -232,6 +266,7 @@ releases = Table(
     Column("canary_started_at", Float),
     Column("skip_gates", JSON, nullable=False),
     Column("evidence", JSON, nullable=False),
+    Column("approved", JSON(none_as_null=True)),
     Index("releases_newest", "policy", "created_at"),
     # The lock of a policy: at most one release of it runs.
     Index("releases_running", "policy", unique=True, sqlite_where=text("state = 'running'")),
@@ -276,4 +311,29 @@ switches = Table(
     metadata,
     Column("name", String, primary_key=True),
     Column("on", Boolean, nullable=False),
+)
+
+aliases = Table(
+    "aliases",
+    metadata,
+    Column("policy", String, primary_key=True),
+    Column("alias", String, primary_key=True),
+    Column("version", String),
+    Column("digest", String),
+    Column("at", Float, nullable=False),
+)
+
+notices = Table(
+    "notices",
+    metadata,
+    Column("id", String, primary_key=True),
+    Column("name", String, nullable=False),
+    Column("policy", String, nullable=False),
+    Column("revision", String),
+    Column("reason", String, nullable=False),
+    Column("link", String, nullable=False),
+    Column("at", Float, nullable=False),
+    Column("sent_at", Float),
+    Index("notices_newest", "at"),
+    Index("notices_unsent", "at", sqlite_where=text("sent_at IS NULL")),
 )

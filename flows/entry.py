@@ -1,0 +1,79 @@
+"""What every command and flow begins with: the settings, this process's variables, the first checks.
+
+The entry points' side: the only place that reads the environment, and it reads one variable.
+"""
+
+import os
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from engine.config import Params, load_params, split_served_name
+from engine.errors import ConfigError
+
+# Where a flow that Prefect started finds its settings; a command sets it for the flows that it calls.
+PARAMS_VARIABLE = "GRAFTWORK_PARAMS"
+PARAMS = Path("params.yaml")
+ParamsFile = Annotated[Path, typer.Option("--params", help="The file of settings.", show_default=True)]
+Revision = Annotated[str, typer.Argument(help="POLICY@DIGEST; the digest may be shortened.")]
+By = Annotated[str, typer.Option(help="Who decides this; it is recorded.")]
+Reason = Annotated[str, typer.Option(help="Why; it is recorded.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def enter(params: Path) -> Params:
+    """Read the settings and set this process's variables, before anything heavy is imported."""
+    settings = load_params(params)
+    from engine.services import environment
+
+    os.environ.update(environment(settings) | {PARAMS_VARIABLE: str(params.absolute())})
+    return settings
+
+
+def flow_settings() -> Params:
+    """Return the settings for a flow: those of the command that called it, or of the worker."""
+    return load_params(os.environ.get(PARAMS_VARIABLE, PARAMS))
+
+
+def load_flows() -> None:
+    """Import the flows and all that their tasks need; it takes seconds, best while the services start."""
+    from tasks.steps import preload
+
+    import_module("flows.demo")
+    preload()
+
+
+def check(settings: Params, policies: list[str]) -> None:
+    """Raise for an unknown policy, task or suite before anything starts."""
+    from engine.training.problems import check_task
+    from tasks.suites import load_suite
+
+    for name in policies:
+        policy = settings.policy(name)
+        check_task(policy.task)
+        load_suite(policy.suite, settings.suites_dir)
+
+
+def require_services(settings: Params) -> None:
+    from engine import services
+
+    services.require_running(settings)
+
+
+def catalog(params: Path) -> Any:
+    settings = enter(params)
+    from engine.adapters.catalog import Catalog, migrate
+
+    settings.state_dir.mkdir(parents=True, exist_ok=True)
+    migrate(settings.paths.catalog_url)
+    return Catalog(settings.paths.catalog_url)
+
+
+def pinned(revision: str) -> tuple[str, str]:
+    """Split POLICY@DIGEST; `ConfigError` when the digest is missing."""
+    policy, digest = split_served_name(revision)
+    if not digest:
+        raise ConfigError(f"{revision!r} names no revision; write it as POLICY@DIGEST.")
+    return policy, digest
