@@ -115,7 +115,7 @@ def test_every_pin_is_exact_and_none_is_of_another_kernels() -> None:
 
 def test_no_file_below_the_entry_points_reads_the_environment() -> None:
     entry_points = {
-        "flows/cli.py",
+        "flows/entry.py",
         "engine/services.py",
         "engine/serving/server.py",
         "engine/training/service.py",
