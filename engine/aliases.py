@@ -1,87 +1,218 @@
-"""Routes shown as aliases in MLflow's registry, one way: route -> `champion`, `canary`, `previous`.
+"""Routes and aliases kept equal, both ways: `champion`, `canary`, `previous` in MLflow's registry.
 
-Knows MLflow's public REST interface and which model version is which revision (its tag
-`graftwork.digest`). MLflow may be down: the serving truth is the catalog, and the mirror catches up.
-It speaks REST rather than importing mlflow, which would cost the controller 150 MB and two seconds.
+The serving truth is the catalog's route. An alias that differs from what the controller last wrote
+is a person's move: `champion` promotes, `canary` starts a release (taking it away holds it), and
+`previous` is put back. A move that is refused is put back too, with the sentence in the version's tag
+`graftwork.refused`. MLflow keeps no user for an alias, so a move is made in the name "mlflow".
+
+Before a write its intent is noted ("3>5"), so that after a kill both values count as ours. MLflow has no
+compare-and-swap: of two people who move an alias within one look, the later one is seen.
+
+A registry that has lost what was seen in it (a noted version, the highest version, or its own time ran
+backwards) was restored from a backup or lost a version: it moves nothing. While it lacks a version of
+the route's revisions that is an alarm; once it has them all, its aliases are written from the route.
 """
 
 import logging
 import threading
+from dataclasses import dataclass
 from typing import Any
 
-import httpx
+from engine.adapters.catalog import AliasNote, Catalog, Route
+from engine.errors import GraftworkError
+from engine.notices import refused
+from engine.quality.desk import Desk
+from engine.registry import Model, Registry
 
-from engine.adapters.catalog import Catalog, Route
-
-INTERVAL_S = 2.0
-TIMEOUT_S = 5.0
-API = "/api/2.0/mlflow"
+INTERVAL_S = 1.0
 ROLES = ("champion", "canary", "previous")
+SEEN, LOST = "@seen", "@lost"
+BY = "mlflow"
+REFUSED = "graftwork.refused"
 log = logging.getLogger(__name__)
 
 
-class AliasMirror(threading.Thread):
-    """Keeps aliases equal to routes, from a thread of its own; `fault` says what keeps it from it.
+@dataclass(frozen=True)
+class Move:
+    """A person's move: the alias now names `version` (None: it was deleted)."""
 
-    `client` talks to MLflow's server, without a path.
+    role: str
+    version: str | None
+
+
+def find_moves(aliases: dict[str, str], notes: dict[str, AliasNote]) -> list[Move]:
+    """Return the aliases that are neither what was last written nor what was about to be written."""
+    moves = []
+    for role in ROLES:
+        note, now = notes.get(role), aliases.get(role)
+        ours = (note.version or "").split(">") if note else [""]
+        if (now or "") not in ours:
+            moves.append(Move(role, now))
+    return moves
+
+
+def is_older(model: Model, notes: dict[str, AliasNote]) -> bool:
+    """Say whether the registry shows less of a model than was seen before."""
+    seen = notes.get(SEEN)
+    if seen is None:
+        return False
+    return model.highest < int(seen.version or 0) or model.updated < int(seen.digest or 0)
+
+
+class AliasMirror(threading.Thread):
+    """Keeps aliases and routes equal, from a thread of its own; `fault` says what keeps it from it.
+
+    `lock` is the controller's: decisions are made under it, calls of MLflow are not. `link` is where
+    people read more about a refusal.
     """
 
-    def __init__(self, catalog: Catalog, client: httpx.Client):
+    def __init__(self, catalog: Catalog, desk: Desk, lock: Any, registry: Registry, link: str = ""):
         super().__init__(name="aliases", daemon=True)
         self.fault: str | None = None
         self._catalog = catalog
-        self._client = client
-        self._stopped = threading.Event()
+        self._desk = desk
+        self._lock = lock
+        self._registry = registry
+        self._link = link
+        self._alarms: dict[str, str] = {}
+        self._stopped = False
+        self._due = threading.Event()
 
     def run(self) -> None:
-        while not self._stopped.wait(INTERVAL_S):
+        while not self._stopped:
             try:
                 self.mirror()
-                self.fault = None
+                self.fault = " ".join(self._alarms.values()) or None
             except Exception as error:
                 # The mirror must outlive whatever MLflow answers.
                 self.fault = f"The aliases in MLflow are not up to date: {error}"
                 log.debug("alias mirror", exc_info=True)
+            self._due.wait(INTERVAL_S)
+            self._due.clear()
 
     def stop(self) -> None:
-        self._stopped.set()
+        self._stopped = True
+        self._due.set()
+
+    def wake(self) -> None:
+        """Look now; somebody said that an alias has moved."""
+        self._due.set()
 
     def mirror(self) -> None:
-        """Make the aliases of every registered policy those of its route; raises `httpx.HTTPError`."""
+        """Bring every registered policy's aliases and route together; raises `httpx.HTTPError`."""
         routes = {route.policy: route for route in self._catalog.routes()}
-        for model in self._pages("registered-models/search", "registered_models", {"max_results": 100}):
-            if model["name"] in routes:
-                self._mirror_model(model, routes[model["name"]])
+        notes: dict[str, dict[str, AliasNote]] = {}
+        for (policy, alias), note in self._catalog.alias_notes().items():
+            notes.setdefault(policy, {})[alias] = note
+        models = {model.name: model for model in self._registry.models() if model.name in routes}
+        for name, model in models.items():
+            self._reconcile(model, notes.get(name, {}))
+        self._miss(notes, set(models))
 
-    def _mirror_model(self, model: dict[str, Any], route: Route) -> None:
-        aliases = {item["alias"]: str(item["version"]) for item in model.get("aliases", [])}
-        for role in ROLES:
-            digest = getattr(route, role)
-            wanted = self._version(route.policy, digest) if digest else None
-            named = {"name": route.policy, "alias": role}
-            if wanted and aliases.get(role) != wanted:
-                self._call("POST", "registered-models/alias", json=named | {"version": wanted})
-            elif wanted is None and role in aliases:
-                self._call("DELETE", "registered-models/alias", json=named)
+    def _reconcile(self, model: Model, notes: dict[str, AliasNote]) -> None:
+        moves = find_moves(model.aliases, notes)
+        lost = notes.get(LOST)
+        if (lost and lost.version) or is_older(model, notes) or (moves and self._lost_version(model, notes)):
+            # Noted, so that registering again what was lost does not look like a person's move.
+            self._catalog.note_alias(model.name, LOST, str(model.highest), None)
+            if not self._has_all(model.name):
+                return
+            self._catalog.note_alias(model.name, LOST, None, None)
+        else:
+            for move in moves:
+                self._carry_out(model, move)
+        self._alarms.pop(model.name, None)
+        self._write(model, notes)
 
-    def _version(self, policy: str, digest: str) -> str | None:
-        wanted = f"name = '{policy}' AND tags.`graftwork.digest` = '{digest}'"
-        for version in self._pages("model-versions/search", "model_versions", {"filter": wanted}):
-            return str(version["version"])
+    def _lost_version(self, model: Model, notes: dict[str, AliasNote]) -> bool:
+        """Say whether a version that was noted is gone, or is another revision now."""
+        known = [note for role, note in notes.items() if role in ROLES and note.version and note.digest]
+        return any(
+            self._registry.digest(model.name, str(note.version).rpartition(">")[2]) != note.digest
+            for note in known
+        )
+
+    def _has_all(self, policy: str) -> bool:
+        wanted = self._wanted(self._catalog.route(policy))
+        missing = [
+            digest for digest in wanted.values() if digest and not self._registry.version(policy, digest)
+        ]
+        if missing:
+            self._alarms[policy] = (
+                f"MLflow's registry shows less of {policy!r} than before: it was restored or lost a version, "
+                f"and lacks {', '.join(digest[:12] for digest in missing)}. Serving goes on as the catalog "
+                "says; register the missing revisions again."
+            )
+        return not missing
+
+    def _carry_out(self, model: Model, move: Move) -> None:
+        digest = self._registry.digest(model.name, move.version) if move.version else None
+        with self._lock:
+            refusal = self._decide(model.name, move, digest)
+        if refusal is not None:
+            log.info("%s: alias %s to version %s: %s", model.name, move.role, move.version, refusal)
+            tagged = move.version or self._current_version(model.name, move.role)
+            if tagged:
+                self._registry.tag(model.name, tagged, REFUSED, refusal)
+            refused(self._catalog, model.name, digest, refusal, self._link)
+        elif move.version:
+            self._registry.untag(model.name, move.version, REFUSED)
+
+    def _decide(self, policy: str, move: Move, digest: str | None) -> str | None:
+        """Let a move take effect; return why not, or None."""
+        route = self._catalog.route(policy)
+        if digest is not None and digest == self._wanted(route)[move.role]:
+            return None
+        if move.version is not None and digest is None:
+            return "This version names no revision: it has no tag `graftwork.digest`."
+        try:
+            return self._take_effect(policy, move, digest)
+        except GraftworkError as error:
+            return str(error)
+
+    def _take_effect(self, policy: str, move: Move, digest: str | None) -> str | None:
+        if move.role == "previous":
+            return "The alias `previous` is kept by Graftwork; move `champion` instead."
+        if move.role == "champion" and digest is None:
+            return "The alias `champion` was put back: move it to another version, or `graftwork rollback`."
+        reason = f"The alias {move.role} was moved in MLflow to version {move.version}."
+        if move.role == "champion":
+            self._desk.promote(policy, digest or "", BY, reason)
+        elif digest is not None:
+            self._desk.start(policy, digest, {}, {}, BY)
+        else:
+            for release in self._catalog.releases(policy, open_only=True):
+                self._desk.hold(release.id, BY, "The alias canary was deleted in MLflow.")
         return None
 
-    def _pages(self, path: str, field: str, params: dict[str, Any]) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
-        token = ""
-        while True:
-            page = self._call("GET", path, params=params | ({"page_token": token} if token else {}))
-            found += page.get(field, [])
-            token = page.get("next_page_token", "")
-            if not token:
-                return found
+    def _wanted(self, route: Route) -> dict[str, str | None]:
+        """Return which revision each alias should name: the canary from its release's beginning on."""
+        running = self._catalog.releases(route.policy, open_only=True)
+        canary = running[0].revision if running else route.canary
+        return {"champion": route.champion, "canary": canary, "previous": route.previous}
 
-    def _call(self, method: str, path: str, **body: Any) -> dict[str, Any]:
-        response = self._client.request(method, f"{API}/{path}", timeout=TIMEOUT_S, **body)
-        response.raise_for_status()
-        answer: dict[str, Any] = response.json()
-        return answer
+    def _current_version(self, policy: str, role: str) -> str | None:
+        digest = self._wanted(self._catalog.route(policy))[role]
+        return self._registry.version(policy, digest) if digest else None
+
+    def _write(self, model: Model, notes: dict[str, AliasNote]) -> None:
+        """Make the aliases those of the route as it now is, and note them."""
+        for role, digest in self._wanted(self._catalog.route(model.name)).items():
+            note, now = notes.get(role), model.aliases.get(role)
+            if note and note.digest == digest and note.version == now:
+                continue
+            wanted = self._registry.version(model.name, digest) if digest else None
+            if now != wanted:
+                self._catalog.note_alias(model.name, role, f"{now or ''}>{wanted or ''}", digest)
+                self._registry.set_alias(model.name, role, wanted)
+            self._catalog.note_alias(model.name, role, wanted, digest)
+        seen = notes.get(SEEN)
+        if not seen or (seen.version, seen.digest) != (str(model.highest), str(model.updated)):
+            self._catalog.note_alias(model.name, SEEN, str(model.highest), str(model.updated))
+
+    def _miss(self, notes: dict[str, dict[str, AliasNote]], found: set[str]) -> None:
+        for policy in set(notes) - found:
+            self._alarms[policy] = (
+                f"The registered model {policy!r} is gone from MLflow. Serving goes on as the catalog says; "
+                "register its revisions again."
+            )

@@ -25,11 +25,14 @@ from engine.adapters.catalog import Catalog, Release, ensure_local_key, migrate
 from engine.aliases import AliasMirror
 from engine.config import Params, load_params
 from engine.errors import Conflict, GraftworkError, PortInUse, ServiceError
+from engine.notices import NoticeSender
 from engine.quality.apply import Applier
 from engine.quality.desk import Desk
 from engine.quality.evidence import EvidenceReader
 from engine.quality.ledger import Ledger, Spool
 from engine.quality.release import Evidence, advance
+from engine.registry import Registry
+from engine.watch import Watch
 
 LEASE = "controller"
 EXPIRE_S = 10.0
@@ -64,7 +67,7 @@ class Controller:
         self.catalog = Catalog(params.paths.catalog_url)
         self.ledger: Ledger | None = Ledger(params.paths.ledger)
         self.spool = Spool(params.paths.spool, "controller")
-        self.applier = Applier(self.catalog, self.spool)
+        self.applier = Applier(self.catalog, self.spool, params.url("controller"))
         self.latest: dict[str, Evidence] = {}
         self.desk = Desk(self.catalog, self.applier, params.release, self.latest)
         self.faults: dict[str, str] = {}
@@ -235,7 +238,14 @@ def serve(params: Params) -> None:
     # in, need not wait for the lease to run out. The fence still shuts the old one out.
     controller = Controller(params, holder=f"{socket.gethostname()}:{params.paths.root}")
     ensure_local_key(controller.catalog, params.paths.local_key)
-    mirror = AliasMirror(controller.catalog, httpx.Client(base_url=params.url("mlflow")))
+    registry = Registry(httpx.Client(base_url=params.url("mlflow")))
+    site = params.url("controller")
+    mirror = AliasMirror(controller.catalog, controller.desk, controller.lock, registry, site)
+    beside: list[AliasMirror | NoticeSender | Watch] = [
+        mirror,
+        NoticeSender(controller.catalog, httpx.Client(base_url=params.url("prefect"))),
+        Watch(controller.catalog, params),
+    ]
     config = uvicorn.Config(
         build_app(controller, mirror), log_level="warning", timeout_graceful_shutdown=1, lifespan="off"
     )
@@ -253,12 +263,13 @@ def serve(params: Params) -> None:
     # uvicorn raises the signal that stopped it once more; that must not cut our own ending short.
     signal.signal(signal.SIGTERM, lambda *_: None)
     signal.signal(signal.SIGINT, lambda *_: None)
-    mirror.start()
-    turning.start()
+    for thread in (*beside, turning):
+        thread.start()
     try:
         server.run(sockets=[listener])
     finally:
-        mirror.stop()
+        for thread in beside:
+            thread.stop()
         controller.stop()
         turning.join()
         controller.close()

@@ -6,6 +6,7 @@ the loop's lock; reading calls read the catalog and the ledger's snapshot.
 
 import math
 import time
+import uuid
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -15,12 +16,13 @@ from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Res
 from prometheus_client import generate_latest
 from pydantic import Field
 
-from engine.adapters.catalog import Key, Policy, Release
+from engine.adapters.catalog import Key, Notice, Policy, Release
 from engine.aliases import AliasMirror
 from engine.config import PolicyName, Settings
 from engine.controller import Controller
 from engine.controller_page import render_page
 from engine.errors import ConfigError, Conflict, GraftworkError, NotFound, ServiceError
+from engine.notices import DELIVERED
 from engine.quality.ledger import open_snapshot
 
 STATUS = ((ConfigError, 400), (NotFound, 404), (Conflict, 409), (ServiceError, 503))
@@ -56,6 +58,13 @@ class RevisionBody(Settings):
     by: str | None = None
 
 
+class RestoreBody(Settings):
+    policy: str
+    digest: str | None = None
+    reason: Reason
+    by: str | None = None
+
+
 class Unauthorized(GraftworkError):
     pass
 
@@ -69,6 +78,8 @@ def build_app(controller: Controller, mirror: AliasMirror) -> FastAPI:
     _add_reading(app, controller, mirror)
     _add_policies_and_releases(app, controller)
     _add_decisions(app, controller)
+    _add_switches(app, controller)
+    _add_notices(app, controller, mirror)
     return app
 
 
@@ -81,7 +92,12 @@ def _add_reading(app: FastAPI, controller: Controller, mirror: AliasMirror) -> N
             alarms.append(f"{rejected} spool files held lines that fit no table; see spool/rejected.")
         stalled = controller.is_stalled()
         status = "stalled" if stalled else "degraded" if alarms else "ok"
-        body = {"status": status, "alarms": alarms, "aliases": mirror.fault}
+        body = {
+            "status": status,
+            "alarms": alarms,
+            "aliases": mirror.fault,
+            "frozen": controller.desk.frozen(),
+        }
         return JSONResponse(body, status_code=503 if stalled else 200)
 
     @app.get("/metrics")
@@ -125,6 +141,11 @@ def _add_policies_and_releases(app: FastAPI, controller: Controller) -> None:
             release = desk.start(body.policy, body.digest, body.settings, body.skip_gates, by)
         return _with_evidence(controller, release)
 
+    @app.post("/releases/{release_id}/approve")
+    def approve(release_id: str, body: HoldBody, key: Admin) -> dict[str, Any]:
+        with controller.lock:
+            return asdict(desk.approve(release_id, body.by or key.owner, body.reason))
+
     @app.post("/releases/{release_id}/hold")
     def hold(release_id: str, body: HoldBody, key: Admin) -> dict[str, Any]:
         with controller.lock:
@@ -148,6 +169,49 @@ def _add_decisions(app: FastAPI, controller: Controller) -> None:
     def lift(body: RevisionBody, key: Admin) -> dict[str, Any]:
         with controller.lock:
             return asdict(desk.lift(body.policy, body.digest, body.by or key.owner, body.reason))
+
+
+def _add_switches(app: FastAPI, controller: Controller) -> None:
+    desk = controller.desk
+
+    @app.post("/restore")
+    def restore(body: RestoreBody, key: Admin) -> dict[str, Any]:
+        with controller.lock:
+            return asdict(desk.restore(body.policy, body.digest, body.by or key.owner, body.reason))
+
+    @app.post("/freeze")
+    def freeze(body: HoldBody, key: Admin) -> dict[str, Any]:
+        with controller.lock:
+            return {"frozen": desk.freeze(body.by or key.owner, body.reason)}
+
+    @app.post("/thaw")
+    def thaw(body: HoldBody, key: Admin) -> dict[str, Any]:
+        with controller.lock:
+            desk.thaw(body.by or key.owner, body.reason)
+            return {"frozen": desk.frozen()}
+
+
+def _add_notices(app: FastAPI, controller: Controller, mirror: AliasMirror) -> None:
+    catalog = controller.catalog
+
+    @app.get("/notices")
+    def notices(limit: int = 100) -> list[dict[str, Any]]:
+        return [asdict(notice) for notice in catalog.notices(min(limit, 1000))]
+
+    @app.post("/notices/inbox")
+    async def inbox(request: Request) -> dict[str, str]:
+        """Keep what an automation of Prefect delivered, where no other address was given."""
+        text = (await request.body()).decode(errors="replace")[:2000]
+        id = str(uuid.uuid4())
+        now = time.time()
+        catalog.add_notice(Notice(id, DELIVERED, "", None, text, "", now, sent_at=now))
+        return {"id": id}
+
+    @app.post("/mlflow/webhook")
+    def webhook() -> dict[str, bool]:
+        """Look at the aliases now. It says nothing that is believed, so anybody may say it."""
+        mirror.wake()
+        return {"looking": True}
 
 
 def read_ledger(controller: Controller, table: str, policy: str | None, limit: int) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The five services: what they are, how they start, when they are healthy.
+"""The services: what they are, how they start, when they are healthy.
 
 Knows each service's command, address and health check; knows nothing of what they say to each
 other. `up` leaves the services running; a `session` uses those or owns its own, which then die
@@ -10,7 +10,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,15 +23,23 @@ from engine.errors import Conflict, PortInUse, ServiceError
 from engine.supervisor import Supervisor, undisturbed
 
 Report = Callable[[str, str], None]
+# Runs what Prefect schedules; the main job calls its flows itself and does without.
+WORKER = "worker"
+RESIDENT = ("engine", "trainer", "mlflow", "prefect", "controller")
+# Where a flow that the worker started finds the settings; read by flows/entry.py.
+PARAMS_VARIABLE = "GRAFTWORK_PARAMS"
 
 
 @dataclass(frozen=True)
 class Service:
-    """One program: how it starts, where it answers, how long it may take."""
+    """One program: how it starts, where it answers, how long it may take.
+
+    One without an address for its `health` is well while it runs, and starts when the others are well.
+    """
 
     name: str
     command: tuple[str, ...]
-    health: str
+    health: str | None
     start_timeout_s: float
     needs_base: bool = False
 
@@ -60,6 +68,7 @@ def services(params: Params) -> tuple[Service, ...]:
     mlflow = ("-m", "mlflow", "server", "--backend-store-uri", backend, "--serve-artifacts", "--workers", "1",
               "--artifacts-destination", str(paths.mlartifacts), *bind, str(params.mlflow.port))  # fmt: skip
     prefect = ("-m", "prefect", "server", "start", "--analytics-off", *bind, str(params.prefect.port))
+    worker = ("-m", "prefect", "worker", "start", "--type", "process", "--pool", params.prefect.work_pool)
     ours = ("--params", str(paths.root / "params.json"))
     engine_s = params.engine.start_timeout_s
     return (
@@ -68,6 +77,7 @@ def services(params: Params) -> tuple[Service, ...]:
         Service("mlflow", mlflow, "/health", 180),
         Service("prefect", prefect, "/api/health", 180),
         Service("controller", ("-m", "engine.controller", *ours), "/health", 120),
+        Service(WORKER, (*worker, "--name", "graftwork"), None, 60),
     )
 
 
@@ -89,6 +99,8 @@ def environment(params: Params) -> dict[str, str]:
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
         # A fault is told once, as a sentence; Prefect's own page keeps every line.
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
+        # By these an automation tells a dead run from a long one.
+        "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
         "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
@@ -103,6 +115,7 @@ def environment(params: Params) -> dict[str, str]:
         "NO_PROXY": "127.0.0.1",
         "PREFECT_API_URL": f"{params.url('prefect')}/api",
         "PREFECT_HOME": str(params.paths.prefect),
+        PARAMS_VARIABLE: str(params.source or params.paths.root / "params.json"),
     }
     # Only a hub id may need the network, and only until it is in the local cache.
     local = params.base.name.startswith("tiny-") or Path(params.base.name).expanduser().exists()
@@ -111,13 +124,15 @@ def environment(params: Params) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def session(params: Params, build_base: Callable[[], object], report: Report) -> Iterator[None]:
-    """Use the services that `up` started with these settings, or own some until the block ends."""
+def session(
+    params: Params, build_base: Callable[[], object], report: Report, only: Collection[str] = RESIDENT
+) -> Iterator[None]:
+    """Use the services that `up` started with these settings, or own those of `only` until the block ends."""
     if _usable(params):
         wait_healthy(params, report)
         yield
         return
-    start(params, build_base, report, owner=os.getpid())
+    start(params, build_base, report, os.getpid(), only)
     try:
         yield
     finally:
@@ -130,12 +145,18 @@ def up(params: Params, build_base: Callable[[], object], report: Report) -> bool
     if _usable(params):
         wait_healthy(params, report)
         return False
-    start(params, build_base, report, owner=None)
+    start(params, build_base, report, None, (*RESIDENT, WORKER))
     return True
 
 
-def start(params: Params, build_base: Callable[[], object], report: Report, owner: int | None) -> None:
-    """Start every service, those on the base once it is built; stop all of them if one fails.
+def start(
+    params: Params,
+    build_base: Callable[[], object],
+    report: Report,
+    owner: int | None,
+    only: Collection[str],
+) -> None:
+    """Start the services of `only`, those on the base once it is built; stop all of them if one fails.
 
     Raises `PortInUse` before anything has started, `Conflict` when another start is under way,
     `ServiceError` with the end of the log when a service ends or is not healthy in time.
@@ -150,13 +171,18 @@ def start(params: Params, build_base: Callable[[], object], report: Report, owne
     with lock:
         supervisor = _supervisor(params)
         supervisor.stop()
-        _check_ports(params)
+        chosen = [service for service in services(params) if service.name in only]
+        _check_ports(params, chosen)
         _set_aside_unfinished(paths)
         try:
-            _start_programs(params, supervisor, build_base, report, owner)
+            _start_programs(params, chosen, supervisor, build_base, report, owner)
             wait_healthy(params, report)
+            for service in chosen:
+                if service.health is None:
+                    supervisor.start(service.name)
             for database in _databases(paths):
-                _finished(database).touch()
+                if database.exists():
+                    _finished(database).touch()
         except BaseException:
             with undisturbed():
                 supervisor.stop()
@@ -183,7 +209,8 @@ def status(params: Params) -> list[State]:
         info = known.get(service.name, {"statename": "STOPPED", "pid": 0, "now": 0, "start": 0})
         running_s = info["now"] - info["start"] if info["pid"] else 0
         state = str(info["statename"]).lower()
-        states.append(State(service.name, params.url(service.name), state, info["pid"] or None, running_s))
+        url = params.url(service.name) if service.health else ""
+        states.append(State(service.name, url, state, info["pid"] or None, running_s))
     return states
 
 
@@ -191,7 +218,9 @@ def wait_healthy(params: Params, report: Report) -> None:
     """Wait until every service answers; the engine must also show our plugin's marker."""
     begun = time.monotonic()
     first_start: dict[str, int] = {}
-    waiting = {service.name: service for service in services(params)}
+    programs = _supervisor(params).programs()
+    waiting = {service.name: service for service in services(params) if service.name in programs}
+    waiting = {name: service for name, service in waiting.items() if service.health}
     while waiting:
         programs = _supervisor(params).programs()
         for name, service in list(waiting.items()):
@@ -207,7 +236,8 @@ def wait_healthy(params: Params, report: Report) -> None:
                 del waiting[name]
                 report(name, f"ready after {time.monotonic() - begun:.1f} s")
         time.sleep(0.1)
-    assert_marker(params)
+    if "engine" in programs:
+        assert_marker(params)
 
 
 def assert_marker(params: Params) -> dict[str, Any]:
@@ -244,12 +274,14 @@ def _healthy(params: Params, service: Service) -> bool:
     import httpx
 
     with contextlib.suppress(httpx.TransportError):
-        return httpx.get(params.url(service.name) + service.health, timeout=5).status_code == 200
+        return httpx.get(f"{params.url(service.name)}{service.health}", timeout=5).status_code == 200
     return False
 
 
-def _check_ports(params: Params) -> None:
-    for service in services(params):
+def _check_ports(params: Params, chosen: Sequence[Service]) -> None:
+    for service in chosen:
+        if service.health is None:
+            continue
         port = getattr(params, service.name).port
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -284,6 +316,7 @@ def _set_aside_unfinished(paths: Paths) -> None:
 
 def _start_programs(
     params: Params,
+    chosen: Sequence[Service],
     supervisor: Supervisor,
     build_base: Callable[[], object],
     report: Report,
@@ -291,15 +324,14 @@ def _start_programs(
 ) -> None:
     settings = json.dumps(params.model_dump(mode="json"), indent=2)
     (params.paths.root / "params.json").write_text(settings)
-    every = services(params)
-    programs = {service.name: service.command for service in every}
+    programs = {service.name: service.command for service in chosen}
     supervisor.spawn(programs, os.environ | environment(params), owner, settings_hash(params))
-    for service in every:
-        if not service.needs_base:
+    for service in chosen:
+        if service.health and not service.needs_base:
             supervisor.start(service.name)
             report(service.name, "starting")
     build_base()
-    for service in every:
+    for service in chosen:
         if service.needs_base:
             supervisor.start(service.name)
             report(service.name, "starting")

@@ -3,35 +3,38 @@
 from prefect import flow
 from prefect.artifacts import create_link_artifact, create_table_artifact
 
-from engine.config import Params, PolicyConfig, served_name
+from engine.config import AdaptForm, resolve_policy, served_name
 from flows.display import training_bar
+from flows.entry import flow_settings
 from tasks import steps
 from tasks.outcome import Adapted, Stages, local_key
+from tasks.progress import both, keep_sources, tag_run, training_artifact
 
 
-@flow(name="adapt", flow_run_name="adapt {policy}")
-def adapt(params: Params, policy: str, config: PolicyConfig | None = None, scored: bool = True) -> Adapted:
-    """Train a policy on the resident base, then export, register, verify and score its revision.
-
-    `config` replaces the policy's settings; without `scored` the revision has no offline score.
-    """
-    config, key, stages = config or params.policy(policy), local_key(params), Stages()
+@flow(name="adapt", flow_run_name="adapt {form.policy}")
+def adapt(form: AdaptForm) -> Adapted:
+    """Train a policy on the resident base, then export, register, verify and score its revision."""
+    params = flow_settings()
+    resolved = resolve_policy(params, form.policy, form.changes())
+    policy, config, key, stages = form.policy, resolved.config, local_key(params), Stages()
+    tag_run(f"policy:{policy}")
     with stages("train"):
-        trained = steps.train(params, policy, config, key, training_bar(policy, config.steps))
+        shown = both(training_bar(policy, config.steps), training_artifact(policy, config.steps))
+        trained = steps.train(params, policy, config, key, shown)
+    tag_run(f"revision:{served_name(policy, trained.digest)}")
+    keep_sources(params, policy, trained.digest, resolved)
     with stages("register"):
         version = steps.register(params, policy, trained.directory, trained.curve)
     with stages("verify"):
         steps.verify(params, policy, trained.digest, key)
     base = revision = None
-    if scored:
+    if form.scored:
         with stages("score"):
             base = steps.score(params, policy, None, config.suite, key)
             revision = steps.score(params, policy, trained.digest, config.suite, key)
+    steps.update_page(params, policy, trained.digest)
     adapted = Adapted(policy, trained.digest, trained.directory, version, base, revision, stages.seconds)
     create_table_artifact([adapted.row()], f"revision-{policy}", f"The newest revision of {policy}")
-    create_link_artifact(
-        f"{params.url('mlflow')}/#/models/{policy}/versions/{version}",
-        served_name(policy, trained.digest),
-        f"registry-{policy}",
-    )
+    page = f"{params.url('mlflow')}/#/models/{policy}/versions/{version}"
+    create_link_artifact(page, served_name(policy, trained.digest), f"registry-{policy}")
     return adapted

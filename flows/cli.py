@@ -14,6 +14,7 @@ from typing import NoReturn
 
 import typer
 
+from engine.config import AdaptForm
 from engine.errors import GraftworkError
 from flows import cli_admin, cli_decide, cli_look, cli_score
 from flows.entry import PARAMS, ParamsFile, check, enter, load_flows, require_services
@@ -72,6 +73,10 @@ def up(params: ParamsFile = PARAMS) -> None:
     from tasks.outcome import Stages
 
     started = services.up(settings, base_builder(settings, Stages()), print_service)
+    if started:
+        from tasks.deployments import install
+
+        print_service("prefect", f"{install(settings)} deployments and their automations")
     typer.echo("The services run." if started else "The services were already running.")
     print_addresses(settings)
 
@@ -95,7 +100,7 @@ def adapt(policy: str, params: ParamsFile = PARAMS) -> None:
     from flows.adapt import adapt as adapt_flow
 
     with display.live():
-        adapted = adapt_flow(settings, policy)
+        adapted = adapt_flow(AdaptForm(policy=policy))
     display.print_row(adapted.row())
 
 

@@ -5,7 +5,19 @@ from typing import Annotated
 
 import typer
 
-from flows.entry import PARAMS, By, ParamsFile, Reason, Revision, check, enter, pinned, require_services
+from engine.config import ReleaseForm
+from flows.entry import (
+    PARAMS,
+    By,
+    ParamsFile,
+    Reason,
+    Revision,
+    check,
+    enter,
+    filled,
+    pinned,
+    require_services,
+)
 
 app = typer.Typer()
 
@@ -26,8 +38,8 @@ def release(
     from flows.release import release as release_flow
     from tasks.outcome import release_row
 
-    skip_gates = {"score": skip_score} if skip_score else {}
-    print_row(release_row(release_flow(settings, policy, digest, by, skip_gates)))
+    form = filled(ReleaseForm, policy=policy, digest=digest, by=by, skip_score=skip_score)
+    print_row(release_row(release_flow(form)))
 
 
 @app.command()

@@ -9,19 +9,19 @@ import contextlib
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 from prefect import flow
 from prefect.artifacts import create_link_artifact, create_table_artifact
 
-from engine.config import Params, PolicyConfig
+from engine.config import AdaptForm, Params, PolicyConfig, ReleaseForm
 from engine.errors import ServiceError
 from flows.adapt import adapt
 from flows.display import print_stage
 from flows.release import release
-from flows.report import report
+from flows.report import publish_report
 from tasks.outcome import (
     Adapted,
     Outcome,
@@ -47,20 +47,20 @@ def demo(params: Params, stages: dict[str, float], began: float) -> Outcome:
     names = list(params.policies)
     with clock("adapt"):
         print_stage(f"Adapting {' and '.join(names)} on the resident base.")
-        adapted = in_parallel(*(partial(adapt, params, name) for name in names))
+        adapted = in_parallel(*(partial(adapt, AdaptForm(policy=name)) for name in names))
     with clock("release"):
         print_stage("Releasing both: 20% of users on the canary.")
         released = in_parallel(*(partial(release_to_users, params, one, len(adapted)) for one in adapted))
     with clock("bad revision"):
         print_stage(f"Training {params.demo.bad_policy} towards the wrong answers.")
-        bad = adapt(params, params.demo.bad_policy, bad_config(params), scored=False)
+        bad = adapt(bad_form(params))
     with clock("rollback"):
         print_stage("Releasing it with the offline gate skipped.")
-        skipped = {"score": "The main job shows that users' rewards alone roll a bad revision back."}
-        bad_release, answered = release_to_users(params, bad, 1, skipped)
+        why = "The main job shows that users' rewards alone roll a bad revision back."
+        bad_release, answered = release_to_users(params, bad, 1, why)
         rolled_back = judge_rollback(params, bad_release, answered)
     with clock("report"):
-        path = report(params, since=began, stages=stages)
+        path = publish_report(began, time.time(), stages)
     releases = [ended for ended, _ in released]
     result = summary(adapted, releases, rolled_back, stages, time.time() - began)
     write_summary(result, params.paths.runs / "latest.json")
@@ -70,14 +70,14 @@ def demo(params: Params, stages: dict[str, float], began: float) -> Outcome:
     return Outcome(result, rows, path)
 
 
-def bad_config(params: Params) -> PolicyConfig:
-    """Return the settings of a revision that learns the wrong answer contract."""
-    wrong = {"contract": params.demo.bad_contract, "steps": params.demo.bad_steps}
-    return params.policy(params.demo.bad_policy).model_copy(update=wrong)
+def bad_form(params: Params) -> AdaptForm:
+    """Return the form of a revision that learns the wrong answer contract."""
+    bad = params.demo
+    return AdaptForm(policy=bad.bad_policy, contract=bad.bad_contract, steps=bad.bad_steps, scored=False)
 
 
 def release_to_users(
-    params: Params, revision: Adapted, sharing: int, skip_gates: Mapping[str, str] | None = None
+    params: Params, revision: Adapted, sharing: int, skip_score: str | None = None
 ) -> tuple[dict[str, Any], list[str]]:
     """Release a revision while users of its policy come in; `sharing` releases share their rate.
 
@@ -85,7 +85,8 @@ def release_to_users(
     """
     hold_others(params, revision)
     with users(params, revision.policy, params.demo.users_per_second / sharing) as answered:
-        ended = release(params, revision.policy, revision.digest, "demo", skip_gates)
+        form = ReleaseForm(policy=revision.policy, digest=revision.digest, by="demo", skip_score=skip_score)
+        ended = release(form)
         time.sleep(AFTER_S)
     return ended, answered
 

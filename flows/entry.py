@@ -6,16 +6,16 @@ The entry points' side: the only place that reads the environment, and it reads 
 import os
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
+from pydantic import ValidationError
 
-from engine.config import Params, load_params, split_served_name
+from engine.config import Form, Params, explain, load_params, split_served_name
 from engine.errors import ConfigError
 
-# Where a flow that Prefect started finds its settings; a command sets it for the flows that it calls.
-PARAMS_VARIABLE = "GRAFTWORK_PARAMS"
 PARAMS = Path("params.yaml")
+FormModel = TypeVar("FormModel", bound=Form)
 ParamsFile = Annotated[Path, typer.Option("--params", help="The file of settings.", show_default=True)]
 Revision = Annotated[str, typer.Argument(help="POLICY@DIGEST; the digest may be shortened.")]
 By = Annotated[str, typer.Option(help="Who decides this; it is recorded.")]
@@ -28,13 +28,23 @@ def enter(params: Path) -> Params:
     settings = load_params(params)
     from engine.services import environment
 
-    os.environ.update(environment(settings) | {PARAMS_VARIABLE: str(params.absolute())})
+    os.environ.update(environment(settings))
     return settings
 
 
 def flow_settings() -> Params:
     """Return the settings for a flow: those of the command that called it, or of the worker."""
+    from engine.services import PARAMS_VARIABLE
+
     return load_params(os.environ.get(PARAMS_VARIABLE, PARAMS))
+
+
+def filled(model: type[FormModel], **fields: Any) -> FormModel:
+    """Return a form with these fields; `ConfigError` names each wrong one."""
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        raise ConfigError(f"The form is not valid. {explain(error, model)}") from None
 
 
 def load_flows() -> None:

@@ -1,28 +1,30 @@
-"""Release one revision: start it, show it, wait for its verdict."""
+"""Release one revision: start it, show it, wait for its verdict, ask a person if that is wanted."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from prefect import flow
 from prefect.artifacts import create_link_artifact, create_table_artifact
 
-from engine.config import Params
+from engine.config import ReleaseForm, served_name
+from flows.entry import flow_settings
 from tasks import steps
+from tasks.approval import ask_for_approval
 from tasks.outcome import local_key, release_row
+from tasks.progress import tag_run
 
 
-@flow(name="release", flow_run_name="release {policy}@{digest}")
-def release(
-    params: Params, policy: str, digest: str, by: str, skip_gates: Mapping[str, str] | None = None
-) -> dict[str, Any]:
-    """Release a revision through the controller's gates; return its row once it has ended.
-
-    `skip_gates` maps a gate to the reason why it is skipped; the effect probe cannot be skipped.
-    """
-    started = steps.start_release(params, policy, digest, local_key(params), skip_gates or {}, by)
-    create_link_artifact(
-        f"{params.url('controller')}/releases/{started['id']}", "evidence so far", f"release-{policy}"
-    )
-    ended = steps.wait_for_verdict(params, started["id"])
+@flow(name="release", flow_run_name="release {form.policy}")
+def release(form: ReleaseForm) -> dict[str, Any]:
+    """Release a revision through the controller's gates; return its row once it has ended."""
+    params = flow_settings()
+    policy, key = form.policy, local_key(params)
+    started = steps.start_release(params, form, key)
+    tag_run(f"policy:{policy}", f"revision:{served_name(policy, started['revision'])}")
+    page = f"{params.url('controller')}/releases/{started['id']}"
+    create_link_artifact(page, "evidence so far", f"release-{policy}")
+    if started["settings"]["approval_s"]:
+        ask_for_approval(params, started["id"], key)
+    ended = steps.wait_for_verdict(params, started["id"], started["settings"]["max_seconds"])
     create_table_artifact([release_row(ended)], f"verdict-{policy}", ended["reason"])
+    steps.update_page(params, policy, ended["revision"])
     return ended

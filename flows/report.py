@@ -1,4 +1,4 @@
-"""Report a run: ledger -> HTML report that opens offline, and a link to it in the Prefect UI."""
+"""Report: ledger -> HTML report that opens offline, and a link to it in the Prefect UI."""
 
 import time
 from collections.abc import Mapping
@@ -8,15 +8,23 @@ from pathlib import Path
 from prefect import flow
 from prefect.artifacts import create_link_artifact
 
-from engine.config import Params
+from engine.config import ReportForm
+from flows.entry import flow_settings
 from tasks.steps import write_report
 
 
 @flow(name="report")
-def report(params: Params, since: float = 0.0, stages: Mapping[str, float] | None = None) -> Path:
-    """Write everything that the ledger holds from `since` on as one HTML file; return its path."""
+def report(form: ReportForm) -> Path:
+    """Write what the ledger holds as one HTML file; return its path."""
     now = time.time()
+    since = now - form.since_hours * 3600 if form.since_hours else 0.0
+    return publish_report(since, now, {})
+
+
+def publish_report(since: float, now: float, stages: Mapping[str, float]) -> Path:
+    """Write the report of everything after `since` (epoch seconds) and link it in Prefect."""
+    params = flow_settings()
     path = params.paths.runs / f"report-{datetime.fromtimestamp(now):%Y%m%d-%H%M%S}.html"
-    write_report(params, path, since, now, stages or {})
+    write_report(params, path, since, now, stages)
     create_link_artifact(path.as_uri(), path.name, "report")
     return path

@@ -8,10 +8,12 @@ controller's own sentence.
 import time
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
 
+from engine.config import Params
 from engine.errors import ConfigError, Conflict, NotFound, ServiceError
 
 POLL_S = 0.25
@@ -67,9 +69,73 @@ def wait_for_verdict(
         time.sleep(POLL_S)
 
 
+def wait_for_step(url: str, release_id: str, step: str, timeout_s: float) -> dict[str, Any]:
+    """Return a release once it is at `step` or has ended; `ServiceError` after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        release = read_release(url, release_id)
+        if release["state"] != "running" or release["step"] == step:
+            return release
+        time.sleep(POLL_S)
+    raise ServiceError(
+        f"Release {release_id} has not reached {step!r} after {timeout_s:g} s; see the controller's log."
+    )
+
+
+def approve(url: str, key: str, release_id: str, reason: str, by: str | None = None) -> dict[str, Any]:
+    """Let a release that waits for approval go to users; return its row."""
+    return _call("POST", f"{url}/releases/{release_id}/approve", key, {"reason": reason, "by": by})
+
+
 def hold(url: str, key: str, release_id: str, reason: str, by: str | None = None) -> dict[str, Any]:
     """End a running release without a change of champion; return its row."""
     return _call("POST", f"{url}/releases/{release_id}/hold", key, {"reason": reason, "by": by})
+
+
+def hold_policy(url: str, key: str, policy: str, reason: str, by: str | None = None) -> dict[str, Any]:
+    """End the policy's running release; `NotFound` when none runs."""
+    return hold(url, key, running_release(url, policy)["id"], reason, by)
+
+
+def running_release(url: str, policy: str) -> dict[str, Any]:
+    """Return the policy's running release; `NotFound` when none runs."""
+    releases: Any = _call("GET", f"{url}/releases?policy={quote(policy)}")
+    for release in releases:
+        if release["state"] == "running":
+            return dict(release)
+    raise NotFound(f"No release of {policy!r} is running.")
+
+
+def restore(
+    url: str, key: str, policy: str, digest: str | None, reason: str, by: str | None = None
+) -> dict[str, Any]:
+    """Make an earlier revision (None: the route's previous one) champion again; return the route."""
+    body = {"policy": policy, "digest": digest, "reason": reason, "by": by}
+    return _call("POST", f"{url}/restore", key, body)
+
+
+def freeze(url: str, key: str, reason: str, by: str | None = None) -> dict[str, Any]:
+    """Let no pointer move but rollbacks, until `thaw`."""
+    return _call("POST", f"{url}/freeze", key, {"reason": reason, "by": by})
+
+
+def thaw(url: str, key: str, reason: str, by: str | None = None) -> dict[str, Any]:
+    """Let pointers move again."""
+    return _call("POST", f"{url}/thaw", key, {"reason": reason, "by": by})
+
+
+def newest_revision(params: Params, policy: str) -> str:
+    """Return the digest of a policy's newest exported revision; `NotFound` when there is none."""
+    from engine.adapters.catalog import Catalog
+
+    catalog = Catalog(params.paths.catalog_url)
+    try:
+        newest = catalog.newest_exported(policy)
+    finally:
+        catalog.close()
+    if newest is None:
+        raise NotFound(f"Policy {policy!r} has no exported revision yet. Adapt it first.")
+    return newest.digest
 
 
 def promote(

@@ -11,8 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+from prefect.context import TaskRunContext
 
-from engine.config import Params, PolicyConfig
+from engine.config import (
+    CreatePolicyForm,
+    DecideForm,
+    HoldForm,
+    Params,
+    PolicyConfig,
+    ReleaseForm,
+    RestoreForm,
+    served_name,
+)
+from engine.errors import ServiceError
 
 if TYPE_CHECKING:
     from tasks.score import Score
@@ -84,29 +95,115 @@ def score(params: Params, policy: str, digest: str | None, suite: str, key: str)
     return plain.score(params, policy, digest, suite, key)
 
 
+@task(name="update page", task_run_name="update page of {policy}", tags=["mlflow"], cache_policy=NO_CACHE)
+def update_page(params: Params, policy: str, digest: str) -> str:
+    """Refresh the version's page in MLflow; a registry that is down costs the page, not the run."""
+    from tasks import version_page as plain
+
+    try:
+        plain.update(params, policy, digest)
+    except ServiceError as error:
+        return str(error)
+    return "updated"
+
+
+def _once_a_run(context: TaskRunContext, _parameters: Mapping[str, Any]) -> str:
+    # A run that was suspended starts again from its beginning; it must not start a second release.
+    return f"start-release-{context.task_run.flow_run_id}"
+
+
 @task(
     name="start release",
-    task_run_name="start release of {policy}",
+    task_run_name="start release of {form.policy}",
     tags=["controller"],
-    cache_policy=NO_CACHE,
+    cache_key_fn=_once_a_run,
+    persist_result=True,
 )
-def start_release(
-    params: Params, policy: str, digest: str, key: str, skip_gates: Mapping[str, str], by: str
-) -> dict[str, Any]:
+def start_release(params: Params, form: ReleaseForm, key: str) -> dict[str, Any]:
     """Ask the controller for a release; a second request finds the first one's release."""
     from tasks import release as plain
 
-    url = params.url("controller")
-    return plain.start_release(url, key, policy, digest, skip_gates=dict(skip_gates), by=by)
+    digest = form.digest or plain.newest_revision(params, form.policy)
+    url, settings = params.url("controller"), form.settings()
+    return plain.start_release(url, key, form.policy, digest, settings, form.skip_gates(), form.by)
 
 
 @task(name="wait for verdict", tags=["controller"], cache_policy=NO_CACHE)
-def wait_for_verdict(params: Params, release_id: str) -> dict[str, Any]:
+def wait_for_verdict(params: Params, release_id: str, canary_s: float) -> dict[str, Any]:
     """Return the release once it has ended; it goes on by itself if nobody waits."""
     from tasks import release as plain
 
-    # The controller ends a canary by itself at max_seconds; the rest is for the gates before it.
-    return plain.wait_for_verdict(params.url("controller"), release_id, params.release.max_seconds + 60)
+    # The controller ends a canary by itself after `canary_s`; the rest is for the gates before it.
+    return plain.wait_for_verdict(params.url("controller"), release_id, canary_s + 60)
+
+
+@task(name="decide", task_run_name="{action} {form.policy}", tags=["controller"], cache_policy=NO_CACHE)
+def decide(params: Params, action: str, form: DecideForm) -> dict[str, Any]:
+    """Promote or roll back in a person's name."""
+    from tasks import release as plain
+    from tasks.outcome import local_key
+
+    ask = {"promote": plain.promote, "rollback": plain.rollback}[action]
+    return ask(params.url("controller"), local_key(params), form.policy, form.digest, form.reason, form.by)
+
+
+@task(name="hold", task_run_name="hold {form.policy}", tags=["controller"], cache_policy=NO_CACHE)
+def hold(params: Params, form: HoldForm) -> dict[str, Any]:
+    """End the policy's running release."""
+    from tasks import release as plain
+    from tasks.outcome import local_key
+
+    return plain.hold_policy(params.url("controller"), local_key(params), form.policy, form.reason, form.by)
+
+
+@task(name="restore", task_run_name="restore {form.policy}", tags=["controller"], cache_policy=NO_CACHE)
+def restore(params: Params, form: RestoreForm) -> dict[str, Any]:
+    """Put an earlier revision back as champion."""
+    from tasks import release as plain
+    from tasks.outcome import local_key
+
+    return plain.restore(
+        params.url("controller"), local_key(params), form.policy, form.digest, form.reason, form.by
+    )
+
+
+@task(name="create policy", task_run_name="create {form.name}", cache_policy=NO_CACHE)
+def create_policy(params: Params, form: CreatePolicyForm) -> dict[str, Any]:
+    """Split a person's data, write the suite, register the policy."""
+    from dataclasses import asdict
+
+    from tasks import policies as plain
+
+    created = plain.create_policy(
+        params, form.name, form.data, form.verifier, form.owner, form.base, form.settings(), form.items
+    )
+    return asdict(created)
+
+
+@task(name="due policies", tags=["ledger"], cache_policy=NO_CACHE)
+def due_policies(params: Params, only: Sequence[str]) -> list[dict[str, Any]]:
+    """Return a row for each policy: whether it is due, and why."""
+    from tasks import nightly as plain
+
+    return plain.due_policies(params, only)
+
+
+@task(name="release in background", tags=["prefect"], cache_policy=NO_CACHE)
+def release_in_background(params: Params, policy: str, digest: str) -> str:
+    """Start the `release` deployment for a revision that passed its probe; it may take days."""
+    from prefect.deployments import run_deployment
+
+    from engine.adapters.catalog import Catalog
+
+    catalog = Catalog(params.paths.catalog_url)
+    probe = catalog.revision(policy, digest).probe or {}
+    catalog.close()
+    if not probe.get("accepted"):
+        return f"not released: the effect probe refused {served_name(policy, digest)}"
+    form = ReleaseForm(policy=policy, digest=digest, by="nightly")
+    fields = form.model_dump(mode="json", exclude_unset=True)
+    run_deployment("release/release", parameters={"form": fields}, timeout=0, as_subflow=False)
+    return f"release of {served_name(policy, digest)} started"
 
 
 @task(name="write report", tags=["ledger"], cache_policy=NO_CACHE)

@@ -127,4 +127,4 @@ def test_down_and_status_without_services(params: Path) -> None:
     assert "No services were running" in graftwork("down", *given).stdout
     shown = graftwork("status", *given)
     assert shown.returncode == 0
-    assert shown.stdout.count("stopped") == 5
+    assert shown.stdout.count("stopped") == 6

@@ -15,8 +15,9 @@ from typing import Any
 import httpx
 import pytest
 from fastapi.testclient import TestClient
+from rows import ACCEPTED, NEW, OLD, THIRD, fill
 
-from engine.adapters.catalog import Catalog, Policy, Release, Revision, ensure_local_key, migrate
+from engine.adapters.catalog import Catalog, Release, ensure_local_key, migrate
 from engine.aliases import AliasMirror
 from engine.config import Params, ReleaseConfig
 from engine.controller import Controller
@@ -25,22 +26,10 @@ from engine.errors import Conflict, NotFound, ServiceError
 from engine.quality.apply import Applier
 from engine.quality.ledger import Ledger, Spool, open_snapshot
 from engine.quality.release import Action, CanaryResult, Evidence, advance
+from engine.registry import Registry
 from tasks import release as calls
 
-OLD, NEW, THIRD = "aa" * 32, "bb" * 32, "cc" * 32
-ACCEPTED = {"accepted": True, "reason": "It reproduces."}
 SETTINGS = ReleaseConfig(min_units=10).model_dump(mode="json")
-
-
-def fill(catalog: Catalog, champion: str | None = OLD) -> None:
-    """One policy with three verified revisions, the first of which may be the champion."""
-    catalog.add_policy(Policy("sorting", "base", {"suite": "sorting-json"}, "me", 1.0))
-    for digest in (OLD, NEW, THIRD):
-        row = Revision("sorting", digest, "base", None, 1, 8, 64, "l", "s", 0, 64, "c", "exported", "me", 1.0)
-        catalog.add_revision(row)
-        catalog.set_probe("sorting", digest, ACCEPTED)
-    if champion:
-        catalog.set_route(replace(catalog.route("sorting"), champion=champion), 0)
 
 
 @pytest.fixture
@@ -318,7 +307,7 @@ def end_state(root: Path, verdict: str, kill_after: int | None) -> tuple[Any, ..
     )
 
 
-EFFECTS = {"promote": 10, "rollback": 11, "hold": 10}
+EFFECTS = {"promote": 11, "rollback": 12, "hold": 11}
 
 
 @pytest.mark.parametrize("verdict", list(EFFECTS))
@@ -362,7 +351,7 @@ def test_users_count_although_the_controller_died_while_it_started_the_canary(
     release = start(controller)
     countdown = itertools.count(1)
     with pytest.raises(Killed):
-        drive(Boundary(controller.catalog, countdown, 3), controller.spool, CanaryResult())
+        drive(Boundary(controller.catalog, countdown, 4), controller.spool, CanaryResult())
     assert controller.catalog.route("sorting").canary == NEW
     assert controller.catalog.release(release.id).canary_started_at is None
     users.crowd(canary=0.0, baseline=1.0, pairs=8)
@@ -426,7 +415,7 @@ def test_another_holder_of_the_lease_ends_the_loop(controller: Controller) -> No
 @pytest.fixture
 def web(controller: Controller) -> Iterator[TestClient]:
     key = ensure_local_key(controller.catalog, controller.params.paths.local_key)
-    mirror = AliasMirror(controller.catalog, httpx.Client())
+    mirror = AliasMirror(controller.catalog, controller.desk, controller.lock, Registry(httpx.Client()))
     with TestClient(build_app(controller, mirror), headers={"Authorization": f"Bearer {key}"}) as client:
         yield client
 
@@ -632,38 +621,3 @@ def test_a_controller_that_is_down_is_a_sentence(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(calls, "RETRY_S", 0.3)
     with pytest.raises(ServiceError, match="graftwork up"):
         calls.read_release(f"http://127.0.0.1:{free_port()}", "r1")
-
-
-def test_aliases_follow_routes_in_mlflow(
-    tmp_path: Path, controller: Controller, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Against MLflow's own server code and a real registry, without a port."""
-    for store in ("_MLFLOW_SERVER_FILE_STORE", "_MLFLOW_SERVER_REGISTRY_STORE"):
-        monkeypatch.setenv(store, f"sqlite:///{tmp_path}/mlflow.db")
-    from mlflow.server import app
-
-    client = httpx.Client(transport=httpx.WSGITransport(app=app), base_url="http://127.0.0.1:5000")
-    api = "/api/2.0/mlflow"
-
-    def aliases() -> dict[str, str]:
-        model = client.get(f"{api}/registered-models/get", params={"name": "sorting"}).json()[
-            "registered_model"
-        ]
-        return {item["alias"]: str(item["version"]) for item in model.get("aliases", [])}
-
-    client.post(f"{api}/registered-models/create", json={"name": "sorting"}).raise_for_status()
-    client.post(f"{api}/registered-models/create", json={"name": "not-ours"}).raise_for_status()
-    for digest in (OLD, NEW):
-        tags = [{"key": "graftwork.digest", "value": digest}]
-        body = {"name": "sorting", "source": "s3://bucket/x", "tags": tags}
-        client.post(f"{api}/model-versions/create", json=body).raise_for_status()
-    mirror = AliasMirror(controller.catalog, client)
-    mirror.mirror()
-    assert aliases() == {"champion": "1"}
-    route = controller.catalog.route("sorting")
-    route = controller.catalog.set_route(replace(route, canary=NEW, weight=0.2), route.version)
-    mirror.mirror()
-    assert aliases() == {"champion": "1", "canary": "2"}
-    controller.catalog.set_route(replace(route, champion=NEW, previous=OLD, canary=None), route.version)
-    mirror.mirror()
-    assert aliases() == {"champion": "2", "previous": "1"}

@@ -164,6 +164,11 @@ class Catalog(Notes):
         newest = query.order_by(table.created_at.desc(), table.digest.desc()).limit(limit)
         return self._all(Revision, newest)
 
+    def newest_exported(self, policy: str) -> Revision | None:
+        table = schema.revisions.c
+        query = select(schema.revisions).where(table.policy == policy, table.state == "exported")
+        return self._one(Revision, query.order_by(table.created_at.desc(), table.digest.desc()).limit(1))
+
     def set_probe(self, policy: str, digest: str, result: dict[str, Any]) -> None:
         table = schema.revisions.c
         change = update(schema.revisions).where(table.policy == policy, table.digest == digest)

@@ -48,6 +48,11 @@ class Notes(Access):
         with self._engine.connect() as connection:
             return [Notice(**row._mapping) for row in connection.execute(query)]
 
+    def newest_notice(self, name: str) -> Notice | None:
+        table = schema.notices.c
+        query = select(schema.notices).where(table.name == name).order_by(table.at.desc()).limit(1)
+        return self._one(Notice, query)
+
     def mark_sent(self, ids: list[str]) -> None:
         change = update(schema.notices).where(schema.notices.c.id.in_(ids)).values(sent_at=time.time())
         with self._write() as connection:

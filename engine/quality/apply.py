@@ -11,20 +11,22 @@ from typing import Any
 
 from engine.adapters.catalog import Catalog, Release, Route, Tombstone
 from engine.config import content_hash
+from engine.notices import released
 from engine.quality.ledger import Ledger, Spool
 from engine.quality.release import ENDS, VERDICTS, Action, Evidence
 
 EVENTS = uuid.UUID("6f1d2a52-7c55-5d0e-9a55-3e5c1e0c8a11")
 CODE_VERSION = version("graftwork")
-NEXT_STEP = {"probe": "score", "score": "canary"}
+NEXT_STEP = {"probe": "score", "score": "approval", "approval": "canary"}
 
 
 class Applier:
     """Writes what was decided to the catalog and to the spool, in the name of `by`."""
 
-    def __init__(self, catalog: Catalog, spool: Spool):
+    def __init__(self, catalog: Catalog, spool: Spool, site: str = ""):
         self._catalog = catalog
         self._spool = spool
+        self._site = site
 
     def apply(self, release: Release, action: Action, evidence: Evidence, by: str = "controller") -> Release:
         """Carry out an action; return the release as it then is."""
@@ -65,7 +67,9 @@ class Applier:
         return current
 
     def say_verdict(self, release: Release) -> None:
-        """Tell the ledger how a release ended. The event's id follows from the release."""
+        """Tell people and the ledger how a release ended. Both ids follow from the release."""
+        # The notice first: a verdict that the ledger has is never said again.
+        released(self._catalog, release, f"{self._site}/releases/{release.id}")
         self._spool.emit(
             "verdicts",
             id=verdict_id(release),

@@ -1,7 +1,7 @@
-"""What people may ask of releases: start, hold, promote, roll back, lift.
+"""What people may ask of releases: start, approve, hold, promote, restore, roll back, lift, freeze.
 
 Knows what is refused and why: a person may skip score and canary, but never a tombstone, the
-effect probe or the catalog row.
+effect probe, the catalog row or a freeze. A freeze lets rollbacks through.
 """
 
 import time
@@ -11,11 +11,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from engine.adapters.catalog import Catalog, Release, Route, Tombstone
+from engine.adapters.catalog import Catalog, Notice, Release, Route, Tombstone
 from engine.config import ReleaseConfig, explain
-from engine.errors import ConfigError, Conflict
+from engine.errors import ConfigError, Conflict, NotFound
 from engine.quality.apply import Applier
 from engine.quality.release import SKIPPABLE, Action, Evidence
+
+FREEZE = "freeze"
 
 
 class Desk:
@@ -63,6 +65,22 @@ class Desk:
         self._catalog.add_release(release)
         return release
 
+    def approve(self, release_id: str, by: str, reason: str) -> Release:
+        """Let a release that waits for approval go to users; the first approval counts.
+
+        Raises `Conflict` when it has ended, or does not wait for anybody.
+        """
+        release = self._catalog.release(release_id)
+        if release.approved:
+            return release
+        if release.state != "running" or release.step != "approval":
+            raise Conflict(
+                f"Release {release_id} does not wait for approval: "
+                f"it is {release.state}, at {release.step!r}."
+            )
+        approved = {"by": by, "reason": reason, "at": time.time()}
+        return self._catalog.update_release(release.id, release.version, approved=approved)
+
     def hold(self, release_id: str, by: str, reason: str) -> Release:
         """End a running release without a change of champion; one that has ended stays as it is."""
         release = self._catalog.release(release_id)
@@ -74,6 +92,9 @@ class Desk:
         """Make a revision the champion now; its own release ends promoted, another one held."""
         revision = self._catalog.revision(policy, digest)
         self._refuse_buried(policy, revision.digest)
+        self.refuse_frozen()
+        if revision.base != self._catalog.policy(policy).base:
+            raise Conflict(f"Revision {revision.digest[:12]} of {policy!r} stands on another base.")
         if not (revision.probe or {}).get("accepted", False):
             raise Conflict(
                 f"The effect probe has not accepted revision {revision.digest[:12]} of {policy!r}. "
@@ -86,6 +107,16 @@ class Desk:
         route = self._applier.promote(policy, revision.digest, reason, by)
         self._applier.say_by_hand("promote", policy, revision.digest, by, reason, str(route.version))
         return route
+
+    def restore(self, policy: str, digest: str | None, by: str, reason: str) -> Route:
+        """Make an earlier revision the champion again; without a digest the route's `previous`.
+
+        Raises `NotFound` when there is no earlier one, and what `promote` raises.
+        """
+        wanted = digest or self._catalog.route(policy).previous
+        if not wanted:
+            raise NotFound(f"Policy {policy!r} has no earlier champion to go back to; name a revision.")
+        return self.promote(policy, wanted, by, reason)
 
     def rollback(self, policy: str, digest: str, by: str, reason: str) -> Tombstone:
         """Bury a revision now, whatever it is: champion, canary or neither."""
@@ -102,6 +133,36 @@ class Desk:
         """End a tombstone; the route stays as it is."""
         revision = self._catalog.revision(policy, digest)
         return self._catalog.lift(policy, revision.digest, by, reason)
+
+    def freeze(self, by: str, reason: str) -> str:
+        """Let no pointer move but rollbacks, until `thaw`; return the sentence that others get."""
+        if not self._catalog.switch(FREEZE):
+            self._say_switch("frozen", by, reason)
+            self._catalog.set_switch(FREEZE, True)
+        return self.frozen() or ""
+
+    def thaw(self, by: str, reason: str) -> None:
+        if self._catalog.switch(FREEZE):
+            self._say_switch("thawed", by, reason)
+            self._catalog.set_switch(FREEZE, False)
+
+    def frozen(self) -> str | None:
+        """Return why nothing but rollbacks moves now, or None."""
+        if not self._catalog.switch(FREEZE):
+            return None
+        said = self._catalog.newest_notice("graftwork.frozen")
+        why = f" {said.reason}" if said else ""
+        return f"Releases are frozen{why}. Only rollbacks go through until `graftwork thaw`."
+
+    def refuse_frozen(self) -> None:
+        if why := self.frozen():
+            raise Conflict(why)
+
+    def _say_switch(self, state: str, by: str, reason: str) -> None:
+        notice = Notice(
+            str(uuid.uuid4()), f"graftwork.{state}", "", None, f"by {by}: {reason}", "", time.time()
+        )
+        self._catalog.add_notice(notice)
 
     def _evidence(self, release: Release) -> Evidence:
         now, route = time.time(), self._catalog.route(release.policy)

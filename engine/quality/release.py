@@ -1,6 +1,6 @@
 """What a release does next: a pure function of its row and the evidence.
 
-Knows the gates in their order: effect probe, offline score, canary, promotion. A gate without
+Knows the gates in their order: effect probe, offline score, approval, canary, promotion. A gate without
 evidence fails closed. Does not know how evidence is read or how an action is carried out.
 """
 
@@ -84,7 +84,8 @@ def advance(release: Release, evidence: Evidence) -> Action:
         return Action(release.evidence["verdict"], release.reason)
     if evidence.route.champion != release.baseline:
         return Action("hold", "Superseded: the champion changed while the release was running.")
-    return {"probe": _probe, "score": _score, "canary": _canary}[release.step](release, evidence)
+    gates = {"probe": _probe, "score": _score, "approval": _approval, "canary": _canary}
+    return gates[release.step](release, evidence)
 
 
 def _probe(release: Release, evidence: Evidence) -> Action:
@@ -110,6 +111,18 @@ def _score(release: Release, evidence: Evidence) -> Action:
     if change < -settings.score_margin:
         return Action("hold", f"The offline score fell from {figures}; {settings.score_margin:g} is allowed.")
     return Action("next_gate", f"The offline score went from {figures}.")
+
+
+def _approval(release: Release, evidence: Evidence) -> Action:
+    wanted_s = ReleaseConfig.model_validate(release.settings).approval_s
+    if not wanted_s:
+        return Action("next_gate", release.reason)
+    if release.approved:
+        return Action("next_gate", f"Approved by {release.approved['by']}: {release.approved['reason']}")
+    # The row's last change is the step's beginning: nothing else changes it while it waits.
+    if evidence.now - release.updated_at >= wanted_s:
+        return Action("hold", f"Nobody approved the release within {wanted_s:g} s.")
+    return Action("wait")
 
 
 def _canary(release: Release, evidence: Evidence) -> Action:

@@ -1,0 +1,91 @@
+"""MLflow's model registry over its public REST interface, as far as aliases need it.
+
+It speaks REST rather than importing mlflow, which would cost the controller 150 MB and two seconds.
+Which model version is which revision is told by its tag `graftwork.digest`.
+"""
+
+from collections.abc import Set
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+TIMEOUT_S = 5.0
+API = "/api/2.0/mlflow"
+DIGEST_TAG = "graftwork.digest"
+
+
+@dataclass(frozen=True)
+class Model:
+    """A registered model: version by alias, the highest version, and when it last changed (ms)."""
+
+    name: str
+    aliases: dict[str, str]
+    highest: int
+    updated: int
+
+
+class Registry:
+    """`client` talks to MLflow's server, without a path. Every call raises `httpx.HTTPError`."""
+
+    def __init__(self, client: httpx.Client):
+        self._client = client
+
+    def models(self) -> list[Model]:
+        """Return every registered model with its aliases; one request for a hundred models."""
+        return [
+            _model(found)
+            for found in self._pages("registered-models/search", "registered_models", {"max_results": 100})
+        ]
+
+    def digest(self, policy: str, version: str) -> str | None:
+        """Return which revision a version is; None when it does not exist or names none."""
+        found = self._call("GET", "model-versions/get", {404}, params={"name": policy, "version": version})
+        tags = {tag["key"]: tag["value"] for tag in found.get("model_version", {}).get("tags", [])}
+        return tags.get(DIGEST_TAG)
+
+    def version(self, policy: str, digest: str) -> str | None:
+        """Return the first version that is a revision; None when it is not registered."""
+        wanted = f"name = '{policy}' AND tags.`{DIGEST_TAG}` = '{digest}'"
+        found = self._pages("model-versions/search", "model_versions", {"filter": wanted})
+        return min((str(item["version"]) for item in found), key=int, default=None)
+
+    def set_alias(self, policy: str, alias: str, version: str | None) -> None:
+        """Point an alias at a version, or take it away."""
+        named = {"name": policy, "alias": alias}
+        if version:
+            self._call("POST", "registered-models/alias", json=named | {"version": version})
+        else:
+            self._call("DELETE", "registered-models/alias", {404}, json=named)
+
+    def tag(self, policy: str, version: str, key: str, value: str) -> None:
+        body = {"name": policy, "version": version, "key": key, "value": value}
+        self._call("POST", "model-versions/set-tag", {404}, json=body)
+
+    def untag(self, policy: str, version: str, key: str) -> None:
+        body = {"name": policy, "version": version, "key": key}
+        self._call("DELETE", "model-versions/delete-tag", {404}, json=body)
+
+    def _pages(self, path: str, field: str, params: dict[str, Any]) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        token = ""
+        while True:
+            page = self._call("GET", path, params=params | ({"page_token": token} if token else {}))
+            found += page.get(field, [])
+            token = page.get("next_page_token", "")
+            if not token:
+                return found
+
+    def _call(self, method: str, path: str, harmless: Set[int] = frozenset(), **body: Any) -> dict[str, Any]:
+        response = self._client.request(method, f"{API}/{path}", timeout=TIMEOUT_S, **body)
+        if response.status_code in harmless:
+            return {}
+        response.raise_for_status()
+        answer: dict[str, Any] = response.json()
+        return answer
+
+
+def _model(found: dict[str, Any]) -> Model:
+    aliases = {item["alias"]: str(item["version"]) for item in found.get("aliases", [])}
+    newest = [int(item["version"]) for item in found.get("latest_versions", [])]
+    return Model(found["name"], aliases, max(newest, default=0), int(found.get("last_updated_timestamp", 0)))

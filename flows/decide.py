@@ -1,0 +1,41 @@
+"""Decide in a person's name: promote, roll back, hold; the controller does it and says why not."""
+
+from typing import Any
+
+from prefect import flow
+from prefect.artifacts import create_table_artifact
+
+from engine.config import DecideForm, HoldForm
+from flows.entry import flow_settings
+from tasks import steps
+from tasks.progress import tag_run
+
+
+@flow(name="promote", flow_run_name="promote {form.policy}@{form.digest}")
+def promote(form: DecideForm) -> dict[str, Any]:
+    """Make a revision the champion now, without a canary; never against a tombstone or the probe."""
+    return _decide("promote", form)
+
+
+@flow(name="rollback", flow_run_name="rollback {form.policy}@{form.digest}")
+def rollback(form: DecideForm) -> dict[str, Any]:
+    """Bury a revision: no new request reaches it until somebody lifts it."""
+    return _decide("rollback", form)
+
+
+@flow(name="hold", flow_run_name="hold {form.policy}")
+def hold(form: HoldForm) -> dict[str, Any]:
+    """End the policy's running release; its champion stays."""
+    tag_run(f"policy:{form.policy}")
+    ended = steps.hold(flow_settings(), form)
+    create_table_artifact([ended], f"decision-{form.policy}", form.reason)
+    return ended
+
+
+def _decide(action: str, form: DecideForm) -> dict[str, Any]:
+    tag_run(f"policy:{form.policy}", f"revision:{form.policy}@{form.digest}")
+    params = flow_settings()
+    decided = steps.decide(params, action, form)
+    create_table_artifact([decided], f"decision-{form.policy}", form.reason)
+    steps.update_page(params, form.policy, form.digest)
+    return decided

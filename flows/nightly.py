@@ -1,0 +1,36 @@
+"""Scheduled: adapt the policies that are due, release what passed, say why the others are skipped."""
+
+from typing import Any
+
+from prefect import flow
+from prefect.artifacts import create_table_artifact
+
+from engine.config import AdaptForm, NightlyForm, Params
+from engine.errors import GraftworkError
+from flows.adapt import adapt
+from flows.entry import flow_settings
+from tasks import steps
+
+
+@flow(name="nightly")
+def nightly(form: NightlyForm) -> list[dict[str, Any]]:
+    """Adapt every policy that is due and release what passed; one that fails does not stop the others."""
+    params = flow_settings()
+    rows = steps.due_policies(params, form.policies)
+    for row in rows:
+        row["outcome"] = "skipped" if not row["due"] else _adapt_and_release(params, row["policy"], form)
+        create_table_artifact(rows, "nightly", "Which policies were due, and what became of them")
+    if failed := [row["policy"] for row in rows if row["outcome"].startswith("failed")]:
+        raise GraftworkError(f"These policies failed: {', '.join(failed)}. The table `nightly` says why.")
+    return rows
+
+
+def _adapt_and_release(params: Params, policy: str, form: NightlyForm) -> str:
+    try:
+        adapted = adapt(AdaptForm(policy=policy))
+        if not form.release:
+            return f"adapted to {adapted.digest}"
+        return steps.release_in_background(params, policy, adapted.digest)
+    except Exception as error:
+        # Whatever it is, the other policies are still due.
+        return f"failed: {error}"

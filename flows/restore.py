@@ -1,0 +1,20 @@
+"""Restore: put an earlier revision back by hand."""
+
+from typing import Any
+
+from prefect import flow
+from prefect.artifacts import create_table_artifact
+
+from engine.config import RestoreForm
+from flows.entry import flow_settings
+from tasks import steps
+from tasks.progress import tag_run
+
+
+@flow(name="restore", flow_run_name="restore {form.policy}")
+def restore(form: RestoreForm) -> dict[str, Any]:
+    """Make an earlier revision the champion again; without a digest the one before the champion."""
+    tag_run(f"policy:{form.policy}")
+    route = steps.restore(flow_settings(), form)
+    create_table_artifact([route], f"decision-{form.policy}", form.reason)
+    return route

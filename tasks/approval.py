@@ -1,0 +1,35 @@
+"""Asking a person before users see a revision, through Prefect's Resume form.
+
+The gate itself is the controller's: it holds the release when nobody has answered in time, also when
+no flow run waits. Here a flow run goes to sleep until somebody fills the form in.
+"""
+
+import time
+from typing import Any
+
+from engine.config import ApprovalForm, Params
+from tasks import release as controller
+
+# A form that comes in at the last moment finds the release ended, not the flow run failed.
+GRACE_S = 300.0
+
+
+def ask_for_approval(params: Params, release_id: str, key: str) -> None:
+    """Suspend the flow run at the approval gate and pass the answer on.
+
+    A run that no deployment started cannot sleep; it goes on, and `graftwork approve` answers.
+    The suspended run is started again from its beginning: each step before finds what is done.
+    """
+    from prefect.flow_runs import suspend_flow_run
+    from prefect.runtime import deployment
+
+    url = params.url("controller")
+    release = controller.wait_for_step(url, release_id, "approval", 120)
+    if release["state"] != "running" or release["step"] != "approval" or not deployment.id:
+        return
+    left_s = release["updated_at"] + release["settings"]["approval_s"] - time.time()
+    answer: Any = suspend_flow_run(
+        wait_for_input=ApprovalForm, timeout=int(max(0, left_s) + GRACE_S), key="approval"
+    )
+    decide = controller.approve if answer.approve else controller.hold
+    decide(url, key, release_id, answer.reason, answer.by)

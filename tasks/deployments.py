@@ -1,0 +1,150 @@
+"""What `graftwork up` installs in Prefect: the work pool, the deployments of prefect.yaml, automations.
+
+Everything is found by its name and replaced, so installing again changes nothing.
+"""
+
+import contextlib
+import json
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from engine.config import Params
+from engine.errors import ServiceError
+
+if TYPE_CHECKING:
+    from prefect.automations import AutomationCore
+    from prefect.client.orchestration import SyncPrefectClient
+
+ROOT = Path(__file__).parent.parent
+BAD_NEWS = (
+    "graftwork.release.rolled_back",
+    "graftwork.release.held",
+    "graftwork.revision.refused",
+    "graftwork.engine.down",
+    "graftwork.policy.drift",
+)
+# Three heartbeats (engine/services.py) may be late before a run counts as dead.
+SILENCE_S = 100
+ENDS = ("Completed", "Failed", "Cancelled", "Crashed", "Suspended")
+
+
+def install(params: Params) -> int:
+    """Install pool, deployments and automations; return how many deployments there are.
+
+    Raises `ServiceError` when Prefect's server refuses or does not answer.
+    """
+    import httpx
+    from prefect.client.orchestration import get_client
+    from prefect.exceptions import PrefectHTTPStatusError
+
+    try:
+        with get_client(sync_client=True) as client:
+            _install_pool(client, params.prefect.work_pool)
+            names = [_deploy(params, wanted) for wanted in read_deployments()]
+            for automation in (_notification(params), _dead_runs()):
+                _replace(client, automation)
+    except (httpx.HTTPError, PrefectHTTPStatusError) as error:
+        raise ServiceError(
+            f"Prefect at {params.url('prefect')} did not take the deployments: {error}. "
+            f"See {params.paths.logs}/prefect.log, then `graftwork up` again."
+        ) from None
+    return len(names)
+
+
+def read_deployments(root: Path = ROOT) -> list[dict[str, Any]]:
+    """Return the entries of prefect.yaml."""
+    return list(yaml.safe_load((root / "prefect.yaml").read_text())["deployments"])
+
+
+def _install_pool(client: "SyncPrefectClient", name: str) -> None:
+    from prefect.client.schemas.actions import WorkPoolCreate
+    from prefect.exceptions import ObjectAlreadyExists
+    from prefect.workers.process import ProcessWorker
+
+    template = ProcessWorker.get_default_base_job_template()
+    pool = WorkPoolCreate(name=name, type="process", base_job_template=template)
+    with contextlib.suppress(ObjectAlreadyExists):
+        client.create_work_pool(pool)
+
+
+def _deploy(params: Params, wanted: dict[str, Any]) -> str:
+    from prefect.client.schemas.objects import ConcurrencyLimitConfig
+    from prefect.deployments.runner import RunnerDeployment
+    from prefect.runner.storage import LocalStorage
+    from prefect.schedules import Cron
+
+    limit = wanted.get("concurrency_limit")
+    nightly = wanted["name"] == "nightly"
+    path, _, function = wanted["entrypoint"].partition(":")
+    deployment = RunnerDeployment.from_entrypoint(
+        f"{ROOT / path}:{function}",
+        wanted["name"],
+        description=wanted["description"],
+        tags=wanted["tags"],
+        parameters=wanted.get("parameters"),
+        concurrency_limit=ConcurrencyLimitConfig(**limit) if limit else None,
+        schedule=Cron(params.nightly.cron, timezone=params.nightly.timezone) if nightly else None,
+        work_pool_name=params.prefect.work_pool,
+        work_queue_name=wanted["work_pool"]["work_queue_name"],
+    )
+    # The worker's process works in the checkout, where the entry points are.
+    deployment.entrypoint = wanted["entrypoint"]
+    deployment.storage = LocalStorage(str(ROOT))
+    deployment.apply(work_pool_name=params.prefect.work_pool)
+    return wanted["name"]
+
+
+def _notification(params: Params) -> "AutomationCore":
+    from prefect.automations import AutomationCore, CallWebhook, EventTrigger, Posture
+    from prefect.blocks.webhook import Webhook
+
+    url = params.prefect.notify_url or f"{params.url('controller')}/notices/inbox"
+    block = Webhook(url=url).save("graftwork-notices", overwrite=True)
+    text = {
+        "text": "{{ event.event }}: {{ event.payload.revision }} {{ event.payload.reason }}",
+        "link": "{{ event.payload.link }}",
+    }
+    return AutomationCore(
+        name="graftwork: tell people",
+        description="Posts what went wrong to `prefect.notify_url`, by default to the controller.",
+        trigger=EventTrigger(
+            expect=set(BAD_NEWS),
+            match={"prefect.resource.id": ["graftwork.policy.*", "graftwork.engine"]},
+            posture=Posture.Reactive,
+            threshold=1,
+            within=timedelta(0),
+        ),
+        actions=[CallWebhook(block_document_id=block, payload=json.dumps(text))],
+    )
+
+
+def _dead_runs() -> "AutomationCore":
+    from prefect.automations import AutomationCore, ChangeFlowRunState, EventTrigger, Posture
+    from prefect.client.schemas.objects import StateType
+
+    beat = "prefect.flow-run.heartbeat"
+    return AutomationCore(
+        name="graftwork: dead runs",
+        description="Marks a run as crashed when its heartbeats stop.",
+        trigger=EventTrigger(
+            after={beat},
+            expect={beat, *(f"prefect.flow-run.{end}" for end in ENDS)},
+            match={"prefect.resource.id": ["prefect.flow-run.*"]},
+            for_each={"prefect.resource.id"},
+            posture=Posture.Proactive,
+            threshold=1,
+            within=timedelta(seconds=SILENCE_S),
+        ),
+        actions=[
+            ChangeFlowRunState(state=StateType.CRASHED, message="The run's process is gone; start it again.")
+        ],
+    )
+
+
+def _replace(client: "SyncPrefectClient", automation: "AutomationCore") -> None:
+    for known in client.read_automations_by_name(automation.name):
+        client.delete_automation(known.id)
+    client.create_automation(automation)

@@ -1,0 +1,27 @@
+"""Which policies are due, as rows for people."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from engine.config import Params, known_policies
+
+
+def due_policies(params: Params, only: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Return {"policy", "due", "reason"} for each policy, or for those of `only`.
+
+    A policy that is named is judged as if it were scheduled. Raises `ConfigError` for an unknown one.
+    """
+    from engine.adapters.catalog import Catalog
+    from engine.quality.due import Facts, judge
+    from engine.quality.facts import gather
+
+    catalog = Catalog(params.paths.catalog_url)
+    try:
+        facts = [gather(params, name, catalog) for name in (only or known_policies(params))]
+    finally:
+        catalog.close()
+    if only:
+        scheduled = {"scheduled": True}
+        facts = [Facts(**{**vars(one), "config": one.config.model_copy(update=scheduled)}) for one in facts]
+    return [asdict(judge(one)) for one in facts]
