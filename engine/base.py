@@ -5,16 +5,17 @@ config), named by the digest of its recipe, and written to a draft that is renam
 """
 
 import hashlib
+import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.config import BaseConfig, Paths, content_hash
+from engine.config import BaseConfig, Example, Paths, content_hash
 from engine.errors import BaseModelError
 from engine.training.problems import PHRASINGS, TASKS
 
@@ -156,12 +157,37 @@ def progress_bar(name: str) -> Iterator[Progress]:
         yield update
 
 
-def prompt_ids(tokenizer: Any, question: str) -> list[int]:
+def prompt_ids(
+    tokenizer: Any, question: str, system: str | None = None, few_shot: Sequence[Example] = ()
+) -> list[int]:
     """Return the token ids of a question as the chat template renders it, ready for an answer."""
-    return list(tokenizer.encode(prompt_text(tokenizer, question), add_special_tokens=False))
+    text = prompt_text(tokenizer, question, system, few_shot)
+    return list(tokenizer.encode(text, add_special_tokens=False))
 
 
-def prompt_text(tokenizer: Any, question: str) -> str:
-    """Return the rendered text whose ids are `prompt_ids`; frozen evaluation items hold this text."""
-    messages = [{"role": "user", "content": question}]
+def prompt_text(
+    tokenizer: Any, question: str, system: str | None = None, few_shot: Sequence[Example] = ()
+) -> str:
+    """Return the rendered text whose ids are `prompt_ids`; frozen evaluation items hold this text.
+
+    A base without a chat template gets the messages as plain paragraphs.
+    """
+    messages = [{"role": "system", "content": system}] if system else []
+    for example in few_shot:
+        messages.append({"role": "user", "content": example.question})
+        messages.append({"role": "assistant", "content": example.answer})
+    messages.append({"role": "user", "content": question})
+    if not tokenizer.chat_template:
+        return "\n\n".join(message["content"] for message in messages) + "\n"
     return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+
+
+def end_tokens(path: Path) -> tuple[int, ...]:
+    """Return the ids that end an answer: those of generation_config.json, else the tokenizer's one."""
+    file = path / "generation_config.json"
+    found = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+    if found is None:
+        from transformers import AutoTokenizer
+
+        found = AutoTokenizer.from_pretrained(path).eos_token_id
+    return tuple(found) if isinstance(found, list) else (int(found),)

@@ -110,6 +110,7 @@ class PolicyConfig(Settings):
     task: str = Field(description="a key of engine/training/problems.py: TASKS, or a .jsonl file")
     contract: Contract = Field("terse", description="the answer format that earns the reward")
     verifier: Verifier = "contract"
+    owner: str = Field("local", min_length=1, max_length=100)
     verifier_timeout_s: float = Field(5, gt=0, le=300, description="for one answer; then it scores 0")
     system: str | None = Field(None, description="system prompt before every question")
     few_shot: tuple[Example, ...] = Field((), description="worked questions before every question")
@@ -373,7 +374,9 @@ def resolve_policy(params: Params, name: str, changes: Mapping[str, Any] | None 
     if name in params.policies:
         layers["params.yaml"] = params.policies[name].model_dump(exclude_unset=True)
     if POLICY_NAME.fullmatch(name) and file.is_file():
-        layers[f"{name}/policy.yaml"] = _read_mapping(file)
+        own = _read_mapping(file)
+        # Its data lies beside it.
+        layers[f"{name}/policy.yaml"] = own | {"task": str(file.parent / str(own.get("task", "")))}
     if not layers:
         known = ", ".join(known_policies(params)) or "none"
         raise ConfigError(f"There is no policy {name!r}. Known policies: {known}.")

@@ -101,6 +101,17 @@ def print_keys(keys: Sequence[Any]) -> None:
     console.print(table)
 
 
+def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print rows of the same columns as a table."""
+    if not rows:
+        console.print("None.")
+        return
+    table = Table(*rows[0])
+    for row in rows:
+        table.add_row(*(str(value) for value in row.values()))
+    console.print(table)
+
+
 def print_row(row: Mapping[str, Any]) -> None:
     """Print one line of a table, its columns below each other."""
     width = max(len(name) for name in row)

@@ -8,6 +8,7 @@ calls the verifier that training uses.
 import logging
 import time
 import uuid
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -20,7 +21,7 @@ from engine.config import Params, content_hash, served_name
 from engine.errors import ServiceError
 from engine.quality.estimate import interval
 from engine.quality.ledger import Spool, open_snapshot
-from tasks.suites import SUITES, Suite, load_suite
+from tasks.suites import Suite, faults, load_suite
 
 RECORDED = """
     SELECT id, score, answer FROM scores
@@ -42,7 +43,8 @@ class ItemScore:
 class Score:
     """A suite's result: mean and 95% interval in [0, 1]; `digest` None is the base itself.
 
-    `reused` says that the ledger had every item already and the engine was not asked.
+    `reused` says that the ledger had every item already and the engine was not asked; `verifier_errors`
+    counts answers that the verifier failed on, each of which scores 0.
     """
 
     policy: str
@@ -56,6 +58,7 @@ class Score:
     items: tuple[ItemScore, ...]
     reused: bool
     seconds: float
+    verifier_errors: int = 0
 
 
 def score(
@@ -66,7 +69,7 @@ def score(
     key: str,
     *,
     reuse: bool = True,
-    root: Path = SUITES,
+    root: Path | None = None,
 ) -> Score:
     """Score `policy`'s revision `digest` (64 hex characters; None is the base) on a suite.
 
@@ -74,18 +77,22 @@ def score(
     `reuse`, items that the ledger holds for this content are not asked again. Raises `NotFound` for an
     unknown suite, `ServiceError` when the engine does not answer.
     """
-    started = time.monotonic()
+    started, root = time.monotonic(), root or params.suites_dir
     opened = load_suite(suite, root)
     base = _engine_base(params)
     known = recorded(params, base, policy, digest, opened) if reuse else ()
+    failed: Counter[str] = Counter()
+    token = faults.set(failed)
     items = known or _ask_engine(params, policy, digest, opened, key, root)
+    faults.reset(token)
     if not known:
         _emit(params, base, policy, digest, opened, items)
     low, high = interval([item.score for item in items])
     mean, seconds = fmean(item.score for item in items), time.monotonic() - started
     return Score(
-        policy, digest, base, opened.name, opened.version, mean, low, high, items, bool(known), seconds
-    )
+        policy, digest, base, opened.name, opened.version, mean, low, high, items, bool(known), seconds,
+        failed.total(),
+    )  # fmt: skip
 
 
 def recorded(

@@ -8,20 +8,27 @@ version and digest of the items, so that no score can come from other items than
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from engine.config import PolicyConfig
 from engine.errors import ConfigError, Conflict, NotFound
-from engine.training.problems import Problem, reward, stream
+from engine.training.problems import Problem, stream
+from engine.training.verifiers import Verifier
 
 SUITES = Path(__file__).parent.parent / "eval_suites"
 ITEMS = "items.jsonl"
 SEED = 20260513
+# What of a policy's settings makes an answer right; a suite states it beside its items.
+RULE = ("contract", "verifier", "verifier_timeout_s")
 
 TASK_YAML = """\
 # Written by `python -m tasks.suites`. Frozen: other items need a new version and a line in the README.
@@ -47,7 +54,7 @@ metric_list:
 metadata:
   version: {version}
   problems: {task}
-  contract: {contract}
+  {rule}
   items: {count}
   digest: {digest}
 """
@@ -66,12 +73,12 @@ class Item:
 
 @dataclass(frozen=True)
 class Suite:
-    """An opened suite; `digest` is the sha256 of its items file."""
+    """An opened suite; `digest` is the sha256 of its items file, `rule` what makes an answer right."""
 
     name: str
     version: str
     task: str
-    contract: str
+    rule: Mapping[str, Any]
     digest: str
     directory: Path
     items: tuple[Item, ...]
@@ -96,7 +103,8 @@ def load_suite(name: str, root: Path = SUITES) -> Suite:
         )
     items = tuple(Item(**json.loads(line)) for line in content.decode().splitlines())
     version = str(meta["version"])
-    return Suite(name, version, meta["problems"], meta["contract"], found, directory, items)
+    rule = {key: meta[key] for key in RULE if key in meta}
+    return Suite(name, version, meta["problems"], rule, found, directory, items)
 
 
 def known_suites(root: Path = SUITES) -> list[str]:
@@ -119,7 +127,22 @@ def build_suite(
     `prompt` renders a question as the chat template does. Raises `Conflict` when this version exists
     with other items: scores that were recorded under it must keep their meaning.
     """
-    items = [_item(number, problem, prompt) for number, problem in enumerate(islice(_unseen(task), count))]
+    problems = islice(_unseen(task), count)
+    return freeze(name, task, {"contract": contract}, problems, prompt, version, max_tokens, root)
+
+
+def freeze(
+    name: str,
+    task: str,
+    rule: Mapping[str, Any],
+    problems: Iterable[Problem],
+    prompt: Callable[[str], str],
+    version: int,
+    max_tokens: int,
+    root: Path,
+) -> Suite:
+    """Write problems as a suite under `root`; raises as `build_suite`."""
+    items = [_item(number, problem, prompt) for number, problem in enumerate(problems)]
     content = "".join(json.dumps(asdict(item)) + "\n" for item in items).encode()
     digest = hashlib.sha256(content).hexdigest()
     path = root / name / f"{name}.yaml"
@@ -133,8 +156,8 @@ def build_suite(
         TASK_YAML.format(
             name=name,
             task=task,
-            contract=contract,
-            count=count,
+            rule="\n  ".join(f"{key}: {value}" for key, value in rule.items()),
+            count=len(items),
             version=version,
             digest=digest,
             max_tokens=max_tokens,
@@ -143,21 +166,30 @@ def build_suite(
     return load_suite(name, root)
 
 
-def load_items(
-    suite: str, problems: str, contract: str, root: str | Path = SUITES, **_metadata: Any
-) -> dict[str, Any]:
+def load_items(suite: str, problems: str, root: str | Path = SUITES, **metadata: Any) -> dict[str, Any]:
     """Give lm-eval the documents of a suite, held in memory; called through its YAML, with its metadata."""
     from datasets import Dataset
 
+    rule = json.dumps({key: metadata[key] for key in RULE if key in metadata})
     items = load_suite(suite, Path(root)).items
-    rows = [asdict(item) | {"task": problems, "contract": contract} for item in items]
-    return {"test": Dataset.from_list(rows)}
+    return {"test": Dataset.from_list([asdict(item) | {"task": problems, "rule": rule} for item in items])}
 
 
 def process_results(doc: dict[str, str], results: list[str]) -> dict[str, float]:
     """Score one completion for lm-eval with the verifier that training uses."""
     problem = Problem(doc["task"], doc["question"], doc["answer"])
-    return {"reward": reward(doc["contract"], problem, results[0])}
+    verdicts = _verifier(doc["rule"]).judge([(problem, results[0])])
+    faults.get().update(verdicts.errors)
+    return {"reward": verdicts.scores[0]}
+
+
+# How often the verifier failed, by kind, in the scoring under way; lm-eval has no place for it.
+faults: ContextVar[Counter[str]] = ContextVar("faults", default=Counter())  # noqa: B039
+
+
+@cache
+def _verifier(rule: str) -> Verifier:
+    return Verifier(PolicyConfig(task="", suite="", **json.loads(rule)))
 
 
 def _unseen(task: str) -> Iterator[Problem]:

@@ -21,7 +21,7 @@ from engine.config import DIGEST12, Params, Paths, PolicyConfig, content_hash
 from engine.errors import Conflict, NotFound, ServiceError
 from engine.quality.spool import Spool
 from engine.training.client import TrainerClient
-from engine.training.problems import Problem, check_task, reward, stream
+from engine.training.problems import Problem, check_task, stream
 from engine.training.protocol import (
     AdamParams,
     Datum,
@@ -32,11 +32,15 @@ from engine.training.protocol import (
     TensorData,
 )
 from engine.training.rollouts import Sample, Sampling, sample_groups
+from engine.training.verifiers import Verifier
 
 PROBE_PROMPTS = 8
 STEP_ATTEMPTS = 3
 # A session whose writer was killed is free again after the trainer's lease.
 TAKE_OVER_S = 40.0
+
+# Settings that may change while a line of training goes on.
+NOT_OF_A_LINE = {"steps", "suite", "snapshot_ttl_s", "scheduled", "max_age_s", "drift_after_s", "owner"}
 
 OnStep = Callable[[Mapping[str, Any]], None]
 
@@ -75,6 +79,13 @@ class Run:
     client: TrainerClient
     tokenizer: Any
     spool: Spool
+    verifier: Verifier
+
+    def prompt_ids(self, question: str) -> list[int]:
+        """Return a question's token ids as the policy asks it: template, system prompt, examples."""
+        from engine.base import prompt_ids
+
+        return prompt_ids(self.tokenizer, question, self.config.system, self.config.few_shot)
 
 
 def train(
@@ -98,6 +109,7 @@ def train(
     finally:
         run.client.close()
         run.spool.close()
+        run.verifier.close()
     assert exported.directory is not None
     seconds = time.monotonic() - began
     return Trained(
@@ -113,7 +125,8 @@ def prepare(params: Params, policy: str, config: PolicyConfig, key: str) -> Run:
     tokenizer = AutoTokenizer.from_pretrained(ensure_base(params.base, params.paths).path)
     line = line_of(params.paths, policy, config)
     spool = Spool(params.paths.spool, f"train-{policy}")
-    return Run(params, policy, config, key, line, TrainerClient(params.url("trainer")), tokenizer, spool)
+    client = TrainerClient(params.url("trainer"))
+    return Run(params, policy, config, key, line, client, tokenizer, spool, Verifier(config))
 
 
 def line_of(paths: Paths, policy: str, config: PolicyConfig) -> Line:
@@ -124,7 +137,10 @@ def line_of(paths: Paths, policy: str, config: PolicyConfig) -> Line:
     seed of its own.
     """
     champion, refused = _standing(paths, policy)
-    settings = config.model_dump(mode="json", exclude={"steps", "suite", "snapshot_ttl_s"})
+    settings = config.model_dump(mode="json", exclude=NOT_OF_A_LINE, exclude_defaults=True)
+    if config.data_digest:
+        # The data by its content: where the file lies must not change what is drawn.
+        settings["task"] = config.data_digest
     name = content_hash([settings, champion, refused])
     seed = int(name[:8], 16) >> 1 if champion or refused else config.seed
     parent = champion if champion and _continues(paths, policy, champion, config) else None
@@ -152,12 +168,15 @@ def _continues(paths: Paths, policy: str, champion: str, config: PolicyConfig) -
     if not manifest.is_file():
         return False
     before, now = json.loads(manifest.read_text())["config"], config.model_dump(mode="json")
-    return all(before.get(name) == now[name] for name in ("task", "contract", "rank", "targets"))
+    # New data of the same policy is learned on top of its champion.
+    same = ("contract", "verifier", "system", "few_shot", "rank", "targets")
+    names = same if config.data_digest else ("task", *same)
+    return all(before.get(name, now[name]) == now[name] for name in names)
 
 
 def open_session(run: Run) -> SessionInfo:
     """Open the line's session, or go on with it; gradients of a step that broke off are dropped."""
-    config, known = run.config, run.params.policies.get(run.policy, run.config)
+    config, known = run.config, run.params.policy(run.policy)
     retrying = Retrying(
         retry=retry_if_exception_type(Conflict),
         stop=stop_after_delay(TAKE_OVER_S),
@@ -176,6 +195,7 @@ def open_session(run: Run) -> SessionInfo:
         holder=f"{socket.gethostname()}:{os.getpid()}",
         config={**config.model_dump(mode="json"), "session": run.line.session, "line_seed": run.line.seed},
         policy_config=known.model_dump(mode="json"),
+        owner=known.owner,
         snapshot_ttl_s=config.snapshot_ttl_s,
     )
 
@@ -209,7 +229,9 @@ def grpo_step(run: Run, session: SessionInfo) -> SessionInfo:
     prompts, groups = sample(run, session, handed.served_name if handed else None, problems)
     rollout_s = time.monotonic() - clock
     clock = time.monotonic()
-    rewards = [[reward(config.contract, p, s.text) for s in g] for p, g in zip(problems, groups, strict=True)]
+    judged = run.verifier.judge((p, s.text) for p, g in zip(problems, groups, strict=True) for s in g)
+    size = config.group_size
+    rewards = [judged.scores[start : start + size] for start in range(0, len(judged.scores), size)]
     data, kept = build_data(prompts, groups, rewards)
     reward_s = time.monotonic() - clock
     clock = time.monotonic()
@@ -226,6 +248,7 @@ def grpo_step(run: Run, session: SessionInfo) -> SessionInfo:
         "handoff_s": handed.seconds if handed else 0.0,
         "groups_kept": kept,
         "kept": kept / len(groups),
+        "verifier_errors": judged.errors.total(),
     }
     adam = AdamParams(learning_rate=config.lr)
     position = numbered[-1][0] + 1
@@ -237,10 +260,8 @@ def sample(
     run: Run, session: SessionInfo, served: str | None, problems: Sequence[Problem]
 ) -> tuple[list[list[int]], list[list[Sample]]]:
     """Return each problem's prompt ids and its group, drawn under the session's newest revision."""
-    from engine.base import prompt_ids
-
     config = run.config
-    prompts = [prompt_ids(run.tokenizer, problem.question) for problem in problems]
+    prompts = [run.prompt_ids(problem.question) for problem in problems]
     seed = int(content_hash([session.session, session.step])[:7], 16)
     sampling = Sampling(config.group_size, config.max_tokens, config.temperature, seed)
     model = served or Path(run.params.base.name).name
@@ -295,8 +316,6 @@ def _advance(run: Run, session: SessionInfo, position: int, row: Mapping[str, An
 
 def export_revision(run: Run, session: SessionInfo) -> Exported:
     """Export the session's adapter as a revision, with an effect probe on questions it never trained on."""
-    from engine.base import prompt_ids
-
     held_out = islice(stream(run.config.task, "eval", run.line.seed), PROBE_PROMPTS)
-    prompts = [prompt_ids(run.tokenizer, problem.question) for _, problem in held_out]
+    prompts = [run.prompt_ids(problem.question) for _, problem in held_out]
     return run.client.export(session, "revision", probe_prompts=prompts, probe_tokens=run.config.max_tokens)

@@ -5,7 +5,7 @@ catalog row is the commit point. Everything is idempotent by digest.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -26,8 +26,8 @@ from engine.training.session import Session
 class Exporter:
     """Publish revisions in `dtype`, which is the engine's. One instance for the thread that trains."""
 
-    def __init__(self, paths: Paths, catalog: Catalog, dtype: torch.dtype, end_token: int):
-        self.paths, self.catalog, self.dtype, self.end_token = paths, catalog, dtype, end_token
+    def __init__(self, paths: Paths, catalog: Catalog, dtype: torch.dtype, ends: Collection[int]):
+        self.paths, self.catalog, self.dtype, self.ends = paths, catalog, dtype, ends
         self.store = Store(paths.store)
 
     def export(self, session: Session, opened: CreateSession, request: Export) -> Exported:
@@ -71,7 +71,7 @@ class Exporter:
         if not request.probe_prompts:
             raise ConfigError("A revision needs prompts for its effect probe; give `probe_prompts`.")
         probe = make_probe(
-            session, manifest.digest, self.dtype, request.probe_prompts, self.end_token, request.probe_tokens
+            session, manifest.digest, self.dtype, request.probe_prompts, self.ends, request.probe_tokens
         )
         path = self.paths.revisions / session.policy / manifest.digest[:DIGEST12]
         return write_revision(path, tensors, manifest, probe.to_json())
@@ -115,11 +115,16 @@ class Exporter:
 
 
 def make_probe(
-    session: Session, digest: str, dtype: torch.dtype, prompts: Sequence[Sequence[int]], end: int, limit: int
+    session: Session,
+    digest: str,
+    dtype: torch.dtype,
+    prompts: Sequence[Sequence[int]],
+    ends: Collection[int],
+    limit: int,
 ) -> Probe:
     """Complete the prompts greedily and record every token's log-probability under adapter and base."""
     base, adapter = session.base, session.adapter
-    rows = [Row(row.tokens, 1) for row in base.greedy(adapter, prompts, end, limit)]
+    rows = [Row(row.tokens, 1) for row in base.greedy(adapter, prompts, ends, limit)]
     values = zip(rows, base.score(adapter, rows), base.score(None, rows), strict=True)
     name = str(dtype).removeprefix("torch.")
     probed = tuple(ProbeRow(row.tokens, tuple(with_it), tuple(without)) for row, with_it, without in values)

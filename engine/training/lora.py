@@ -8,7 +8,7 @@ features, _O output features, _V vocabulary.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -232,9 +232,9 @@ class ResidentBase:
         return Backward(loss_sum, importance_ratio(new, old), total, logprobs)
 
     def greedy(
-        self, adapter: Adapter | None, prompts: Sequence[Sequence[int]], end: int, limit: int
+        self, adapter: Adapter | None, prompts: Sequence[Sequence[int]], ends: Collection[int], limit: int
     ) -> list[Row]:
-        """Return each prompt with its most likely completion, up to `limit` tokens or the token `end`.
+        """Return each prompt with its most likely completion, up to `limit` tokens or a token of `ends`.
 
         Every token takes a whole forward: for the few short prompts of an effect probe, not for rollouts.
         """
@@ -246,7 +246,7 @@ class ResidentBase:
                     tokens = torch.tensor([rows[i].tokens])
                     token = int(self.model(tokens, use_cache=False, logits_to_keep=1).logits[0, -1].argmax())
                     rows[i] = Row((*rows[i].tokens, token), rows[i].start)
-                    if token == end:
+                    if token in ends:
                         open_rows.discard(i)
         return rows
 

@@ -1,11 +1,12 @@
 """Problems with a known answer, and the answer contracts that earn a reward.
 
-A problem comes from a `reasoning-gym` generator at small settings, or from a JSONL file of
-`{"question", "answer"}`. Which split it belongs to follows from the numbers in its question, so that no
-phrasing of a training problem is ever an evaluation item or a demo user's question.
+A problem comes from a `reasoning-gym` generator at small settings, or from an imported JSONL file. Which
+split a generated one belongs to follows from the numbers in its question, so that no phrasing of a training
+problem is ever an evaluation item or a demo user's question; an imported file was split at its import.
 """
 
 import hashlib
+import itertools
 import json
 import random
 import re
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from engine.errors import ConfigError
+from engine.training.jsonl import order, rows_of
 
 Split = Literal["train", "eval", "user"]
 Contract = Literal["terse", "json", "sentence", "boxed"]
@@ -75,9 +77,7 @@ TASKS: dict[str, Task] = {
 
 
 def problem(task: str, index: int, seed: int) -> Problem:
-    """Return problem `index` of a task's stream; the same arguments give the same problem."""
-    if task not in TASKS:
-        return _jsonl(Path(task))[index]
+    """Return problem `index` of a generated task's stream; the same arguments give the same problem."""
     parts, answer = TASKS[task].parts(_dataset(task, seed)[index])
     phrasing = random.Random(f"{task}/{seed}/{index}").randrange(len(CONTRACTS))
     return Problem(task, PHRASINGS[task][phrasing].format(*parts), answer, phrasing)
@@ -89,13 +89,6 @@ def _dataset(task: str, seed: int) -> Any:
 
     known = TASKS[task]
     return reasoning_gym.create_dataset(known.dataset, seed=seed, size=2**31, **known.settings)
-
-
-@cache
-def _jsonl(path: Path) -> tuple[Problem, ...]:
-    check_task(str(path))
-    rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    return tuple(Problem(str(path), str(row["question"]), str(row["answer"])) for row in rows)
 
 
 def check_task(task: str) -> None:
@@ -115,18 +108,25 @@ def split(question: str) -> Split:
 def stream(task: str, which: Split, seed: int, start: int = 0) -> Iterator[tuple[int, Problem]]:
     """Yield (index, problem) of one split from index `start` on.
 
-    Endless: a file is read again from its beginning, and small tasks repeat questions.
+    Endless: small tasks repeat questions, and a file is drawn again in another order.
     """
     check_task(task)
-    count = None if task in TASKS else len(_jsonl(Path(task)))
-    index = start
-    if count and not any(split(item.question) == which for item in _jsonl(Path(task))):
-        raise ConfigError(f"{task} has no question in the {which} split; add more lines.")
-    while True:
-        item = problem(task, index % count if count else index, seed)
+    if task not in TASKS:
+        yield from _draw(task, which, seed, start)
+    for index in itertools.count(start):
+        item = problem(task, index, seed)
         if split(item.question) == which:
             yield index, item
-        index += 1
+
+
+def _draw(task: str, which: Split, seed: int, start: int) -> Iterator[tuple[int, Problem]]:
+    # Only `train` may be trained on; whatever else is wanted comes from the frozen items beside it.
+    path = Path(task) if which == "train" else Path(task).with_name("items.jsonl")
+    rows = rows_of(path)
+    for index in itertools.count(start):
+        epoch, place = divmod(index, len(rows))
+        row = rows[order(len(rows), seed, epoch)[place]]
+        yield index, Problem(task, row.question, row.answer)
 
 
 def _json_text(answer: str) -> str:

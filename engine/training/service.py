@@ -93,10 +93,9 @@ async def _answer_error(_: Any, error: Exception) -> JSONResponse:
 def load_trainer(params: Params) -> "Trainer":
     """Load the base, prepare the catalog, and return a trainer without sessions."""
     import torch
-    from transformers import AutoTokenizer
 
     from engine.adapters.catalog import Base, Catalog, migrate
-    from engine.base import ensure_base
+    from engine.base import end_tokens, ensure_base
     from engine.training.export import Exporter
     from engine.training.lora import ResidentBase
     from engine.training.trainer import Trainer
@@ -107,8 +106,7 @@ def load_trainer(params: Params) -> "Trainer":
     catalog.add_base(Base(info.digest, info.name, str(info.path), time.time()))
     threads = params.trainer.threads or max(1, len(os.sched_getaffinity(0)) // 2)
     base = ResidentBase(info.path, threads, params.trainer.microbatch_tokens)
-    end = AutoTokenizer.from_pretrained(info.path).eos_token_id
-    exporter = Exporter(params.paths, catalog, getattr(torch, params.engine.dtype), end)
+    exporter = Exporter(params.paths, catalog, getattr(torch, params.engine.dtype), end_tokens(info.path))
     return Trainer(params, base, info.digest, exporter)
 
 

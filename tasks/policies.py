@@ -1,0 +1,270 @@
+"""Create a policy from a person's own data and verifier: split, freeze, write, register.
+
+Everything of it lies in one directory, `eval_suites/NAME/`: training rows, frozen items with lm-eval's
+YAML, a README with the change log, and `policy.yaml` with the policy's own settings. It appears whole or
+not at all. A question that was held out once stays held out, whatever data comes later.
+"""
+
+import json
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+from filelock import FileLock
+from pydantic import ValidationError
+
+from engine.config import POLICY_NAME, Params, PolicyConfig, explain, policy_file
+from engine.errors import ConfigError, Conflict, NotFound, ServiceError
+from engine.training.jsonl import Check, Import, import_file, prompt_hash, read_rows
+from engine.training.problems import Problem
+from engine.training.verifiers import NUMBER, Verifier
+from tasks.suites import Suite, freeze, load_suite
+
+TRAINING = "train.jsonl"
+README = """\
+# {name}
+
+Made by `graftwork policy create` from {source}, owner {owner}. `items.jsonl` is frozen; `train.jsonl` is
+what is trained on; `policy.yaml` holds the settings. An answer is judged by the verifier `{verifier}`.
+
+## Changes
+"""
+
+
+@dataclass(frozen=True)
+class Created:
+    """What came of it; `changed` is False when everything was there already."""
+
+    policy: str
+    suite_version: int
+    lines: int
+    training: int
+    frozen: int
+    held_out: int
+    duplicates: int
+    data_digest: str
+    directory: str
+    changed: bool
+
+
+def create_policy(
+    params: Params,
+    name: str,
+    data: Path,
+    verifier: str,
+    owner: str = "local",
+    base: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    items: int = 200,
+    on_progress: Callable[[int], None] = lambda lines: None,
+) -> Created:
+    """Create the policy `name` from the JSONL file `data`, or bring it to newer data.
+
+    Raises `ConfigError` for a name, setting, line or verifier that is wrong, and `Conflict` when the
+    name is another owner's.
+    """
+    config = _settings(params, name, verifier, owner, base, settings or {})
+    Verifier(config).close()
+    _refuse_other_owner(params, name, owner)
+    params.suites_dir.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=params.suites_dir))
+    try:
+        with FileLock(params.suites_dir / ".lock", timeout=60):
+            found = import_file(data, draft / TRAINING, items, check_for(verifier), on_progress)
+            created = _write(params, name, config, found, draft, data)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    _register(params, name)
+    return created
+
+
+def _settings(
+    params: Params, name: str, verifier: str, owner: str, base: str | None, settings: Mapping[str, Any]
+) -> PolicyConfig:
+    if not POLICY_NAME.fullmatch(name):
+        raise ConfigError(f"{name!r} is no policy name. Use small letters, digits and hyphens, at most 63.")
+    if name in params.policies:
+        raise Conflict(
+            f"The policy {name!r} is one of {params.source or 'params.yaml'}; choose another name."
+        )
+    if base is not None and base != params.base.name:
+        raise ConfigError(
+            f"The resident base is {params.base.name!r}, not {base!r}. Leave it out, or set base.name."
+        )
+    if verifier == "contract":
+        raise ConfigError("The verifier `contract` is for generated tasks; use exact, numeric or another.")
+    fields = {"task": TRAINING, "suite": name, "verifier": verifier, "owner": owner, **settings}
+    try:
+        return PolicyConfig.model_validate(fields)
+    except ValidationError as error:
+        raise ConfigError(f"The policy is not valid. {explain(error, PolicyConfig)}") from None
+
+
+def check_for(verifier: str) -> Check:
+    """Return what says why an expected answer does not fit a verifier, or None when it fits."""
+
+    def numeric(answer: str) -> str | None:
+        found = NUMBER.fullmatch(answer.strip())
+        return None if found else f"The verifier numeric needs a number as answer, not {answer[:40]!r}."
+
+    def regex(answer: str) -> str | None:
+        try:
+            re.compile(answer)
+        except re.error as error:
+            return f"The answer is no regular expression: {error}."
+        return None
+
+    def json_schema(answer: str) -> str | None:
+        from jsonschema import SchemaError, validators
+
+        try:
+            schema = json.loads(answer)
+            validators.validator_for(schema).check_schema(schema)
+        except (ValueError, SchemaError, AttributeError) as error:
+            return f"The answer is no JSON schema: {str(error).splitlines()[0]}."
+        return None
+
+    checks: dict[str, Check] = {"numeric": numeric, "regex": regex, "json-schema": json_schema}
+    return checks.get(verifier, lambda answer: None)
+
+
+def _refuse_other_owner(params: Params, name: str, owner: str) -> None:
+    from engine.adapters.catalog import Catalog
+
+    file = policy_file(params, name)
+    known = yaml.safe_load(file.read_text()).get("owner", "local") if file.is_file() else None
+    if known is None and params.paths.catalog.is_file():
+        catalog = Catalog(params.paths.catalog_url)
+        with suppress(NotFound):
+            known = catalog.policy(name).owner
+        catalog.close()
+    if known not in (None, owner):
+        raise Conflict(f"The policy {name!r} belongs to {known!r}; choose another name.")
+
+
+def _write(
+    params: Params, name: str, config: PolicyConfig, found: Import, draft: Path, source: Path
+) -> Created:
+    target = params.suites_dir / name
+    before = _suite_before(name, params.suites_dir)
+    suite = _freeze(params, name, config, found, draft, before)
+    _refuse_leaks(draft / TRAINING, suite, before)
+    own = config.model_dump(mode="json", exclude_defaults=True) | {"data_digest": found.digest}
+    (draft / "policy.yaml").write_text(yaml.safe_dump(own, sort_keys=True))
+    version = int(suite.version)
+    changed = not _same(target, draft, suite, before)
+    if changed:
+        _write_readme(target, draft / name, name, config, source, found, version)
+        for file in (TRAINING, "policy.yaml"):
+            (draft / file).rename(draft / name / file)
+        _swap(draft / name, target)
+    return Created(
+        name, version, found.lines, found.training, len(found.frozen), found.held_out, found.duplicates,
+        found.digest, str(target), changed,
+    )  # fmt: skip
+
+
+def _suite_before(name: str, root: Path) -> Suite | None:
+    try:
+        return load_suite(name, root)
+    except NotFound:
+        return None
+
+
+def _freeze(
+    params: Params, name: str, config: PolicyConfig, found: Import, draft: Path, before: Suite | None
+) -> Suite:
+    from transformers import AutoTokenizer
+
+    from engine.base import ensure_base, prompt_text
+
+    tokenizer = AutoTokenizer.from_pretrained(ensure_base(params.base, params.paths).path)
+
+    def prompt(question: str) -> str:
+        return prompt_text(tokenizer, question, config.system, config.few_shot)
+
+    rule = {"verifier": config.verifier, "verifier_timeout_s": config.verifier_timeout_s}
+    problems = [Problem(name, row.question, row.answer) for row in found.frozen]
+    version = int(before.version) if before else 1
+    suite = freeze(name, name, rule, problems, prompt, version, config.max_tokens, draft)
+    if before and (suite.digest, dict(suite.rule)) != (before.digest, dict(before.rule)):
+        # Scores keep their meaning: other items, or another rule, are another version.
+        shutil.rmtree(draft / name)
+        suite = freeze(name, name, rule, problems, prompt, version + 1, config.max_tokens, draft)
+    return suite
+
+
+def _refuse_leaks(training: Path, suite: Suite, before: Suite | None) -> None:
+    frozen = {
+        prompt_hash(item.question): item.id for item in (*suite.items, *(before.items if before else ()))
+    }
+    for number, row in read_rows(training):
+        if item := frozen.get(prompt_hash(row.question)):
+            raise ConfigError(
+                f"Training line {number} asks the same as the frozen item {item}: {row.question[:80]!r}. "
+                "A score on it would mean nothing; take the line out."
+            )
+
+
+def _same(target: Path, draft: Path, suite: Suite, before: Suite | None) -> bool:
+    if before is None or suite.version != before.version or not (target / "policy.yaml").is_file():
+        return False
+    return all(
+        (target / file).read_bytes() == (draft / file).read_bytes() for file in ("policy.yaml", TRAINING)
+    )
+
+
+def _write_readme(
+    target: Path, draft: Path, name: str, config: PolicyConfig, source: Path, found: Import, version: int
+) -> None:
+    readme = target / "README.md"
+    head = README.format(name=name, source=source.name, owner=config.owner, verifier=config.verifier)
+    text = readme.read_text() if readme.is_file() else head
+    day = datetime.fromtimestamp(time.time(), UTC).strftime("%Y-%m-%d")
+    line = f"- {day}: version {version}, {len(found.frozen)} frozen items, {found.training} training rows.\n"
+    (draft / "README.md").write_text(text + line)
+
+
+def _swap(draft: Path, target: Path) -> None:
+    """Put a whole directory in another's place; a kill in between leaves the old one beside it."""
+    old = target.with_name(f".{target.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    draft.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _register(params: Params, name: str) -> None:
+    """Tell the controller of the policy, if one runs; otherwise the first training does."""
+    from engine import services
+    from engine.base import ensure_base
+    from tasks import release as controller
+    from tasks.outcome import local_key
+
+    try:
+        services.require_running(params)
+    except ServiceError:
+        return
+    config = params.policy(name)
+    base = ensure_base(params.base, params.paths).digest
+    url, key = params.url("controller"), local_key(params)
+    controller.add_policy(url, key, name, base, config.model_dump(mode="json"), config.owner)
+
+
+def describe(created: Created) -> str:
+    """Return one sentence for people."""
+    if not created.changed:
+        return f"{created.policy} has exactly this data and these settings already; nothing has changed."
+    return (
+        f"{created.policy}: {created.training} training rows, {created.frozen} frozen items (suite version "
+        f"{created.suite_version}), {created.duplicates} duplicates dropped, in {created.directory}."
+    )
