@@ -21,7 +21,7 @@ NAMES = known_suites()
 def test_every_policy_of_the_settings_has_its_suite():
     for policy in load_params(SUITES.parent / "params.yaml").policies.values():
         suite = load_suite(policy.suite)
-        assert (suite.task, suite.contract) == (policy.task, policy.contract)
+        assert (suite.task, suite.rule["contract"]) == (policy.task, policy.contract)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -55,8 +55,8 @@ def test_the_stated_answer_earns_the_reward_under_its_contract_alone(name):
     suite = load_suite(name)
     for item in suite.items:
         problem = Problem(suite.task, item.question, item.answer)
-        assert reward(suite.contract, problem, render(suite.contract, item.answer)) == 1.0
-        assert reward(suite.contract, problem, render("sentence", item.answer)) == 0.0
+        assert reward(suite.rule["contract"], problem, render(suite.rule["contract"], item.answer)) == 1.0
+        assert reward(suite.rule["contract"], problem, render("sentence", item.answer)) == 0.0
 
 
 def test_building_twice_gives_the_same_bytes_and_a_version_keeps_its_items(tmp_path):
