@@ -68,7 +68,7 @@ def _register_once(
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
 
-    _ensure_up(url)
+    ensure_up(url)
     client = MlflowClient(tracking_uri=url, registry_uri=url)
     try:
         # Two attempts at once (a retried flow beside its zombie) must not make two versions of one digest.
@@ -81,7 +81,8 @@ def _register_once(
         raise ServiceError(f"MLflow at {url} failed: {error}. See its log, then run this again.") from None
 
 
-def _ensure_up(url: str) -> None:
+def ensure_up(url: str) -> None:
+    """Raise `ServiceError` unless MLflow answers at `url` within 5 s."""
     # MLflow's own client would try a dead server for minutes before it says so.
     try:
         httpx.get(f"{url}/health", timeout=5, trust_env=False).raise_for_status()

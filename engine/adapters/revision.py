@@ -169,7 +169,7 @@ def write_revision(directory: Path, tensors: Tensors, manifest: Manifest, probe:
     Does nothing when that revision is there already; `Conflict` when another one is.
     """
     if directory.exists():
-        found = _read_manifest(directory).digest
+        found = read_manifest(directory).digest
         if found != manifest.digest:
             raise Conflict(
                 f"{directory} already holds the revision {found}; revisions are never overwritten."
@@ -235,7 +235,7 @@ def read_revision(directory: Path, base_digest: str | None = None) -> tuple[Tens
     Raises `AdapterError` for a missing, truncated, pickled or altered file, and `BaseModelError`
     when it was trained on another base than `base_digest`.
     """
-    manifest = _read_manifest(directory)
+    manifest = read_manifest(directory)
     if base_digest is not None and manifest.base_digest != base_digest:
         raise BaseModelError(
             f"The revision in {directory} belongs to the base {manifest.base_digest[:12]}, not to the "
@@ -265,7 +265,8 @@ def read_peft_tensors(directory: Path) -> Tensors:
     return {name.removeprefix(PEFT_PREFIX).removesuffix(".weight"): tensor for name, tensor in named.items()}
 
 
-def _read_manifest(directory: Path) -> Manifest:
+def read_manifest(directory: Path) -> Manifest:
+    """Return what a revision directory says of itself, unproven; `AdapterError` when it says nothing."""
     path = directory / MANIFEST
     if not path.is_file():
         raise AdapterError(f"{directory} is no revision: it has no {MANIFEST}.")

@@ -1,0 +1,162 @@
+"""What a person wants to see in MLflow before promoting: a version's page, kept up to date.
+
+Description, tags and metrics of a model version, written from the catalog and the ledger's snapshot;
+writing them again changes nothing. Knows MLflow's client; decides nothing.
+"""
+
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from engine.config import Params, served_name
+from engine.errors import ServiceError
+from engine.quality.page_data import VersionFacts, gather
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+def update(params: Params, policy: str, digest: str) -> None:
+    """Refresh the page of a registered revision; a revision without a version has none.
+
+    `digest` may be shortened. Raises `NotFound` for an unknown revision and `ServiceError` when MLflow is
+    away.
+    """
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+
+    from tasks.register import ensure_up, find_version
+
+    url = params.url("mlflow")
+    ensure_up(url)
+    client = MlflowClient(tracking_uri=url, registry_uri=url)
+    facts = gather(params, policy, digest)
+    try:
+        version = find_version(client, policy, facts.digest)
+        if version is None:
+            return
+        client.update_model_version(policy, str(version), page(params, client, facts))
+        for name, value in tags(facts).items():
+            client.set_model_version_tag(policy, str(version), name, value)
+        client.update_registered_model(policy, about(params, facts))
+        _link_metrics(client, policy, version, facts)
+    except MlflowException as error:
+        raise ServiceError(f"MLflow at {url} did not take the page of {policy}: {error}.") from None
+
+
+def tags(facts: VersionFacts) -> dict[str, str]:
+    """Return what people search versions by."""
+    found = {"graftwork.probe": "accepted" if facts.probe.get("accepted") else "not accepted"}
+    if facts.score:
+        found["graftwork.score"] = f"{facts.score.mean:.4f}"
+    if facts.verdicts:
+        found["graftwork.verdict"] = facts.verdicts[0].verdict
+    return found
+
+
+def about(params: Params, facts: VersionFacts) -> str:
+    """Return the registered model's description."""
+    config = params.policy(facts.policy)
+    champion = served_name(facts.policy, facts.champion) if facts.champion else "none: the base answers"
+    return (
+        f"Policy **{facts.policy}** of {config.owner}, suite `{config.suite}`, verifier `{config.verifier}`. "
+        f"Champion: `{champion}`. Move the alias `champion` to promote, set `canary` to start a release."
+    )
+
+
+def page(params: Params, client: "MlflowClient", facts: VersionFacts) -> str:
+    """Return a version's description as Markdown."""
+    parts = [
+        f"## {served_name(facts.policy, facts.digest)}",
+        _scores(facts),
+        _verdicts(facts),
+        _lineage(client, facts),
+        _curve(facts),
+        _facts(facts),
+        f"[Releases and evidence]({params.url('controller')}/)",
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _scores(facts: VersionFacts) -> str:
+    rows = {
+        "this revision": facts.score,
+        "parent": facts.parent_score,
+        "champion": facts.champion_score,
+        "base": facts.base_score,
+    }
+    known = [
+        f"| {name} | {score.mean:.1%} | {score.low:.1%} to {score.high:.1%} | {score.items} |"
+        for name, score in rows.items()
+        if score
+    ]
+    if not known:
+        return "No scores yet."
+    head = f"### Scores on {facts.suite}, 95% intervals\n\n| | mean | interval | items |\n|---|---|---|---|\n"
+    return head + "\n".join(known) + _difference(facts)
+
+
+def _difference(facts: VersionFacts) -> str:
+    change = facts.against_champion
+    if change is None:
+        return ""
+    return (
+        f"\n\nAgainst the champion, on the same items: {change.mean:+.1%} "
+        f"({change.low:+.1%} to {change.high:+.1%})."
+    )
+
+
+def _verdicts(facts: VersionFacts) -> str:
+    rows = [f"| {_when(said.at)} | {said.verdict} | {said.by} | {said.reason} |" for said in facts.verdicts]
+    head = "### Verdicts\n\n| when | verdict | by | why |\n|---|---|---|---|\n"
+    return head + "\n".join(rows) if rows else ""
+
+
+def _lineage(client: "MlflowClient", facts: VersionFacts) -> str:
+    parent = _link(client, facts.policy, facts.parent) if facts.parent else "the base"
+    children = ", ".join(_link(client, facts.policy, child) for child in facts.children) or "none"
+    return f"### Lineage\n\nParent: {parent}. Children: {children}."
+
+
+def _link(client: "MlflowClient", policy: str, digest: str) -> str:
+    from tasks.register import find_version
+
+    version, name = find_version(client, policy, digest), served_name(policy, digest)
+    return f"[`{name}`](#/models/{policy}/versions/{version})" if version else f"`{name}`"
+
+
+def _curve(facts: VersionFacts) -> str:
+    if not facts.rewards:
+        return ""
+    line = "".join(BLOCKS[min(7, int(8 * reward))] for reward in facts.rewards)
+    ends = f"{facts.rewards[0]:.0%} to {facts.rewards[-1]:.0%}"
+    return f"### Learning curve\n\n`{line}` mean reward {ends} in {len(facts.rewards)} steps"
+
+
+def _facts(facts: VersionFacts) -> str:
+    probe = facts.probe.get("reason") or ("accepted" if facts.probe.get("accepted") else "has not run")
+    cost = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in facts.seconds.items())
+    return (
+        f"### Facts\n\n- Effect probe: {probe}\n- Size: {facts.bytes:,} bytes, rank {facts.rank}"
+        f"\n- Cost: {cost or 'not known'}, {facts.tokens:,} trained tokens"
+    )
+
+
+def _when(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def _link_metrics(client: "MlflowClient", policy: str, version: int, facts: VersionFacts) -> None:
+    """Log the evaluation to the run, linked to the logged model that the version came from."""
+    found = client.get_model_version(policy, str(version))
+    if not facts.score or not found.run_id or not found.model_id:
+        return
+    named: dict[str, Any] = asdict(facts.score)
+    for name in ("mean", "low", "high", "items"):
+        # The time of the scores: logging them again is the same point.
+        client.log_metric(
+            found.run_id, f"{facts.suite}.{name}", float(named[name]), int(facts.score.at * 1000),
+            model_id=found.model_id,
+        )  # fmt: skip
