@@ -87,7 +87,7 @@ def gather(params: Params, policy: str, digest: str) -> VersionFacts:
         config = catalog.policy(policy).config
     finally:
         catalog.close()
-    fixed = {
+    fixed: dict[str, Any] = {
         "policy": policy, "digest": revision.digest, "parent": revision.parent, "champion": champion,
         "suite": str(config.get("suite", "")), "rank": revision.rank, "bytes": revision.bytes,
         "probe": revision.probe or {}, "children": children,
