@@ -17,7 +17,7 @@ from sqlalchemy.exc import IntegrityError
 
 from engine.adapters import catalog_schema as schema
 from engine.adapters.catalog_access import ensure_local_key, open_engine, sqlite_path
-from engine.adapters.catalog_notes import Notes
+from engine.adapters.catalog_looks import Looks
 from engine.adapters.catalog_schema import (
     AliasNote,
     Base,
@@ -71,7 +71,7 @@ def migrate(url: str) -> None:
     engine.dispose()
 
 
-class Catalog(Notes):
+class Catalog(Looks):
     """One open catalog. Thread-safe; open one in each process."""
 
     # Bases, policies and layouts

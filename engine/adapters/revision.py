@@ -6,7 +6,6 @@ dtype with the scaling folded into B, so that alpha equals rank. Knows nothing o
 """
 
 import hashlib
-import importlib.metadata
 import json
 import os
 import re
@@ -24,6 +23,7 @@ from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 
 from engine.errors import AdapterError, BaseModelError, Conflict
+from engine.version import code_version
 
 KEY = re.compile(r"(?P<module>.+)\.(?P<side>lora_[AB])")
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -129,10 +129,6 @@ def _check_tensor(key: str, tensor: torch.Tensor, rank: int, shapes: Shapes) -> 
         raise AdapterError(f"The tensor {key} has the shape {found}; the base needs {expected}.")
     if not bool(torch.isfinite(tensor).all()):
         raise AdapterError(f"The tensor {key} holds NaN or Inf; this adapter cannot be served.")
-
-
-def code_version() -> str:
-    return importlib.metadata.version("graftwork")
 
 
 def make_manifest(

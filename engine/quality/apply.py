@@ -6,7 +6,6 @@ idempotent or a compare-and-swap, so that doing it all again reaches the same en
 
 import uuid
 from dataclasses import replace
-from importlib.metadata import version
 from typing import Any
 
 from engine.adapters.catalog import Catalog, Release, Route, Tombstone
@@ -14,9 +13,10 @@ from engine.config import content_hash
 from engine.notices import released
 from engine.quality.ledger import Ledger, Spool
 from engine.quality.release import ENDS, VERDICTS, Action, Evidence
+from engine.version import code_version
 
 EVENTS = uuid.UUID("6f1d2a52-7c55-5d0e-9a55-3e5c1e0c8a11")
-CODE_VERSION = version("graftwork")
+CODE_VERSION = code_version()
 NEXT_STEP = {"probe": "score", "score": "approval", "approval": "canary"}
 
 
