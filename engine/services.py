@@ -104,6 +104,8 @@ def environment(params: Params) -> dict[str, str]:
         "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
+        # Somebody who pressed Run is waiting; the default is 10 s.
+        "PREFECT_WORKER_QUERY_SECONDS": "2",
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
         # Our own progress is shown; the libraries' bars would tear it apart.
@@ -115,6 +117,8 @@ def environment(params: Params) -> dict[str, str]:
         "NO_PROXY": "127.0.0.1",
         "PREFECT_API_URL": f"{params.url('prefect')}/api",
         "PREFECT_HOME": str(params.paths.prefect),
+        # Its default is under the user's home, whatever PREFECT_HOME says.
+        "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(params.paths.prefect / "storage"),
         PARAMS_VARIABLE: str(params.source or params.paths.root / "params.json"),
     }
     # Only a hub id may need the network, and only until it is in the local cache.
