@@ -306,6 +306,12 @@ class EvaluateConfig(Settings):
     revision: str = Field(
         "adapt", pattern=r"^(adapt|[0-9a-f]{64})$", description="`adapt`, or a revision's whole digest"
     )
+    batch: int = Field(
+        1, ge=1, description="answers computed at once; with 1 no answer depends on what is beside it"
+    )
+    tolerance: Fraction = Field(
+        0.02, description="by how much a mean score on other hardware may differ: 4 of 200 items"
+    )
 
 
 class Params(Settings):
