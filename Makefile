@@ -12,12 +12,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 # A full check runs on the real engine, so it has hours; a fast test has pytest's default.
 LONG := --timeout 7200
 
-.PHONY: help run test up down lint chaos bench clean
+.PHONY: help run test up down repro lint chaos bench clean
 
 help:
 	@echo 'make run    set up, then the main job: two policies adapted, released, and a bad one rolled back'
 	@echo 'make test   set up, then the tests'
 	@echo 'make up     start the services and leave them running; make down stops them'
+	@echo 'make repro  score a revision again, offline, as params.yaml says: dvc repro'
 	@echo 'make lint   ruff and mypy;  make chaos  every fault test;  make bench  every benchmark'
 
 run: $(STAMP)
@@ -31,6 +32,9 @@ up: $(STAMP)
 
 down: $(STAMP)
 	@$(BIN)/graftwork down
+
+repro: $(STAMP)
+	@$(BIN)/dvc repro
 
 lint: $(STAMP)
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

@@ -86,7 +86,7 @@ def score(
     items = known or _ask_engine(params, policy, digest, opened, key, root)
     faults.reset(token)
     if not known:
-        _emit(params, base, policy, digest, opened, items)
+        emit_scores(params, base, policy, digest, opened, items)
     low, high = interval([item.score for item in items])
     mean, seconds = fmean(item.score for item in items), time.monotonic() - started
     return Score(
@@ -162,9 +162,10 @@ def _item_score(sample: dict[str, Any]) -> ItemScore:
     return ItemScore(sample["doc"]["id"], float(sample["reward"]), sample["resps"][0][0])
 
 
-def _emit(
+def emit_scores(
     params: Params, base: str, policy: str, digest: str | None, suite: Suite, items: tuple[ItemScore, ...]
 ) -> None:
+    """Hand scores to the ledger through the spool, each named by its content, so that twice is once."""
     run = _row_id(base, policy, digest, suite, "*")
     spool = Spool(params.paths.spool, "score")
     try:

@@ -1,0 +1,148 @@
+"""Bring a revision directory into a state directory's catalog and store, so that its engine can serve it.
+
+Knows what must hold before the engine may see foreign tensors: the base, the digest, every shape, rank and
+dtype. Trusts nothing that the directory says of itself. Does not know where the directory comes from.
+"""
+
+import json
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine.adapters import packed
+from engine.adapters.catalog import Base, Catalog, Policy, Revision, migrate
+from engine.adapters.revision import (
+    PROBE,
+    Manifest,
+    Tensors,
+    code_version,
+    read_revision,
+    validate,
+    write_revision,
+)
+from engine.adapters.store import Location, Store
+from engine.base import ensure_base
+from engine.config import DIGEST12, POLICY_NAME, Params
+from engine.errors import AdapterError, NotFound
+
+if TYPE_CHECKING:
+    from engine.base import BaseInfo
+
+
+def import_revision(params: Params, directory: Path, owner: str = "local") -> Manifest:
+    """Validate the revision in `directory`, pack it, and publish it in catalog and store; idempotent.
+
+    Its directory, with its effect probe, is copied to the state directory too. Raises `AdapterError` that
+    names what does not fit, `BaseModelError` for a revision of another base, and `Conflict` when its
+    policy is another owner's. Nothing is published then.
+    """
+    base = ensure_base(params.base, params.paths)
+    tensors, manifest = read_revision(directory, base.digest)
+    check_fit(params, base.path, tensors, manifest, directory)
+    migrate(params.paths.catalog_url)
+    catalog = Catalog(params.paths.catalog_url)
+    try:
+        _publish(params, catalog, base, tensors, manifest, owner)
+    finally:
+        catalog.close()
+    target = params.paths.revisions / manifest.policy / manifest.digest[:DIGEST12]
+    probe = _probe(directory)
+    if probe:
+        write_revision(target, tensors, manifest, probe)
+    return manifest
+
+
+def check_fit(params: Params, base: Path, tensors: Tensors, manifest: Manifest, directory: Path) -> None:
+    """Raise `AdapterError` unless base and engine of these settings can serve the tensors."""
+    if not POLICY_NAME.fullmatch(manifest.policy):
+        raise AdapterError(f"{directory} names the policy {manifest.policy!r}, which is no policy's name.")
+    shapes = packed.shapes(json.loads((base / "config.json").read_text()))
+    validate(tensors, manifest.rank, {shape.name: (shape.inputs, shape.outputs) for shape in shapes})
+    if manifest.rank > params.engine.max_rank:
+        raise AdapterError(
+            f"The revision in {directory} has rank {manifest.rank}, over the engine's "
+            f"{params.engine.max_rank}. Set `engine.max_rank`."
+        )
+    found = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    if found != params.engine.dtype:
+        # Another dtype would serve other numbers than the digest names.
+        raise AdapterError(
+            f"The revision in {directory} is in {found}, the engine serves {params.engine.dtype}. "
+            "Set `engine.dtype`."
+        )
+
+
+def directory_from_store(params: Params, policy: str, digest: str, target: Path) -> Path:
+    """Write the revision directory of a catalog row from its packed bytes, which any step's snapshot has.
+
+    It has no effect probe. Raises `NotFound` when the catalog does not know the revision, `AdapterError`
+    when its bytes are missing or damaged.
+    """
+    catalog = Catalog(params.paths.catalog_url)
+    try:
+        row = catalog.revision(policy, digest)
+        layout = packed.Layout.from_json(catalog.layout(row.layout))
+    finally:
+        catalog.close()
+    payload = Store(params.paths.store).read(Location(row.segment, row.offset, row.length, row.checksum))
+    tensors = packed.unpack(packed.Packed(layout, torch.frombuffer(bytearray(payload), dtype=torch.uint8)))
+    return write_revision(target, tensors, _manifest(row, tensors), {})
+
+
+def _manifest(row: Revision, tensors: Tensors) -> Manifest:
+    targets = sorted({key.rpartition(".lora_")[0].rpartition(".")[2] for key in tensors})
+    return Manifest(
+        digest=row.digest,
+        base_digest=row.base,
+        policy=row.policy,
+        parent=row.parent,
+        step=row.step,
+        rank=row.rank,
+        targets=tuple(targets),
+        tensor_count=len(tensors),
+        bytes=row.bytes,
+        code_version=code_version(),
+        created_at=row.created_at,
+    )
+
+
+def _probe(directory: Path) -> dict[str, Any]:
+    file = directory / PROBE
+    return dict(json.loads(file.read_text())) if file.is_file() else {}
+
+
+def _publish(
+    params: Params, catalog: Catalog, base: "BaseInfo", tensors: Tensors, manifest: Manifest, owner: str
+) -> None:
+    now, config = time.time(), manifest.config
+    catalog.add_base(Base(base.digest, base.name, str(base.path), now))
+    with suppress(NotFound):
+        # What a policy is set to here outlives an import of one of its revisions.
+        config = catalog.policy(manifest.policy).config
+    catalog.add_policy(Policy(manifest.policy, base.digest, config, owner, now))
+    try:
+        known = catalog.revision(manifest.policy, manifest.digest)
+    except NotFound:
+        known = _append(params, catalog, tensors, manifest, owner, now)
+    # A snapshot that is imported by name is an exported revision from now on.
+    catalog.add_revision(replace(known, state="exported", expires_at=None))
+
+
+def _append(
+    params: Params, catalog: Catalog, tensors: Tensors, manifest: Manifest, owner: str, now: float
+) -> Revision:
+    whole = packed.pack(tensors, getattr(torch, params.engine.dtype))
+    store = Store(params.paths.store)
+    at = store.append(whole.tobytes())
+    store.close()
+    catalog.add_layout(whole.layout.digest, whole.layout.to_json())
+    return Revision(
+        policy=manifest.policy, digest=manifest.digest, base=manifest.base_digest, parent=manifest.parent,
+        step=manifest.step, rank=manifest.rank, bytes=manifest.bytes, layout=whole.layout.digest,
+        segment=at.segment, offset=at.offset, length=at.length, checksum=at.checksum, state="exported",
+        owner=owner, created_at=now,
+    )  # fmt: skip

@@ -1,0 +1,210 @@
+"""The two files of an evaluation: `metrics.json` (scores and counts) and `items.jsonl` (every answer).
+
+Knows their form, how two evaluations of the same items are compared, how one enters the ledger, and the
+report that is made of the two files alone. They hold no time and no path, and their order is fixed: the
+same answers give the same bytes.
+"""
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.config import Params
+from engine.errors import ConfigError, GraftworkError, NotFound
+from engine.quality.estimate import interval, paired_difference
+
+if TYPE_CHECKING:
+    from tasks.score import Score
+    from tasks.suites import Suite
+
+METRICS, ITEMS = "metrics.json", "items.jsonl"
+BASE, REVISION = "base", "revision"
+# An interval's last digits are the platform's.
+DIGITS = 6
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One model's answer to one item; `prompt` is the sha256 of the text that the engine got.
+
+    `model` is `base` or `revision`, `digest` the revision's (empty for the base).
+    """
+
+    item: str
+    prompt: str
+    model: str
+    digest: str
+    answer: str
+    score: float
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What the two files say; `answers` holds each model's answers in the suite's order."""
+
+    metrics: Mapping[str, Any]
+    answers: Mapping[str, Sequence[Answer]]
+
+
+def write_evaluation(directory: Path, suite: "Suite", base: "Score", revision: "Score") -> None:
+    """Write both files into `directory`."""
+    prompts = {item.id: item.prompt_digest for item in suite.items}
+    rows = [
+        Answer(item.item, prompts[item.item], model, score.digest or "", item.answer, item.score)
+        for model, score in ((BASE, base), (REVISION, revision))
+        for item in score.items
+    ]
+    lines = [json.dumps(vars(row), sort_keys=True, ensure_ascii=False) for row in rows]
+    (directory / ITEMS).write_text("\n".join(lines) + "\n")
+    metrics = {BASE: _metrics(base), REVISION: _metrics(revision), "difference": _difference(base, revision)}
+    (directory / METRICS).write_text(json.dumps(metrics, indent=2, sort_keys=True) + "\n")
+
+
+def _metrics(score: "Score") -> dict[str, float]:
+    low, high = interval([item.score for item in score.items])
+    values = {"score": score.mean, "ci_low": low, "ci_high": high}
+    counts = {"items": len(score.items), "verifier_errors": score.verifier_errors}
+    return {name: round(value, DIGITS) for name, value in values.items()} | counts
+
+
+def _difference(base: "Score", revision: "Score") -> dict[str, float]:
+    """Compare the revision with the base on the same items: mean, 95% interval, and how many changed."""
+    pairs = [(new.score, old.score) for new, old in zip(revision.items, base.items, strict=True)]
+    found = paired_difference([new for new, _ in pairs], [old for _, old in pairs])
+    values = {"mean": found.mean, "ci_low": found.low, "ci_high": found.high}
+    counts = {
+        "better": sum(new > old for new, old in pairs),
+        "equal": sum(new == old for new, old in pairs),
+        "worse": sum(new < old for new, old in pairs),
+    }
+    return {name: round(value, DIGITS) for name, value in values.items()} | counts
+
+
+def read_evaluation(directory: Path) -> Evaluation:
+    """Read both files; `NotFound` when one is missing, `ConfigError` when they are not an evaluation."""
+    for name in (METRICS, ITEMS):
+        if not (directory / name).is_file():
+            raise NotFound(f"There is no {name} in {directory}. Run `dvc repro` there first.")
+    answers: dict[str, list[Answer]] = {BASE: [], REVISION: []}
+    try:
+        metrics = json.loads((directory / METRICS).read_text())
+        for line in (directory / ITEMS).read_text().split("\n")[:-1]:
+            row = Answer(**json.loads(line))
+            answers[row.model].append(row)
+        for model in answers:
+            assert metrics[model]["items"] == len(answers[model])
+    except (ValueError, TypeError, KeyError, AssertionError) as error:
+        raise ConfigError(
+            f"{METRICS} and {ITEMS} in {directory} are not one evaluation ({error!r}). Run `dvc repro` there."
+        ) from None
+    return Evaluation(metrics, answers)
+
+
+def compare(ours: Evaluation, other: Evaluation, tolerance: float) -> list[dict[str, Any]]:
+    """Return a row for each model: both scores, how far apart, and the share of equal answers.
+
+    Raises `ConfigError` when they are not of the same items, `GraftworkError` when a mean score differs by
+    more than `tolerance`.
+    """
+    rows = []
+    for model in (BASE, REVISION):
+        mine, theirs = ours.answers[model], other.answers[model]
+        if [row.prompt for row in mine] != [row.prompt for row in theirs]:
+            raise ConfigError(
+                "The two evaluations are of different items; compare runs of one suite version."
+            )
+        scores = (ours.metrics[model]["score"], other.metrics[model]["score"])
+        equal = sum(a.answer == b.answer for a, b in zip(mine, theirs, strict=True))
+        rows.append({
+            "model": model,
+            "here": scores[0],
+            "there": scores[1],
+            "apart": round(abs(scores[0] - scores[1]), DIGITS),
+            "equal answers": f"{equal} of {len(mine)}",
+            "same revision": mine[0].digest == theirs[0].digest,
+        })  # fmt: skip
+    far = [row for row in rows if row["apart"] > tolerance]
+    if far:
+        raise GraftworkError(
+            " ".join(
+                f"The score of the {row['model']} is {row['here']} here and {row['there']} there: "
+                f"{row['apart']} apart, over the tolerance of {tolerance}."
+                for row in far
+            )
+        )
+    return rows
+
+
+def record(params: Params, directory: Path, evaluation: Evaluation) -> int:
+    """Hand an evaluation to the ledger through the spool; return its number of rows.
+
+    Rows are named by their content, as `graftwork score` names them, so a second time changes nothing.
+    Raises `ConfigError` when the files are not those of the stages' suite and revision.
+    """
+    from engine.adapters.revision import read_manifest
+    from tasks.score import ItemScore, emit_scores
+    from tasks.stages import Files, opened_suite
+
+    files = Files(directory)
+    manifest, suite = read_manifest(files.revision), opened_suite(files)
+    prompts = [item.prompt_digest for item in suite.items]
+    for rows, digest in ((evaluation.answers[BASE], ""), (evaluation.answers[REVISION], manifest.digest)):
+        if [row.prompt for row in rows] != prompts or {row.digest for row in rows} != {digest}:
+            raise ConfigError(
+                f"{directory / ITEMS} is not of the revision and suite that lie beside it. Run `dvc repro`."
+            )
+        items = tuple(ItemScore(row.item, row.score, row.answer) for row in rows)
+        emit_scores(params, manifest.base_digest, manifest.policy, digest or None, suite, items)
+    return 2 * len(prompts)
+
+
+def pin_revision(file: Path, policy: str, digest: str | None) -> str:
+    """Write which revision `dvc repro` evaluates into a file of settings; its comments stay.
+
+    Raises `NotFound` when the policy has no champion.
+    """
+    from ruamel.yaml import YAML
+
+    if digest is None:
+        raise NotFound(f"The policy {policy!r} has no champion yet. Release a revision of it first.")
+    yaml = YAML()
+    yaml.preserve_quotes = True
+    yaml.indent(mapping=2, sequence=4, offset=2)
+    settings = yaml.load(file.read_text())
+    settings.setdefault("evaluate", {}).update({"policy": policy, "revision": digest})
+    draft = file.with_name(f".{file.name}.draft")
+    with draft.open("w") as output:
+        yaml.dump(settings, output)
+    draft.replace(file)
+    return digest
+
+
+def write_report(directory: Path, target: Path) -> None:
+    """Write `report.html`, `scores.csv` and `outcomes.csv` to `target` from the two files alone."""
+    from jinja2 import Environment
+
+    found = read_evaluation(directory)
+    pairs = list(zip(found.answers[BASE], found.answers[REVISION], strict=True))
+    target.mkdir(parents=True, exist_ok=True)
+    page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(
+        (Path(__file__).parent / "evaluation.html").read_text()
+    )
+    (target / "report.html").write_text(page.render(metrics=found.metrics, pairs=pairs))
+    models = [{"model": model, "score": found.metrics[model]["score"]} for model in (BASE, REVISION)]
+    _write_csv(target / "scores.csv", models)
+    outcomes = [{"item": old.item, BASE: _grade(old), REVISION: _grade(new)} for old, new in pairs]
+    _write_csv(target / "outcomes.csv", outcomes)
+
+
+def _grade(answer: Answer) -> str:
+    return "right" if answer.score == 1 else "wrong" if answer.score == 0 else "partly right"
+
+
+def _write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
