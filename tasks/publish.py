@@ -7,7 +7,10 @@ from engine.config import Params
 
 
 def write_report(params: Params, path: Path, since: float, now: float, stages: Mapping[str, float]) -> Path:
-    """Write the report of every policy in the catalog from `since` on (epoch seconds); return its path."""
+    """Write the report from `since` on (epoch seconds), of the policies that changed last; return its path.
+
+    Works from catalog and ledger snapshot alone: no service need run.
+    """
     from engine.adapters.catalog import Catalog
     from engine.quality import report
 
@@ -16,11 +19,12 @@ def write_report(params: Params, path: Path, since: float, now: float, stages: M
         data = report.collect(
             params.paths.ledger_snapshot,
             catalog,
-            [policy.name for policy in catalog.policies()],
+            sorted(route.policy for route in catalog.latest_routes(report.MAX_POLICIES)),
             title="Graftwork",
             created_at=now,
             since=since,
             stages=stages,
+            revisions_dir=params.paths.revisions,
             links={name: params.url(name) for name in ("prefect", "mlflow", "controller")},
         )
     finally:

@@ -1,21 +1,25 @@
 """The report: shows what ledger and catalog hold, judges as the controller does, and opens offline."""
 
 import itertools
+import json
 import re
 import time
+from dataclasses import replace
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
-from engine.adapters.catalog import Base, Catalog, Policy, Release, Revision, migrate
+from engine.adapters.catalog import Base, Catalog, Notice, Policy, Release, Revision, migrate
 from engine.config import ReleaseConfig
 from engine.errors import NotFound
 from engine.quality.estimate import clopper_pearson
 from engine.quality.evidence import EvidenceReader
 from engine.quality.ledger import Ledger, Spool
 from engine.quality.report import ReportData, collect, write_report
+from engine.quality.report_data import RevisionRow
+from engine.quality.report_lineage import Node, arrange, lineage
 
 BASE, GOOD, OLD = "b" * 64, "c" * 64, "a" * 64
 NOW = time.time()
@@ -117,21 +121,54 @@ def test_the_timeline_ends_where_the_controller_stands(world):
     )
 
 
-def test_scores_carry_exact_intervals_and_curves_start_at_since(world):
-    data = gather(world)
+def test_scores_carry_exact_intervals_and_curves_start_at_since(world, tmp_path):
+    # The manifest says which training made a revision; the other training exported nothing.
+    manifest = tmp_path / "sums" / GOOD[:12] / "manifest.json"
+    manifest.parent.mkdir(parents=True)
+    manifest.write_text(json.dumps({"config": {"session": "new"}}))
+    data = gather(world, revisions_dir=tmp_path)
     release = data.releases[0]
     assert (release.base_score.mean, release.score.mean) == (0.3, 0.9)
     assert (release.score.ci_low, release.score.ci_high) == clopper_pearson(9, 10)
     assert [(curve.digest, [step.reward for step in curve.steps]) for curve in data.curves] == [
         (GOOD, [0.25, 0.5, 0.75])
     ]
-    assert len(gather(world, since=0.0).curves) == 2
+    curves = gather(world, since=0.0, revisions_dir=tmp_path).curves
+    assert [(curve.session, curve.digest) for curve in curves] == [("old", None), ("new", GOOD)]
     assert gather(world, since=NOW + 1).releases == ()
 
 
 def test_revisions_are_the_exported_ones_with_parent_and_role(world):
     rows = gather(world).revisions
     assert [(row.digest, row.parent, row.role) for row in rows] == [(GOOD, OLD, ""), (OLD, None, "buried")]
+    assert rows[0].score.mean == 0.9
+    assert rows[0].units > 0
+    assert abs(rows[0].online - 0.9) < 0.1
+    assert (rows[1].score, rows[1].online, rows[1].reason) == (None, None, "it was bad")
+
+
+def test_a_policy_shows_what_its_name_means_now(world):
+    catalog = world[0]
+    before = catalog.route("sums")
+    catalog.set_route(replace(before, champion=GOOD, canary="d" * 64, weight=0.2), before.version)
+    (policy,) = gather(world).policies
+    assert (policy.champion, policy.canary, policy.weight) == (GOOD, "d" * 64, 0.2)
+    assert (policy.champion_score.mean, policy.base_score.mean) == (0.9, 0.3)
+    assert (policy.revisions, policy.newest.digest, policy.running) == (2, GOOD, "canary")
+
+
+def test_what_people_were_told_and_what_is_left_out_is_on_the_page(world, tmp_path):
+    catalog = world[0]
+    catalog.add_notice(Notice("n1", "graftwork.policy.drift", "sums", GOOD, "It <i>fell</i>.", "/", NOW + 5))
+    catalog.add_notice(Notice("n0", "graftwork.engine.down", "", None, "It is away.", "/", NOW - 5))
+    catalog.add_policy(Policy("poems", BASE, {"suite": "s"}, "me", NOW))
+    data = gather(world)
+    assert [(event.kind, event.reason) for event in data.notices] == [("policy.drift", "It <i>fell</i>.")]
+    assert [(event.by, event.reason) for event in data.tombstones] == [("ann", "it was bad")]
+    assert data.left_out == ("1 of the policies",)
+    text = write_report(data, tmp_path / "report.html").read_text()
+    assert "It &lt;i&gt;fell&lt;/i&gt;." in text
+    assert "Not shown: 1 of the policies" in text
 
 
 class Page(HTMLParser):
@@ -161,9 +198,12 @@ def test_the_page_loads_nothing_and_speaks_every_figure(world, tmp_path):
     assert page.links == ["http://127.0.0.1:8463"]
     assert not re.search(r"url\(|@import|@font-face", text)
     assert path.stat().st_size < 3_000_000
-    assert len(page.labels) == 3
-    assert "base: 30.0%, interval" in page.labels[0]
-    assert "sums@cccccccccccc, running: 90.0%" in page.labels[0]
+    lineage, scores, canary, curve = page.labels
+    assert "cccccccccccc from aaaaaaaaaaaa; aaaaaaaaaaaa from base, buried" in lineage
+    assert "base: 30.0%, interval" in scores
+    assert "sums@cccccccccccc, running: 90.0%" in scores
+    assert canary.startswith("Canary of sums@cccccccccccc")
+    assert "3 steps, mean reward 25% to 75%" in curve
     assert [item.name for item in path.parent.iterdir()] == ["report.html"]
     for drawing in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
         ElementTree.fromstring(drawing)
@@ -185,3 +225,23 @@ def test_a_report_of_nothing_is_a_page(tmp_path):
 def test_no_snapshot_is_a_sentence(world, tmp_path):
     with pytest.raises(NotFound, match="no ledger snapshot"):
         collect(tmp_path / "none.duckdb", world[0], ["sums"], title="A run", created_at=NOW)
+
+
+def test_no_line_of_the_lineage_runs_through_another_revision():
+    # Newest first: the champion came a -> b -> e; c and d were tried and left; f began at the base again.
+    parents = {"f": None, "e": "b", "d": "b", "c": "a", "b": "a", "a": None}
+    rows = [RevisionRow("p", digest, parent, 1, 8, 1, 0.0) for digest, parent in parents.items()]
+    nodes = {node.digest: node for node in arrange(rows, champion="e")}
+    assert [nodes[digest].lane for digest in "eba"] == [0, 0, 0]
+    assert all(nodes[digest].lane > 0 for digest in "fdc")
+    for node in nodes.values():
+        expected = parents[node.digest]
+        assert node.parent == (nodes[expected].row if expected else len(rows))
+        between = [other for other in nodes.values() if node.row < other.row < node.parent]
+        assert all(other.lane != node.lane for other in between)
+
+
+def test_a_parent_that_is_not_shown_leads_to_the_last_row():
+    rows = [RevisionRow("p", "b", "gone", 1, 8, 1, 0.0)]
+    assert arrange(rows, champion=None) == [Node("b", 0, 0, 1)]
+    assert "base, and older revisions" in lineage(rows, None)

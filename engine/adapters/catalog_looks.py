@@ -13,6 +13,12 @@ from engine.adapters.catalog_schema import Revision, Route
 class Looks(Notes):
     """The catalog's queries for looking; part of `Catalog`."""
 
+    def base_names(self) -> dict[str, str]:
+        """Return the names of the known bases by digest."""
+        query = select(schema.bases.c.digest, schema.bases.c.name)
+        with self._engine.connect() as connection:
+            return {row.digest: row.name for row in connection.execute(query)}
+
     def latest_routes(self, limit: int) -> list[Route]:
         """Return the routes that changed last, newest first."""
         table = schema.routes.c

@@ -1,10 +1,11 @@
 """The plots of the report, each as an SVG that reads on light and on dark paper.
 
 Knows colours and axes. Text and grid take the page's own colour (`currentColor`), so one picture serves
-both themes. Nothing is loaded from anywhere: Vega runs inside `vl_convert`.
+both themes. Nothing is loaded from anywhere: Vega runs inside `vl_convert`. A plot of the same values is
+drawn once, so that a page which is looked at again and again costs what has changed.
 """
 
-from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import altair as alt
@@ -16,10 +17,12 @@ BASELINE, REVISION, GOOD, BAD, HELD = "#8a94a6", "#3d7fd9", "#2f9e68", "#d8574b"
 STATE_COLOURS = {"promoted": GOOD, "rolled_back": BAD, "held": HELD, "running": REVISION}
 STATE_WORDS = {"promoted": "promoted", "rolled_back": "rolled back", "held": "held", "running": "running"}
 WIDTH = 430
+CACHED = 256
 PERCENT = alt.Axis(format="%", tickCount=5)
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', sans-serif"
 
 
+@lru_cache(CACHED)
 def learning_curve(curve: Curve) -> str:
     """Draw reward by training step: each step as a dot, and the mean of five steps as a line."""
     rows = [{"step": step.step, "reward": step.reward} for step in curve.steps]
@@ -35,6 +38,7 @@ def learning_curve(curve: Curve) -> str:
     return _svg((dots + line).properties(width=WIDTH, height=190))
 
 
+@lru_cache(CACHED)
 def step_seconds(curve: Curve) -> str:
     """Draw where each training step's seconds went, stacked."""
     parts = {"rollout": "rollout_s", "update": "update_s", "handoff": "handoff_s"}
@@ -55,7 +59,8 @@ def step_seconds(curve: Curve) -> str:
     return _svg(chart.properties(width=WIDTH, height=110))
 
 
-def score_intervals(rows: Sequence[tuple[str, SuiteScore, str]]) -> str:
+@lru_cache(CACHED)
+def score_intervals(rows: tuple[tuple[str, SuiteScore, str], ...]) -> str:
     """Draw scores with their intervals, one row each; `rows` are (label, score, colour)."""
     values = [
         {"label": label, "mean": score.mean, "low": score.ci_low, "high": score.ci_high, "colour": colour,
@@ -82,6 +87,7 @@ def score_intervals(rows: Sequence[tuple[str, SuiteScore, str]]) -> str:
     return _svg((rule + dots + text).properties(width=600, height=alt.Step(38)))
 
 
+@lru_cache(CACHED)
 def canary_timeline(release: ReleaseResult) -> str:
     """Draw both arms' mean reward over a difference's confidence sequence, with the verdict's moment."""
     end = release.canary_s if release.state != "running" else None

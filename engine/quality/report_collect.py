@@ -4,30 +4,31 @@ Knows which rows belong in a report of a run, and replays a canary's evidence as
 Writes nothing.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from statistics import fmean
 
 import duckdb
 import numpy as np
 
-from engine.adapters.catalog import Catalog, Release, Revision
-from engine.config import ReleaseConfig
-from engine.quality.estimate import interval
+from engine.adapters.catalog import Catalog, Release
+from engine.config import DIGEST12, ReleaseConfig
 from engine.quality.ledger import open_snapshot
+from engine.quality.overview import overview, suite_score
 from engine.quality.report_data import (
     CanaryPoint,
     Curve,
+    Event,
     ReleaseResult,
     ReportData,
     RevisionRow,
     Step,
-    SuiteScore,
 )
 from engine.quality.sequential import CanaryComparison
 
 MAX_POINTS = 200
-MAX_REVISIONS = 20
+# What one page holds. The tables of a catalog with a million revisions are not read here.
+MAX_POLICIES, MAX_REVISIONS, MAX_RELEASES, MAX_CURVES, MAX_NOTICES = 50, 20, 30, 24, 20
 
 # The rows that the controller judges by (engine.quality.evidence), with the moment they were rated.
 RATED = """
@@ -39,15 +40,8 @@ RATED = """
     ORDER BY seq
 """
 STEPS = """
-    SELECT session, digest, step, reward, importance_ratio, rollout_s, update_s, handoff_s FROM train_steps
+    SELECT session, step, reward, importance_ratio, rollout_s, update_s, handoff_s FROM train_steps
     WHERE policy = ? AND "at" >= ? ORDER BY min("at") OVER (PARTITION BY session), session, step
-"""
-SCORES = """
-    SELECT score FROM scores
-    WHERE base = $base AND suite = $suite AND digest IS NOT DISTINCT FROM $digest
-        AND (digest IS NULL OR policy = $policy) AND suite_version = (
-            SELECT arg_max(suite_version, "at") FROM scores WHERE base = $base AND suite = $suite)
-    ORDER BY item
 """
 
 
@@ -61,38 +55,73 @@ def collect(
     since: float = 0.0,
     stages: Mapping[str, float] | None = None,
     links: Mapping[str, str] | None = None,
+    revisions_dir: Path | None = None,
 ) -> ReportData:
-    """Gather the training and releases of `policies` from `since` on, and their newest revisions.
+    """Gather `policies` with their newest revisions, and their training and releases from `since` on.
 
-    Raises `NotFound` when there is no snapshot yet or a policy is unknown.
+    `revisions_dir` holds the exported revisions, whose manifests say which training made them. What the
+    catalog has beyond this is counted in `left_out`. Raises `NotFound` when there is no snapshot yet or a
+    policy is unknown.
     """
-    bases = {catalog.policy(name).base for name in policies}
     with open_snapshot(ledger_snapshot) as ledger:
-        curves = tuple(curve for name in policies for curve in _curves(ledger, name, since))
-        releases = [release for name in policies for release in catalog.releases(name)]
-        started = sorted(
-            (item for item in releases if item.created_at >= since), key=lambda it: it.created_at
-        )
-        results = tuple(_result(ledger, catalog, release) for release in started)
+        seen = overview(ledger, catalog, policies, MAX_REVISIONS)
+        made = _made(seen.revisions, revisions_dir)
+        most = max(1, MAX_CURVES // max(len(policies), 4))
+        curves = [curve for name in policies for curve in _curves(ledger, name, since, made)[-most:]]
+        releases = [item for name in policies for item in catalog.releases(name) if item.created_at >= since]
+        releases.sort(key=lambda item: item.created_at)
+        results = tuple(_result(ledger, catalog, release) for release in releases[-MAX_RELEASES:])
+    names = catalog.base_names()
+    bases = sorted({policy.base for policy in seen.policies})
+    counted = {
+        "policies": catalog.count_policies() - len(policies),
+        "revisions": sum(policy.revisions for policy in seen.policies) - len(seen.revisions),
+        "releases": len(releases) - len(results),
+    }
     return ReportData(
         title=title,
         created_at=created_at,
-        base=", ".join(f"{catalog.base(digest).name} ({digest[:12]})" for digest in sorted(bases)),
-        curves=curves,
+        base=", ".join(f"{names.get(digest, 'unknown')} ({digest[:DIGEST12]})" for digest in bases),
+        policies=seen.policies,
+        curves=tuple(curves),
         releases=results,
-        revisions=tuple(row for name in policies for row in _revisions(catalog, name)),
+        revisions=seen.revisions,
+        notices=tuple(
+            Event(it.at, it.name.removeprefix("graftwork."), it.policy, it.revision, it.reason)
+            for it in catalog.notices(MAX_NOTICES)
+            if it.at >= since
+        ),
+        tombstones=_tombstones(catalog, policies),
         stages=tuple((stages or {}).items()),
         links=tuple((links or {}).items()),
+        left_out=tuple(f"{count} of the {what}" for what, count in counted.items() if count > 0),
     )
 
 
-def _curves(ledger: duckdb.DuckDBPyConnection, policy: str, since: float) -> list[Curve]:
+def _tombstones(catalog: Catalog, policies: Sequence[str]) -> tuple[Event, ...]:
+    stones = [stone for stone in catalog.tombstones() if stone.policy in policies][-MAX_REVISIONS:]
+    return tuple(Event(it.at, "buried", it.policy, it.digest, it.reason, it.by) for it in reversed(stones))
+
+
+def _made(revisions: Sequence[RevisionRow], directory: Path | None) -> dict[str, str]:
+    """Return the newest exported digest of each training session, as the manifests say."""
+    made: dict[str, str] = {}
+    for row in reversed(revisions) if directory else ():
+        assert directory is not None
+        manifest = directory / row.policy / row.digest[:DIGEST12] / "manifest.json"
+        if manifest.is_file():
+            session = json.loads(manifest.read_text()).get("config", {}).get("session")
+            made |= {session: row.digest} if session else {}
+    return made
+
+
+def _curves(
+    ledger: duckdb.DuckDBPyConnection, policy: str, since: float, made: Mapping[str, str]
+) -> list[Curve]:
     sessions: dict[str, list[Step]] = {}
-    last: dict[str, str | None] = {}
-    for session, digest, *values in ledger.execute(STEPS, [policy, since]).fetchall():
+    for session, *values in ledger.execute(STEPS, [policy, since]).fetchall():
         sessions.setdefault(session, []).append(Step(*values))
-        last[session] = digest
-    return [Curve(policy, last[session], tuple(steps)) for session, steps in sessions.items()]
+    return [Curve(policy, made.get(session), tuple(steps), session) for session, steps in sessions.items()]
 
 
 def _result(ledger: duckdb.DuckDBPyConnection, catalog: Catalog, release: Release) -> ReleaseResult:
@@ -106,22 +135,14 @@ def _result(ledger: duckdb.DuckDBPyConnection, catalog: Catalog, release: Releas
         state=release.state,
         reason=release.reason,
         margin=ReleaseConfig.model_validate(release.settings).margin,
-        base_score=_suite_score(ledger, policy.base, release.policy, suite, None),
-        score=_suite_score(ledger, policy.base, release.policy, suite, release.revision),
-        skipped={gate: f"{by['by']}: {by['reason']}" for gate, by in release.skip_gates.items()},
+        base_score=suite_score(ledger, policy.base, release.policy, suite, None),
+        score=suite_score(ledger, policy.base, release.policy, suite, release.revision),
+        skipped=tuple((gate, f"{by['by']}: {by['reason']}") for gate, by in release.skip_gates.items()),
         canary_s=release.updated_at - started if started is not None else None,
         timeline=timeline(ledger, release),
+        id=release.id,
+        created_at=release.created_at,
     )
-
-
-def _suite_score(
-    ledger: duckdb.DuckDBPyConnection, base: str, policy: str, suite: str, digest: str | None
-) -> SuiteScore | None:
-    named = {"base": base, "policy": policy, "suite": suite, "digest": digest}
-    scores = [row[0] for row in ledger.execute(SCORES, named).fetchall()]
-    if not scores:
-        return None
-    return SuiteScore(policy, digest, suite, len(scores), fmean(scores), *interval(scores))
 
 
 def timeline(ledger: duckdb.DuckDBPyConnection, release: Release) -> tuple[CanaryPoint, ...]:
@@ -159,31 +180,3 @@ def _points(rows: list[tuple[float, bool, float]], comparison: CanaryComparison)
             CanaryPoint(seconds, len(canary), len(baseline), mean, other, comparison.lower, comparison.upper)
         )
     return tuple(points)
-
-
-def _revisions(catalog: Catalog, policy: str) -> list[RevisionRow]:
-    route = catalog.route(policy)
-    roles = {route.previous: "previous", route.canary: "canary", route.champion: "champion"}
-    roles |= {stone.digest: "buried" for stone in catalog.tombstones() if stone.policy == policy}
-    return [
-        RevisionRow(
-            row.policy,
-            row.digest,
-            row.parent,
-            row.step,
-            row.rank,
-            row.bytes,
-            row.created_at,
-            roles.get(row.digest, ""),
-        )
-        for row in _exported(catalog, policy)
-    ]
-
-
-def _exported(catalog: Catalog, policy: str) -> list[Revision]:
-    found: list[Revision] = []
-    page = catalog.revisions(policy)
-    while page and len(found) < MAX_REVISIONS:
-        found += [row for row in page if row.state == "exported"]
-        page = catalog.revisions(policy, after=page[-1])
-    return found[:MAX_REVISIONS]

@@ -3,8 +3,7 @@
 Times are epoch seconds, scores and rewards lie in [0, 1], a digest of None is the base itself.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -21,11 +20,15 @@ class Step:
 
 @dataclass(frozen=True)
 class Curve:
-    """One training session of a policy, in the order of its steps; `digest` is of its last adapter."""
+    """One training session of a policy, in the order of its steps.
+
+    `digest` is the newest revision that was exported from it, None where that is not known.
+    """
 
     policy: str
     digest: str | None
     steps: tuple[Step, ...]
+    session: str = ""
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ class ReleaseResult:
     """One release with its scores, its canary's timeline and how it ended.
 
     `state` is `running`, `promoted`, `rolled_back` or `held`; `canary_s` is from the canary's start to
-    the release's last change, None when no user ever saw it.
+    the release's last change, None when no user ever saw it; `skipped` are gates with who and why.
     """
 
     policy: str
@@ -70,14 +73,20 @@ class ReleaseResult:
     margin: float
     base_score: SuiteScore | None
     score: SuiteScore | None
-    skipped: Mapping[str, str] = field(default_factory=dict)
+    skipped: tuple[tuple[str, str], ...] = ()
     canary_s: float | None = None
     timeline: tuple[CanaryPoint, ...] = ()
+    id: str = ""
+    created_at: float = 0.0
 
 
 @dataclass(frozen=True)
 class RevisionRow:
-    """An exported revision; `role` is champion, canary, previous, buried or empty."""
+    """An exported revision; `role` is champion, canary, previous, buried or empty.
+
+    `online` is the mean reward that users gave it, over `units` users; `accepted` is the effect probe's
+    result, None until it has run; `verdict` is the last one, `reason` says why, or why it is buried.
+    """
 
     policy: str
     digest: str
@@ -87,20 +96,69 @@ class RevisionRow:
     bytes: int
     created_at: float
     role: str = ""
+    score: SuiteScore | None = None
+    online: float | None = None
+    units: int = 0
+    accepted: bool | None = None
+    verdict: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class PolicyRow:
+    """A policy and what its bare name means now; `weight` is the share of users on the canary.
+
+    `champion_score` is the base's own score while there is no champion. `running` is the step of the
+    release that runs, or empty.
+    """
+
+    name: str
+    owner: str
+    base: str
+    task: str
+    contract: str
+    suite: str
+    champion: str | None
+    canary: str | None
+    previous: str | None
+    weight: float
+    revisions: int
+    newest: RevisionRow | None
+    base_score: SuiteScore | None
+    champion_score: SuiteScore | None
+    running: str = ""
+
+
+@dataclass(frozen=True)
+class Event:
+    """A notice, or a revision that was buried: something that people want to hear of."""
+
+    at: float
+    kind: str
+    policy: str
+    revision: str | None
+    reason: str
+    by: str = ""
 
 
 @dataclass(frozen=True)
 class ReportData:
     """A whole report. `stages` are (name, seconds) of the run in order; `links` are (text, URL).
 
-    Empty parts are left out of the page, so a report can be written at any moment of a run.
+    Empty parts are left out of the page, so a report can be written at any moment of a run. `left_out`
+    says in sentences what a bounded page does not show; `alarms` is what is wrong now.
     """
 
     title: str
     created_at: float
     base: str = ""
+    policies: tuple[PolicyRow, ...] = ()
     curves: tuple[Curve, ...] = ()
     releases: tuple[ReleaseResult, ...] = ()
     revisions: tuple[RevisionRow, ...] = ()
+    notices: tuple[Event, ...] = ()
+    tombstones: tuple[Event, ...] = ()
     stages: tuple[tuple[str, float], ...] = ()
     links: tuple[tuple[str, str], ...] = ()
+    left_out: tuple[str, ...] = ()
+    alarms: tuple[str, ...] = ()
