@@ -1,12 +1,14 @@
 """Resident bases: the tiny ones that are built here, and any other by directory or hub id.
 
 A built base is a real Hugging Face directory (config, weights, tokenizer with chat template, generation
-config), named by the digest of its recipe, and written to a draft that is renamed when it is whole.
+config), named by the digest of its recipe, and written to a draft that is renamed when it is whole. One
+from the hub is taken at a pinned commit, without code of its own; the hub's library reads the token.
 """
 
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -16,10 +18,19 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import BaseConfig, Example, Paths, content_hash
-from engine.errors import BaseModelError
+from engine.errors import BaseModelError, ConfigError
 from engine.training.problems import PHRASINGS, TASKS
 
 Progress = Callable[[int, int, float], None]
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+# What is loaded, and nothing that runs: no Python, no pickles, no second copy of the weights.
+HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
+HUB_LEFT_OUT = ("original/*", "consolidated*")
+HUB_HELP = {
+    "GatedRepoError": "Accept its terms on its page, and give a token by HF_TOKEN or `hf auth login`",
+    "RepositoryNotFoundError": "Check the id; a private model needs a token by HF_TOKEN or `hf auth login`",
+    "RevisionNotFoundError": "Set base.revision to a commit of this model",
+}
 
 
 @dataclass(frozen=True)
@@ -62,15 +73,16 @@ RECIPES: dict[str, Recipe] = {"tiny-dense": Recipe()}
 def ensure_base(config: BaseConfig, paths: Paths, progress: Progress | None = None) -> BaseInfo:
     """Return the base that `config` names, building a tiny one when it is not there yet.
 
-    `progress(step, steps, loss)` is called while one is built. Raises `BaseModelError` when a
-    directory or hub id is missing or lacks its config, weights or tokenizer.
+    `progress(step, steps, loss)` is called while one is built. Raises `ConfigError` for a hub id without
+    a commit, `BaseModelError` when a directory or hub id is missing, lacks its config, weights or tokenizer,
+    or wants to run code of its own.
     """
     if config.name in RECIPES:
         recipe = RECIPES[config.name]
         path = paths.bases / f"{config.name}-{recipe_digest(recipe, config.seed)[:12]}"
         _build_once(recipe, config.seed, path, progress or (lambda step, steps, loss: None))
     else:
-        path = _find(config.name)
+        path = _find(config)
     _check(config.name, path)
     return BaseInfo(Path(config.name).name, path, base_digest(path))
 
@@ -81,25 +93,95 @@ def recipe_digest(recipe: Recipe, seed: int) -> str:
     return content_hash([asdict(recipe), seed, tasks, PHRASINGS])
 
 
-def _find(name: str) -> Path:
-    if Path(name).expanduser().is_dir():
-        return Path(name).expanduser().absolute()
-    from huggingface_hub import snapshot_download
+def base_config(config: BaseConfig, paths: Paths) -> dict[str, Any]:
+    """Return a base's `config.json` without its weights, of a tiny base also before it is built.
+
+    Raises as `ensure_base`.
+    """
+    if config.name in RECIPES:
+        return recipe_config(RECIPES[config.name])
+    local = _local(config.name)
+    file = local / "config.json" if local else _ask_hub(config, "config.json")
+    if not file.is_file():
+        raise BaseModelError(f"The base {config.name!r} at {local} lacks config.json.")
+    _refuse_own_code(config.name, file.parent)
+    return dict(json.loads(file.read_text()))
+
+
+def recipe_config(recipe: Recipe) -> dict[str, Any]:
+    """Return what decides a tiny base's memory, under the names of `config.json`."""
+    return {
+        "model_type": "qwen3",
+        "vocab_size": recipe.vocabulary,
+        "hidden_size": recipe.hidden,
+        "intermediate_size": recipe.intermediate,
+        "num_hidden_layers": recipe.layers,
+        "num_attention_heads": recipe.heads,
+        "num_key_value_heads": recipe.kv_heads,
+        "head_dim": recipe.head_dim,
+        "tie_word_embeddings": True,
+    }
+
+
+def _find(config: BaseConfig) -> Path:
+    return _local(config.name) or _ask_hub(config)
+
+
+def _local(name: str) -> Path | None:
+    path = Path(name).expanduser()
+    return path.absolute() if path.is_dir() else None
+
+
+def _ask_hub(config: BaseConfig, file: str | None = None) -> Path:
+    """Return a file, or the whole snapshot, at the pinned commit, from the local cache if it is there."""
+    name = config.name
+    if HUB_ID.fullmatch(name) and config.revision is None:
+        raise ConfigError(
+            f"The base {name!r} is no local directory, and from the hub it needs a pinned commit. Set "
+            "base.revision to the 40 digits of one (its page shows them under Files, History)."
+        )
+    from huggingface_hub import hf_hub_download, snapshot_download
 
     try:
-        return Path(snapshot_download(name))
+        if file:
+            return Path(hf_hub_download(name, file, revision=config.revision))
+        return Path(
+            snapshot_download(
+                name,
+                revision=config.revision,
+                allow_patterns=list(HUB_FILES),
+                ignore_patterns=list(HUB_LEFT_OUT),
+            )
+        )
     except Exception as error:
+        # Only the kind: an error's own text may quote the request, and with it the token.
+        kind = type(error).__name__
+        help = HUB_HELP.get(kind, f"Set base.name to {' or '.join(RECIPES)}, a directory, or a hub id")
         raise BaseModelError(
             f"The base {name!r} is neither a local directory nor a model that the hub could give "
-            f"({type(error).__name__}). Set base.name to {' or '.join(RECIPES)}, a directory, or a hub id."
+            f"({kind}). {help}."
         ) from None
 
 
+def _refuse_own_code(name: str, path: Path) -> None:
+    for file in (path / "config.json", path / "tokenizer_config.json"):
+        if file.is_file() and json.loads(file.read_text()).get("auto_map"):
+            raise BaseModelError(
+                f"The base {name!r} wants to run Python code of its own ({file.name} has `auto_map`), "
+                "and Graftwork runs none (`trust_remote_code` is off). Choose a base that transformers "
+                "knows by itself; if it knows this one, save a copy without `auto_map`."
+            )
+
+
 def _check(name: str, path: Path) -> None:
+    _refuse_own_code(name, path)
+    index = path / "model.safetensors.index.json"
+    shards = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else set()
     needed = {
         "config.json": (path / "config.json").is_file(),
         "weights (*.safetensors)": any(path.glob("*.safetensors")),
         "a tokenizer (tokenizer.json or tokenizer_config.json)": any(path.glob("tokenizer*.json")),
+        **{shard: (path / shard).is_file() for shard in sorted(shards)},
     }
     missing = [what for what, found in needed.items() if not found]
     if missing:
@@ -170,16 +252,26 @@ def prompt_text(
 ) -> str:
     """Return the rendered text whose ids are `prompt_ids`; frozen evaluation items hold this text.
 
-    A base without a chat template gets the messages as plain paragraphs.
+    A base without a chat template gets the messages as plain paragraphs, after the token that its
+    tokenizer begins every text with. Raises `ConfigError` when the template refuses the messages.
     """
+    from jinja2 import TemplateError
+
     messages = [{"role": "system", "content": system}] if system else []
     for example in few_shot:
         messages.append({"role": "user", "content": example.question})
         messages.append({"role": "assistant", "content": example.answer})
     messages.append({"role": "user", "content": question})
     if not tokenizer.chat_template:
-        return "\n\n".join(message["content"] for message in messages) + "\n"
-    return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        opening = tokenizer.bos_token if tokenizer.bos_token_id in tokenizer.encode("") else ""
+        return opening + "\n\n".join(message["content"] for message in messages) + "\n"
+    try:
+        return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+    except TemplateError as error:
+        raise ConfigError(
+            f"The base's chat template refuses this policy's messages: {error}. "
+            "Leave out the policy's `system` or `few_shot`, or put them into the question."
+        ) from None
 
 
 def end_tokens(path: Path) -> tuple[int, ...]:

@@ -34,7 +34,9 @@ class BaseConfig(Settings):
 
     name: str = Field("tiny-dense", description="tiny-dense, a local directory, or a hub id")
     seed: int = Field(20260513, ge=0)
-    revision: str | None = Field(None, description="commit of a hub id; without it the newest one is taken")
+    revision: str | None = Field(
+        None, pattern=r"^[0-9a-f]{40}$", description="the commit of a hub id, which needs one; a branch moves"
+    )
 
 
 class EngineConfig(Settings):
@@ -46,23 +48,41 @@ class EngineConfig(Settings):
     max_model_len: int = Field(256, ge=16)
     max_num_seqs: int = Field(128, ge=1)
     threads: int = Field(0, ge=0, description="0: every core but one, which is left to the others")
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    kv_cache_gib: float = Field(0.25, gt=0)
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="of base and served adapters; auto: bfloat16 on CUDA, float32 on a CPU"
+    )
+    kv_cache_gib: float | None = Field(
+        None, gt=0, description="empty: 0.25 on a CPU; on CUDA what max_num_seqs whole sequences need"
+    )
     start_timeout_s: float = Field(300, gt=0)
     host_bytes: int = Field(1 << 30, ge=1 << 20, description="budget of the host tier, bytes")
     load_concurrency: int = Field(2, ge=1)
     load_queue: int = Field(256, ge=1, description="cold loads waiting before clients get 429")
     load_timeout_s: float = Field(60, gt=0)
 
+    def dtype_on(self, cuda: bool) -> Literal["float32", "bfloat16"]:
+        """Return the dtype of base and served adapters on CUDA, or on a CPU."""
+        if self.dtype == "auto":
+            return "bfloat16" if cuda else "float32"
+        return self.dtype
+
 
 class TrainerConfig(Settings):
     """The resident trainer."""
 
     port: Port = 8461
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA where there is one")
+    gradient_checkpointing: bool | None = Field(
+        None, description="compute activations again in the backward; empty: on CUDA only"
+    )
     threads: int = Field(0, ge=0, description="0: half of the cores, since the engine works beside it")
     sessions: int = Field(8, ge=1, description="policies held at once")
     microbatch_tokens: int = Field(8192, ge=64)
     operation_timeout_s: float = Field(600, gt=0)
+
+    def checkpoints_on(self, cuda: bool) -> bool:
+        """Say whether activations are computed again in the backward on CUDA, or on a CPU."""
+        return cuda if self.gradient_checkpointing is None else self.gradient_checkpointing
 
 
 class ControllerConfig(Settings):

@@ -13,11 +13,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.config import Params, load_params
+from engine.config import EngineConfig, Params, load_params
+from engine.memory import BATCHED_TOKENS
 
 if TYPE_CHECKING:
     from engine.base import BaseInfo
+    from engine.memory import Plan
 
+CPU_KV_CACHE_GIB = 0.25
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -30,10 +33,14 @@ def main() -> None:
 
     from engine.adapters.catalog import migrate
     from engine.base import ensure_base
+    from engine.gpu import planned, say
 
+    plan = planned(params)
+    if plan:
+        say(plan)
     base = ensure_base(params.base, params.paths)
     migrate(params.paths.catalog_url)
-    serve(server_arguments(params, path, base))
+    serve(server_arguments(params, path, base, plan))
 
 
 def set_environment(params: Params) -> None:
@@ -49,8 +56,13 @@ def set_environment(params: Params) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
 
 
-def server_arguments(params: Params, params_path: Path, base: "BaseInfo") -> list[str]:
-    """Return vLLM's command line for these settings."""
+def server_arguments(
+    params: Params, params_path: Path, base: "BaseInfo", plan: "Plan | None" = None
+) -> list[str]:
+    """Return vLLM's command line for these settings, on the GPU of `plan` or on the CPU.
+
+    Nothing here lets vLLM run a base's own code: `--trust-remote-code` is never given.
+    """
     config = params.engine
     ours = {
         "params": str(params_path),
@@ -63,10 +75,10 @@ def server_arguments(params: Params, params_path: Path, base: "BaseInfo") -> lis
         "--served-model-name", base.name,
         "--host", "127.0.0.1",
         "--port", str(config.port),
-        "--dtype", config.dtype,
+        "--dtype", config.dtype_on(cuda=plan is not None),
         "--max-model-len", str(config.max_model_len),
         "--max-num-seqs", str(config.max_num_seqs),
-        "--kv-cache-memory-bytes", str(int(config.kv_cache_gib * 2**30)),
+        *memory_arguments(config, plan),
         "--enforce-eager",
         "--enable-lora",
         "--max-loras", str(config.slots),
@@ -81,6 +93,22 @@ def server_arguments(params: Params, params_path: Path, base: "BaseInfo") -> lis
         "--generation-config", "vllm",
         "--no-enable-log-requests",
         "--disable-uvicorn-access-log",
+    ]  # fmt: skip
+
+
+def memory_arguments(config: EngineConfig, plan: "Plan | None") -> list[str]:
+    """Return vLLM's memory: its share of the GPU and the KV cache, as planned.
+
+    vLLM refuses to start when its share is not free. The cache is given in bytes: measured instead, it
+    would shrink by whatever the trainer takes meanwhile.
+    """
+    if plan is None:
+        size = int((config.kv_cache_gib or CPU_KV_CACHE_GIB) * 2**30)
+        return ["--kv-cache-memory-bytes", str(size)]
+    return [
+        "--kv-cache-memory-bytes", str(plan.engine_kv_cache),
+        "--gpu-memory-utilization", f"{plan.gpu_memory_utilization:.4f}",
+        "--max-num-batched-tokens", str(max(BATCHED_TOKENS, config.max_num_seqs)),
     ]  # fmt: skip
 
 

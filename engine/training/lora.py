@@ -1,14 +1,15 @@
 """LoRA on a resident base: the base is loaded once and frozen, each adapter is a small set of factors.
 
-An adapter brings its own parameters and Adam moments; `ResidentBase.using(adapter)` switches it on for
-one forward. Knows tensors and shapes. Knows nothing of sessions, tasks or files of revisions.
+An adapter brings its own parameters and Adam moments, always in float32; `ResidentBase.using(adapter)`
+switches it on for one forward. The base may be in bfloat16 and on a GPU. Knows tensors, shapes and
+devices. Knows nothing of sessions, tasks or files of revisions.
 
 Shape suffixes: _B rows, _S positions, _T completion tokens one after another, _R rank, _I input
 features, _O output features, _V vocabulary.
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from engine.adapters.packed import shapes
-from engine.errors import AdapterError, ConfigError
+from engine.errors import AdapterError, BaseModelError, ConfigError
+from engine.memory import HEAD_TOKENS
 from engine.training.grpo import LOSSES, importance_ratio
 
 
@@ -62,14 +65,20 @@ class SlottedLinear(nn.Module):
         if self.factors is None:
             return y
         a_RI, b_OR, scale = self.factors
-        return y + (x @ a_RI.T) @ (b_OR.T * scale)
+        # In the base's dtype, rounded as `canonical` rounds them: the very numbers that the engine serves.
+        return y + (x @ a_RI.to(x.dtype).T) @ (b_OR.T * scale).to(x.dtype)
 
 
 class Adapter:
     """One policy's factors in float32 with their Adam state. B starts at zero, so it starts as the base."""
 
     def __init__(
-        self, modules: Mapping[str, tuple[int, int]], rank: int, alpha: float, generator: torch.Generator
+        self,
+        modules: Mapping[str, tuple[int, int]],
+        rank: int,
+        alpha: float,
+        generator: torch.Generator,
+        device: torch.device,
     ):
         self.rank, self.alpha = rank, alpha
         self.factors: dict[str, nn.Parameter] = {}
@@ -77,8 +86,9 @@ class Adapter:
             # The bound of PEFT's default: Kaiming uniform with a = sqrt(5).
             bound = 1 / math.sqrt(size_in)
             a_RI = (torch.rand(rank, size_in, generator=generator) * 2 - 1) * bound
-            self.factors[f"{module}.lora_A"] = nn.Parameter(a_RI)
-            self.factors[f"{module}.lora_B"] = nn.Parameter(torch.zeros(size_out, rank))
+            # Drawn on the CPU, so that a seed means the same factors on every device.
+            self.factors[f"{module}.lora_A"] = nn.Parameter(a_RI.to(device))
+            self.factors[f"{module}.lora_B"] = nn.Parameter(torch.zeros(size_out, rank, device=device))
         self.optimizer = torch.optim.AdamW(self.factors.values(), lr=0.0, fused=True)
 
     @property
@@ -87,11 +97,12 @@ class Adapter:
 
     @torch.no_grad()
     def canonical(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return the tensors of a revision: alpha folded into B so that it equals rank, in `dtype`."""
-        return {
-            key: (factor * self.scale if key.endswith("lora_B") else factor).to(dtype).clone().contiguous()
+        """Return a revision's tensors on the CPU: alpha folded into B so that it equals rank, in `dtype`."""
+        folded = {
+            key: factor * self.scale if key.endswith("lora_B") else factor
             for key, factor in self.factors.items()
         }
+        return {key: tensor.to("cpu", dtype).clone().contiguous() for key, tensor in folded.items()}
 
     @torch.no_grad()
     def load_canonical(self, tensors: Mapping[str, Tensor]) -> None:
@@ -121,8 +132,14 @@ class Adapter:
         self.optimizer.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, Any]:
-        factors = {key: factor.detach().clone() for key, factor in self.factors.items()}
-        return {"factors": factors, "optimizer": self.optimizer.state_dict()}
+        """Return factors and Adam moments on the CPU, so that a session goes on on any device."""
+        factors = {key: factor.detach().cpu().clone() for key, factor in self.factors.items()}
+        optimizer = self.optimizer.state_dict()
+        moments = {
+            number: {name: value.cpu() for name, value in state.items()}
+            for number, state in optimizer["state"].items()
+        }
+        return {"factors": factors, "optimizer": {**optimizer, "state": moments}}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -133,21 +150,44 @@ class Adapter:
 
 
 class ResidentBase:
-    """The frozen base in float32, shared by every adapter. One thread at a time may call it."""
+    """The frozen base in `dtype` on a device, shared by every adapter. One thread at a time may call it.
 
-    def __init__(self, path: Path, threads: int, microbatch_tokens: int):
+    With `checkpointing`, a layer's activations are computed again in the backward, and logits exist for
+    `HEAD_TOKENS` tokens at a time.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        threads: int,
+        microbatch_tokens: int,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        checkpointing: bool = False,
+    ):
         from transformers import AutoModelForCausalLM
 
         torch.set_num_threads(threads)
-        self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self.device, self.checkpointing = torch.device(device), checkpointing
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
+        self.model: Any = model.eval().to(self.device)
         self.model.requires_grad_(False)
+        if checkpointing:
+            checkpoint_layers(self.model)
         self.microbatch_tokens = microbatch_tokens
         self.modules = {shape.name: (shape.inputs, shape.outputs) for shape in shapes(self.model.config)}
         self.slotted = {name: self._slot(name) for name in self.modules}
 
     def _slot(self, name: str) -> SlottedLinear:
         parent, _, leaf = name.rpartition(".")
-        slotted = SlottedLinear(self.model.get_submodule(name))
+        try:
+            found = self.model.get_submodule(name)
+        except AttributeError:
+            raise BaseModelError(
+                f"The base has no projection {name}: it is no dense decoder of the Llama kind. "
+                "Set base.name to one (Llama, Mistral, Qwen2, Qwen3)."
+            ) from None
+        slotted = SlottedLinear(found)
         setattr(self.model.get_submodule(parent), leaf, slotted)
         return slotted
 
@@ -161,7 +201,7 @@ class ResidentBase:
                 f"The base has no projections {', '.join(unknown)}. Known: {', '.join(sorted(known))}."
             )
         chosen = {name: size for name, size in self.modules.items() if name.rpartition(".")[2] in targets}
-        return Adapter(chosen, rank, alpha, generator)
+        return Adapter(chosen, rank, alpha, generator, self.device)
 
     @contextmanager
     def using(self, adapter: Adapter | None) -> Iterator[None]:
@@ -178,7 +218,7 @@ class ResidentBase:
                 slotted.factors = None
 
     def logprobs(self, rows: Sequence[Row]) -> Tensor:
-        """Return log-probabilities (T,) of all rows' completion tokens, row after row.
+        """Return log-probabilities (T,) in float32 of all rows' completion tokens, row after row.
 
         The vocabulary is only touched at those positions. Rows are padded on the right, where causal
         attention never looks.
@@ -191,9 +231,16 @@ class ResidentBase:
         start_B = torch.tensor([row.start for row in rows])
         end_B = torch.tensor([len(row.tokens) for row in rows])
         completion_BS = (position_S >= start_B[:, None]) & (position_S < end_B[:, None])
+        tokens_BS, completion_BS = tokens_BS.to(self.device), completion_BS.to(self.device)
         hidden_BSH = self.model.get_decoder()(tokens_BS, use_cache=False).last_hidden_state
-        logits_TV = self.model.get_output_embeddings()(hidden_BSH[:, :-1][completion_BS[:, 1:]])
-        chosen_T = tokens_BS[completion_BS]
+        hidden_TH, chosen_T = hidden_BSH[:, :-1][completion_BS[:, 1:]], tokens_BS[completion_BS]
+        if not self.checkpointing:
+            return self._picked(hidden_TH, chosen_T)
+        parts = zip(hidden_TH.split(HEAD_TOKENS), chosen_T.split(HEAD_TOKENS), strict=True)
+        return torch.cat([checkpoint(self._picked, *part, use_reentrant=False) for part in parts])
+
+    def _picked(self, hidden_TH: Tensor, chosen_T: Tensor) -> Tensor:
+        logits_TV = self.model.get_output_embeddings()(hidden_TH).float()
         picked_T: Tensor = logits_TV.gather(1, chosen_T[:, None])[:, 0] - logits_TV.logsumexp(dim=1)
         return picked_T
 
@@ -219,17 +266,20 @@ class ResidentBase:
             for batch in microbatches([len(example.row.tokens) for example in data], self.microbatch_tokens):
                 examples = [data[i] for i in batch]
                 new_T = self.logprobs([example.row for example in examples])
-                old_T = torch.tensor([value for example in examples for value in example.old_logprobs])
-                advantage_T = torch.tensor([value for example in examples for value in example.advantages])
+                old_T = self._gathered(example.old_logprobs for example in examples)
+                advantage_T = self._gathered(example.advantages for example in examples)
                 value = LOSSES[loss](new_T, old_T, advantage_T, config) / total
                 value.backward()  # type: ignore[no-untyped-call]
                 loss_sum += value.item()
-                parts = new_T.detach().split([_length(example.row) for example in examples])
+                parts = new_T.detach().cpu().split([_length(example.row) for example in examples])
                 found |= dict(zip(batch, parts, strict=True))
         new = torch.cat([found[i] for i in range(len(data))])
         old = torch.tensor([value for example in data for value in example.old_logprobs])
         logprobs = tuple(tuple(found[i].tolist()) for i in range(len(data)))
         return Backward(loss_sum, importance_ratio(new, old), total, logprobs)
+
+    def _gathered(self, rows: Iterable[Sequence[float]]) -> Tensor:
+        return torch.tensor([value for row in rows for value in row], device=self.device)
 
     def greedy(
         self, adapter: Adapter | None, prompts: Sequence[Sequence[int]], ends: Collection[int], limit: int
@@ -243,12 +293,28 @@ class ResidentBase:
         with torch.no_grad(), self.using(adapter):
             for _ in range(limit):
                 for i in sorted(open_rows):
-                    tokens = torch.tensor([rows[i].tokens])
+                    tokens = torch.tensor([rows[i].tokens], device=self.device)
                     token = int(self.model(tokens, use_cache=False, logits_to_keep=1).logits[0, -1].argmax())
                     rows[i] = Row((*rows[i].tokens, token), rows[i].start)
                     if token in ends:
                         open_rows.discard(i)
         return rows
+
+
+def checkpoint_layers(model: Any) -> None:
+    """Let every decoder layer compute its activations again in the backward; dropout stays off.
+
+    transformers does so only for layers in training mode, so the layers alone are switched, not what is
+    in them. Its hook that makes embeddings require gradients is for reentrant checkpoints; without it
+    the backward ends at the lowest adapter.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.disable_input_require_grads()
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True
 
 
 def microbatches(lengths: Sequence[int], budget: int) -> list[list[int]]:

@@ -23,6 +23,8 @@ from engine.errors import Busy, Conflict, GraftworkError, NotFound
 from engine.training import protocol
 
 if TYPE_CHECKING:
+    from engine.memory import Plan
+    from engine.training.lora import ResidentBase
     from engine.training.trainer import Trainer
 
 STATUS: dict[type[GraftworkError], int] = {NotFound: 404, Conflict: 409, Busy: 503}
@@ -91,23 +93,48 @@ async def _answer_error(_: Any, error: Exception) -> JSONResponse:
 
 
 def load_trainer(params: Params) -> "Trainer":
-    """Load the base, prepare the catalog, and return a trainer without sessions."""
+    """Load the base, prepare the catalog, and return a trainer without sessions.
+
+    On a GPU the memory plan is printed first; `ConfigError` when it does not fit.
+    """
     import torch
 
     from engine.adapters.catalog import Base, Catalog, migrate
     from engine.base import end_tokens, ensure_base
+    from engine.gpu import planned, say
     from engine.training.export import Exporter
-    from engine.training.lora import ResidentBase
     from engine.training.trainer import Trainer
 
+    plan = planned(params)
+    if plan:
+        say(plan)
     info = ensure_base(params.base, params.paths)
     migrate(params.paths.catalog_url)
     catalog = Catalog(params.paths.catalog_url)
     catalog.add_base(Base(info.digest, info.name, str(info.path), time.time()))
-    threads = params.trainer.threads or max(1, len(os.sched_getaffinity(0)) // 2)
-    base = ResidentBase(info.path, threads, params.trainer.microbatch_tokens)
-    exporter = Exporter(params.paths, catalog, getattr(torch, params.engine.dtype), end_tokens(info.path))
-    return Trainer(params, base, info.digest, exporter)
+    dtype = getattr(torch, params.engine.dtype_on(plan is not None))
+    exporter = Exporter(params.paths, catalog, dtype, end_tokens(info.path))
+    return Trainer(params, load_base(params, info.path, plan), info.digest, exporter)
+
+
+def load_base(params: Params, path: Path, plan: "Plan | None") -> "ResidentBase":
+    """Load the base where the settings want it: float32 on a CPU, the engine's dtype on a GPU."""
+    import torch
+
+    from engine.gpu import trainer_device
+    from engine.training.lora import ResidentBase
+
+    trainer = params.trainer
+    threads = trainer.threads or max(1, len(os.sched_getaffinity(0)) // 2)
+    device = trainer_device(params, plan is not None)
+    if plan is None or device == "cpu":
+        checkpointing = trainer.checkpoints_on(cuda=False)
+        return ResidentBase(path, threads, trainer.microbatch_tokens, checkpointing=checkpointing)
+    # An error in the trainer, rather than an engine that finds no memory for its next step.
+    torch.cuda.set_per_process_memory_fraction(plan.trainer_share)
+    dtype = getattr(torch, params.engine.dtype_on(cuda=True))
+    checkpointing = trainer.checkpoints_on(cuda=True)
+    return ResidentBase(path, threads, trainer.microbatch_tokens, device, dtype, checkpointing)
 
 
 def main() -> None:

@@ -116,7 +116,7 @@ class Session:
         path = self._file(name)
         if not path.exists():
             raise NotFound(f"Session {self.name!r} has no state {name!r}.")
-        state = torch.load(path, weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True)
         if state["base"] != self.base_digest:
             raise BaseModelError(
                 f"Session {self.name!r} was trained on the base {state['base'][:12]}, not on the resident "
