@@ -20,7 +20,7 @@ from engine.adapters.catalog import Key, Notice, Policy, Release
 from engine.aliases import AliasMirror
 from engine.config import PolicyName, Settings
 from engine.controller import Controller
-from engine.controller_page import render_page
+from engine.controller_page import LivePage
 from engine.errors import ConfigError, Conflict, GraftworkError, NotFound, ServiceError
 from engine.notices import DELIVERED
 from engine.quality.ledger import open_snapshot
@@ -108,9 +108,11 @@ def _add_reading(app: FastAPI, controller: Controller, mirror: AliasMirror) -> N
     def ledger(table: str, policy: str | None = None, limit: int = 1000) -> list[dict[str, Any]]:
         return read_ledger(controller, table, policy, limit)
 
+    live = LivePage(controller)
+
     @app.get("/", response_class=HTMLResponse)
     def page() -> str:
-        return render_page(controller)
+        return live.html()
 
 
 def _add_policies_and_releases(app: FastAPI, controller: Controller) -> None:

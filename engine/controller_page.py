@@ -1,79 +1,64 @@
-"""The controller's page: what is served, what is being released, where to look further.
+"""The controller's page: the report as of now, with what is wrong now, which renews itself while it is open.
 
-Plain HTML without outside resources; everything that comes from data is escaped.
+Everything of it comes from this server: no outside resources.
 """
 
-from collections.abc import Iterable
-from html import escape
-from time import localtime, strftime
+import threading
+import time
 from typing import TYPE_CHECKING
 
-from engine.adapters.catalog import Release
-from engine.config import DIGEST12
+from engine.errors import NotFound
+from engine.quality.report import MAX_POLICIES, ReportData, collect, render
 
 if TYPE_CHECKING:
     from engine.controller import Controller
 
-RELEASES_SHOWN = 20
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem }
-table { border-collapse: collapse; width: 100%; margin: .5rem 0 2rem }
-th, td { text-align: left; padding: .35rem .7rem; border-bottom: 1px solid #ddd; vertical-align: top }
-th { font-weight: 600; color: #555 } code { font-size: .9em }
-.alarm { background: #fde8e8; padding: .5rem .8rem } nav a { margin-right: 1.2rem }
-"""
+# However many look, the page is made this often at most.
+FRESH_S = 1.0
 
 
-def render_page(controller: "Controller") -> str:
-    """Return the page as HTML, as of now."""
-    params, catalog = controller.params, controller.catalog
-    routes = [
-        (
-            escape(route.policy),
-            _digest(route.champion) or "base",
-            _digest(route.canary) + (f" ({route.weight:.0%})" if route.canary else ""),
-            _digest(route.previous),
+class LivePage:
+    """The page of one controller. Safe to use from several threads."""
+
+    def __init__(self, controller: "Controller"):
+        self._controller = controller
+        self._lock = threading.Lock()
+        self._html = ""
+        self._until = 0.0
+
+    def html(self) -> str:
+        """Return the page, at most `FRESH_S` seconds old."""
+        with self._lock:
+            if time.monotonic() >= self._until:
+                self._html = render(page_data(self._controller), live=True)
+                self._until = time.monotonic() + FRESH_S
+            return self._html
+
+
+def page_data(controller: "Controller") -> ReportData:
+    """Gather what the page shows as of now; before the first snapshot it says that there is none."""
+    params, catalog, now = controller.params, controller.catalog, time.time()
+    alarms = [f"{part}: {fault}" for part, fault in list(controller.faults.items())]
+    if controller.desk.frozen():
+        alarms.append("Releases are frozen: no pointer moves but rollbacks, until `graftwork thaw`.")
+    links = {
+        "MLflow": params.url("mlflow"),
+        "Prefect": params.url("prefect"),
+        "Health": "/health",
+        "Metrics": "/metrics",
+        "Interface": "/docs",
+    }
+    names = sorted(route.policy for route in catalog.latest_routes(MAX_POLICIES))
+    try:
+        return collect(
+            params.paths.ledger_snapshot,
+            catalog,
+            names,
+            title="Graftwork",
+            created_at=now,
+            links=links,
+            revisions_dir=params.paths.revisions,
+            alarms=alarms,
         )
-        for route in catalog.routes()
-    ]
-    releases = [_release_row(release) for release in catalog.releases()[:RELEASES_SHOWN]]
-    buried = [
-        (escape(stone.policy), _digest(stone.digest), escape(stone.by), escape(stone.reason), _when(stone.at))
-        for stone in catalog.tombstones()
-    ]
-    return "".join(
-        [
-            "<!doctype html><html lang=en><meta charset=utf-8><title>Graftwork</title>",
-            f"<meta http-equiv=refresh content=5><style>{STYLE}</style><h1>Graftwork</h1>",
-            f'<nav><a href="{params.url("mlflow")}">MLflow</a><a href="{params.url("prefect")}">Prefect</a>',
-            '<a href="/health">Health</a><a href="/metrics">Metrics</a><a href="/docs">Interface</a></nav>',
-            *(f"<p class=alarm>{escape(f'{part}: {why}')}</p>" for part, why in controller.faults.items()),
-            "<h2>Policies and routes</h2>",
-            _table(("policy", "champion", "canary", "previous"), routes),
-            "<h2>Releases</h2>",
-            _table(("policy", "revision", "state", "reason", "updated"), releases),
-            "<h2>Tombstones</h2>",
-            _table(("policy", "revision", "by", "reason", "since"), buried),
-            "</html>",
-        ]
-    )
-
-
-def _release_row(release: Release) -> tuple[str, ...]:
-    state = release.state if release.state != "running" else f"running: {release.step}"
-    link = f'<a href="/releases/{escape(release.id)}">{_digest(release.revision)}</a>'
-    return escape(release.policy), link, state, escape(release.reason), _when(release.updated_at)
-
-
-def _table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    head = "".join(f"<th>{name}" for name in heads)
-    body = "".join("<tr>" + "".join(f"<td>{cell}" for cell in row) for row in rows)
-    return f"<table><tr>{head}{body}</table>" if body else "<p>None.</p>"
-
-
-def _digest(digest: str | None) -> str:
-    return f"<code>{escape(digest[:DIGEST12])}</code>" if digest else ""
-
-
-def _when(epoch_s: float) -> str:
-    return strftime("%Y-%m-%d %H:%M:%S", localtime(epoch_s))
+    except NotFound as error:
+        return ReportData("Graftwork", now, links=tuple(links.items()), alarms=(*alarms, str(error)))

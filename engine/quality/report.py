@@ -104,7 +104,7 @@ def _score_figure(rows: list[tuple[str, SuiteScore, str]]) -> Markup:
     )
     suites = {score.suite: score.items for _, score, _ in rows}
     caption = ", ".join(f"{name}: {items} items" for name, items in sorted(suites.items()))
-    return _figure("", f"Scores with intervals. {words}.", [charts.score_intervals(tuple(rows))], caption)
+    return _figure("", f"Scores with intervals. {words}.", [charts.score_intervals(rows)], caption)
 
 
 def _canary_figure(release: ReleaseResult) -> Markup:
@@ -134,9 +134,9 @@ def _curve_figure(curve: Curve) -> Markup:
     return _figure(name, f"Learning curve of {name}. {caption}.", plots, caption)
 
 
-def _figure(title: str, words: str, plots: list[str], caption: str) -> Markup:
+def _figure(title: str, words: str, plots: list[Markup], caption: str) -> Markup:
     heading = Markup("<h3>{}</h3>").format(title) if title else ""
-    drawn = Markup("").join(Markup(plot) for plot in plots)
+    drawn = Markup("").join(plots)
     return Markup(
         '<figure>{}<div class="plot" role="img" aria-label="{}">{}</div><figcaption>{}</figcaption></figure>'
     ).format(heading, words, drawn, caption)

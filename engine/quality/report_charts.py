@@ -1,178 +1,111 @@
-"""The plots of the report, each as an SVG that reads on light and on dark paper.
+"""The plots of the report: learning curves, seconds of a step, scores with intervals, canaries.
 
-Knows colours and axes. Text and grid take the page's own colour (`currentColor`), so one picture serves
-both themes. Nothing is loaded from anywhere: Vega runs inside `vl_convert`. A plot of the same values is
-drawn once, so that a page which is looked at again and again costs what has changed.
+Knows what each plot shows and in which colour; how a mark is drawn is `report_svg`'s.
 """
 
-from functools import lru_cache
-from typing import Any
+from collections.abc import Sequence
+from statistics import fmean
 
-import altair as alt
-import vl_convert
+from markupsafe import Markup
 
-from engine.quality.report_data import Curve, ReleaseResult, SuiteScore
+from engine.quality.report_data import CanaryPoint, Curve, ReleaseResult, SuiteScore
+from engine.quality.report_svg import Panel, Point, Scale, drawing, legend, steps
 
-BASELINE, REVISION, GOOD, BAD, HELD = "#8a94a6", "#3d7fd9", "#2f9e68", "#d8574b", "#c98a1b"
-STATE_COLOURS = {"promoted": GOOD, "rolled_back": BAD, "held": HELD, "running": REVISION}
+# Names of the page's CSS variables.
+BASELINE, REVISION, HANDOFF = "baseline", "revision", "held"
+STATE_COLOURS = {"promoted": "promoted", "rolled_back": "rolled_back", "held": "held", "running": "running"}
 STATE_WORDS = {"promoted": "promoted", "rolled_back": "rolled back", "held": "held", "running": "running"}
-WIDTH = 430
-CACHED = 256
-PERCENT = alt.Axis(format="%", tickCount=5)
-FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', sans-serif"
+WIDTH, LEFT, RIGHT = 500, 56, 490
+SMOOTHED = 5
 
 
-@lru_cache(CACHED)
-def learning_curve(curve: Curve) -> str:
+def learning_curve(curve: Curve) -> Markup:
     """Draw reward by training step: each step as a dot, and the mean of five steps as a line."""
-    rows = [{"step": step.step, "reward": step.reward} for step in curve.steps]
-    chart = alt.Chart(alt.Data(values=rows)).encode(x=alt.X("step:Q", title="training step"))
-    dots = chart.mark_circle(size=22, opacity=0.45, color=REVISION).encode(
-        y=_share("reward:Q", "mean reward")
-    )
-    line = (
-        chart.transform_window(smooth="mean(reward)", frame=[-2, 2])
-        .mark_line(color=REVISION, strokeWidth=2.2)
-        .encode(y="smooth:Q")
-    )
-    return _svg((dots + line).properties(width=WIDTH, height=190))
+    panel = Panel(_steps_axis(curve), Scale(0, 1, 182, 10))
+    points = [(float(step.step), step.reward) for step in curve.steps]
+    dots = [panel.dot(x, y, REVISION, 3, 0.45) for x, y in points]
+    line = panel.line(_smooth(points), REVISION)
+    return drawing(WIDTH, 222, [panel.axes("training step", "mean reward"), *dots, line])
 
 
-@lru_cache(CACHED)
-def step_seconds(curve: Curve) -> str:
+def step_seconds(curve: Curve) -> Markup:
     """Draw where each training step's seconds went, stacked."""
-    parts = {"rollout": "rollout_s", "update": "update_s", "handoff": "handoff_s"}
-    rows = [
-        {"step": step.step, "part": part, "seconds": getattr(step, name), "order": order}
+    parts = {"rollout": REVISION, "update": BASELINE, "handoff": HANDOFF}
+    stacks = {
+        step.step: [getattr(step, f"{part}_s") or 0.0 for part in parts]
         for step in curve.steps
-        for order, (part, name) in enumerate(parts.items())
-        if getattr(step, name) is not None
+        if step.rollout_s is not None
+    }
+    panel = Panel(_steps_axis(curve), Scale(0, max(map(sum, stacks.values())), 122, 28))
+    bars = [
+        panel.bar(float(step), 0.8, sum(seconds[:number]), sum(seconds[: number + 1]), colour)
+        for step, seconds in stacks.items()
+        for number, colour in enumerate(parts.values())
     ]
-    colours = alt.Scale(domain=list(parts), range=[REVISION, BASELINE, HELD])
-    bars = alt.Chart(alt.Data(values=rows)).mark_bar(width={"band": 0.8})
-    chart = bars.encode(
-        x=alt.X("step:O", title="training step", axis=alt.Axis(values=_ticks(curve), labelAngle=0)),
-        y=alt.Y("seconds:Q", title="seconds", axis=alt.Axis(tickCount=4)),
-        color=alt.Color("part:N", title=None, scale=colours),
-        order="order:Q",
-    )
-    return _svg(chart.properties(width=WIDTH, height=110))
+    axes = panel.axes("training step", "seconds", y_label="{:g}".format, y_ticks=4)
+    return drawing(WIDTH, 162, [axes, *bars, legend(parts.items(), LEFT, 4)])
 
 
-@lru_cache(CACHED)
-def score_intervals(rows: tuple[tuple[str, SuiteScore, str], ...]) -> str:
+def score_intervals(rows: Sequence[tuple[str, SuiteScore, str]]) -> Markup:
     """Draw scores with their intervals, one row each; `rows` are (label, score, colour)."""
-    values = [
-        {"label": label, "mean": score.mean, "low": score.ci_low, "high": score.ci_high, "colour": colour,
-         "text": f"{score.mean:.1%}"}
-        for label, score, colour in rows
-    ]  # fmt: skip
-    # The page's font is not known here, so room for the labels is given, not measured.
-    room = 8 * max(len(label) for label, _, _ in rows)
-    labels = alt.Axis(
-        grid=False, domain=False, ticks=False, labelLimit=room, minExtent=room, labelFontSize=12
-    )
-    chart = alt.Chart(alt.Data(values=values)).encode(
-        y=alt.Y("label:N", title=None, sort=None, axis=labels),
-        color=alt.Color("colour:N", scale=None),
-    )
-    rule = chart.mark_rule(strokeWidth=3, opacity=0.55).encode(
-        x=alt.X("low:Q", title="share of unseen items solved", axis=PERCENT, scale=alt.Scale(domain=[0, 1])),
-        x2="high:Q",
-    )
-    dots = chart.mark_circle(size=95, opacity=1).encode(x="mean:Q")
-    text = chart.mark_text(dy=-12, fontSize=11, font=FONT, fontWeight="bold").encode(
-        x="mean:Q", text="text:N"
-    )
-    return _svg((rule + dots + text).properties(width=600, height=alt.Step(38)))
+    room, row_height = 20 + 7.2 * max(len(label) for label, _, _ in rows), 36
+    bottom = row_height * len(rows) + 8
+    # The rows are the vertical axis; nothing is to be read off between them.
+    panel = Panel(Scale(0, 1, room, room + 560), Scale(len(rows), 0, bottom, 8))
+    parts = [panel.axes("share of unseen items solved", x_label="{:.0%}".format, y_ticks=0)]
+    for number, (label, score, colour) in enumerate(rows):
+        y = number + 0.6
+        parts += [
+            Markup('<text x="{}" y="{}" class="tick end">{}</text>').format(room - 12, panel.y(y) + 4, label),
+            panel.line([(score.ci_low, y), (score.ci_high, y)], colour, 4),
+            panel.dot(score.mean, y, colour, 5.5),
+            Markup('<text x="{}" y="{}" class="value mid">{:.1%}</text>').format(
+                panel.x(score.mean), panel.y(y) - 10, score.mean
+            ),
+        ]
+    return drawing(room + 590, bottom + 42, parts)
 
 
-@lru_cache(CACHED)
-def canary_timeline(release: ReleaseResult) -> str:
+def canary_timeline(release: ReleaseResult) -> Markup:
     """Draw both arms' mean reward over a difference's confidence sequence, with the verdict's moment."""
+    points = release.timeline
     end = release.canary_s if release.state != "running" else None
-    domain = [0, max(release.timeline[-1].seconds, end or 0, 1)]
-    x = alt.X(
-        "seconds:Q", title="seconds since the first canary user", scale=alt.Scale(domain=domain, nice=False)
-    )
-    panels: list[Any] = [_arms(release, x), _bounds(release, x)]
+    x = Scale(0, max(points[-1].seconds, end or 0, 1), LEFT, RIGHT)
+    above, below = Panel(x, Scale(0, 1, 160, 28)), Panel(x, Scale(-1, 1, 310, 200))
+    parts = [
+        above.axes("", "mean reward", x_label=lambda _: ""),
+        below.axes("seconds since the first canary user", "canary − baseline", y_label="{:+.1f}".format),
+        legend((("canary", REVISION), ("baseline", BASELINE)), LEFT, 4),
+        *_arms(above, points),
+        *_bounds(below, points),
+        below.across(0.0),
+        below.across(-release.margin, "5 4"),
+    ]
     if end is not None:
-        panels = [panel + _mark(end, STATE_COLOURS[release.state]) for panel in panels]
-    top, bottom = panels
-    return _svg(
-        alt.vconcat(
-            top.properties(width=WIDTH, height=140), bottom.properties(width=WIDTH, height=120), spacing=14
-        )
-    )
+        parts += [panel.upright(end, STATE_COLOURS[release.state]) for panel in (above, below)]
+    return drawing(WIDTH, 350, parts)
 
 
-def _arms(release: ReleaseResult, x: alt.X) -> alt.Chart:
-    rows = [
-        {"seconds": point.seconds, "arm": arm, "reward": reward}
-        for point in release.timeline
-        for arm, reward in (("canary", point.canary_reward), ("baseline", point.baseline_reward))
-        if reward is not None
-    ]
-    colours = alt.Scale(domain=["canary", "baseline"], range=[REVISION, BASELINE])
-    return (
-        alt.Chart(alt.Data(values=rows))
-        .mark_line(interpolate="step-after", strokeWidth=2.2)
-        .encode(
-            x=x.copy().title(None),
-            y=_share("reward:Q", "mean reward"),
-            color=alt.Color("arm:N", title=None, scale=colours),
-        )
-    )
+def _arms(panel: Panel, points: Sequence[CanaryPoint]) -> list[Markup]:
+    arms: dict[str, list[Point]] = {
+        BASELINE: [(it.seconds, it.baseline_reward) for it in points if it.baseline_reward is not None],
+        REVISION: [(it.seconds, it.canary_reward) for it in points if it.canary_reward is not None],
+    }
+    return [panel.line(steps(arm), colour) for colour, arm in arms.items() if arm]
 
 
-def _bounds(release: ReleaseResult, x: alt.X) -> Any:
-    rows = [{"seconds": point.seconds, "low": point.lower, "high": point.upper} for point in release.timeline]
-    y = alt.Y(
-        "low:Q",
-        title="canary − baseline",
-        scale=alt.Scale(domain=[-1, 1]),
-        axis=alt.Axis(format="+.1f", tickCount=5),
-    )
-    chart = alt.Chart(alt.Data(values=rows)).encode(x=x)
-    band = chart.mark_area(interpolate="step-after", opacity=0.22, color=REVISION).encode(y=y, y2="high:Q")
-    edges = [
-        chart.mark_line(interpolate="step-after", strokeWidth=1.6, color=REVISION).encode(y=f"{side}:Q")
-        for side in ("low", "high")
-    ]
-    lines = [(0.0, [1, 0]), (-release.margin, [4, 3])]
-    rules = [
-        alt.Chart(alt.Data(values=[{"at": at}]))
-        .mark_rule(color="currentColor", opacity=0.5, strokeDash=dash)
-        .encode(y="at:Q")
-        for at, dash in lines
-    ]
-    return alt.layer(band, *rules, *edges)
+def _bounds(panel: Panel, points: Sequence[CanaryPoint]) -> list[Markup]:
+    lower = steps([(it.seconds, it.lower) for it in points])
+    upper = steps([(it.seconds, it.upper) for it in points])
+    edges = [panel.line(edge, REVISION, 1.6) for edge in (lower, upper)]
+    return [panel.band(lower, upper, REVISION), *edges]
 
 
-def _mark(seconds: float, colour: str) -> alt.Chart:
-    data = alt.Data(values=[{"seconds": seconds}])
-    return alt.Chart(data).mark_rule(color=colour, strokeWidth=2.5).encode(x="seconds:Q")
+def _smooth(points: Sequence[Point]) -> list[Point]:
+    half = SMOOTHED // 2
+    near = [points[max(0, number - half) : number + half + 1] for number in range(len(points))]
+    return [(x, fmean(y for _, y in some)) for (x, _), some in zip(points, near, strict=True)]
 
 
-def _ticks(curve: Curve) -> list[int]:
-    steps = [step.step for step in curve.steps]
-    stride = max(1, len(steps) // 8)
-    return steps[stride - 1 :: stride]
-
-
-def _share(field: str, title: str) -> alt.Y:
-    return alt.Y(field, title=title, axis=PERCENT, scale=alt.Scale(domain=[0, 1]))
-
-
-def _svg(chart: Any) -> str:
-    text = {"labelColor": "currentColor", "titleColor": "currentColor", "labelFont": FONT, "titleFont": FONT}
-    axis = text | {
-        "gridColor": "currentColor", "gridOpacity": 0.12, "tickColor": "currentColor", "tickOpacity": 0.3,
-        "domainColor": "currentColor", "domainOpacity": 0.4, "titleFontWeight": "normal",
-        "titleOpacity": 0.75, "labelOpacity": 0.85, "labelFontSize": 11, "titleFontSize": 11.5,
-    }  # fmt: skip
-    legend = text | {"orient": "top", "labelFontSize": 11.5, "symbolStrokeWidth": 3, "offset": 4}
-    styled = chart.configure(
-        background="transparent", view={"stroke": None}, axis=axis, legend=legend, padding=4
-    )
-    return str(vl_convert.vegalite_to_svg(styled.to_dict()))
+def _steps_axis(curve: Curve) -> Scale:
+    return Scale(curve.steps[0].step - 0.5, curve.steps[-1].step + 0.5, LEFT, RIGHT)

@@ -56,6 +56,7 @@ def collect(
     stages: Mapping[str, float] | None = None,
     links: Mapping[str, str] | None = None,
     revisions_dir: Path | None = None,
+    alarms: Sequence[str] = (),
 ) -> ReportData:
     """Gather `policies` with their newest revisions, and their training and releases from `since` on.
 
@@ -94,6 +95,7 @@ def collect(
         tombstones=_tombstones(catalog, policies),
         stages=tuple((stages or {}).items()),
         links=tuple((links or {}).items()),
+        alarms=tuple(alarms),
         left_out=tuple(f"{count} of the {what}" for what, count in counted.items() if count > 0),
     )
 

@@ -11,6 +11,7 @@ from markupsafe import Markup
 
 from engine.config import DIGEST12
 from engine.quality.report_data import RevisionRow
+from engine.quality.report_svg import drawing
 
 ROW, LANE, LEFT, RADIUS = 34, 22, 16, 6
 BASE = "base"
@@ -63,10 +64,7 @@ def lineage(rows: Sequence[RevisionRow], champion: str | None) -> Markup:
     drawn += [_line(node, lanes[node.parent], solid=True) for node in nodes if node.parent < len(rows)]
     drawn += [_dot(row, node, text) for row, node in zip(rows, nodes, strict=True)]
     drawn.append(_base(len(rows), text, "base, and older revisions" if beyond else BASE))
-    size = {"width": text + 430, "height": (len(rows) + 1) * ROW}
-    return Markup('<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}">').format(
-        **size
-    ) + Markup("").join([*drawn, Markup("</svg>")])
+    return drawing(text + 330, (len(rows) + 1) * ROW, drawn)
 
 
 def spoken(rows: Sequence[RevisionRow]) -> str:
