@@ -37,22 +37,23 @@ def trainer_device(params: Params, cuda: bool) -> str:
 
 
 def planned(params: Params) -> Plan | None:
-    """Return the plan for this machine's GPU, or None without one.
+    """Print and return the plan for this machine's GPU, before anything is loaded; None without a GPU.
 
-    Raises `ConfigError` with the numbers when it does not fit, before anything is loaded.
+    Raises `ConfigError` with the numbers when it does not fit.
     """
     available = cuda_bytes()
     if available is None:
         return None
-    return fitting(params, available)
-
-
-def fitting(params: Params, available: int) -> Plan:
-    """Return the plan for a GPU with `available` bytes; raises as `planned`."""
-    config = base_config(params.base, params.paths)
-    found = plan(config, available, params.engine, params.trainer)
+    config, found = plan_for(params, available)
+    say(found)
     refuse_unless_it_fits(config, found, params.engine, params.trainer)
     return found
+
+
+def plan_for(params: Params, available: int) -> tuple[dict[str, Any], Plan]:
+    """Return the base's `config.json` and its plan on a GPU with `available` bytes."""
+    config = base_config(params.base, params.paths)
+    return config, plan(config, available, params.engine, params.trainer)
 
 
 def rows(found: Plan) -> list[tuple[str, str]]:
@@ -71,14 +72,14 @@ def table(found: Plan) -> Any:
     """Return a plan as a table for a terminal."""
     from rich.table import Table
 
-    shown = Table("part", "memory", title=f"One GPU, a base of {found.parameters / 1e9:.2f} billion numbers")
+    shown = Table("part", "memory", title=f"One GPU, a base of {found.parameters:,} parameters")
     for what, size in rows(found):
         shown.add_row(what, size)
     return shown
 
 
 def say(found: Plan) -> None:
-    """Print the plan's table, which a service's log then begins with."""
+    """Print the plan's table; a service's log begins with it."""
     from rich.console import Console
 
     Console(width=100).print(table(found))

@@ -238,7 +238,7 @@ def _remedies(
 
     switches: list[tuple[str, str, Any]] = [("engine", "dtype", "bfloat16")]
     if trainer.device != "cpu":
-        switches.append(("trainer", "gradient_checkpointing", True))
+        switches += [("trainer", "gradient_checkpointing", True), ("trainer", "device", "cpu")]
     for section, field, value in switches:
         if fits(section, **{field: value}):
             yield f"{section}.{field}: {str(value).lower()}"

@@ -177,6 +177,7 @@ def start(
         supervisor.stop()
         chosen = [service for service in services(params) if service.name in only]
         _check_ports(params, chosen)
+        _check_memory(params, chosen)
         _set_aside_unfinished(paths)
         try:
             _start_programs(params, chosen, supervisor, build_base, report, owner)
@@ -296,6 +297,14 @@ def _check_ports(params: Params, chosen: Sequence[Service]) -> None:
                     f"Port {port} of the {service.name} service is in use by another program. "
                     f"Stop that program, or set `{service.name}.port` in params.yaml."
                 ) from None
+
+
+def _check_memory(params: Params, chosen: Sequence[Service]) -> None:
+    """Print the plan of a GPU that trainer and engine would share; `ConfigError` when it does not fit."""
+    if any(service.needs_base for service in chosen):
+        from engine.gpu import planned
+
+        planned(params)
 
 
 def _databases(paths: Paths) -> tuple[Path, ...]:

@@ -212,7 +212,7 @@ def test_a_refusal_states_the_numbers_and_each_remedy_is_just_enough():
 
 
 def test_a_base_that_can_never_fit_is_refused_without_a_remedy():
-    found = plan(QWEN3_30B_A3B, 80 * GIB, EngineConfig(), TrainerConfig())
+    found = plan(QWEN3_30B_A3B, 40 * GIB, EngineConfig(), TrainerConfig())
     with pytest.raises(ConfigError, match="choose a smaller base"):
         refuse_unless_it_fits(QWEN3_30B_A3B, found, EngineConfig(), TrainerConfig())
 

@@ -40,7 +40,7 @@ class SlotBuffers:
     def __init__(self, name: str, layer: BaseLinearLayerWithLoRA):
         first = layer.lora_a_stacked[0]
         slots, _, rank, inputs = first.shape
-        self.name = name
+        self.name, self.rank, self.inputs, self.dtype = name, rank, inputs, first.dtype
         self.widths = tuple(b.shape[2] for b in layer.lora_b_stacked)
         self.a_SMRI = first.new_zeros(slots, len(self.widths), rank, inputs)
         self.b_SRO = first.new_zeros(slots, rank, sum(self.widths))
@@ -64,12 +64,12 @@ class SlotBuffers:
         widths = self.widths[block.first_slice : end]
         if end > len(self.widths) or block.widths != widths:
             return f"expected outputs {widths}, found {block.widths}"
-        if block.side == "A" and block.shape[2] != self.a_SMRI.shape[3]:
-            return f"expected {self.a_SMRI.shape[3]} inputs, found {block.shape[2]}"
-        if block.rank > self.b_SRO.shape[1]:
-            return f"rank {block.rank} is over the engine's maximum of {self.b_SRO.shape[1]}"
-        if dtype != self.b_SRO.dtype:
-            return f"expected {self.b_SRO.dtype}, found {dtype}"
+        if block.side == "A" and block.shape[2] != self.inputs:
+            return f"expected {self.inputs} inputs, found {block.shape[2]}"
+        if block.rank > self.rank:
+            return f"rank {block.rank} is over the engine's maximum of {self.rank}"
+        if dtype != self.dtype:
+            return f"expected {self.dtype}, found {dtype}"
         return None
 
     def fill(self, slot: int, blocks: Sequence[tuple[Block, Tensor]]) -> None:
@@ -87,6 +87,32 @@ class SlotBuffers:
                 start = sum(self.widths[:first])
                 self.b_SRO[slot, : block.rank, start : start + sum(block.widths)].copy_(values)
         self.used[slot] = rank
+
+
+class StackedSlots(SlotBuffers):
+    """vLLM's own tensors of one module, for its Triton operations: they refuse views (`_get_lora_a_ptr`)."""
+
+    def __init__(self, name: str, layer: BaseLinearLayerWithLoRA):
+        self.a_stacked, self.b_stacked = layer.lora_a_stacked, layer.lora_b_stacked
+        slots, _, rank, inputs = self.a_stacked[0].shape
+        self.name, self.rank, self.inputs, self.dtype = name, rank, inputs, self.a_stacked[0].dtype
+        self.widths = tuple(b.shape[2] for b in self.b_stacked)
+        self.used = [0] * slots
+
+    def fill(self, slot: int, blocks: Sequence[tuple[Block, Tensor]]) -> None:
+        """Put an adapter's blocks into a slot, slice by slice; what the last occupant left is cleared."""
+        for a_S1RI, b_S1OR in zip(self.a_stacked, self.b_stacked, strict=True):
+            a_S1RI[slot, 0, : self.used[slot]].zero_()
+            b_S1OR[slot, 0, :, : self.used[slot]].zero_()
+        for block, values in blocks:
+            whole = values.to(self.a_stacked[0].device)
+            parts = whole if block.side == "A" else whole.split(block.widths, dim=1)
+            for i, part in enumerate(parts, start=block.first_slice):
+                if block.side == "A":
+                    self.a_stacked[i][slot, 0, : block.rank].copy_(part)
+                else:
+                    self.b_stacked[i][slot, 0, :, : block.rank].copy_(part.T)
+        self.used[slot] = max((block.rank for block, _ in blocks), default=0)
 
 
 @dataclass(frozen=True)
@@ -122,7 +148,8 @@ class SlotManager(LRUCacheLoRAModelManager):
         self.buffers: dict[str, SlotBuffers] = {}
         for name, module in self.modules.items():
             assert isinstance(module, BaseLinearLayerWithLoRA), f"{name}: no slot layout for {type(module)}"
-            self.buffers[name] = SlotBuffers(name, module)
+            on_gpu = module.lora_a_stacked[0].is_cuda
+            self.buffers[name] = StackedSlots(name, module) if on_gpu else SlotBuffers(name, module)
         self.activate_seconds = 0.0
 
     def add_adapter(self, adapter: Any) -> bool:

@@ -33,11 +33,9 @@ def main() -> None:
 
     from engine.adapters.catalog import migrate
     from engine.base import ensure_base
-    from engine.gpu import planned, say
+    from engine.gpu import planned
 
     plan = planned(params)
-    if plan:
-        say(plan)
     base = ensure_base(params.base, params.paths)
     migrate(params.paths.catalog_url)
     serve(server_arguments(params, path, base, plan))

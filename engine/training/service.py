@@ -101,13 +101,11 @@ def load_trainer(params: Params) -> "Trainer":
 
     from engine.adapters.catalog import Base, Catalog, migrate
     from engine.base import end_tokens, ensure_base
-    from engine.gpu import planned, say
+    from engine.gpu import planned
     from engine.training.export import Exporter
     from engine.training.trainer import Trainer
 
     plan = planned(params)
-    if plan:
-        say(plan)
     info = ensure_base(params.base, params.paths)
     migrate(params.paths.catalog_url)
     catalog = Catalog(params.paths.catalog_url)
