@@ -28,6 +28,7 @@ from engine.adapters.store import Location, Store
 from engine.base import ensure_base
 from engine.config import DIGEST12, POLICY_NAME, Params
 from engine.errors import AdapterError, NotFound
+from engine.gpu import cuda_bytes
 
 if TYPE_CHECKING:
     from engine.base import BaseInfo
@@ -68,12 +69,17 @@ def check_fit(params: Params, base: Path, tensors: Tensors, manifest: Manifest, 
             f"{params.engine.max_rank}. Set `engine.max_rank`."
         )
     found = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-    if found != params.engine.dtype:
+    serving = serving_dtype(params)
+    if found != serving:
         # Another dtype would serve other numbers than the digest names.
         raise AdapterError(
-            f"The revision in {directory} is in {found}, the engine serves {params.engine.dtype}. "
-            "Set `engine.dtype`."
+            f"The revision in {directory} is in {found}, the engine serves {serving}. Set `engine.dtype`."
         )
+
+
+def serving_dtype(params: Params) -> str:
+    """Return the dtype in which the engine serves adapters on this machine."""
+    return params.engine.dtype_on(cuda_bytes() is not None)
 
 
 def directory_from_store(params: Params, policy: str, digest: str, target: Path) -> Path:
@@ -135,7 +141,7 @@ def _publish(
 def _append(
     params: Params, catalog: Catalog, tensors: Tensors, manifest: Manifest, owner: str, now: float
 ) -> Revision:
-    whole = packed.pack(tensors, getattr(torch, params.engine.dtype))
+    whole = packed.pack(tensors, getattr(torch, serving_dtype(params)))
     store = Store(params.paths.store)
     at = store.append(whole.tobytes())
     store.close()

@@ -1,0 +1,133 @@
+"""What the stages share: where they read and write, and the services that a stage brings along.
+
+Services have free ports and a state directory inside the checkout, which goes when the stage succeeds; so
+experiments side by side never meet. Does not know what a stage does with them.
+"""
+
+import json
+import shutil
+import socket
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from engine.config import Params, load_params
+from engine.errors import BaseModelError, NotFound
+
+Report = Callable[[str, str], None]
+
+
+class Files:
+    """Where the stages of one checkout read and write; `root` holds the file of settings. Creates nothing."""
+
+    def __init__(self, root: Path):
+        self.root = root
+        outputs = root / "repro"
+        self.base = outputs / "base"
+        self.policy = outputs / "policy"
+        self.suite = outputs / "suite"
+        self.engine = outputs / "engine.json"
+        self.adapt = outputs / "adapt"
+        self.revision = outputs / "revision"
+        self.report = outputs / "report"
+        self.services = outputs / "services"
+        # An experiment runs in a copy at CHECKOUT/.dvc/tmp/exps/NAME.
+        above = [parent.parent for parent in root.parents if parent.name == ".dvc"]
+        self.home = above[-1] if above else root
+
+
+def files_of(params: Params) -> Files:
+    assert params.source, "stages run on a file of settings"
+    return Files(params.source.parent)
+
+
+def home_params(params: Params) -> Params:
+    """Return the settings of the checkout, whose state directory an experiment's copy does not have."""
+    assert params.source, "stages run on a file of settings"
+    return load_params(files_of(params).home / params.source.name)
+
+
+@contextmanager
+def own_services(
+    params: Params,
+    name: str,
+    only: Collection[str],
+    report: Report,
+    prepare: Callable[[Params], object] = lambda stage: None,
+) -> Iterator[tuple[Params, str]]:
+    """Own services in a state directory of their own, which goes when the block succeeds."""
+    from engine import services
+    from engine.adapters.catalog import Catalog, ensure_local_key, migrate
+
+    with resident(params, name) as stage:
+        migrate(stage.paths.catalog_url)
+        catalog = Catalog(stage.paths.catalog_url)
+        key = ensure_local_key(catalog, stage.paths.local_key)
+        catalog.close()
+        prepare(stage)
+        with services.session(stage, lambda: None, report, only):
+            yield stage, key
+
+
+@contextmanager
+def resident(params: Params, name: str) -> Iterator[Params]:
+    """Give settings with free ports and an own state directory on the base of stage `base`.
+
+    It goes when the block succeeds. Raises `BaseModelError` when the base has changed since.
+    """
+    from engine.base import ensure_base
+
+    files = files_of(params)
+    known = read_json(files.base / "base.json", "base")
+    state = files.services / name
+    state.mkdir(parents=True, exist_ok=True)
+    # One thread unless told otherwise: sums then do not depend on the machine's cores.
+    engine = {"port": _free_port(), "threads": params.engine.threads or 1}
+    trainer = {"port": _free_port(), "threads": params.trainer.threads or 1}
+    stage = params.model_copy(
+        update={
+            "state_dir": state,
+            "engine": params.engine.model_copy(update=engine),
+            "trainer": params.trainer.model_copy(update=trainer),
+        }
+    )
+    _link_base(stage, files)
+    if ensure_base(stage.base, stage.paths).digest != known["digest"]:
+        raise BaseModelError(
+            f"The base {params.base.name!r} is not the one that stage base saw. Run `dvc repro -f -s base`."
+        )
+    yield stage
+    shutil.rmtree(state)
+
+
+def _link_base(stage: Params, files: Files) -> None:
+    """Let a built base be found in a stage's state directory."""
+    from engine.base import RECIPES, recipe_digest
+
+    if stage.base.name in RECIPES:
+        name = f"{stage.base.name}-{recipe_digest(RECIPES[stage.base.name], stage.base.seed)[:12]}"
+        stage.paths.bases.mkdir(exist_ok=True)
+        (stage.paths.bases / name).unlink(missing_ok=True)
+        (stage.paths.bases / name).symlink_to(files.base)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def renew(directory: Path) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
+
+
+def read_json(path: Path, stage: str) -> dict[str, Any]:
+    if not path.is_file():
+        raise NotFound(f"There is no {path}; the stage {stage} writes it. Run `dvc repro`.")
+    return dict(json.loads(path.read_text()))
