@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column, Table
+from rich.text import Text
 
 from engine.config import Params
 from tasks.outcome import Outcome, Stages
@@ -109,6 +110,15 @@ def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
     table = Table(*rows[0])
     for row in rows:
         table.add_row(*(str(value) for value in row.values()))
+    console.print(table)
+
+
+def print_links(links: Sequence[Any]) -> None:
+    """Print the links of a chain, each with a sentence; one of which nothing is known is dim."""
+    table = Table.grid(Column(style="bold", no_wrap=True), Column(), padding=(0, 2))
+    for link in links:
+        says = Text(link.says) if link.known else Text(f"not known: {link.says}", style="dim")
+        table.add_row(link.name, says)
     console.print(table)
 
 

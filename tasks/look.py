@@ -1,0 +1,162 @@
+"""What the commands that look show, as plain values; nothing is changed.
+
+Works from the catalog and the ledger's snapshot, whether services run or not, and says as of when.
+"""
+
+import time
+from dataclasses import asdict, replace
+from typing import Any
+
+import httpx
+
+from engine.adapters.catalog import Catalog
+from engine.config import Params, served_name
+from engine.errors import NotFound
+from engine.quality.overview import open_ledger, overview
+from engine.quality.report_data import PolicyRow, RevisionRow, SuiteScore
+from engine.quality.why import Chain, Link, moment, why
+from engine.registry import Registry
+
+MLFLOW_TIMEOUT_S = 3.0
+
+
+def as_of(params: Params) -> dict[str, Any]:
+    """Return whether the controller runs, and when its snapshot was made: epoch seconds or None."""
+    snapshot = params.paths.ledger_snapshot
+    ledger = snapshot.stat().st_mtime if snapshot.is_file() else None
+    return {"controller": controller_runs(params), "ledger": ledger}
+
+
+def note(fresh: dict[str, Any]) -> str:
+    """Return a sentence on how old it is, empty while the controller keeps it fresh."""
+    if fresh["ledger"] is None:
+        return "There is no ledger snapshot yet: no scores, users or verdicts. `graftwork up` makes one."
+    if not fresh["controller"]:
+        return f"The controller is not running: as of its last snapshot, {moment(fresh['ledger'])}."
+    return ""
+
+
+def controller_runs(params: Params) -> bool:
+    catalog = Catalog(params.paths.catalog_url)
+    try:
+        lease = catalog.lease("controller")
+        return bool(lease and lease.until > time.time())
+    finally:
+        catalog.close()
+
+
+def policies(params: Params, limit: int) -> tuple[list[PolicyRow], int]:
+    """Return the policies whose routes changed last, by name, and how many there are in all."""
+    catalog = Catalog(params.paths.catalog_url)
+    try:
+        names = sorted(route.policy for route in catalog.latest_routes(limit))
+        with open_ledger(params.paths.ledger_snapshot) as ledger:
+            return list(overview(ledger, catalog, names, limit=1).policies), catalog.count_policies()
+    finally:
+        catalog.close()
+
+
+def revisions(params: Params, policy: str, limit: int) -> tuple[list[RevisionRow], int]:
+    """Return a policy's newest exported revisions, and how many there are; `NotFound` for an unknown one."""
+    catalog = Catalog(params.paths.catalog_url)
+    try:
+        with open_ledger(params.paths.ledger_snapshot) as ledger:
+            found = overview(ledger, catalog, [policy], limit)
+        return list(found.revisions), found.policies[0].revisions
+    finally:
+        catalog.close()
+
+
+def standing(params: Params) -> dict[str, Any]:
+    """Return what holds now beside the services: frozen or not, running releases, the newest notices."""
+    if not params.paths.catalog.is_file():
+        return {"frozen": False, "releases": [], "notices": []}
+    catalog = Catalog(params.paths.catalog_url)
+    try:
+        releases = [
+            {"revision": served_name(it.policy, it.revision), "step": it.step, "reason": it.reason}
+            for it in catalog.releases(open_only=True)
+        ]
+        notices = [{"at": it.at, "name": it.name, "reason": it.reason} for it in catalog.notices(3)]
+        return {"frozen": catalog.switch("freeze"), "releases": releases, "notices": notices}
+    finally:
+        catalog.close()
+
+
+def explain(params: Params, subject: str) -> Chain:
+    """Return the chain behind an answer or a revision, with its version in MLflow when that answers."""
+    chain = why(params, subject)
+    if chain.policy is None or chain.digest is None:
+        return chain
+    policy, digest = chain.policy, chain.digest
+    links = [
+        _with_version(params, link, policy, digest) if link.name == "run" else link for link in chain.links
+    ]
+    return replace(chain, links=tuple(links))
+
+
+def _with_version(params: Params, run: Link, policy: str, digest: str) -> Link:
+    url = params.url("mlflow")
+    try:
+        with httpx.Client(base_url=url, timeout=MLFLOW_TIMEOUT_S, trust_env=False) as client:
+            version = Registry(client).version(policy, digest)
+    except httpx.HTTPError:
+        return replace(run, says=f"{run.says} MLflow does not answer at {url}, so its run is not shown.")
+    if version is None:
+        return replace(run, says=f"{run.says} It is not registered in MLflow.")
+    page = f"{url}/#/models/{policy}/versions/{version}"
+    facts = {**run.facts, "mlflow": {"version": version, "url": page}}
+    return Link(run.name, True, f"{run.says} Version {version} in MLflow: {page}", facts)
+
+
+def shown_policy(row: PolicyRow) -> dict[str, str]:
+    """Return a policy's line of the table."""
+    canary = (
+        f"{row.canary[:12]} ({row.weight:.0%})" if row.canary else row.running and f"at its {row.running}"
+    )
+    return {
+        "policy": row.name,
+        "owner": row.owner,
+        "task": row.task.rsplit("/", 1)[-1],
+        "judged by": row.contract,
+        "champion": row.champion[:12] if row.champion else "the base",
+        "score": shown_score(row.champion_score),
+        "base": shown_score(row.base_score),
+        "canary": canary,
+        "newest": row.newest.digest[:12] if row.newest else "",
+        "revisions": str(row.revisions),
+    }
+
+
+def shown_revision(row: RevisionRow) -> dict[str, str]:
+    """Return a revision's line of the table."""
+    online = f"{row.online:.1%} of {row.units}" if row.online is not None else ""
+    return {
+        "revision": row.digest[:12],
+        "role": row.role,
+        "parent": row.parent[:12] if row.parent else "the base",
+        "step": str(row.step),
+        "rank": str(row.rank),
+        "score": shown_score(row.score),
+        "users": online,
+        "probe": {True: "reproduced", False: "refused", None: ""}[row.accepted],
+        "verdict": row.verdict,
+        "exported": moment(row.created_at),
+    }
+
+
+def shown_score(score: SuiteScore | None) -> str:
+    return f"{score.mean:.1%} [{score.ci_low:.1%}, {score.ci_high:.1%}]" if score else ""
+
+
+def plain(value: Any) -> Any:
+    """Return rows as JSON takes them."""
+    return [asdict(row) for row in value] if isinstance(value, list) else asdict(value)
+
+
+def require_catalog(params: Params) -> None:
+    """Raise `NotFound` with the way out when nothing was ever started here."""
+    if not params.paths.catalog.is_file():
+        raise NotFound(
+            f"There is nothing to show: {params.state_dir} holds no catalog. Start with `graftwork up`."
+        )
