@@ -1,0 +1,328 @@
+"""A real model on one GPU, as far as a CPU shows it: precision, checkpointing, slots, arguments, ends."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.adapters import packed
+from engine.base import BaseInfo
+from engine.config import EngineConfig, Params, TrainerConfig
+from engine.errors import BaseModelError, ConfigError
+from engine.memory import GIB, Plan, plan
+from engine.training import lora
+from engine.training.lora import Example, ResidentBase, Row
+
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ROWS = [Row((5, 9, 30, 31, 32), 2), Row((7, 8, 40), 1), Row((11, 12, 13, 14, 15, 16, 17), 3)]
+DATA = [
+    Example(row, (-2.0,) * (len(row.tokens) - row.start), (advantage,) * (len(row.tokens) - row.start))
+    for row, advantage in zip(ROWS, (1.0, -0.5, 2.0), strict=True)
+]
+
+
+def moved(base: ResidentBase, targets: tuple[str, ...] = TARGETS):
+    """An adapter whose B is not zero any more."""
+    generator = torch.Generator().manual_seed(3)
+    adapter = base.new_adapter(4, 8.0, targets, generator)
+    with torch.no_grad():
+        for key, factor in adapter.factors.items():
+            if key.endswith("lora_B"):
+                factor.copy_(torch.randn(factor.shape, generator=generator) * 0.2)
+    return adapter
+
+
+def gradients(base: ResidentBase, targets: tuple[str, ...] = TARGETS):
+    adapter = moved(base, targets)
+    found = base.backward(adapter, DATA, "grpo", {})
+    return found, {key: factor.grad for key, factor in adapter.factors.items()}
+
+
+def flat(rows) -> list[float]:
+    return [value for row in rows for value in row]
+
+
+def saved_bytes(base: ResidentBase) -> int:
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    adapter, row = moved(base), Row(tuple(range(5, 205)), 1)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), base.using(adapter):
+        base.logprobs([row])
+    return sum(kept.values())
+
+
+@pytest.fixture(scope="module")
+def dropping_base(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny base with dropout in its settings, which must stay off while its layers checkpoint."""
+    copy = tmp_path_factory.mktemp("dropping") / "base"
+    shutil.copytree(tiny_base, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"attention_dropout": 0.5}))
+    return copy
+
+
+@pytest.mark.parametrize("targets", [TARGETS, ("v_proj",)])
+def test_checkpointing_gives_the_same_gradients(dropping_base, targets, monkeypatch):
+    monkeypatch.setattr(lora, "HEAD_TOKENS", 3)
+    plain = ResidentBase(dropping_base, 1, 64)
+    again = ResidentBase(dropping_base, 1, 64, checkpointing=True)
+    (want, wanted), (found, gradient) = gradients(plain, targets), gradients(again, targets)
+    assert found.loss == pytest.approx(want.loss, abs=1e-6)
+    assert flat(found.logprobs) == pytest.approx(flat(want.logprobs), abs=1e-6)
+    assert any(value.abs().max() > 1e-3 for value in wanted.values())
+    for key, value in wanted.items():
+        torch.testing.assert_close(gradient[key], value, rtol=0, atol=1e-6)
+    assert flat(again.score(None, ROWS)) == pytest.approx(flat(plain.score(None, ROWS)), abs=1e-6)
+    assert all(parameter.grad is None for parameter in again.model.parameters())
+
+
+def test_checkpointing_keeps_a_fraction(tiny_base, monkeypatch):
+    monkeypatch.setattr(lora, "HEAD_TOKENS", 16)
+    plain, again = ResidentBase(tiny_base, 1, 512), ResidentBase(tiny_base, 1, 512, checkpointing=True)
+    weights = sum(parameter.nbytes for parameter in plain.model.parameters())
+    assert saved_bytes(again) < saved_bytes(plain) - weights < 20 * saved_bytes(again)
+
+
+@pytest.fixture(scope="module")
+def narrow(tiny_base: Path) -> ResidentBase:
+    return ResidentBase(tiny_base, 1, 64, dtype=torch.bfloat16)
+
+
+def test_a_bfloat16_base_trains_float32_adapters(narrow, tiny_base):
+    (found, gradient), (want, wanted) = gradients(narrow), gradients(ResidentBase(tiny_base, 1, 64))
+    assert {value.dtype for value in gradient.values()} == {torch.float32}
+    assert {parameter.dtype for parameter in narrow.model.parameters()} == {torch.bfloat16}
+    assert found.loss == pytest.approx(want.loss, rel=0.05)
+    ours, theirs = (torch.cat([g.flatten() for g in gs.values()]) for gs in (gradient, wanted))
+    assert torch.cosine_similarity(ours, theirs, dim=0) > 0.98
+
+
+def test_small_steps_are_not_lost_in_bfloat16(narrow):
+    """A step of 1e-5 vanishes beside a bfloat16 number over 0.1; in float32 it is kept."""
+    adapter = moved(narrow)
+    before = {key: factor.detach().clone() for key, factor in adapter.factors.items()}
+    narrow.backward(adapter, DATA, "grpo", {})
+    adapter.step(1e-5, (0.9, 0.95), 1e-8, 0.0, 1.0)
+    key = next(key for key in before if key.endswith("lora_B"))
+    large = before[key].abs() > 0.1
+    changed = (adapter.factors[key] - before[key])[large].abs()
+    assert changed.numel() > 100
+    assert 0 < changed.min() <= changed.max() < 2e-5
+
+
+def test_a_bfloat16_trainer_sees_exactly_what_it_exports(narrow):
+    """The revision's rounded factors give the trainer's own log-probabilities, to the last bit."""
+    adapter = moved(narrow)
+    exported = narrow.new_adapter(4, 8.0, TARGETS, torch.Generator().manual_seed(0))
+    exported.load_canonical(adapter.canonical(torch.bfloat16))
+    assert any(not torch.equal(adapter.factors[key], exported.factors[key]) for key in adapter.factors)
+    assert narrow.score(exported, ROWS) == narrow.score(adapter, ROWS) != narrow.score(None, ROWS)
+
+
+def test_the_settings_reach_the_trainer(tiny_base):
+    from engine.training.service import load_base
+
+    for setting, expected in ((None, False), (True, True), (False, False)):
+        trainer = TrainerConfig(gradient_checkpointing=setting, threads=1)
+        base = load_base(Params(trainer=trainer), tiny_base, None)
+        assert (base.checkpointing, base.device.type, base.model.dtype) == (expected, "cpu", torch.float32)
+    with pytest.raises(ConfigError, match="torch sees no GPU"):
+        load_base(Params(trainer=TrainerConfig(device="cuda")), tiny_base, None)
+
+
+def test_a_base_that_is_no_dense_decoder_is_refused(tmp_path):
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, moe_intermediate_size=8, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(BaseModelError, match=r"no projection model\.layers\.0\.mlp\.gate_proj"):
+        ResidentBase(tmp_path, 1, 64)
+
+
+class Layer:
+    """What the slots read of vLLM's LoRA layers: stacked tensors, as `create_lora_weights` makes them."""
+
+    def __init__(self, slots: int, rank: int, inputs: int, widths: tuple[int, ...]):
+        self.lora_a_stacked = tuple(torch.zeros(slots, 1, rank, inputs) for _ in widths)
+        self.lora_b_stacked = tuple(torch.zeros(slots, 1, width, rank) for width in widths)
+
+
+def adapter_blocks(parts: tuple[str, ...], rank: int, seed: int):
+    generator = torch.Generator().manual_seed(seed)
+    outputs = {"q_proj": 12, "k_proj": 6, "v_proj": 6}
+    tensors = {}
+    for part in parts:
+        tensors[f"model.layers.0.self_attn.{part}.lora_A"] = torch.randn(rank, 10, generator=generator)
+        tensors[f"model.layers.0.self_attn.{part}.lora_B"] = torch.randn(
+            outputs[part], rank, generator=generator
+        )
+    whole = packed.pack(tensors, torch.float32)
+    return [(block, whole.block(block)) for block in whole.layout.blocks]
+
+
+def test_slots_in_vllms_own_tensors_hold_what_ours_hold():
+    """By two routes: the CPU's slots show vLLM views on ours, a GPU's slots are vLLM's tensors."""
+    from engine.serving.loader import SlotBuffers, StackedSlots
+
+    ours, theirs = Layer(3, 8, 10, (12, 6, 6)), Layer(3, 8, 10, (12, 6, 6))
+    views, stacked = SlotBuffers("qkv_proj", ours), StackedSlots("qkv_proj", theirs)
+    occupants = [
+        (0, ("q_proj", "k_proj", "v_proj"), 8), (1, ("v_proj",), 4), (0, ("k_proj", "v_proj"), 2),
+        (2, ("q_proj", "v_proj"), 8), (0, (), 0), (2, ("q_proj", "k_proj", "v_proj"), 1),
+    ]  # fmt: skip
+    for seed, (slot, parts, rank) in enumerate(occupants):
+        blocks = adapter_blocks(parts, rank, seed) if parts else []
+        for buffers in (views, stacked):
+            assert all(buffers.unsupported_reason(block, torch.float32) is None for block, _ in blocks)
+            buffers.fill(slot, blocks)
+        for left, right in zip(ours.lora_a_stacked, theirs.lora_a_stacked, strict=True):
+            assert torch.equal(left, right)
+        for left, right in zip(ours.lora_b_stacked, theirs.lora_b_stacked, strict=True):
+            assert torch.equal(left, right)
+    kept = (*theirs.lora_a_stacked, *theirs.lora_b_stacked)
+    assert all(tensor.squeeze(1).is_contiguous() for tensor in kept)
+    assert sum(tensor[2].abs().sum() for tensor in kept) > 0
+    (block, _), *_ = adapter_blocks(("q_proj",), 16, 0)
+    assert "over the engine's maximum of 8" in stacked.unsupported_reason(block, torch.float32)
+
+
+QWEN3_06B = {
+    "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 28,
+    "hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+    "intermediate_size": 3072, "vocab_size": 151936, "tie_word_embeddings": True,
+    "max_position_embeddings": 40960,
+}  # fmt: skip
+
+
+def arguments(params: Params, found: Plan | None) -> dict[str, object]:
+    """The server's command line, read by vLLM's own parser."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from engine.serving.server import server_arguments
+
+    line = server_arguments(params, Path("params.json"), BaseInfo("base", Path("/base"), "b" * 64), found)
+    return vars(make_arg_parser(FlexibleArgumentParser()).parse_args(line))
+
+
+def test_the_engine_gets_its_share_of_the_plan():
+    params = Params(engine=EngineConfig(max_model_len=4096, max_num_seqs=64))
+    found = plan(QWEN3_06B, 80 * GIB, params.engine, params.trainer)
+    given = arguments(params, found)
+    assert given["gpu_memory_utilization"] == pytest.approx(found.gpu_memory_utilization)
+    assert given["kv_cache_memory_bytes"] == found.engine_kv_cache
+    assert given["dtype"] == "bfloat16"
+    assert given["max_num_batched_tokens"] == 2048
+    assert given["trust_remote_code"] is False
+    assert given["hf_token"] is None
+
+
+def test_on_a_cpu_the_engine_is_as_before():
+    given = arguments(Params(), None)
+    assert given["kv_cache_memory_bytes"] == 1 << 28
+    assert given["dtype"] == "float32"
+    assert given["max_num_batched_tokens"] is None
+    assert given["trust_remote_code"] is False
+
+
+def test_the_plan_is_shown_without_a_gpu_and_a_small_one_is_refused(tmp_path):
+    from typer.testing import CliRunner
+
+    from flows.cli import app
+
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text(json.dumps(QWEN3_06B))
+    file = tmp_path / "params.yaml"
+    file.write_text(f"base: {{name: {tmp_path / 'base'}}}\nengine: {{max_model_len: 2048, max_num_seqs: 64}}")
+    ask = ["plan", "--params", str(file), "--json", "--memory-gib"]
+    roomy, small = (CliRunner().invoke(app, [*ask, size]) for size in ("80", "12"))
+    assert roomy.exit_code == 0
+    shown = json.loads(roomy.output)
+    # Weights: 596 million numbers of two bytes, twice; keys and values: 2 x 28 layers x 1024 x 2 bytes.
+    assert shown["trainer_base"] == shown["engine_base"] == 2 * 596_049_920
+    assert shown["engine_kv_cache"] == (64 * 2048 + 16) * 2 * 28 * 1024 * 2
+    assert 0.15 < shown["gpu_memory_utilization"] < 0.3
+    assert isinstance(small.exception, ConfigError)
+    assert "12.00 GiB" in str(small.exception)
+    assert json.loads(small.output)["needed"] == shown["needed"]
+
+
+@pytest.fixture(scope="module")
+def many_ends(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory):
+    """The tiny base with a second end token, one that it likes to say, and prompts where it says it."""
+    from transformers import AutoTokenizer
+
+    from engine.base import end_tokens, prompt_text
+    from engine.training.problems import stream
+
+    copy = tmp_path_factory.mktemp("ends") / "base"
+    shutil.copytree(tiny_base, copy)
+    tokenizer = AutoTokenizer.from_pretrained(copy)
+    problems = stream("addition", "eval", 1)
+    texts = [prompt_text(tokenizer, next(problems)[1].question) for _ in range(4)]
+    prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    base = ResidentBase(copy, 1, 512)
+    first, *_ = base.greedy(None, prompts[:1], end_tokens(copy), 8)
+    second = first.tokens[first.start + 2]
+    file = copy / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": [1, second]}))
+    assert end_tokens(copy) == (1, second)
+    return copy, tokenizer, prompts, base.greedy(None, prompts, end_tokens(copy), 12), second
+
+
+def test_every_end_token_ends_rollouts_and_scores(many_ends, tmp_path):
+    """Trainer, rollouts and scoring stop at the same token, and the rollout holds it to learn from."""
+    from live import start_engine, stop_engine
+
+    from engine.training.rollouts import Sampling, sample_groups
+    from tasks.score import score
+    from tasks.suites import build_suite
+
+    path, tokenizer, prompts, expected, second = many_ends
+    engine = start_engine(path, tmp_path / "state", slots=2, max_num_seqs=16)
+    try:
+        greedy = Sampling(group_size=2, max_tokens=12, temperature=1e-4)
+        groups = sample_groups(engine.url, engine.key, engine.base_name, prompts, greedy)
+        suite = build_suite(
+            "ends", "addition", "terse", lambda text: prompt_of(tokenizer, text), count=4, root=tmp_path,
+            max_tokens=12,
+        )  # fmt: skip
+        params = Params.model_validate(
+            {
+                "base": {"name": str(path)},
+                "state_dir": engine.state,
+                "engine": {"port": int(engine.url.rpartition(":")[2])},
+            }
+        )
+        scored = score(params, "sums", None, "ends", engine.key, root=tmp_path)
+    finally:
+        stop_engine(engine)
+    for row, group in zip(expected, groups, strict=True):
+        assert {sample.tokens for sample in group} == {row.tokens[row.start :]}
+        assert all(len(sample.logprobs) == len(sample.tokens) for sample in group)
+    assert groups[0][0].tokens[-1] == second
+    asked = [tokenizer.encode(item.prompt, add_special_tokens=False) for item in suite.items]
+    rows = ResidentBase(path, 1, 512).greedy(None, asked, (1, second), 12)
+    answers = [tokenizer.decode(answer_of(row, (1, second)), skip_special_tokens=True) for row in rows]
+    assert [item.answer for item in scored.items] == answers
+    assert any(row.tokens[-1] == second for row in rows)
+
+
+def prompt_of(tokenizer, question: str) -> str:
+    from engine.base import prompt_text
+
+    return prompt_text(tokenizer, question)
+
+
+def answer_of(row: Row, ends: tuple[int, ...]) -> list[int]:
+    tokens = list(row.tokens[row.start :])
+    return tokens[:-1] if tokens[-1] in ends else tokens
