@@ -151,12 +151,14 @@ def _when(at: float) -> str:
 def _link_metrics(client: "MlflowClient", policy: str, version: int, facts: VersionFacts) -> None:
     """Log the evaluation to the run, linked to the logged model that the version came from."""
     found = client.get_model_version(policy, str(version))
-    if not facts.score or not found.run_id or not found.model_id:
+    # MLflow 3.17.2 loses `model_id` on the way; the source names the same logged model.
+    scheme, _, model_id = str(found.source).partition(":/")
+    if not facts.score or not found.run_id or scheme != "models":
         return
     named: dict[str, Any] = asdict(facts.score)
     for name in ("mean", "low", "high", "items"):
         # The time of the scores: logging them again is the same point.
         client.log_metric(
             found.run_id, f"{facts.suite}.{name}", float(named[name]), int(facts.score.at * 1000),
-            model_id=found.model_id,
+            model_id=model_id,
         )  # fmt: skip

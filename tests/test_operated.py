@@ -1,0 +1,273 @@
+"""People operate it: deployments through Prefect's API, aliases in MLflow, a person's own data and verifier.
+
+One `graftwork up` on real services; the tests follow one policy from its data to its champion, in order.
+"""
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from operated import ROOT, Operated, graftwork, write_settings, write_sums
+
+pytestmark = pytest.mark.timeout(600)
+POLICY = "sums"
+DEPLOYMENTS = {
+    "create_policy", "adapt", "release", "promote", "rollback", "hold", "restore", "nightly", "report",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def people(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operated]:
+    state = tmp_path_factory.mktemp("operated")
+    settings = write_settings(state, nightly={"cron": "* * * * *"})
+    shutil.copytree(ROOT / "eval_suites", state / "suites")
+    started = graftwork("up", settings=settings)
+    assert started.returncode == 0, started.stdout + started.stderr
+    try:
+        yield Operated(settings, state)
+    finally:
+        stopped = graftwork("down", settings=settings)
+    assert stopped.returncode == 0, stopped.stderr
+    left = [
+        one for one in psutil.process_iter(["cmdline"]) if str(state) in " ".join(one.info["cmdline"] or [])
+    ]
+    assert not [one for one in left if one.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.fixture(scope="module")
+def rows(people: Operated) -> list[dict[str, str]]:
+    return write_sums(people.state / "sums.jsonl", 2000)
+
+
+@pytest.fixture(scope="module")
+def created(people: Operated, rows: list[dict[str, str]]) -> str:
+    """The person's policy, made from the form."""
+    data = str(people.state / "sums.jsonl")
+    return people.run("create_policy", name=POLICY, owner="ada", data=data, verifier="exact")
+
+
+@pytest.fixture(scope="module")
+def adapted(people: Operated, created: str) -> str:
+    """The run that trained its first revision."""
+    return people.run("adapt", policy=POLICY, steps=12)
+
+
+@pytest.fixture(scope="module")
+def promoted(people: Operated, adapted: str, rows: list[dict[str, str]]) -> str:
+    """The run that released it to users, to its verdict."""
+    with people.users(POLICY, rows):
+        return people.run("release", policy=POLICY, by="ada", max_seconds=120)
+
+
+@pytest.fixture(scope="module")
+def second(people: Operated, promoted: str) -> str:
+    """Train a second revision; return its version in MLflow."""
+    people.run("adapt", policy=POLICY, steps=2, seed=9, scored=False)
+    return str(max(int(one.version) for one in people.mlflow.search_model_versions(f"name = '{POLICY}'")))
+
+
+def test_deployments_show_their_forms(people: Operated) -> None:
+    for name in DEPLOYMENTS:
+        deployment = people.deployment(name)
+        schema = deployment["parameter_openapi_schema"]
+        (form,) = [one for one in schema["definitions"].values() if "properties" in one][:1] or [None]
+        assert deployment["enforce_parameter_schema"]
+        assert form, name
+        assert deployment["description"]
+    adapt = people.deployment("adapt")["parameter_openapi_schema"]["definitions"]["AdaptForm"]["properties"]
+    assert all(field["description"] for field in adapt.values())
+    assert adapt["steps"]["anyOf"][0]["maximum"] == 100_000
+
+
+@pytest.mark.parametrize(
+    ("deployment", "form", "named"),
+    [
+        ("adapt", {"policy": "Not A Name"}, "form.policy"),
+        ("adapt", {"policy": "arithmetic", "steps": -3}, "form.steps"),
+        ("adapt", {"policy": "arithmetic", "stepz": 3}, "stepz"),
+        ("release", {"policy": "arithmetic", "weight": 7}, "form.weight"),
+        ("rollback", {"policy": "arithmetic", "digest": "zz", "reason": "why not"}, "form.digest"),
+        ("create_policy", {"name": "a", "data": "x.jsonl", "verifier": "guess"}, "form.verifier"),
+    ],
+)
+def test_nonsense_in_a_form_is_refused_before_a_run(
+    people: Operated, deployment: str, form: dict[str, Any], named: str
+) -> None:
+    answer = people.start(deployment, **form)
+    assert answer.status_code in (409, 422)
+    assert named in answer.text
+
+
+def test_a_fault_of_the_data_is_the_runs_message(people: Operated) -> None:
+    bad = people.state / "bad.jsonl"
+    bad.write_text('{"question": "1 + 1 =", "answer": "2"}\nnot json\n')
+    run = people.start("create_policy", name="bad", data=str(bad), verifier="exact").json()["id"]
+    state = people.wait(run)
+    assert state["type"] == "FAILED"
+    assert f"{bad}:2 is not valid JSON" in state["message"]
+    assert not (people.state / "suites" / "bad").exists()
+
+
+def test_a_jsonl_file_becomes_a_promoted_adapter(people: Operated, promoted: str) -> None:
+    from engine.adapters.catalog import Catalog
+    from engine.config import Paths, served_name
+
+    catalog = Catalog(Paths(people.state).catalog_url)
+    champion, owner = catalog.route(POLICY).champion, catalog.policy(POLICY).owner
+    (released,) = catalog.releases(POLICY)
+    catalog.close()
+    assert owner == "ada"
+    assert (released.state, released.revision) == ("promoted", champion)
+    assert people.answered_by(POLICY) == served_name(POLICY, str(champion))
+
+
+def test_runs_show_tags_and_artifacts(people: Operated, promoted: str, adapted: str) -> None:
+    tags = people.prefect.get(f"/flow_runs/{adapted}").json()["tags"]
+    revision = people.answered_by(POLICY)
+    assert {f"policy:{POLICY}", f"revision:{revision}"} <= set(tags)
+    tables = people.artifacts("table")
+    assert {f"policy-{POLICY}", f"revision-{POLICY}", f"settings-{POLICY}", f"verdict-{POLICY}"} <= set(
+        tables
+    )
+    assert people.artifacts("progress")[f"training-{POLICY}"] == 100
+    assert revision in people.artifacts("markdown")[f"registry-{POLICY}"]
+
+
+def test_version_page_says_what_a_person_wants_to_know(people: Operated, promoted: str) -> None:
+    version = people.mlflow.get_model_version(POLICY, "1")
+    for heading in ("Scores", "Verdicts", "Lineage", "Learning curve", "Effect probe", "Size", "Cost"):
+        assert heading in version.description, version.description
+    assert version.tags["graftwork.probe"] == "accepted"
+    assert version.tags["graftwork.verdict"] == "promote"
+    model = people.mlflow.get_logged_model(version.source.removeprefix("models:/"))
+    metrics = {metric.key: metric.value for metric in model.metrics or []}
+    assert metrics[f"{POLICY}.mean"] == pytest.approx(float(version.tags["graftwork.score"]), abs=1e-4)
+
+
+def test_downloaded_version_opens_in_plain_peft(people: Operated, promoted: str, tiny_base: Path) -> None:
+    import mlflow
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    mlflow.set_tracking_uri(people.url("mlflow"))
+    where = Path(mlflow.artifacts.download_artifacts(f"models:/{POLICY}/1"))
+    (config,) = where.rglob("adapter_config.json")
+    base = AutoModelForCausalLM.from_pretrained(tiny_base)
+    tokens = torch.arange(5)[None]
+    plain = base(tokens).logits
+    opened = PeftModel.from_pretrained(base, config.parent)
+    assert not torch.equal(opened(tokens).logits, plain)
+
+
+def test_alias_moved_in_mlflow_changes_answers_within_five_seconds(people: Operated, second: str) -> None:
+    first = people.answered_by(POLICY)
+    for version in (second, "1"):
+        before, began = people.answered_by(POLICY), time.monotonic()
+        people.mlflow.set_registered_model_alias(POLICY, "champion", version)
+        while people.answered_by(POLICY) == before:
+            assert time.monotonic() - began < 5
+    assert people.answered_by(POLICY) == first
+
+
+def test_release_waits_for_approval_in_the_resume_form(people: Operated, second: str) -> None:
+    why = "The test needs no users."
+    run = people.start("release", policy=POLICY, approval_hours=24, skip_score=why, skip_canary=why).json()[
+        "id"
+    ]
+    assert people.wait(run, "Suspended")["name"] == "Suspended"
+    champion = people.answered_by(POLICY)
+    answer = {"approve": "perhaps", "by": "ada", "reason": "It looks right."}
+    refused = people.prefect.post(f"/flow_runs/{run}/resume", json={"run_input": answer}).json()
+    assert refused["status"] == "REJECT"
+    answer["approve"] = True
+    people.prefect.post(f"/flow_runs/{run}/resume", json={"run_input": answer}).raise_for_status()
+    state = people.wait(run)
+    assert state["type"] == "COMPLETED", state["message"]
+    assert people.answered_by(POLICY) != champion
+    releases = httpx.get(f"{people.url('controller')}/releases?policy={POLICY}", timeout=20).json()
+    assert [one["state"] for one in releases].count("promoted") == 2
+
+
+def test_release_that_is_started_twice_is_one_release(people: Operated, second: str) -> None:
+    champion = people.answered_by(POLICY).partition("@")[2]
+    versions = people.mlflow.search_model_versions(f"name = '{POLICY}'")
+    digests = [version.tags["graftwork.digest"] for version in versions]
+    (other,) = [digest for digest in digests if not digest.startswith(champion)]
+    form = {"policy": POLICY, "digest": other, "approval_hours": 1, "skip_score": "The test needs no score."}
+    runs = [people.start("release", **form).json()["id"] for _ in range(2)]
+    assert [people.wait(run, "Suspended")["name"] for run in runs] == ["Suspended"] * 2
+    releases = httpx.get(f"{people.url('controller')}/releases?policy={POLICY}", timeout=20).json()
+    assert [one["revision"] for one in releases if one["state"] == "running"] == [other]
+    people.run("hold", policy=POLICY, reason="The test is over.")
+
+
+def test_restore_puts_the_previous_champion_back(people: Operated, second: str) -> None:
+    before = people.answered_by(POLICY)
+    people.run("restore", policy=POLICY, reason="Users liked it better.")
+    assert people.answered_by(POLICY) != before
+
+
+def test_frozen_pointers_move_only_for_rollbacks(people: Operated, second: str) -> None:
+    champion = people.answered_by(POLICY)
+    assert graftwork("freeze", "--reason", "A holiday.", settings=people.settings).returncode == 0
+    try:
+        run = people.start("restore", policy=POLICY, reason="It must not work.").json()["id"]
+        state = people.wait(run)
+        assert state["type"] == "FAILED"
+        assert "frozen" in state["message"].lower()
+        digest = champion.partition("@")[2]
+        people.run("rollback", policy=POLICY, digest=digest, reason="It is bad.")
+        assert people.answered_by(POLICY) != champion
+    finally:
+        assert graftwork("thaw", "--reason", "It is over.", settings=people.settings).returncode == 0
+    bad = graftwork("lift", champion, "--by", "ada", "--reason", "A test.", settings=people.settings)
+    assert bad.returncode == 0, bad.stderr
+
+
+def test_nightly_fires_by_itself_and_says_why_it_skips(people: Operated, created: str) -> None:
+    def fired() -> list[dict[str, Any]]:
+        body = {
+            "deployments": {"id": {"any_": [people.deployment("nightly")["id"]]}},
+            "flow_runs": {"state": {"type": {"any_": ["COMPLETED"]}}},
+        }
+        return people.prefect.post("/flow_runs/filter", json=body).raise_for_status().json()
+
+    deadline = time.monotonic() + 150
+    while not (runs := fired()):
+        assert time.monotonic() < deadline, "No nightly run completed."
+        time.sleep(1)
+    assert "auto-scheduled" in runs[0]["tags"]
+    (table,) = [data for key, data in people.artifacts("table").items() if key == "nightly"]
+    assert '"skipped"' in table
+    assert "reason" in table
+
+
+def test_mlflow_and_prefect_may_die_in_the_middle_of_an_adapt(people: Operated, created: str) -> None:
+    """Their guard and supervisor start them again; the run goes on, and its version is registered."""
+    from engine.config import load_params
+    from engine.services import status
+
+    before = len(people.mlflow.search_model_versions(f"name = '{POLICY}'"))
+    run = people.start("adapt", policy=POLICY, steps=8, seed=11, scored=False).json()["id"]
+    assert people.wait(run, "Running")["name"] == "Running"
+    pids = {service.name: service.pid for service in status(load_params(people.settings))}
+    for name in ("mlflow", "prefect"):
+        os.kill(int(pids[name] or 0), signal.SIGKILL)
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            state = people.wait(run)
+            break
+        except httpx.HTTPError:
+            assert time.monotonic() < deadline, "Prefect did not come back."
+            time.sleep(0.5)
+    assert state["type"] == "COMPLETED", state["message"]
+    assert len(people.mlflow.search_model_versions(f"name = '{POLICY}'")) == before + 1
