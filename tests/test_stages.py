@@ -277,8 +277,8 @@ def test_the_same_tensors_give_the_same_files_whenever_they_were_exported(checko
     assert written[0] == written[1]
 
 
-def stage(checkout: Checkout, name: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "flows.cli", "stage", name, "--params", str(checkout.file)]
+def graftwork(file: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "flows.cli", *arguments, "--params", str(file)]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ, timeout=120)
 
 
@@ -292,14 +292,14 @@ def stage(checkout: Checkout, name: str) -> subprocess.CompletedProcess[str]:
 )
 def test_a_stage_that_cannot_run_says_one_sentence(checkout, changes, code, said):
     checkout.set(**changes)
-    ended = stage(checkout, "base")
+    ended = graftwork(checkout.file, "stage", "base")
     assert ended.returncode == code, ended.stderr
     assert said in ended.stderr
     assert len(ended.stderr.strip().splitlines()) == 1
 
 
 def test_a_stage_without_the_one_before_it_says_which(checkout):
-    ended = stage(checkout, "suites")
+    ended = graftwork(checkout.file, "stage", "suites")
     assert ended.returncode == 5
     assert "the stage base writes it" in ended.stderr
 
@@ -446,6 +446,36 @@ def test_pin_adds_the_section_where_it_is_missing(tmp_path):
     evaluation.pin_revision(file, "sums", "d" * 64)
     assert load_params(file).evaluate.revision == "d" * 64
     assert "# mine" in file.read_text()
+
+
+def test_the_commands_compare_with_the_stated_tolerance(suite, tmp_path):
+    file = tmp_path / "here" / "params.yaml"
+    evaluated(tmp_path / "here", suite, [1.0] * 5 + [0.0] * 5)
+    evaluated(tmp_path / "there", suite, [1.0] * 6 + [0.0] * 4)
+    file.write_text("evaluate: {tolerance: 0.05}\n")
+    ended = graftwork(file, "score", "--compare", str(tmp_path / "there"))
+    assert ended.returncode == 1
+    assert ended.stderr.strip() == (
+        "The score of the revision is 0.5 here and 0.6 there: 0.1 apart, over the tolerance of 0.05."
+    )
+    ended = graftwork(file, "score", "--compare", str(tmp_path / "there"), "--tolerance", "0.1")
+    assert ended.returncode == 0, ended.stderr
+    assert "within the tolerance of 0.1" in ended.stdout
+    ended = graftwork(file, "score")
+    assert (ended.returncode, len(ended.stderr.strip().splitlines())) == (2, 1)
+
+
+def test_the_command_pins_the_champion(checkout, tiny_base, tmp_path):
+    manifest = make_revision(tiny_base, tmp_path / "revision")
+    import_revision(checkout.params(), tmp_path / "revision")
+    ended = graftwork(checkout.file, "pin", "sums")
+    assert (ended.returncode, ended.stderr.count("no champion yet")) == (5, 1)
+    catalog = Catalog(checkout.params().paths.catalog_url)
+    catalog.set_route(replace(catalog.route("sums"), champion=manifest.digest), 0)
+    catalog.close()
+    ended = graftwork(checkout.file, "pin", "sums")
+    assert ended.returncode == 0, ended.stderr
+    assert checkout.params().evaluate.revision == manifest.digest
 
 
 # The real engine
