@@ -1,6 +1,8 @@
 """What several test files share: a small base, and an engine on it."""
 
 import os
+import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,28 @@ OFFLINE = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
 os.environ.update(OFFLINE)
+
+
+# Why tests were left out that a person would want to hear of, for the very last line.
+LEFT_OUT = pytest.StashKey[str]()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Say after everything else what was not tested."""
+    if LEFT_OUT in config.stash:
+        sys.stdout.write(f"{config.stash[LEFT_OUT]}\n")
+
+
+@pytest.fixture(scope="session")
+def chromium(request: pytest.FixtureRequest) -> str:
+    """Return the path of a Chromium; without one what needs it is skipped, and the last line says so."""
+    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+    found = next((path for name in names if (path := shutil.which(name))), None)
+    if found is None:
+        missing = "The pages were NOT tested in a browser: no Chromium is on the PATH (apt install chromium)."
+        request.config.stash[LEFT_OUT] = missing
+        pytest.skip(missing)
+    return found
 
 
 @pytest.fixture(scope="session")

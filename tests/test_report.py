@@ -3,91 +3,30 @@
 import itertools
 import json
 import re
-import time
 from dataclasses import replace
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
-import numpy as np
 import pytest
+from history import BASE, GOOD, NOW, OLD, build
 
-from engine.adapters.catalog import Base, Catalog, Notice, Policy, Release, Revision, migrate
-from engine.config import ReleaseConfig
+from engine.adapters.catalog import Notice, Policy
+from engine.config import Paths
 from engine.errors import NotFound
 from engine.quality.estimate import clopper_pearson
 from engine.quality.evidence import EvidenceReader
-from engine.quality.ledger import Ledger, Spool
 from engine.quality.report import ReportData, collect, write_report
 from engine.quality.report_data import RevisionRow
 from engine.quality.report_lineage import Node, arrange, lineage
 
-BASE, GOOD, OLD = "b" * 64, "c" * 64, "a" * 64
-NOW = time.time()
-
-
-def emit_scores(spool):
-    for digest, right in ((None, 3), (GOOD, 9)):
-        for item in range(10):
-            policy = "sums" if digest else None
-            spool.emit("scores", policy=policy, digest=digest, base=BASE, suite="s", suite_version="1",
-                       item=f"{item:02d}", score=float(item < right), answer="", run="r")  # fmt: skip
-
-
-def emit_users(spool, count=300):
-    random = np.random.default_rng(3)
-    for number in range(count):
-        canary = bool(random.random() < 0.2)
-        unit = f"user-{number // 2}" if number % 5 else None
-        request = spool.emit(
-            "observations", at=NOW + 1 + number / 10, policy="sums", digest=GOOD if canary else None,
-            unit=unit, arm="canary" if canary else "base", key="k", status=200, purpose="user",
-        )  # fmt: skip
-        reward = float(random.random() < (0.9 if canary else 0.3))
-        if number % 7:
-            spool.emit("feedback", at=NOW + 1.05 + number / 10, request_id=request, reward=reward, key="k")
-
-
-def emit_steps(spool):
-    for session, at, digest in (("old", NOW - 100, OLD), ("new", NOW + 1, GOOD)):
-        for step in (1, 2, 3):
-            spool.emit(
-                "train_steps", at=at + step, policy="sums", session=session, step=step, digest=digest,
-                reward=step / 4, importance_ratio=1.0001, rollout_s=0.5, update_s=0.2, handoff_s=0.01,
-            )  # fmt: skip
-
-
-def revision(digest, state, created_at, parent=None):
-    return Revision(
-        "sums", digest, BASE, parent, 3, 8, 331776, "l", "seg", 0, 1, "f" * 64, state, "me", created_at
-    )
-
 
 @pytest.fixture
 def world(tmp_path):
-    """A catalog and a ledger after one promoted canary; yields (catalog, ledger, release, snapshot)."""
-    url = f"sqlite:///{tmp_path}/catalog.db"
-    migrate(url)
-    catalog = Catalog(url)
-    catalog.add_base(Base(BASE, "tiny-dense", "/bases/tiny", NOW))
-    catalog.add_policy(Policy("sums", BASE, {"suite": "s"}, "me", NOW))
-    catalog.add_revision(revision(OLD, "exported", NOW - 90))
-    catalog.add_revision(revision("d" * 64, "snapshot", NOW))
-    catalog.add_revision(revision(GOOD, "exported", NOW, parent=OLD))
-    catalog.bury("sums", OLD, "it was bad", "ann")
-    release = Release(
-        "r1", "sums", GOOD, None, "canary", 0.2, "running", ReleaseConfig().model_dump(), NOW, NOW,
-        canary_started_at=NOW, skip_gates={"score": {"by": "ann", "reason": "<b>in a hurry</b>"}},
-    )  # fmt: skip
-    catalog.add_release(release)
-    spool = Spool(tmp_path / "spool", "test")
-    for emit in (emit_scores, emit_users, emit_steps):
-        emit(spool)
-    spool.close()
-    ledger = Ledger(tmp_path / "ledger.duckdb")
-    ledger.ingest(tmp_path / "spool")
-    ledger.snapshot(tmp_path / "snapshot.duckdb")
-    yield catalog, ledger, release, tmp_path / "snapshot.duckdb"
+    """A catalog and a ledger while a canary runs; yields (catalog, ledger, release, snapshot)."""
+    catalog, ledger, release = build(tmp_path)
+    yield catalog, ledger, release, Paths(tmp_path).ledger_snapshot
     ledger.close()
+    catalog.close()
 
 
 def gather(world, **changes):
@@ -183,8 +122,9 @@ class Page(HTMLParser):
         values = dict(attrs)
         self.links += [values["href"]] if tag == "a" else []
         names = ("src", "href", "xlink:href", "data", "srcset")
-        self.loads += [values[name] for name in names if name in values and tag != "a"]
-        self.loads += [tag] if tag in ("script", "link", "iframe", "object", "embed") else []
+        held = [values[name] for name in names if name in values and tag != "a"]
+        self.loads += [address for address in held if not address.startswith("data:")]
+        self.loads += [tag] if tag in ("script", "iframe", "object", "embed") else []
         self.labels += [values["aria-label"]] if values.get("role") == "img" else []
 
 
