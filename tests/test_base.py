@@ -74,12 +74,14 @@ def test_a_base_that_does_not_exist(tmp_path, monkeypatch):
 
 # As Qwen's and Llama's instruct models write it, and Gemma's refusal of system prompts.
 CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 LLAMA = (
     "{{ bos_token }}{% for message in messages %}"
-    "{{ '<|start_header_id|>' + message.role + '<|end_header_id|>\n\n' + message.content | trim + '<|eot_id|>' }}"
+    "{{ '<|start_header_id|>' + message.role + '<|end_header_id|>\n\n' }}"
+    "{{ message.content | trim + '<|eot_id|>' }}"
     "{% endfor %}{% if add_generation_prompt %}"
     "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
@@ -120,7 +122,7 @@ def test_the_templates_own_first_token_comes_once(tiny_base):
 def test_a_template_that_refuses_a_system_prompt(tiny_base):
     tokenizer = instructed(tiny_base, GEMMA)
     assert bases.prompt_text(tokenizer, "3 + 3?") == "hm"
-    with pytest.raises(ConfigError, match="System role not supported.*Leave out the policy's `system`"):
+    with pytest.raises(ConfigError, match=r"System role not supported.*Leave out the policy's `system`"):
         bases.prompt_text(tokenizer, "3 + 3?", "Be terse.")
 
 
@@ -168,5 +170,7 @@ def test_the_plan_of_a_tiny_base_needs_no_build(tiny_base, tmp_path):
     paths = Paths(tmp_path)
     early = bases.base_config(BaseConfig(name="tiny-dense"), paths)
     built = json.loads((tiny_base / "config.json").read_text())
-    assert Shape.of(early) == Shape.of(built)
+    # Its tokenizer may find fewer tokens than the recipe allows, never more.
+    assert built["vocab_size"] <= early["vocab_size"]
+    assert Shape.of(early | {"vocab_size": built["vocab_size"]}) == Shape.of(built)
     assert not paths.bases.exists()
