@@ -20,7 +20,7 @@ from engine.errors import ConfigError
 GIB = 1 << 30
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 # A process's CUDA context, library workspaces and the allocator's rounding: a planning figure, to be
-# replaced by what tests/gpu/test_memory.py measures.
+# replaced by what tests/gpu/test_one_gpu.py measures.
 CONTEXT_BYTES = GIB
 # Prefill tokens of one engine step on a GPU, and completion tokens whose logits the trainer holds at once
 # while it checkpoints.

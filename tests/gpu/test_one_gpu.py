@@ -1,0 +1,144 @@
+"""One GPU in fact: measured memory against the plan, and an adapter served as it was trained.
+
+    python -m pytest -m gpu -s tests/gpu
+
+Random weights in the shape of Qwen3-0.6B (1.2 GB, written to the test's directory), bfloat16, both
+processes. Prints each part as planned and as measured; copy what it prints to docs/benchmarks.md.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from live import free_port, start_engine, stop_engine
+
+from engine import gpu
+from engine.config import EngineConfig, Params, TrainerConfig
+from engine.memory import gib
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no GPU"),
+]
+
+LENGTH, SEQUENCES, RANK, TOKENS = 2048, 32, 16, 8192
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ENGINE = {"max_model_len": LENGTH, "max_num_seqs": SEQUENCES, "slots": 4, "max_rank": RANK}
+# Random weights move nothing much; in bfloat16 two implementations differ by this many nats at most.
+TOLERANCE = 0.15
+
+
+@pytest.fixture(scope="module")
+def base(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Qwen3-0.6B's shape with random weights and the tiny base's tokenizer."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    directory = tmp_path_factory.mktemp("base") / "qwen3-shape"
+    config = Qwen3Config(
+        num_hidden_layers=28, hidden_size=1024, num_attention_heads=16, num_key_value_heads=8, head_dim=128,
+        intermediate_size=3072, vocab_size=151936, tie_word_embeddings=True, max_position_embeddings=40960,
+        eos_token_id=1, pad_token_id=0, bos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).bfloat16().save_pretrained(directory)
+    for file in [*tiny_base.glob("tokenizer*"), tiny_base / "chat_template.jinja"]:
+        shutil.copy(file, directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def params(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Params:
+    return Params(
+        state_dir=tmp_path_factory.mktemp("state"),
+        base={"name": str(base)},
+        engine=EngineConfig(port=free_port(), **ENGINE),
+        trainer=TrainerConfig(microbatch_tokens=TOKENS, sessions=2),
+    )
+
+
+def used() -> int:
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def show(what: str, planned: int, measured: int) -> None:
+    print(f"{what:<28} planned {gib(planned):>10}  measured {gib(measured):>10}  {measured / planned:.2f}")
+
+
+def rows(count: int, length: int):
+    from engine.training.lora import Example, Row
+
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(5, 300, (count, length), generator=generator).tolist()
+    values = (-5.0,) * (length - 1)
+    advantages = [(1.0 if number % 2 else -1.0,) * (length - 1) for number in range(count)]
+    return [Example(Row(tuple(row), 1), values, found) for row, found in zip(tokens, advantages, strict=True)]
+
+
+def test_memory_and_answers_are_as_planned(params: Params, base: Path) -> None:
+    """One test, since each part's memory is measured on top of the one before."""
+    from engine.training.service import load_base
+
+    found = gpu.planned(params)
+    assert found is not None
+
+    torch.zeros(1, device="cuda")
+    resident = load_base(params, base, found)
+    assert resident.model.dtype == torch.bfloat16
+    assert resident.checkpointing
+    loaded = torch.cuda.memory_allocated()
+    show("base in the trainer", found.trainer_base, loaded)
+    assert 0.98 < loaded / found.trainer_base < 1.05
+
+    adapter = resident.new_adapter(RANK, 2.0 * RANK, TARGETS, torch.Generator().manual_seed(3))
+    torch.cuda.reset_peak_memory_stats()
+    resident.backward(adapter, rows(TOKENS // LENGTH, LENGTH), "grpo", {})
+    activations = torch.cuda.max_memory_allocated() - loaded
+    show("activations of a microbatch", found.trainer_activations, activations)
+    assert activations < found.trainer_activations + found.trainer_adapters
+    assert {factor.dtype for factor in adapter.factors.values()} == {torch.float32}
+    adapter.step(1e-2, (0.9, 0.95), 1e-8, 0.0, 1.0)
+    # 2 sessions are planned, one is held.
+    adapters = torch.cuda.memory_allocated() - loaded
+    show("adapters of one session", found.trainer_adapters // 2, adapters)
+    assert adapters < 1.1 * found.trainer_adapters / 2
+    context = used() - torch.cuda.memory_reserved()
+    show("CUDA context of the trainer", found.trainer_context, context)
+    assert context < found.trainer_context
+    torch.cuda.empty_cache()
+
+    before = used()
+    engine = start_engine(base, params.state_dir / "engine", wait_s=600, **ENGINE)
+    try:
+        taken = used() - before
+        parts = {name: size for name, size in found.parts.items() if name.startswith("engine_")}
+        show("engine in all", sum(parts.values()), taken)
+        assert taken < sum(parts.values())
+        served = engine.publish("sums", adapter.canonical(torch.bfloat16), RANK, torch.bfloat16)
+        examples = rows(4, 64)
+        want = resident.score(adapter, [example.row for example in examples])
+        plain = resident.score(None, [example.row for example in examples])
+        for model, expected in ((served, want), (engine.base_name, plain), (served, want)):
+            for example, logprobs in zip(examples, expected, strict=True):
+                assert distance(ask(engine, model, example.row.tokens), logprobs) < TOLERANCE
+        # The comparison means something: the adapter moves what it is compared on.
+        assert max(distance(left, right) for left, right in zip(want, plain, strict=True)) > 3 * TOLERANCE
+        show("engine after answers", sum(parts.values()), used() - before)
+        assert used() - before < sum(parts.values())
+    finally:
+        stop_engine(engine)
+
+
+def ask(engine, model: str, tokens: tuple[int, ...]) -> list[float]:
+    body = {"model": model, "prompt": list(tokens), "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+    with engine.client() as client:
+        answer = client.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    found = json.loads(answer.text)["choices"][0]["prompt_logprobs"]
+    return [found[i][str(token)]["logprob"] for i, token in enumerate(tokens) if i > 0]
+
+
+def distance(left: list[float], right: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(left, right, strict=True))
