@@ -239,7 +239,8 @@ def evaluate(params: Params, report: Report) -> None:
     ) as (stage, key):
         if (stage.paths.revisions / manifest.policy / manifest.digest[:DIGEST12]).is_dir():
             probe = verify(stage, manifest.policy, manifest.digest, key)
-            if not probe["accepted"]:
+            # A revision without effect is a result, an engine that serves something else is not.
+            if max(probe["error"], probe["base_error"]) > probe["tolerance"]:
                 raise EffectError(f"{probe['reason']} It is not scored.")
         scores = [
             score(stage, manifest.policy, digest, suite.name, key, reuse=False, root=files.suite)
