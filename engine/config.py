@@ -387,7 +387,7 @@ def policy_file(params: Params, name: str) -> Path:
 def known_policies(params: Params) -> list[str]:
     """Return the names of the policies of `params.yaml` and of those with a file of their own."""
     own = {file.parent.name for file in params.suites_dir.glob("*/policy.yaml")}
-    return sorted(own | set(params.policies))
+    return sorted({name for name in own if POLICY_NAME.fullmatch(name)} | set(params.policies))
 
 
 def resolve_policy(params: Params, name: str, changes: Mapping[str, Any] | None = None) -> Resolved:

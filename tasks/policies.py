@@ -78,6 +78,7 @@ def create_policy(
     draft = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=params.suites_dir))
     try:
         with FileLock(params.suites_dir / ".lock", timeout=60):
+            _recover(params.suites_dir / name)
             found = import_file(data, draft / TRAINING, items, check_for(verifier), on_progress)
             created = _write(params, name, config, found, draft, data)
     finally:
@@ -235,12 +236,23 @@ def _write_readme(
 
 def _swap(draft: Path, target: Path) -> None:
     """Put a whole directory in another's place; a kill in between leaves the old one beside it."""
-    old = target.with_name(f".{target.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
+    old = _aside(target)
     if target.exists():
         target.rename(old)
     draft.rename(target)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _recover(target: Path) -> None:
+    """Put the old directory back when a kill came between the two renames of `_swap`; drop it otherwise."""
+    old = _aside(target)
+    if old.exists() and not target.exists():
+        old.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _aside(target: Path) -> Path:
+    return target.with_name(f".{target.name}.old")
 
 
 def _register(params: Params, name: str) -> None:

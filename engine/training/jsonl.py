@@ -9,6 +9,7 @@ import heapq
 import json
 import sqlite3
 import tempfile
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -175,17 +176,19 @@ class JsonlFile:
         if not path.is_file():
             raise ConfigError(f"There is no data at {path}; create the policy again from its file.")
         self.path = path
-        starts = [0]
+        self._starts, at = array("q"), 0
         with path.open("rb") as handle:
-            starts += [handle.tell() for line in iter(handle.readline, b"") if line.strip()]
-        self._starts = np.array(starts[:-1], dtype=np.int64)
+            for line in handle:
+                if line.strip():
+                    self._starts.append(at)
+                at += len(line)
 
     def __len__(self) -> int:
         return len(self._starts)
 
     def __getitem__(self, number: int) -> Row:
         with self.path.open("rb") as handle:
-            handle.seek(int(self._starts[number]))
+            handle.seek(self._starts[number])
             return _row(handle.readline(), f"{self.path}:{number + 1}")
 
 
