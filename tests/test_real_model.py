@@ -1,11 +1,14 @@
 """A real model on one GPU, as far as a CPU shows it: precision, checkpointing, slots, arguments, ends."""
 
 import json
+import re
+import shlex
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from engine.adapters import packed
 from engine.base import BaseInfo
@@ -326,3 +329,70 @@ def prompt_of(tokenizer, question: str) -> str:
 def answer_of(row: Row, ends: tuple[int, ...]) -> list[int]:
     tokens = list(row.tokens[row.start :])
     return tokens[:-1] if tokens[-1] in ends else tokens
+
+
+DOC = (Path(__file__).parent.parent / "docs" / "real-model.md").read_text()
+
+
+def doc_settings(tmp_path: Path, sequences: int = 48) -> Path:
+    """The page's settings, with the shape of its model in a directory in place of the hub."""
+    text = next(block for block in re.findall(r"```yaml\n(.*?)```", DOC, re.DOTALL) if "base:" in block)
+    settings = yaml.safe_load(text.replace("max_num_seqs: 48", f"max_num_seqs: {sequences}"))
+    assert re.fullmatch(r"[0-9a-f]{40}", settings["base"].pop("revision"))
+    (tmp_path / "base").mkdir(exist_ok=True)
+    (tmp_path / "base" / "config.json").write_text(json.dumps(QWEN3_06B))
+    settings["base"]["name"] = str(tmp_path / "base")
+    file = tmp_path / "real.yaml"
+    file.write_text(yaml.safe_dump(settings))
+    return file
+
+
+def test_the_pages_plan_and_refusal_are_what_the_command_says(tmp_path):
+    from typer.testing import CliRunner
+
+    from flows.cli import app
+
+    def ask(sequences: int):
+        file = doc_settings(tmp_path, sequences)
+        return CliRunner().invoke(app, ["plan", "--params", str(file), "--memory-gib", "24"])
+
+    shown = re.search(r"```text\n(.*?)\n```", DOC, re.DOTALL)
+    lines = [line.rstrip() for line in ask(48).output.rstrip().splitlines()]
+    assert shown is not None
+    assert lines == shown[1].splitlines()
+    quoted = " ".join(line.removeprefix("> ") for line in DOC.splitlines() if line.startswith("> "))
+    refused = ask(64).exception
+    assert isinstance(refused, ConfigError)
+    assert str(refused) == quoted
+
+
+def test_every_command_of_the_page_parses(tmp_path):
+    """Each line is read by the command that it names, which is not run."""
+    from typer.main import get_command
+
+    from flows.cli import app
+
+    lines = re.findall(r"^ {4}\.venv/bin/graftwork (.+)$", DOC, re.MULTILINE)
+    assert len(lines) >= 10
+    for line in lines:
+        command, words = get_command(app), shlex.split(line)
+        while hasattr(command, "commands"):
+            assert words[0] in command.commands, line
+            command = command.commands[words.pop(0)]
+        assert command.make_context(line, words).params["params"] == Path("real.yaml")
+
+
+def test_the_policys_settings_of_the_page_are_valid():
+    from engine.config import PolicyConfig
+
+    text = next(block for block in re.findall(r"```yaml\n(.*?)```", DOC, re.DOTALL) if "lr:" in block)
+    given = yaml.safe_load(text)
+    policy = PolicyConfig.model_validate({"task": "x.jsonl", "suite": "x", **given})
+    assert {key: getattr(policy, key) for key in given} == given
+
+
+def test_the_page_names_tests_that_exist():
+    root = Path(__file__).parent.parent
+    named = set(re.findall(r"`(tests/[\w/]+\.py)`", DOC))
+    assert len(named) >= 4
+    assert [name for name in sorted(named) if not (root / name).is_file()] == []
