@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from engine.config import Params
@@ -94,8 +95,9 @@ def read_evaluation(directory: Path) -> Evaluation:
         for line in (directory / ITEMS).read_text().split("\n")[:-1]:
             row = Answer(**json.loads(line))
             answers[row.model].append(row)
-        for model in answers:
-            assert metrics[model]["items"] == len(answers[model])
+        for model, rows in answers.items():
+            mean = round(fmean(row.score for row in rows), DIGITS)
+            assert (metrics[model]["items"], metrics[model]["score"]) == (len(rows), mean)
     except (ValueError, TypeError, KeyError, AssertionError) as error:
         raise ConfigError(
             f"{METRICS} and {ITEMS} in {directory} are not one evaluation ({error!r}). Run `dvc repro` there."

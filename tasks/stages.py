@@ -114,7 +114,8 @@ def _copy_data(config: PolicyConfig, suite: Suite, files: Files) -> PolicyConfig
     """Put training data and frozen items beside each other; return the settings that name the copy."""
     shutil.copyfile(config.task, files.policy / "train.jsonl")
     shutil.copyfile(suite.directory / ITEMS, files.policy / ITEMS)
-    digest = hashlib.sha256((files.policy / "train.jsonl").read_bytes()).hexdigest()
+    with (files.policy / "train.jsonl").open("rb") as rows:
+        digest = hashlib.file_digest(rows, "sha256").hexdigest()
     # By its content and a relative path: where the checkout lies decides nothing.
     return config.model_copy(update={"task": "repro/policy/train.jsonl", "data_digest": digest})
 
