@@ -6,6 +6,8 @@ One `graftwork up` on real services; the tests follow one policy from its data t
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -165,6 +167,50 @@ def test_downloaded_version_opens_in_plain_peft(people: Operated, promoted: str,
     plain = base(tokens).logits
     opened = PeftModel.from_pretrained(base, config.parent)
     assert not torch.equal(opened(tokens).logits, plain)
+
+
+def test_version_serves_from_another_state_directory(people: Operated, promoted: str, tmp_path: Path) -> None:
+    """As on another machine: its own catalog, store and key; MLflow is asked once, for the download."""
+    name, question = people.answered_by(POLICY), "What is 31 + 46?"
+    other = Operated(write_settings(tmp_path), tmp_path)
+    digest = name.partition("@")[2]
+    command = [sys.executable, "-m", "flows.cli", "serve", "--params", str(other.settings)]
+    command += ["--revision", digest, "--registry", people.url("mlflow")]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as serving:
+        try:
+            said = []
+            for line in serving.stdout or ():
+                said.append(line)
+                if " is served at " in line:
+                    break
+            assert serving.poll() is None, said
+            with people.client() as here, other.client() as there:
+                texts = [people.ask(client, name, question).json()["choices"] for client in (here, there)]
+            assert texts[0] == texts[1]
+        finally:
+            serving.send_signal(signal.SIGINT)
+    assert any("Effect probe: Reproduced" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "fault"),
+    [
+        (("--revision", "abcdef"), 5, "There is no revision 'abcdef'"),
+        (("--revision", "oh no"), 2, "names no revision"),
+        (("--revision", "abcdef", "--from", "/nowhere"), 5, "/nowhere holds 0 revisions"),
+        (("--revision", "abcdef", "--registry", "{mlflow}"), 5, "has no version whose digest begins"),
+    ],
+)
+def test_what_cannot_be_served_is_a_sentence(
+    people: Operated, tmp_path: Path, arguments: tuple[str, ...], code: int, fault: str
+) -> None:
+    given = [argument.format(mlflow=people.url("mlflow")) for argument in arguments]
+    refused = graftwork("serve", *given, settings=write_settings(tmp_path))
+    assert refused.returncode == code
+    assert fault in refused.stderr
+    assert "Traceback" not in refused.stderr
 
 
 def test_alias_moved_in_mlflow_changes_answers_within_five_seconds(people: Operated, second: str) -> None:
