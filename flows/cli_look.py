@@ -27,6 +27,8 @@ def status(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
     from flows.display import print_status
 
     print_status(states)
+    for alarm in now["alarms"]:
+        say(f"Alarm: {alarm}")
     if now["frozen"]:
         say("Releases are frozen: no pointer moves but rollbacks. `graftwork thaw` ends it.")
     for release in now["releases"]:

@@ -17,7 +17,7 @@ from engine.quality.report_data import PolicyRow, RevisionRow, SuiteScore
 from engine.quality.why import Chain, Link, moment, why
 from engine.registry import Registry
 
-MLFLOW_TIMEOUT_S = 3.0
+TIMEOUT_S = 3.0
 
 
 def as_of(params: Params) -> dict[str, Any]:
@@ -68,9 +68,9 @@ def revisions(params: Params, policy: str, limit: int) -> tuple[list[RevisionRow
 
 
 def standing(params: Params) -> dict[str, Any]:
-    """Return what holds now beside the services: frozen or not, running releases, the newest notices."""
+    """Return what holds beside the services: alarms, frozen or not, running releases, newest notices."""
     if not params.paths.catalog.is_file():
-        return {"frozen": False, "releases": [], "notices": []}
+        return {"alarms": [], "frozen": False, "releases": [], "notices": []}
     catalog = Catalog(params.paths.catalog_url)
     try:
         releases = [
@@ -78,9 +78,23 @@ def standing(params: Params) -> dict[str, Any]:
             for it in catalog.releases(open_only=True)
         ]
         notices = [{"at": it.at, "name": it.name, "reason": it.reason} for it in catalog.notices(3)]
-        return {"frozen": catalog.switch("freeze"), "releases": releases, "notices": notices}
+        return {
+            "alarms": _alarms(params),
+            "frozen": catalog.switch("freeze"),
+            "releases": releases,
+            "notices": notices,
+        }
     finally:
         catalog.close()
+
+
+def _alarms(params: Params) -> list[str]:
+    """Return what the controller complains of; one that does not run complains of nothing."""
+    try:
+        answer = httpx.get(f"{params.url('controller')}/health", timeout=TIMEOUT_S, trust_env=False)
+        return list(answer.json()["alarms"])
+    except (httpx.HTTPError, ValueError, KeyError):
+        return []
 
 
 def explain(params: Params, subject: str) -> Chain:
@@ -98,7 +112,7 @@ def explain(params: Params, subject: str) -> Chain:
 def _with_version(params: Params, run: Link, policy: str, digest: str) -> Link:
     url = params.url("mlflow")
     try:
-        with httpx.Client(base_url=url, timeout=MLFLOW_TIMEOUT_S, trust_env=False) as client:
+        with httpx.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False) as client:
             version = Registry(client).version(policy, digest)
     except httpx.HTTPError:
         return replace(run, says=f"{run.says} MLflow does not answer at {url}, so its run is not shown.")

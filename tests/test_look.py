@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -16,7 +17,7 @@ from live import free_port
 from rows import NEW, OLD, THIRD, fill
 
 from engine.adapters.catalog import Base, Catalog, Notice, Release, migrate
-from engine.config import MlflowConfig, Params, ReleaseConfig
+from engine.config import ControllerConfig, MlflowConfig, Params, ReleaseConfig
 from engine.errors import Conflict, NotFound
 from engine.quality.ledger import Ledger, Spool
 from engine.quality.why import Chain, commit_link, why
@@ -48,7 +49,11 @@ def emit(spool: Spool) -> None:
 @pytest.fixture
 def params(tmp_path: Path) -> Params:
     """A champion with a parent, of which users, a suite and a training run are known; nothing runs."""
-    params = Params(state_dir=tmp_path / "state", mlflow=MlflowConfig(port=free_port()))
+    params = Params(
+        state_dir=tmp_path / "state",
+        mlflow=MlflowConfig(port=free_port()),
+        controller=ControllerConfig(port=free_port()),
+    )
     migrate(params.paths.catalog_url)
     catalog = Catalog(params.paths.catalog_url)
     catalog.add_base(Base("base", "tiny-dense", "/bases/tiny", 1.0))
@@ -205,15 +210,15 @@ def test_it_says_how_old_it_is(params: Params) -> None:
     assert (policy.champion, policy.champion_score) == (NEW, None)
 
 
-@pytest.fixture
-def mlflow(params: Params) -> Iterator[list[str]]:
-    """Answers as MLflow's registry does, with version 4; yields what it was asked."""
+@contextmanager
+def answering(port: int, answer: dict[str, Any]) -> Iterator[list[str]]:
+    """A server that answers every GET with this JSON; yields the paths that it was asked for."""
     asked: list[str] = []
 
-    class Registry(BaseHTTPRequestHandler):
+    class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             asked.append(self.path)
-            body = json.dumps({"model_versions": [{"name": "sorting", "version": "4"}]}).encode()
+            body = json.dumps(answer).encode()
             self.send_response(200)
             self.send_header("content-length", str(len(body)))
             self.end_headers()
@@ -222,20 +227,30 @@ def mlflow(params: Params) -> Iterator[list[str]]:
         def log_message(self, *_: Any) -> None:
             pass
 
-    server = HTTPServer(("127.0.0.1", params.mlflow.port), Registry)
+    server = HTTPServer(("127.0.0.1", port), Handler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    yield asked
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    try:
+        yield asked
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
-def test_the_run_links_its_version_in_mlflow(params: Params, mlflow: list[str]) -> None:
-    run = next(link for link in look.explain(params, "sorting").links if link.name == "run")
+def test_the_run_links_its_version_in_mlflow(params: Params) -> None:
+    registered = {"model_versions": [{"name": "sorting", "version": "4"}]}
+    with answering(params.mlflow.port, registered) as asked:
+        run = next(link for link in look.explain(params, "sorting").links if link.name == "run")
     assert run.facts["mlflow"]["version"] == "4"
     assert run.facts["mlflow"]["url"] == f"{params.url('mlflow')}/#/models/sorting/versions/4"
-    assert NEW in mlflow[0]
+    assert NEW in asked[0]
+
+
+def test_the_controllers_alarms_are_told(params: Params) -> None:
+    assert look.standing(params)["alarms"] == []
+    with answering(params.controller.port, {"alarms": ["ingest: the disk is full"]}):
+        assert look.standing(params)["alarms"] == ["ingest: the disk is full"]
 
 
 def test_without_mlflow_the_run_says_so(params: Params) -> None:
