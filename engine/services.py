@@ -70,10 +70,10 @@ def services(params: Params) -> tuple[Service, ...]:
     prefect = ("-m", "prefect", "server", "start", "--analytics-off", *bind, str(params.prefect.port))
     worker = ("-m", "prefect", "worker", "start", "--type", "process", "--pool", params.prefect.work_pool)
     ours = ("--params", str(paths.root / "params.json"))
-    engine_s = params.engine.start_timeout_s
+    base_s = params.engine.start_timeout_s
     return (
-        Service("engine", ("-m", "engine.serving.server", *ours), "/health", engine_s, needs_base=True),
-        Service("trainer", ("-m", "engine.training.service", *ours), "/health", 180, needs_base=True),
+        Service("engine", ("-m", "engine.serving.server", *ours), "/health", base_s, needs_base=True),
+        Service("trainer", ("-m", "engine.training.service", *ours), "/health", base_s, needs_base=True),
         Service("mlflow", mlflow, "/health", 180),
         Service("prefect", prefect, "/api/health", 180),
         Service("controller", ("-m", "engine.controller", *ours), "/health", 120),
