@@ -1,5 +1,6 @@
 """A real model on one GPU, as far as a CPU shows it: precision, checkpointing, slots, arguments, ends."""
 
+import copy
 import json
 import re
 import shlex
@@ -16,6 +17,7 @@ from engine.config import EngineConfig, Params, TrainerConfig
 from engine.errors import BaseModelError, ConfigError
 from engine.memory import GIB, Plan, plan
 from engine.training import lora
+from engine.training.grpo import LOSSES
 from engine.training.lora import Example, ResidentBase, Row
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -126,6 +128,39 @@ def test_a_bfloat16_trainer_sees_exactly_what_it_exports(narrow):
     exported.load_canonical(adapter.canonical(torch.bfloat16))
     assert any(not torch.equal(adapter.factors[key], exported.factors[key]) for key in adapter.factors)
     assert narrow.score(exported, ROWS) == narrow.score(adapter, ROWS) != narrow.score(None, ROWS)
+
+
+def test_on_another_device_nothing_is_left_on_the_cpu(tiny_base, monkeypatch):
+    """Tensors without data stand for a GPU's: torch refuses to mix them with the CPU's."""
+    # transformers looks into positions here, which have no values now.
+    monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda positions: None)
+    base = ResidentBase(tiny_base, 1, 64, device="meta", dtype=torch.bfloat16, checkpointing=True)
+    adapter = base.new_adapter(4, 8.0, TARGETS, torch.Generator().manual_seed(0))
+    with base.using(adapter):
+        new_T = base.logprobs([example.row for example in DATA])
+        old_T = base._gathered(example.old_logprobs for example in DATA)
+        LOSSES["grpo"](new_T, old_T, base._gathered(example.advantages for example in DATA), {}).backward()
+    assert (new_T.device.type, new_T.dtype, len(new_T)) == ("meta", torch.float32, 9)
+    gradients = [factor.grad for factor in adapter.factors.values()]
+    assert {(found.device.type, found.dtype) for found in gradients} == {("meta", torch.float32)}
+    with pytest.raises(RuntimeError):
+        new_T + torch.zeros(9)
+
+
+def test_a_session_of_any_device_is_stored_on_the_cpu(narrow):
+    adapter = moved(narrow)
+    narrow.backward(adapter, DATA, "grpo", {})
+    adapter.step(1e-2, (0.9, 0.95), 1e-8, 0.0, 1.0)
+    stored = adapter.state_dict()
+    moments = [value for state in stored["optimizer"]["state"].values() for value in state.values()]
+    assert {value.device.type for value in (*stored["factors"].values(), *moments)} == {"cpu"}
+    again = narrow.new_adapter(4, 8.0, TARGETS, torch.Generator())
+    # As it comes back from its file: with tensors of its own.
+    again.load_state_dict(copy.deepcopy(stored))
+    for one in (adapter, again):
+        narrow.backward(one, DATA, "grpo", {})
+        one.step(1e-2, (0.9, 0.95), 1e-8, 0.0, 1.0)
+    assert all(torch.equal(adapter.factors[key], again.factors[key]) for key in adapter.factors)
 
 
 def test_the_settings_reach_the_trainer(tiny_base):

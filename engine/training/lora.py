@@ -231,9 +231,12 @@ class ResidentBase:
         start_B = torch.tensor([row.start for row in rows])
         end_B = torch.tensor([len(row.tokens) for row in rows])
         completion_BS = (position_S >= start_B[:, None]) & (position_S < end_B[:, None])
-        tokens_BS, completion_BS = tokens_BS.to(self.device), completion_BS.to(self.device)
-        hidden_BSH = self.model.get_decoder()(tokens_BS, use_cache=False).last_hidden_state
-        hidden_TH, chosen_T = hidden_BSH[:, :-1][completion_BS[:, 1:]], tokens_BS[completion_BS]
+        # Found on the CPU: a mask on a GPU would make both wait for each other.
+        chosen_T = tokens_BS[completion_BS].to(self.device)
+        before_T = completion_BS.flatten().nonzero()[:, 0].sub(1).to(self.device)
+        decoder = self.model.get_decoder()
+        hidden_BSH = decoder(tokens_BS.to(self.device), use_cache=False).last_hidden_state
+        hidden_TH = hidden_BSH.flatten(0, 1)[before_T]
         if not self.checkpointing:
             return self._picked(hidden_TH, chosen_T)
         parts = zip(hidden_TH.split(HEAD_TOKENS), chosen_T.split(HEAD_TOKENS), strict=True)
