@@ -15,8 +15,11 @@ the route's revisions that is an alarm; once it has them all, its aliases are wr
 
 import logging
 import threading
+import time
 from dataclasses import dataclass
 from typing import Any
+
+import httpx
 
 from engine.adapters.catalog import AliasNote, Catalog, Route
 from engine.errors import GraftworkError
@@ -25,6 +28,7 @@ from engine.quality.desk import Desk
 from engine.registry import Model, Registry
 
 INTERVAL_S = 1.0
+HOOK, HOOK_EVERY_S = "graftwork", 60.0
 ROLES = ("champion", "canary", "previous")
 SEEN, LOST = "@seen", "@lost"
 BY = "mlflow"
@@ -63,10 +67,12 @@ class AliasMirror(threading.Thread):
     """Keeps aliases and routes equal, from a thread of its own; `fault` says what keeps it from it.
 
     `lock` is the controller's: decisions are made under it, calls of MLflow are not. `link` is where
-    people read more about a refusal.
+    people read more about a refusal, `hook` where MLflow's webhook tells of a moved alias.
     """
 
-    def __init__(self, catalog: Catalog, desk: Desk, lock: Any, registry: Registry, link: str = ""):
+    def __init__(
+        self, catalog: Catalog, desk: Desk, lock: Any, registry: Registry, link: str = "", hook: str = ""
+    ):
         super().__init__(name="aliases", daemon=True)
         self.fault: str | None = None
         self._catalog = catalog
@@ -74,6 +80,8 @@ class AliasMirror(threading.Thread):
         self._lock = lock
         self._registry = registry
         self._link = link
+        self._hook = hook
+        self._hook_due = 0.0
         self._alarms: dict[str, str] = {}
         self._stopped = False
         self._due = threading.Event()
@@ -82,6 +90,7 @@ class AliasMirror(threading.Thread):
         while not self._stopped:
             try:
                 self.mirror()
+                self._keep_hooked()
                 self.fault = " ".join(self._alarms.values()) or None
             except Exception as error:
                 # The mirror must outlive whatever MLflow answers.
@@ -108,6 +117,17 @@ class AliasMirror(threading.Thread):
         for name, model in models.items():
             self._reconcile(model, notes.get(name, {}))
         self._miss(notes, set(models))
+
+    def _keep_hooked(self) -> None:
+        """See to the webhook now and then: a registry from a backup has lost it."""
+        if not self._hook or time.monotonic() < self._hook_due:
+            return
+        self._hook_due = time.monotonic() + HOOK_EVERY_S
+        try:
+            self._registry.ensure_webhook(HOOK, self._hook)
+        except httpx.HTTPStatusError as error:
+            # A server that takes https only, say: the poll alone is quick enough.
+            log.info("MLflow took no webhook: %s", error)
 
     def _reconcile(self, model: Model, notes: dict[str, AliasNote]) -> None:
         moves = find_moves(model.aliases, notes)

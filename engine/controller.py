@@ -240,7 +240,9 @@ def serve(params: Params) -> None:
     ensure_local_key(controller.catalog, params.paths.local_key)
     registry = Registry(httpx.Client(base_url=params.url("mlflow")))
     site = params.url("controller")
-    mirror = AliasMirror(controller.catalog, controller.desk, controller.lock, registry, site)
+    mirror = AliasMirror(
+        controller.catalog, controller.desk, controller.lock, registry, site, f"{site}/mlflow/webhook"
+    )
     beside: list[AliasMirror | NoticeSender | Watch] = [
         mirror,
         NoticeSender(controller.catalog, httpx.Client(base_url=params.url("prefect"))),

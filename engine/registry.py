@@ -66,6 +66,16 @@ class Registry:
         body = {"name": policy, "version": version, "key": key}
         self._call("DELETE", "model-versions/delete-tag", {404}, json=body)
 
+    def ensure_webhook(self, name: str, url: str) -> None:
+        """Have MLflow post to `url` when an alias is set or taken away; one webhook of that name remains."""
+        known = [hook for hook in self._pages("webhooks", "webhooks", {}) if hook["name"] == name]
+        if [hook["url"] for hook in known] == [url]:
+            return
+        for hook in known:
+            self._call("DELETE", f"webhooks/{hook['webhook_id']}", {404})
+        events = [{"entity": "MODEL_VERSION_ALIAS", "action": action} for action in ("CREATED", "DELETED")]
+        self._call("POST", "webhooks", json={"name": name, "url": url, "events": events})
+
     def _pages(self, path: str, field: str, params: dict[str, Any]) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
         token = ""

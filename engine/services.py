@@ -94,6 +94,9 @@ def environment(params: Params) -> dict[str, str]:
         "MLFLOW_DISABLE_TELEMETRY": "true",
         # Ours is the patience; its client's own retries would run for minutes past it.
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
+        # Its webhook goes to the controller, on this machine.
+        "MLFLOW_WEBHOOK_ALLOWED_SCHEMES": "http,https",
+        "MLFLOW_WEBHOOK_ALLOW_PRIVATE_IPS": "true",
         "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
         # Seven idle job processes, 250 MB each, for features that the loop does not use.
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",

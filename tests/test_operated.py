@@ -255,6 +255,23 @@ def test_release_that_is_started_twice_is_one_release(people: Operated, second: 
     people.run("hold", policy=POLICY, reason="The test is over.")
 
 
+def test_what_happened_is_an_event_and_a_notification(people: Operated, second: str) -> None:
+    """The hold of the test before: an event in Prefect, and its automation's post on the controller's page."""
+    wanted = "graftwork.release.held"
+    deadline = time.monotonic() + 60
+    while True:
+        notices = httpx.get(f"{people.url('controller')}/notices", timeout=20).json()
+        posted = [one["reason"] for one in notices if one["name"] == "graftwork.notice.delivered"]
+        if any(wanted in text and f"{POLICY}@" in text and "The test is over." in text for text in posted):
+            break
+        assert time.monotonic() < deadline, notices
+        time.sleep(0.5)
+    names = {"event": {"name": ["graftwork.release.promoted", wanted]}}
+    found = people.prefect.post("/events/filter", json={"filter": names}).raise_for_status().json()["events"]
+    assert {event["event"] for event in found} == {"graftwork.release.promoted", wanted}
+    assert all(event["payload"]["link"] and event["payload"]["reason"] for event in found)
+
+
 def test_restore_puts_the_previous_champion_back(people: Operated, second: str) -> None:
     before = people.answered_by(POLICY)
     people.run("restore", policy=POLICY, reason="Users liked it better.")
