@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import re
 import shlex
 import shutil
@@ -292,6 +293,62 @@ def test_the_plan_is_shown_without_a_gpu_and_a_small_one_is_refused(tmp_path):
     assert isinstance(small.exception, ConfigError)
     assert "12.00 GiB" in str(small.exception)
     assert json.loads(small.output)["needed"] == shown["needed"]
+
+
+@pytest.fixture
+def small_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Params:
+    """A machine that says that it has a GPU of 1 GiB, and settings with ports of their own."""
+    from live import free_port
+
+    monkeypatch.setattr("engine.gpu.cuda_bytes", lambda: GIB)
+    ports = {name: {"port": free_port()} for name in ("engine", "trainer", "controller", "mlflow", "prefect")}
+    return Params.model_validate({"state_dir": tmp_path, **ports})
+
+
+def test_a_start_on_a_gpu_that_is_too_small_shows_the_plan_and_starts_nothing(small_gpu, capsys):
+    from engine import services
+
+    with pytest.raises(ConfigError, match=r"The GPU has 1\.00 GiB"):
+        services.start(
+            small_gpu, lambda: pytest.fail("the base was built"), lambda name, text: pytest.fail(name),
+            os.getpid(), ("engine", "trainer"),
+        )  # fmt: skip
+    assert "adapter slots" in capsys.readouterr().out
+    assert {state.state for state in services.status(small_gpu)} == {"stopped"}
+
+
+def test_the_trainer_itself_refuses_before_it_loads_anything(small_gpu, monkeypatch):
+    from engine.training.service import load_trainer
+
+    monkeypatch.setattr("engine.base.ensure_base", lambda *_: pytest.fail("the base was opened"))
+    with pytest.raises(ConfigError, match=r"The GPU has 1\.00 GiB"):
+        load_trainer(small_gpu)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "given"),
+    [
+        ("auto", "auto", ("cuda", torch.bfloat16, True)),
+        ("cuda", "float32", ("cuda", torch.float32, True)),
+        ("cpu", "auto", ("cpu", torch.float32, False)),
+    ],
+)
+def test_on_a_gpu_the_trainer_takes_what_the_plan_leaves(monkeypatch, tmp_path, device, dtype, given):
+    from engine.training import service
+
+    asked: dict[str, object] = {}
+
+    def resident(path, threads, tokens, device="cpu", dtype=torch.float32, checkpointing=False):
+        asked["base"] = (device, dtype, checkpointing)
+
+    monkeypatch.setattr(lora, "ResidentBase", resident)
+    monkeypatch.setattr("torch.cuda.set_per_process_memory_fraction", lambda share: asked.update(share=share))
+    params = Params(engine=EngineConfig(dtype=dtype), trainer=TrainerConfig(device=device))
+    found = plan(QWEN3_06B, 80 * GIB, params.engine, params.trainer)
+    service.load_base(params, tmp_path, found)
+    shares = {} if device == "cpu" else {"share": found.trainer_share}
+    assert asked == {"base": given, **shares}
+    assert (found.trainer_base == 0) is (device == "cpu")
 
 
 @pytest.fixture(scope="module")
