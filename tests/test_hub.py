@@ -168,3 +168,12 @@ def test_a_token_is_in_no_file_of_the_services(monkeypatch, tmp_path):
     files = [file for file in tmp_path.rglob("*") if file.is_file()]
     assert files
     assert not [file for file in files if b"hf_secret" in file.read_bytes()]
+
+
+def test_no_line_of_the_product_trusts_a_bases_code():
+    root = Path(__file__).parent.parent
+    files = [file for package in ("engine", "tasks", "flows") for file in (root / package).rglob("*.py")]
+    said = [line for file in files for line in file.read_text().splitlines() if "trust_remote_code" in line]
+    assert any("trust_remote_code=False" in line for line in said)
+    assert not [line for line in said if "trust_remote_code=True" in line.replace(" ", "")]
+    assert not [file for file in files if '"--trust-remote-code"' in file.read_text()]
