@@ -89,6 +89,9 @@ def _deploy(params: Params, wanted: dict[str, Any]) -> str:
         schedule=Cron(params.nightly.cron, timezone=params.nightly.timezone) if nightly else None,
         work_pool_name=params.prefect.work_pool,
         work_queue_name=wanted["work_pool"]["work_queue_name"],
+        # In a temporary directory of the run, as is the default, one that is resumed before its first
+        # process has ended would lose the ground under its feet.
+        job_variables={"working_dir": str(ROOT)},
     )
     # The worker's process works in the checkout, where the entry points are.
     deployment.entrypoint = wanted["entrypoint"]
