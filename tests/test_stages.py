@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from live import free_port
 from transformers import AutoTokenizer
 
+from engine import services
 from engine.adapters import packed, revision
 from engine.adapters.catalog import Catalog, Policy
 from engine.adapters.importing import directory_from_store, import_revision
@@ -21,6 +23,7 @@ from engine.config import Params, Paths, load_params
 from engine.errors import AdapterError, BaseModelError, ConfigError, Conflict, GraftworkError, NotFound
 from engine.quality.ledger import Ledger, open_snapshot
 from tasks import evaluation, stages
+from tasks.register import register
 from tasks.score import ItemScore, Score
 from tasks.stage_files import Files
 from tasks.suites import build_suite, load_suite
@@ -239,6 +242,23 @@ def test_revision_is_found_in_the_state_directory_or_in_the_store(checkout, tiny
     stages.take_revision(params)
     assert revision.read_revision(checkout.files.revision)[1].digest == manifest.digest
     assert list(checkout.files.services.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_revision_comes_from_mlflows_registry_while_its_server_runs(checkout, tiny_base, tmp_path):
+    build(checkout)
+    manifest = make_revision(tiny_base, tmp_path / "revision")
+    evaluate = {"policy": "sums", "revision": manifest.digest}
+    checkout.set(mlflow={"port": free_port()}, evaluate=evaluate)
+    params = checkout.params()
+    with services.session(params, lambda: None, silent, only=("mlflow",)):
+        with pytest.raises(NotFound, match="or in MLflow at"):
+            stages.take_revision(params)
+        register(params, "sums", tmp_path / "revision")
+        stages.take_revision(params)
+    tensors, found = revision.read_revision(checkout.files.revision)
+    assert (found.digest, found.policy) == (manifest.digest, "sums")
+    assert len(tensors) == manifest.tensor_count
 
 
 def test_an_experiments_copy_finds_the_revisions_of_its_checkout(checkout, tiny_base, tmp_path):
