@@ -1,14 +1,13 @@
 """Adapt one policy: train -> export -> register -> verify -> score."""
 
 from prefect import flow
-from prefect.artifacts import create_link_artifact, create_table_artifact
 
 from engine.config import AdaptForm, resolve_policy, served_name
 from flows.display import training_bar
 from flows.entry import flow_settings
 from tasks import steps
 from tasks.outcome import Adapted, Stages, local_key
-from tasks.progress import both, keep_sources, tag_run, training_artifact
+from tasks.progress import both, keep_sources, show_link, show_table, tag_run, training_artifact
 
 
 @flow(name="adapt", flow_run_name="adapt {form.policy}")
@@ -34,7 +33,7 @@ def adapt(form: AdaptForm) -> Adapted:
             revision = steps.score(params, policy, trained.digest, config.suite, key)
     steps.update_page(params, policy, trained.digest)
     adapted = Adapted(policy, trained.digest, trained.directory, version, base, revision, stages.seconds)
-    create_table_artifact([adapted.row()], f"revision-{policy}", f"The newest revision of {policy}")
+    show_table([adapted.row()], f"revision-{policy}", f"The newest revision of {policy}")
     page = f"{params.url('mlflow')}/#/models/{policy}/versions/{version}"
-    create_link_artifact(page, served_name(policy, trained.digest), f"registry-{policy}")
+    show_link(page, served_name(policy, trained.digest), f"registry-{policy}")
     return adapted

@@ -3,12 +3,11 @@
 from typing import Any
 
 from prefect import flow
-from prefect.artifacts import create_table_artifact
 
 from engine.config import DecideForm, HoldForm
 from flows.entry import flow_settings
 from tasks import steps
-from tasks.progress import tag_run
+from tasks.progress import show_table, tag_run
 
 
 @flow(name="promote", flow_run_name="promote {form.policy}@{form.digest}")
@@ -28,7 +27,7 @@ def hold(form: HoldForm) -> dict[str, Any]:
     """End the policy's running release; its champion stays."""
     tag_run(f"policy:{form.policy}")
     ended = steps.hold(flow_settings(), form)
-    create_table_artifact([ended], f"decision-{form.policy}", form.reason)
+    show_table([ended], f"decision-{form.policy}", form.reason)
     return ended
 
 
@@ -36,6 +35,6 @@ def _decide(action: str, form: DecideForm) -> dict[str, Any]:
     tag_run(f"policy:{form.policy}", f"revision:{form.policy}@{form.digest}")
     params = flow_settings()
     decided = steps.decide(params, action, form)
-    create_table_artifact([decided], f"decision-{form.policy}", form.reason)
+    show_table([decided], f"decision-{form.policy}", form.reason)
     steps.update_page(params, form.policy, form.digest)
     return decided

@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 from prefect import flow
-from prefect.artifacts import create_link_artifact, create_table_artifact
 
 from engine.config import AdaptForm, Params, PolicyConfig, ReleaseForm
 from engine.errors import ServiceError
@@ -33,6 +32,7 @@ from tasks.outcome import (
     write_summary,
 )
 from tasks.parallel import background, in_parallel
+from tasks.progress import show_link, show_table
 
 # Users still ask for a while after a verdict, to show who answers them then.
 AFTER_S = 3.0
@@ -65,8 +65,8 @@ def demo(params: Params, stages: dict[str, float], began: float) -> Outcome:
     result = summary(adapted, releases, rolled_back, stages, time.time() - began)
     write_summary(result, params.paths.runs / "latest.json")
     rows = [*map(policy_row, adapted, releases), policy_row(bad, bad_release)]
-    create_table_artifact(rows, "main-job", "The main job's policies")
-    create_link_artifact(path.as_uri(), "the HTML report", "main-job-report")
+    show_table(rows, "main-job", "The main job's policies")
+    show_link(path.as_uri(), "the HTML report", "main-job-report")
     return Outcome(result, rows, path)
 
 

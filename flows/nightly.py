@@ -3,13 +3,13 @@
 from typing import Any
 
 from prefect import flow
-from prefect.artifacts import create_table_artifact
 
 from engine.config import AdaptForm, NightlyForm, Params
 from engine.errors import GraftworkError
 from flows.adapt import adapt
 from flows.entry import flow_settings
 from tasks import steps
+from tasks.progress import show_table
 
 
 @flow(name="nightly")
@@ -19,7 +19,7 @@ def nightly(form: NightlyForm) -> list[dict[str, Any]]:
     rows = steps.due_policies(params, form.policies)
     for row in rows:
         row["outcome"] = "skipped" if not row["due"] else _adapt_and_release(params, row["policy"], form)
-        create_table_artifact(rows, "nightly", "Which policies were due, and what became of them")
+        show_table(rows, "nightly", "Which policies were due, and what became of them")
     if failed := [row["policy"] for row in rows if row["outcome"].startswith("failed")]:
         raise GraftworkError(f"These policies failed: {', '.join(failed)}. The table `nightly` says why.")
     return rows

@@ -3,12 +3,11 @@
 from typing import Any
 
 from prefect import flow
-from prefect.artifacts import create_table_artifact
 
 from engine.config import CreatePolicyForm
 from flows.entry import flow_settings
 from tasks import steps
-from tasks.progress import tag_run
+from tasks.progress import show_table, tag_run
 
 
 @flow(name="create_policy", flow_run_name="create {form.name}")
@@ -16,5 +15,5 @@ def create_policy(form: CreatePolicyForm) -> dict[str, Any]:
     """Split the data into training and frozen items, write the suite, register the policy."""
     tag_run(f"policy:{form.name}")
     created = steps.create_policy(flow_settings(), form)
-    create_table_artifact([created], f"policy-{form.name}", f"The policy {form.name}")
+    show_table([created], f"policy-{form.name}", f"The policy {form.name}")
     return created

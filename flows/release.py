@@ -3,14 +3,13 @@
 from typing import Any
 
 from prefect import flow
-from prefect.artifacts import create_link_artifact, create_table_artifact
 
 from engine.config import ReleaseForm, served_name
 from flows.entry import flow_settings
 from tasks import steps
 from tasks.approval import ask_for_approval
 from tasks.outcome import local_key, release_row
-from tasks.progress import tag_run
+from tasks.progress import show_link, show_table, tag_run
 
 
 @flow(name="release", flow_run_name="release {form.policy}")
@@ -21,10 +20,10 @@ def release(form: ReleaseForm) -> dict[str, Any]:
     started = steps.start_release(params, form, key)
     tag_run(f"policy:{policy}", f"revision:{served_name(policy, started['revision'])}")
     page = f"{params.url('controller')}/releases/{started['id']}"
-    create_link_artifact(page, "evidence so far", f"release-{policy}")
+    show_link(page, "evidence so far", f"release-{policy}")
     if started["settings"]["approval_s"]:
         ask_for_approval(params, started["id"], key)
     ended = steps.wait_for_verdict(params, started["id"], started["settings"]["max_seconds"])
-    create_table_artifact([release_row(ended)], f"verdict-{policy}", ended["reason"])
+    show_table([release_row(ended)], f"verdict-{policy}", ended["reason"])
     steps.update_page(params, policy, ended["revision"])
     return ended

@@ -6,10 +6,10 @@ from datetime import datetime
 from pathlib import Path
 
 from prefect import flow
-from prefect.artifacts import create_link_artifact
 
 from engine.config import ReportForm
 from flows.entry import flow_settings
+from tasks.progress import show_link
 from tasks.steps import write_report
 
 
@@ -26,5 +26,5 @@ def publish_report(since: float, now: float, stages: Mapping[str, float]) -> Pat
     params = flow_settings()
     path = params.paths.runs / f"report-{datetime.fromtimestamp(now):%Y%m%d-%H%M%S}.html"
     write_report(params, path, since, now, stages)
-    create_link_artifact(path.as_uri(), path.name, "report")
+    show_link(path.as_uri(), path.name, "report")
     return path

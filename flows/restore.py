@@ -3,12 +3,11 @@
 from typing import Any
 
 from prefect import flow
-from prefect.artifacts import create_table_artifact
 
 from engine.config import RestoreForm
 from flows.entry import flow_settings
 from tasks import steps
-from tasks.progress import tag_run
+from tasks.progress import show_table, tag_run
 
 
 @flow(name="restore", flow_run_name="restore {form.policy}")
@@ -16,5 +15,5 @@ def restore(form: RestoreForm) -> dict[str, Any]:
     """Make an earlier revision the champion again; without a digest the one before the champion."""
     tag_run(f"policy:{form.policy}")
     route = steps.restore(flow_settings(), form)
-    create_table_artifact([route], f"decision-{form.policy}", form.reason)
+    show_table([route], f"decision-{form.policy}", form.reason)
     return route

@@ -1,16 +1,22 @@
-"""What a flow run shows of itself in Prefect: tags, training progress, where its settings come from.
+"""What a flow run shows of itself in Prefect: tags, tables, links, progress, where its settings come from.
 
-Outside a flow run (a test, a DVC stage) there is nothing to show it on, and nothing is done.
+Outside a flow run (a test, a DVC stage) there is nothing to tag, and nothing is done. A server that is away
+is waited for, `PATIENCE_S` at most: what a run shows is not worth the run.
 """
 
+import contextlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import httpx
+from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from engine.config import DIGEST12, Params, Resolved
 
 OnStep = Callable[[Mapping[str, Any]], None]
+PATIENCE_S = 60.0
 
 
 def tag_run(*tags: str) -> None:
@@ -21,9 +27,39 @@ def tag_run(*tags: str) -> None:
     context = FlowRunContext.get()
     if context is None or context.flow_run is None:
         return
-    with get_client(sync_client=True) as client:
-        known = client.read_flow_run(context.flow_run.id).tags
-        client.update_flow_run(context.flow_run.id, tags=[*dict.fromkeys([*known, *tags])])
+    run = context.flow_run.id
+
+    def tag() -> None:
+        with get_client(sync_client=True) as client:
+            known = client.read_flow_run(run).tags
+            client.update_flow_run(run, tags=[*dict.fromkeys([*known, *tags])])
+
+    _patiently(tag)
+
+
+def show_table(rows: Sequence[Mapping[str, Any]], key: str, description: str) -> None:
+    """Show rows as a table artifact under `key`."""
+    from prefect.artifacts import create_table_artifact
+
+    _patiently(lambda: create_table_artifact([dict(row) for row in rows], key, description))
+
+
+def show_link(link: str, text: str, key: str) -> None:
+    """Show a link as an artifact under `key`."""
+    from prefect.artifacts import create_link_artifact
+
+    _patiently(lambda: create_link_artifact(link, text, key))
+
+
+def _patiently(call: Callable[[], Any]) -> None:
+    again = Retrying(
+        retry=retry_if_exception_type(httpx.TransportError),
+        stop=stop_after_delay(PATIENCE_S),
+        wait=wait_fixed(1),
+        reraise=True,
+    )
+    with contextlib.suppress(httpx.TransportError):
+        again(call)
 
 
 def training_artifact(policy: str, total: int) -> OnStep:
@@ -34,10 +70,12 @@ def training_artifact(policy: str, total: int) -> OnStep:
 
     def show(row: Mapping[str, Any]) -> None:
         progress, text = 100 * row["step"] / total, f"step {row['step']}: reward {row['reward']:.2f}"
-        if made:
-            update_progress_artifact(made[0], progress, text)
-        else:
-            made.append(create_progress_artifact(progress, f"training-{policy}", text))
+        # The next step shows it, if the server is away now.
+        with contextlib.suppress(httpx.TransportError):
+            if made:
+                update_progress_artifact(made[0], progress, text)
+            else:
+                made.append(create_progress_artifact(progress, f"training-{policy}", text))
 
     return show
 
@@ -52,8 +90,6 @@ def both(first: OnStep, second: OnStep) -> OnStep:
 
 def keep_sources(params: Params, policy: str, digest: str, resolved: Resolved) -> None:
     """Keep the settings of a revision's run, each with where it comes from, in `runs/` and as a table."""
-    from prefect.artifacts import create_table_artifact
-
     values = resolved.config.model_dump(mode="json")
     rows = [
         {"setting": name, "value": json.dumps(value), "from": resolved.sources[name]}
@@ -64,4 +100,4 @@ def keep_sources(params: Params, policy: str, digest: str, resolved: Resolved) -
     path.parent.mkdir(parents=True, exist_ok=True)
     draft.write_text(json.dumps({"policy": policy, "revision": digest, "settings": rows}, indent=2) + "\n")
     draft.replace(path)
-    create_table_artifact(rows, f"settings-{policy}", f"The settings of {policy}@{digest[:DIGEST12]}")
+    show_table(rows, f"settings-{policy}", f"The settings of {policy}@{digest[:DIGEST12]}")

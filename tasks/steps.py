@@ -63,7 +63,7 @@ def flush() -> None:
     EventsWorker.drain_all(timeout=5)
 
 
-@task(name="train", task_run_name="train {policy}", tags=["trainer", "engine"], cache_policy=NO_CACHE)
+@task(name="train", task_run_name="train {policy}", cache_policy=NO_CACHE)
 def train(params: Params, policy: str, config: PolicyConfig, key: str, on_step: OnStep) -> "Trained":
     """Train a policy by GRPO on the resident base, and export its revision."""
     from tasks import train as plain
@@ -71,7 +71,7 @@ def train(params: Params, policy: str, config: PolicyConfig, key: str, on_step: 
     return plain.train(params, policy, config, key, on_step)
 
 
-@task(name="register", task_run_name="register {policy}", tags=["mlflow"], cache_policy=NO_CACHE)
+@task(name="register", task_run_name="register {policy}", cache_policy=NO_CACHE)
 def register(params: Params, policy: str, directory: Path, curve: Sequence[Mapping[str, Any]]) -> int:
     """Register an exported revision in MLflow; a retry goes on from the directory."""
     from tasks import register as plain
@@ -79,7 +79,7 @@ def register(params: Params, policy: str, directory: Path, curve: Sequence[Mappi
     return plain.register(params, policy, directory, curve)
 
 
-@task(name="verify", task_run_name="verify {policy}", tags=["engine"], cache_policy=NO_CACHE)
+@task(name="verify", task_run_name="verify {policy}", cache_policy=NO_CACHE)
 def verify(params: Params, policy: str, digest: str, key: str) -> Mapping[str, Any]:
     """Ask the engine for the log-probabilities that the trainer shipped with the revision."""
     from tasks import verify as plain
@@ -87,7 +87,7 @@ def verify(params: Params, policy: str, digest: str, key: str) -> Mapping[str, A
     return plain.verify(params, policy, digest, key)
 
 
-@task(name="score", task_run_name="score {policy}", tags=["engine", "lm-eval"], cache_policy=NO_CACHE)
+@task(name="score", task_run_name="score {policy}", cache_policy=NO_CACHE)
 def score(params: Params, policy: str, digest: str | None, suite: str, key: str) -> "Score":
     """Score a revision, or the base, on a frozen suite through the live engine."""
     from tasks import score as plain
@@ -95,7 +95,7 @@ def score(params: Params, policy: str, digest: str | None, suite: str, key: str)
     return plain.score(params, policy, digest, suite, key)
 
 
-@task(name="update page", task_run_name="update page of {policy}", tags=["mlflow"], cache_policy=NO_CACHE)
+@task(name="update page", task_run_name="update page of {policy}", cache_policy=NO_CACHE)
 def update_page(params: Params, policy: str, digest: str) -> str:
     """Refresh the version's page in MLflow; a registry that is down costs the page, not the run."""
     from tasks import version_page as plain
@@ -115,7 +115,6 @@ def _once_a_run(context: TaskRunContext, _parameters: Mapping[str, Any]) -> str:
 @task(
     name="start release",
     task_run_name="start release of {form.policy}",
-    tags=["controller"],
     cache_key_fn=_once_a_run,
     persist_result=True,
 )
@@ -128,7 +127,7 @@ def start_release(params: Params, form: ReleaseForm, key: str) -> dict[str, Any]
     return plain.start_release(url, key, form.policy, digest, settings, form.skip_gates(), form.by)
 
 
-@task(name="wait for verdict", tags=["controller"], cache_policy=NO_CACHE)
+@task(name="wait for verdict", cache_policy=NO_CACHE)
 def wait_for_verdict(params: Params, release_id: str, canary_s: float) -> dict[str, Any]:
     """Return the release once it has ended; it goes on by itself if nobody waits."""
     from tasks import release as plain
@@ -137,7 +136,7 @@ def wait_for_verdict(params: Params, release_id: str, canary_s: float) -> dict[s
     return plain.wait_for_verdict(params.url("controller"), release_id, canary_s + 60)
 
 
-@task(name="decide", task_run_name="{action} {form.policy}", tags=["controller"], cache_policy=NO_CACHE)
+@task(name="decide", task_run_name="{action} {form.policy}", cache_policy=NO_CACHE)
 def decide(params: Params, action: str, form: DecideForm) -> dict[str, Any]:
     """Promote or roll back in a person's name."""
     from tasks import release as plain
@@ -147,7 +146,7 @@ def decide(params: Params, action: str, form: DecideForm) -> dict[str, Any]:
     return ask(params.url("controller"), local_key(params), form.policy, form.digest, form.reason, form.by)
 
 
-@task(name="hold", task_run_name="hold {form.policy}", tags=["controller"], cache_policy=NO_CACHE)
+@task(name="hold", task_run_name="hold {form.policy}", cache_policy=NO_CACHE)
 def hold(params: Params, form: HoldForm) -> dict[str, Any]:
     """End the policy's running release."""
     from tasks import release as plain
@@ -156,7 +155,7 @@ def hold(params: Params, form: HoldForm) -> dict[str, Any]:
     return plain.hold_policy(params.url("controller"), local_key(params), form.policy, form.reason, form.by)
 
 
-@task(name="restore", task_run_name="restore {form.policy}", tags=["controller"], cache_policy=NO_CACHE)
+@task(name="restore", task_run_name="restore {form.policy}", cache_policy=NO_CACHE)
 def restore(params: Params, form: RestoreForm) -> dict[str, Any]:
     """Put an earlier revision back as champion."""
     from tasks import release as plain
@@ -180,7 +179,7 @@ def create_policy(params: Params, form: CreatePolicyForm) -> dict[str, Any]:
     return asdict(created)
 
 
-@task(name="due policies", tags=["ledger"], cache_policy=NO_CACHE)
+@task(name="due policies", cache_policy=NO_CACHE)
 def due_policies(params: Params, only: Sequence[str]) -> list[dict[str, Any]]:
     """Return a row for each policy: whether it is due, and why."""
     from tasks import nightly as plain
@@ -188,7 +187,7 @@ def due_policies(params: Params, only: Sequence[str]) -> list[dict[str, Any]]:
     return plain.due_policies(params, only)
 
 
-@task(name="release in background", tags=["prefect"], cache_policy=NO_CACHE)
+@task(name="release in background", cache_policy=NO_CACHE)
 def release_in_background(params: Params, policy: str, digest: str) -> str:
     """Start the `release` deployment for a revision that passed its probe; it may take days."""
     from prefect.deployments import run_deployment
@@ -206,7 +205,7 @@ def release_in_background(params: Params, policy: str, digest: str) -> str:
     return f"release of {served_name(policy, digest)} started"
 
 
-@task(name="write report", tags=["ledger"], cache_policy=NO_CACHE)
+@task(name="write report", cache_policy=NO_CACHE)
 def write_report(params: Params, path: Path, since: float, now: float, stages: Mapping[str, float]) -> Path:
     """Write the HTML report of all policies; it opens offline."""
     from tasks import publish as plain
