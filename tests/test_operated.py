@@ -318,6 +318,14 @@ def test_nightly_fires_by_itself_and_says_why_it_skips(people: Operated, created
     assert "reason" in table
 
 
+def test_a_schedule_never_overlaps_itself(people: Operated, created: str) -> None:
+    """Two nightly runs at once, perhaps beside the minute's own: one at a time, the others are cancelled."""
+    runs = [people.start("nightly").raise_for_status().json()["id"] for _ in range(2)]
+    states = [people.wait(run) for run in runs]
+    assert "CANCELLED" in [state["type"] for state in states], states
+    assert {state["type"] for state in states} <= {"CANCELLED", "COMPLETED"}, states
+
+
 def test_mlflow_and_prefect_may_die_in_the_middle_of_an_adapt(people: Operated, created: str) -> None:
     """Their guard and supervisor start them again; the run goes on, and its version is registered."""
     from engine.config import load_params
