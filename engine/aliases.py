@@ -115,7 +115,11 @@ class AliasMirror(threading.Thread):
             notes.setdefault(policy, {})[alias] = note
         models = {model.name: model for model in self._registry.models() if model.name in routes}
         for name, model in models.items():
-            self._reconcile(model, notes.get(name, {}))
+            try:
+                self._reconcile(model, notes.get(name, {}))
+            except (GraftworkError, httpx.HTTPStatusError) as error:
+                # One model that cannot be brought together must not keep the others apart.
+                self._alarms[name] = f"The aliases of {name!r} are not up to date: {error}"
         self._miss(notes, set(models))
 
     def _keep_hooked(self) -> None:

@@ -7,6 +7,7 @@ heavy package, so that `graftwork --help` stays fast.
 import hashlib
 import json
 import re
+import zoneinfo
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,6 +114,15 @@ Verifier = Annotated[
     Field(
         pattern=r"^(contract|exact|numeric|regex|json-schema|python:[A-Za-z_][\w.]*:[A-Za-z_]\w*)$",
         description="contract (generated tasks), exact, numeric, regex, json-schema or python:MODULE:FUNC",
+    ),
+]
+
+
+OwnVerifier = Annotated[
+    str,
+    Field(
+        pattern=r"^(exact|numeric|regex|json-schema|python:[A-Za-z_][\w.]*:[A-Za-z_]\w*)$",
+        description="exact, numeric, regex, json-schema or python:MODULE:FUNC",
     ),
 ]
 
@@ -284,22 +294,28 @@ class CreatePolicyForm(Form):
     owner: Who = Field("local", description="whose policy it is")
     base: str | None = Field(None, description="the resident base; empty: as configured")
     data: Path = Field(description="a JSONL file on the worker's machine: question and answer on each line")
-    verifier: Verifier
+    verifier: OwnVerifier
     system: str | None = Field(None, description="system prompt before every question")
+    few_shot: tuple[Example, ...] | None = Field(None, description="worked questions before every question")
     steps: int | None = Field(None, ge=1, le=100_000, description="training steps")
     max_tokens: int | None = Field(None, ge=1, le=100_000, description="longest answer, tokens")
     items: int = Field(200, ge=10, le=10_000, description="frozen items at most")
-    scheduled: bool = Field(False, description="adapted by the nightly flow when it is due")
+    scheduled: bool | None = Field(None, description="adapted by the nightly flow when it is due")
     max_age_hours: float | None = Field(
         None, gt=0, description="due when the newest revision is older than this"
     )
+    drift_after_hours: float | None = Field(
+        None, gt=0, description="due when users rated its champion under its offline score for so long"
+    )
 
     def settings(self) -> dict[str, Any]:
-        """Return the policy's own settings."""
-        given = self.model_dump(include={"system", "steps", "max_tokens"}, exclude_none=True)
-        if self.max_age_hours:
-            given["max_age_s"] = self.max_age_hours * 3600
-        return given | {"scheduled": self.scheduled}
+        """Return the policy's own settings, those that were given."""
+        names = {"system", "few_shot", "steps", "max_tokens", "scheduled"}
+        given = self.model_dump(mode="json", include=names, exclude_none=True)
+        for name, hours in (("max_age_s", self.max_age_hours), ("drift_after_s", self.drift_after_hours)):
+            if hours:
+                given[name] = hours * 3600
+        return given
 
 
 class DemoConfig(Settings):
@@ -315,8 +331,19 @@ class DemoConfig(Settings):
 class NightlyConfig(Settings):
     """The scheduled flow that adapts what is due."""
 
-    cron: str = "0 3 * * *"
-    timezone: str = "UTC"
+    cron: str = Field(
+        "0 3 * * *",
+        pattern=r"^\s*\S+(\s+\S+){4}\s*$",
+        description="minute, hour, day, month, day of the week",
+    )
+    timezone: str = Field("UTC", description="a name of the time zone database")
+
+    @field_validator("timezone")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value not in zoneinfo.available_timezones():
+            raise ValueError("this is no name of the time zone database, such as Europe/Berlin")
+        return value
 
 
 class EvaluateConfig(Settings):

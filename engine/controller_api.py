@@ -4,6 +4,7 @@ Knows bodies, status codes and who may write. Decides nothing: writing calls go 
 the loop's lock; reading calls read the catalog and the ledger's snapshot.
 """
 
+import json
 import math
 import time
 import uuid
@@ -203,10 +204,10 @@ def _add_notices(app: FastAPI, controller: Controller, mirror: AliasMirror) -> N
     @app.post("/notices/inbox")
     async def inbox(request: Request) -> dict[str, str]:
         """Keep what an automation of Prefect delivered, where no other address was given."""
-        text = (await request.body()).decode(errors="replace")[:2000]
+        text, link = read_delivery(await request.body())
         id = str(uuid.uuid4())
         now = time.time()
-        catalog.add_notice(Notice(id, DELIVERED, "", None, text, "", now, sent_at=now))
+        catalog.add_notice(Notice(id, DELIVERED, "", None, text, link, now, sent_at=now))
         return {"id": id}
 
     @app.post("/mlflow/webhook")
@@ -214,6 +215,15 @@ def _add_notices(app: FastAPI, controller: Controller, mirror: AliasMirror) -> N
         """Look at the aliases now. It says nothing that is believed, so anybody may say it."""
         mirror.wake()
         return {"looking": True}
+
+
+def read_delivery(body: bytes) -> tuple[str, str]:
+    """Return text and link of what was delivered; what is no JSON object with them is all text."""
+    try:
+        data = json.loads(body)
+        return str(data["text"])[:2000], str(data.get("link", ""))[:2000]
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return body.decode(errors="replace")[:2000], ""
 
 
 def read_ledger(controller: Controller, table: str, policy: str | None, limit: int) -> list[dict[str, Any]]:

@@ -106,6 +106,17 @@ class NoticeSender(threading.Thread):
         waiting = self._catalog.notices(limit=BATCH, unsent=True)
         if waiting:
             events = [event_of(notice) for notice in waiting if notice.name != DELIVERED]
-            self._client.post("/api/events", json=events, timeout=TIMEOUT_S).raise_for_status()
+            self._post(events)
             self._catalog.mark_sent([notice.id for notice in waiting])
         return len(waiting)
+
+    def _post(self, events: list[dict[str, Any]]) -> None:
+        answer = self._client.post("/api/events", json=events, timeout=TIMEOUT_S)
+        if answer.is_client_error and len(events) > 1:
+            # One that Prefect does not take must not keep back the others.
+            for event in events:
+                self._post([event])
+        elif answer.is_client_error:
+            log.error("Prefect does not take %s: %s", events[0], answer.text)
+        else:
+            answer.raise_for_status()

@@ -31,6 +31,7 @@ def adapt(form: AdaptForm) -> Adapted:
         with stages("score"):
             base = steps.score(params, policy, None, config.suite, key)
             revision = steps.score(params, policy, trained.digest, config.suite, key)
+            steps.score_champion(params, policy, trained.digest, config.suite, key)
     steps.update_page(params, policy, trained.digest)
     adapted = Adapted(policy, trained.digest, trained.directory, version, base, revision, stages.seconds)
     show_table([adapted.row()], f"revision-{policy}", f"The newest revision of {policy}")

@@ -73,10 +73,10 @@ def up(params: ParamsFile = PARAMS) -> None:
     from tasks.outcome import Stages
 
     started = services.up(settings, base_builder(settings, Stages()), print_service)
-    if started:
-        from tasks.deployments import install
+    from tasks.deployments import install
 
-        print_service("prefect", f"{install(settings)} deployments and their automations")
+    # Also beside running services: a changed schedule, or what failed the first time.
+    print_service("prefect", f"{install(settings)} deployments and their automations")
     typer.echo("The services run." if started else "The services were already running.")
     print_addresses(settings)
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from engine.config import Params, ReleaseForm, served_name, split_served_name
+from engine.config import ApprovalForm, Params, ReleaseForm, served_name, split_served_name
 from flows.entry import (
     PARAMS,
     By,
@@ -54,7 +54,9 @@ def approve(policy: str, reason: Reason, by: By = "cli", params: ParamsFile = PA
     """Let the policy's release that waits for approval go to users."""
     settings, controller, key = reach(params)
     url = settings.url("controller")
+    answer = filled(ApprovalForm, approve=True, by=by, reason=reason)
     controller.approve(url, key, controller.running_release(url, policy)["id"], reason, by)
+    wake(policy, answer)
     typer.echo(f"The release of {policy} goes on.")
 
 
@@ -62,7 +64,9 @@ def approve(policy: str, reason: Reason, by: By = "cli", params: ParamsFile = PA
 def hold(policy: str, reason: Reason, by: By = "cli", params: ParamsFile = PARAMS) -> None:
     """End the policy's running release; its champion stays."""
     settings, controller, key = reach(params)
+    answer = filled(ApprovalForm, approve=False, by=by, reason=reason)
     controller.hold_policy(settings.url("controller"), key, policy, reason, by)
+    wake(policy, answer)
     typer.echo(f"The release of {policy} is held.")
 
 
@@ -112,6 +116,13 @@ def thaw(reason: Reason, by: By = "cli", params: ParamsFile = PARAMS) -> None:
     settings, controller, key = reach(params)
     controller.thaw(settings.url("controller"), key, reason, by)
     typer.echo("Thawed: pointers may move again.")
+
+
+def wake(policy: str, answer: ApprovalForm) -> None:
+    """Let flow runs that sleep until this answer go on."""
+    from tasks.approval import wake_waiting
+
+    wake_waiting(policy, answer)
 
 
 def decide(action: str, revision: str, by: str, reason: str, params: Path) -> None:

@@ -27,24 +27,31 @@ def create(
     steps: Annotated[int | None, typer.Option(help="Training steps.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer, tokens.")] = None,
     items: Annotated[int, typer.Option(help="Frozen items at most.")] = 200,
-    scheduled: Annotated[bool, typer.Option(help="Adapted by the nightly flow when due.")] = False,
+    scheduled: Annotated[
+        bool | None, typer.Option("--scheduled/--unscheduled", help="Adapted by the nightly flow when due.")
+    ] = None,
     max_age_hours: Annotated[float | None, typer.Option(help="Due when older than this.")] = None,
+    drift_after_hours: Annotated[
+        float | None, typer.Option(help="Due when users' rewards stayed under the score for so long.")
+    ] = None,
     params: ParamsFile = PARAMS,
 ) -> None:
-    """Split your data into training and frozen items, and make a policy of it."""
+    """Split your data into training and frozen items, and make a policy of it.
+
+    Created again, with newer data say, it keeps every setting that is not given.
+    """
     settings = enter(params)
-    form = filled(
-        CreatePolicyForm, name=name, owner=owner, base=base, data=data, verifier=verifier, system=system,
-        steps=steps, max_tokens=max_tokens, items=items, scheduled=scheduled, max_age_hours=max_age_hours,
-    )  # fmt: skip
     from engine.training.jsonl import read_rows
     from tasks.policies import create_policy, describe
 
-    own = form.settings()
-    if few_shot:
-        own["few_shot"] = [asdict(row) for _, row in read_rows(few_shot)]
+    worked = [asdict(row) for _, row in read_rows(few_shot)] if few_shot else None
+    form = filled(
+        CreatePolicyForm, name=name, owner=owner, base=base, data=data, verifier=verifier, system=system,
+        steps=steps, max_tokens=max_tokens, items=items, scheduled=scheduled, max_age_hours=max_age_hours,
+        drift_after_hours=drift_after_hours, few_shot=worked,
+    )  # fmt: skip
     created = create_policy(
-        settings, name, data, verifier, owner, base, own, items,
+        settings, name, data, verifier, owner, base, form.settings(), items,
         lambda lines: typer.echo(f"  {lines} lines", err=True),
     )  # fmt: skip
     typer.echo(describe(created))

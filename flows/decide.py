@@ -28,6 +28,7 @@ def hold(form: HoldForm) -> dict[str, Any]:
     tag_run(f"policy:{form.policy}")
     ended = steps.hold(flow_settings(), form)
     show_table([ended], f"decision-{form.policy}", form.reason)
+    steps.update_page(flow_settings(), form.policy, ended["revision"])
     return ended
 
 

@@ -18,16 +18,17 @@ def nightly(form: NightlyForm) -> list[dict[str, Any]]:
     params = flow_settings()
     rows = steps.due_policies(params, form.policies)
     for row in rows:
-        row["outcome"] = "skipped" if not row["due"] else _adapt_and_release(params, row["policy"], form)
+        row["outcome"] = "skipped" if not row["due"] else _adapt_and_release(params, row, form)
         show_table(rows, "nightly", "Which policies were due, and what became of them")
     if failed := [row["policy"] for row in rows if row["outcome"].startswith("failed")]:
         raise GraftworkError(f"These policies failed: {', '.join(failed)}. The table `nightly` says why.")
     return rows
 
 
-def _adapt_and_release(params: Params, policy: str, form: NightlyForm) -> str:
+def _adapt_and_release(params: Params, row: dict[str, Any], form: NightlyForm) -> str:
+    policy = row["policy"]
     try:
-        adapted = adapt(AdaptForm(policy=policy))
+        adapted = adapt(AdaptForm(policy=policy, seed=row["seed"]))
         if not form.release:
             return f"adapted to {adapted.digest}"
         return steps.release_in_background(params, policy, adapted.digest)

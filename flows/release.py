@@ -21,9 +21,10 @@ def release(form: ReleaseForm) -> dict[str, Any]:
     tag_run(f"policy:{policy}", f"revision:{served_name(policy, started['revision'])}")
     page = f"{params.url('controller')}/releases/{started['id']}"
     show_link(page, "evidence so far", f"release-{policy}")
-    if started["settings"]["approval_s"]:
+    settings = started["settings"]
+    if settings["approval_s"]:
         ask_for_approval(params, started["id"], key)
-    ended = steps.wait_for_verdict(params, started["id"], started["settings"]["max_seconds"])
+    ended = steps.wait_for_verdict(params, started["id"], settings["approval_s"] + settings["max_seconds"])
     show_table([release_row(ended)], f"verdict-{policy}", ended["reason"])
     steps.update_page(params, policy, ended["revision"])
     return ended

@@ -26,5 +26,6 @@ def publish_report(since: float, now: float, stages: Mapping[str, float]) -> Pat
     params = flow_settings()
     path = params.paths.runs / f"report-{datetime.fromtimestamp(now):%Y%m%d-%H%M%S}.html"
     write_report(params, path, since, now, stages)
-    show_link(path.as_uri(), path.name, "report")
+    # A browser does not follow a page's link to a file; the controller's page is the same report, live.
+    show_link(f"{params.url('controller')}/", f"the report, live; the file is {path}", "report")
     return path

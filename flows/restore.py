@@ -14,6 +14,8 @@ from tasks.progress import show_table, tag_run
 def restore(form: RestoreForm) -> dict[str, Any]:
     """Make an earlier revision the champion again; without a digest the one before the champion."""
     tag_run(f"policy:{form.policy}")
-    route = steps.restore(flow_settings(), form)
+    params = flow_settings()
+    route = steps.restore(params, form)
     show_table([route], f"decision-{form.policy}", form.reason)
+    steps.update_page(params, form.policy, route["champion"])
     return route

@@ -5,6 +5,7 @@ no flow run waits. Here a flow run goes to sleep until somebody fills the form i
 """
 
 import time
+from contextlib import suppress
 from typing import Any
 
 from engine.config import ApprovalForm, Params
@@ -24,6 +25,7 @@ def ask_for_approval(params: Params, release_id: str, key: str) -> None:
     from prefect.runtime import deployment
 
     url = params.url("controller")
+    # One that `graftwork approve` has let go on is past the step, also before this run was started again.
     release = controller.wait_for_step(url, release_id, "approval", 120)
     if release["state"] != "running" or release["step"] != "approval" or not deployment.id:
         return
@@ -33,3 +35,21 @@ def ask_for_approval(params: Params, release_id: str, key: str) -> None:
     )
     decide = controller.approve if answer.approve else controller.hold
     decide(url, key, release_id, answer.reason, answer.by)
+
+
+def wake_waiting(policy: str, answer: ApprovalForm) -> int:
+    """Resume the flow runs that sleep until somebody answers for `policy`; return how many there were.
+
+    The controller has the answer already: a run that cannot be reached now only sleeps longer.
+    """
+    import httpx
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.filters import FlowRunFilter
+
+    waiting = {"state": {"name": {"any_": ["Suspended"]}}, "tags": {"all_": [f"policy:{policy}"]}}
+    woken = 0
+    with suppress(httpx.HTTPError), get_client(sync_client=True) as client:
+        for run in client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate(waiting)):
+            client.resume_flow_run(run.id, run_input=answer.model_dump(mode="json"))
+            woken += 1
+    return woken

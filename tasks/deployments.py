@@ -4,7 +4,6 @@ Everything is found by its name and replaced, so installing again changes nothin
 """
 
 import contextlib
-import json
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +24,11 @@ BAD_NEWS = (
     "graftwork.revision.refused",
     "graftwork.engine.down",
     "graftwork.policy.drift",
+)
+# A reason may hold quotes and line ends: the filter makes JSON of it.
+NOTICE = (
+    '{"text": {{ (event.event ~ ": " ~ event.payload.revision ~ " " ~ event.payload.reason) | tojson }}, '
+    '"link": {{ event.payload.link | tojson }}}'
 )
 # Three heartbeats (engine/services.py) may be late before a run counts as dead.
 SILENCE_S = 100
@@ -105,11 +109,9 @@ def _notification(params: Params) -> "AutomationCore":
     from prefect.blocks.webhook import Webhook
 
     url = params.prefect.notify_url or f"{params.url('controller')}/notices/inbox"
-    block = Webhook(url=url).save("graftwork-notices", overwrite=True)
-    text = {
-        "text": "{{ event.event }}: {{ event.payload.revision }} {{ event.payload.reason }}",
-        "link": "{{ event.payload.link }}",
-    }
+    block = Webhook.model_validate({"url": url, "headers": {"content-type": "application/json"}}).save(
+        "graftwork-notices", overwrite=True
+    )
     return AutomationCore(
         name="graftwork: tell people",
         description="Posts what went wrong to `prefect.notify_url`, by default to the controller.",
@@ -120,7 +122,7 @@ def _notification(params: Params) -> "AutomationCore":
             threshold=1,
             within=timedelta(0),
         ),
-        actions=[CallWebhook(block_document_id=block, payload=json.dumps(text))],
+        actions=[CallWebhook(block_document_id=block, payload=NOTICE)],
     )
 
 

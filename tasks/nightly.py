@@ -8,7 +8,9 @@ from engine.config import Params, known_policies
 
 
 def due_policies(params: Params, only: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Return {"policy", "due", "reason"} for each policy, or for those of `only`.
+    """Return {"policy", "due", "reason", "seed"} for each policy, or for those of `only`.
+
+    The seed follows from the newest revision: one that is too old or unloved is not found finished again.
 
     A policy that is named is judged as if it were scheduled. Raises `ConfigError` for an unknown one.
     """
@@ -24,4 +26,4 @@ def due_policies(params: Params, only: Sequence[str] = ()) -> list[dict[str, Any
     if only:
         scheduled = {"scheduled": True}
         facts = [Facts(**{**vars(one), "config": one.config.model_copy(update=scheduled)}) for one in facts]
-    return [asdict(judge(one)) for one in facts]
+    return [asdict(judge(one)) | {"seed": one.seed} for one in facts]

@@ -10,15 +10,15 @@ import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import yaml
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from pydantic import ValidationError
 
 from engine.config import POLICY_NAME, Params, PolicyConfig, explain, policy_file
@@ -29,6 +29,8 @@ from engine.training.verifiers import NUMBER, Verifier
 from tasks.suites import Suite, freeze, load_suite
 
 TRAINING = "train.jsonl"
+LOCK_S = 60
+WRITER = "graftwork policy create"
 README = """\
 # {name}
 
@@ -71,14 +73,16 @@ def create_policy(
     Raises `ConfigError` for a name, setting, line or verifier that is wrong, and `Conflict` when the
     name is another owner's.
     """
-    config = _settings(params, name, verifier, owner, base, settings or {})
+    _refuse_taken(params, name, owner, base)
+    config = _settings(params, name, verifier, owner, settings or {})
     Verifier(config).close()
-    _refuse_other_owner(params, name, owner)
     params.suites_dir.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=params.suites_dir))
     try:
-        with FileLock(params.suites_dir / ".lock", timeout=60):
+        with _alone(params.suites_dir):
             _recover(params.suites_dir / name)
+            # Somebody may have taken the name since.
+            _refuse_taken(params, name, owner, base)
             found = import_file(data, draft / TRAINING, items, check_for(verifier), on_progress)
             created = _write(params, name, config, found, draft, data)
     finally:
@@ -87,22 +91,43 @@ def create_policy(
     return created
 
 
-def _settings(
-    params: Params, name: str, verifier: str, owner: str, base: str | None, settings: Mapping[str, Any]
-) -> PolicyConfig:
+@contextmanager
+def _alone(suites: Path) -> Iterator[None]:
+    try:
+        lock = FileLock(suites / ".lock").acquire(timeout=LOCK_S)
+    except Timeout:
+        raise Conflict(f"Another policy is being created in {suites}; try again when it is done.") from None
+    with lock:
+        yield
+
+
+def _refuse_taken(params: Params, name: str, owner: str, base: str | None) -> None:
+    """Raise unless `name` is free, or is this owner's policy of own data already."""
     if not POLICY_NAME.fullmatch(name):
         raise ConfigError(f"{name!r} is no policy name. Use small letters, digits and hyphens, at most 63.")
     if name in params.policies:
         raise Conflict(
             f"The policy {name!r} is one of {params.source or 'params.yaml'}; choose another name."
         )
+    if (params.suites_dir / name).exists() and not policy_file(params, name).is_file():
+        raise Conflict(
+            f"{params.suites_dir / name} holds a suite of other policies already; choose another name."
+        )
     if base is not None and base != params.base.name:
         raise ConfigError(
             f"The resident base is {params.base.name!r}, not {base!r}. Leave it out, or set base.name."
         )
+    _refuse_other_owner(params, name, owner)
+
+
+def _settings(
+    params: Params, name: str, verifier: str, owner: str, settings: Mapping[str, Any]
+) -> PolicyConfig:
+    """Return the policy's settings; what is not given stays as its own file has it."""
     if verifier == "contract":
         raise ConfigError("The verifier `contract` is for generated tasks; use exact, numeric or another.")
-    fields = {"task": TRAINING, "suite": name, "verifier": verifier, "owner": owner, **settings}
+    fields = _own(params, name) | {"task": TRAINING, "suite": name, "verifier": verifier, "owner": owner}
+    fields |= settings
     try:
         return PolicyConfig.model_validate(fields)
     except ValidationError as error:
@@ -140,8 +165,7 @@ def check_for(verifier: str) -> Check:
 def _refuse_other_owner(params: Params, name: str, owner: str) -> None:
     from engine.adapters.catalog import Catalog
 
-    file = policy_file(params, name)
-    known = yaml.safe_load(file.read_text()).get("owner", "local") if file.is_file() else None
+    known = _own(params, name).get("owner", "local") if policy_file(params, name).is_file() else None
     if known is None and params.paths.catalog.is_file():
         catalog = Catalog(params.paths.catalog_url)
         with suppress(NotFound):
@@ -149,6 +173,11 @@ def _refuse_other_owner(params: Params, name: str, owner: str) -> None:
         catalog.close()
     if known not in (None, owner):
         raise Conflict(f"The policy {name!r} belongs to {known!r}; choose another name.")
+
+
+def _own(params: Params, name: str) -> dict[str, Any]:
+    file = policy_file(params, name)
+    return dict(yaml.safe_load(file.read_text()) or {}) if file.is_file() else {}
 
 
 def _write(
@@ -192,14 +221,14 @@ def _freeze(
     def prompt(question: str) -> str:
         return prompt_text(tokenizer, question, config.system, config.few_shot)
 
-    rule = {"verifier": config.verifier, "verifier_timeout_s": config.verifier_timeout_s}
+    rule = {key: getattr(config, key) for key in ("verifier", "verifier_timeout_s", "max_tokens")}
     problems = [Problem(name, row.question, row.answer) for row in found.frozen]
     version = int(before.version) if before else 1
-    suite = freeze(name, name, rule, problems, prompt, version, config.max_tokens, draft)
+    suite = freeze(name, name, rule, problems, prompt, version, config.max_tokens, draft, WRITER)
     if before and (suite.digest, dict(suite.rule)) != (before.digest, dict(before.rule)):
         # Scores keep their meaning: other items, or another rule, are another version.
         shutil.rmtree(draft / name)
-        suite = freeze(name, name, rule, problems, prompt, version + 1, config.max_tokens, draft)
+        suite = freeze(name, name, rule, problems, prompt, version + 1, config.max_tokens, draft, WRITER)
     return suite
 
 

@@ -19,6 +19,7 @@ from engine.errors import ConfigError, Conflict, NotFound, ServiceError
 POLL_S = 0.25
 TIMEOUT_S = 10.0
 RETRY_S = 20.0
+STEPS = ("probe", "score", "approval", "canary", "done")
 FAULTS: dict[int, type[Exception]] = {400: ConfigError, 401: ConfigError, 404: NotFound, 409: Conflict}
 
 
@@ -70,11 +71,12 @@ def wait_for_verdict(
 
 
 def wait_for_step(url: str, release_id: str, step: str, timeout_s: float) -> dict[str, Any]:
-    """Return a release once it is at `step` or has ended; `ServiceError` after `timeout_s`."""
+    """Return a release once it is at `step`, past it, or has ended; `ServiceError` after `timeout_s`."""
+    reached = STEPS[STEPS.index(step) :]
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         release = read_release(url, release_id)
-        if release["state"] != "running" or release["step"] == step:
+        if release["state"] != "running" or release["step"] in reached:
             return release
         time.sleep(POLL_S)
     raise ServiceError(

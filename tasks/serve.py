@@ -35,7 +35,7 @@ def bring(params: Params, revision: str, directory: Path | None, registry: str |
             raise AdapterError(
                 f"{found} holds {served_name(manifest.policy, manifest.digest)}, not {revision}."
             )
-        proven: Manifest = import_revision(params, found)
+        proven: Manifest = import_revision(params, found, _owner(params, manifest.policy))
     return proven.policy, proven.digest
 
 
@@ -48,6 +48,21 @@ def prove(params: Params, policy: str, digest: str, key: str) -> str:
     if not result["accepted"]:
         raise EffectError(f"{served_name(policy, digest)} is not served: {result['reason']}")
     return str(result["reason"])
+
+
+def _owner(params: Params, policy: str) -> str:
+    """Return whose policy it is here; serving one of its revisions changes nothing of that."""
+    from engine.adapters.catalog import Catalog
+
+    if not params.paths.catalog.is_file():
+        return "local"
+    catalog = Catalog(params.paths.catalog_url)
+    try:
+        return catalog.policy(policy).owner
+    except NotFound:
+        return "local"
+    finally:
+        catalog.close()
 
 
 def _known(params: Params, policy: str, digest: str) -> tuple[str, str]:

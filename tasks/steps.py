@@ -5,6 +5,7 @@ cached by Prefect; a step that is run again finds what its first run has done, b
 """
 
 import importlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -95,13 +96,27 @@ def score(params: Params, policy: str, digest: str | None, suite: str, key: str)
     return plain.score(params, policy, digest, suite, key)
 
 
+@task(name="score champion", task_run_name="score champion of {policy}", cache_policy=NO_CACHE)
+def score_champion(params: Params, policy: str, digest: str, suite: str, key: str) -> None:
+    """Score what a release of `digest` is compared with: another version of the suite has other items."""
+    from engine.adapters.catalog import Catalog
+    from tasks import score as plain
+
+    catalog = Catalog(params.paths.catalog_url)
+    champion, revision = catalog.route(policy).champion, catalog.revision(policy, digest)
+    same_base = champion and catalog.revision(policy, champion).base == revision.base
+    catalog.close()
+    if champion != digest and same_base:
+        plain.score(params, policy, champion, suite, key)
+
+
 @task(name="update page", task_run_name="update page of {policy}", cache_policy=NO_CACHE)
 def update_page(params: Params, policy: str, digest: str) -> str:
     """Refresh the version's page in MLflow; a registry that is down costs the page, not the run."""
     from tasks import version_page as plain
 
     try:
-        plain.update(params, policy, digest)
+        plain.update(params, policy, digest, since=time.time())
     except ServiceError as error:
         return str(error)
     return "updated"
@@ -128,12 +143,12 @@ def start_release(params: Params, form: ReleaseForm, key: str) -> dict[str, Any]
 
 
 @task(name="wait for verdict", cache_policy=NO_CACHE)
-def wait_for_verdict(params: Params, release_id: str, canary_s: float) -> dict[str, Any]:
+def wait_for_verdict(params: Params, release_id: str, longest_s: float) -> dict[str, Any]:
     """Return the release once it has ended; it goes on by itself if nobody waits."""
     from tasks import release as plain
 
-    # The controller ends a canary by itself after `canary_s`; the rest is for the gates before it.
-    return plain.wait_for_verdict(params.url("controller"), release_id, canary_s + 60)
+    # The controller ends approval and canary by itself after `longest_s`; the rest is for the gates before.
+    return plain.wait_for_verdict(params.url("controller"), release_id, longest_s + 60)
 
 
 @task(name="decide", task_run_name="{action} {form.policy}", cache_policy=NO_CACHE)

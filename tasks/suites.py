@@ -28,10 +28,10 @@ SUITES = Path(__file__).parent.parent / "eval_suites"
 ITEMS = "items.jsonl"
 SEED = 20260513
 # What of a policy's settings makes an answer right; a suite states it beside its items.
-RULE = ("contract", "verifier", "verifier_timeout_s")
+RULE = ("contract", "verifier", "verifier_timeout_s", "max_tokens")
 
 TASK_YAML = """\
-# Written by `python -m tasks.suites`. Frozen: other items need a new version and a line in the README.
+# Written by `{writer}`. Frozen: other items need a new version and a line in the README.
 task: {name}
 custom_dataset: !function tasks.suites.load_items
 dataset_kwargs: {{suite: {name}}}
@@ -140,6 +140,7 @@ def freeze(
     version: int,
     max_tokens: int,
     root: Path,
+    writer: str = "python -m tasks.suites",
 ) -> Suite:
     """Write problems as a suite under `root`; raises as `build_suite`."""
     items = [_item(number, problem, prompt) for number, problem in enumerate(problems)]
@@ -154,8 +155,9 @@ def freeze(
     (path.parent / ITEMS).write_bytes(content)
     path.write_text(
         TASK_YAML.format(
-            name=name,
-            task=task,
+            writer=writer,
+            name=_scalar(name),
+            task=_scalar(task),
             rule="\n  ".join(f"{key}: {value}" for key, value in rule.items()),
             count=len(items),
             version=version,
@@ -164,6 +166,11 @@ def freeze(
         )
     )
     return load_suite(name, root)
+
+
+def _scalar(text: str) -> str:
+    """Return a text as YAML reads it back: `no` and `null` are names too."""
+    return str(yaml.safe_dump(text)).splitlines()[0]
 
 
 def load_items(suite: str, problems: str, root: str | Path = SUITES, **metadata: Any) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Description, tags and metrics of a model version, written from the catalog and t
 writing them again changes nothing. Knows MLflow's client; decides nothing.
 """
 
+import time
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -18,11 +19,12 @@ if TYPE_CHECKING:
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
-def update(params: Params, policy: str, digest: str) -> None:
+def update(params: Params, policy: str, digest: str, since: float = 0.0) -> None:
     """Refresh the page of a registered revision; a revision without a version has none.
 
-    `digest` may be shortened. Raises `NotFound` for an unknown revision and `ServiceError` when MLflow is
-    away.
+    `digest` may be shortened. What happened until `since` (epoch seconds) is to be on it: the ledger's
+    snapshot is waited for, as long as a working controller needs. Raises `NotFound` for an unknown revision
+    and `ServiceError` when MLflow is away.
     """
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
@@ -31,6 +33,7 @@ def update(params: Params, policy: str, digest: str) -> None:
 
     url = params.url("mlflow")
     ensure_up(url)
+    _await_snapshot(params, since)
     client = MlflowClient(tracking_uri=url, registry_uri=url)
     facts = gather(params, policy, digest)
     try:
@@ -46,6 +49,16 @@ def update(params: Params, policy: str, digest: str) -> None:
         raise ServiceError(f"MLflow at {url} did not take the page of {policy}: {error}.") from None
 
 
+def _await_snapshot(params: Params, since: float) -> None:
+    """Wait until the snapshot is younger than `since` plus a tick, or for two of its periods."""
+    snapshot, controller = params.paths.ledger_snapshot, params.controller
+    deadline = time.monotonic() + 2 * (controller.tick_s + controller.snapshot_s)
+    while time.monotonic() < deadline:
+        if snapshot.is_file() and snapshot.stat().st_mtime > since + 2 * controller.tick_s:
+            return
+        time.sleep(0.1)
+
+
 def tags(facts: VersionFacts) -> dict[str, str]:
     """Return what people search versions by."""
     found = {"graftwork.probe": "accepted" if facts.probe.get("accepted") else "not accepted"}
@@ -59,17 +72,16 @@ def tags(facts: VersionFacts) -> dict[str, str]:
 def about(params: Params, facts: VersionFacts) -> str:
     """Return the registered model's description."""
     config = params.policy(facts.policy)
-    champion = served_name(facts.policy, facts.champion) if facts.champion else "none: the base answers"
     return (
         f"Policy **{facts.policy}** of {config.owner}, suite `{config.suite}`, verifier `{config.verifier}`. "
-        f"Champion: `{champion}`. Move the alias `champion` to promote, set `canary` to start a release."
+        "Its aliases say what serves now. Move `champion` to promote, set `canary` to start a release."
     )
 
 
 def page(params: Params, client: "MlflowClient", facts: VersionFacts) -> str:
     """Return a version's description as Markdown."""
     parts = [
-        f"## {served_name(facts.policy, facts.digest)}",
+        f"## {served_name(facts.policy, facts.digest)}\n\nAs of {_when(time.time())}.",
         _scores(facts),
         _verdicts(facts),
         _lineage(client, facts),

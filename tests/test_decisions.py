@@ -107,6 +107,18 @@ def test_frozen_means_rollbacks_only(controller: Controller, web: TestClient) ->
     assert "graftwork.thawed" in told(controller)
 
 
+def test_a_canary_under_users_stays_while_frozen(controller: Controller) -> None:
+    release = controller.desk.start("sorting", NEW, {}, {"score": "not scored here"}, "me")
+    controller.tick()
+    assert controller.catalog.route("sorting").canary == NEW
+    controller.desk.freeze("ada", "A holiday.")
+    with pytest.raises(Conflict, match="A holiday"):
+        controller.desk.hold(release.id, "bob", "enough")
+    assert controller.catalog.route("sorting").canary == NEW
+    controller.desk.rollback("sorting", NEW, "bob", "It is rude.")
+    assert controller.catalog.route("sorting").canary is None
+
+
 def test_freezing_twice_keeps_the_first_reason(controller: Controller) -> None:
     first = controller.desk.freeze("ada", "A holiday.")
     assert controller.desk.freeze("bob", "Another one.") == first
@@ -147,12 +159,14 @@ class Server:
     """Prefect's events endpoint, at the boundary."""
 
     def __init__(self) -> None:
-        self.down, self.events = False, dict[str, dict]()
+        self.down, self.events, self.refused = False, dict[str, dict](), ""
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         if self.down:
             return httpx.Response(503)
         assert request.url.path == "/api/events"
+        if self.refused and self.refused in request.content.decode():
+            return httpx.Response(422)
         self.events |= {event["id"]: event for event in json.loads(request.content)}
         return httpx.Response(204)
 
@@ -179,6 +193,18 @@ def test_notices_wait_for_prefect_and_arrive_once(controller: Controller) -> Non
     assert names["graftwork.engine.down"]["resource"]["prefect.resource.id"] == "graftwork.engine"
 
 
+def test_a_notice_that_prefect_refuses_keeps_back_no_other(controller: Controller) -> None:
+    server = Server()
+    server.refused = "of no use"
+    client = httpx.Client(base_url="http://prefect", transport=httpx.MockTransport(server))
+    sender = NoticeSender(controller.catalog, client)
+    drifted(controller.catalog, "sorting", OLD, "This is of no use.", "http://page")
+    drifted(controller.catalog, "sorting", NEW, "Users like it less.", "http://page")
+    assert sender.send() == 2
+    assert [event["payload"]["revision"] for event in server.events.values()] == [f"sorting@{NEW[:12]}"]
+    assert sender.send() == 0
+
+
 def test_an_engine_that_goes_and_comes_back_is_told_once_each(controller: Controller) -> None:
     healthy = False
 
@@ -198,10 +224,12 @@ def test_an_engine_that_goes_and_comes_back_is_told_once_each(controller: Contro
 
 
 def test_automations_post_back_to_the_page(controller: Controller, web: TestClient) -> None:
-    web.post("/notices/inbox", json={"text": "sorting rolled back", "link": "http://page"})
+    web.post("/notices/inbox", json={"text": 'sorting "rolled" back', "link": "http://page"})
     (row,) = web.get("/notices").json()
-    assert row["name"] == "graftwork.notice.delivered"
-    assert "sorting rolled back" in row["reason"]
+    told = ("graftwork.notice.delivered", 'sorting "rolled" back', "http://page")
+    assert (row["name"], row["reason"], row["link"]) == told
+    for body in ("no json", "[1]", '{"text": 3}', "{}"):
+        assert web.post("/notices/inbox", content=body).status_code == 200
 
 
 def test_a_notice_is_a_row_once(controller: Controller) -> None:

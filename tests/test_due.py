@@ -57,3 +57,10 @@ def test_drift_names_both_limits() -> None:
     # Clopper and Pearson's intervals of 50 and of 95 successes in 100 trials.
     assert "0.602" in said
     assert "0.887" in said
+
+
+def test_each_newest_revision_has_another_seed() -> None:
+    """Otherwise the finished session of the newest one would be found, and nothing trained."""
+    seeds = [replace(FACTS, newest=digest * 32).seed for digest in ("ab", "cd")]
+    assert len(set(seeds)) == 2
+    assert replace(FACTS, newest=None).seed is None

@@ -31,7 +31,9 @@ def questions(count: int) -> list[dict]:
         ('{"question": 3, "answer": "1"}', "needs a `question`"),
         ('{"question": "q"}', "needs an `answer`"),
         ('{"question": "What is 3?", "answer": "4"}', "contradicts line 4: the same question"),
-        ('{"question": " what  IS 3? ", "answer": "4"}', "contradicts line 4: the same question"),
+        ('{"question": " What is 3? ", "answer": "4"}', "contradicts line 4: the same question"),
+        ('{"question": "half \\ud800", "answer": "4"}', "half of a character"),
+        ('{"question": "q", "answer": ' + "[" * 100_000 + "}", "is not valid JSON"),
     ],
 )
 def test_a_bad_line_is_named_by_file_and_line(tmp_path: Path, line: str, fault: str) -> None:
@@ -79,6 +81,16 @@ def test_duplicates_are_dropped_and_counted(tmp_path: Path) -> None:
     source = write(tmp_path / "data.jsonl", [*questions(300), *questions(40)])
     found = import_file(source, tmp_path / "train.jsonl", 50)
     assert (found.lines, found.duplicates, found.training + found.held_out) == (340, 40, 300)
+
+
+def test_questions_that_differ_in_case_are_two_on_one_side(tmp_path: Path) -> None:
+    upper = [{"question": row["question"].upper(), "answer": "other"} for row in questions(300)]
+    source = write(tmp_path / "data.jsonl", [*questions(300), *upper])
+    found = import_file(source, tmp_path / "train.jsonl", 1000)
+    trained = [row.question for _, row in read_rows(tmp_path / "train.jsonl")]
+    assert (found.duplicates, len(trained) + len(found.frozen)) == (0, 600)
+    sides = {question.upper() for question in trained}, {row.question.upper() for row in found.frozen}
+    assert not sides[0] & sides[1]
 
 
 def test_prompt_is_another_name_of_question_and_an_answer_may_be_json(tmp_path: Path) -> None:

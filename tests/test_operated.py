@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from operated import ROOT, Operated, graftwork, write_settings, write_sums
 
 pytestmark = pytest.mark.timeout(600)
 POLICY = "sums"
+OVER = 'The "test" is over.'
 DEPLOYMENTS = {
     "create_policy", "adapt", "release", "promote", "rollback", "hold", "restore", "nightly", "report",
 }  # fmt: skip
@@ -41,6 +43,31 @@ def people(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operated]:
         one for one in psutil.process_iter(["cmdline"]) if str(state) in " ".join(one.info["cmdline"] or [])
     ]
     assert not [one for one in left if one.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.fixture(scope="module")
+def dead(people: Operated) -> str:
+    """A run whose process was killed after its first heartbeat; the last test looks what became of it."""
+    at = f"/deployments/{people.deployment('report')['id']}/create_flow_run"
+    body = {"parameters": {"form": {}}, "state": {"type": "SCHEDULED", "name": "Later"}}
+    later = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 86400))
+    body["state"]["state_details"] = {"scheduled_time": later}
+    run = people.prefect.post(at, json=body).raise_for_status().json()["id"]
+    for kind in ("PENDING", "RUNNING"):
+        moved = people.prefect.post(
+            f"/flow_runs/{run}/set_state", json={"state": {"type": kind}, "force": True}
+        )
+        moved.raise_for_status()
+    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    resource = {"prefect.resource.id": f"prefect.flow-run.{run}"}
+    beat = {
+        "id": str(uuid.uuid4()),
+        "occurred": now,
+        "event": "prefect.flow-run.heartbeat",
+        "resource": resource,
+    }
+    people.prefect.post("/events", json=[beat | {"related": [], "payload": {}}]).raise_for_status()
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +102,7 @@ def second(people: Operated, promoted: str) -> str:
     return str(max(int(one.version) for one in people.mlflow.search_model_versions(f"name = '{POLICY}'")))
 
 
-def test_deployments_show_their_forms(people: Operated) -> None:
+def test_deployments_show_their_forms(people: Operated, dead: str) -> None:
     for name in DEPLOYMENTS:
         deployment = people.deployment(name)
         schema = deployment["parameter_openapi_schema"]
@@ -252,7 +279,23 @@ def test_release_that_is_started_twice_is_one_release(people: Operated, second: 
     assert [people.wait(run, "Suspended")["name"] for run in runs] == ["Suspended"] * 2
     releases = httpx.get(f"{people.url('controller')}/releases?policy={POLICY}", timeout=20).json()
     assert [one["revision"] for one in releases if one["state"] == "running"] == [other]
-    people.run("hold", policy=POLICY, reason="The test is over.")
+    people.run("hold", policy=POLICY, reason=OVER)
+
+
+def test_approval_by_command_wakes_the_sleeping_run(people: Operated, second: str) -> None:
+    champion = people.answered_by(POLICY).partition("@")[2]
+    versions = people.mlflow.search_model_versions(f"name = '{POLICY}'")
+    digests = [version.tags["graftwork.digest"] for version in versions]
+    (other,) = [digest for digest in digests if not digest.startswith(champion)]
+    why = "The test needs no users."
+    form = {"policy": POLICY, "digest": other, "approval_hours": 1, "skip_score": why, "skip_canary": why}
+    run = people.start("release", **form).json()["id"]
+    assert people.wait(run, "Suspended")["name"] == "Suspended"
+    said = graftwork("approve", POLICY, "--reason", "It is right.", "--by", "ada", settings=people.settings)
+    assert said.returncode == 0, said.stderr
+    state = people.wait(run)
+    assert state["type"] == "COMPLETED", state["message"]
+    assert people.answered_by(POLICY).endswith(other[:12])
 
 
 def test_what_happened_is_an_event_and_a_notification(people: Operated, second: str) -> None:
@@ -262,7 +305,7 @@ def test_what_happened_is_an_event_and_a_notification(people: Operated, second: 
     def posted() -> bool:
         notices = httpx.get(f"{people.url('controller')}/notices", timeout=20).json()
         texts = [one["reason"] for one in notices if one["name"] == "graftwork.notice.delivered"]
-        return any(held in text and f"{POLICY}@" in text and "The test is over." in text for text in texts)
+        return any(held in text and f"{POLICY}@" in text and OVER in text for text in texts)
 
     def events() -> dict[str, dict[str, Any]]:
         names = {"filter": {"event": {"name": [promoted, held]}}}
@@ -318,6 +361,34 @@ def test_nightly_fires_by_itself_and_says_why_it_skips(people: Operated, created
     assert "reason" in table
 
 
+def test_new_data_is_adapted_at_night_and_passes_the_score_gate(
+    people: Operated, second: str, rows: list[dict[str, str]]
+) -> None:
+    """New data is a new version of the suite: the champion is scored on it too, to be compared."""
+    from engine.adapters.catalog import Catalog
+    from engine.config import Paths
+
+    champion = people.answered_by(POLICY)
+    data = write_sums(people.state / "more.jsonl", 2600)
+    assert len(data) > len(rows)
+    create = {"name": POLICY, "owner": "ada", "data": str(people.state / "more.jsonl"), "verifier": "exact"}
+    people.run("create_policy", **create, scheduled=True, steps=3)
+    run = people.start("nightly", policies=[POLICY]).raise_for_status().json()["id"]
+    # The minute's own run may have come first and have taken the slot: then that one does it.
+    people.wait(run)
+    catalog = Catalog(Paths(people.state).catalog_url)
+    deadline = time.monotonic() + 240
+    while (
+        not (open_releases := catalog.releases(POLICY, open_only=True)) or open_releases[0].step != "canary"
+    ):
+        assert time.monotonic() < deadline, (open_releases, people.artifacts("table").get("nightly"))
+        time.sleep(0.5)
+    catalog.close()
+    assert champion.endswith(str(open_releases[0].baseline)[:12])
+    assert "Its data is new" in people.artifacts("table")["nightly"]
+    people.run("hold", policy=POLICY, reason=OVER)
+
+
 def test_a_schedule_never_overlaps_itself(people: Operated, created: str) -> None:
     """Two nightly runs at once, perhaps beside the minute's own: one at a time, the others are cancelled."""
     runs = [people.start("nightly").raise_for_status().json()["id"] for _ in range(2)]
@@ -347,3 +418,9 @@ def test_mlflow_and_prefect_may_die_in_the_middle_of_an_adapt(people: Operated, 
             time.sleep(0.5)
     assert state["type"] == "COMPLETED", state["message"]
     assert len(people.mlflow.search_model_versions(f"name = '{POLICY}'")) == before + 1
+
+
+def test_a_run_whose_heartbeats_stopped_is_marked_as_crashed(people: Operated, dead: str) -> None:
+    state = people.wait(dead, seconds=180)
+    assert state["type"] == "CRASHED"
+    assert "process is gone" in state["message"]

@@ -1,6 +1,7 @@
 """`policy create`: data to a suite and a policy, whole or not at all; owners, leaks, versions, bad input."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from engine.errors import ConfigError, Conflict
 from engine.training.jsonl import read_rows
 from tasks import policies
 from tasks.policies import create_policy, describe
-from tasks.suites import load_suite
+from tasks.suites import SUITES, load_suite
 
 
 @pytest.fixture
@@ -72,6 +73,40 @@ def test_another_rule_on_the_same_items_is_a_new_version(params: Params, tmp_pat
     source = data(tmp_path / "d.jsonl")
     create_policy(params, "mine", source, "exact")
     assert create_policy(params, "mine", source, "numeric").suite_version == 2
+
+
+def test_longer_answers_are_a_new_version(params: Params, tmp_path: Path) -> None:
+    """What was cut at 24 tokens is not comparable with what may have 200."""
+    source = data(tmp_path / "d.jsonl")
+    create_policy(params, "mine", source, "exact")
+    assert create_policy(params, "mine", source, "exact", settings={"max_tokens": 200}).suite_version == 2
+
+
+def test_what_is_not_given_again_stays_as_it_was(params: Params, tmp_path: Path) -> None:
+    create_policy(params, "mine", data(tmp_path / "d.jsonl"), "exact", settings={"system": "Be terse."})
+    file = params.suites_dir / "mine" / "policy.yaml"
+    file.write_text(file.read_text() + "lr: 0.0004\nrank: 16\n")
+    create_policy(params, "mine", data(tmp_path / "d.jsonl", 600), "exact", settings={"steps": 3})
+    config = params.policy("mine")
+    assert (config.system, config.lr, config.rank, config.steps) == ("Be terse.", 0.0004, 16, 3)
+
+
+def test_a_suite_that_is_no_policys_own_is_never_replaced(params: Params, tmp_path: Path) -> None:
+    shutil.copytree(SUITES / "addition-terse", params.suites_dir / "addition-terse")
+    with pytest.raises(Conflict, match="holds a suite of other policies"):
+        create_policy(params, "addition-terse", data(tmp_path / "d.jsonl"), "exact")
+    assert load_suite("addition-terse", params.suites_dir).rule["contract"] == "terse"
+
+
+def test_a_name_that_yaml_reads_as_something_else(params: Params, tmp_path: Path) -> None:
+    create_policy(params, "no", data(tmp_path / "d.jsonl"), "exact")
+    assert load_suite("no", params.suites_dir).task == "no"
+
+
+def test_an_empty_settings_file_is_replaced(params: Params, tmp_path: Path) -> None:
+    create_policy(params, "mine", data(tmp_path / "d.jsonl"), "exact")
+    (params.suites_dir / "mine" / "policy.yaml").write_text("")
+    assert create_policy(params, "mine", data(tmp_path / "d.jsonl"), "exact").changed
 
 
 def test_a_name_of_another_owner_is_refused(params: Params, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -102,3 +103,23 @@ def test_what_cannot_be_loaded_is_a_sentence(module: str, name: str) -> None:
         load_judge(f"python:{name}")
     with pytest.raises(ConfigError, match="The verifier 'python:"):
         Verifier(config(f"python:{name}"))
+
+
+def test_threads_never_get_each_others_scores(module: str) -> None:
+    """Two policies with one rule score side by side, on one verifier."""
+    with Verifier(config(f"python:{module}:right")) as verifier:
+
+        def judge(answer: str) -> list[float]:
+            texts = [answer if number % 3 else "wrong" for number in range(300)]
+            return verifier.judge([(Problem("t", "q", answer), text) for text in texts]).scores
+
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(judge, ["a", "b", "c", "d"]))
+    assert found == [[float(number % 3 > 0) for number in range(300)]] * 4
+
+
+def test_a_module_that_breaks_while_it_runs_ends_nothing(module: str) -> None:
+    with Verifier(config(f"python:{module}:dies")) as verifier:
+        Path("my_rules.py").write_text("def dies(:")
+        found = verifier.judge([(Problem("t", "q", "a"), "b")] * 2)
+    assert (found.scores, dict(found.errors)) == ([0.0, 0.0], {"died": 1, "not loaded": 1})

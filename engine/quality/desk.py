@@ -82,10 +82,15 @@ class Desk:
         return self._catalog.update_release(release.id, release.version, approved=approved)
 
     def hold(self, release_id: str, by: str, reason: str) -> Release:
-        """End a running release without a change of champion; one that has ended stays as it is."""
+        """End a running release without a change of champion; one that has ended stays as it is.
+
+        While frozen, a canary that users see stays: `Conflict`. It can be rolled back.
+        """
         release = self._catalog.release(release_id)
         if release.state != "running":
             return release
+        if self._catalog.route(release.policy).canary == release.revision:
+            self.refuse_frozen()
         return self._applier.apply(release, Action("hold", reason), self._evidence(release), by)
 
     def promote(self, policy: str, digest: str, by: str, reason: str) -> Route:

@@ -18,8 +18,8 @@ MIN_RATED = 20
 class Facts:
     """What is known of one policy at `now` (epoch seconds).
 
-    `blocked` is why it must not be adapted now; `newest_at` and `newest_data` are of its newest exported
-    revision; `offline` are the champion's item scores, `online` users' rewards of it in the last
+    `blocked` is why it must not be adapted now; `newest`, `newest_at` and `newest_data` are of its newest
+    exported revision; `offline` are the champion's item scores, `online` users' rewards of it in the last
     `drift_after_s`, and `champion_s` how long it has been champion.
     """
 
@@ -29,9 +29,15 @@ class Facts:
     blocked: str | None = None
     newest_at: float | None = None
     newest_data: str | None = None
+    newest: str | None = None
     champion_s: float = 0.0
     offline: Sequence[float] = ()
     online: Sequence[float] = ()
+
+    @property
+    def seed(self) -> int | None:
+        """Return a seed for the revision after the newest one; None for the first."""
+        return int(self.newest[:7], 16) if self.newest else None
 
 
 @dataclass(frozen=True)

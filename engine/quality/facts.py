@@ -43,6 +43,7 @@ def gather(params: Params, name: str, catalog: Catalog) -> Facts:
         config,
         now,
         blocked=_blocked(catalog, policy, newest),
+        newest=newest.digest if newest else None,
         newest_at=newest.created_at if newest else None,
         newest_data=_data_of(params.paths, newest) if newest else None,
         **rated,

@@ -54,6 +54,10 @@ def prompt_hash(question: str) -> bytes:
     return hashlib.sha256(" ".join(question.casefold().split()).encode()).digest()[:16]
 
 
+def _exactly(question: str) -> bytes:
+    return hashlib.sha256(question.strip().encode()).digest()[:16]
+
+
 def is_held_out(digest: bytes) -> bool:
     """Say whether a question is never trained on; it follows from the question alone, for ever."""
     return int.from_bytes(digest[:8], "big") / 2**64 < HELD_OUT
@@ -81,7 +85,8 @@ def import_file(
             if number % EVERY == 0:
                 on_line(number)
             digest = prompt_hash(row.question)
-            if not seen.add(digest, number, row.answer):
+            # The same up to case may be another question; it is on the same side of the split, though.
+            if not seen.add(_exactly(row.question), number, row.answer):
                 duplicates += 1
             elif is_held_out(digest):
                 held_out += 1
@@ -125,7 +130,7 @@ def read_rows(source: Path, check: Check = lambda answer: None) -> Iterator[tupl
 def _row(line: bytes, where: str) -> Row:
     try:
         data = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} is not valid JSON: {error}.") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{where} must be an object with question and answer, not {type(data).__name__}.")
@@ -134,8 +139,12 @@ def _row(line: bytes, where: str) -> Row:
         raise ConfigError(f"{where} needs a `question` (or `prompt`) that is not empty text.")
     if data.get("answer") is None:
         raise ConfigError(f"{where} needs an `answer`.")
-    answer = data["answer"]
-    return Row(question, answer if isinstance(answer, str) else json.dumps(answer))
+    answer = data["answer"] if isinstance(data["answer"], str) else json.dumps(data["answer"])
+    try:
+        (question + answer).encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{where} holds half of a character (a lone surrogate); mend the text.") from None
+    return Row(question, answer)
 
 
 class _Seen:

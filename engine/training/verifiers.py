@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import re
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -92,7 +93,7 @@ class Verdicts:
 
 
 class Verifier:
-    """Judges answers by a policy's rule. Close it, or use it in a `with` block; one thread at a time."""
+    """Judges answers by a policy's rule, of any thread. Close it, or use it in a `with` block."""
 
     def __init__(self, config: PolicyConfig):
         """Raises `ConfigError` when a `python:` verifier cannot be loaded."""
@@ -149,13 +150,23 @@ class Apart:
     def __init__(self, kind: str):
         self._kind = kind
         self._process: Any = None
+        # Answers come back in the order of the questions, and two threads would take each other's.
+        self._turn = threading.Lock()
         self._start()
 
     def ask(self, asked: tuple[str, str, str], timeout_s: float) -> tuple[float, str | None]:
         """Return the score of one answer, and what went wrong."""
+        with self._turn:
+            return self._ask(asked, timeout_s)
+
+    def _ask(self, asked: tuple[str, str, str], timeout_s: float) -> tuple[float, str | None]:
         if self._process is None or not self._process.is_alive():
             self.close()
-            self._start()
+            try:
+                self._start()
+            except ConfigError:
+                # It was loaded once; what has happened to it since must not end the run.
+                return 0.0, "not loaded"
         try:
             self._pipe.send(asked)
             if not self._pipe.poll(timeout_s):
