@@ -106,6 +106,8 @@ def environment(params: Params) -> dict[str, str]:
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
         "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        # SQLite takes one writer: on a busy machine the others wait longer than the default of 10 s.
+        "PREFECT_SERVER_DATABASE_TIMEOUT": "60",
         "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
         # Somebody who pressed Run is waiting; the default is 10 s.
         "PREFECT_WORKER_QUERY_SECONDS": "2",

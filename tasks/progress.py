@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import httpx
-from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from engine.config import DIGEST12, Params, Resolved
 
@@ -52,6 +51,8 @@ def show_link(link: str, text: str, key: str) -> None:
 
 
 def _patiently(call: Callable[[], Any]) -> None:
+    from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
+
     again = Retrying(
         retry=retry_if_exception_type(httpx.TransportError),
         stop=stop_after_delay(PATIENCE_S),

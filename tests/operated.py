@@ -49,6 +49,18 @@ def write_sums(path: Path, lines: int) -> list[dict[str, str]]:
     return list(rows.values())
 
 
+class Patient(httpx.HTTPTransport):
+    """Asks again when Prefect's server answers that it is busy, as its own clients do."""
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        for pause in (0.5, 1, 2, 4, 8, 16):
+            response = super().handle_request(request)
+            if response.status_code != 503:
+                return response
+            time.sleep(pause)
+        return response
+
+
 @dataclass
 class Operated:
     """Running services and the clients of the people who use them."""
@@ -69,7 +81,7 @@ class Operated:
 
     @cached_property
     def prefect(self) -> httpx.Client:
-        return httpx.Client(base_url=f"{self.url('prefect')}/api", timeout=60)
+        return httpx.Client(base_url=f"{self.url('prefect')}/api", timeout=120, transport=Patient())
 
     @cached_property
     def mlflow(self) -> Any:
@@ -83,6 +95,7 @@ class Operated:
     def start(self, deployment: str, **form: Any) -> httpx.Response:
         """Start a deployment as the UI's Run form does."""
         body = {"parameters": {"form": form}, "state": {"type": "SCHEDULED"}}
+        body["idempotency_key"] = str(uuid.uuid4())
         at = f"/deployments/{self.deployment(deployment)['id']}/create_flow_run"
         return self.prefect.post(at, json=body)
 
@@ -105,9 +118,15 @@ class Operated:
         return run
 
     def artifacts(self, kind: str) -> dict[str, Any]:
-        """Return the data of Prefect's artifacts of a kind, by key."""
-        found = self.prefect.post("/artifacts/filter", json={"limit": 200}).raise_for_status().json()
-        return {one["key"]: one["data"] for one in found if one["type"] == kind}
+        """Return the data of Prefect's newest artifacts of a kind, by key."""
+        body = {"limit": 200, "sort": "UPDATED_DESC"}
+        found = self.prefect.post("/artifacts/filter", json=body).raise_for_status().json()
+        return {one["key"]: one["data"] for one in reversed(found) if one["type"] == kind}
+
+    def all_artifacts(self, key: str) -> list[Any]:
+        """Return the data of every artifact under a key."""
+        body = {"artifacts": {"key": {"any_": [key]}}, "limit": 200}
+        return [one["data"] for one in self.prefect.post("/artifacts/filter", json=body).json()]
 
     def ask(self, client: httpx.Client, policy: str, question: str) -> httpx.Response:
         body = {
