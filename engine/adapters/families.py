@@ -18,14 +18,15 @@ Size = tuple[int, int]
 class Family:
     """A row: what makes adapters of these model types different from those of a dense decoder.
 
-    `experts` and `inner` are keys of `config.json`; `shared` is the module beside the routed experts;
-    `renames` maps parts of module paths in files to ours.
+    `experts` are the keys of `config.json` that may count the routed experts (transformers 5 writes
+    another than the model's own files have), `inner` is the one for their width; `shared` is the module
+    beside the routed experts; `renames` maps parts of module paths in files to ours.
     """
 
     name: str
     model_types: tuple[str, ...]
     reason: str
-    experts: str | None = None
+    experts: tuple[str, ...] = ()
     inner: str = "moe_intermediate_size"
     shared: str | None = None
     interleaved: bool = False
@@ -42,20 +43,20 @@ FAMILIES = (
         "Qwen3-MoE",
         ("qwen3_moe",),
         "Routed experts only; some layers may be dense (mlp_only_layers, decoder_sparse_step).",
-        experts="num_experts",
+        experts=("num_experts", "num_local_experts"),
     ),
     Family(
         "DeepSeek-V3",
         ("deepseek_v3", "kimi_k2"),
         "Latent attention, dense first layers, shared experts as one MLP; also Moonlight and Kimi-K2.",
-        experts="n_routed_experts",
+        experts=("n_routed_experts", "num_local_experts"),
         shared="shared_experts",
     ),
     Family(
         "GLM-MoE",
         ("glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
         "DeepSeek's experts under grouped-query attention (latent attention in lite and dsa).",
-        experts="n_routed_experts",
+        experts=("n_routed_experts", "num_local_experts"),
         shared="shared_experts",
     ),
     Family(
@@ -63,7 +64,7 @@ FAMILIES = (
         ("gpt_oss",),
         # transformers' GptOssExperts takes gate as [..., ::2] and up as [..., 1::2].
         "The rows of gate and up alternate in the fused parameter; every other family puts up after gate.",
-        experts="num_local_experts",
+        experts=("num_local_experts",),
         inner="intermediate_size",
         interleaved=True,
     ),
@@ -72,7 +73,7 @@ FAMILIES = (
         ("mixtral",),
         # transformers' conversion_mapping: block_sparse_moe is mlp, w1 and w3 are gate_up_proj, w2 down_proj.
         "Per-expert files say block_sparse_moe and w1, w3, w2 for gate, up and down.",
-        experts="num_local_experts",
+        experts=("num_local_experts",),
         inner="intermediate_size",
         renames={"block_sparse_moe": "mlp", "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"},
     ),
@@ -118,14 +119,15 @@ class BaseShapes:
         linear: dict[str, Size] = {}
         experts: dict[str, Experts] = {}
         hidden = config["hidden_size"]
+        count = next((config[key] for key in family.experts if config.get(key)), 0)
         for layer in range(config["num_hidden_layers"]):
             path = f"model.layers.{layer}"
             linear |= {f"{path}.self_attn.{name}": size for name, size in _attention(config).items()}
-            if not _is_sparse(family, config, layer):
+            if not count or not _is_sparse(config, layer):
                 linear |= _mlp(f"{path}.mlp", hidden, config["intermediate_size"])
                 continue
             inner = config[family.inner]
-            experts[f"{path}.mlp.experts"] = Experts(config[str(family.experts)], hidden, inner)
+            experts[f"{path}.mlp.experts"] = Experts(count, hidden, inner)
             if family.shared and config.get("n_shared_experts"):
                 linear |= _mlp(f"{path}.mlp.{family.shared}", hidden, inner * config["n_shared_experts"])
         return BaseShapes(family, linear, experts)
@@ -150,13 +152,11 @@ class BaseShapes:
         return ".".join(back.get(part, part) for part in module.split("."))
 
 
-def _is_sparse(family: Family, config: Mapping[str, Any], layer: int) -> bool:
-    if family.experts is None or not config.get(family.experts):
-        return False
-    dense = layer < (config.get("first_k_dense_replace") or 0) or layer in (
-        config.get("mlp_only_layers") or ()
+def _is_sparse(config: Mapping[str, Any], layer: int) -> bool:
+    first, plain = config.get("first_k_dense_replace") or 0, config.get("mlp_only_layers") or ()
+    return (
+        layer >= first and layer not in plain and (layer + 1) % (config.get("decoder_sparse_step") or 1) == 0
     )
-    return not dense and (layer + 1) % (config.get("decoder_sparse_step") or 1) == 0
 
 
 def _mlp(path: str, hidden: int, inner: int) -> dict[str, Size]:

@@ -198,15 +198,17 @@ def read_entries(directory: Path) -> list[Entry]:
 
 
 def _check_start(path: Path, start: bytes, size: int) -> None:
-    if start.startswith((b"PK\x03\x04", b"\x80")):
-        raise AdapterError(f"{path} is a pickle and is never opened. Save it as safetensors.")
     if len(start) < 8:
         raise AdapterError(f"{path} has {size} bytes, too few for a safetensors file.")
     (length,) = struct.unpack("<Q", start)
-    if length > min(HEADER_LIMIT, size - 8):
-        raise AdapterError(
-            f"{path} announces a header of {length} bytes; the file has {size}, the limit is {HEADER_LIMIT}."
-        )
+    if length <= min(HEADER_LIMIT, size - 8):
+        return
+    # A pickle's first bytes, read as a length, are over the limit; a length may begin with the same byte.
+    if start.startswith((b"PK\x03\x04", b"\x80")):
+        raise AdapterError(f"{path} is a pickle and is never opened. Save it as safetensors.")
+    raise AdapterError(
+        f"{path} announces a header of {length} bytes; the file has {size}, the limit is {HEADER_LIMIT}."
+    )
 
 
 def _header(path: Path, raw: bytes) -> dict[str, Any]:
