@@ -14,9 +14,9 @@ LATENT = {
     "hidden_size": 8, "num_attention_heads": 2, "kv_lora_rank": 5, "qk_rope_head_dim": 2,
     "qk_nope_head_dim": 3, "v_head_dim": 4, "q_lora_rank": None,
 }  # fmt: skip
-MOE = {"num_hidden_layers": 3, "intermediate_size": 10, "moe_intermediate_size": 6}
+MOE = {"num_hidden_layers": 3, "intermediate_size": 10, "moe_intermediate_size": 7}
 SPARSE = {**MOE, "n_routed_experts": 3, "n_shared_experts": 2, "first_k_dense_replace": 1}
-# hidden, 2 * inner and the attention's widths all differ, so that every transposition shows.
+# hidden, inner, twice inner, E * R and the attention's widths all differ, so that every transposition shows.
 CONFIGS = {
     "qwen3": {**ATTENTION, "num_hidden_layers": 2, "intermediate_size": 10},
     "qwen3_moe": {**ATTENTION, **MOE, "num_experts": 3, "mlp_only_layers": [1]},

@@ -22,11 +22,14 @@ from engine.adapters.layout_tensors import to_canonical
 from engine.adapters.layouts import Detected, detect
 from engine.adapters.revision import (
     CONFIG,
+    MANIFEST,
+    PROBE,
     TENSORS,
     Manifest,
     Tensors,
     digest,
     make_manifest,
+    read_manifest,
     split_key,
     validate,
     write_revision,
@@ -82,9 +85,9 @@ def publish(
 ) -> Manifest:
     """Bring an inspected adapter into catalog and store as a revision of `policy`; idempotent.
 
-    What it was read from is kept beside the revisions, since dtype or scale may have been converted.
-    Raises `ConfigError` for a policy's name that is none, and `AdapterError` for a base whose engine
-    cannot serve adapters yet.
+    A revision directory of that policy keeps its probe. Of any other, what it was read from is kept beside
+    the revisions, since dtype or scale may have been converted. Raises `ConfigError` for a policy's name
+    that is none, and `AdapterError` for a base whose engine cannot serve adapters yet.
     """
     if not POLICY_NAME.fullmatch(policy):
         raise ConfigError(f"{policy!r} is no policy's name. Use small letters, digits and dashes.")
@@ -92,6 +95,8 @@ def publish(
         raise AdapterError(
             f"The engine cannot serve adapters of {foreign.found.family} bases yet, so nothing was imported."
         )
+    if (directory / MANIFEST).is_file() and read_manifest(directory).policy == policy:
+        return import_revision(params, directory, owner)
     manifest = make_manifest(
         foreign.tensors,
         policy=policy,
@@ -108,6 +113,11 @@ def publish(
     for name in (CONFIG, TENSORS):
         shutil.copyfile(directory / name, kept / name)
     return manifest
+
+
+def has_probe(params: Params, manifest: Manifest) -> bool:
+    """Tell whether an imported revision came with the effect probe of its trainer."""
+    return (params.paths.revisions / manifest.policy / manifest.digest[:DIGEST12] / PROBE).is_file()
 
 
 def read_adapter(directory: Path, base: BaseShapes, dtype: torch.dtype | None = None) -> Foreign:

@@ -115,9 +115,7 @@ def read_scaling(directory: Path) -> Scaling:
     """Read `adapter_config.json`; `AdapterError` for anything that is not plain LoRA."""
     path = _plain_file(directory, CONFIG)
     if path.stat().st_size > CONFIG_LIMIT:
-        raise AdapterError(
-            f"{path} has {path.stat().st_size} bytes; settings of an adapter are under {CONFIG_LIMIT}."
-        )
+        raise AdapterError(f"{path} has {path.stat().st_size} bytes; settings take at most {CONFIG_LIMIT}.")
     try:
         values = json.loads(path.read_text())
     except (ValueError, RecursionError):
