@@ -188,6 +188,15 @@ CORPUS |= {
         tensors_changed(lambda t: t.update({f"{QUERY}.lora_A": t[f"{QUERY}.lora_A.weight"]})),
         "same factor",
     ),
+    "experts of four axes": (
+        tensors_changed(lambda t: t.update({f"{EXPERTS}.lora_A.weight": torch.ones(1, 1, 1, 1)})),
+        "never have 4 axes",
+    ),
+    "a factor of rank 0": (
+        tensors_changed(lambda t: t.update(
+            {f"{QUERY}.lora_A.weight": torch.ones(0, 8), f"{QUERY}.lora_B.weight": torch.ones(12, 0)}
+        )), "needs (rank, 8)"
+    ),
     "0 bytes": (bytes_changed(lambda data: b""), "0 bytes"),
     "7 bytes": (bytes_changed(lambda data: data[:7]), "7 bytes"),
     "header cut": (bytes_changed(lambda data: data[:100]), "announces a header"),
@@ -206,6 +215,12 @@ CORPUS |= {
     "no shape": (header_changed(lambda h: first(h).pop("shape")), "does not describe"),
     "shape of words": (header_changed(lambda h: first(h).update(shape="ab")), "does not describe"),
     "shape and bytes differ": (header_changed(lambda h: first(h).update(shape=[9, 9])), "needs 324 bytes"),
+    "a name of a page": (header_changed(lambda h: h.update({"a" * 10_000: first(h)})), "no module has"),
+    "a name that clears screens": (header_changed(lambda h: h.update({"\x1b[2J": {}})), "no module has"),
+    "a name of nothing": (header_changed(lambda h: h.update({"": first(h)})), "no module has"),
+    "a dtype that is a list": (header_changed(lambda h: first(h).update(dtype=["F32"])), "does not describe"),
+    "a dtype of a page": (header_changed(lambda h: first(h).update(dtype="F" * 9999)), "the dtype FFFF"),
+    "a number of 400 digits": (config_changed(lora_alpha=10**400), "lora_alpha"),
     "config no JSON": (lambda path: (good(path) / CONFIG).write_text("{"), "not JSON"),
     "config a list": (lambda path: (good(path) / CONFIG).write_text("[]"), "one object"),
     "config missing": (lambda path: (good(path) / CONFIG).unlink(), "has no adapter_config.json"),

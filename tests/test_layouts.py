@@ -33,6 +33,8 @@ from engine.base import BaseInfo, ensure_base
 from engine.config import Params, load_params
 from engine.errors import AdapterError
 
+# peft 0.21 says this of every pattern for a parameter, and then uses it.
+pytestmark = pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")
 BASE = "b" * 64
 SHARING = {layout.name for layout in LAYOUTS if layout.broadcast}
 ROUTED = [name for name in CONFIGS if shapes(name).experts]

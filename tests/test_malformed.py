@@ -24,6 +24,8 @@ def test_a_malformed_adapter_is_refused_by_a_sentence_that_names_its_fault(tmp_p
     message = str(caught.value)
     assert words in message
     assert message.endswith(".")
+    assert len(message) < 1000
+    assert message.isprintable()
     assert "lora_" in message or str(directory) in message or "tensor" in message
     assert time.process_time() - before < 1.0
     # In KiB: no more than 64 MiB on top, whatever the file announces.

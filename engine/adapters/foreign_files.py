@@ -28,6 +28,9 @@ HEADER_LIMIT = 32 << 20
 CONFIG_LIMIT = 1 << 20
 # The largest `max_lora_rank` of vLLM 0.32 (vllm/config/lora.py).
 RANK_LIMIT = 512
+# What a message may repeat: no control characters, no pages.
+NAMES = re.compile(r"[!-~]{1,300}")
+LARGEST = 1e12
 # peft's patterns are regular expressions; ours are paths with `.*`, whose matching cannot run away.
 PATTERN = re.compile(r"\^?(?:[\w-]|\\?\.(?!\*)|\.\*){1,300}\$?")
 WILD_LIMIT = 16
@@ -124,7 +127,9 @@ def read_scaling(directory: Path) -> Scaling:
         raise AdapterError(f"{path} must hold one object of settings.")
     for key, allowed in PLAIN.items():
         if values.get(key, allowed[0]) not in allowed:
-            raise AdapterError(f"{path} sets {key} to {values[key]!r}; only plain LoRA can be imported.")
+            raise AdapterError(
+                f"{path} sets {key} to {_short(values[key])}; only plain LoRA can be imported."
+            )
     return Scaling(
         rank=_number(path, "r", values.get("r"), whole=True),
         alpha=_number(path, "lora_alpha", values.get("lora_alpha")),
@@ -136,15 +141,21 @@ def read_scaling(directory: Path) -> Scaling:
 
 def _number(path: Path, key: str, value: Any, whole: bool = False) -> Any:
     right = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
-    if not right or not 0 < value < float("inf"):
-        raise AdapterError(f"{path} sets {key} to {value!r}; it must be a positive {'whole ' * whole}number.")
+    if not right or not 0 < value <= LARGEST:
+        raise AdapterError(
+            f"{path} sets {key} to {_short(value)}; it must be a positive {'whole ' * whole}number."
+        )
     return value
+
+
+def _short(value: Any) -> str:
+    return repr(value)[:80]
 
 
 def _patterns(path: Path, key: str, values: dict[str, Any], whole: bool = False) -> dict[str, Any]:
     patterns = values.get(key) or {}
     if not isinstance(patterns, dict):
-        raise AdapterError(f"{path} sets {key} to {patterns!r}; it must map modules to numbers.")
+        raise AdapterError(f"{path} sets {key} to {_short(patterns)}; it must map modules to numbers.")
     wild = sum(".*" in pattern for pattern in patterns)
     wrong = [pattern for pattern in patterns if not PATTERN.fullmatch(pattern)]
     if wrong or wild > WILD_LIMIT:
@@ -214,7 +225,7 @@ def _header(path: Path, raw: bytes) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
             (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
-            raise AdapterError(f"The header of {path} has {twice!r} twice.")
+            raise AdapterError(f"The header of {path} has {_short(twice)} twice.")
         return found
 
     try:
@@ -234,10 +245,16 @@ def _spans(path: Path, header: dict[str, Any]) -> Iterator[tuple[Entry, int, int
             whole = all(type(number) is int and number >= 0 for number in (*shape, begin, stop))
         except (KeyError, TypeError, ValueError):
             whole = False
-        if not whole:
-            raise AdapterError(f"The header of {path} does not describe the tensor {name[:120]!r}.")
+        if not NAMES.fullmatch(name):
+            raise AdapterError(
+                f"The header of {path} has the tensor name {_short(name)}, which no module has."
+            )
+        if not whole or not isinstance(dtype, str):
+            raise AdapterError(f"The header of {path} does not describe the tensor {name}.")
         if dtype not in DTYPES:
-            raise AdapterError(f"The tensor {name} has the dtype {dtype}; use one of {', '.join(DTYPES)}.")
+            raise AdapterError(
+                f"The tensor {name} has the dtype {dtype[:20]}; use one of {', '.join(DTYPES)}."
+            )
         needed = math.prod(shape) * DTYPES[dtype].itemsize
         if stop - begin != needed:
             raise AdapterError(
