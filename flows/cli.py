@@ -16,7 +16,7 @@ import typer
 
 from engine.config import AdaptForm
 from engine.errors import GraftworkError
-from flows import cli_admin, cli_decide, cli_look, cli_plan, cli_policy, cli_score, cli_serve
+from flows import cli_adapters, cli_admin, cli_decide, cli_look, cli_plan, cli_policy, cli_score, cli_serve
 from flows.entry import PARAMS, ParamsFile, check, enter, load_flows, require_services
 
 app = typer.Typer(
@@ -104,7 +104,7 @@ def adapt(policy: str, params: ParamsFile = PARAMS) -> None:
     display.print_row(adapted.row())
 
 
-for group in (cli_policy, cli_score, cli_decide, cli_look, cli_serve, cli_plan, cli_admin):
+for group in (cli_policy, cli_score, cli_decide, cli_look, cli_serve, cli_plan, cli_adapters, cli_admin):
     app.add_typer(group.app)
 
 

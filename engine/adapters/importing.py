@@ -62,7 +62,12 @@ def check_fit(params: Params, base: Path, tensors: Tensors, manifest: Manifest, 
     if not POLICY_NAME.fullmatch(manifest.policy):
         raise AdapterError(f"{directory} names the policy {manifest.policy!r}, which is no policy's name.")
     shapes = packed.shapes(json.loads((base / "config.json").read_text()))
-    validate(tensors, manifest.rank, {shape.name: (shape.inputs, shape.outputs) for shape in shapes})
+    validate(tensors, None, {shape.name: (shape.inputs, shape.outputs) for shape in shapes})
+    largest = max(tensor.shape[0] for key, tensor in tensors.items() if key.endswith(".lora_A"))
+    if manifest.rank != largest:
+        raise AdapterError(
+            f"The revision in {directory} says rank {manifest.rank}, its largest module has {largest}."
+        )
     if manifest.rank > params.engine.max_rank:
         raise AdapterError(
             f"The revision in {directory} has rank {manifest.rank}, over the engine's "

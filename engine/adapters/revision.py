@@ -38,7 +38,10 @@ Shapes = Mapping[str, tuple[int, int]]
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a revision says of itself. `bytes` counts tensor bytes; `created_at` is epoch seconds."""
+    """What a revision says of itself. `bytes` counts tensor bytes; `created_at` is epoch seconds.
+
+    `rank` is the largest of its modules' ranks; the digest covers each one's by its tensors' shapes.
+    """
 
     digest: str
     base_digest: str
@@ -100,10 +103,11 @@ def split_key(key: str) -> tuple[str, str]:
     return match["module"], match["side"]
 
 
-def validate(tensors: Tensors, rank: int, shapes: Shapes) -> None:
+def validate(tensors: Tensors, rank: int | None, shapes: Shapes) -> None:
     """Refuse tensors that do not fit a base; the error names the tensor, what it needs and what it has.
 
-    `shapes` maps each module of the base that can carry LoRA to its (in, out).
+    `shapes` maps each module of the base that can carry LoRA to its (in, out). Without `rank` each module
+    has its own, the first size of its A.
     """
     if not tensors:
         raise AdapterError("The adapter holds no tensors, so it would serve the base itself.")
@@ -111,11 +115,20 @@ def validate(tensors: Tensors, rank: int, shapes: Shapes) -> None:
     if len(dtypes) > 1:
         raise AdapterError(f"The adapter mixes the dtypes {', '.join(sorted(map(str, dtypes)))}; use one.")
     for key, tensor in tensors.items():
-        _check_tensor(key, tensor, rank, shapes)
         module, side = split_key(key)
+        own = module_rank(tensors, module) if rank is None else rank
+        _check_tensor(key, tensor, own, shapes)
         other = f"{module}.lora_{'B' if side == 'lora_A' else 'A'}"
         if other not in tensors:
             raise AdapterError(f"The adapter has the tensor {key} but not its other half {other}.")
+
+
+def module_rank(tensors: Tensors, module: str) -> int:
+    """Return the rank of one module, read from its A; `AdapterError` when it has none."""
+    A = tensors.get(f"{module}.lora_A")
+    if A is None or A.ndim != 2 or A.shape[0] == 0:
+        raise AdapterError(f"The adapter has no {module}.lora_A of two axes, (rank, in).")
+    return A.shape[0]
 
 
 def _check_tensor(key: str, tensor: torch.Tensor, rank: int, shapes: Shapes) -> None:
@@ -188,7 +201,7 @@ def _write_files(draft: Path, tensors: Tensors, manifest: Manifest, probe: dict[
     named = {f"{PEFT_PREFIX}{key}.weight": tensor.contiguous() for key, tensor in sorted(tensors.items())}
     files = {
         TENSORS: save_safetensors(named, metadata={"format": "pt"}),
-        CONFIG: _json(_peft_config(manifest)),
+        CONFIG: _json(_peft_config(tensors, manifest)),
         MANIFEST: _json(asdict(manifest)),
         PROBE: _json(probe),
     }
@@ -202,8 +215,12 @@ def _json(value: dict[str, Any]) -> bytes:
     return json.dumps(value, indent=2, sort_keys=True).encode()
 
 
-def _peft_config(manifest: Manifest) -> dict[str, Any]:
+def _peft_config(tensors: Tensors, manifest: Manifest) -> dict[str, Any]:
+    ranks = {key: tensors[key].shape[0] for key in sorted(tensors) if key.endswith(".lora_A")}
+    special = {split_key(key)[0]: rank for key, rank in ranks.items() if rank != manifest.rank}
+    patterns = {"rank_pattern": special, "alpha_pattern": special} if special else {}
     return {
+        **patterns,
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": None,

@@ -1,0 +1,195 @@
+"""Model families: which modules of a base can carry LoRA, how wide they are, and what files call them.
+
+Read from a base's `config.json` alone. Knows transformers' module names (version 5: experts are one
+parameter of three axes) and the names that adapter files use. Knows no layout of a file.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.errors import AdapterError
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+Size = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A row: what makes adapters of these model types different from those of a dense decoder.
+
+    `experts` are the keys of `config.json` that may count the routed experts (transformers 5 writes
+    another than the model's own files have), `inner` is the one for their width; `shared` is the module
+    beside the routed experts; `renames` maps parts of module paths in files to ours.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    reason: str
+    experts: tuple[str, ...] = ()
+    inner: str = "moe_intermediate_size"
+    shared: str | None = None
+    interleaved: bool = False
+    renames: Mapping[str, str] = field(default_factory=dict)
+
+
+FAMILIES = (
+    Family(
+        "dense",
+        ("llama", "mistral", "qwen2", "qwen3"),
+        "Attention and one MLP a layer, each projection a linear module of its own.",
+    ),
+    Family(
+        "Qwen3-MoE",
+        ("qwen3_moe",),
+        "Routed experts only; some layers may be dense (mlp_only_layers, decoder_sparse_step).",
+        experts=("num_experts", "num_local_experts"),
+    ),
+    Family(
+        "DeepSeek-V3",
+        ("deepseek_v3", "kimi_k2"),
+        "Latent attention, dense first layers, shared experts as one MLP; also Moonlight and Kimi-K2.",
+        experts=("n_routed_experts", "num_local_experts"),
+        shared="shared_experts",
+    ),
+    Family(
+        "GLM-MoE",
+        ("glm4_moe", "glm4_moe_lite", "glm_moe_dsa"),
+        "DeepSeek's experts under grouped-query attention (latent attention in lite and dsa).",
+        experts=("n_routed_experts", "num_local_experts"),
+        shared="shared_experts",
+    ),
+    Family(
+        "GPT-OSS",
+        ("gpt_oss",),
+        # transformers' GptOssExperts takes gate as [..., ::2] and up as [..., 1::2].
+        "The rows of gate and up alternate in the fused parameter; every other family puts up after gate.",
+        experts=("num_local_experts",),
+        inner="intermediate_size",
+        interleaved=True,
+    ),
+    Family(
+        "Mixtral",
+        ("mixtral",),
+        # transformers' conversion_mapping: block_sparse_moe is mlp, w1 and w3 are gate_up_proj, w2 down_proj.
+        "Per-expert files say block_sparse_moe and w1, w3, w2 for gate, up and down.",
+        experts=("num_local_experts",),
+        inner="intermediate_size",
+        renames={"block_sparse_moe": "mlp", "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"},
+    ),
+)
+OF_TYPE = {model_type: family for family in FAMILIES for model_type in family.model_types}
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The routed experts of one layer: how many, and the widths of their projections."""
+
+    count: int
+    hidden: int
+    inner: int
+
+    def size(self, projection: str) -> Size:
+        """Return (in, out) of one expert's projection, the fused `gate_up_proj` included."""
+        return {
+            "gate_proj": (self.hidden, self.inner),
+            "up_proj": (self.hidden, self.inner),
+            "gate_up_proj": (self.hidden, 2 * self.inner),
+            "down_proj": (self.inner, self.hidden),
+        }[projection]
+
+
+@dataclass(frozen=True)
+class BaseShapes:
+    """All of a base that can carry LoRA: linear modules by path, routed experts by their parent's path."""
+
+    family: Family
+    linear: Mapping[str, Size]
+    experts: Mapping[str, Experts]
+
+    @staticmethod
+    def of(config: Mapping[str, Any]) -> "BaseShapes":
+        """Read a `config.json`; `AdapterError` for a family that has no row here."""
+        family = OF_TYPE.get(config.get("model_type", ""))
+        if family is None:
+            raise AdapterError(
+                f"The base is of the type {config.get('model_type')!r}, whose adapters are not known here. "
+                f"Known types: {', '.join(sorted(OF_TYPE))}."
+            )
+        linear: dict[str, Size] = {}
+        experts: dict[str, Experts] = {}
+        hidden = config["hidden_size"]
+        count = next((config[key] for key in family.experts if config.get(key)), 0)
+        for layer in range(config["num_hidden_layers"]):
+            path = f"model.layers.{layer}"
+            linear |= {f"{path}.self_attn.{name}": size for name, size in _attention(config).items()}
+            if not count or not _is_sparse(config, layer):
+                linear |= _mlp(f"{path}.mlp", hidden, config["intermediate_size"])
+                continue
+            inner = config[family.inner]
+            experts[f"{path}.mlp.experts"] = Experts(count, hidden, inner)
+            if family.shared and config.get("n_shared_experts"):
+                linear |= _mlp(f"{path}.mlp.{family.shared}", hidden, inner * config["n_shared_experts"])
+        return BaseShapes(family, linear, experts)
+
+    def modules(self) -> dict[str, Size]:
+        """Return (in, out) of each canonical module, every expert's projections among them."""
+        return {**self.linear, **dict(self._routed())}
+
+    def _routed(self) -> Iterator[tuple[str, Size]]:
+        for path, experts in self.experts.items():
+            for number in range(experts.count):
+                for projection in PROJECTIONS:
+                    yield f"{path}.{number}.{projection}", experts.size(projection)
+
+    def canonical_name(self, module: str) -> str:
+        """Return our path of a module that a file may call by the family's own names."""
+        return ".".join(self.family.renames.get(part, part) for part in module.split("."))
+
+    def file_name(self, module: str) -> str:
+        """Return what files of this family call a module of the experts; the inverse of `canonical_name`."""
+        back = {ours: theirs for theirs, ours in self.family.renames.items()}
+        return ".".join(back.get(part, part) for part in module.split("."))
+
+
+def _is_sparse(config: Mapping[str, Any], layer: int) -> bool:
+    first, plain = config.get("first_k_dense_replace") or 0, config.get("mlp_only_layers") or ()
+    return (
+        layer >= first and layer not in plain and (layer + 1) % (config.get("decoder_sparse_step") or 1) == 0
+    )
+
+
+def _mlp(path: str, hidden: int, inner: int) -> dict[str, Size]:
+    sizes = ((hidden, inner), (hidden, inner), (inner, hidden))
+    return {f"{path}.{name}": size for name, size in zip(PROJECTIONS, sizes, strict=True)}
+
+
+def _attention(config: Mapping[str, Any]) -> dict[str, Size]:
+    return _latent(config) if config.get("kv_lora_rank") else _grouped(config)
+
+
+def _grouped(config: Mapping[str, Any]) -> dict[str, Size]:
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    head = config.get("head_dim") or hidden // heads
+    keys = (config.get("num_key_value_heads") or heads) * head
+    return {
+        "q_proj": (hidden, heads * head),
+        "k_proj": (hidden, keys),
+        "v_proj": (hidden, keys),
+        "o_proj": (heads * head, hidden),
+    }
+
+
+def _latent(config: Mapping[str, Any]) -> dict[str, Size]:
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    latent, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    plain, value = config["qk_nope_head_dim"], config["v_head_dim"]
+    queries = heads * (plain + rope)
+    narrow = config.get("q_lora_rank")
+    query = {"q_a_proj": (hidden, narrow), "q_b_proj": (narrow, queries)} if narrow else {}
+    return {
+        **(query or {"q_proj": (hidden, queries)}),
+        "kv_a_proj_with_mqa": (hidden, latent + rope),
+        "kv_b_proj": (latent, heads * (plain + value)),
+        "o_proj": (heads * value, hidden),
+    }
