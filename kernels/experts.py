@@ -10,9 +10,9 @@ factor with E = 1 is shared by all experts. B is read in place when its memory i
 slot buffers are; otherwise each call copies it.
 
 Does a row depend on its batch? `expand` sums each row in one fixed order: never. `shrink` takes a
-product for each pair (decode), which does not either, or tiles of a segment's pairs where that is
-cheaper. In bfloat16 both give the same bits. In float32 a tile's sums may run in another order, by
-the BLAS: last digits then depend on whether the batch was worth tiles.
+product for each pair (always up to 1,024 pairs), which does not either, or tiles of a segment's
+pairs where that is cheaper. In bfloat16 both give the same bits. In float32 the BLAS may sum a tile
+in another order: there a row's last digits depend on whether its batch was worth tiles.
 
 Shapes: T tokens, L tokens with an adapter, K experts of a token, P pairs, R rank, D width, S slots,
 E experts, N tiles, M pairs in a tile, G segments in use.
@@ -27,6 +27,8 @@ from torch.nn.functional import embedding_bag
 TILES = (1, 4, 16, 64)
 # Reading a segment's factor for one more tile costs about as much as computing this many pairs.
 TILE_COST_PAIRS = 4
+# A batch of so many pairs is not worth the sorting: decode, where no row then depends on its batch.
+PAIRS_WITHOUT_TILES = 1024
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,8 @@ def cut(segment_P: Tensor, size: int) -> Tiles:
 
 def cheapest(segment_P: Tensor) -> int:
     """Choose the tile that costs least: pairs computed, padding included, plus factors read."""
+    if len(segment_P) <= PAIRS_WITHOUT_TILES:
+        return 1
     counts = torch.bincount(segment_P)
     sizes = torch.tensor(TILES)
     tiles = (counts[counts > 0][:, None] + sizes - 1) // sizes
@@ -82,12 +86,13 @@ def cheapest(segment_P: Tensor) -> int:
 class Plan:
     """Which token goes to which segments; made once for a layer's step, for all its factors.
 
-    `tokens` (L) are the tokens with an adapter (None: every one), `slots_L` their adapters.
+    `tokens` (L) are the tokens with an adapter (None: every one), `slots` (L) their adapters and
+    `experts` (L, K) their experts.
     """
 
     tokens: Tensor | None
-    slots_L: Tensor
-    experts_LK: Tensor
+    slots: Tensor
+    experts: Tensor
     _sizes: dict[tuple[int, int], int] = field(default_factory=dict)
     _tiles: dict[tuple[int, int], Tiles] = field(default_factory=dict)
 
@@ -98,8 +103,8 @@ class Plan:
     def segments(self, experts: int, each: int) -> Tensor:
         """Return the segment of each pair (L, `each`) in a factor of so many experts."""
         if experts == 1:
-            return self.slots_L[:, None].expand(-1, each)
-        return self.slots_L[:, None] * experts + self.experts_LK
+            return self.slots[:, None].expand(-1, each)
+        return self.slots[:, None] * experts + self.experts
 
     def size(self, experts: int, each: int) -> int:
         """Return the cheapest tile for the pairs of `segments`."""
@@ -130,7 +135,7 @@ def shrink(x: Tensor, factor_SERD: Tensor, plan: Plan) -> Tensor:
 
     `x` is (T, D), one row for all experts of a token, or (T, K, D).
     """
-    count = plan.experts_LK.shape[1]
+    count = plan.experts.shape[1]
     x_L = plan.rows(x)
     # A shared factor gives all experts of a token's one row the same result.
     each = 1 if x.dim() == 2 and factor_SERD.shape[1] == 1 else count

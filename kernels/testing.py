@@ -12,21 +12,22 @@ EPS = {dtype: torch.finfo(dtype).eps for dtype in (torch.float64, torch.float32,
 
 @dataclass(frozen=True)
 class Routed:
-    """Tokens with their adapters, experts and routing weights, and two factors; see `routed`."""
+    """Tokens with their adapters, experts and routing weights, and two factors.
+
+    Shapes: x (T, I) or (T, K, I), a (S, E, R, I), b (S, E, O, R), slots (T), experts and weights (T, K).
+    """
 
     x: Tensor
-    a_SERI: Tensor
-    b_SEOR: Tensor
-    slots_T: Tensor
-    experts_TK: Tensor
-    weights_TK: Tensor
+    a: Tensor
+    b: Tensor
+    slots: Tensor
+    experts: Tensor
+    weights: Tensor
 
     def to(self, dtype: torch.dtype) -> "Routed":
         """Return the same numbers in another dtype."""
-        values = (self.x, self.a_SERI, self.b_SEOR)
-        return Routed(
-            *(v.to(dtype) for v in values), self.slots_T, self.experts_TK, self.weights_TK.to(dtype)
-        )
+        x, a, b, weights = (v.to(dtype) for v in (self.x, self.a, self.b, self.weights))
+        return Routed(x, a, b, self.slots, self.experts, weights)
 
 
 def routed(
