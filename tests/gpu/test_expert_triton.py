@@ -84,9 +84,7 @@ def test_gradients_equal_the_reference(shared: str, dtype: torch.dtype):
         assert testing.error(found.cpu(), want) <= 2 * LIMITS[dtype] * testing.EPS[dtype]
 
 
-@pytest.mark.skipif(
-    INTERPRETED, reason="numpy's product, which the interpreter uses, depends on a row's place"
-)
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter's product is numpy's: a row's place matters")
 def test_a_row_has_the_same_bits_in_any_batch():
     batch = on_device(testing.routed([0, 1, 1, -1, 2, 1] * 4, 2, 4, 8, 70, 40))
 
