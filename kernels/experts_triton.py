@@ -10,6 +10,8 @@ Here h has a row for every token, zero where it has no adapter, unlike in `exper
 Shapes: T tokens, K experts of a token, P = T*K pairs, R rank, D width, S slots, E experts (1:
 shared), G = S*E segments, N tiles, M pairs in a tile.
 """
+# Triton reads a kernel's annotations itself, so kernels have none for mypy.
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -4,6 +4,8 @@ All blocks of an adapter, of all layers, go in one launch: a table on the device
 offset in the blob and the address and strides of its destination, so the blob crosses the bus as one
 copy and no block costs a launch.
 """
+# Triton reads a kernel's annotations itself, so kernels have none for mypy.
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -52,7 +54,8 @@ def table(blob_N: Tensor, copies: Sequence[Copy]) -> Table:
     reason = unsupported_reason(blob_N, copies)
     if reason is not None:
         raise ValueError(f"The scatter kernel cannot take this: {reason}")
-    rows, programs = [], []
+    rows: list[list[int]] = []
+    programs: list[list[int]] = []
     for i, copy in enumerate(copies):
         to, elements = copy.destination, copy.destination[0].numel()
         offset = -1 if copy.offset is None else copy.offset
