@@ -116,6 +116,28 @@ def test_a_rank_major_factor_gives_the_same_bits():
     assert torch.equal(y, again)
 
 
+def test_a_fused_module_shrinks_once_and_expands_each_slice():
+    """Gate and up side by side: A's ranks stacked, B and y as views on the halves."""
+    gate, up = (testing.routed(MIXES["with base rows"], seed=seed) for seed in (1, 2))
+    y = torch.randn(9, 2, 26)
+    want = y.double()
+    plan = experts.plan(gate.slots, gate.experts)
+    assert plan is not None
+    # The routing is the first batch's for both; what the second poisoned elsewhere must not be read.
+    a, b = torch.cat([gate.a, up.a.nan_to_num()], 2), (gate.b, up.b.nan_to_num())
+    h = experts.shrink(gate.x, a, plan)
+    for i, factor in enumerate(b):
+        half = slice(13 * i, 13 * i + 13)
+        experts.expand(y[..., half], h[..., 3 * i : 3 * i + 3], factor.transpose(-1, -2), plan)
+        one = testing.Routed(
+            gate.x, a[:, :, 3 * i : 3 * i + 3], factor, gate.slots, gate.experts, gate.weights
+        )
+        exact = one.to(torch.float64)
+        h_one = naive.shrink_experts(exact.x, exact.a, exact.slots, exact.experts)
+        naive.expand_experts(want[..., half], h_one, exact.b, exact.slots, exact.experts)
+    assert testing.error(y, want) <= LIMITS[torch.float32] * testing.EPS[torch.float32]
+
+
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 @pytest.mark.parametrize(("rank", "inputs"), [(3, 17), (8, 256), (1, 48)])
 @pytest.mark.parametrize("shared", ["", "A", "B"])
@@ -148,8 +170,14 @@ def test_tiles_are_used_where_they_are_cheaper():
 @pytest.mark.parametrize("reduce", [False, True])
 @pytest.mark.parametrize("shared", ["", "A", "B", "AB"])
 @pytest.mark.parametrize("rows", ["token", "pair"])
-def test_gradients_equal_the_reference(rows: str, shared: str, reduce: bool):
-    slots = MIXES["with base rows"] + [1] * 9
+@pytest.mark.parametrize("tiles", [False, True])
+def test_gradients_equal_the_reference(
+    tiles: bool, rows: str, shared: str, reduce: bool, monkeypatch: pytest.MonkeyPatch
+):
+    slots = MIXES["with base rows"] + [1] * 31
+    if tiles:
+        monkeypatch.setattr(experts, "PAIRS_WITHOUT_TILES", 0)
+    assert (experts.cheapest(torch.tensor(slots[9:])) > 1) == tiles
     for dtype in LIMITS:
         batch = testing.routed(slots, shared=shared, rows=rows, dtype=dtype)
         exact = batch.to(torch.float64)
@@ -208,6 +236,42 @@ def test_scatter_fills_one_slot_and_nothing_else():
     scatter.scatter(blob, copies, slot=1)
     assert torch.equal(a, want_a)
     assert torch.equal(b, want_b)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_the_triton_kernels_compile_for_a_gpu(
+    capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Down to machine code, which takes no GPU: the interpreter accepts more than the compiler does."""
+    triton = pytest.importorskip("triton", reason="Triton is not installed")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from kernels import experts_triton, scatter_triton
+
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    pointers = dict.fromkeys(
+        ("order", "starts", "tile_segment", "tile_first", "slots", "rows", "programs"), "*i64"
+    )
+    tile = {"M": 16, "RANK": 16, "BLOCK": 64, "UPCAST": False}
+    kernels = [
+        (experts_triton._shrink, tile),
+        (experts_triton._expand, {**tile, "WEIGHTED": True, "ADD": True}),
+        (experts_triton._combine, {"BLOCK": 64}),
+        (experts_triton._outer, tile),
+        (scatter_triton._scatter, {"COLUMNS": 9, "BLOCK": 1024}),
+    ]
+    for dtype in ("*bf16", "*fp32"):
+        tensors = dict.fromkeys(("x", "w", "h", "y", "weights", "grad", "blob"), dtype)
+        for kernel, constants in kernels:
+            types = {**dict.fromkeys(kernel.arg_names, "i32"), **pointers, **tensors, "pairs": "*fp32"}
+            signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
+            values = {(i,): constants[name] for i, name in enumerate(kernel.arg_names) if name in constants}
+            compiled = triton.compile(
+                ASTSource(fn=kernel, signature=signature, constexprs=values),
+                target=GPUTarget("cuda", capability, 32),
+            )
+            assert compiled.asm["cubin"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the kernels themselves here")
