@@ -10,9 +10,10 @@ factor with E = 1 is shared by all experts. B is read in place when its memory i
 slot buffers are; otherwise each call copies it.
 
 Does a row depend on its batch? `expand` sums each row in one fixed order: never. `shrink` takes a
-product for each pair (always up to 1,024 pairs), which does not either, or tiles of a segment's
-pairs where that is cheaper. In bfloat16 both give the same bits. In float32 the BLAS may sum a tile
-in another order: there a row's last digits depend on whether its batch was worth tiles.
+product for each pair, which does not either (always, while the pairs' factors have at most 2^21
+elements: 1,024 pairs of rank 8 and width 256), or tiles of a segment's pairs where that is cheaper.
+In bfloat16 both give the same bits. In float32 the BLAS may sum a tile in another order: there a
+row's last digits depend on whether its batch was worth tiles.
 
 Shapes: T tokens, L tokens with an adapter, K experts of a token, P pairs, R rank, D width, S slots,
 E experts, N tiles, M pairs in a tile, G segments in use.
@@ -27,8 +28,8 @@ from torch.nn.functional import embedding_bag
 TILES = (1, 4, 16, 64)
 # Reading a segment's factor for one more tile costs about as much as computing this many pairs.
 TILE_COST_PAIRS = 4
-# A batch of so many pairs is not worth the sorting: decode, where no row then depends on its batch.
-PAIRS_WITHOUT_TILES = 1024
+# Copying so many elements of factors, one a pair, costs no more than sorting: decode.
+COPIED_WITHOUT_TILES = 2**21
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,6 @@ def cut(segment_P: Tensor, size: int) -> Tiles:
 
 def cheapest(segment_P: Tensor) -> int:
     """Choose the tile that costs least: pairs computed, padding included, plus factors read."""
-    if len(segment_P) <= PAIRS_WITHOUT_TILES:
-        return 1
     counts = torch.bincount(segment_P)
     sizes = torch.tensor(TILES)
     tiles = (counts[counts > 0][:, None] + sizes - 1) // sizes
@@ -87,14 +86,15 @@ class Plan:
     """Which token goes to which segments; made once for a layer's step, for all its factors.
 
     `tokens` (L) are the tokens with an adapter (None: every one), `slots` (L) their adapters and
-    `experts` (L, K) their experts.
+    `experts` (L, K) their experts. `tile` forces a tile size (None: the cheapest).
     """
 
     tokens: Tensor | None
     slots: Tensor
     experts: Tensor
+    tile: int | None = None
     _sizes: dict[tuple[int, int], int] = field(default_factory=dict)
-    _tiles: dict[tuple[int, int], Tiles] = field(default_factory=dict)
+    _tiles: dict[tuple[int, int, int], Tiles] = field(default_factory=dict)
 
     def rows(self, values: Tensor) -> Tensor:
         """Return the rows of tokens that have an adapter."""
@@ -106,18 +106,22 @@ class Plan:
             return self.slots[:, None].expand(-1, each)
         return self.slots[:, None] * experts + self.experts
 
-    def size(self, experts: int, each: int) -> int:
-        """Return the cheapest tile for the pairs of `segments`."""
+    def size(self, experts: int, each: int, elements: int) -> int:
+        """Return the cheapest tile for the pairs of `segments`, each with a factor of so many elements."""
+        if self.tile is not None:
+            return self.tile
+        if len(self.slots) * each * elements <= COPIED_WITHOUT_TILES:
+            return 1
         key = (experts, each)
         if key not in self._sizes:
             self._sizes[key] = cheapest(self.segments(*key).flatten())
         return self._sizes[key]
 
-    def tiles(self, experts: int, each: int) -> Tiles:
-        """Return the tiles of the pairs of `segments`."""
-        key = (experts, each)
+    def tiles(self, experts: int, each: int, size: int) -> Tiles:
+        """Return the pairs of `segments` in tiles of `size`."""
+        key = (experts, each, size)
         if key not in self._tiles:
-            self._tiles[key] = cut(self.segments(*key).flatten(), self.size(*key))
+            self._tiles[key] = cut(self.segments(experts, each).flatten(), size)
         return self._tiles[key]
 
 
@@ -140,10 +144,11 @@ def shrink(x: Tensor, factor_SERD: Tensor, plan: Plan) -> Tensor:
     # A shared factor gives all experts of a token's one row the same result.
     each = 1 if x.dim() == 2 and factor_SERD.shape[1] == 1 else count
     key = (factor_SERD.shape[1], each)
-    if plan.size(*key) == 1:
+    size = plan.size(*key, factor_SERD[0, 0].numel())
+    if size == 1:
         h_LKR = _shrink_pairs(x_L, factor_SERD, plan.segments(*key))
     else:
-        tiles = plan.tiles(*key)
+        tiles = plan.tiles(*key, size)
         x_NMD = tiles.fill(_each(x_L, each))
         factor_NRD = factor_SERD.flatten(0, 1).index_select(0, tiles.segment)
         h_LKR = tiles.drain(torch.bmm(x_NMD, factor_NRD.transpose(1, 2))).view(len(x_L), each, -1)
@@ -183,7 +188,7 @@ def outer(h_LKR: Tensor, x: Tensor, experts: int, slots: int, plan: Plan) -> Ten
     if x.dim() == 2 and experts == 1:
         h_LKR = h_LKR.sum(1, keepdim=True)
     each, rank = h_LKR.shape[1:]
-    tiles = plan.tiles(experts, each)
+    tiles = plan.tiles(experts, each, plan.size(experts, each, rank * x.shape[-1]))
     h_NMR = tiles.fill(h_LKR.flatten(0, 1))
     x_NMD = tiles.fill(_each(plan.rows(x), each))
     sums_NRD = torch.bmm(h_NMR.transpose(1, 2), x_NMD)

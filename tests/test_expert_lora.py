@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,10 +31,7 @@ def run(batch: testing.Routed, y: torch.Tensor, size: int | None = None) -> None
     plan = experts.plan(batch.slots, batch.experts)
     if plan is None:
         return
-    if size is not None:
-        for factor in (batch.a, batch.b):
-            for each in (1, batch.experts.shape[1]):
-                plan._sizes[factor.shape[1], each] = size
+    plan = replace(plan, tile=size)
     h = experts.shrink(batch.x, batch.a, plan)
     experts.expand(y, h, batch.b.transpose(-1, -2), plan, batch.weights)
 
@@ -154,17 +152,18 @@ def test_a_decoded_row_has_the_same_bits_in_any_batch(
 
 
 def test_tiles_are_used_where_they_are_cheaper():
-    batch = testing.routed([0] * 700, top_k=2)
+    batch = testing.routed([0] * 700, rank=16, inputs=128)
     plan = experts.plan(batch.slots, batch.experts)
+    distinct = experts.plan(torch.arange(700), batch.experts)
     assert plan is not None
-    assert plan.size(4, 2) == 64
+    assert distinct is not None
+    assert plan.size(4, 2, elements=16 * 128) == 64
+    assert plan.size(4, 2, elements=8) == 1
+    assert distinct.size(4, 2, elements=16 * 128) == 1
     y = blank(batch, reduce=True)
     want = reference(batch, y)
     run(batch, y)
     assert testing.error(y, want) <= LIMITS[torch.float32] * testing.EPS[torch.float32]
-    distinct = experts.plan(torch.arange(700), batch.experts)
-    assert distinct is not None
-    assert distinct.size(4, 2) == 1
 
 
 @pytest.mark.parametrize("reduce", [False, True])
@@ -176,8 +175,8 @@ def test_gradients_equal_the_reference(
 ):
     slots = MIXES["with base rows"] + [1] * 31
     if tiles:
-        monkeypatch.setattr(experts, "PAIRS_WITHOUT_TILES", 0)
-    assert (experts.cheapest(torch.tensor(slots[9:])) > 1) == tiles
+        monkeypatch.setattr(experts, "COPIED_WITHOUT_TILES", 0)
+        assert experts.cheapest(torch.tensor(slots[9:])) > 1
     for dtype in LIMITS:
         batch = testing.routed(slots, shared=shared, rows=rows, dtype=dtype)
         exact = batch.to(torch.float64)
