@@ -1,10 +1,12 @@
 """The reference: what every other implementation in this package must equal. Slow and obvious.
 
-Shapes: N rows, I input features, O output features, R rank, S slots.
+Shapes: N rows, I input features, O output features, R rank, S slots (one adapter each), T tokens,
+K experts of a token, E experts (or 1: one factor for all of them).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+import torch
 from torch import Tensor
 
 
@@ -16,3 +18,85 @@ def add_lora(y_NO: Tensor, x_NI: Tensor, a_SRI: Tensor, b_SRO: Tensor, slots: Se
     for row, slot in enumerate(slots):
         if slot >= 0:
             y_NO[row] += (x_NI[row] @ a_SRI[slot].T) @ b_SRO[slot]
+
+
+def routed(factor_SE: Tensor, slots_T: Tensor, experts_TK: Tensor) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (token, k, slot, expert) of every routed pair that has an adapter."""
+    shared = factor_SE.shape[1] == 1
+    for t, slot in enumerate(slots_T.tolist()):
+        for k, expert in enumerate(experts_TK[t].tolist()):
+            if slot >= 0:
+                yield t, k, slot, 0 if shared else expert
+
+
+def shrink_experts(x: Tensor, a_SERI: Tensor, slots_T: Tensor, experts_TK: Tensor) -> Tensor:
+    """Return h (T, K, R), `A[slot, expert] @ x` of each pair; zero where a token has no adapter.
+
+    `x` is (T, I), one row for all experts of a token, or (T, K, I).
+    """
+    h_TKR = x.new_zeros(*experts_TK.shape, a_SERI.shape[2])
+    for t, k, slot, expert in routed(a_SERI, slots_T, experts_TK):
+        h_TKR[t, k] = a_SERI[slot, expert] @ (x[t] if x.dim() == 2 else x[t, k])
+    return h_TKR
+
+
+def expand_experts(
+    y: Tensor,
+    h_TKR: Tensor,
+    b_SEOR: Tensor,
+    slots_T: Tensor,
+    experts_TK: Tensor,
+    weights_TK: Tensor | None = None,
+) -> None:
+    """Add `weight * B[slot, expert] @ h` of each pair to `y` in place.
+
+    `y` is (T, K, O), one row a pair, or (T, O), the sum over a token's experts. Rows of tokens
+    without an adapter are left alone. No weights means 1.
+    """
+    for t, k, slot, expert in routed(b_SEOR, slots_T, experts_TK):
+        delta_O = b_SEOR[slot, expert] @ h_TKR[t, k]
+        target_O = y[t] if y.dim() == 2 else y[t, k]
+        target_O += delta_O if weights_TK is None else weights_TK[t, k] * delta_O
+
+
+def shrink_experts_backward(
+    dh_TKR: Tensor, x: Tensor, a_SERI: Tensor, slots_T: Tensor, experts_TK: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of `x` and `A` for the gradient of `shrink_experts`' result."""
+    dx, da_SERI = torch.zeros_like(x), torch.zeros_like(a_SERI)
+    for t, k, slot, expert in routed(a_SERI, slots_T, experts_TK):
+        row = t if x.dim() == 2 else (t, k)
+        dx[row] += a_SERI[slot, expert].T @ dh_TKR[t, k]
+        da_SERI[slot, expert] += torch.outer(dh_TKR[t, k], x[row])
+    return dx, da_SERI
+
+
+def expand_experts_backward(
+    dy: Tensor,
+    h_TKR: Tensor,
+    b_SEOR: Tensor,
+    slots_T: Tensor,
+    experts_TK: Tensor,
+    weights_TK: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of h, `B` and the weights for the gradient of `expand_experts`' `y`."""
+    if weights_TK is None:
+        weights_TK = h_TKR.new_ones(experts_TK.shape)
+    dh_TKR, db_SEOR, dw_TK = torch.zeros_like(h_TKR), torch.zeros_like(b_SEOR), torch.zeros_like(weights_TK)
+    for t, k, slot, expert in routed(b_SEOR, slots_T, experts_TK):
+        dy_O = dy[t] if dy.dim() == 2 else dy[t, k]
+        g_R = b_SEOR[slot, expert].T @ dy_O
+        dh_TKR[t, k] = weights_TK[t, k] * g_R
+        dw_TK[t, k] = g_R @ h_TKR[t, k]
+        db_SEOR[slot, expert] += torch.outer(dy_O, weights_TK[t, k] * h_TKR[t, k])
+    return dh_TKR, db_SEOR, dw_TK
+
+
+def scatter(blob_N: Tensor, offset: int, destination: Tensor) -> None:
+    """Fill a (strided) 3-D view from the elements of `blob` that begin at `offset`, last axis fastest."""
+    position = offset
+    for i in range(destination.shape[0]):
+        for j in range(destination.shape[1]):
+            for k in range(destination.shape[2]):
+                destination[i, j, k] = blob_N[position]
+                position += 1

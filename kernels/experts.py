@@ -1,0 +1,214 @@
+"""LoRA on a mixture of experts, on CPU: the pairs of each (adapter, expert) segment in batched products.
+
+A pair is one token at one of its experts. Tokens without an adapter (slot < 0) are in no plan: they
+are not read, and their output is not touched, bit for bit. Nothing here loops over experts, adapters
+or tokens. Three operations serve forward and backward: `shrink` (rows to rank), `expand` (rank to
+rows) and `outer` (a factor's gradient).
+
+Factors are (S, E, R, D), rank before width: A as it is, B transposed (`b.transpose(-1, -2)`); a
+factor with E = 1 is shared by all experts. B is read in place when its memory is rank-major, as the
+slot buffers are; otherwise each call copies it.
+
+Does a row depend on its batch? `expand` sums each row in one fixed order: never. `shrink` takes a
+product for each pair, which does not either (always, while the pairs' factors have at most 2^21
+elements: 1,024 pairs of rank 8 and width 256), or tiles of a segment's pairs where that is cheaper.
+In bfloat16 both give the same bits. In float32 the BLAS may sum a tile in another order: there a
+row's last digits depend on whether its batch was worth tiles.
+
+Shapes: T tokens, L tokens with an adapter, K experts of a token, P pairs, R rank, D width, S slots,
+E experts, N tiles, M pairs in a tile, G segments in use.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding_bag
+
+TILES = (1, 4, 16, 64)
+# Reading a segment's factor for one more tile costs about as much as computing this many pairs.
+TILE_COST_PAIRS = 4
+# Copying so many elements of factors, one a pair, costs no more than sorting: decode.
+COPIED_WITHOUT_TILES = 2**21
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Pairs sorted by segment and cut into tiles of one segment each, the last one padded.
+
+    `order` (P) are pairs in that order and `place` (P) their positions among the N*M of all tiles;
+    `segment` (N) is each tile's segment; `present` (G) are the segments in use, `first` (G) their
+    first tiles.
+    """
+
+    order: Tensor
+    place: Tensor
+    segment: Tensor
+    present: Tensor
+    first: Tensor
+    size: int
+
+    def fill(self, rows_PD: Tensor) -> Tensor:
+        """Return the rows as (N, M, D); padding is zero."""
+        tiled = rows_PD.new_zeros(len(self.segment) * self.size, rows_PD.shape[-1])
+        tiled[self.place] = rows_PD[self.order]
+        return tiled.view(len(self.segment), self.size, -1)
+
+    def drain(self, tiled_NMD: Tensor) -> Tensor:
+        """Return the rows of tiles as (P, D), in the order of pairs."""
+        rows_PD = tiled_NMD.new_empty(len(self.order), tiled_NMD.shape[-1])
+        rows_PD[self.order] = tiled_NMD.flatten(0, 1)[self.place]
+        return rows_PD
+
+
+def cut(segment_P: Tensor, size: int) -> Tiles:
+    """Sort pairs by segment and cut them into tiles of `size`."""
+    order = segment_P.argsort(stable=True)
+    present, counts = torch.unique_consecutive(segment_P[order], return_counts=True)
+    tiles = (counts + size - 1) // size
+    first = tiles.cumsum(0) - tiles
+    # A sorted pair's position within its segment, behind the places of the tiles before it.
+    within = torch.arange(len(order)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    place = first.repeat_interleave(counts) * size + within
+    return Tiles(order, place, present.repeat_interleave(tiles), present, first, size)
+
+
+def cheapest(segment_P: Tensor) -> int:
+    """Choose the tile that costs least: pairs computed, padding included, plus factors read."""
+    counts = torch.bincount(segment_P)
+    sizes = torch.tensor(TILES)
+    tiles = (counts[counts > 0][:, None] + sizes - 1) // sizes
+    return TILES[int((tiles.sum(0) * (sizes + TILE_COST_PAIRS)).argmin())]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which token goes to which segments; made once for a layer's step, for all its factors.
+
+    `tokens` (L) are the tokens with an adapter (None: every one), `slots` (L) their adapters and
+    `experts` (L, K) their experts. `tile` forces a tile size (None: the cheapest).
+    """
+
+    tokens: Tensor | None
+    slots: Tensor
+    experts: Tensor
+    tile: int | None = None
+    _sizes: dict[tuple[int, int], int] = field(default_factory=dict)
+    _tiles: dict[tuple[int, int, int], Tiles] = field(default_factory=dict)
+
+    def rows(self, values: Tensor) -> Tensor:
+        """Return the rows of tokens that have an adapter."""
+        return values if self.tokens is None else values.index_select(0, self.tokens)
+
+    def segments(self, experts: int, each: int) -> Tensor:
+        """Return the segment of each pair (L, `each`) in a factor of so many experts."""
+        if experts == 1:
+            return self.slots[:, None].expand(-1, each)
+        return self.slots[:, None] * experts + self.experts
+
+    def size(self, experts: int, each: int, elements: int) -> int:
+        """Return the cheapest tile for the pairs of `segments`, each with a factor of so many elements."""
+        if self.tile is not None:
+            return self.tile
+        if len(self.slots) * each * elements <= COPIED_WITHOUT_TILES:
+            return 1
+        key = (experts, each)
+        if key not in self._sizes:
+            self._sizes[key] = cheapest(self.segments(*key).flatten())
+        return self._sizes[key]
+
+    def tiles(self, experts: int, each: int, size: int) -> Tiles:
+        """Return the pairs of `segments` in tiles of `size`."""
+        key = (experts, each, size)
+        if key not in self._tiles:
+            self._tiles[key] = cut(self.segments(experts, each).flatten(), size)
+        return self._tiles[key]
+
+
+def plan(slots_T: Tensor, experts_TK: Tensor) -> Plan | None:
+    """Keep the tokens that have an adapter (slot >= 0). None when no token has one."""
+    has = slots_T >= 0
+    if bool(has.all()):
+        return Plan(None, slots_T.long(), experts_TK.long()) if len(slots_T) else None
+    tokens = has.nonzero()[:, 0]
+    return Plan(tokens, slots_T[tokens].long(), experts_TK[tokens].long()) if len(tokens) else None
+
+
+def shrink(x: Tensor, factor_SERD: Tensor, plan: Plan) -> Tensor:
+    """Return h (L, K, R), the product of each pair's row with its segment's factor.
+
+    `x` is (T, D), one row for all experts of a token, or (T, K, D).
+    """
+    count = plan.experts.shape[1]
+    x_L = plan.rows(x)
+    # A shared factor gives all experts of a token's one row the same result.
+    each = 1 if x.dim() == 2 and factor_SERD.shape[1] == 1 else count
+    key = (factor_SERD.shape[1], each)
+    size = plan.size(*key, factor_SERD[0, 0].numel())
+    if size == 1:
+        h_LKR = _shrink_pairs(x_L, factor_SERD, plan.segments(*key))
+    else:
+        tiles = plan.tiles(*key, size)
+        x_NMD = tiles.fill(_each(x_L, each))
+        factor_NRD = factor_SERD.flatten(0, 1).index_select(0, tiles.segment)
+        h_LKR = tiles.drain(torch.bmm(x_NMD, factor_NRD.transpose(1, 2))).view(len(x_L), each, -1)
+    return h_LKR.expand(-1, count, -1)
+
+
+def expand(
+    y: Tensor, h_LKR: Tensor, factor_SERD: Tensor, plan: Plan, weights_TK: Tensor | None = None
+) -> None:
+    """Add each pair's h times its segment's factor to `y` in place, `weights` times (None: once).
+
+    `y` is (T, K, D), one row a pair, or (T, D), the sum over a token's experts.
+    """
+    if weights_TK is not None:
+        h_LKR = h_LKR * plan.rows(weights_TK)[..., None]
+    if y.dim() == 2 and factor_SERD.shape[1] == 1:
+        h_LKR = h_LKR.sum(1, keepdim=True)
+    tokens, each, rank = h_LKR.shape
+    segments = plan.segments(factor_SERD.shape[1], each)
+    lines = segments[..., None] * rank + torch.arange(rank)
+    lines = lines.flatten(1) if y.dim() == 2 else lines.flatten(0, 1)
+    # A weighted sum of the table's lines: what an embedding bag is, and it copies no factor.
+    delta = embedding_bag(
+        lines,
+        factor_SERD.reshape(-1, factor_SERD.shape[-1]),
+        per_sample_weights=h_LKR.to(factor_SERD.dtype).reshape(lines.shape),
+        mode="sum",
+    ).view(tokens, *y.shape[1:])
+    if plan.tokens is None:
+        y += delta
+    else:
+        y[plan.tokens] += delta
+
+
+def outer(h_LKR: Tensor, x: Tensor, experts: int, slots: int, plan: Plan) -> Tensor:
+    """Return each segment's sum of `h` times row, (S, E, R, D): the gradient of its factor."""
+    if x.dim() == 2 and experts == 1:
+        h_LKR = h_LKR.sum(1, keepdim=True)
+    each, rank = h_LKR.shape[1:]
+    tiles = plan.tiles(experts, each, plan.size(experts, each, rank * x.shape[-1]))
+    h_NMR = tiles.fill(h_LKR.flatten(0, 1))
+    x_NMD = tiles.fill(_each(plan.rows(x), each))
+    sums_NRD = torch.bmm(h_NMR.transpose(1, 2), x_NMD)
+    grad_SERD = x.new_zeros(slots, experts, rank, x.shape[-1])
+    # A segment's tiles are adjacent: one bag each, summed in their order.
+    bags = embedding_bag(torch.arange(len(sums_NRD)), sums_NRD.flatten(1), tiles.first, mode="sum")
+    grad_SERD.view(slots * experts, -1)[tiles.present] = bags
+    return grad_SERD
+
+
+def _each(x_L: Tensor, each: int) -> Tensor:
+    """Return one row a pair (P, D)."""
+    return x_L.repeat_interleave(each, 0) if x_L.dim() == 2 else x_L.flatten(0, 1)
+
+
+def _shrink_pairs(x_L: Tensor, factor_SERD: Tensor, segments_LK: Tensor) -> Tensor:
+    """Return h (L, K, R) by one product a token, or a pair where pairs have rows of their own."""
+    tokens, each = segments_LK.shape
+    batch = tokens if x_L.dim() == 2 else tokens * each
+    factor = factor_SERD.flatten(0, 1).index_select(0, segments_LK.flatten())
+    rows = x_L.reshape(batch, 1, -1)
+    h = torch.bmm(rows, factor.view(batch, -1, rows.shape[-1]).transpose(1, 2))
+    return h.view(tokens, each, -1)
