@@ -180,14 +180,17 @@ def test_version_page_says_what_a_person_wants_to_know(people: Operated, promote
     assert metrics[f"{POLICY}.mean"] == pytest.approx(float(version.tags["graftwork.score"]), abs=1e-4)
 
 
-def test_downloaded_version_opens_in_plain_peft(people: Operated, promoted: str, tiny_base: Path) -> None:
+def test_downloaded_version_opens_in_plain_peft(
+    people: Operated, promoted: str, tiny_base: Path, tmp_path: Path
+) -> None:
     import mlflow
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    mlflow.set_tracking_uri(people.url("mlflow"))
-    where = Path(mlflow.artifacts.download_artifacts(f"models:/{POLICY}/1"))
+    # By arguments: other tests of this process leave MLflow's global settings behind.
+    source, url = people.mlflow.get_model_version_download_uri(POLICY, "1"), people.url("mlflow")
+    where = Path(mlflow.artifacts.download_artifacts(source, dst_path=str(tmp_path), tracking_uri=url))
     (config,) = where.rglob("adapter_config.json")
     base = AutoModelForCausalLM.from_pretrained(tiny_base)
     tokens = torch.arange(5)[None]
