@@ -466,6 +466,10 @@ class Paths:
         self.bench = root / "bench"
         self.local_key = root / "local.key"
 
+    def revision(self, policy: str, digest: str) -> Path:
+        """Return the directory of an exported revision."""
+        return self.revisions / policy / digest[:DIGEST12]
+
     @property
     def catalog_url(self) -> str:
         return f"sqlite:///{self.catalog}"

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 from engine.adapters.importing import import_revision
+from engine.adapters.manifests import MANIFEST
 from engine.adapters.revision import Manifest, read_manifest
 from engine.config import Params, served_name, split_served_name
 from engine.errors import AdapterError, Conflict, EffectError, NotFound
@@ -89,7 +90,7 @@ def _known(params: Params, policy: str, digest: str) -> tuple[str, str]:
 
 def _holder(directory: Path) -> Path:
     """Return the directory that holds the manifest: this one, or the only one in it that does."""
-    found = sorted(directory.rglob("manifest.json")) if directory.is_dir() else []
+    found = sorted(directory.rglob(MANIFEST)) if directory.is_dir() else []
     if len(found) != 1:
         raise NotFound(f"{directory} holds {len(found)} revisions; give the directory of one.")
     return found[0].parent

@@ -189,7 +189,7 @@ def find_revision(params: Params, policy: str, digest: str, scratch: Path) -> Pa
     from engine.adapters.importing import directory_from_store
     from tasks import flavor
 
-    known = params.paths.revisions / policy / digest[:DIGEST12]
+    known = params.paths.revision(policy, digest)
     if known.is_dir():
         return known
     if params.paths.catalog.is_file():
@@ -238,7 +238,7 @@ def evaluate(params: Params, report: Report) -> None:
     with own_services(
         params, "evaluate", ("engine",), report, lambda stage: import_revision(stage, files.revision)
     ) as (stage, key):
-        if (stage.paths.revisions / manifest.policy / manifest.digest[:DIGEST12]).is_dir():
+        if (stage.paths.revision(manifest.policy, manifest.digest)).is_dir():
             probe = verify(stage, manifest.policy, manifest.digest, key)
             # A revision without effect is a result, an engine that serves something else is not.
             if max(probe["error"], probe["base_error"]) > probe["tolerance"]:

@@ -5,7 +5,6 @@ the session's step. A line of training goes on from the policy's champion while 
 same; with another contract it begins at the base.
 """
 
-import json
 import os
 import socket
 import time
@@ -17,6 +16,7 @@ from typing import Any
 
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, stop_after_delay, wait_fixed
 
+from engine.adapters.manifests import stored_manifest
 from engine.config import DIGEST12, Params, Paths, PolicyConfig, content_hash
 from engine.errors import Conflict, NotFound, ServiceError
 from engine.quality.spool import Spool
@@ -164,10 +164,10 @@ def _standing(paths: Paths, policy: str) -> tuple[str | None, int]:
 
 
 def _continues(paths: Paths, policy: str, champion: str, config: PolicyConfig) -> bool:
-    manifest = paths.revisions / policy / champion[:DIGEST12] / "manifest.json"
-    if not manifest.is_file():
+    manifest = stored_manifest(paths.revision(policy, champion))
+    if not manifest:
         return False
-    before, now = json.loads(manifest.read_text())["config"], config.model_dump(mode="json")
+    before, now = manifest["config"], config.model_dump(mode="json")
     # New data of the same policy is learned on top of its champion.
     same = ("contract", "verifier", "system", "few_shot", "rank", "targets")
     names = same if config.data_digest else ("task", *same)

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from engine.config import DIGEST12, Params, served_name
+from engine.config import Params, served_name
 from engine.errors import AdapterError
 
 
@@ -21,7 +21,7 @@ def verify(params: Params, policy: str, digest: str, key: str) -> dict[str, Any]
     catalog = Catalog(params.paths.catalog_url)
     try:
         revision = catalog.revision(policy, digest)
-        file = params.paths.revisions / policy / revision.digest[:DIGEST12] / "probe.json"
+        file = params.paths.revision(policy, revision.digest) / "probe.json"
         if not file.is_file():
             raise AdapterError(
                 f"{served_name(policy, revision.digest)} has no probe at {file}. Export it again."

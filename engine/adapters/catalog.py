@@ -164,17 +164,6 @@ class Catalog(Looks):
         newest = query.order_by(table.created_at.desc(), table.digest.desc()).limit(limit)
         return self._all(Revision, newest)
 
-    def children(self, policy: str, digest: str) -> list[Revision]:
-        """Return the exported revisions that were trained from this one, oldest first."""
-        table = schema.revisions.c
-        named = select(schema.revisions).where(table.policy == policy, table.parent == digest)
-        return self._all(Revision, named.where(table.state == "exported").order_by(table.created_at))
-
-    def newest_exported(self, policy: str) -> Revision | None:
-        table = schema.revisions.c
-        query = select(schema.revisions).where(table.policy == policy, table.state == "exported")
-        return self._one(Revision, query.order_by(table.created_at.desc(), table.digest.desc()).limit(1))
-
     def set_probe(self, policy: str, digest: str, result: dict[str, Any]) -> None:
         table = schema.revisions.c
         change = update(schema.revisions).where(table.policy == policy, table.digest == digest)

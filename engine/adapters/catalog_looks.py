@@ -38,6 +38,19 @@ class Looks(Notes):
         with self._engine.connect() as connection:
             return [Revision(**row._mapping) for row in connection.execute(newest)]
 
+    def newest_exported(self, policy: str) -> Revision | None:
+        return next(iter(self.exported(policy, 1)), None)
+
+    def children(self, policy: str, digest: str) -> list[Revision]:
+        """Return the exported revisions that were trained from this one, oldest first."""
+        table = schema.revisions.c
+        query = select(schema.revisions).where(
+            table.policy == policy, table.parent == digest, table.state == "exported"
+        )
+        with self._engine.connect() as connection:
+            found = connection.execute(query.order_by(table.created_at))
+            return [Revision(**row._mapping) for row in found]
+
     def count_exported(self, policy: str) -> int:
         table = schema.revisions.c
         query = select(func.count()).where(table.policy == policy, table.state == "exported")

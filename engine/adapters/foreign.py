@@ -20,9 +20,9 @@ from engine.adapters.foreign_files import DTYPES, RANK_LIMIT, Entry, Scaling
 from engine.adapters.importing import import_revision, serving_dtype
 from engine.adapters.layout_tensors import to_canonical
 from engine.adapters.layouts import Detected, detect
+from engine.adapters.manifests import MANIFEST
 from engine.adapters.revision import (
     CONFIG,
-    MANIFEST,
     PROBE,
     TENSORS,
     Manifest,
@@ -117,7 +117,7 @@ def publish(
 
 def has_probe(params: Params, manifest: Manifest) -> bool:
     """Tell whether an imported revision came with the effect probe of its trainer."""
-    return (params.paths.revisions / manifest.policy / manifest.digest[:DIGEST12] / PROBE).is_file()
+    return (params.paths.revision(manifest.policy, manifest.digest) / PROBE).is_file()
 
 
 def read_adapter(directory: Path, base: BaseShapes, dtype: torch.dtype | None = None) -> Foreign:

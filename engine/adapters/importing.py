@@ -6,7 +6,7 @@ dtype. Trusts nothing that the directory says of itself. Does not know where the
 
 import json
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ import torch
 
 from engine.adapters import packed
 from engine.adapters.catalog import Base, Catalog, Policy, Revision, migrate
+from engine.adapters.publishing import append
 from engine.adapters.revision import (
     PROBE,
     Manifest,
@@ -26,7 +27,7 @@ from engine.adapters.revision import (
 )
 from engine.adapters.store import Location, Store
 from engine.base import ensure_base
-from engine.config import DIGEST12, POLICY_NAME, Params
+from engine.config import POLICY_NAME, Params
 from engine.errors import AdapterError, NotFound
 from engine.gpu import cuda_bytes
 
@@ -50,7 +51,7 @@ def import_revision(params: Params, directory: Path, owner: str = "local") -> Ma
         _publish(params, catalog, base, tensors, manifest, owner)
     finally:
         catalog.close()
-    target = params.paths.revisions / manifest.policy / manifest.digest[:DIGEST12]
+    target = params.paths.revision(manifest.policy, manifest.digest)
     probe = _probe(directory)
     if probe:
         write_revision(target, tensors, manifest, probe)
@@ -138,22 +139,8 @@ def _publish(
     try:
         known = catalog.revision(manifest.policy, manifest.digest)
     except NotFound:
-        known = _append(params, catalog, tensors, manifest, owner, now)
+        dtype = getattr(torch, serving_dtype(params))
+        with closing(Store(params.paths.store)) as store:
+            known = append(catalog, store, tensors, manifest, dtype, owner, now)
     # A snapshot that is imported by name is an exported revision from now on.
     catalog.add_revision(replace(known, state="exported", expires_at=None))
-
-
-def _append(
-    params: Params, catalog: Catalog, tensors: Tensors, manifest: Manifest, owner: str, now: float
-) -> Revision:
-    whole = packed.pack(tensors, getattr(torch, serving_dtype(params)))
-    store = Store(params.paths.store)
-    at = store.append(whole.tobytes())
-    store.close()
-    catalog.add_layout(whole.layout.digest, whole.layout.to_json())
-    return Revision(
-        policy=manifest.policy, digest=manifest.digest, base=manifest.base_digest, parent=manifest.parent,
-        step=manifest.step, rank=manifest.rank, bytes=manifest.bytes, layout=whole.layout.digest,
-        segment=at.segment, offset=at.offset, length=at.length, checksum=at.checksum, state="exported",
-        owner=owner, created_at=now,
-    )  # fmt: skip

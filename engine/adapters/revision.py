@@ -22,15 +22,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 
+from engine.adapters.manifests import MANIFEST
 from engine.errors import AdapterError, BaseModelError, Conflict
 from engine.version import code_version
 
 KEY = re.compile(r"(?P<module>.+)\.(?P<side>lora_[AB])")
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 PEFT_PREFIX = "base_model.model."
-TENSORS, CONFIG, MANIFEST, PROBE = (
-    "adapter_model.safetensors", "adapter_config.json", "manifest.json", "probe.json",
-)  # fmt: skip
+TENSORS, CONFIG, PROBE = "adapter_model.safetensors", "adapter_config.json", "probe.json"
 
 Tensors = dict[str, torch.Tensor]
 Shapes = Mapping[str, tuple[int, int]]

@@ -1,14 +1,13 @@
 """Gathers what `due` judges by: catalog, manifests and the ledger's snapshot."""
 
-import json
 import time
-from pathlib import Path
 from typing import Any
 
 import duckdb
 
 from engine.adapters.catalog import Catalog, Policy, Revision
-from engine.config import DIGEST12, Params, Paths, PolicyConfig
+from engine.adapters.manifests import stored_manifest
+from engine.config import Params, Paths, PolicyConfig
 from engine.errors import NotFound
 from engine.quality.due import Facts
 from engine.quality.ledger import open_snapshot
@@ -61,10 +60,8 @@ def _blocked(catalog: Catalog, policy: Policy, newest: Revision | None) -> str |
 
 
 def _data_of(paths: Paths, revision: Revision) -> str | None:
-    manifest = paths.revisions / revision.policy / revision.digest[:DIGEST12] / "manifest.json"
-    if not manifest.is_file():
-        return None
-    found = json.loads(Path(manifest).read_text()).get("config", {}).get("data_digest")
+    manifest = stored_manifest(paths.revision(revision.policy, revision.digest))
+    found = manifest.get("config", {}).get("data_digest")
     return str(found) if found else None
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import duckdb
 
 from engine.adapters.catalog import Catalog
+from engine.adapters.manifests import stored_manifest
 from engine.config import Params
 from engine.quality.estimate import Difference, interval, paired_difference
 from engine.quality.ledger import open_snapshot
@@ -131,12 +132,10 @@ def _mean(items: dict[str, tuple[float, float]]) -> MeanScore | None:
 def _trained(
     ledger: duckdb.DuckDBPyConnection, params: Params, policy: str, digest: str, step: int
 ) -> dict[str, Any]:
-    from engine.adapters.revision import read_manifest
-
-    directory = params.paths.revisions / policy / digest[:12]
-    if not directory.is_dir():
+    manifest = stored_manifest(params.paths.revision(policy, digest))
+    if not manifest:
         return {}
-    session = read_manifest(directory).config.get("session")
+    session = manifest["config"].get("session")
     rows = ledger.execute(STEPS, [policy, session, step]).fetchall()
     names = ("rollout", "reward", "update", "handoff")
     return {

@@ -4,7 +4,6 @@ Knows which rows belong in a report of a run, and replays a canary's evidence as
 Writes nothing.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import duckdb
 import numpy as np
 
 from engine.adapters.catalog import Catalog, Release
+from engine.adapters.manifests import stored_manifest
 from engine.config import DIGEST12, ReleaseConfig
 from engine.quality.ledger import open_snapshot
 from engine.quality.overview import overview, suite_score
@@ -110,10 +110,9 @@ def _made(revisions: Sequence[RevisionRow], directory: Path | None) -> dict[str,
     made: dict[str, str] = {}
     for row in reversed(revisions) if directory else ():
         assert directory is not None
-        manifest = directory / row.policy / row.digest[:DIGEST12] / "manifest.json"
-        if manifest.is_file():
-            session = json.loads(manifest.read_text()).get("config", {}).get("session")
-            made |= {session: row.digest} if session else {}
+        manifest = stored_manifest(directory / row.policy / row.digest[:DIGEST12])
+        session = manifest.get("config", {}).get("session")
+        made |= {session: row.digest} if session else {}
     return made
 
 

@@ -4,7 +4,6 @@ Reads the ledger's snapshot, the catalog and the revision's own manifest; writes
 service. A link of which nothing is known says so, and why.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -13,6 +12,7 @@ from typing import Any
 import duckdb
 
 from engine.adapters.catalog import Catalog, Revision
+from engine.adapters.manifests import stored_manifest
 from engine.config import DIGEST12, Params, served_name, split_served_name
 from engine.errors import Conflict, NotFound
 from engine.quality import page_data
@@ -143,7 +143,7 @@ def _links(
     except NotFound:
         return _expired(ledger, policy, digest)
     facts = page_data.gather(params, policy, digest)
-    manifest = _manifest(params, revision)
+    manifest = stored_manifest(params.paths.revision(revision.policy, revision.digest))
     return (
         _revision_link(catalog, revision),
         _verdict_link(catalog, facts),
@@ -265,12 +265,6 @@ def commit_link(code_version: str) -> Link:
         return Link("commit", False, f"Version {version}; no commit was recorded.", known)
     changed = ", with changes that were not committed" if dirty else ""
     return Link("commit", True, f"{commit} of version {version}{changed}.", known)
-
-
-def _manifest(params: Params, revision: Revision) -> dict[str, Any]:
-    directory = params.paths.revisions / revision.policy / revision.digest[:DIGEST12]
-    file = directory / "manifest.json"
-    return json.loads(file.read_text()) if file.is_file() else {}
 
 
 def _no_manifest(revision: Revision) -> str:

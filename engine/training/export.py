@@ -13,9 +13,10 @@ from torch import Tensor
 
 from engine.adapters import packed
 from engine.adapters.catalog import Catalog, Revision
+from engine.adapters.publishing import append
 from engine.adapters.revision import Manifest, make_manifest, validate, write_revision
 from engine.adapters.store import Location, Store
-from engine.config import DIGEST12, Paths, served_name
+from engine.config import Paths, served_name
 from engine.errors import ConfigError, NotFound
 from engine.quality.probe import Probe, ProbeRow
 from engine.training.lora import Row
@@ -73,14 +74,16 @@ class Exporter:
         probe = make_probe(
             session, manifest.digest, self.dtype, request.probe_prompts, self.ends, request.probe_tokens
         )
-        path = self.paths.revisions / session.policy / manifest.digest[:DIGEST12]
+        path = self.paths.revision(session.policy, manifest.digest)
         return write_revision(path, tensors, manifest, probe.to_json())
 
     def _publish(
         self, opened: CreateSession, manifest: Manifest, tensors: dict[str, Tensor], exported: bool
     ) -> None:
         now = time.time()
-        row = self._known(manifest) or self._append(manifest, tensors, opened.owner, now)
+        row = self._known(manifest) or append(
+            self.catalog, self.store, tensors, manifest, self.dtype, opened.owner, now
+        )
         state = "exported" if exported else "snapshot"
         expires_at = None if exported else now + opened.snapshot_ttl_s
         self.catalog.add_revision(Revision(**{**vars(row), "state": state, "expires_at": expires_at}))
@@ -90,28 +93,6 @@ class Exporter:
             return self.catalog.revision(manifest.policy, manifest.digest)
         except NotFound:
             return None
-
-    def _append(self, manifest: Manifest, tensors: dict[str, Tensor], owner: str, now: float) -> Revision:
-        whole = packed.pack(tensors, self.dtype)
-        at = self.store.append(whole.tobytes())
-        self.catalog.add_layout(whole.layout.digest, whole.layout.to_json())
-        return Revision(
-            policy=manifest.policy,
-            digest=manifest.digest,
-            base=manifest.base_digest,
-            parent=manifest.parent,
-            step=manifest.step,
-            rank=manifest.rank,
-            bytes=manifest.bytes,
-            layout=whole.layout.digest,
-            segment=at.segment,
-            offset=at.offset,
-            length=at.length,
-            checksum=at.checksum,
-            state="snapshot",
-            owner=owner,
-            created_at=now,
-        )
 
 
 def make_probe(

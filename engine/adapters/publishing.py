@@ -1,0 +1,48 @@
+"""A revision's bytes into the store, and the catalog row that would commit them."""
+
+from typing import TYPE_CHECKING
+
+from engine.adapters import packed
+from engine.adapters.catalog_schema import Revision
+
+if TYPE_CHECKING:
+    import torch
+
+    from engine.adapters.catalog import Catalog
+    from engine.adapters.revision import Manifest, Tensors
+    from engine.adapters.store import Store
+
+
+def append(
+    catalog: "Catalog",
+    store: "Store",
+    tensors: "Tensors",
+    manifest: "Manifest",
+    dtype: "torch.dtype",
+    owner: str,
+    now: float,
+) -> Revision:
+    """Pack the tensors in `dtype`, append them, add their layout; return the row that would commit them.
+
+    The row is an exported revision's, made at `now` (epoch seconds).
+    """
+    whole = packed.pack(tensors, dtype)
+    at = store.append(whole.tobytes())
+    catalog.add_layout(whole.layout.digest, whole.layout.to_json())
+    return Revision(
+        policy=manifest.policy,
+        digest=manifest.digest,
+        base=manifest.base_digest,
+        parent=manifest.parent,
+        step=manifest.step,
+        rank=manifest.rank,
+        bytes=manifest.bytes,
+        layout=whole.layout.digest,
+        segment=at.segment,
+        offset=at.offset,
+        length=at.length,
+        checksum=at.checksum,
+        state="exported",
+        owner=owner,
+        created_at=now,
+    )
