@@ -8,7 +8,7 @@ import pytest
 import torch
 from live import RunningEngine, StockServer
 
-from engine.adapters import packed
+from engine.adapters.families import BaseShapes
 
 RANK = 8
 # Log-probabilities in float32 by two implementations: measured 2e-6 to 2e-5, see docs/benchmarks.md.
@@ -19,7 +19,7 @@ TOLERANCE = 2e-4
 def shapes(tiny_base: Path):
     from transformers import AutoConfig
 
-    return packed.shapes(AutoConfig.from_pretrained(tiny_base))
+    return BaseShapes.of(AutoConfig.from_pretrained(tiny_base).to_dict()).modules()
 
 
 def random_adapter(
@@ -27,11 +27,11 @@ def random_adapter(
 ):
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for shape in shapes:
-        if leaves is None or shape.name.rpartition(".")[2] in leaves:
-            a = torch.randn(rank, shape.inputs, generator=generator) / shape.inputs**0.5
-            b = torch.randn(shape.outputs, rank, generator=generator) * size
-            tensors |= {f"{shape.name}.lora_A": a, f"{shape.name}.lora_B": b}
+    for name, (inputs, outputs) in shapes.items():
+        if leaves is None or name.rpartition(".")[2] in leaves:
+            a = torch.randn(rank, inputs, generator=generator) / inputs**0.5
+            b = torch.randn(outputs, rank, generator=generator) * size
+            tensors |= {f"{name}.lora_A": a, f"{name}.lora_B": b}
     return tensors
 
 

@@ -60,10 +60,10 @@ def test_another_family_is_refused_by_name():
 
 
 def test_the_width_of_adapters_is_that_of_the_packed_layout():
-    from engine.adapters.packed import shapes
+    from engine.adapters.families import BaseShapes
 
-    config = {**QWEN3_06B}
-    assert Shape.of(config).lora_width == sum(shape.inputs + shape.outputs for shape in shapes(config))
+    modules = BaseShapes.of(QWEN3_06B).modules()
+    assert Shape.of(QWEN3_06B).lora_width == sum(inputs + outputs for inputs, outputs in modules.values())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -13,6 +13,7 @@ import torch
 import yaml
 
 from engine.adapters import packed
+from engine.adapters.families import FUSED
 from engine.base import BaseInfo
 from engine.config import EngineConfig, Params, TrainerConfig
 from engine.errors import BaseModelError, ConfigError
@@ -204,7 +205,7 @@ def adapter_blocks(parts: tuple[str, ...], rank: int, seed: int):
         tensors[f"model.layers.0.self_attn.{part}.lora_B"] = torch.randn(
             outputs[part], rank, generator=generator
         )
-    whole = packed.pack(tensors, torch.float32)
+    whole = packed.pack(tensors, torch.float32, FUSED)
     return [(block, whole.block(block)) for block in whole.layout.blocks]
 
 

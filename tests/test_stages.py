@@ -15,8 +15,9 @@ from live import free_port
 from transformers import AutoTokenizer
 
 from engine import services
-from engine.adapters import packed, revision
+from engine.adapters import revision
 from engine.adapters.catalog import Catalog, Policy
+from engine.adapters.families import BaseShapes
 from engine.adapters.importing import directory_from_store, import_revision
 from engine.base import base_digest, prompt_text
 from engine.config import Params, Paths, load_params
@@ -38,15 +39,15 @@ def silent(name: str, state: str) -> None:
 
 def make_revision(base: Path, directory: Path, seed: int = 0, rank: int = 2, scale: float = 0.05, **changes):
     """Write a revision of random values that fits the base."""
-    shapes = packed.shapes(json.loads((base / "config.json").read_text()))
+    shapes = BaseShapes.of(json.loads((base / "config.json").read_text())).modules()
     generator = torch.Generator().manual_seed(seed)
     dtype = changes.pop("dtype", torch.float32)
     tensors = {}
-    for shape in shapes:
-        if shape.name.endswith(TARGETS):
-            for side, size in (("A", (rank, shape.inputs)), ("B", (shape.outputs, rank))):
+    for name, (inputs, outputs) in shapes.items():
+        if name.endswith(TARGETS):
+            for side, size in (("A", (rank, inputs)), ("B", (outputs, rank))):
                 values = scale * torch.randn(size, generator=generator)
-                tensors[f"{shape.name}.lora_{side}"] = values.to(dtype)
+                tensors[f"{name}.lora_{side}"] = values.to(dtype)
     settings = {"policy": "sums", "base_digest": base_digest(base), "step": 3, **changes}
     manifest = revision.make_manifest(tensors, rank=rank, targets=TARGETS, **settings)
     revision.write_revision(directory, tensors, manifest, {})

@@ -11,6 +11,12 @@ from typing import Any
 from engine.errors import AdapterError
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+# Modules that the engine fuses, and their slices in order; any other projection is a module of one slice.
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+}
 Size = tuple[int, int]
 
 
@@ -131,6 +137,18 @@ class BaseShapes:
             if family.shared and config.get("n_shared_experts"):
                 linear |= _mlp(f"{path}.mlp.{family.shared}", hidden, inner * config["n_shared_experts"])
         return BaseShapes(family, linear, experts)
+
+    @property
+    def fused(self) -> dict[str, tuple[str, ...]]:
+        """Return what the engine fuses of this base; latent attention may have a q_proj of its own."""
+        leaves = {module.rpartition(".")[2] for module in self.linear} | set(PROJECTIONS)
+        return {name: parts for name, parts in FUSED.items() if leaves.issuperset(parts)}
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Return the names of all projections that can carry LoRA."""
+        leaves = {module.rpartition(".")[2] for module in self.linear}
+        return tuple(sorted(leaves | (set(PROJECTIONS) if self.experts else set())))
 
     def modules(self) -> dict[str, Size]:
         """Return (in, out) of each canonical module, every expert's projections among them."""

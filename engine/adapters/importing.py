@@ -15,6 +15,7 @@ import torch
 
 from engine.adapters import packed
 from engine.adapters.catalog import Base, Catalog, Policy, Revision, migrate
+from engine.adapters.families import BaseShapes
 from engine.adapters.publishing import append
 from engine.adapters.revision import (
     PROBE,
@@ -62,8 +63,7 @@ def check_fit(params: Params, base: Path, tensors: Tensors, manifest: Manifest, 
     """Raise `AdapterError` unless base and engine of these settings can serve the tensors."""
     if not POLICY_NAME.fullmatch(manifest.policy):
         raise AdapterError(f"{directory} names the policy {manifest.policy!r}, which is no policy's name.")
-    shapes = packed.shapes(json.loads((base / "config.json").read_text()))
-    validate(tensors, None, {shape.name: (shape.inputs, shape.outputs) for shape in shapes})
+    validate(tensors, None, shapes_of(base).modules())
     largest = max(tensor.shape[0] for key, tensor in tensors.items() if key.endswith(".lora_A"))
     if manifest.rank != largest:
         raise AdapterError(
@@ -81,6 +81,11 @@ def check_fit(params: Params, base: Path, tensors: Tensors, manifest: Manifest, 
         raise AdapterError(
             f"The revision in {directory} is in {found}, the engine serves {serving}. Set `engine.dtype`."
         )
+
+
+def shapes_of(base: Path) -> BaseShapes:
+    """Return what of a base in a directory can carry LoRA."""
+    return BaseShapes.of(json.loads((base / "config.json").read_text()))
 
 
 def serving_dtype(params: Params) -> str:
@@ -141,6 +146,6 @@ def _publish(
     except NotFound:
         dtype = getattr(torch, serving_dtype(params))
         with closing(Store(params.paths.store)) as store:
-            known = append(catalog, store, tensors, manifest, dtype, owner, now)
+            known = append(catalog, store, tensors, manifest, dtype, shapes_of(base.path), owner, now)
     # A snapshot that is imported by name is an exported revision from now on.
     catalog.add_revision(replace(known, state="exported", expires_at=None))

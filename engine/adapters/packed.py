@@ -1,19 +1,20 @@
 """The packed file: a revision's tensors already in the engine's slot layout and dtype.
 
-A dense decoder's projections are fused in the engine (q, k and v into `qkv_proj`; gate and up into
-`gate_up_proj`). For each fused module the packed form holds two blocks per run of adjacent adapted
-slices: A as (slices, rank, in) and B rank-major as (rank, out of all slices), so that a slot is
-filled by one copy per block. Scaling is folded in before packing (alpha = rank).
+Projections are fused in the engine (q, k and v into `qkv_proj`, gate and up into `gate_up_proj`), and
+the routed experts of a layer are one module. For each module the packed form holds two blocks, A and B,
+per run of adjacent slices, and adjacent experts, of one rank; B is rank-major. A slot is filled by one
+copy per block, however many experts there are. Scaling is folded in before packing (alpha = rank).
 
 Knows layouts and bytes. Knows neither where bytes are stored nor what vLLM does with them.
 
-Shapes: R rank, I input features, O output features.
+Shapes: E experts, M slices of a fused module, R rank, I input features, O output features of a slice.
 """
 
 import hashlib
 import json
+import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -23,35 +24,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.adapters.families import FUSED
 from engine.errors import AdapterError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+# Version 1 had no experts; what it can say is written the same way today.
+READABLE_VERSIONS = (1, 2)
 ALIGNMENT = 64
-# The engine's fused modules and their slices in order; any other projection is a module of one slice.
-FUSED = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-}
-SLICE_OF = {part: (fused, i) for fused, parts in FUSED.items() for i, part in enumerate(parts)}
+EXPERT = re.compile(r"(?P<parent>.+\.experts)\.(?P<number>\d+)\.\w+")
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class ModuleShape:
-    """One linear projection of the base that can carry LoRA."""
-
-    name: str
-    inputs: int
-    outputs: int
-
-
-@dataclass(frozen=True)
 class Block:
-    """One factor of a run of adjacent slices of an engine module.
+    """One factor of a run of adjacent slices (and experts) of an engine module.
 
-    `shape` is (slices, R, I) for side A and (R, sum of `widths`) for side B; `offset` is in bytes
-    from the payload's start.
+    `shape` is (M, R, I) for side A and (R, sum of `widths`) for side B; with `experts` (their number, 0
+    for a linear module, the first of them `first_expert`) it is (E, M, R, I) and (E, M, R, O). `offset`
+    is in bytes from the payload's start.
     """
 
     module: str
@@ -60,6 +51,7 @@ class Block:
     widths: tuple[int, ...]
     shape: tuple[int, ...]
     offset: int
+    first_expert: int = 0
 
     @property
     def rank(self) -> int:
@@ -68,6 +60,10 @@ class Block:
     @property
     def slices(self) -> int:
         return len(self.widths)
+
+    @property
+    def experts(self) -> int:
+        return self.shape[0] if len(self.shape) == 4 else 0
 
 
 @dataclass(frozen=True)
@@ -87,19 +83,25 @@ class Layout:
         return max(block.rank for block in self.blocks)
 
     def to_json(self) -> str:
-        blocks = [[b.module, b.side, b.first_slice, b.widths, b.shape, b.offset] for b in self.blocks]
+        blocks = [
+            [b.module, b.side, b.first_slice, b.widths, b.shape, b.offset]
+            + [b.first_expert] * (b.experts > 0)
+            for b in self.blocks
+        ]
         body = {"v": FORMAT_VERSION, "dtype": DTYPE_NAMES[self.dtype], "bytes": self.nbytes, "blocks": blocks}
         return json.dumps(body, separators=(",", ":"))
 
     @staticmethod
     def from_json(text: str) -> "Layout":
         body = json.loads(text)
-        if body["v"] != FORMAT_VERSION:
+        if body["v"] not in READABLE_VERSIONS:
             raise AdapterError(
-                f"The packed layout has format version {body['v']}, this engine reads {FORMAT_VERSION}. "
-                "Run `graftwork store repack`."
+                f"The packed layout has format version {body['v']}, this engine reads "
+                f"{' and '.join(map(str, READABLE_VERSIONS))}. Export the revision again."
             )
-        blocks = tuple(Block(m, s, f, tuple(w), tuple(shape), o) for m, s, f, w, shape, o in body["blocks"])
+        blocks = tuple(
+            Block(m, s, f, tuple(w), tuple(shape), *rest) for m, s, f, w, shape, *rest in body["blocks"]
+        )
         return Layout(DTYPES[body["dtype"]], body["bytes"], blocks)
 
 
@@ -127,59 +129,36 @@ def view_block(layout: Layout, payload: Tensor, block: Block) -> Tensor:
     return raw.view(layout.dtype).view(block.shape)
 
 
-def shapes(config: Any) -> tuple[ModuleShape, ...]:
-    """Return every projection of a dense decoder that can carry LoRA, from its `config.json`.
-
-    `config` is a transformers config or its dictionary.
-    """
-    values = config if isinstance(config, Mapping) else config.to_dict()
-    hidden, heads, inner = (
-        values[key] for key in ("hidden_size", "num_attention_heads", "intermediate_size")
-    )
-    head_dim = values.get("head_dim") or hidden // heads
-    keys = (values.get("num_key_value_heads") or heads) * head_dim
-    table = {
-        "self_attn.q_proj": (hidden, heads * head_dim),
-        "self_attn.k_proj": (hidden, keys),
-        "self_attn.v_proj": (hidden, keys),
-        "self_attn.o_proj": (heads * head_dim, hidden),
-        "mlp.gate_proj": (hidden, inner),
-        "mlp.up_proj": (hidden, inner),
-        "mlp.down_proj": (inner, hidden),
-    }
-    return tuple(
-        ModuleShape(f"model.layers.{layer}.{name}", inputs, outputs)
-        for layer in range(values["num_hidden_layers"])
-        for name, (inputs, outputs) in table.items()
-    )
-
-
-def pack(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Packed:
+def pack(tensors: Mapping[str, Tensor], dtype: torch.dtype, fused: Mapping[str, tuple[str, ...]]) -> Packed:
     """Pack canonical tensors (`<module>.lora_A` (R, I), `<module>.lora_B` (O, R)) for the engine.
 
-    Raises `AdapterError` that names the tensor when a factor has no partner or the ranks differ.
+    `fused` are the engine's fused modules of this base (`BaseShapes.fused`). Raises `AdapterError` that
+    names the tensor when a factor has no partner or the ranks differ.
     """
     pairs = _pairs(tensors)
-    runs = _runs({name: (a.shape[0], a.shape[1], b.shape[0]) for name, (a, b) in pairs.items()})
     blocks: list[Block] = []
+    sources: list[list[Tensor]] = []
     offset = 0
-    for module, first, names in runs:
-        rank, inputs = pairs[names[0]][0].shape
-        widths = tuple(pairs[name][1].shape[0] for name in names)
-        for side, shape in (("A", (len(names), rank, inputs)), ("B", (rank, sum(widths)))):
-            blocks.append(Block(module, side, first, widths, tuple(shape), offset))
+    for run in _runs(pairs, fused):
+        factors = [pairs[name] for name in run.names]
+        rank, inputs = factors[0][0].shape
+        widths = tuple(pairs[name][1].shape[0] for name in run.names[: run.slices])
+        for side in "AB":
+            shape: tuple[int, ...]
+            if run.experts:
+                shape = (run.experts, run.slices, rank, inputs if side == "A" else widths[0])
+            else:
+                shape = (run.slices, rank, inputs) if side == "A" else (rank, sum(widths))
+            block = Block(run.module, side, run.first_slice, widths, shape, offset, run.first_expert)
+            blocks.append(block)
+            sources.append([a if side == "A" else b.T for a, b in factors])
             nbytes = torch.Size(shape).numel() * dtype.itemsize
             offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
     layout = Layout(dtype, offset, tuple(blocks))
     payload = torch.zeros(offset, dtype=torch.uint8)
-    for block, (_, _, names) in zip(blocks, (run for run in runs for _ in "AB"), strict=True):
-        target = view_block(layout, payload, block)
-        for i, part in enumerate(_columns(block)):
-            a, b = pairs[names[i]]
-            if block.side == "A":
-                target[i].copy_(a)
-            else:
-                target[:, part].copy_(b.T)
+    for block, source in zip(blocks, sources, strict=True):
+        whole = torch.cat(source, dim=1) if block.side == "B" and not block.experts else torch.stack(source)
+        view_block(layout, payload, block).copy_(whole.view(block.shape))
     return Packed(layout, payload)
 
 
@@ -187,11 +166,10 @@ def unpack(packed: Packed) -> dict[str, Tensor]:
     """Return the canonical tensors of a packed adapter; the exact inverse of `pack`."""
     tensors = {}
     for block in packed.layout.blocks:
-        values = packed.block(block)
-        for i, part in enumerate(_columns(block)):
-            name = _slice_name(block.module, block.first_slice + i)
-            value = values[i] if block.side == "A" else values[:, part].T
-            tensors[f"{name}.lora_{block.side}"] = value.contiguous().clone()
+        for name, value in _parts(block, packed.block(block)):
+            tensors[f"{name}.lora_{block.side}"] = (
+                (value if block.side == "A" else value.T).contiguous().clone()
+            )
     return tensors
 
 
@@ -200,7 +178,8 @@ def write_file(packed: Packed, path: Path, metadata: Mapping[str, str]) -> None:
     header: dict[str, Any] = {"__metadata__": {"layout": packed.layout.to_json(), **metadata}}
     for block in packed.layout.blocks:
         nbytes = packed.block(block).nbytes
-        key = f"{block.module}.{block.first_slice}.{block.side}"
+        first = f"{block.first_expert}.{block.first_slice}" if block.experts else block.first_slice
+        key = f"{block.module}.{first}.{block.side}"
         dtype = DTYPE_NAMES[packed.layout.dtype]
         header[key] = {
             "dtype": dtype,
@@ -254,33 +233,58 @@ def _pairs(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
     return pairs
 
 
-def _runs(sizes: Mapping[str, tuple[int, int, int]]) -> list[tuple[str, int, list[str]]]:
-    """Group projections into (engine module, first slice, names) of adjacent slices of one rank."""
-    members = []
-    for name, (rank, _, _) in sizes.items():
+@dataclass(frozen=True)
+class _Run:
+    """Projections that share two blocks; `names` are expert by expert, slice by slice."""
+
+    module: str
+    first_slice: int
+    slices: int
+    names: tuple[str, ...]
+    first_expert: int = 0
+    experts: int = 0
+
+
+def _runs(pairs: Mapping[str, tuple[Tensor, Tensor]], fused: Mapping[str, tuple[str, ...]]) -> list[_Run]:
+    """Group projections into runs of adjacent slices, and of adjacent experts, of one rank."""
+    slice_of = {part: (name, i) for name, parts in fused.items() for i, part in enumerate(parts)}
+    # module -> expert (-1 outside experts) -> slice -> (rank, name)
+    modules: dict[str, dict[int, dict[int, tuple[int, str]]]] = {}
+    for name, (a, _) in pairs.items():
+        routed = EXPERT.fullmatch(name)
         parent, _, leaf = name.rpartition(".")
-        fused, index = SLICE_OF.get(leaf, (leaf, 0))
-        members.append((f"{parent}.{fused}", index, rank, name))
-    members.sort()
+        engine_leaf, index = slice_of.get(leaf, (leaf, 0))
+        module = f"{routed['parent'] if routed else parent}.{engine_leaf}"
+        expert = int(routed["number"]) if routed else -1
+        modules.setdefault(module, {}).setdefault(expert, {})[index] = (a.shape[0], name)
     runs = []
-    # Slices of a run rise one by one, so (slice - position) is constant within it.
-    numbered = enumerate(members)
-    for (module, *_), group in groupby(
-        numbered, key=lambda item: (item[1][0], item[1][1] - item[0], item[1][2])
-    ):
-        items = [member for _, member in group]
-        runs.append((module, items[0][1], [member[3] for member in items]))
+    for module in sorted(modules):
+        experts = modules[module]
+        ranks = {number: {i: rank for i, (rank, _) in parts.items()} for number, parts in experts.items()}
+        for numbers in _adjacent(ranks):
+            for indices in _adjacent(ranks[numbers[0]]):
+                names = tuple(experts[number][index][1] for number in numbers for index in indices)
+                first, count = max(numbers[0], 0), len(numbers) if numbers[0] >= 0 else 0
+                runs.append(_Run(module, indices[0], len(indices), names, first, count))
     return runs
 
 
-def _columns(block: Block) -> list[slice]:
-    columns, start = [], 0
-    for width in block.widths:
-        columns.append(slice(start, start + width))
-        start += width
-    return columns
+def _adjacent(values: Mapping[int, Any]) -> list[list[int]]:
+    """Cut numbers into runs that rise one by one and have one value."""
+    # Within a run (number - position) is constant.
+    groups = groupby(enumerate(sorted(values)), key=lambda item: (item[1] - item[0], values[item[1]]))
+    return [[number for _, number in group] for _, group in groups]
 
 
-def _slice_name(module: str, index: int) -> str:
-    parent, _, leaf = module.rpartition(".")
-    return f"{parent}.{FUSED[leaf][index]}" if leaf in FUSED else module
+def _parts(block: Block, values: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield each projection's name and its factor, rank before width."""
+    parent, _, leaf = block.module.rpartition(".")
+    leaves = FUSED.get(leaf, (leaf,))[block.first_slice : block.first_slice + block.slices]
+    if block.experts:
+        for i in range(block.experts):
+            for j, part in enumerate(leaves):
+                yield f"{parent}.{block.first_expert + i}.{part}", values[i, j]
+        return
+    split = values.unbind(0) if block.side == "A" else values.split(block.widths, dim=1)
+    for part, value in zip(leaves, split, strict=True):
+        yield f"{parent}.{part}", value

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     import torch
 
     from engine.adapters.catalog import Catalog
+    from engine.adapters.families import BaseShapes
     from engine.adapters.revision import Manifest, Tensors
     from engine.adapters.store import Store
 
@@ -19,14 +20,15 @@ def append(
     tensors: "Tensors",
     manifest: "Manifest",
     dtype: "torch.dtype",
+    base: "BaseShapes",
     owner: str,
     now: float,
 ) -> Revision:
-    """Pack the tensors in `dtype`, append them, add their layout; return the row that would commit them.
+    """Pack the tensors of an adapter of `base` in `dtype`, append them and add their layout.
 
-    The row is an exported revision's, made at `now` (epoch seconds).
+    Return the row that would commit them: an exported revision's, made at `now` (epoch seconds).
     """
-    whole = packed.pack(tensors, dtype)
+    whole = packed.pack(tensors, dtype, base.fused)
     at = store.append(whole.tobytes())
     catalog.add_layout(whole.layout.digest, whole.layout.to_json())
     return Revision(

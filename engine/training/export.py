@@ -40,7 +40,7 @@ class Exporter:
         directory = (
             self._directory(session, request, tensors, manifest) if request.kind == "revision" else None
         )
-        self._publish(opened, manifest, tensors, exported=request.kind == "revision")
+        self._publish(session, opened, manifest, tensors, exported=request.kind == "revision")
         name = served_name(session.policy, manifest.digest)
         seconds = time.monotonic() - began
         return Exported(
@@ -78,11 +78,16 @@ class Exporter:
         return write_revision(path, tensors, manifest, probe.to_json())
 
     def _publish(
-        self, opened: CreateSession, manifest: Manifest, tensors: dict[str, Tensor], exported: bool
+        self,
+        session: Session,
+        opened: CreateSession,
+        manifest: Manifest,
+        tensors: dict[str, Tensor],
+        exported: bool,
     ) -> None:
         now = time.time()
         row = self._known(manifest) or append(
-            self.catalog, self.store, tensors, manifest, self.dtype, opened.owner, now
+            self.catalog, self.store, tensors, manifest, self.dtype, session.base.shapes, opened.owner, now
         )
         state = "exported" if exported else "snapshot"
         expires_at = None if exported else now + opened.snapshot_ttl_s

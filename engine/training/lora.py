@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from engine.adapters.packed import shapes
+from engine.adapters.families import BaseShapes
 from engine.errors import AdapterError, BaseModelError, ConfigError
 from engine.memory import HEAD_TOKENS
 from engine.training.grpo import LOSSES, importance_ratio
@@ -175,7 +175,8 @@ class ResidentBase:
         if checkpointing:
             checkpoint_layers(self.model)
         self.microbatch_tokens = microbatch_tokens
-        self.modules = {shape.name: (shape.inputs, shape.outputs) for shape in shapes(self.model.config)}
+        self.shapes = BaseShapes.of(self.model.config.to_dict())
+        self.modules = self.shapes.modules()
         self.slotted = {name: self._slot(name) for name in self.modules}
 
     def _slot(self, name: str) -> SlottedLinear:

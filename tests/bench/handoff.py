@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from live import RunningEngine, StockServer, start_engine, stop_engine
 
-from engine.adapters import packed
+from engine.adapters.families import BaseShapes
 
 # Parameters of the bases, and a rank-1 adapter on every linear layer of each, by arithmetic.
 QWEN3_06B = {
@@ -49,9 +49,10 @@ RANK = 8
 
 
 def dense_share(config: dict) -> float:
-    adapter = sum(shape.inputs + shape.outputs for shape in packed.shapes(config))
+    sizes = BaseShapes.of({"model_type": "qwen3", **config}).modules().values()
+    adapter = sum(inputs + outputs for inputs, outputs in sizes)
     base = config["vocab_size"] * config["hidden_size"]
-    base += sum(shape.inputs * shape.outputs for shape in packed.shapes(config))
+    base += sum(inputs * outputs for inputs, outputs in sizes)
     return adapter / base
 
 
@@ -106,14 +107,12 @@ def make_base(name: str, root: Path) -> tuple[Path, str]:
     return path, "bfloat16"
 
 
-def adapter(shapes: tuple[packed.ModuleShape, ...], seed: int) -> dict[str, torch.Tensor]:
+def adapter(shapes: dict[str, tuple[int, int]], seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for shape in shapes:
-        tensors[f"{shape.name}.lora_A"] = (
-            torch.randn(RANK, shape.inputs, generator=generator) / shape.inputs**0.5
-        )
-        tensors[f"{shape.name}.lora_B"] = torch.randn(shape.outputs, RANK, generator=generator) * 0.05
+    for name, (inputs, outputs) in shapes.items():
+        tensors[f"{name}.lora_A"] = torch.randn(RANK, inputs, generator=generator) / inputs**0.5
+        tensors[f"{name}.lora_B"] = torch.randn(outputs, RANK, generator=generator) * 0.05
     return tensors
 
 
@@ -197,7 +196,7 @@ def run(base_name: str, repeats: int, root: Path, out: Path) -> None:
 
     base, dtype_name = make_base(base_name, root)
     dtype = getattr(torch, dtype_name)
-    shapes = packed.shapes(AutoConfig.from_pretrained(base))
+    shapes = BaseShapes.of(AutoConfig.from_pretrained(base).to_dict()).modules()
     settings = {"dtype": dtype_name, "max_model_len": 512, "max_num_seqs": 16, "slots": 4}
     engine = start_engine(base, root / "state", wait_s=600, **settings)
     try:
