@@ -108,9 +108,9 @@ def test_faults_name_the_tensor():
 MOE = BaseShapes.of(
     {
         "model_type": "deepseek_v3", "hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 4,
-        "kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12, "q_lora_rank": 20,
-        "intermediate_size": 80, "moe_intermediate_size": 28, "n_routed_experts": 6, "n_shared_experts": 2,
-        "first_k_dense_replace": 1, "num_hidden_layers": 3,
+        "kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 12,
+        "q_lora_rank": 20, "intermediate_size": 80, "moe_intermediate_size": 28, "n_routed_experts": 6,
+        "n_shared_experts": 2, "first_k_dense_replace": 1, "num_hidden_layers": 3,
     }
 )  # fmt: skip
 

@@ -211,7 +211,7 @@ def adapter_blocks(parts: tuple[str, ...], rank: int, seed: int):
 
 def test_slots_in_vllms_own_tensors_hold_what_ours_hold():
     """By two routes: the CPU's slots show vLLM views on ours, a GPU's slots are vLLM's tensors."""
-    from engine.serving.loader import SlotBuffers, StackedSlots
+    from engine.serving.slots import SlotBuffers, StackedSlots
 
     ours, theirs = Layer(3, 8, 10, (12, 6, 6)), Layer(3, 8, 10, (12, 6, 6))
     views, stacked = SlotBuffers("qkv_proj", ours), StackedSlots("qkv_proj", theirs)

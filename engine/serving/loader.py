@@ -11,7 +11,6 @@ import hashlib
 import mmap
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -24,95 +23,19 @@ from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
 from engine.adapters.packed import Block, Layout, view_block
 from engine.errors import AdapterError
+from engine.serving.slots import ExpertSlots, SlotBuffers, StackedSlots
 
 PREPARE_THREADS = 2
+# By the name of the packed module.
+Buffers = dict[str, SlotBuffers | ExpertSlots]
 
 
-class SlotViews(tuple[Tensor, ...]):
-    """The views of a module's slots in vLLM's own shapes, with the storage behind them."""
-
-    storage: "SlotBuffers"
-
-
-class SlotBuffers:
-    """Every slot of one engine module: A (slots, slices, R, I), B rank-major (slots, R, O)."""
-
-    def __init__(self, name: str, layer: BaseLinearLayerWithLoRA):
-        first = layer.lora_a_stacked[0]
-        slots, _, rank, inputs = first.shape
-        self.name, self.rank, self.inputs, self.dtype = name, rank, inputs, first.dtype
-        self.widths = tuple(b.shape[2] for b in layer.lora_b_stacked)
-        self.a_SMRI = first.new_zeros(slots, len(self.widths), rank, inputs)
-        self.b_SRO = first.new_zeros(slots, rank, sum(self.widths))
-        # The rank that a slot's last occupant used: only that much is ever cleared.
-        self.used = [0] * slots
-        starts = [sum(self.widths[:i]) for i in range(len(self.widths))]
-        layer.lora_a_stacked = self._views(self.a_SMRI[:, i : i + 1] for i in range(len(self.widths)))
-        layer.lora_b_stacked = self._views(
-            self.b_SRO[:, None, :, start : start + width].transpose(-1, -2)
-            for start, width in zip(starts, self.widths, strict=True)
-        )
-
-    def _views(self, tensors: Any) -> SlotViews:
-        views = SlotViews(tensors)
-        views.storage = self
-        return views
-
-    def unsupported_reason(self, block: Block, dtype: torch.dtype) -> str | None:
-        """Say why a block does not fit this module, or None."""
-        end = block.first_slice + block.slices
-        widths = self.widths[block.first_slice : end]
-        if end > len(self.widths) or block.widths != widths:
-            return f"expected outputs {widths}, found {block.widths}"
-        if block.side == "A" and block.shape[2] != self.inputs:
-            return f"expected {self.inputs} inputs, found {block.shape[2]}"
-        if block.rank > self.rank:
-            return f"rank {block.rank} is over the engine's maximum of {self.rank}"
-        if dtype != self.dtype:
-            return f"expected {self.dtype}, found {dtype}"
-        return None
-
-    def fill(self, slot: int, blocks: Sequence[tuple[Block, Tensor]]) -> None:
-        """Put an adapter's blocks into a slot; what the last occupant left is cleared."""
-        rank = max((block.rank for block, _ in blocks), default=0)
-        whole = len(blocks) == 2 and blocks[0][0].slices == len(self.widths)
-        stale = slice(rank if whole else 0, self.used[slot])
-        self.a_SMRI[slot, :, stale].zero_()
-        self.b_SRO[slot, stale].zero_()
-        for block, values in blocks:
-            first, end = block.first_slice, block.first_slice + block.slices
-            if block.side == "A":
-                self.a_SMRI[slot, first:end, : block.rank].copy_(values)
-            else:
-                start = sum(self.widths[:first])
-                self.b_SRO[slot, : block.rank, start : start + sum(block.widths)].copy_(values)
-        self.used[slot] = rank
-
-
-class StackedSlots(SlotBuffers):
-    """vLLM's own tensors of one module, for its Triton operations: they refuse views (`_get_lora_a_ptr`)."""
-
-    def __init__(self, name: str, layer: BaseLinearLayerWithLoRA):
-        self.a_stacked, self.b_stacked = layer.lora_a_stacked, layer.lora_b_stacked
-        slots, _, rank, inputs = self.a_stacked[0].shape
-        self.name, self.rank, self.inputs, self.dtype = name, rank, inputs, self.a_stacked[0].dtype
-        self.widths = tuple(b.shape[2] for b in self.b_stacked)
-        self.used = [0] * slots
-
-    def fill(self, slot: int, blocks: Sequence[tuple[Block, Tensor]]) -> None:
-        """Put an adapter's blocks into a slot, slice by slice; what the last occupant left is cleared."""
-        for a_S1RI, b_S1OR in zip(self.a_stacked, self.b_stacked, strict=True):
-            a_S1RI[slot, 0, : self.used[slot]].zero_()
-            b_S1OR[slot, 0, :, : self.used[slot]].zero_()
-        for block, values in blocks:
-            whole = values.to(self.a_stacked[0].device)
-            parts = whole if block.side == "A" else whole.split(block.widths, dim=1)
-            for i, part in enumerate(parts, start=block.first_slice):
-                if block.side == "A":
-                    self.a_stacked[i][slot, 0, : block.rank].copy_(part)
-                else:
-                    self.b_stacked[i][slot, 0, :, : block.rank].copy_(part.T)
-        self.used[slot] = max((block.rank for block, _ in blocks), default=0)
+def slots_of(name: str, layer: Any) -> Buffers:
+    """Return the slot buffers of one of vLLM's LoRA layers by the name of the packed module."""
+    if isinstance(layer, BaseLinearLayerWithLoRA):
+        on_gpu = layer.lora_a_stacked[0].is_cuda
+        return {name: StackedSlots(name, layer) if on_gpu else SlotBuffers(name, layer)}
+    return {f"{name}.gate_up_proj": layer.gate_up, f"{name}.down_proj": layer.down}
 
 
 @dataclass(frozen=True)
@@ -145,11 +68,9 @@ class SlotManager(LRUCacheLoRAModelManager):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.buffers: dict[str, SlotBuffers] = {}
+        self.buffers: Buffers = {}
         for name, module in self.modules.items():
-            assert isinstance(module, BaseLinearLayerWithLoRA), f"{name}: no slot layout for {type(module)}"
-            on_gpu = module.lora_a_stacked[0].is_cuda
-            self.buffers[name] = StackedSlots(name, module) if on_gpu else SlotBuffers(name, module)
+            self.buffers |= slots_of(name, module)
         self.activate_seconds = 0.0
 
     def add_adapter(self, adapter: Any) -> bool:
@@ -188,7 +109,7 @@ class HostTier:
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(PREPARE_THREADS, thread_name_prefix="graftwork-prepare")
 
-    def prepare(self, name: str, buffers: dict[str, SlotBuffers], address: dict[str, Any]) -> None:
+    def prepare(self, name: str, buffers: Buffers, address: dict[str, Any]) -> None:
         with self._lock:
             if name in self.adapters or self._states.get(name) == "loading":
                 return
@@ -204,7 +125,7 @@ class HostTier:
             self.adapters.pop(name, None)
             self._states.pop(name, None)
 
-    def _prepare(self, name: str, buffers: dict[str, SlotBuffers], address: dict[str, Any]) -> None:
+    def _prepare(self, name: str, buffers: Buffers, address: dict[str, Any]) -> None:
         try:
             adapter = open_adapter(name, address)
             validate(adapter, buffers)
@@ -233,7 +154,7 @@ def open_adapter(name: str, address: dict[str, Any]) -> PackedAdapter:
     return PackedAdapter(name, Layout.from_json(address["layout"]), payload)
 
 
-def validate(adapter: PackedAdapter, buffers: dict[str, SlotBuffers]) -> None:
+def validate(adapter: PackedAdapter, buffers: Buffers) -> None:
     """Refuse an adapter that does not fit this engine; the error names the tensor."""
     if adapter.payload.numel() != adapter.layout.nbytes:
         raise AdapterError(f"expected {adapter.layout.nbytes} bytes, found {adapter.payload.numel()}.")

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
-from engine.serving.loader import SlotViews
+from engine.serving.slots import SlotViews
 from kernels import grouped
 
 
