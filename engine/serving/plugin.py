@@ -13,6 +13,7 @@ def register() -> None:
     """Install every patch; safe to call again."""
     replace_worker_manager()
     replace_cpu_operations()
+    serve_experts_on_cpu()
 
 
 def replace_worker_manager() -> None:
@@ -40,6 +41,26 @@ def replace_cpu_operations() -> None:
         type(current_platform).get_punica_wrapper = classmethod(  # type: ignore[method-assign,assignment]
             lambda cls: "engine.serving.lora_cpu.GroupedPunica"
         )
+
+
+def serve_experts_on_cpu() -> None:
+    """Let a mixture of experts carry LoRA on CPU.
+
+    Stock selects Triton for it, also on CPU, and dies at the first token. Bound: 0.32.0. Goes when vLLM
+    has CPU experts that support LoRA.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.lora import utils
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
+
+    from engine.serving.moe_cpu import ExpertsWithLoRA, select_backend
+
+    method.select_unquantized_moe_backend = select_backend
+    others = tuple(c for c in utils._all_lora_classes if not issubclass(c, utils.FusedMoEWithLoRA))
+    utils._all_lora_classes = (*others, ExpertsWithLoRA)
 
 
 def vllm_version() -> str:
