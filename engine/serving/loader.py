@@ -29,6 +29,8 @@ from engine.errors import AdapterError
 from engine.serving.slots import ExpertSlots, SlotBuffers, StackedSlots
 
 PREPARE_THREADS = 2
+# Kimi-K2 with a rank of its own for every expert takes about 10 MB.
+LAYOUT_LIMIT = 32 << 20
 # By the name of the packed module.
 Buffers = dict[str, SlotBuffers | ExpertSlots]
 
@@ -146,6 +148,8 @@ class HostTier:
 
 def read_layout(address: dict[str, Any]) -> Layout:
     """Return the layout of an address, proven against itself and against the length of its bytes."""
+    if len(address["layout"]) > LAYOUT_LIMIT:
+        raise AdapterError(f"its layout has {len(address['layout'])} characters; the limit is {LAYOUT_LIMIT}.")
     layout = Layout.from_json(address["layout"])
     check_layout(layout)
     if address["length"] != layout.nbytes:
