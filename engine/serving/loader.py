@@ -149,7 +149,9 @@ class HostTier:
 def read_layout(address: dict[str, Any]) -> Layout:
     """Return the layout of an address, proven against itself and against the length of its bytes."""
     if len(address["layout"]) > LAYOUT_LIMIT:
-        raise AdapterError(f"its layout has {len(address['layout'])} characters; the limit is {LAYOUT_LIMIT}.")
+        raise AdapterError(
+            f"its layout has {len(address['layout'])} characters; the limit is {LAYOUT_LIMIT}."
+        )
     layout = Layout.from_json(address["layout"])
     check_layout(layout)
     if address["length"] != layout.nbytes:
