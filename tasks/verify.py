@@ -36,7 +36,7 @@ def verify(params: Params, policy: str, digest: str, key: str) -> dict[str, Any]
         probe = _shipped(params, revision)
         served = served_name(policy, revision.digest)
         result = check(params.url("engine"), key, served, _base_name(params), probe)
-        # A refused load names its module itself, and another base is no module's fault.
+        # A refused load has named its module, and another base is no module's fault.
         if not (result.accepted or result.is_base or result.module or result.base_error > result.tolerance):
             result = _blamed(result, _search(params, catalog, revision, probe, key))
         catalog.set_probe(policy, revision.digest, result.to_json())
@@ -76,13 +76,13 @@ def _search(params: Params, catalog: "Catalog", revision: "Revision", probe: "Pr
     from engine.adapters.publishing import stored_tensors
     from engine.adapters.revision import read_revision
     from engine.adapters.store import Store
-    from engine.quality.blame import UNKNOWN, Blame, find_module
+    from engine.quality.blame import Blame, find_module
     from engine.quality.parts import Parts, trainer_reference
-    from engine.quality.probe import TOLERANCE, asking
+    from engine.quality.probe import TOLERANCE, UNKNOWN, asking
     from engine.training.client import TrainerClient
 
-    base = shapes_of(Path(catalog.base(revision.base).path))
     try:
+        base = shapes_of(Path(catalog.base(revision.base).path))
         with (
             tempfile.TemporaryDirectory(dir=params.state_dir) as scratch,
             closing(Store(params.paths.store)) as store,

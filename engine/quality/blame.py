@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.adapters.revision import Tensors
+from engine.quality.probe import UNKNOWN
 
 LAYER = re.compile(r"(?P<before>.*?\.layers)\.(?P<layer>\d+)\.(?P<after>.+)\.lora_[AB]")
 EXPERT = re.compile(r"\.experts\.\d+\.")
-UNKNOWN, EVERY = "unknown", "every module"
+EVERY = "every module"
 # Nats between what the engine serves of a part and what the trainer computes of it.
 Compare = Callable[[Tensors, Tensors], float]
 

@@ -21,7 +21,8 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15}
 TIMEOUT_S = 120.0
 # Over every difference of log-probabilities, and finite: JSON has no infinity.
 NO_NUMBER = 1e9
-MODULE = re.compile(r"model\.layers\.\d+\.[\w.]*\w(?=\.lora_|[\s,;.:]|$)")
+MODULE = re.compile(r"model\.layers\.\d+\.[\w.]*?\w(?=\.lora_|[\s,;:]|\.$)")
+UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def check(engine_url: str, key: str, served: str, base_name: str, probe: Probe) 
         except AdapterError as fault:
             found = MODULE.search(str(fault))
             unserved = judge(probe, base, base, tolerance)
-            module = found[0] if found else ""
+            module = found[0] if found else UNKNOWN
             return replace(unserved, accepted=False, reason=str(fault), module=module)
     return judge(probe, adapter, base, tolerance)
 
