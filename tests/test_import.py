@@ -84,7 +84,9 @@ def test_an_adapter_from_elsewhere_becomes_a_revision_by_the_command(tiny_base, 
 
 def command(folder, *arguments):
     line = [sys.executable, "-m", "flows.cli", *arguments, "--params", str(folder / "params.yaml")]
-    return subprocess.run(line, capture_output=True, text=True, check=True).stdout
+    run = subprocess.run(line, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
 
 
 def merged(base: Path, tensors: dict, probe: Probe) -> list[list[float]]:
