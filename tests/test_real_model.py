@@ -176,15 +176,11 @@ def test_the_settings_reach_the_trainer(tiny_base):
         load_base(Params(trainer=TrainerConfig(device="cuda")), tiny_base, None)
 
 
-def test_a_base_that_is_no_dense_decoder_is_refused(tmp_path):
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+def test_a_base_of_an_unknown_family_is_refused_before_its_weights_are_read(tmp_path):
+    from transformers import GPT2Config
 
-    config = Qwen3MoeConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=32, moe_intermediate_size=8, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_experts=4, num_experts_per_tok=2,
-    )  # fmt: skip
-    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(BaseModelError, match=r"no projection model\.layers\.0\.mlp\.gate_proj"):
+    GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2).save_pretrained(tmp_path)
+    with pytest.raises(BaseModelError, match=r"of the type 'gpt2'.*Set base\.name to .*qwen3_moe"):
         ResidentBase(tmp_path, 1, 64)
 
 
