@@ -15,7 +15,7 @@ from live import RunningEngine, start_engine, stop_engine
 from engine.adapters.families import BaseShapes
 
 # A rank at which an adapter is mapped rather than copied: over 1 MiB.
-RANK = 32
+RANK = 64
 SLOTS = 3
 ADAPTERS = 10
 PROMPT = [40, 41, 42, 43, 44, 45]
@@ -25,7 +25,7 @@ PROMPT = [40, 41, 42, 43, 44, 45]
 def crowded(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
     """Three slots for ten adapters, and a host tier that holds a few of them."""
     state = tmp_path_factory.mktemp("crowded")
-    running = start_engine(tiny_base, state, slots=SLOTS, max_num_seqs=16, max_rank=RANK, host_bytes=5 << 20)
+    running = start_engine(tiny_base, state, slots=SLOTS, max_num_seqs=16, max_rank=RANK, host_bytes=7 << 20)
     yield running
     stop_engine(running)
 
@@ -158,6 +158,7 @@ def test_slots_are_reused_a_thousand_times(crowded: RunningEngine):
 def test_lost_bytes_fail_their_requests_alone(crowded: RunningEngine):
     """A segment cut short between prepare and activate: a 500 each time, nothing for the others."""
     others = some_adapters(crowded)[:2]
+    before = asyncio.run(one_by_one(crowded, [*others, crowded.base_name]))
     lost = publish(crowded, 900)
     with crowded.client() as client:
         client.post("/v1/prewarm", json={"model": lost}).raise_for_status()
@@ -175,7 +176,6 @@ def test_lost_bytes_fail_their_requests_alone(crowded: RunningEngine):
             asked = [client.post("/v1/completions", json=body | {"model": name}) for name in names]
             return await asyncio.gather(*asked)
 
-    before = asyncio.run(one_by_one(crowded, [*others, crowded.base_name]))
     for _ in range(2):
         assert [response.status_code for response in asyncio.run(mixed())] == [200, 500, 200, 500, 200]
     assert asyncio.run(one_by_one(crowded, [*others, crowded.base_name])) == before

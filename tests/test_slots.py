@@ -14,6 +14,7 @@ from engine.adapters.store import PAGE_ALIGNED_FROM, Store
 from engine.errors import AdapterError
 from engine.serving import loader
 from engine.serving.fill import Plan
+from engine.serving.host_tier import HostTier
 from engine.serving.slots import ExpertSlots, ModuleSlots, SlotBuffers, slots_of
 
 HIDDEN, HEADS, KV_HEADS, HEAD, INNER, EXPERTS = 32, 4, 2, 8, 16, 5
@@ -32,10 +33,9 @@ class CpuExperts:
     """What `slots_of` reads of the CPU's own expert layer."""
 
     def __init__(self, slots: int, rank: int, tp: tuple[int, int] = (0, 1)):
-        cut = {"tp_rank": tp[0], "tp_size": tp[1]}
         inner = INNER // tp[1]
-        self.gate_up = ExpertSlots(slots, EXPERTS, 2, rank, HIDDEN, inner, torch.float32, **cut)
-        self.down = ExpertSlots(slots, EXPERTS, 1, rank, inner, HIDDEN, torch.float32, cut_inputs=True, **cut)
+        self.gate_up = ExpertSlots(slots, EXPERTS, 2, rank, HIDDEN, inner, torch.float32, tp)
+        self.down = ExpertSlots(slots, EXPERTS, 1, rank, inner, HIDDEN, torch.float32, tp, cut_inputs=True)
 
 
 def adapter(ranks: dict[str, int], seed: int = 0, shared_a: bool = False) -> dict[str, torch.Tensor]:
@@ -218,7 +218,7 @@ def open_tier(tmp_path: Path, rank: int = 2, slots: int = 2):
     manager = made.manager(
         loader.SlotManager, {"model.proj": layer}, made.lora_config(slots, 64, torch.float32)
     )
-    tier = loader.HostTier(manager.buffers)
+    tier = HostTier(manager.buffers)
     tensors = {"model.proj.lora_A": torch.randn(64, 4096), "model.proj.lora_B": torch.randn(8192, 64)}
     whole = packed.pack(tensors, torch.float32, {})
     assert whole.layout.nbytes > PAGE_ALIGNED_FROM
@@ -252,13 +252,13 @@ def test_a_file_cut_short_takes_no_slot(tmp_path):
         manager.activate_adapter(1)
     assert manager.lora_index_to_id == [None, None]
     assert not manager.modules["model.proj"].lora_b_stacked[0].any()
-    with pytest.raises((OSError, ValueError)):
+    with pytest.raises(AdapterError, match="are not in"):
         tier.open("again", address)
 
 
 def test_only_the_first_rank_of_a_machine_reads_the_whole(tmp_path):
     manager, _, address, _ = open_tier(tmp_path)
-    first, second = loader.HostTier(manager.buffers), loader.HostTier(manager.buffers, verifies=False)
+    first, second = HostTier(manager.buffers), HostTier(manager.buffers, verifies=False)
     for tier in (first, second):
         tier.verify(tier.open("a", address), address)
     assert (first.verified_bytes, second.verified_bytes) == (address["length"], 0)

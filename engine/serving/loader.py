@@ -1,88 +1,26 @@
-"""Adapters inside the engine's worker: mapped on a thread, copied into a slot inside the step.
+"""Adapters inside the engine's worker: prepared on a thread, copied into a slot inside the step.
 
-`prepare` maps a packed adapter from the store, verifies and validates it, and takes no slot.
+`prepare` (the host tier's) maps a packed adapter, verifies and validates it, and takes no slot.
 `activate` is the only work inside vLLM's step loop: a copy for each block, once the mapping's pages are
-known to be there. A mapping outlives its file's name. What can still fail is a disk, or a segment cut
-short by somebody: then the slot stays free and clear, the adapter is never tried again under its
-name (blocks of the prefix cache may carry it), and its requests fail alone (plugin.fail_requests).
+known to be there. When they are lost (a failed disk, a segment cut short) the slot stays free and clear,
+the adapter is never tried again under its name (blocks of the prefix cache may carry it), and its
+requests fail alone (plugin.fail_requests_of_lost_adapters).
 
 Knows vLLM's LoRA managers (0.26 to 0.32). Does not know names' meaning, routes or the catalog.
 """
 
-import errno
-import hashlib
-import mmap
-import os
-import threading
 import time
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
-import torch
-from torch import Tensor
+from vllm.lora.lora_model import LoRAModel
 from vllm.lora.model_manager import LRUCacheLoRAModelManager
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
-from engine.adapters.packed import Layout
-from engine.adapters.store import PAGE_ALIGNED_FROM
 from engine.errors import AdapterError
 from engine.serving.fill import Plan
+from engine.serving.host_tier import HostTier, PackedAdapter
 from engine.serving.slots import ModuleSlots, slots_of
-
-PREPARE_THREADS = 2
-# Adapters of one shape share a layout and a plan; more shapes than this are parsed again.
-LAYOUTS = 16
-MADV_POPULATE_READ = 22
-Buffers = Mapping[str, ModuleSlots]
-
-
-@dataclass(frozen=True)
-class Bytes:
-    """An adapter's payload: a mapping of the store, or a copy when it is small (`mapped` is None)."""
-
-    payload: Tensor
-    mapped: mmap.mmap | None
-
-    @staticmethod
-    def open(address: Mapping[str, Any]) -> "Bytes":
-        """Open `length` bytes at `offset` of `path`. Raises `OSError`, and `AdapterError` when cut short."""
-        offset, length = address["offset"], address["length"]
-        if length < PAGE_ALIGNED_FROM:
-            with open(address["path"], "rb") as file:
-                data = bytearray(os.pread(file.fileno(), length, offset))
-            if len(data) < length:
-                raise AdapterError(f"{address['path']} ends before its bytes; export the revision again.")
-            return Bytes(torch.frombuffer(data, dtype=torch.uint8), None)
-        start = offset - offset % mmap.ALLOCATIONGRANULARITY
-        with open(address["path"], "rb") as file:
-            # Private, so that torch may call the memory writable; nothing ever writes to it.
-            mapped = mmap.mmap(file.fileno(), offset + length - start, offset=start, access=mmap.ACCESS_COPY)
-        payload = torch.frombuffer(mapped, dtype=torch.uint8, offset=offset - start, count=length)
-        return Bytes(payload, mapped)
-
-    def bring_in(self) -> None:
-        """Have every page in memory, or raise `OSError`; reading a lost page otherwise ends the process."""
-        if self.mapped is None:
-            return
-        try:
-            self.mapped.madvise(MADV_POPULATE_READ)
-        except OSError as error:
-            # Linux before 5.14 does not know it.
-            if error.errno != errno.EINVAL:
-                raise
-
-
-@dataclass(frozen=True)
-class PackedAdapter:
-    """An adapter of the host tier: its bytes, and how they get into a slot of this rank."""
-
-    name: str
-    bytes: Bytes
-    plan: Plan
-    sources: list[Tensor]
 
 
 @dataclass
@@ -108,6 +46,10 @@ class SlotManager(LRUCacheLoRAModelManager):
         self.activations = 0
         self.activated_bytes = 0
         self.activate_seconds = 0.0
+
+    def create_dummy_lora(self, lora_id: int, rank: int, embedding_modules: Any = None) -> LoRAModel:
+        """Return the warm-up's adapter: it needs a slot and no factors."""
+        return LoRAModel(lora_id, rank, {})
 
     def add_adapter(self, adapter: Any) -> bool:
         known = adapter.id in self._registered_adapters
@@ -148,80 +90,6 @@ class SlotManager(LRUCacheLoRAModelManager):
         elif before is not None:
             before.clear(slot)
             self._written[slot] = None
-
-
-class HostTier:
-    """Adapters that are mapped and verified, by served name. Filled by threads, read by the step."""
-
-    def __init__(self, buffers: Buffers, verifies: bool = True) -> None:
-        """`verifies` is false on all but one rank of a machine: the others read their slices only."""
-        self.adapters: dict[str, PackedAdapter] = {}
-        self.validated_bytes = 0
-        self.verified_bytes = 0
-        self._verifies = verifies
-        self._plan = lru_cache(LAYOUTS)(lambda layout: Plan(Layout.from_json(layout), buffers))
-        self._states: dict[str, str] = {}
-        self._lost: dict[str, str] = {}
-        self._lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(PREPARE_THREADS, thread_name_prefix="graftwork-prepare")
-
-    def prepare(self, name: str, address: dict[str, Any]) -> None:
-        with self._lock:
-            if name in self.adapters or name in self._lost or self._states.get(name) == "loading":
-                return
-            self._states[name] = "loading"
-        self._pool.submit(self._prepare, name, address)
-
-    def poll(self, name: str) -> str:
-        """Return `ready`, `loading`, `unknown`, or the sentence why the adapter was refused."""
-        if name in self._lost:
-            return self._lost[name]
-        return "ready" if name in self.adapters else self._states.get(name, "unknown")
-
-    def forget(self, name: str) -> None:
-        with self._lock:
-            self.adapters.pop(name, None)
-            self._states.pop(name, None)
-
-    def lose(self, name: str, reason: str) -> None:
-        """Never serve a name again: its bytes were lost after it was ready."""
-        self._lost[name] = reason
-        self.forget(name)
-
-    def open(self, name: str, address: Mapping[str, Any]) -> PackedAdapter:
-        """Map a packed adapter and lay out its copies; its bytes are neither read nor verified.
-
-        `address` holds `path`, `offset`, `length` (bytes), `checksum` (sha256 hex) and `layout` (JSON).
-        """
-        plan = self._plan(address["layout"])
-        if address["length"] != plan.layout.nbytes:
-            raise AdapterError(f"expected {plan.layout.nbytes} bytes, found {address['length']}.")
-        held = Bytes.open(address)
-        return PackedAdapter(name, held, plan, plan.sources(held.payload))
-
-    def verify(self, adapter: PackedAdapter, address: Mapping[str, Any]) -> None:
-        """Compare the checksum, on one rank, and refuse what is not finite; the error names the tensor."""
-        adapter.bytes.bring_in()
-        if self._verifies:
-            payload: Any = adapter.bytes.payload.numpy()
-            if hashlib.sha256(memoryview(payload)).hexdigest() != address["checksum"]:
-                raise AdapterError(f"its bytes in {address['path']} are damaged; export the revision again.")
-            self.verified_bytes += adapter.bytes.payload.numel()
-        for region, values in zip(adapter.plan.regions, adapter.sources, strict=True):
-            if not torch.isfinite(values).all():
-                raise AdapterError(f"{region.block.module}.lora_{region.block.side} holds NaN or Inf.")
-        self.validated_bytes += adapter.plan.bytes
-
-    def _prepare(self, name: str, address: dict[str, Any]) -> None:
-        try:
-            adapter = self.open(name, address)
-            self.verify(adapter, address)
-        except (AdapterError, OSError, ValueError, KeyError) as error:
-            self._states[name] = f"{name} cannot be loaded: {error}"
-            return
-        with self._lock:
-            self.adapters[name] = adapter
-            self._states.pop(name, None)
 
 
 class PackedWorkerManager(LRUCacheWorkerLoRAManager):

@@ -70,9 +70,10 @@ class ModuleSlots:
         """Say why a block does not fit this module, or None."""
         end = block.first_slice + block.slices
         totals = tuple(cut.total for cut in self.outputs[block.first_slice : end])
-        if bool(block.experts) != bool(self.experts) or block.first_expert + block.experts > self.experts:
-            last = block.first_expert + block.experts
-            return f"expected {self.experts or 'no'} experts, found experts up to number {last}"
+        if bool(block.experts) != bool(self.experts):
+            return f"expected a block {'with' if self.experts else 'without'} experts"
+        if block.first_expert + block.experts > self.experts:
+            return f"expected {self.experts} experts, found {block.first_expert + block.experts}"
         if end > len(self.outputs) or block.widths != totals:
             return f"expected outputs {totals}, found {block.widths}"
         if block.side == "A" and block.shape[-1] != self.inputs.total:
@@ -145,8 +146,8 @@ class StackedSlots(ModuleSlots):
 class ExpertSlots(ModuleSlots):
     """Every slot of a projection of a layer's experts: A (S, E, M, R, I), B rank-major (S, E, M, R, O).
 
-    `inputs` and `outputs` are this rank's; `tp_size` ranks cut the outputs of gate and up, and the
-    inputs of down (`cut_inputs`).
+    `inputs` and `outputs` are those of this rank, of `tp` (rank, size): ranks cut the outputs of gate and
+    up, and the inputs of down (`cut_inputs`).
     """
 
     def __init__(
@@ -158,11 +159,11 @@ class ExpertSlots(ModuleSlots):
         inputs: int,
         outputs: int,
         dtype: torch.dtype,
+        tp: tuple[int, int] = (0, 1),
         *,
         cut_inputs: bool = False,
-        tp_rank: int = 0,
-        tp_size: int = 1,
     ):
+        tp_rank, tp_size = tp
         split = Cut.of(
             inputs if cut_inputs else outputs, tp_rank, (inputs if cut_inputs else outputs) * tp_size
         )

@@ -30,7 +30,8 @@ import vllm_layers as made
 from engine.adapters import packed
 from engine.adapters.families import BaseShapes
 from engine.adapters.store import Store
-from engine.serving.loader import HostTier, Registered, SlotManager
+from engine.serving.host_tier import HostTier
+from engine.serving.loader import Registered, SlotManager
 
 WIDTH = {
     "model_type": "qwen3_moe", "num_hidden_layers": 48, "hidden_size": 2048, "num_attention_heads": 32,
@@ -57,9 +58,8 @@ class CpuExperts:
 
         count, hidden = config["num_experts"], config["hidden_size"]
         inner = config["moe_intermediate_size"] // tp[1]
-        cut = {"tp_rank": tp[0], "tp_size": tp[1]}
-        self.gate_up = ExpertSlots(SLOTS, count, 2, rank, hidden, inner, DTYPE, **cut)
-        self.down = ExpertSlots(SLOTS, count, 1, rank, inner, hidden, DTYPE, cut_inputs=True, **cut)
+        self.gate_up = ExpertSlots(SLOTS, count, 2, rank, hidden, inner, DTYPE, tp)
+        self.down = ExpertSlots(SLOTS, count, 1, rank, inner, hidden, DTYPE, tp, cut_inputs=True)
 
 
 def layers(config: dict, rank: int, stock: bool, tp: tuple[int, int] = (0, 1)) -> made.Layers:
