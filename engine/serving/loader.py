@@ -77,7 +77,6 @@ class SlotManager(LRUCacheLoRAModelManager):
         # Last, so that no step ever sees a slot that is half filled under this id.
         self.lora_index_to_id[slot] = lora_id
         self._active_adapters[lora_id] = None
-        self.activations += 1
         self.activate_seconds = time.perf_counter() - started
         return True
 
@@ -85,6 +84,7 @@ class SlotManager(LRUCacheLoRAModelManager):
         before = self._written[slot]
         if adapter is not None:
             adapter.plan.fill(slot, adapter.sources, before)
+            self.activations += 1
             self.activated_bytes += adapter.plan.bytes
             self._written[slot] = adapter.plan
         elif before is not None:

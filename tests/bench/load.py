@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import _load_live
 import _record as record
 import torch
 from safetensors.torch import save_file
@@ -322,6 +323,10 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 8])
+    parser.add_argument(
+        "--live", type=int, nargs="*", default=_load_live.rank_counts(),
+        help="tensor-parallel sizes of the live engines on many-moe",
+    )  # fmt: skip
     parser.add_argument("--threads", type=int, default=1, help="of our copies, the floor's and stock vLLM's")
     parser.add_argument(
         "--params", help="taken from `graftwork bench`; this one has a state directory of its own"
@@ -331,6 +336,10 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     with tempfile.TemporaryDirectory(prefix="graftwork-load-") as root:
         values, correct = true_width(WIDTH, arguments.ranks, Path(root), arguments.repeats)
+        for ranks in arguments.live:
+            found, right = _load_live.live(Path(root), arguments.repeats, ranks)
+            values |= found
+            correct &= right
     figures = {key: record.median(each) for key, each in values.items()}
     spreads = {key: record.spread(each) for key, each in values.items() if len(each) > 1}
     record.report("load", figures, TARGETS, spreads, correct, arguments.out)
