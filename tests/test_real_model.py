@@ -239,21 +239,22 @@ QWEN3_06B = {
 }  # fmt: skip
 
 
-def arguments(params: Params, found: Plan | None) -> dict[str, object]:
+def arguments(params: Params, found: Plan | None, base: Path) -> dict[str, object]:
     """The server's command line, read by vLLM's own parser."""
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from engine.serving.server import server_arguments
 
-    line = server_arguments(params, Path("params.json"), BaseInfo("base", Path("/base"), "b" * 64), found)
+    (base / "config.json").write_text(json.dumps(QWEN3_06B))
+    line = server_arguments(params, Path("params.json"), BaseInfo("base", base, "b" * 64), found)
     return vars(make_arg_parser(FlexibleArgumentParser()).parse_args(line))
 
 
-def test_the_engine_gets_its_share_of_the_plan():
+def test_the_engine_gets_its_share_of_the_plan(tmp_path: Path):
     params = Params(engine=EngineConfig(max_model_len=4096, max_num_seqs=64))
     found = plan(QWEN3_06B, 80 * GIB, params.engine, params.trainer)
-    given = arguments(params, found)
+    given = arguments(params, found, tmp_path)
     assert given["gpu_memory_utilization"] == pytest.approx(found.gpu_memory_utilization)
     assert given["kv_cache_memory_bytes"] == found.engine_kv_cache
     assert given["dtype"] == "bfloat16"
@@ -262,8 +263,8 @@ def test_the_engine_gets_its_share_of_the_plan():
     assert given["hf_token"] is None
 
 
-def test_on_a_cpu_the_engine_is_as_before():
-    given = arguments(Params(), None)
+def test_on_a_cpu_the_engine_is_as_before(tmp_path: Path):
+    given = arguments(Params(), None, tmp_path)
     assert given["kv_cache_memory_bytes"] == 1 << 28
     assert given["dtype"] == "float32"
     assert given["max_num_batched_tokens"] is None

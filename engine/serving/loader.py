@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+from vllm.lora.lora_model import LoRAModel
 from vllm.lora.model_manager import LRUCacheLoRAModelManager
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
@@ -77,6 +78,10 @@ class SlotManager(LRUCacheLoRAModelManager):
         for name, module in self.modules.items():
             self.buffers |= slots_of(name, module)
         self.activate_seconds = 0.0
+
+    def create_dummy_lora(self, lora_id: int, rank: int, embedding_modules: Any = None) -> LoRAModel:
+        """Return the warm-up's adapter: it needs a slot and no factors."""
+        return LoRAModel(lora_id, rank, {})
 
     def add_adapter(self, adapter: Any) -> bool:
         known = adapter.id in self._registered_adapters
