@@ -4,6 +4,8 @@ Stock vLLM 0.32.0 indexes slots with -1 for rows without an adapter, which gives
 mixed batch the last slot's adapter, and gathers a whole adapter for each row.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -17,12 +19,28 @@ class GroupedPunica(PunicaWrapperCPU):
     """Group the step's rows by slot once; every layer then uses the same plan."""
 
     _plan: grouped.Plan | None = None
+    _slots: tuple[int, ...] = ()
 
     def update_metadata(
         self, mapping: Any, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int, **kwargs: Any
     ) -> None:
         slot_of = {lora_id: slot for slot, lora_id in enumerate(lora_index_to_id) if lora_id is not None}
-        self._plan = grouped.plan([slot_of[i] if i > 0 else -1 for i in mapping.index_mapping])
+        self._slots = tuple(slot_of[i] if i > 0 else -1 for i in mapping.index_mapping)
+        self._plan = grouped.plan(self._slots)
+        self._parts: dict[tuple[int, int], grouped.Plan | None] = {}
+
+    def plan_of(self, first: int, end: int) -> grouped.Plan | None:
+        """Return the plan of some of the step's rows, made once a step."""
+        if (first, end) not in self._parts:
+            self._parts[first, end] = grouped.plan(self._slots[first:end])
+        return self._parts[first, end]
+
+    @contextmanager
+    def only(self, first: int, end: int) -> Iterator[None]:
+        """Make layers within see some of the step's rows as the whole step."""
+        whole, self._plan = self._plan, self.plan_of(first, end)
+        yield
+        self._plan = whole
 
     def add_lora_linear(
         self,
