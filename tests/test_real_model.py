@@ -176,15 +176,11 @@ def test_the_settings_reach_the_trainer(tiny_base):
         load_base(Params(trainer=TrainerConfig(device="cuda")), tiny_base, None)
 
 
-def test_a_base_that_is_no_dense_decoder_is_refused(tmp_path):
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+def test_a_base_of_an_unknown_family_is_refused_before_its_weights_are_read(tmp_path):
+    from transformers import GPT2Config
 
-    config = Qwen3MoeConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=32, moe_intermediate_size=8, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=8, num_experts=4, num_experts_per_tok=2,
-    )  # fmt: skip
-    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(BaseModelError, match=r"no projection model\.layers\.0\.mlp\.gate_proj"):
+    GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2).save_pretrained(tmp_path)
+    with pytest.raises(BaseModelError, match=r"of the type 'gpt2'.*Set base\.name to .*qwen3_moe"):
         ResidentBase(tmp_path, 1, 64)
 
 
@@ -243,21 +239,22 @@ QWEN3_06B = {
 }  # fmt: skip
 
 
-def arguments(params: Params, found: Plan | None) -> dict[str, object]:
+def arguments(params: Params, found: Plan | None, base: Path) -> dict[str, object]:
     """The server's command line, read by vLLM's own parser."""
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from engine.serving.server import server_arguments
 
-    line = server_arguments(params, Path("params.json"), BaseInfo("base", Path("/base"), "b" * 64), found)
+    (base / "config.json").write_text(json.dumps(QWEN3_06B))
+    line = server_arguments(params, Path("params.json"), BaseInfo("base", base, "b" * 64), found)
     return vars(make_arg_parser(FlexibleArgumentParser()).parse_args(line))
 
 
-def test_the_engine_gets_its_share_of_the_plan():
+def test_the_engine_gets_its_share_of_the_plan(tmp_path: Path):
     params = Params(engine=EngineConfig(max_model_len=4096, max_num_seqs=64))
     found = plan(QWEN3_06B, 80 * GIB, params.engine, params.trainer)
-    given = arguments(params, found)
+    given = arguments(params, found, tmp_path)
     assert given["gpu_memory_utilization"] == pytest.approx(found.gpu_memory_utilization)
     assert given["kv_cache_memory_bytes"] == found.engine_kv_cache
     assert given["dtype"] == "bfloat16"
@@ -266,8 +263,8 @@ def test_the_engine_gets_its_share_of_the_plan():
     assert given["hf_token"] is None
 
 
-def test_on_a_cpu_the_engine_is_as_before():
-    given = arguments(Params(), None)
+def test_on_a_cpu_the_engine_is_as_before(tmp_path: Path):
+    given = arguments(Params(), None, tmp_path)
     assert given["kv_cache_memory_bytes"] == 1 << 28
     assert given["dtype"] == "float32"
     assert given["max_num_batched_tokens"] is None

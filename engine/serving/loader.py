@@ -13,19 +13,25 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+from vllm.lora.lora_model import LoRAModel
 from vllm.lora.model_manager import LRUCacheLoRAModelManager
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
 from engine.adapters.packed import Block, Layout, view_block
+from engine.adapters.packed_check import check_layout
+from engine.adapters.store import ALIGNMENT
 from engine.errors import AdapterError
 from engine.serving.slots import ExpertSlots, SlotBuffers, StackedSlots
 
 PREPARE_THREADS = 2
+# Kimi-K2 with a rank of its own for every expert takes about 10 MB.
+LAYOUT_LIMIT = 32 << 20
 # By the name of the packed module.
 Buffers = dict[str, SlotBuffers | ExpertSlots]
 
@@ -72,6 +78,10 @@ class SlotManager(LRUCacheLoRAModelManager):
         for name, module in self.modules.items():
             self.buffers |= slots_of(name, module)
         self.activate_seconds = 0.0
+
+    def create_dummy_lora(self, lora_id: int, rank: int, embedding_modules: Any = None) -> LoRAModel:
+        """Return the warm-up's adapter: it needs a slot and no factors."""
+        return LoRAModel(lora_id, rank, {})
 
     def add_adapter(self, adapter: Any) -> bool:
         known = adapter.id in self._registered_adapters
@@ -127,9 +137,13 @@ class HostTier:
 
     def _prepare(self, name: str, buffers: Buffers, address: dict[str, Any]) -> None:
         try:
-            adapter = open_adapter(name, address)
-            validate(adapter, buffers)
-        except (AdapterError, OSError, ValueError, KeyError) as error:
+            layout = read_layout(address)
+            # Before a byte is touched: what fits the base cannot be larger than the base allows.
+            fit(layout, buffers)
+            adapter = open_adapter(name, address, layout)
+            validate(adapter)
+        except Exception as error:
+            # Whatever it is: a name that stayed `loading` would let its requests wait for nothing.
             self._states[name] = f"{name} cannot be loaded: {error}"
             return
         with self._lock:
@@ -137,37 +151,62 @@ class HostTier:
             self._states.pop(name, None)
 
 
-def open_adapter(name: str, address: dict[str, Any]) -> PackedAdapter:
+def read_layout(address: dict[str, Any]) -> Layout:
+    """Return the layout of an address, proven against itself and against the length of its bytes."""
+    if len(address["layout"]) > LAYOUT_LIMIT:
+        raise AdapterError(
+            f"its layout has {len(address['layout'])} characters; the limit is {LAYOUT_LIMIT}."
+        )
+    layout = Layout.from_json(address["layout"])
+    check_layout(layout)
+    if address["length"] != layout.nbytes:
+        raise AdapterError(f"expected {layout.nbytes} bytes, found {address['length']}.")
+    return layout
+
+
+def fit(layout: Layout, buffers: Buffers) -> None:
+    """Refuse a layout that does not fit this engine; the error names the module and the side."""
+    for block in layout.blocks:
+        if block.module not in buffers:
+            raise AdapterError(f"the base has no module {block.module} that can carry LoRA.")
+        slots = buffers[block.module]
+        reason = slots.unsupported_reason(block, layout.dtype)
+        if (block.experts > 0) != isinstance(slots, ExpertSlots):
+            reason = f"expected a block {'with' if block.experts == 0 else 'without'} experts"
+        if reason is not None:
+            raise AdapterError(f"{block.module}.lora_{block.side}: {reason}.")
+
+
+def open_adapter(name: str, address: dict[str, Any], layout: Layout) -> PackedAdapter:
     """Map a packed adapter and verify its checksum, which also brings its pages in.
 
     `address` holds `path`, `offset`, `length` (bytes), `checksum` (sha256 hex) and `layout` (JSON).
     """
-    offset, length = address["offset"], address["length"]
+    path, offset, length = Path(address["path"]), address["offset"], address["length"]
+    if path.is_symlink() or not path.is_file():
+        raise AdapterError(f"its segment {path} is missing or not a regular file. Restore it.")
+    size = path.stat().st_size
+    if offset < 0 or offset % ALIGNMENT or size < offset + length:
+        raise AdapterError(
+            f"its {length} bytes at {offset} are not in {path}, which has {size}. Export the revision again."
+        )
     start = offset - offset % mmap.ALLOCATIONGRANULARITY
-    with open(address["path"], "rb") as file:
+    with path.open("rb") as file:
         # Private, so that torch may call the memory writable; nothing ever writes to it.
         mapped = mmap.mmap(file.fileno(), offset + length - start, offset=start, access=mmap.ACCESS_COPY)
     payload = torch.frombuffer(mapped, dtype=torch.uint8, offset=offset - start, count=length)
-    found = hashlib.sha256(memoryview(payload.numpy())).hexdigest()  # type: ignore[arg-type]
-    if found != address["checksum"]:
-        raise AdapterError(f"its bytes in {address['path']} are damaged; export the revision again.")
-    return PackedAdapter(name, Layout.from_json(address["layout"]), payload)
+    checksum = hashlib.sha256(memoryview(payload.numpy())).hexdigest()  # type: ignore[arg-type]
+    if checksum != address["checksum"]:
+        raise AdapterError(f"its bytes in {path} are damaged; export the revision again.")
+    return PackedAdapter(name, layout, payload)
 
 
-def validate(adapter: PackedAdapter, buffers: Buffers) -> None:
-    """Refuse an adapter that does not fit this engine; the error names the tensor."""
-    if adapter.payload.numel() != adapter.layout.nbytes:
-        raise AdapterError(f"expected {adapter.layout.nbytes} bytes, found {adapter.payload.numel()}.")
+def validate(adapter: PackedAdapter) -> None:
+    """Refuse values that no step could compute with; the error names the tensor."""
     for name, blocks in adapter.blocks().items():
-        if name not in buffers:
-            raise AdapterError(f"the base has no module {name} that can carry LoRA.")
         for block, values in blocks:
-            where = f"{name}.lora_{block.side}"
-            reason = buffers[name].unsupported_reason(block, adapter.layout.dtype)
-            if reason is not None:
-                raise AdapterError(f"{where}: {reason}.")
             if not torch.isfinite(values).all():
-                raise AdapterError(f"{where} holds NaN or Inf.")
+                raise AdapterError(f"{name}.lora_{block.side} holds NaN or Inf.")
 
 
 class PackedWorkerManager(LRUCacheWorkerLoRAManager):

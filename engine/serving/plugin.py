@@ -15,6 +15,7 @@ def register() -> None:
     replace_cpu_operations()
     rotate_heads_on_cpu()
     replace_latent_attention()
+    serve_experts_on_cpu()
 
 
 def replace_worker_manager() -> None:
@@ -74,6 +75,26 @@ def replace_latent_attention() -> None:
         from engine.serving.mla_cpu import LatentAttention
 
         mla.MLAAttention = LatentAttention  # type: ignore[misc]
+
+
+def serve_experts_on_cpu() -> None:
+    """Let a mixture of experts carry LoRA on CPU.
+
+    Stock selects Triton for it, also on CPU, and dies at the first token. Bound: 0.32.0. Goes when vLLM
+    has CPU experts that support LoRA.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.lora import utils
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
+
+    from engine.serving.moe_cpu import ExpertsWithLoRA, select_backend
+
+    method.select_unquantized_moe_backend = select_backend
+    others = tuple(c for c in utils._all_lora_classes if not issubclass(c, utils.FusedMoEWithLoRA))
+    utils._all_lora_classes = (*others, ExpertsWithLoRA)
 
 
 def vllm_version() -> str:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from engine.memory import Plan
 
 CPU_KV_CACHE_GIB = 0.25
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def main() -> None:
@@ -83,7 +82,7 @@ def server_arguments(
         # The host tier's budget is ours, in bytes; vLLM's count of adapters must not be the limit.
         "--max-cpu-loras", str(1 << 20),
         "--max-lora-rank", str(config.max_rank),
-        "--lora-target-modules", *TARGETS,
+        "--lora-target-modules", *lora_targets(base),
         "--worker-extension-cls", "engine.serving.loader.LoaderExtension",
         "--middleware", "engine.serving.gateway.Gateway",
         "--additional-config", json.dumps({"graftwork": ours}),
@@ -92,6 +91,14 @@ def server_arguments(
         "--no-enable-log-requests",
         "--disable-uvicorn-access-log",
     ]  # fmt: skip
+
+
+def lora_targets(base: "BaseInfo") -> tuple[str, ...]:
+    """Return what may carry LoRA; routed experts are one module of the engine, which calls it `experts`."""
+    from engine.adapters.families import BaseShapes
+
+    shapes = BaseShapes.of(json.loads((base.path / "config.json").read_text()))
+    return (*shapes.targets, *(("experts",) if shapes.experts else ()))
 
 
 def memory_arguments(config: EngineConfig, plan: "Plan | None") -> list[str]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.nn.functional import grouped_mm
 
 from engine.adapters.families import PROJECTIONS
@@ -35,9 +36,26 @@ class Groups:
         ends = torch.bincount(experts_TK.flatten(), minlength=count).cumsum(0, dtype=torch.int32)
         return Groups(order, order.argsort(), ends)
 
-    def linear(self, x: Tensor, weight_EOD: Tensor, each: int) -> Tensor:
-        """Return each pair's product (P, O) with its expert's weight; `x` has a row for `each` pairs."""
-        return grouped_mm(x[self.order // each], weight_EOD.transpose(1, 2), offs=self.ends)[self.place]
+
+class Product(Function):
+    """Each pair's product (P, O) with its expert's frozen weight; the rows alone get a gradient.
+
+    `x` has a row for `each` pairs. On any device the same sums in the same order: no atomic additions.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_EOD: Tensor, groups: Groups, each: int) -> Tensor:
+        ctx.weight_EOD, ctx.groups, ctx.each = weight_EOD, groups, each
+        rows_PD = x.index_select(0, groups.order // each)
+        y_PO = grouped_mm(rows_PD, weight_EOD.transpose(1, 2), offs=groups.ends)
+        return y_PO.index_select(0, groups.place)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        groups = ctx.groups
+        dy_PO = grads[0].index_select(0, groups.order)
+        dx_PD = grouped_mm(dy_PO, ctx.weight_EOD, offs=groups.ends).index_select(0, groups.place)
+        return dx_PD.view(-1, ctx.each, dx_PD.shape[1]).sum(1), None, None, None
 
 
 class SlottedExperts(nn.Module):
@@ -59,12 +77,12 @@ class SlottedExperts(nn.Module):
     def forward(self, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
         tokens, count = experts_TK.shape
         groups = Groups.of(experts_TK, len(self.base.down_proj))
-        both_TKI = groups.linear(x_TH, self.base.gate_up_proj, count).view(tokens, count, -1)
+        both_TKI = Product.apply(x_TH, self.base.gate_up_proj, groups, count).view(tokens, count, -1)
         gate_TKI, up_TKI = both_TKI.chunk(2, dim=-1)
         gate_TKI = self._add("gate_proj", gate_TKI, x_TH, experts_TK)
         up_TKI = self._add("up_proj", up_TKI, x_TH, experts_TK)
         inner_TKI = self.base.act_fn(gate_TKI) * up_TKI
-        y_TKH = groups.linear(inner_TKI.flatten(0, 1), self.base.down_proj, 1).view(tokens, count, -1)
+        y_TKH = Product.apply(inner_TKI.flatten(0, 1), self.base.down_proj, groups, 1).view(tokens, count, -1)
         y_TKH = self._add("down_proj", y_TKH, inner_TKI, experts_TK)
         return (y_TKH * weights_TK[..., None]).sum(1).to(x_TH.dtype)
 
