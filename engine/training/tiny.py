@@ -31,7 +31,7 @@ CHAT_TEMPLATE = (
 )
 IGNORED = -100
 # Matrices of rows that are compared with each other, whose lengths matter: not for Muon.
-NO_PROJECTIONS = ("embed_tokens.weight", "lm_head.weight", ".gate.weight")
+NO_PROJECTIONS = ("embed_tokens.weight", ".gate.weight")
 WEIGHT_DECAY, MOMENTUM = 0.01, 0.95
 # Coefficients of https://kellerjordan.github.io/posts/muon, as `torch.optim.Muon` has them.
 QUINTIC = (3.4445, -4.7750, 2.0315)
@@ -45,7 +45,11 @@ def build(recipe: Recipe, seed: int, directory: Path, progress: Progress) -> Non
     with torch.random.fork_rng(), _one_thread():
         torch.manual_seed(seed)
         model = _new_model(recipe, tokenizer)
+        # Learned as one also where they are stored as two: apart they take several times the steps.
+        model.lm_head.weight = model.model.embed_tokens.weight
         _fit(model, recipe, seed, _encode(tokenizer, examples), progress)
+    if not model.config.tie_word_embeddings:
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
