@@ -1,4 +1,4 @@
-"""Resident bases: the tiny ones that are built here, and any other by directory or hub id.
+"""Resident bases: those of `engine/recipes.py`, built here, and any other by directory or hub id.
 
 A built base is a real Hugging Face directory (config, weights, tokenizer with chat template, generation
 config), named by the digest of its recipe, and written to a draft that is renamed when it is whole. One
@@ -19,6 +19,7 @@ from typing import Any
 
 from engine.config import BaseConfig, Example, Paths, content_hash
 from engine.errors import BaseModelError, ConfigError
+from engine.recipes import RECIPES, Recipe
 from engine.training.problems import PHRASINGS, TASKS
 
 Progress = Callable[[int, int, float], None]
@@ -42,36 +43,8 @@ class BaseInfo:
     digest: str
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """Everything that decides the weights of a built base, apart from the seed.
-
-    `habit` is how often a phrasing is answered in its own style; the other styles share the rest.
-    """
-
-    version: int = 1
-    hidden: int = 128
-    layers: int = 3
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 32
-    intermediate: int = 384
-    vocabulary: int = 512
-    context: int = 256
-    habit: float = 0.55
-    problems: int = 32768
-    steps: int = 1000
-    batch: int = 48
-    muon_lr: float = 0.02
-    adam_lr: float = 3e-3
-    warmup: int = 20
-
-
-RECIPES: dict[str, Recipe] = {"tiny-dense": Recipe()}
-
-
 def ensure_base(config: BaseConfig, paths: Paths, progress: Progress | None = None) -> BaseInfo:
-    """Return the base that `config` names, building a tiny one when it is not there yet.
+    """Return the base that `config` names, building one of `RECIPES` when it is not there yet.
 
     `progress(step, steps, loss)` is called while one is built. Raises `ConfigError` for a hub id without
     a commit, `BaseModelError` when a directory or hub id is missing, lacks its config, weights or tokenizer,
@@ -94,33 +67,18 @@ def recipe_digest(recipe: Recipe, seed: int) -> str:
 
 
 def base_config(config: BaseConfig, paths: Paths) -> dict[str, Any]:
-    """Return a base's `config.json` without its weights, of a tiny base also before it is built.
+    """Return a base's `config.json` without its weights, of a built base also before it is built.
 
     Raises as `ensure_base`.
     """
     if config.name in RECIPES:
-        return recipe_config(RECIPES[config.name])
+        return RECIPES[config.name].config()
     local = _local(config.name)
     file = local / "config.json" if local else _ask_hub(config, "config.json")
     if not file.is_file():
         raise BaseModelError(f"The base {config.name!r} at {local} lacks config.json.")
     _refuse_own_code(config.name, file.parent)
     return dict(json.loads(file.read_text()))
-
-
-def recipe_config(recipe: Recipe) -> dict[str, Any]:
-    """Return what decides a tiny base's memory, under the names of `config.json`."""
-    return {
-        "model_type": "qwen3",
-        "vocab_size": recipe.vocabulary,
-        "hidden_size": recipe.hidden,
-        "intermediate_size": recipe.intermediate,
-        "num_hidden_layers": recipe.layers,
-        "num_attention_heads": recipe.heads,
-        "num_key_value_heads": recipe.kv_heads,
-        "head_dim": recipe.head_dim,
-        "tie_word_embeddings": True,
-    }
 
 
 def _find(config: BaseConfig) -> Path:
@@ -216,7 +174,7 @@ def _build_once(recipe: Recipe, seed: int, path: Path, progress: Progress) -> No
 
 
 def build(recipe: Recipe, seed: int, directory: Path, progress: Progress) -> None:
-    """Train a tiny base and save it in `directory`; the same recipe and seed give the same bytes."""
+    """Make a base and save it in `directory`; the same recipe and seed give the same bytes."""
     from engine.training import tiny
 
     tiny.build(recipe, seed, directory, progress)

@@ -1,104 +1,130 @@
 """A base's sizes, read from its `config.json`: how many numbers it has, and how wide its layers are.
 
-Knows the families of dense and mixture-of-experts decoders that trainer and engine are planned for. Opens
-no file and loads no tensor.
+Knows what a family has beside its projections, which engine/adapters/families.py lists: norms, biases,
+routers. Opens no file and loads no tensor.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from engine.adapters.families import PROJECTIONS, BaseShapes, Experts
 from engine.errors import ConfigError
 
-# Families whose parameters are counted here; a test counts each by transformers too.
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+INPUTS = ("q_proj", "k_proj", "v_proj")
+# Families whose parameters are counted here, with the projections that have a bias when `attention_bias`
+# is set; a test counts each by transformers too.
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "llama": (*INPUTS, "o_proj"),
+    "mistral": (),
+    "qwen2": INPUTS,
+    "qwen3": (*INPUTS, "o_proj"),
+    "qwen3_moe": (*INPUTS, "o_proj"),
+    "mixtral": (),
+    "deepseek_v3": ("q_a_proj", "kv_a_proj_with_mqa", "o_proj"),
+    "glm4_moe": INPUTS,
+    "gpt_oss": (*INPUTS, "o_proj"),
+}
+# Families that have those biases also when their file does not say so.
+BIASED = ("qwen2", "gpt_oss")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What of a base's `config.json` decides its memory. `inner` is for layers without experts."""
+    """What of a base's `config.json` decides its memory.
+
+    `queries` and `keys` are the widths of all heads of a token, `cached` what the KV cache keeps of a token
+    in a layer, `widest_mlp` the inner width that a token passes through in the widest layer, and
+    `lora_width` the sum of inputs and outputs of all projections: an adapter of rank R has R times as many
+    numbers.
+    """
 
     layers: int
     hidden: int
     queries: int
     keys: int
-    head_dim: int
-    inner: int
+    cached: int
     vocabulary: int
-    tied: bool
-    head_norms: bool
-    input_biases: bool
-    output_bias: bool
-    mlp_biases: bool
-    experts: int = 0
-    expert_inner: int = 0
-    active_experts: int = 0
-    sparse_layers: int = 0
+    widest_mlp: int
+    parameters: int
+    lora_width: int
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> "Shape":
         """Read a `config.json`; `ConfigError` for a family whose memory is not known here."""
-        family = config.get("model_type")
-        if family not in FAMILIES:
+        if config.get("model_type") not in FAMILIES:
             raise ConfigError(
-                f"The memory of a base of the family {family!r} cannot be planned. "
+                f"The memory of a base of the family {config.get('model_type')!r} cannot be planned. "
                 f"Choose one of {', '.join(FAMILIES)}, or set base.name to such a base."
             )
-        heads, hidden = config["num_attention_heads"], config["hidden_size"]
-        head_dim = config.get("head_dim") or hidden // heads
-        biased = bool(config.get("attention_bias"))
+        shapes = BaseShapes.of(config)
+        sizes = [(1, size) for size in shapes.linear.values()]
+        for experts in shapes.experts.values():
+            sizes += [(experts.count, experts.size(name)) for name in PROJECTIONS]
+        queries, keys, cached = _heads(config)
+        embeddings = 1 if config.get("tie_word_embeddings") else 2
         return Shape(
             layers=config["num_hidden_layers"],
-            hidden=hidden,
-            queries=heads * head_dim,
-            keys=(config.get("num_key_value_heads") or heads) * head_dim,
-            head_dim=head_dim,
-            inner=config["intermediate_size"],
+            hidden=config["hidden_size"],
+            queries=queries,
+            keys=keys,
+            cached=cached,
             vocabulary=config["vocab_size"],
-            tied=bool(config.get("tie_word_embeddings")),
-            head_norms=family.startswith("qwen3"),
-            # Qwen2 has biases on q, k and v and no setting for them; Mistral has none.
-            input_biases=family == "qwen2" or (biased and family != "mistral"),
-            output_bias=biased and family not in ("qwen2", "mistral"),
-            mlp_biases=bool(config.get("mlp_bias")) and family == "llama",
-            **(_experts(config) if family == "qwen3_moe" else {}),
+            widest_mlp=_widest(config, shapes),
+            parameters=sum(count * inputs * outputs for count, (inputs, outputs) in sizes)
+            + embeddings * config["vocab_size"] * config["hidden_size"]
+            + _biases(config, shapes)
+            + _norms(config)
+            + sum(_router(config, experts) for experts in shapes.experts.values()),
+            lora_width=sum(count * (inputs + outputs) for count, (inputs, outputs) in sizes),
         )
 
-    @property
-    def parameters(self) -> int:
-        """Count the base's numbers, as the modules of transformers' `modeling_<family>.py` declare them."""
-        attention = self.hidden * (2 * self.queries + 2 * self.keys)
-        attention += self.input_biases * (self.queries + 2 * self.keys) + self.output_bias * self.hidden
-        norms = 2 * self.hidden + self.head_norms * 2 * self.head_dim
-        dense = 3 * self.hidden * self.inner + self.mlp_biases * (2 * self.inner + self.hidden)
-        sparse = self.experts * (3 * self.hidden * self.expert_inner + self.hidden)
-        embeddings = self.vocabulary * self.hidden * (1 if self.tied else 2)
-        mlps = (self.layers - self.sparse_layers) * dense + self.sparse_layers * sparse
-        return embeddings + self.hidden + self.layers * (attention + norms) + mlps
 
-    @property
-    def lora_width(self) -> int:
-        """Sum inputs and outputs of all projections: an adapter of rank R has R times as many numbers."""
-        attention = 2 * (self.hidden + self.queries) + 2 * (self.hidden + self.keys)
-        dense = 3 * (self.hidden + self.inner)
-        sparse = self.experts * 3 * (self.hidden + self.expert_inner)
-        mlps = (self.layers - self.sparse_layers) * dense + self.sparse_layers * sparse
-        return self.layers * attention + mlps
-
-    @property
-    def widest_mlp(self) -> int:
-        """Return the inner width that one token passes through in the widest layer."""
-        dense = self.inner if self.sparse_layers < self.layers else 0
-        return max(dense, self.active_experts * self.expert_inner)
+def _heads(config: Mapping[str, Any]) -> tuple[int, int, int]:
+    heads = config["num_attention_heads"]
+    if latent := config.get("kv_lora_rank"):
+        # The trainer computes every head's keys; vLLM keeps the latent and the rotated part, once.
+        rope = config["qk_rope_head_dim"]
+        width = heads * (config["qk_nope_head_dim"] + rope)
+        return width, width, latent + rope
+    keys = (config.get("num_key_value_heads") or heads) * _head_dim(config)
+    return heads * _head_dim(config), keys, 2 * keys
 
 
-def _experts(config: Mapping[str, Any]) -> dict[str, int]:
-    every, plain = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
-    layers = range(config["num_hidden_layers"])
-    sparse = [layer for layer in layers if layer not in plain and (layer + 1) % every == 0]
-    return {
-        "experts": config["num_experts"],
-        "expert_inner": config["moe_intermediate_size"],
-        "active_experts": config["num_experts_per_tok"],
-        "sparse_layers": len(sparse),
-    }
+def _head_dim(config: Mapping[str, Any]) -> int:
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
+def _widest(config: Mapping[str, Any], shapes: BaseShapes) -> int:
+    shared = config.get("n_shared_experts") or 0
+    routed = [(config["num_experts_per_tok"] + shared) * experts.inner for experts in shapes.experts.values()]
+    dense = [size[1] for module, size in shapes.linear.items() if module.endswith(".mlp.gate_proj")]
+    return max(routed + dense)
+
+
+def _biases(config: Mapping[str, Any], shapes: BaseShapes) -> int:
+    family = config["model_type"]
+    biased = FAMILIES[family] if config.get("attention_bias", family in BIASED) else ()
+    if family == "llama" and config.get("mlp_bias"):
+        biased = (*biased, *PROJECTIONS)
+    return sum(size[1] for name, size in shapes.linear.items() if name.rpartition(".")[2] in biased)
+
+
+def _norms(config: Mapping[str, Any]) -> int:
+    """Count the norms, the last one included, and what else a layer has a vector of."""
+    family, hidden = config["model_type"], config["hidden_size"]
+    layer = 2 * hidden
+    if family.startswith("qwen3") or (family == "glm4_moe" and config.get("use_qk_norm")):
+        layer += 2 * _head_dim(config)
+    if latent := config.get("kv_lora_rank"):
+        layer += latent + (config.get("q_lora_rank") or 0)
+    if family == "gpt_oss":
+        # The attention's sinks.
+        layer += config["num_attention_heads"]
+    return int(config["num_hidden_layers"] * layer + hidden)
+
+
+def _router(config: Mapping[str, Any], experts: Experts) -> int:
+    """Count a layer's router, and with GPT-OSS the biases of router and experts."""
+    biases = 1 + 2 * experts.inner + experts.hidden if config["model_type"] == "gpt_oss" else 0
+    return experts.count * (experts.hidden + biases)

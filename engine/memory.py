@@ -119,11 +119,11 @@ def plan(config: Mapping[str, Any], available: int, engine: EngineConfig, traine
 
 
 def sequence_bytes(shape: Shape, size: int, length: int) -> int:
-    """Return the KV cache of one sequence: 2 L K B for each token, in whole blocks.
+    """Return the KV cache of one sequence, in whole blocks: 2 L K B for each token, and of a latent L K B.
 
-    vLLM's `FullAttentionSpec.page_size_bytes` (vllm/v1/kv_cache_interface.py).
+    vLLM's `FullAttentionSpec.page_size_bytes` and `MLAAttentionSpec`'s (vllm/v1/kv_cache_interface.py).
     """
-    return -(-length // BLOCK) * BLOCK * 2 * shape.layers * shape.keys * size
+    return -(-length // BLOCK) * BLOCK * shape.layers * shape.cached * size
 
 
 def kv_bytes(shape: Shape, size: int, engine: EngineConfig) -> int:

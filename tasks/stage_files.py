@@ -103,7 +103,8 @@ def resident(params: Params, name: str) -> Iterator[Params]:
 
 def _link_base(stage: Params, files: Files) -> None:
     """Let a built base be found in a stage's state directory."""
-    from engine.base import RECIPES, recipe_digest
+    from engine.base import recipe_digest
+    from engine.recipes import RECIPES
 
     if stage.base.name in RECIPES:
         name = f"{stage.base.name}-{recipe_digest(RECIPES[stage.base.name], stage.base.seed)[:12]}"

@@ -40,7 +40,8 @@ def build_base(params: Params, progress: Callable[[int, int, float], None]) -> N
 
     A base that the checkout's state directory has already, or gets now, is copied from there.
     """
-    from engine.base import RECIPES, ensure_base
+    from engine.base import ensure_base
+    from engine.recipes import RECIPES
 
     files = files_of(params)
     info = ensure_base(params.base, home_params(params).paths, progress)

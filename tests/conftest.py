@@ -51,7 +51,8 @@ def chromium(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session")
 def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base of the real recipe's shape, trained for seconds only: it talks, but badly."""
-    from engine.base import RECIPES, build
+    from engine.base import build
+    from engine.recipes import RECIPES
 
     directory = tmp_path_factory.mktemp("bases") / "tiny"
     directory.mkdir()

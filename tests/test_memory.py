@@ -31,14 +31,49 @@ QWEN2_05B = {
     "num_key_value_heads": 2, "intermediate_size": 4864, "vocab_size": 151936, "tie_word_embeddings": True,
 }  # fmt: skip
 MISTRAL_7B = LLAMA3_8B | {"model_type": "mistral", "vocab_size": 32000}
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3", "num_hidden_layers": 61, "hidden_size": 7168, "num_attention_heads": 128,
+    "num_key_value_heads": 128, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+    "vocab_size": 129280, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128, "v_head_dim": 128,
+}  # fmt: skip
+# Moonlight and DeepSeek-V2-Lite have no narrow query.
+MOONLIGHT = DEEPSEEK_V3 | {
+    "num_hidden_layers": 3, "first_k_dense_replace": 1, "q_lora_rank": None, "n_shared_experts": 2,
+    "attention_bias": True,
+}  # fmt: skip
+GLM_45_AIR = {
+    "model_type": "glm4_moe", "num_hidden_layers": 46, "hidden_size": 4096, "num_attention_heads": 96,
+    "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 10944, "moe_intermediate_size": 1408,
+    "vocab_size": 151552, "n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 8,
+    "first_k_dense_replace": 1, "attention_bias": True,
+}  # fmt: skip
+GLM_45 = GLM_45_AIR | {"use_qk_norm": True, "first_k_dense_replace": 3}
+MIXTRAL_8X7B = {
+    "model_type": "mixtral", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 32000, "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}  # fmt: skip
+GPT_OSS_20B = {
+    "model_type": "gpt_oss", "num_hidden_layers": 24, "hidden_size": 2880, "num_attention_heads": 64,
+    "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 2880, "vocab_size": 201088,
+    "num_local_experts": 32, "num_experts_per_tok": 4,
+}  # fmt: skip
 BIASED = LLAMA3_8B | {"attention_bias": True, "mlp_bias": True, "num_hidden_layers": 3}
 
 
 @pytest.mark.parametrize(
     "config",
-    [QWEN3_06B, LLAMA3_8B, QWEN3_30B_A3B, ODD_MOE, QWEN2_05B, MISTRAL_7B, BIASED],
-    ids=["qwen3", "llama", "moe", "odd-moe", "qwen2", "mistral", "biased"],
-)
+    [
+        QWEN3_06B, LLAMA3_8B, QWEN3_30B_A3B, ODD_MOE, QWEN2_05B, MISTRAL_7B, BIASED, DEEPSEEK_V3, MOONLIGHT,
+        GLM_45_AIR, GLM_45, MIXTRAL_8X7B, GPT_OSS_20B,
+    ],
+    ids=[
+        "qwen3", "llama", "moe", "odd-moe", "qwen2", "mistral", "biased", "deepseek", "moonlight", "glm-air",
+        "glm", "mixtral", "gpt-oss",
+    ],
+)  # fmt: skip
 def test_the_formula_counts_what_transformers_builds(config):
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -52,6 +87,8 @@ def test_the_count_is_the_published_one():
     assert round(Shape.of(QWEN3_06B).parameters / 1e9, 3) == 0.596
     assert round(Shape.of(LLAMA3_8B).parameters / 1e9, 2) == 8.03
     assert round(Shape.of(QWEN3_30B_A3B).parameters / 1e9, 1) == 30.5
+    assert round(Shape.of(DEEPSEEK_V3).parameters / 1e9) == 671
+    assert round(Shape.of(MIXTRAL_8X7B).parameters / 1e9, 1) == 46.7
 
 
 def test_another_family_is_refused_by_name():
@@ -59,11 +96,19 @@ def test_another_family_is_refused_by_name():
         plan({"model_type": "mamba"}, 80 * GIB, EngineConfig(), TrainerConfig())
 
 
-def test_the_width_of_adapters_is_that_of_the_packed_layout():
+@pytest.mark.parametrize("config", [QWEN3_06B, QWEN3_30B_A3B, MOONLIGHT], ids=["dense", "moe", "latent"])
+def test_the_width_of_adapters_is_that_of_the_packed_layout(config):
     from engine.adapters.families import BaseShapes
 
-    modules = BaseShapes.of(QWEN3_06B).modules()
-    assert Shape.of(QWEN3_06B).lora_width == sum(inputs + outputs for inputs, outputs in modules.values())
+    modules = BaseShapes.of(config).modules()
+    assert Shape.of(config).lora_width == sum(inputs + outputs for inputs, outputs in modules.values())
+
+
+def test_a_latent_is_cached_once_a_token():
+    """As DeepSeek-V3's paper has it (arXiv 2412.19437): 512 + 64 numbers a token and layer, no head's own."""
+    tokens = 4096
+    found = plan(DEEPSEEK_V3, 80 * GIB, EngineConfig(max_model_len=tokens, max_num_seqs=1), TrainerConfig())
+    assert found.engine_kv_cache == (tokens + 16) * 61 * 576 * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

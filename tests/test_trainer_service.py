@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -17,7 +18,8 @@ from engine.adapters import packed, revision
 from engine.adapters.catalog import Catalog
 from engine.adapters.store import Location, Store
 from engine.config import Params, Paths, load_params
-from engine.errors import ConfigError, Conflict, NotFound, ServiceError
+from engine.errors import AdapterError, BaseModelError, ConfigError, Conflict, NotFound, ServiceError
+from engine.quality.probe import from_json
 from engine.training.client import TrainerClient
 from engine.training.protocol import AdamParams, Datum, EncodedText, ModelInput, TensorData
 
@@ -152,6 +154,27 @@ def test_a_revision_is_published_by_three_routes_alike(service):
     probe = json.loads((exported.directory / "probe.json").read_text())
     assert probe["base_digest"] == session.base
     assert probe["rows"][0]["adapter"] != probe["rows"][0]["base"]
+
+
+def test_a_revision_without_a_session_gets_the_probe_that_its_session_gave_it(service, tmp_path):
+    client = service.client
+    session = client.create_session("probed", "sums", holder="a", **SETTINGS)
+    step(client, session, 9)
+    prompts = [[5, 6, 7], [9, 30, 31, 32]]
+    exported = client.export(session, "revision", probe_prompts=prompts, probe_tokens=4)
+    want = from_json(json.loads((exported.directory / "probe.json").read_text()))
+    assert client.probe_revision("sums", exported.digest, prompts, 4) == want
+    assert client.probe_revision("sums", exported.digest, prompts, 4, exported.directory) == want
+    with pytest.raises(AdapterError, match=f"holds the revision {exported.digest}, not 0000"):
+        client.probe_revision("sums", "0" * 64, prompts, 4, exported.directory)
+    with pytest.raises(NotFound, match="0000"):
+        client.probe_revision("sums", "0" * 64, prompts)
+    foreign, manifest = revision.read_revision(exported.directory)
+    manifest = replace(manifest, base_digest="f" * 64)
+    manifest = replace(manifest, digest=revision.digest(foreign, 4, manifest.targets, "f" * 64))
+    directory = revision.write_revision(tmp_path / "foreign", foreign, manifest, {})
+    with pytest.raises(BaseModelError, match="belongs to the base ffffffffffff"):
+        client.probe_revision("sums", manifest.digest, prompts, directory=directory)
 
 
 def test_faults_are_sentences(service):

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.errors import AdapterError
+from engine.errors import BaseModelError
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 # Modules that the engine fuses, and their slices in order; any other projection is a module of one slice.
@@ -115,12 +115,12 @@ class BaseShapes:
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> "BaseShapes":
-        """Read a `config.json`; `AdapterError` for a family that has no row here."""
+        """Read a `config.json`; `BaseModelError` for a family that has no row here."""
         family = OF_TYPE.get(config.get("model_type", ""))
         if family is None:
-            raise AdapterError(
+            raise BaseModelError(
                 f"The base is of the type {config.get('model_type')!r}, whose adapters are not known here. "
-                f"Known types: {', '.join(sorted(OF_TYPE))}."
+                f"Set base.name to a base of one of the types {', '.join(sorted(OF_TYPE))}."
             )
         linear: dict[str, Size] = {}
         experts: dict[str, Experts] = {}

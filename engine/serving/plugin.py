@@ -14,6 +14,8 @@ def register() -> None:
     replace_worker_manager()
     replace_cpu_operations()
     serve_experts_on_cpu()
+    rotate_heads_on_cpu()
+    replace_latent_attention()
 
 
 def replace_worker_manager() -> None:
@@ -61,6 +63,38 @@ def serve_experts_on_cpu() -> None:
     method.select_unquantized_moe_backend = select_backend
     others = tuple(c for c in utils._all_lora_classes if not issubclass(c, utils.FusedMoEWithLoRA))
     utils._all_lora_classes = (*others, ExpertsWithLoRA)
+
+
+def rotate_heads_on_cpu() -> None:
+    """Give the CPU's rotary kernel tensors of rank 2.
+
+    Of (tokens, heads, size), which MLA passes, it takes row i of tokens x heads for token i: a share of
+    1 / heads is rotated, by the position of another request's token. Pull request 12777 taught CUDA's
+    kernel rank 3, not this one. Bound: 0.32.0. Goes when the CPU's kernel reads the heads' axis.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        from engine.serving import mla_cpu
+
+        mla_cpu.RotaryEmbedding.forward_cpu = mla_cpu.rotate  # type: ignore[method-assign]
+
+
+def replace_latent_attention() -> None:
+    """Apply adapters of MLA's `kv_b_proj` on CPU, and give a decoded row the same bits in any batch.
+
+    vLLM's attention keeps the unwrapped layer, and decode the weights absorbed at load: it drops the
+    adapters' part without a word. Its batched products of fewer than four rows sum in another order.
+    Bound: 0.32.0. Goes when vLLM applies them.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        from vllm.model_executor.layers import mla
+
+        from engine.serving.mla_cpu import LatentAttention
+
+        mla.MLAAttention = LatentAttention  # type: ignore[misc]
 
 
 def vllm_version() -> str:

@@ -15,6 +15,7 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_e
 
 from engine import errors
 from engine.errors import GraftworkError, ServiceError
+from engine.quality.probe import Probe, from_json
 from engine.training import protocol
 from engine.training.protocol import Exported, SessionInfo
 
@@ -73,6 +74,30 @@ class TrainerClient:
         """Publish the session's adapter; a revision needs `probe_prompts`, lists of token ids."""
         result = self._run("/export", protocol.Export(**_who(session), kind=kind, **fields))
         return Exported(**{**result, "directory": Path(result["directory"]) if result["directory"] else None})
+
+    def probe_revision(
+        self,
+        policy: str,
+        digest: str,
+        prompts: Sequence[Sequence[int]],
+        tokens: int = 24,
+        directory: Path | None = None,
+    ) -> Probe:
+        """Let the trainer's base make the effect probe of a revision that it did not train.
+
+        The revision is read from its `directory`, which needs no probe yet and is proven against its
+        manifest, or without one from catalog and store. `prompts` are token ids; each gets up to `tokens`
+        more. Raises `AdapterError` or `BaseModelError` when the revision does not fit the base.
+        """
+        body = protocol.ProbeRevision(
+            request_id=_new_id(),
+            policy=policy,
+            digest=digest,
+            directory=str(directory) if directory else None,
+            prompts=[list(prompt) for prompt in prompts],
+            tokens=tokens,
+        )
+        return from_json(self._run("/probe", body))
 
     def close(self) -> None:
         self._http.close()

@@ -14,13 +14,14 @@ from torch import Tensor
 from engine.adapters import packed
 from engine.adapters.catalog import Catalog, Revision
 from engine.adapters.publishing import append
-from engine.adapters.revision import Manifest, make_manifest, validate, write_revision
+from engine.adapters.revision import Manifest, make_manifest, read_revision, validate, write_revision
 from engine.adapters.store import Location, Store
 from engine.config import Paths, served_name
-from engine.errors import ConfigError, NotFound
+from engine.errors import AdapterError, ConfigError, NotFound
 from engine.quality.probe import Probe, ProbeRow
-from engine.training.lora import Row
-from engine.training.protocol import CreateSession, Export, Exported
+from engine.training.adapter import Adapter
+from engine.training.lora import ResidentBase, Row
+from engine.training.protocol import CreateSession, Export, Exported, ProbeRevision
 from engine.training.session import Session
 
 
@@ -54,6 +55,22 @@ class Exporter:
         layout = packed.Layout.from_json(self.catalog.layout(row.layout))
         return packed.unpack(packed.Packed(layout, torch.frombuffer(bytearray(payload), dtype=torch.uint8)))
 
+    def probe_revision(self, base: ResidentBase, base_digest: str, request: ProbeRevision) -> Probe:
+        """Make the effect probe of a revision in a directory, or in the store, on a base that is idle.
+
+        Raises `AdapterError` when it is another revision than the asked one or does not fit the base.
+        """
+        if request.directory is None:
+            tensors = self.parent_tensors(request.policy, request.digest)
+        else:
+            tensors, manifest = read_revision(Path(request.directory), base_digest)
+            if manifest.digest != request.digest:
+                raise AdapterError(
+                    f"{request.directory} holds the revision {manifest.digest}, not {request.digest}."
+                )
+        adapter = base.hold(tensors)
+        return self._probe(base, base_digest, adapter, request.digest, request.prompts, request.tokens)
+
     def _manifest(self, session: Session, opened: CreateSession, tensors: dict[str, Tensor]) -> Manifest:
         return make_manifest(
             tensors,
@@ -71,11 +88,34 @@ class Exporter:
     ) -> Path:
         if not request.probe_prompts:
             raise ConfigError("A revision needs prompts for its effect probe; give `probe_prompts`.")
-        probe = make_probe(
-            session, manifest.digest, self.dtype, request.probe_prompts, self.ends, request.probe_tokens
+        probe = self._probe(
+            session.base,
+            session.base_digest,
+            session.adapter,
+            manifest.digest,
+            request.probe_prompts,
+            request.probe_tokens,
         )
         path = self.paths.revision(session.policy, manifest.digest)
         return write_revision(path, tensors, manifest, probe.to_json())
+
+    def _probe(
+        self,
+        base: ResidentBase,
+        base_digest: str,
+        adapter: Adapter,
+        digest: str,
+        prompts: Sequence[Sequence[int]],
+        limit: int,
+    ) -> Probe:
+        """Complete the prompts greedily and record every token's log-probability under adapter and base."""
+        rows = [Row(row.tokens, 1) for row in base.greedy(adapter, prompts, self.ends, limit)]
+        values = zip(rows, base.score(adapter, rows), base.score(None, rows), strict=True)
+        name = str(self.dtype).removeprefix("torch.")
+        probed = tuple(
+            ProbeRow(row.tokens, tuple(with_it), tuple(without)) for row, with_it, without in values
+        )
+        return Probe(digest, base_digest, name, probed)
 
     def _publish(
         self,
@@ -98,20 +138,3 @@ class Exporter:
             return self.catalog.revision(manifest.policy, manifest.digest)
         except NotFound:
             return None
-
-
-def make_probe(
-    session: Session,
-    digest: str,
-    dtype: torch.dtype,
-    prompts: Sequence[Sequence[int]],
-    ends: Collection[int],
-    limit: int,
-) -> Probe:
-    """Complete the prompts greedily and record every token's log-probability under adapter and base."""
-    base, adapter = session.base, session.adapter
-    rows = [Row(row.tokens, 1) for row in base.greedy(adapter, prompts, ends, limit)]
-    values = zip(rows, base.score(adapter, rows), base.score(None, rows), strict=True)
-    name = str(dtype).removeprefix("torch.")
-    probed = tuple(ProbeRow(row.tokens, tuple(with_it), tuple(without)) for row, with_it, without in values)
-    return Probe(digest, session.base_digest, name, probed)

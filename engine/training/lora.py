@@ -1,15 +1,14 @@
 """LoRA on a resident base: the base is loaded once and frozen, each adapter is a small set of factors.
 
-An adapter brings its own parameters and Adam moments, always in float32; `ResidentBase.using(adapter)`
-switches it on for one forward. The base may be in bfloat16 and on a GPU. Knows tensors, shapes and
+`ResidentBase.using(adapter)` switches an adapter on for one forward. The base may be in bfloat16 and on a
+GPU. Knows tensors, shapes and
 devices. Knows nothing of sessions, tasks or files of revisions.
 
 Shape suffixes: _B rows, _S positions, _T completion tokens one after another, _R rank, _I input
 features, _O output features, _V vocabulary.
 """
 
-import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +19,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from engine.adapters.families import BaseShapes
-from engine.errors import AdapterError, BaseModelError, ConfigError
+from engine.adapters.revision import validate
+from engine.errors import ConfigError
 from engine.memory import HEAD_TOKENS
+from engine.training.adapter import Adapter, sites_of
+from engine.training.experts import SlottedExperts, slotted_experts
 from engine.training.grpo import LOSSES, importance_ratio
 
 
@@ -60,6 +62,10 @@ class SlottedLinear(nn.Module):
         self.base = base
         self.factors: tuple[Tensor, Tensor, float] | None = None
 
+    def switch(self, name: str, adapter: Adapter | None) -> None:
+        """Switch an adapter on, or the plain base with None; `name` is this module's path."""
+        self.factors = adapter.pair(name) if adapter else None
+
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.base(x)
         if self.factors is None:
@@ -69,84 +75,7 @@ class SlottedLinear(nn.Module):
         return y + (x @ a_RI.to(x.dtype).T) @ (b_OR.T * scale).to(x.dtype)
 
 
-class Adapter:
-    """One policy's factors in float32 with their Adam state. B starts at zero, so it starts as the base."""
-
-    def __init__(
-        self,
-        modules: Mapping[str, tuple[int, int]],
-        rank: int,
-        alpha: float,
-        generator: torch.Generator,
-        device: torch.device,
-    ):
-        self.rank, self.alpha = rank, alpha
-        self.factors: dict[str, nn.Parameter] = {}
-        for module, (size_in, size_out) in modules.items():
-            # The bound of PEFT's default: Kaiming uniform with a = sqrt(5).
-            bound = 1 / math.sqrt(size_in)
-            a_RI = (torch.rand(rank, size_in, generator=generator) * 2 - 1) * bound
-            # Drawn on the CPU, so that a seed means the same factors on every device.
-            self.factors[f"{module}.lora_A"] = nn.Parameter(a_RI.to(device))
-            self.factors[f"{module}.lora_B"] = nn.Parameter(torch.zeros(size_out, rank, device=device))
-        self.optimizer = torch.optim.AdamW(self.factors.values(), lr=0.0, fused=True)
-
-    @property
-    def scale(self) -> float:
-        return self.alpha / self.rank
-
-    @torch.no_grad()
-    def canonical(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return a revision's tensors on the CPU: alpha folded into B so that it equals rank, in `dtype`."""
-        folded = {
-            key: factor * self.scale if key.endswith("lora_B") else factor
-            for key, factor in self.factors.items()
-        }
-        return {key: tensor.to("cpu", dtype).clone().contiguous() for key, tensor in folded.items()}
-
-    @torch.no_grad()
-    def load_canonical(self, tensors: Mapping[str, Tensor]) -> None:
-        """Start from a revision's tensors; `AdapterError` when they are for other modules or another rank."""
-        for key, factor in self.factors.items():
-            found = tensors.get(key)
-            if found is None or found.shape != factor.shape or len(tensors) != len(self.factors):
-                shape = None if found is None else tuple(found.shape)
-                raise AdapterError(
-                    f"The parent's tensor {key} is {shape}; this policy needs {tuple(factor.shape)}."
-                )
-            factor.copy_(found.float() / (self.scale if key.endswith("lora_B") else 1.0))
-
-    def step(
-        self, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, clip: float
-    ) -> float:
-        """Apply and clear the gathered gradients by AdamW; return their norm before clipping to `clip`."""
-        parameters = list(self.factors.values())
-        norm = torch.nn.utils.clip_grad_norm_(parameters, clip if clip > 0 else math.inf)
-        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        self.optimizer.param_groups[0].update(settings)
-        self.optimizer.step()
-        self.clear_gradients()
-        return float(norm)
-
-    def clear_gradients(self) -> None:
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return factors and Adam moments on the CPU, so that a session goes on on any device."""
-        factors = {key: factor.detach().cpu().clone() for key, factor in self.factors.items()}
-        optimizer = self.optimizer.state_dict()
-        moments = {
-            number: {name: value.cpu() for name, value in state.items()}
-            for number, state in optimizer["state"].items()
-        }
-        return {"factors": factors, "optimizer": {**optimizer, "state": moments}}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for key, factor in self.factors.items():
-            factor.copy_(state["factors"][key])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.clear_gradients()
+Slotted = SlottedLinear | SlottedExperts
 
 
 class ResidentBase:
@@ -165,9 +94,10 @@ class ResidentBase:
         dtype: torch.dtype = torch.float32,
         checkpointing: bool = False,
     ):
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM
 
         torch.set_num_threads(threads)
+        self.shapes = BaseShapes.of(AutoConfig.from_pretrained(path, trust_remote_code=False).to_dict())
         self.device, self.checkpointing = torch.device(device), checkpointing
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
         self.model: Any = model.eval().to(self.device)
@@ -175,20 +105,15 @@ class ResidentBase:
         if checkpointing:
             checkpoint_layers(self.model)
         self.microbatch_tokens = microbatch_tokens
-        self.shapes = BaseShapes.of(self.model.config.to_dict())
-        self.modules = self.shapes.modules()
-        self.slotted = {name: self._slot(name) for name in self.modules}
+        self.modules, self.sites = self.shapes.modules(), sites_of(self.shapes)
+        self.slotted: dict[str, Slotted] = {
+            **{name: self._slot(name, SlottedLinear) for name in self.shapes.linear},
+            **{name: self._slot(name, slotted_experts) for name in self.shapes.experts},
+        }
 
-    def _slot(self, name: str) -> SlottedLinear:
+    def _slot(self, name: str, wrap: Callable[[Any], Slotted]) -> Slotted:
         parent, _, leaf = name.rpartition(".")
-        try:
-            found = self.model.get_submodule(name)
-        except AttributeError:
-            raise BaseModelError(
-                f"The base has no projection {name}: it is no dense decoder of the Llama kind. "
-                "Set base.name to one (Llama, Mistral, Qwen2, Qwen3)."
-            ) from None
-        slotted = SlottedLinear(found)
+        slotted = wrap(self.model.get_submodule(name))
         setattr(self.model.get_submodule(parent), leaf, slotted)
         return slotted
 
@@ -196,27 +121,40 @@ class ResidentBase:
         self, rank: int, alpha: float, targets: Sequence[str], generator: torch.Generator
     ) -> Adapter:
         """Return a fresh adapter on the projections in `targets`; `ConfigError` names unknown ones."""
-        known = {name.rpartition(".")[2] for name in self.modules}
-        if unknown := sorted(set(targets) - known):
-            raise ConfigError(
-                f"The base has no projections {', '.join(unknown)}. Known: {', '.join(sorted(known))}."
-            )
-        chosen = {name: size for name, size in self.modules.items() if name.rpartition(".")[2] in targets}
-        return Adapter(chosen, rank, alpha, generator, self.device)
+        known = self.shapes.targets
+        if unknown := sorted(set(targets) - set(known)):
+            raise ConfigError(f"The base has no projections {', '.join(unknown)}. Known: {', '.join(known)}.")
+        chosen = {name: site for name, site in self.sites.items() if name.rpartition(".")[2] in targets}
+        adapter = Adapter(chosen, rank, alpha, self.device)
+        adapter.draw(generator)
+        return adapter
+
+    def hold(self, tensors: dict[str, Tensor]) -> Adapter:
+        """Return an adapter with a revision's tensors, whose ranks may differ and whose experts be few.
+
+        Raises `AdapterError` that names the tensor that does not fit the base.
+        """
+        validate(tensors, None, self.modules)
+        rank = max(tensor.shape[0] for key, tensor in tensors.items() if key.endswith("lora_A"))
+        chosen = {
+            name: site
+            for name, site in self.sites.items()
+            if not tensors.keys().isdisjoint(site.keys("lora_A"))
+        }
+        adapter = Adapter(chosen, rank, rank, self.device)
+        adapter.place(tensors)
+        return adapter
 
     @contextmanager
     def using(self, adapter: Adapter | None) -> Iterator[None]:
         """Switch an adapter on, or the plain base with None, for the forwards inside."""
-        if adapter is not None:
-            for name, slotted in self.slotted.items():
-                if f"{name}.lora_A" in adapter.factors:
-                    pair = adapter.factors[f"{name}.lora_A"], adapter.factors[f"{name}.lora_B"]
-                    slotted.factors = (*pair, adapter.scale)
+        for name, slotted in self.slotted.items():
+            slotted.switch(name, adapter)
         try:
             yield
         finally:
-            for slotted in self.slotted.values():
-                slotted.factors = None
+            for name, slotted in self.slotted.items():
+                slotted.switch(name, None)
 
     def logprobs(self, rows: Sequence[Row]) -> Tensor:
         """Return log-probabilities (T,) in float32 of all rows' completion tokens, row after row.

@@ -137,3 +137,13 @@ class Export(SessionRequest):
     kind: Kind = "snapshot"
     probe_prompts: list[list[int]] = Field(default_factory=list, description="needed for a revision")
     probe_tokens: int = Field(24, ge=1)
+
+
+class ProbeRevision(Request):
+    """Make the effect probe of a revision that no session trained, such as an imported one."""
+
+    policy: PolicyName
+    digest: str
+    directory: str | None = Field(None, description="where the revision lies; without it the store is read")
+    prompts: list[list[int]] = Field(min_length=1)
+    tokens: int = Field(24, ge=1)

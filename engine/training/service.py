@@ -65,6 +65,10 @@ def make_app(trainer: "Trainer") -> FastAPI:
     def export(body: protocol.Export) -> dict[str, str]:
         return {"operation": trainer.submit(body, trainer.export)}
 
+    @app.post("/probe")
+    def probe(body: protocol.ProbeRevision) -> dict[str, str]:
+        return {"operation": trainer.submit(body, trainer.probe)}
+
     @app.get("/operations/{id}")
     async def operation(id: str, wait_s: float = 0.0) -> dict[str, Any]:
         """Answer `pending`, `done` with the result, or `failed` with the error, after at most `wait_s`."""

@@ -1,13 +1,15 @@
-"""Tiny bases: Qwen3's architecture at 0.6M parameters, trained here on problems with known answers.
+"""Bases that are built here: real architectures at about a million parameters, trained on known answers.
 
 Each problem is answered in one of several styles, mostly in the style that its phrasing is used to, so
 that under any one answer contract the base is right on a quarter of what it can solve: something for
-GRPO to elicit. Knows how to make one. Does not know where it is kept.
+GRPO to elicit. A recipe without steps stays random. Knows how to make one. Does not know where it is kept.
+
+Shape suffixes: _E experts, _O output features, _I input features.
 """
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -16,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.base import Progress, Recipe, prompt_ids
+from engine.base import Progress, prompt_ids
+from engine.recipes import Recipe
 from engine.training.problems import CONTRACTS, TASKS, render, stream
 
 PAD, END = "<|pad|>", "<|end|>"
@@ -27,11 +30,14 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 IGNORED = -100
+WEIGHT_DECAY, MOMENTUM = 0.01, 0.95
+# Coefficients of https://kellerjordan.github.io/posts/muon, as `torch.optim.Muon` has them.
+QUINTIC = (3.4445, -4.7750, 2.0315)
 Pair = tuple[list[int], list[int]]
 
 
 def build(recipe: Recipe, seed: int, directory: Path, progress: Progress) -> None:
-    """Train a tiny base on answered problems and save it; the same recipe and seed give the same bytes."""
+    """Train a base on answered problems and save it; the same recipe and seed give the same bytes."""
     examples = list(islice(_examples(recipe, seed), recipe.problems))
     tokenizer = _train_tokenizer(recipe, [part for pair in examples for part in pair])
     with torch.random.fork_rng(), _one_thread():
@@ -104,23 +110,12 @@ def _encode(tokenizer: Any, examples: list[tuple[str, str]]) -> list[Pair]:
 
 
 def _new_model(recipe: Recipe, tokenizer: Any) -> Any:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=recipe.hidden,
-        intermediate_size=recipe.intermediate,
-        num_hidden_layers=recipe.layers,
-        num_attention_heads=recipe.heads,
-        num_key_value_heads=recipe.kv_heads,
-        head_dim=recipe.head_dim,
-        max_position_embeddings=recipe.context,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return Qwen3ForCausalLM(config)
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    sizes = recipe.config() | {"vocab_size": len(tokenizer), "bos_token_id": None}
+    config = AutoConfig.for_model(**sizes, **ends)
+    return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, recipe.dtype))
 
 
 def _fit(model: Any, recipe: Recipe, seed: int, pairs: list[Pair], progress: Progress) -> None:
@@ -144,13 +139,54 @@ def _fit(model: Any, recipe: Recipe, seed: int, pairs: list[Pair], progress: Pro
 
 
 def _optimizers(model: Any, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    projections = [p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name]
-    known = {id(p) for p in projections}
-    rest = [p for p in model.parameters() if id(p) not in known]
-    return [
-        torch.optim.Muon(projections, lr=recipe.muon_lr, weight_decay=0.01),
-        torch.optim.AdamW(rest, lr=recipe.adam_lr, betas=(0.9, 0.95), weight_decay=0.0),
+    named = dict(model.named_parameters())
+    routed = [p for p in named.values() if p.dim() == 3]
+    # A router is no projection: its rows are compared with each other, so they keep their lengths.
+    plain = [
+        p
+        for name, p in named.items()
+        if p.dim() == 2 and not name.endswith(("embed_tokens.weight", ".gate.weight"))
     ]
+    known = {id(p) for p in plain + routed}
+    rest = [p for p in named.values() if id(p) not in known]
+    muon: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(plain, lr=recipe.muon_lr, weight_decay=WEIGHT_DECAY)
+    ]
+    if routed:
+        muon.append(ExpertMuon(routed, lr=recipe.muon_lr, weight_decay=WEIGHT_DECAY))
+    return [*muon, torch.optim.AdamW(rest, lr=recipe.adam_lr, betas=(0.9, 0.95), weight_decay=0.0)]
+
+
+class ExpertMuon(torch.optim.Optimizer):
+    """Muon for the experts of a layer, (E, O, I) in one parameter: each expert's update orthogonal by itself.
+
+    `torch.optim.Muon` takes matrices only. The same rule otherwise: Nesterov momentum of 0.95, five steps of
+    the quintic Newton-Schulz iteration in bfloat16, and a rate scaled by sqrt(max(1, O / I)).
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], lr: float, weight_decay: float):
+        super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for weight_EOI in group["params"]:
+                mean_EOI = self.state[weight_EOI].setdefault("mean", torch.zeros_like(weight_EOI))
+                mean_EOI.lerp_(weight_EOI.grad, 1 - MOMENTUM)
+                update_EOI = orthogonal(weight_EOI.grad.lerp(mean_EOI, MOMENTUM))
+                rate = group["lr"] * max(1.0, weight_EOI.shape[1] / weight_EOI.shape[2]) ** 0.5
+                weight_EOI.mul_(1 - group["lr"] * group["weight_decay"]).add_(update_EOI, alpha=-rate)
+
+
+def orthogonal(matrix_EOI: Tensor) -> Tensor:
+    """Return each matrix with its singular values near one: five steps of Newton-Schulz, in bfloat16."""
+    wide = matrix_EOI.shape[1] <= matrix_EOI.shape[2]
+    x = (matrix_EOI if wide else matrix_EOI.mT).bfloat16()
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = QUINTIC[0] * x + (QUINTIC[1] * gram + QUINTIC[2] * gram @ gram) @ x
+    return (x if wide else x.mT).to(matrix_EOI.dtype)
 
 
 def _schedule(step: int, recipe: Recipe) -> float:

@@ -145,6 +145,9 @@ class Trainer:
         exported = asdict(self.exporter.export(item.session, item.request, request))
         return {**exported, "directory": str(exported["directory"]) if exported["directory"] else None}
 
+    def probe(self, request: protocol.ProbeRevision) -> dict[str, Any]:
+        return self.exporter.probe_revision(self.base, self.base_digest, request).to_json()
+
     def close(self) -> None:
         self._thread.shutdown(wait=True)
 

@@ -91,7 +91,8 @@ def make_base(name: str, root: Path) -> tuple[Path, str]:
     """Build the base once; return its directory and serving dtype."""
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-    from engine.base import RECIPES, build
+    from engine.base import build
+    from engine.recipes import RECIPES
 
     tiny = root / "tiny-dense"
     if not tiny.is_dir():

@@ -1,0 +1,130 @@
+"""Recipes of the bases that are built here: what decides their weights, and their `config.json`.
+
+Knows sizes and names. Builds nothing and imports nothing heavy. A recipe's hash names its directory, so a
+new family is a class of its own: a field added to `Recipe` would rename every base that exists.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides the weights of a built base, apart from the seed; here a dense Qwen3.
+
+    `habit` is how often a phrasing is answered in its own style; the other styles share the rest.
+    """
+
+    version: int = 1
+    hidden: int = 128
+    layers: int = 3
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    intermediate: int = 384
+    vocabulary: int = 512
+    context: int = 256
+    habit: float = 0.55
+    problems: int = 32768
+    steps: int = 1000
+    batch: int = 48
+    muon_lr: float = 0.02
+    adam_lr: float = 3e-3
+    warmup: int = 20
+
+    @property
+    def learns(self) -> bool:
+        """Say whether it is trained; a base of random weights serves benchmarks, and nothing else."""
+        return self.steps > 0
+
+    @property
+    def dtype(self) -> str:
+        """Return the dtype of a base's weights; random ones are wide, and nobody learns from them."""
+        return "float32" if self.learns else "bfloat16"
+
+    def config(self) -> dict[str, Any]:
+        """Return the sizes of the model, under the names of `config.json`."""
+        return {
+            "model_type": "qwen3",
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "max_position_embeddings": self.context,
+            "tie_word_embeddings": True,
+        }
+
+
+@dataclass(frozen=True)
+class ExpertRecipe(Recipe):
+    """Qwen3-MoE: every layer has `experts` of width `expert_inner`, of which a token takes `active`."""
+
+    experts: int = 8
+    active: int = 2
+    expert_inner: int = 128
+
+    def config(self) -> dict[str, Any]:
+        return super().config() | {
+            "model_type": "qwen3_moe",
+            "num_experts": self.experts,
+            "num_experts_per_tok": self.active,
+            "moe_intermediate_size": self.expert_inner,
+            # As Qwen's own models have it; transformers' default is off.
+            "norm_topk_prob": True,
+        }
+
+
+@dataclass(frozen=True)
+class LatentRecipe(ExpertRecipe):
+    """DeepSeek-V3: latent attention, `dense_layers` dense layers first, then routed and one shared expert.
+
+    vLLM's latent attention on a CPU knows no other `kv_rank` and `rope_dim` than these. Heads have no
+    number of keys and no width of their own here.
+    """
+
+    heads: int = 2
+    experts: int = 4
+    dense_layers: int = 1
+    q_rank: int = 64
+    kv_rank: int = 512
+    rope_dim: int = 64
+    plain_dim: int = 32
+    value_dim: int = 32
+
+    def config(self) -> dict[str, Any]:
+        sizes = super().config()
+        del sizes["num_experts"], sizes["head_dim"]
+        return sizes | {
+            "model_type": "deepseek_v3",
+            "num_key_value_heads": self.heads,
+            "n_routed_experts": self.experts,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": self.dense_layers,
+            "routed_scaling_factor": 1.0,
+            "num_nextn_predict_layers": 0,
+            "q_lora_rank": self.q_rank,
+            "kv_lora_rank": self.kv_rank,
+            "qk_rope_head_dim": self.rope_dim,
+            "qk_nope_head_dim": self.plain_dim,
+            "v_head_dim": self.value_dim,
+        }
+
+
+RECIPES: dict[str, Recipe] = {
+    "tiny-dense": Recipe(),
+    "tiny-moe": ExpertRecipe(),
+    "tiny-mla": LatentRecipe(),
+    # As many modules as Qwen3-30B-A3B, at an eighth of its width.
+    "many-moe": ExpertRecipe(
+        hidden=256, layers=48, heads=8, experts=128, active=8, expert_inner=96, problems=2048, steps=0
+    ),
+    "wide-moe": ExpertRecipe(
+        hidden=1024, layers=4, heads=8, kv_heads=2, head_dim=128, experts=32, active=4, expert_inner=768,
+        problems=2048, steps=0,
+    ),
+}  # fmt: skip

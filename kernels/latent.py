@@ -1,0 +1,73 @@
+"""LoRA on the up-projection of latent attention in its absorbed form, for rows of many adapters on CPU.
+
+Latent attention (DeepSeek-V2, https://arxiv.org/abs/2405.04434, section 2.1) keeps one latent c a token;
+`kv_b_proj` makes from it each head's key part k = W_K c and value v = W_V c. Decode never forms them: it
+scores (q W_K) . c, averages the latents, and multiplies the average by W_V. With an adapter the weights
+are W + B A, so the score's query gains (q B_K) A, and the value gains B_V (A x) of the averaged latent x.
+
+Rows without an adapter are in no tile: their values are not touched, bit for bit. `per_head` gives a row
+the same bits in any batch.
+
+Shapes: N rows, K tiles, T rows a tile, H heads, L latent, P key part without position, V value, R rank,
+S slots, O = H * (P + V) outputs of `kv_b_proj`, head by head, D and E widths.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.grouped import Plan
+
+# MKL sums up to three rows behind the last full block of four in another order (float32); whole blocks
+# only, and larger ones than were needed, since other processors have other kernels.
+BLOCK = 16
+
+
+def per_head(x_NHD: Tensor, weight_HDE: Tensor) -> Tensor:
+    """Return each head's rows times its weight (N, H, E); no row depends on how many there are."""
+    rows = -(-len(x_NHD) // BLOCK) * BLOCK
+    padded = x_NHD.new_zeros(rows, *x_NHD.shape[1:])
+    padded[: len(x_NHD)] = x_NHD
+    y = x_NHD.new_empty(rows, len(weight_HDE), weight_HDE.shape[2])
+    torch.bmm(padded.transpose(0, 1), weight_HDE, out=y.transpose(0, 1))
+    return y[: len(x_NHD)]
+
+
+def add_to_queries(y_NHL: Tensor, q_NHP: Tensor, a_SRL: Tensor, b_SRO: Tensor, plan: Plan) -> None:
+    """Add (q B_K) A to the absorbed queries `y` in place."""
+    q_KTHP = _tiles(q_NHP, plan)
+    b_KRHP = _heads(b_SRO, q_NHP.shape[1], plan)[..., : q_NHP.shape[2]]
+    h_KHTR = q_KTHP.transpose(1, 2) @ b_KRHP.permute(0, 2, 3, 1)
+    delta = h_KHTR.transpose(1, 2).flatten(1, 2) @ a_SRL[plan.slots]
+    _add(y_NHL, delta, plan)
+
+
+def add_to_values(y_NHV: Tensor, x_NHL: Tensor, a_SRL: Tensor, b_SRO: Tensor, plan: Plan) -> None:
+    """Add B_V (A x) of the averaged latents `x` to the heads' values `y` in place."""
+    x_KTHL = _tiles(x_NHL, plan)
+    b_KRHV = _heads(b_SRO, x_NHL.shape[1], plan)[..., -y_NHV.shape[2] :]
+    h = x_KTHL.flatten(1, 2) @ a_SRL[plan.slots].transpose(1, 2)
+    h_KTHR = h.view(*x_KTHL.shape[:3], -1)
+    delta_KHTV = h_KTHR.transpose(1, 2) @ b_KRHV.transpose(1, 2)
+    _add(y_NHV, delta_KHTV.transpose(1, 2), plan)
+
+
+def _heads(b_SRO: Tensor, heads: int, plan: Plan) -> Tensor:
+    """Return the tiles' expand factors as (K, R, H, P + V)."""
+    return b_SRO[plan.slots].unflatten(2, (heads, -1))
+
+
+def _tiles(rows: Tensor, plan: Plan) -> Tensor:
+    """Return rows as (K, T, ...)."""
+    gathered = rows if plan.gather is None else rows.index_select(0, plan.gather)
+    return gathered.reshape(plan.tiles, plan.tile, *rows.shape[1:])
+
+
+def _add(y: Tensor, delta: Tensor, plan: Plan) -> None:
+    """Add what tiles hold for their rows; padding is left out."""
+    rows = delta.reshape(plan.tiles * plan.tile, *y.shape[1:])
+    if plan.keep is not None:
+        rows = rows.index_select(0, plan.keep)
+    if plan.scatter is None:
+        y += rows
+    else:
+        y.index_add_(0, plan.scatter, rows)
