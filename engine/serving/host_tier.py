@@ -28,7 +28,7 @@ from engine.serving.fill import Module, Plan
 
 PREPARE_THREADS = 2
 # Kimi-K2 with a rank of its own for every expert takes about 10 MB.
-LAYOUT_LIMIT = 32 << 20
+LAYOUT_LIMIT = 16 << 20
 # Adapters of one shape share a layout and a plan; more shapes than this are parsed again.
 LAYOUTS = 16
 MADV_POPULATE_READ = 22
