@@ -209,6 +209,6 @@ def _shrink_pairs(x_L: Tensor, factor_SERD: Tensor, segments_LK: Tensor) -> Tens
     tokens, each = segments_LK.shape
     batch = tokens if x_L.dim() == 2 else tokens * each
     factor = factor_SERD.flatten(0, 1).index_select(0, segments_LK.flatten())
-    rows = x_L.reshape(batch, 1, -1)
+    rows = x_L.reshape(batch, 1, -1).expand(-1, TILES[1], -1)
     h = torch.bmm(rows, factor.view(batch, -1, rows.shape[-1]).transpose(1, 2))
-    return h.view(tokens, each, -1)
+    return h[:, 0].reshape(tokens, each, -1)
