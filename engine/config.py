@@ -31,9 +31,11 @@ class Settings(BaseModel):
 
 
 class BaseConfig(Settings):
-    """Which base stays resident: a built-in tiny base, a local directory, or a hub id."""
+    """Which base stays resident: one that is built here, a local directory, or a hub id."""
 
-    name: str = Field("tiny-dense", description="tiny-dense, a local directory, or a hub id")
+    name: str = Field(
+        "tiny-dense", description="tiny-dense, tiny-moe, tiny-mla, a local directory, or a hub id"
+    )
     seed: int = Field(20260513, ge=0)
     revision: str | None = Field(
         None, pattern=r"^[0-9a-f]{40}$", description="the commit of a hub id, which needs one; a branch moves"
@@ -49,6 +51,9 @@ class EngineConfig(Settings):
     max_model_len: int = Field(256, ge=16)
     max_num_seqs: int = Field(128, ge=1)
     threads: int = Field(0, ge=0, description="0: every core but one, which is left to the others")
+    tensor_parallel: int = Field(
+        1, ge=1, le=64, description="over how many devices a layer is cut; on a CPU each rank takes a core"
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="of base and served adapters; auto: bfloat16 on CUDA, float32 on a CPU"
     )
@@ -146,9 +151,9 @@ class PolicyConfig(Settings):
     few_shot: tuple[Example, ...] = Field((), description="worked questions before every question")
     rank: Literal[1, 2, 4, 8, 16, 32, 64, 128] = 8
     alpha: float = Field(16, gt=0)
-    targets: tuple[str, ...] = (
-        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
-    )  # fmt: skip
+    targets: tuple[str, ...] | None = Field(
+        None, min_length=1, description="projections that carry LoRA; empty: all that the base has"
+    )
     steps: int = Field(20, ge=1)
     groups: int = Field(16, ge=1, description="problems a step")
     group_size: int = Field(8, ge=2, description="samples a problem")

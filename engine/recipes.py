@@ -107,6 +107,11 @@ class LatentRecipe(ExpertRecipe):
             "first_k_dense_replace": self.dense_layers,
             "routed_scaling_factor": 1.0,
             "num_nextn_predict_layers": 0,
+            # transformers routes so by itself; vLLM reads it from the file, as DeepSeek's own has it.
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            # vLLM's class has a head of its own, whatever the file says.
+            "tie_word_embeddings": False,
             "q_lora_rank": self.q_rank,
             "kv_lora_rank": self.kv_rank,
             "qk_rope_head_dim": self.rope_dim,

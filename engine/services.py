@@ -20,6 +20,7 @@ from filelock import FileLock, Timeout
 
 from engine.config import Params, Paths, content_hash
 from engine.errors import Conflict, PortInUse, ServiceError
+from engine.recipes import RECIPES
 from engine.supervisor import Supervisor, undisturbed
 
 Report = Callable[[str, str], None]
@@ -127,7 +128,7 @@ def environment(params: Params) -> dict[str, str]:
         PARAMS_VARIABLE: str(params.source or params.paths.root / "params.json"),
     }
     # Only a hub id may need the network, and only until it is in the local cache.
-    local = params.base.name.startswith("tiny-") or Path(params.base.name).expanduser().exists()
+    local = params.base.name in RECIPES or Path(params.base.name).expanduser().exists()
     offline = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE") if local else ()
     return quiet | places | dict.fromkeys(offline, "1")
 

@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from concurrent.futures import Future
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -28,9 +28,14 @@ app = typer.Typer(
 
 
 @app.command()
-def run(params: ParamsFile = PARAMS) -> None:
+def run(
+    base: Annotated[
+        str | None, typer.Option(help="tiny-dense, tiny-moe or tiny-mla, with a state directory of its own.")
+    ] = None,
+    params: ParamsFile = PARAMS,
+) -> None:
     """The main job: adapt two policies, release them, release a bad one, see it rolled back."""
-    settings = enter(params)
+    settings = enter(params, base)
     check(settings, [*settings.policies, settings.demo.bad_policy])
     from engine import services
     from flows import display

@@ -24,10 +24,13 @@ def import_(
 ) -> None:
     """Detect an adapter's layout, print what it holds, and import it as a revision of a policy."""
     settings = enter(params)
-    from engine.adapters.foreign import has_probe, inspect, publish
+    from engine import services
+    from engine.adapters.foreign import inspect, publish
     from engine.config import served_name
+    from engine.training.probing import probe_by_base
     from flows import display
-    from tasks.outcome import Stages
+    from tasks.outcome import Stages, local_key
+    from tasks.serve import prove
 
     display.base_builder(settings, Stages())()
     foreign, base = inspect(settings, path)
@@ -37,10 +40,11 @@ def import_(
     if policy is None:
         typer.echo("Nothing was imported: give --policy NAME to import it.")
         return
-    manifest = publish(settings, path, foreign, base, policy, owner)
-    typer.echo(f"It is imported as {served_name(policy, manifest.digest)}.")
-    if not has_probe(settings, manifest):
-        typer.echo(
-            "It has no effect probe, as no trainer of ours made it: that the engine computes what its "
-            "trainer did is not proven."
-        )
+    make_probe = probe_by_base(settings, base, typer.echo)
+    manifest = publish(settings, path, foreign, base, policy, owner, make_probe)
+    name = served_name(policy, manifest.digest)
+    typer.echo(f"It is imported as {name}.")
+    if any(state.name == "engine" and state.state == "running" for state in services.status(settings)):
+        typer.echo(f"Effect probe: {prove(settings, policy, manifest.digest, local_key(settings))}")
+    else:
+        typer.echo(f"No engine is up to prove it: `graftwork serve --revision {name}` does.")

@@ -144,5 +144,6 @@ def print_outcome(params: Params, outcome: Outcome) -> None:
         f"requests that it answered afterwards: {bad['requests_after']}."
     )
     console.print(f"Report: {outcome.report}")
-    console.print("Runs, versions and releases stay; look at them with `graftwork up`:")
+    given = "" if params.source else f" --params {params.paths.root / 'params.json'}"
+    console.print(f"Runs, versions and releases stay; look at them with `graftwork up{given}`:")
     print_addresses(params)

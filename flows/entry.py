@@ -23,13 +23,41 @@ Reason = Annotated[str, typer.Option(help="Why; it is recorded.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
-def enter(params: Path) -> Params:
-    """Read the settings and set this process's variables, before anything heavy is imported."""
+def enter(params: Path, base: str | None = None) -> Params:
+    """Read the settings and set this process's variables, before anything heavy is imported.
+
+    `base` takes the place of the settings' base, as `on_base` says.
+    """
     settings = load_params(params)
+    if base:
+        settings = on_base(settings, base)
     from engine.services import environment
 
     os.environ.update(environment(settings))
     return settings
+
+
+def on_base(settings: Params, name: str) -> Params:
+    """Return the settings for another base that is built here: with a state directory of its own.
+
+    Revisions, routes and scores belong to one base, so bases never share a state. Flows and services find
+    these settings in that directory's params.json. Raises `ConfigError` for a base that nobody can train.
+    """
+    from engine.recipes import RECIPES
+
+    known = ", ".join(name for name, recipe in RECIPES.items() if recipe.learns)
+    if name not in RECIPES:
+        raise ConfigError(f"--base takes {known}; for a base of your own set base.name in params.yaml.")
+    if not RECIPES[name].learns:
+        raise ConfigError(
+            f"The weights of {name!r} are random, so nothing can be trained on it: it is for benchmarks. "
+            f"Choose one of {known}."
+        )
+    if name == settings.base.name:
+        return settings
+    base = settings.base.model_copy(update={"name": name, "revision": None})
+    state = settings.state_dir / name
+    return settings.model_copy(update={"base": base, "state_dir": state, "source": None})
 
 
 def flow_settings() -> Params:

@@ -5,6 +5,7 @@ the session's step. A line of training goes on from the policy's champion while 
 same; with another contract it begins at the base.
 """
 
+import json
 import os
 import socket
 import time
@@ -16,6 +17,7 @@ from typing import Any
 
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, stop_after_delay, wait_fixed
 
+from engine.adapters.families import BaseShapes
 from engine.adapters.manifests import stored_manifest
 from engine.config import DIGEST12, Params, Paths, PolicyConfig, content_hash
 from engine.errors import Conflict, NotFound, ServiceError
@@ -60,11 +62,12 @@ class Trained:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of training: its session's name, the revision where it starts, and its seed."""
+    """A line of training: its session's name, the revision where it starts, its seed, and where LoRA sits."""
 
     session: str
     parent: str | None
     seed: int
+    targets: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -122,15 +125,17 @@ def prepare(params: Params, policy: str, config: PolicyConfig, key: str) -> Run:
 
     from engine.base import ensure_base
 
-    tokenizer = AutoTokenizer.from_pretrained(ensure_base(params.base, params.paths).path)
-    line = line_of(params.paths, policy, config)
+    base = ensure_base(params.base, params.paths)
+    tokenizer = AutoTokenizer.from_pretrained(base.path)
+    targets = BaseShapes.of(json.loads((base.path / "config.json").read_text())).targets
+    line = line_of(params.paths, policy, config, targets)
     spool = Spool(params.paths.spool, f"train-{policy}")
     client = TrainerClient(params.url("trainer"))
     return Run(params, policy, config, key, line, client, tokenizer, spool, Verifier(config))
 
 
-def line_of(paths: Paths, policy: str, config: PolicyConfig) -> Line:
-    """Return the line of training that these settings continue.
+def line_of(paths: Paths, policy: str, config: PolicyConfig, targets: Sequence[str]) -> Line:
+    """Return the line of training that these settings continue; `targets` are all that the base has.
 
     Settings, champion and the releases that it has withstood name the line, so that a run that was killed
     finds it again, while a policy whose revision was promoted or refused since gets a new line with a
@@ -142,9 +147,10 @@ def line_of(paths: Paths, policy: str, config: PolicyConfig) -> Line:
         # The data by its content: where the file lies must not change what is drawn.
         settings["task"] = config.data_digest
     name = content_hash([settings, champion, refused])
+    targets = config.targets or tuple(targets)
     seed = int(name[:8], 16) >> 1 if champion or refused else config.seed
-    parent = champion if champion and _continues(paths, policy, champion, config) else None
-    return Line(f"{policy}-{name[:DIGEST12]}", parent, seed)
+    parent = champion if champion and _continues(paths, policy, champion, config, targets) else None
+    return Line(f"{policy}-{name[:DIGEST12]}", parent, seed, targets)
 
 
 def _standing(paths: Paths, policy: str) -> tuple[str | None, int]:
@@ -163,13 +169,15 @@ def _standing(paths: Paths, policy: str) -> tuple[str | None, int]:
         catalog.close()
 
 
-def _continues(paths: Paths, policy: str, champion: str, config: PolicyConfig) -> bool:
+def _continues(
+    paths: Paths, policy: str, champion: str, config: PolicyConfig, targets: Sequence[str]
+) -> bool:
     manifest = stored_manifest(paths.revision(policy, champion))
-    if not manifest:
+    if not manifest or sorted(manifest["targets"]) != sorted(targets):
         return False
     before, now = manifest["config"], config.model_dump(mode="json")
     # New data of the same policy is learned on top of its champion.
-    same = ("contract", "verifier", "system", "few_shot", "rank", "targets")
+    same = ("contract", "verifier", "system", "few_shot", "rank")
     names = same if config.data_digest else ("task", *same)
     return all(before.get(name, now[name]) == now[name] for name in names)
 
@@ -189,7 +197,7 @@ def open_session(run: Run) -> SessionInfo:
         run.policy,
         rank=config.rank,
         alpha=config.alpha,
-        targets=config.targets,
+        targets=run.line.targets,
         seed=run.line.seed,
         parent=run.line.parent,
         holder=f"{socket.gethostname()}:{os.getpid()}",

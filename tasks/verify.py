@@ -1,37 +1,127 @@
-"""Verify a revision: the live engine must reproduce its effect probe; the catalog keeps the result."""
+"""Verify a revision: the live engine must reproduce its effect probe, or nobody is served by it.
+
+The catalog keeps the result. A refusal is a verdict in the ledger, with the module most likely at fault, and
+a tombstone, which this gate lifts again when the engine does reproduce the revision.
+"""
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from engine.config import Params, served_name
-from engine.errors import AdapterError
+from engine.config import Params, content_hash, served_name
+from engine.errors import AdapterError, GraftworkError
+
+if TYPE_CHECKING:
+    from engine.adapters.catalog import Catalog, Revision
+    from engine.quality.blame import Blame
+    from engine.quality.probe import Probe, ProbeResult
+
+GATE = "effect probe"
+# A trainer that is up answers at once; a refusal does not wait for one that is not.
+PATIENCE_S = 5.0
 
 
 def verify(params: Params, policy: str, digest: str, key: str) -> dict[str, Any]:
     """Run the effect probe of an exported revision and store its result; return it as stored.
 
-    A refusal is a result with `accepted` false and its reason. Raises `AdapterError` when the revision has
-    no probe, `NotFound` when the catalog does not know it, and `ServiceError` when the engine is away.
+    A refusal is a result with `accepted` false, its reason and the module most likely at fault. Raises
+    `AdapterError` when the revision has no probe, `NotFound` when the catalog does not know it, and
+    `ServiceError` when the engine is away.
     """
-    from pathlib import Path
-
     from engine.adapters.catalog import Catalog
-    from engine.quality.probe import check, from_json
+    from engine.quality.probe import check
 
     catalog = Catalog(params.paths.catalog_url)
     try:
         revision = catalog.revision(policy, digest)
-        file = params.paths.revision(policy, revision.digest) / "probe.json"
-        if not file.is_file():
-            raise AdapterError(
-                f"{served_name(policy, revision.digest)} has no probe at {file}. Export it again."
-            )
-        probe = from_json(json.loads(file.read_text()))
-        if (probe.digest, probe.base_digest) != (revision.digest, revision.base):
-            raise AdapterError(f"{file} is the probe of another revision or base. Export the revision again.")
-        served, base_name = served_name(policy, revision.digest), Path(params.base.name).name
-        result = check(params.url("engine"), key, served, base_name, probe).to_json()
-        catalog.set_probe(policy, revision.digest, result)
-        return result
+        probe = _shipped(params, revision)
+        served = served_name(policy, revision.digest)
+        result = check(params.url("engine"), key, served, _base_name(params), probe)
+        # A refused load has named its module, and another base is no module's fault.
+        if not (result.accepted or result.is_base or result.module or result.base_error > result.tolerance):
+            result = _blamed(result, _search(params, catalog, revision, probe, key))
+        catalog.set_probe(policy, revision.digest, result.to_json())
+        _act(params, catalog, revision, result)
+        return result.to_json()
     finally:
         catalog.close()
+
+
+def _shipped(params: Params, revision: "Revision") -> "Probe":
+    from engine.quality.probe import from_json
+
+    file = params.paths.revision(revision.policy, revision.digest) / "probe.json"
+    if not file.is_file():
+        raise AdapterError(
+            f"{served_name(revision.policy, revision.digest)} has no probe at {file}. Export it again."
+        )
+    probe = from_json(json.loads(file.read_text()))
+    if (probe.digest, probe.base_digest) != (revision.digest, revision.base):
+        raise AdapterError(f"{file} is the probe of another revision or base. Export the revision again.")
+    return probe
+
+
+def _base_name(params: Params) -> str:
+    from pathlib import Path
+
+    return Path(params.base.name).name
+
+
+def _search(params: Params, catalog: "Catalog", revision: "Revision", probe: "Probe", key: str) -> "Blame":
+    """Find the module at fault; when that cannot be done, the blame says why."""
+    import tempfile
+    from contextlib import closing
+    from pathlib import Path
+
+    from engine.adapters.importing import shapes_of
+    from engine.adapters.publishing import stored_tensors
+    from engine.adapters.revision import read_revision
+    from engine.adapters.store import Store
+    from engine.quality.blame import Blame, find_module
+    from engine.quality.parts import Parts, trainer_reference
+    from engine.quality.probe import TOLERANCE, UNKNOWN, asking
+    from engine.training.client import TrainerClient
+
+    try:
+        base = shapes_of(Path(catalog.base(revision.base).path))
+        with (
+            tempfile.TemporaryDirectory(dir=params.state_dir) as scratch,
+            closing(Store(params.paths.store)) as store,
+            closing(TrainerClient(params.url("trainer"), patience_s=PATIENCE_S)) as trainer,
+            asking(params.url("engine"), key) as engine,
+        ):
+            shipped, _ = read_revision(params.paths.revision(revision.policy, revision.digest), revision.base)
+            served = stored_tensors(catalog, store, revision)
+            reference = trainer_reference(trainer, revision, probe, Path(scratch))
+            parts = Parts(catalog, store, revision, base, probe, engine, _base_name(params), reference)
+            return find_module(served, shipped, parts.compare, TOLERANCE[probe.dtype])
+    except GraftworkError as fault:
+        return Blame(UNKNOWN, f"The module at fault was not found: {fault}", {})
+
+
+def _blamed(result: "ProbeResult", blame: "Blame") -> "ProbeResult":
+    from dataclasses import replace
+
+    reason = f"{result.reason} {blame.says}"
+    return replace(result, reason=reason, module=blame.module, errors=blame.errors)
+
+
+def _act(params: Params, catalog: "Catalog", revision: "Revision", result: "ProbeResult") -> None:
+    """Let no request reach a refused revision, and tell the ledger; one that is the base harms nobody."""
+    from contextlib import closing
+
+    from engine.quality.apply import Applier
+    from engine.quality.spool import Spool
+
+    policy, digest = revision.policy, revision.digest
+    stone = catalog.tombstone(policy, digest)
+    if result.accepted:
+        if stone and stone.by == GATE:
+            catalog.lift(policy, digest, GATE, result.reason)
+        return
+    with closing(Spool(params.paths.spool, "verify")) as spool:
+        applier, route = Applier(catalog, spool), catalog.route(policy)
+        verdict = "rollback" if digest in (route.champion, route.canary) else "hold"
+        if not result.is_base:
+            applier.withdraw(policy, digest, result.reason, GATE)
+        found = result.to_json()
+        applier.say_by_hand(verdict, policy, digest, GATE, result.reason, content_hash(found), probe=found)

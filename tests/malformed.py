@@ -1,7 +1,8 @@
 """A corpus of malformed adapters, each with the word that its refusal must say.
 
-`CORPUS` maps a name to (what builds it in an empty directory, the fault's words). All are variations of a
-good adapter of a small Qwen3-MoE base, which `good` writes; nothing here takes memory or time.
+`CORPUS` maps a name to (what builds it in an empty directory for a base, the fault's words). All are
+variations of a good adapter, which `good` writes; nothing here takes memory or time. The bases are small ones
+of Qwen3-MoE with the experts of several layers, of which the first begins with `EXPERTS`.
 """
 
 import json
@@ -14,12 +15,13 @@ import torch
 from made_adapters import canonical, save, shapes, write
 from safetensors.torch import load_file
 
+from engine.adapters.families import BaseShapes
 from engine.adapters.layouts import LAYOUTS
 
 BASE = shapes("qwen3_moe")
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-EXPERTS = "base_model.model.model.layers.0.mlp.experts"
-ROUTER = "base_model.model.model.layers.0.mlp.gate"
+EXPERTS = "base_model.model.model.layers.2.mlp.experts"
+ROUTER = "base_model.model.model.layers.2.mlp.gate"
 QUERY = "base_model.model.model.layers.0.self_attn.q_proj"
 # A tensor of the experts in each layout, and its A and B.
 SAMPLE = {
@@ -30,12 +32,12 @@ SAMPLE = {
     "shared-outer": f"{EXPERTS}.down_proj",
     "shared-outer-split": f"{EXPERTS}.w2",
 }
-Build = Callable[[Path], None]
+Build = Callable[[Path, BaseShapes], None]
 CORPUS: dict[str, tuple[Build, str]] = {}
 
 
-def good(directory: Path, layout: str = "per-expert") -> Path:
-    return write(directory, canonical(BASE, share=True), layout, BASE)
+def good(directory: Path, base: BaseShapes, layout: str = "per-expert") -> Path:
+    return write(directory, canonical(base, share=True), layout, base)
 
 
 def case(name: str, words: str) -> Callable[[Build], Build]:
@@ -47,8 +49,8 @@ def case(name: str, words: str) -> Callable[[Build], Build]:
 
 
 def tensors_changed(change: Callable[[dict], None], layout: str = "per-expert") -> Build:
-    def build(directory: Path) -> None:
-        good(directory, layout)
+    def build(directory: Path, base: BaseShapes) -> None:
+        good(directory, base, layout)
         tensors = load_file(directory / TENSORS)
         change(tensors)
         tensors = {name: value.contiguous().clone() for name, value in tensors.items()}
@@ -58,8 +60,8 @@ def tensors_changed(change: Callable[[dict], None], layout: str = "per-expert") 
 
 
 def bytes_changed(change: Callable[[bytes], bytes], layout: str = "per-expert") -> Build:
-    def build(directory: Path) -> None:
-        path = good(directory, layout) / TENSORS
+    def build(directory: Path, base: BaseShapes) -> None:
+        path = good(directory, base, layout) / TENSORS
         path.write_bytes(change(path.read_bytes()))
 
     return build
@@ -80,8 +82,8 @@ def framed(header: bytes, body: bytes = b"") -> bytes:
 
 
 def config_changed(**values: object) -> Build:
-    def build(directory: Path) -> None:
-        path = good(directory) / CONFIG
+    def build(directory: Path, base: BaseShapes) -> None:
+        path = good(directory, base) / CONFIG
         path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
 
     return build
@@ -156,7 +158,7 @@ CORPUS |= {
     "no tensors": (tensors_changed(lambda t: t.clear()), "no tensors"),
     "an expert too many": (
         tensors_changed(lambda t: t.update(
-            {name.replace(".1.", ".3."): value for name, value in t.items() if ".experts.1." in name}
+            {name.replace(".1.", ".99."): value for name, value in t.items() if ".experts.1." in name}
         )), "base does not have"
     ),
     "a layer too many": (
@@ -195,7 +197,7 @@ CORPUS |= {
     "a factor of rank 0": (
         tensors_changed(lambda t: t.update(
             {f"{QUERY}.lora_A.weight": torch.ones(0, 8), f"{QUERY}.lora_B.weight": torch.ones(12, 0)}
-        )), "needs (rank, 8)"
+        )), "needs (rank, "
     ),
     "0 bytes": (bytes_changed(lambda data: b""), "0 bytes"),
     "7 bytes": (bytes_changed(lambda data: data[:7]), "7 bytes"),
@@ -221,9 +223,9 @@ CORPUS |= {
     "a dtype that is a list": (header_changed(lambda h: first(h).update(dtype=["F32"])), "does not describe"),
     "a dtype of a page": (header_changed(lambda h: first(h).update(dtype="F" * 9999)), "the dtype FFFF"),
     "a number of 400 digits": (config_changed(lora_alpha=10**400), "lora_alpha"),
-    "config no JSON": (lambda path: (good(path) / CONFIG).write_text("{"), "not JSON"),
-    "config a list": (lambda path: (good(path) / CONFIG).write_text("[]"), "one object"),
-    "config missing": (lambda path: (good(path) / CONFIG).unlink(), "has no adapter_config.json"),
+    "config no JSON": (lambda path, base: (good(path, base) / CONFIG).write_text("{"), "not JSON"),
+    "config a list": (lambda path, base: (good(path, base) / CONFIG).write_text("[]"), "one object"),
+    "config missing": (lambda path, base: (good(path, base) / CONFIG).unlink(), "has no adapter_config.json"),
     "config of another kind": (config_changed(peft_type="IA3"), "peft_type"),
     "config with DoRA": (config_changed(use_dora=True), "use_dora"),
     "config with a bias": (config_changed(bias="all"), "bias"),
@@ -251,115 +253,114 @@ def moved(header: dict, by: int) -> None:
 
 
 @case("mixed layouts", "mixes layouts")
-def mixed(directory: Path) -> None:
-    good(directory / "fused", "peft-fused")
-    good(directory)
+def mixed(directory: Path, base: BaseShapes) -> None:
+    good(directory / "fused", base, "peft-fused")
+    good(directory, base)
     config = json.loads((directory / CONFIG).read_text())
-    fused = load_file(directory / "fused" / TENSORS)
-    plain = {name: value for name, value in load_file(directory / TENSORS).items() if ".layers.2." in name}
-    save(
-        directory, {**{name: value for name, value in fused.items() if ".layers.0." in name}, **plain}, config
-    )
+    fused, plain = load_file(directory / "fused" / TENSORS), load_file(directory / TENSORS)
+    first, *_, last = base.experts
+    mixed = {name: value for name, value in fused.items() if first in name}
+    save(directory, mixed | {name: value for name, value in plain.items() if last in name}, config)
 
 
 @case("a wrong number of experts", "has the shape")
-def other_count(directory: Path) -> None:
+def other_count(directory: Path, base: BaseShapes) -> None:
     def change(t: dict) -> None:
         t |= {name: torch.cat([value, value[:1]]) for name, value in t.items() if value.ndim == 3}
 
-    tensors_changed(change, "megatron-3d")(directory)
+    tensors_changed(change, "megatron-3d")(directory, base)
 
 
 @case("a pickle", "is not opened")
-def pickled(directory: Path) -> None:
-    path = good(directory) / TENSORS
+def pickled(directory: Path, base: BaseShapes) -> None:
+    path = good(directory, base) / TENSORS
     torch.save(load_file(path), directory / "adapter_model.bin")
     path.unlink()
 
 
 @case("a pickle under the name of safetensors", "is a pickle")
-def disguised(directory: Path) -> None:
-    torch.save({"a": torch.ones(2, 8)}, good(directory) / TENSORS)
+def disguised(directory: Path, base: BaseShapes) -> None:
+    torch.save({"a": torch.ones(2, 8)}, good(directory, base) / TENSORS)
 
 
 @case("an old pickle under the name of safetensors", "is a pickle")
-def disguised_old(directory: Path) -> None:
-    torch.save({"a": torch.ones(2, 8)}, good(directory) / TENSORS, _use_new_zipfile_serialization=False)
+def disguised_old(directory: Path, base: BaseShapes) -> None:
+    torch.save({"a": torch.ones(2, 8)}, good(directory, base) / TENSORS, _use_new_zipfile_serialization=False)
 
 
 @case("a symlink out of the directory", "link out of its directory")
-def linked(directory: Path) -> None:
-    path = good(directory) / TENSORS
+def linked(directory: Path, base: BaseShapes) -> None:
+    path = good(directory, base) / TENSORS
     target = directory.parent / f"{directory.name}-outside"
     os.replace(path, target)
     path.symlink_to(target)
 
 
 @case("a config linked to the machine's files", "link out of its directory")
-def linked_config(directory: Path) -> None:
-    path = good(directory) / CONFIG
+def linked_config(directory: Path, base: BaseShapes) -> None:
+    path = good(directory, base) / CONFIG
     path.unlink()
     path.symlink_to("/etc/passwd")
 
 
 @case("a dangling symlink", "has no adapter_model.safetensors")
-def dangling(directory: Path) -> None:
-    path = good(directory) / TENSORS
+def dangling(directory: Path, base: BaseShapes) -> None:
+    path = good(directory, base) / TENSORS
     path.unlink()
     path.symlink_to("nowhere")
 
 
 @case("a named pipe", "not a regular file")
-def piped(directory: Path) -> None:
-    path = good(directory) / TENSORS
+def piped(directory: Path, base: BaseShapes) -> None:
+    path = good(directory, base) / TENSORS
     path.unlink()
     os.mkfifo(path)
 
 
 @case("a directory under the file's name", "not a regular file")
-def folder(directory: Path) -> None:
-    path = good(directory) / TENSORS
+def folder(directory: Path, base: BaseShapes) -> None:
+    path = good(directory, base) / TENSORS
     path.unlink()
     path.mkdir()
 
 
-def giant(directory: Path, entries: dict, size: int) -> None:
+def giant(directory: Path, base: BaseShapes, entries: dict, size: int) -> None:
     """Write a header that announces `size` bytes of tensors, over a file of as many that takes no space."""
-    path = good(directory) / TENSORS
+    path = good(directory, base) / TENSORS
     with path.open("wb") as file:
         file.write(framed(json.dumps(entries).encode()))
         file.truncate(file.tell() + size)
 
 
 @case("a sparse giant of a wrong shape", "has the shape")
-def sparse(directory: Path) -> None:
+def sparse(directory: Path, base: BaseShapes) -> None:
     size = 1 << 40
     entry = {"dtype": "F32", "shape": [2, size // 8], "data_offsets": [0, size]}
     half = {"dtype": "F32", "shape": [12, 2], "data_offsets": [size, size + 96]}
-    giant(directory, {f"{QUERY}.lora_A.weight": entry, f"{QUERY}.lora_B.weight": half}, size + 96)
+    giant(directory, base, {f"{QUERY}.lora_A.weight": entry, f"{QUERY}.lora_B.weight": half}, size + 96)
 
 
 @case("a sparse giant of a giant rank", "has the rank")
-def sparse_rank(directory: Path) -> None:
-    rank = 1 << 33
-    a, b = 8 * 4 * rank, 12 * 4 * rank
+def sparse_rank(directory: Path, base: BaseShapes) -> None:
+    rank, (size_in, size_out) = 1 << 30, base.linear["model.layers.0.self_attn.q_proj"]
+    a, b = size_in * 4 * rank, size_out * 4 * rank
     entries = {
-        f"{QUERY}.lora_A.weight": {"dtype": "F32", "shape": [rank, 8], "data_offsets": [0, a]},
-        f"{QUERY}.lora_B.weight": {"dtype": "F32", "shape": [12, rank], "data_offsets": [a, a + b]},
+        f"{QUERY}.lora_A.weight": {"dtype": "F32", "shape": [rank, size_in], "data_offsets": [0, a]},
+        f"{QUERY}.lora_B.weight": {"dtype": "F32", "shape": [size_out, rank], "data_offsets": [a, a + b]},
     }
-    giant(directory, entries, a + b)
+    giant(directory, base, entries, a + b)
     path = directory / CONFIG
     path.write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))
 
 
 @case("a huge header", "announces a header")
-def huge_header(directory: Path) -> None:
-    with (good(directory) / TENSORS).open("wb") as file:
+def huge_header(directory: Path, base: BaseShapes) -> None:
+    with (good(directory, base) / TENSORS).open("wb") as file:
         file.write(struct.pack("<Q", 10 << 30))
         file.truncate(11 << 30)
 
 
 @case("a huge config", "settings take at most")
-def huge_config(directory: Path) -> None:
-    with (good(directory) / CONFIG).open("ab") as file:
+def huge_config(directory: Path, base: BaseShapes) -> None:
+    with (good(directory, base) / CONFIG).open("ab") as file:
         file.truncate(1 << 40)

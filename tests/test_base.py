@@ -2,8 +2,10 @@
 
 import shutil
 from dataclasses import replace
+from functools import cache
 
 import pytest
+import torch
 
 from engine import base as bases
 from engine.config import BaseConfig, Example, Paths
@@ -24,6 +26,96 @@ def test_the_same_seed_gives_the_same_base(small, tmp_path):
     )
     assert one.digest == two.digest != other.digest
     assert one.path.name == two.path.name != other.path.name
+
+
+def test_a_dense_recipe_keeps_its_name():
+    """Nobody builds tiny-dense again because another family got a field."""
+    assert bases.recipe_digest(bases.RECIPES["tiny-dense"], BaseConfig().seed)[:12] == "1678de545535"
+
+
+def test_each_recipe_has_a_name_of_its_own():
+    names = {bases.recipe_digest(recipe, 1) for recipe in bases.RECIPES.values()}
+    assert len(names) == len(bases.RECIPES)
+
+
+# The sizes of a recipe, with experts few and narrow enough for a test.
+SHORT = {"steps": 3, "problems": 256, "batch": 8, "warmup": 1}
+FAMILIES = {
+    "tiny-moe": ("Qwen3MoeForCausalLM", torch.float32, SHORT | {"expert_inner": 32}),
+    "tiny-mla": ("DeepseekV3ForCausalLM", torch.float32, SHORT | {"expert_inner": 32}),
+    "wide-moe": ("Qwen3MoeForCausalLM", torch.bfloat16, {"problems": 256, "hidden": 64, "expert_inner": 32}),
+    "many-moe": ("Qwen3MoeForCausalLM", torch.bfloat16, {"problems": 256, "hidden": 32, "expert_inner": 32}),
+}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """Two builds of each family by the same recipe and seed, made when they are asked for."""
+
+    @cache
+    def build(name):
+        directories = [tmp_path_factory.mktemp(name) for _ in range(2)]
+        for directory in directories:
+            bases.build(replace(bases.RECIPES[name], **FAMILIES[name][2]), 1, directory, lambda *_: None)
+        return directories
+
+    return build
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_is_built_the_same_and_opens_in_transformers(name, built):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    one, two = built(name)
+    assert bases.base_digest(one) == bases.base_digest(two)
+    model, found = AutoModelForCausalLM.from_pretrained(one, output_loading_info=True)
+    assert not found["missing_keys"]
+    assert not found["unexpected_keys"]
+    architecture, dtype, _ = FAMILIES[name]
+    assert (model.config.architectures, model.dtype) == ([architecture], dtype)
+    assert bases.end_tokens(one) == (1,)
+    tokenizer = AutoTokenizer.from_pretrained(one)
+    assert tokenizer.decode(bases.prompt_ids(tokenizer, "12?")) == "<|user|>12?<|assistant|>"
+
+
+@pytest.mark.parametrize("name", ["tiny-moe", "tiny-mla"])
+def test_experts_and_router_learn(name, built):
+    """A few steps move every matrix; a parameter that no optimizer has would stay where it was."""
+    from transformers import AutoModelForCausalLM
+
+    recipe = replace(bases.RECIPES[name], **FAMILIES[name][2])
+    start = built(name)[0].parent / f"{name}-start"
+    bases.build(replace(recipe, steps=0), 1, start, lambda *_: None)
+    before, after = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (start, built(name)[0])
+    )
+    # Stored in bfloat16 without steps: closer than that is not moved.
+    moved = {
+        key: ((value - after.state_dict()[key]).norm() / value.norm()).item()
+        for key, value in before.state_dict().items()
+        if value.dim() > 1
+    }
+    assert min(moved.values()) > 0.02, min(moved, key=moved.get)
+
+
+def test_the_update_of_every_expert_is_orthogonal():
+    """Against torch's own iteration, an expert at a time: tall and wide, and of another scale each."""
+    from torch.optim._muon import _zeropower_via_newtonschulz
+
+    from engine.training.tiny import QUINTIC, orthogonal
+
+    generator = torch.Generator().manual_seed(0)
+    for outputs, inputs in ((24, 8), (8, 24), (16, 16)):
+        gradient = (
+            torch.randn(3, outputs, inputs, generator=generator)
+            * torch.tensor([1e-3, 1.0, 50.0])[:, None, None]
+        )
+        found = orthogonal(gradient)
+        for expert in range(3):
+            wanted = _zeropower_via_newtonschulz(gradient[expert], QUINTIC, 5, 1e-7).float()
+            assert torch.allclose(found[expert], wanted, atol=0.02)
+            values = torch.linalg.svdvals(found[expert])
+            assert 0.3 < values.min() < values.max() < 1.3
 
 
 def test_a_base_is_built_once(small, tmp_path, monkeypatch):
@@ -162,15 +254,19 @@ def test_a_base_that_names_no_end_token_uses_its_tokenizers(tiny_base, tmp_path)
     assert bases.end_tokens(copy) == (1,)
 
 
-def test_the_plan_of_a_tiny_base_needs_no_build(tiny_base, tmp_path):
+@pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe", "tiny-mla"])
+def test_the_plan_of_a_built_base_needs_no_build(name, tiny_base, built, tmp_path, monkeypatch):
     import json
 
     from engine.base_shape import Shape
 
+    if name != "tiny-dense":
+        monkeypatch.setitem(bases.RECIPES, name, replace(bases.RECIPES[name], **FAMILIES[name][2]))
     paths = Paths(tmp_path)
-    early = bases.base_config(BaseConfig(name="tiny-dense"), paths)
-    built = json.loads((tiny_base / "config.json").read_text())
+    early = bases.base_config(BaseConfig(name=name), paths)
+    directory = tiny_base if name == "tiny-dense" else built(name)[0]
+    found = json.loads((directory / "config.json").read_text())
     # Its tokenizer may find fewer tokens than the recipe allows, never more.
-    assert built["vocab_size"] <= early["vocab_size"]
-    assert Shape.of(early | {"vocab_size": built["vocab_size"]}) == Shape.of(built)
+    assert found["vocab_size"] <= early["vocab_size"]
+    assert Shape.of(early | {"vocab_size": found["vocab_size"]}) == Shape.of(found)
     assert not paths.bases.exists()

@@ -90,6 +90,8 @@ FAULTS = {
         2,
         "There is no policy 'poetry'. Known policies: arithmetic, sorting",
     ),
+    "random base": (["run", "--base", "wide-moe"], {}, 2, "The weights of 'wide-moe' are random"),
+    "base of one's own": (["run", "--base", "Qwen/Qwen3-0.6B"], {}, 2, "--base takes tiny-dense, tiny-moe"),
     "base without files": (["up"], {"base": {"name": "."}}, 3, "lacks config.json"),
 }
 

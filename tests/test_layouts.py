@@ -1,8 +1,6 @@
 """Layouts: one adapter has one digest in all of them, and `peft` computes with what we write."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -22,15 +20,11 @@ from transformers import (
 )
 
 from engine.adapters import revision
-from engine.adapters.catalog import Catalog
 from engine.adapters.families import FAMILIES, BaseShapes
-from engine.adapters.foreign import has_probe, inspect, publish, read_adapter
+from engine.adapters.foreign import read_adapter
 from engine.adapters.foreign_files import Patterns
-from engine.adapters.importing import directory_from_store
 from engine.adapters.layout_tensors import from_canonical
 from engine.adapters.layouts import LAYOUTS
-from engine.base import BaseInfo, ensure_base
-from engine.config import Params, load_params
 from engine.errors import AdapterError
 
 # peft 0.21 says this of every pattern for a parameter, and then uses it.
@@ -283,61 +277,3 @@ def test_a_revision_with_ranks_by_module_is_opened_by_peft(tmp_path):
             target(model, module).add_(tensors[f"{module}.lora_B"] @ tensors[f"{module}.lora_A"])
     torch.testing.assert_close(peft_opens(qwen3, path), model(TOKENS).logits, atol=1e-4, rtol=1e-4)
     assert read_adapter(path, base).digest(BASE) == manifest.digest
-
-
-# Importing
-
-
-def test_an_adapter_from_elsewhere_becomes_a_revision_by_the_command(tiny_base, tmp_path):
-    base = BaseShapes.of(json.loads((tiny_base / "config.json").read_text()))
-    tensors = canonical(base, ranks={module: 1 + i % 4 for i, module in enumerate(base.linear)})
-    source = write(tmp_path / "source", tensors, "plain", base, 2.0)
-    (tmp_path / "params.yaml").write_text(f"state_dir: state\nbase: {{name: {tiny_base}}}\n")
-    runs = [
-        command(tmp_path, "adapters", "import", str(source), *more) for more in ([], ["--policy", "afar"])
-    ]
-    (digest,) = {line.split()[1] for run in runs for line in run.splitlines() if "digest" in line}
-    assert "layout          plain" in runs[0]
-    assert "Nothing was imported" in runs[0]
-    assert f"imported as afar@{digest[:12]}" in runs[1]
-    assert "no effect probe" in runs[1]
-    params = load_params(tmp_path / "params.yaml")
-    catalog = Catalog(params.paths.catalog_url)
-    (row,) = catalog.revisions("afar")
-    assert (row.digest, row.rank, row.state) == (digest, 4, "exported")
-    catalog.close()
-    stored, _ = revision.read_revision(directory_from_store(params, "afar", digest, tmp_path / "again"))
-    assert stored.keys() == tensors.keys()
-    assert all(torch.equal(stored[key], tensors[key]) for key in tensors)
-    kept = params.paths.revisions / "afar" / f"{digest[:12]}.original" / "adapter_model.safetensors"
-    assert kept.read_bytes() == (source / "adapter_model.safetensors").read_bytes()
-
-
-def command(folder, *arguments):
-    line = [sys.executable, "-m", "flows.cli", *arguments, "--params", str(folder / "params.yaml")]
-    return subprocess.run(line, capture_output=True, text=True, check=True).stdout
-
-
-def test_a_revision_of_ours_keeps_its_probe(tiny_base, tmp_path):
-    params = Params(state_dir=tmp_path / "state", base={"name": str(tiny_base)})
-    base = BaseShapes.of(json.loads((tiny_base / "config.json").read_text()))
-    tensors, info = canonical(base), ensure_base(params.base, params.paths)
-    targets = tuple({key.rsplit(".", 2)[1] for key in tensors})
-    settings = {"base_digest": info.digest, "rank": 2, "targets": targets, "step": 7}
-    made = revision.make_manifest(tensors, policy="sums", **settings)
-    path = revision.write_revision(tmp_path / "sums", tensors, made, {"prompts": [1]})
-    foreign, _ = inspect(params, path)
-    assert publish(params, path, foreign, info, "sums", "local") == made
-    assert has_probe(params, made)
-    other = publish(params, path, foreign, info, "other", "local")
-    assert other.digest == made.digest
-    assert not has_probe(params, other)
-
-
-def test_experts_are_read_but_not_imported_yet(tmp_path):
-    base = shapes("deepseek_v3")
-    path = write(tmp_path / "a", canonical(base), "megatron-3d", base)
-    params, info = Params(state_dir=tmp_path / "state"), BaseInfo("x", tmp_path, BASE)
-    with pytest.raises(AdapterError, match="cannot serve adapters of DeepSeek-V3 bases yet"):
-        publish(params, path, read_adapter(path, base), info, "afar", "local")
-    assert not (tmp_path / "state").exists()

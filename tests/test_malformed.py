@@ -17,7 +17,7 @@ from engine.errors import AdapterError
 def test_a_malformed_adapter_is_refused_by_a_sentence_that_names_its_fault(tmp_path, name):
     build, words = CORPUS[name]
     directory = tmp_path / "adapter"
-    build(directory)
+    build(directory, BASE)
     before, memory = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(AdapterError) as caught:
         read_adapter(directory, BASE)
@@ -40,14 +40,14 @@ def test_the_corpus_is_large_and_breaks_every_layout():
 
 @pytest.mark.parametrize("layout", [layout.name for layout in LAYOUTS])
 def test_the_adapter_that_the_corpus_breaks_is_good(tmp_path, layout):
-    found = read_adapter(good(tmp_path, layout), BASE)
+    found = read_adapter(good(tmp_path, BASE, layout), BASE)
     assert found.found.layout == layout
     assert found.found.experts == 3
 
 
 def test_the_shape_that_is_needed_is_said(tmp_path):
     build, _ = CORPUS["peft-fused: transposed"]
-    build(tmp_path)
+    build(tmp_path, BASE)
     with pytest.raises(
         AdapterError, match=r"experts\.lora_A.* has the shape \(7, 6\); the base needs \(rank, 7\)"
     ):

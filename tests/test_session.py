@@ -25,10 +25,10 @@ def opening(name: str = "sums-1", **changes) -> CreateSession:
     return CreateSession(**(fields | changes))
 
 
-def train_one(session: Session, number: int, request_id: str | None = None) -> None:
+def train_one(session: Session, number: int, request_id: str | None = None, vocabulary: int = 300) -> None:
     """One step on data that depends on the step's number alone."""
     generator = torch.Generator().manual_seed(number)
-    tokens = torch.randint(5, 300, (4, 9), generator=generator).tolist()
+    tokens = torch.randint(5, vocabulary, (4, 9), generator=generator).tolist()
     data = [Example(Row(tuple(row), 5), (-2.0,) * 4, (float(i) - 1.5,) * 4) for i, row in enumerate(tokens)]
     session.forward_backward(data, "grpo", {})
     session.optim_step(

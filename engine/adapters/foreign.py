@@ -1,14 +1,15 @@
 """Adapters from elsewhere: find out what a directory holds, and bring it into catalog and store.
 
 Knows the order of proofs: names and sizes, then scaling, then values; nothing is published before the
-last. Knows no layout in particular. What it publishes has no effect probe, as no trainer made it here.
+last. Knows no layout in particular. No trainer of ours made what it publishes, so it has an effect probe
+made for it; who computes that is not known here.
 """
 
 import json
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import torch
 from engine.adapters import foreign_files
 from engine.adapters.families import BaseShapes
 from engine.adapters.foreign_files import DTYPES, RANK_LIMIT, Entry, Scaling
-from engine.adapters.importing import import_revision, serving_dtype
+from engine.adapters.importing import check_fit, import_revision, serving_dtype
 from engine.adapters.layout_tensors import to_canonical
 from engine.adapters.layouts import Detected, detect
 from engine.adapters.manifests import MANIFEST
@@ -35,8 +36,11 @@ from engine.adapters.revision import (
     write_revision,
 )
 from engine.base import BaseInfo, ensure_base
-from engine.config import DIGEST12, POLICY_NAME, Params
+from engine.config import POLICY_NAME, Params
 from engine.errors import AdapterError, ConfigError
+from engine.quality.probe import Probe
+
+MakeProbe = Callable[[Manifest, Path], Probe]
 
 
 @dataclass(frozen=True)
@@ -81,20 +85,22 @@ def inspect(params: Params, directory: Path) -> tuple[Foreign, BaseInfo]:
 
 
 def publish(
-    params: Params, directory: Path, foreign: Foreign, base: BaseInfo, policy: str, owner: str
+    params: Params,
+    directory: Path,
+    foreign: Foreign,
+    base: BaseInfo,
+    policy: str,
+    owner: str,
+    make_probe: MakeProbe,
 ) -> Manifest:
     """Bring an inspected adapter into catalog and store as a revision of `policy`; idempotent.
 
-    A revision directory of that policy keeps its probe. Of any other, what it was read from is kept beside
-    the revisions, since dtype or scale may have been converted. Raises `ConfigError` for a policy's name
-    that is none, and `AdapterError` for a base whose engine cannot serve adapters yet.
+    A revision directory of that policy keeps its probe, any other gets one by `make_probe`. What it was read
+    from is kept beside the revisions, since dtype or scale may have been converted. Raises `ConfigError` for
+    a policy's name that is none, and `AdapterError` for a rank that the engine does not serve.
     """
     if not POLICY_NAME.fullmatch(policy):
         raise ConfigError(f"{policy!r} is no policy's name. Use small letters, digits and dashes.")
-    if foreign.found.family != "dense":
-        raise AdapterError(
-            f"The engine cannot serve adapters of {foreign.found.family} bases yet, so nothing was imported."
-        )
     if (directory / MANIFEST).is_file() and read_manifest(directory).policy == policy:
         return import_revision(params, directory, owner)
     manifest = make_manifest(
@@ -105,19 +111,24 @@ def publish(
         targets=foreign.targets,
         step=0,
     )
-    with tempfile.TemporaryDirectory() as folder:
+    # Before anything is written or computed: what the engine cannot serve.
+    check_fit(params, base.path, foreign.tensors, manifest, directory)
+    made = params.paths.revision(policy, manifest.digest)
+    if made.is_dir():
+        return import_revision(params, made, owner)
+    params.state_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=params.state_dir) as folder:
         draft = write_revision(Path(folder) / "revision", foreign.tensors, manifest, {})
+        (draft / PROBE).write_text(json.dumps(make_probe(manifest, draft).to_json()))
+        _keep_original(directory, made.with_name(f"{made.name}.original"))
         import_revision(params, draft, owner)
-    kept = params.paths.revisions / policy / f"{manifest.digest[:DIGEST12]}.original"
-    kept.mkdir(parents=True, exist_ok=True)
-    for name in (CONFIG, TENSORS):
-        shutil.copyfile(directory / name, kept / name)
     return manifest
 
 
-def has_probe(params: Params, manifest: Manifest) -> bool:
-    """Tell whether an imported revision came with the effect probe of its trainer."""
-    return (params.paths.revision(manifest.policy, manifest.digest) / PROBE).is_file()
+def _keep_original(directory: Path, kept: Path) -> None:
+    kept.mkdir(parents=True, exist_ok=True)
+    for name in (CONFIG, TENSORS):
+        shutil.copyfile(directory / name, kept / name)
 
 
 def read_adapter(directory: Path, base: BaseShapes, dtype: torch.dtype | None = None) -> Foreign:

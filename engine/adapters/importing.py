@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.adapters import packed
 from engine.adapters.catalog import Base, Catalog, Policy, Revision, migrate
 from engine.adapters.families import BaseShapes
-from engine.adapters.publishing import append
+from engine.adapters.publishing import append, stored_tensors
 from engine.adapters.revision import (
     PROBE,
     Manifest,
@@ -26,7 +25,7 @@ from engine.adapters.revision import (
     validate,
     write_revision,
 )
-from engine.adapters.store import Location, Store
+from engine.adapters.store import Store
 from engine.base import ensure_base
 from engine.config import POLICY_NAME, Params
 from engine.errors import AdapterError, NotFound
@@ -49,13 +48,9 @@ def import_revision(params: Params, directory: Path, owner: str = "local") -> Ma
     migrate(params.paths.catalog_url)
     catalog = Catalog(params.paths.catalog_url)
     try:
-        _publish(params, catalog, base, tensors, manifest, owner)
+        _publish(params, catalog, base, tensors, manifest, owner, _probe(directory))
     finally:
         catalog.close()
-    target = params.paths.revision(manifest.policy, manifest.digest)
-    probe = _probe(directory)
-    if probe:
-        write_revision(target, tensors, manifest, probe)
     return manifest
 
 
@@ -102,11 +97,9 @@ def directory_from_store(params: Params, policy: str, digest: str, target: Path)
     catalog = Catalog(params.paths.catalog_url)
     try:
         row = catalog.revision(policy, digest)
-        layout = packed.Layout.from_json(catalog.layout(row.layout))
+        tensors = stored_tensors(catalog, Store(params.paths.store), row)
     finally:
         catalog.close()
-    payload = Store(params.paths.store).read(Location(row.segment, row.offset, row.length, row.checksum))
-    tensors = packed.unpack(packed.Packed(layout, torch.frombuffer(bytearray(payload), dtype=torch.uint8)))
     return write_revision(target, tensors, _manifest(row, tensors), {})
 
 
@@ -133,8 +126,15 @@ def _probe(directory: Path) -> dict[str, Any]:
 
 
 def _publish(
-    params: Params, catalog: Catalog, base: "BaseInfo", tensors: Tensors, manifest: Manifest, owner: str
+    params: Params,
+    catalog: Catalog,
+    base: "BaseInfo",
+    tensors: Tensors,
+    manifest: Manifest,
+    owner: str,
+    probe: dict[str, Any],
 ) -> None:
+    """Write bytes, then the directory with its probe, then the catalog's row, which commits both."""
     now, config = time.time(), manifest.config
     catalog.add_base(Base(base.digest, base.name, str(base.path), now))
     with suppress(NotFound):
@@ -147,5 +147,7 @@ def _publish(
         dtype = getattr(torch, serving_dtype(params))
         with closing(Store(params.paths.store)) as store:
             known = append(catalog, store, tensors, manifest, dtype, shapes_of(base.path), owner, now)
+    if probe:
+        write_revision(params.paths.revision(manifest.policy, manifest.digest), tensors, manifest, probe)
     # A snapshot that is imported by name is an exported revision from now on.
     catalog.add_revision(replace(known, state="exported", expires_at=None))

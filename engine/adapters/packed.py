@@ -12,6 +12,7 @@ Shapes: E experts, M slices of a fused module, R rank, I input features, O outpu
 
 import hashlib
 import json
+import math
 import re
 import struct
 from collections.abc import Iterator, Mapping
@@ -58,6 +59,10 @@ class Block:
         return self.shape[-2]
 
     @property
+    def count(self) -> int:
+        return math.prod(self.shape)
+
+    @property
     def slices(self) -> int:
         return len(self.widths)
 
@@ -93,16 +98,20 @@ class Layout:
 
     @staticmethod
     def from_json(text: str) -> "Layout":
-        body = json.loads(text)
-        if body["v"] not in READABLE_VERSIONS:
-            raise AdapterError(
-                f"The packed layout has format version {body['v']}, this engine reads "
-                f"{' and '.join(map(str, READABLE_VERSIONS))}. Export the revision again."
+        """Read a layout; `AdapterError` when it is none. What it says is proven by `check_layout`."""
+        try:
+            body = json.loads(text)
+            if body["v"] not in READABLE_VERSIONS:
+                raise AdapterError(
+                    f"The packed layout has format version {str(body['v'])[:20]}, this engine reads "
+                    f"{' and '.join(map(str, READABLE_VERSIONS))}. Export the revision again."
+                )
+            blocks = tuple(
+                Block(m, s, f, tuple(w), tuple(shape), *rest) for m, s, f, w, shape, *rest in body["blocks"]
             )
-        blocks = tuple(
-            Block(m, s, f, tuple(w), tuple(shape), *rest) for m, s, f, w, shape, *rest in body["blocks"]
-        )
-        return Layout(DTYPES[body["dtype"]], body["bytes"], blocks)
+            return Layout(DTYPES[body["dtype"]], body["bytes"], blocks)
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise AdapterError("The packed layout is not one that we write. Export it again.") from None
 
 
 @dataclass(frozen=True)
@@ -122,10 +131,7 @@ class Packed:
 
 def view_block(layout: Layout, payload: Tensor, block: Block) -> Tensor:
     """Return a block of a uint8 payload as a tensor of its shape; no bytes move."""
-    count = 1
-    for size in block.shape:
-        count *= size
-    raw = payload[block.offset : block.offset + count * layout.dtype.itemsize]
+    raw = payload[block.offset : block.offset + block.count * layout.dtype.itemsize]
     return raw.view(layout.dtype).view(block.shape)
 
 

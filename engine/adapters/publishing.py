@@ -2,12 +2,13 @@
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from engine.adapters import packed
 from engine.adapters.catalog_schema import Revision
+from engine.adapters.store import Location
 
 if TYPE_CHECKING:
-    import torch
-
     from engine.adapters.catalog import Catalog
     from engine.adapters.families import BaseShapes
     from engine.adapters.revision import Manifest, Tensors
@@ -48,3 +49,13 @@ def append(
         owner=owner,
         created_at=now,
     )
+
+
+def stored_tensors(catalog: "Catalog", store: "Store", row: Revision) -> "Tensors":
+    """Return the canonical tensors of a revision as its packed bytes have them.
+
+    Raises `AdapterError` when the bytes are missing or damaged.
+    """
+    payload = store.read(Location(row.segment, row.offset, row.length, row.checksum))
+    layout = packed.Layout.from_json(catalog.layout(row.layout))
+    return packed.unpack(packed.Packed(layout, torch.frombuffer(bytearray(payload), dtype=torch.uint8)))

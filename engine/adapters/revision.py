@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 
+from engine.adapters.families import PROJECTIONS
 from engine.adapters.manifests import MANIFEST
 from engine.errors import AdapterError, BaseModelError, Conflict
 from engine.version import code_version
@@ -215,11 +216,19 @@ def _json(value: dict[str, Any]) -> bytes:
 
 
 def _peft_config(tensors: Tensors, manifest: Manifest) -> dict[str, Any]:
-    ranks = {key: tensors[key].shape[0] for key in sorted(tensors) if key.endswith(".lora_A")}
-    special = {split_key(key)[0]: rank for key, rank in ranks.items() if rank != manifest.rank}
+    modules = {split_key(key)[0]: tensors[key].shape[0] for key in sorted(tensors) if key.endswith("lora_A")}
+    routed = {module for module in modules if EXPERT.search(module)}
+    paths = {module: _peft_path(module, bool(routed)) for module in modules}
+    special = {paths[module]: rank for module, rank in modules.items() if rank != manifest.rank}
     patterns = {"rank_pattern": special, "alpha_pattern": special} if special else {}
+    # Without `model.layers.N.`, so that it is every layer's.
+    parameters = {path.split(".", 3)[3] for path in paths.values() if path.endswith(".weight")}
+    if routed and not any(module.endswith("down_proj") for module in routed):
+        # peft looks for gate and up in a wrapper inside that of down; without tensors down stays zero.
+        parameters.add("mlp.experts.down_proj")
     return {
         **patterns,
+        **({"target_parameters": sorted(parameters)} if parameters else {}),
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": None,
@@ -231,6 +240,15 @@ def _peft_config(tensors: Tensors, manifest: Manifest) -> dict[str, Any]:
         "inference_mode": True,
         "target_modules": sorted(manifest.targets),
     }
+
+
+def _peft_path(module: str, routed: bool) -> str:
+    """Return what peft is to wrap: beside `routed` experts a linear gate, up or down is a parameter.
+
+    As a module it would be left alone: peft takes the name for the experts' own.
+    """
+    linear = routed and not EXPERT.search(module) and module.rpartition(".")[2] in PROJECTIONS
+    return f"{module}.weight" if linear else module
 
 
 def _sync(path: Path) -> None:

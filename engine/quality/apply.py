@@ -86,8 +86,10 @@ class Applier:
             config_hash=content_hash(release.settings),
         )
 
-    def say_by_hand(self, verdict: str, policy: str, digest: str, by: str, reason: str, key: str) -> None:
-        """Tell the ledger what a person did outside any release; `key` tells one such act from the next."""
+    def say_by_hand(
+        self, verdict: str, policy: str, digest: str, by: str, reason: str, key: str, **evidence: Any
+    ) -> None:
+        """Tell the ledger what was decided outside any release; `key` tells one such act from the next."""
         self._spool.emit(
             "verdicts",
             id=str(uuid.uuid5(EVENTS, f"{policy}/{digest}/{verdict}/{key}")),
@@ -96,6 +98,7 @@ class Applier:
             verdict=verdict,
             reason=reason,
             by=by,
+            evidence=evidence or None,
             code_version=CODE_VERSION,
         )
 

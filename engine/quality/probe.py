@@ -5,8 +5,9 @@ base. Equality under the adapter shows that all of it is applied; the base's own
 was silently dropped from one that is wrong, and a wrong base from both. Loads no tensors.
 """
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -18,6 +19,10 @@ VERSION = 1
 # a few 1e-6, from sums in another order. bfloat16: the engine rounds every activation to 8 bits.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15}
 TIMEOUT_S = 120.0
+# Over every difference of log-probabilities, and finite: JSON has no infinity.
+NO_NUMBER = 1e9
+MODULE = re.compile(r"model\.layers\.\d+\.[\w.]*?\w(?=\.lora_|[\s,;:]|\.$)")
+UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,8 @@ class ProbeResult:
 
     `error` is the engine's distance from the trainer under the adapter, `base_error` under the base;
     `effect` is how far the engine's adapter moves it from the engine's base, `claimed` the trainer's.
+    `module` is where a refused revision's fault most likely is; `errors` are the nats of each projection
+    alone, where they were asked for.
     """
 
     accepted: bool
@@ -55,6 +62,13 @@ class ProbeResult:
     effect: float
     claimed: float
     tolerance: float
+    module: str = ""
+    errors: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def is_base(self) -> bool:
+        """Whether the revision was refused only because it changes nothing: a result, not a fault."""
+        return not self.accepted and max(self.error, self.base_error, self.claimed) <= self.tolerance
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "max_error": self.error}
@@ -75,17 +89,33 @@ def from_json(body: dict[str, Any]) -> Probe:
 def check(engine_url: str, key: str, served: str, base_name: str, probe: Probe) -> ProbeResult:
     """Ask the engine for the probe's log-probabilities under `served` and under its base, and judge them.
 
-    Raises `ServiceError` when the engine does not answer.
+    An adapter that the engine refuses to load is refused with its sentence. Raises `ServiceError` when the
+    engine does not answer.
     """
-    rows = [row.tokens for row in probe.rows]
+    rows, tolerance = [row.tokens for row in probe.rows], TOLERANCE[probe.dtype]
+    with asking(engine_url, key) as client:
+        base = [ask(client, base_name, tokens) for tokens in rows]
+        try:
+            adapter = [ask(client, served, tokens) for tokens in rows]
+        except AdapterError as fault:
+            found = MODULE.search(str(fault))
+            unserved = judge(probe, base, base, tolerance)
+            module = found[0] if found else UNKNOWN
+            return replace(unserved, accepted=False, reason=str(fault), module=module)
+    return judge(probe, adapter, base, tolerance)
+
+
+def asking(engine_url: str, key: str) -> httpx.Client:
+    """Return a client of the engine that may ask for any revision, in order to judge it."""
     headers = {"Authorization": f"Bearer {key}", "x-graftwork-purpose": "probe"}
-    with httpx.Client(base_url=engine_url, headers=headers, timeout=TIMEOUT_S) as client:
-        adapter = [_ask(client, served, tokens) for tokens in rows]
-        base = [_ask(client, base_name, tokens) for tokens in rows]
-    return judge(probe, adapter, base, TOLERANCE[probe.dtype])
+    return httpx.Client(base_url=engine_url, headers=headers, timeout=TIMEOUT_S)
 
 
-def _ask(client: httpx.Client, model: str, tokens: Sequence[int]) -> list[float]:
+def ask(client: httpx.Client, model: str, tokens: Sequence[int]) -> list[float]:
+    """Return the log-probability of each token but the first under a model.
+
+    Raises `AdapterError` with the engine's sentence when it refuses the adapter.
+    """
     body = {"model": model, "prompt": list(tokens), "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
     try:
         response = client.post("/v1/completions", json=body)
@@ -93,6 +123,8 @@ def _ask(client: httpx.Client, model: str, tokens: Sequence[int]) -> list[float]
         raise ServiceError(
             f"The engine at {client.base_url} did not answer the effect probe: {error!r}."
         ) from None
+    if response.status_code == 422:
+        raise AdapterError(response.json()["error"]["message"])
     if response.status_code != 200:
         raise ServiceError(f"The engine refused the effect probe of {model!r}: {response.text[:300]}")
     found = response.json()["choices"][0]["prompt_logprobs"]
@@ -129,9 +161,9 @@ def judge(
 
 
 def distance(left: Sequence[Sequence[float]], right: Sequence[Sequence[float]]) -> float:
-    """Return the largest difference of one value; infinite when a value is not a number."""
+    """Return the largest difference of one value; `NO_NUMBER` when a value is not a number."""
     pairs = [
         (a, b) for row_a, row_b in zip(left, right, strict=True) for a, b in zip(row_a, row_b, strict=True)
     ]
     gaps = [abs(a - b) for a, b in pairs]
-    return max(gap if gap == gap else float("inf") for gap in gaps)
+    return max(gap if gap < NO_NUMBER else NO_NUMBER for gap in gaps)

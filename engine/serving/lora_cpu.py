@@ -50,25 +50,25 @@ class GroupedPunica(PunicaWrapperCPU):
     """Group the step's rows by slot once; every layer then uses the same plan."""
 
     _plan: grouped.Plan | None = None
-    _slots: tuple[int, ...] = ()
+    _slots: Sequence[int] = ()
     # The adapter of each slot that the step uses, by vLLM's id.
     occupants: Mapping[int, int] = {}
-
-    def update_metadata(
-        self, mapping: Any, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int, **kwargs: Any
-    ) -> None:
-        slot_of = {lora_id: slot for slot, lora_id in enumerate(lora_index_to_id) if lora_id is not None}
-        self._slots = tuple(slot_of[i] if i > 0 else -1 for i in mapping.index_mapping)
-        self._plan = grouped.plan(self._slots)
-        self.occupants = {slot_of[i]: i for i in set(mapping.index_mapping) if i > 0}
-        self._parts: dict[tuple[int, int], grouped.Plan | None] = {}
-        self._splits: dict[frozenset[int], Split | None] = {}
 
     def split(self, idle: frozenset[int]) -> Split | None:
         """Part the step's rows for a layer that the adapters in `idle` slots leave alone."""
         if idle not in self._splits:
             self._splits[idle] = split(self._slots, idle)
         return self._splits[idle]
+
+    def update_metadata(
+        self, mapping: Any, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int, **kwargs: Any
+    ) -> None:
+        slot_of = {lora_id: slot for slot, lora_id in enumerate(lora_index_to_id) if lora_id is not None}
+        self._slots = [slot_of[i] if i > 0 else -1 for i in mapping.index_mapping]
+        self._plan = grouped.plan(self._slots)
+        self.occupants = {slot_of[i]: i for i in set(mapping.index_mapping) if i > 0}
+        self._splits: dict[frozenset[int], Split | None] = {}
+        self._parts: dict[tuple[int, int], grouped.Plan | None] = {}
 
     def plan_of(self, first: int, end: int) -> grouped.Plan | None:
         """Return the plan of some of the step's rows, made once a step."""
@@ -78,7 +78,7 @@ class GroupedPunica(PunicaWrapperCPU):
 
     @contextmanager
     def only(self, first: int, end: int) -> Iterator[None]:
-        """Make layers within see some of the step's rows as the whole step."""
+        """Make linear layers within see some of the step's rows as the whole step."""
         whole, self._plan = self._plan, self.plan_of(first, end)
         yield
         self._plan = whole

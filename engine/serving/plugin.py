@@ -3,7 +3,9 @@
 Each patch says why, until which vLLM it holds, and when it can go.
 """
 
+from functools import wraps
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 # The newest vLLM that these patches were read against; a test fails when the pinned one moves past.
 VLLM_READ_AGAINST = "0.32.0"
@@ -13,9 +15,10 @@ def register() -> None:
     """Install every patch; safe to call again."""
     replace_worker_manager()
     replace_cpu_operations()
-    serve_experts_on_cpu()
+    fail_requests_of_lost_adapters()
     rotate_heads_on_cpu()
     replace_latent_attention()
+    serve_experts_on_cpu()
 
 
 def replace_worker_manager() -> None:
@@ -45,24 +48,33 @@ def replace_cpu_operations() -> None:
         )
 
 
-def serve_experts_on_cpu() -> None:
-    """Let a mixture of experts carry LoRA on CPU.
+def fail_requests_of_lost_adapters() -> None:
+    """Let an adapter whose bytes were lost fail its own requests; an error inside a step ends the engine.
 
-    Stock selects Triton for it, also on CPU, and dies at the first token. Bound: 0.32.0. Goes when vLLM
-    has CPU experts that support LoRA.
+    The worker names those requests with the step's output; the scheduler drops what the step sampled for
+    them and ends them by the way it has for grammars that do not compile (a 500 for the client).
+    Bound: 0.32.0. Goes when vLLM lets a worker fail single requests.
     """
-    from vllm.platforms import current_platform
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    if not current_platform.is_cpu():
+    from engine.serving.lost import drop_lost, name_lost
+
+    if hasattr(Scheduler.update_from_output, "__wrapped__"):
         return
-    from vllm.lora import utils
-    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
+    sample, update = GPUModelRunner.sample_tokens, Scheduler.update_from_output
 
-    from engine.serving.moe_cpu import ExpertsWithLoRA, select_backend
+    @wraps(sample)
+    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return name_lost(self, sample(self, *args, **kwargs))
 
-    method.select_unquantized_moe_backend = select_backend
-    others = tuple(c for c in utils._all_lora_classes if not issubclass(c, utils.FusedMoEWithLoRA))
-    utils._all_lora_classes = (*others, ExpertsWithLoRA)
+    @wraps(update)
+    def update_from_output(self: Any, scheduler_output: Any, output: Any) -> Any:
+        drop_lost(self, output)
+        return update(self, scheduler_output, output)
+
+    GPUModelRunner.sample_tokens = sample_tokens  # type: ignore[method-assign,assignment]
+    Scheduler.update_from_output = update_from_output  # type: ignore[method-assign,assignment]
 
 
 def rotate_heads_on_cpu() -> None:
@@ -95,6 +107,26 @@ def replace_latent_attention() -> None:
         from engine.serving.mla_cpu import LatentAttention
 
         mla.MLAAttention = LatentAttention  # type: ignore[misc]
+
+
+def serve_experts_on_cpu() -> None:
+    """Let a mixture of experts carry LoRA on CPU.
+
+    Stock selects Triton for it, also on CPU, and dies at the first token. Bound: 0.32.0. Goes when vLLM
+    has CPU experts that support LoRA.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.lora import utils
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
+
+    from engine.serving.moe_cpu import ExpertsWithLoRA, select_backend
+
+    method.select_unquantized_moe_backend = select_backend
+    others = tuple(c for c in utils._all_lora_classes if not issubclass(c, utils.FusedMoEWithLoRA))
+    utils._all_lora_classes = (*others, ExpertsWithLoRA)
 
 
 def vllm_version() -> str:

@@ -30,6 +30,8 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 IGNORED = -100
+# Matrices of rows that are compared with each other, whose lengths matter: not for Muon.
+NO_PROJECTIONS = ("embed_tokens.weight", ".gate.weight")
 WEIGHT_DECAY, MOMENTUM = 0.01, 0.95
 # Coefficients of https://kellerjordan.github.io/posts/muon, as `torch.optim.Muon` has them.
 QUINTIC = (3.4445, -4.7750, 2.0315)
@@ -43,7 +45,11 @@ def build(recipe: Recipe, seed: int, directory: Path, progress: Progress) -> Non
     with torch.random.fork_rng(), _one_thread():
         torch.manual_seed(seed)
         model = _new_model(recipe, tokenizer)
+        # Learned as one also where they are stored as two: apart they take several times the steps.
+        model.lm_head.weight = model.model.embed_tokens.weight
         _fit(model, recipe, seed, _encode(tokenizer, examples), progress)
+    if not model.config.tie_word_embeddings:
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
@@ -141,12 +147,7 @@ def _fit(model: Any, recipe: Recipe, seed: int, pairs: list[Pair], progress: Pro
 def _optimizers(model: Any, recipe: Recipe) -> list[torch.optim.Optimizer]:
     named = dict(model.named_parameters())
     routed = [p for p in named.values() if p.dim() == 3]
-    # A router is no projection: its rows are compared with each other, so they keep their lengths.
-    plain = [
-        p
-        for name, p in named.items()
-        if p.dim() == 2 and not name.endswith(("embed_tokens.weight", ".gate.weight"))
-    ]
+    plain = [p for name, p in named.items() if p.dim() == 2 and not name.endswith(NO_PROJECTIONS)]
     known = {id(p) for p in plain + routed}
     rest = [p for p in named.values() if id(p) not in known]
     muon: list[torch.optim.Optimizer] = [

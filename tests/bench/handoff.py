@@ -1,6 +1,6 @@
 """Adapter-only handoff against merged checkpoints, by the four definitions of docs/benchmarks.md.
 
-    graftwork bench handoff [--base tiny-dense|qwen3-0.6b] [--repeats 5]
+    graftwork bench handoff [--base tiny-dense|tiny-moe|wide-moe|qwen3-0.6b] [--repeats 5]
 
 From an adapter in memory to tokens out. Adapter path: pack, append to the store, commit the row,
 ask the live engine. Merged path: add the adapter to the base's weights, write a checkpoint, start
@@ -42,6 +42,8 @@ QWEN3_4B = {
 LENGTHS = (1, 64, 305)
 TARGETS = {
     "tiny-dense": {"ratio_first_token": ">= 30.7", "ratio_64": ">= 18.3"},
+    "tiny-moe": {"ratio_first_token": ">= 3.41", "ratio_305": ">= 10"},
+    "wide-moe": {},
     "qwen3-0.6b": {},
 }
 PROMPT = [40, 41, 42, 43, 44, 45, 46, 47]
@@ -94,17 +96,18 @@ def make_base(name: str, root: Path) -> tuple[Path, str]:
     from engine.base import build
     from engine.recipes import RECIPES
 
-    tiny = root / "tiny-dense"
-    if not tiny.is_dir():
-        tiny.mkdir()
-        build(replace(RECIPES["tiny-dense"], steps=20, problems=2048, context=512), 1, tiny, lambda *_: None)
-    if name == "tiny-dense":
-        return tiny, "float32"
+    chosen = name if name in RECIPES else "tiny-dense"
+    built, recipe = root / chosen, RECIPES[chosen]
+    built.mkdir()
+    recipe = replace(recipe, steps=min(20, recipe.steps), problems=2048, context=512)
+    build(recipe, 1, built, lambda *_: None)
+    if name in RECIPES:
+        return built, recipe.dtype
     path = root / name
     torch.manual_seed(0)
     config = Qwen3Config(**QWEN3_06B, max_position_embeddings=512, tie_word_embeddings=True, eos_token_id=1)
     Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
-    AutoTokenizer.from_pretrained(tiny).save_pretrained(path)
+    AutoTokenizer.from_pretrained(built).save_pretrained(path)
     return path, "bfloat16"
 
 
