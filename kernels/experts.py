@@ -10,10 +10,9 @@ factor with E = 1 is shared by all experts. B is read in place when its memory i
 slot buffers are; otherwise each call copies it.
 
 Does a row depend on its batch? `expand` sums each row in one fixed order: never. `shrink` takes a
-product for each pair, which does not either (always, while the pairs' factors have at most 2^21
-elements: 1,024 pairs of rank 8 and width 256), or tiles of a segment's pairs where that is cheaper.
-In bfloat16 both give the same bits. In float32 the BLAS may sum a tile in another order: there a
-row's last digits depend on whether its batch was worth tiles.
+product for each pair, or tiles of a segment's pairs where that is cheaper. The BLAS sums in one order from
+four rows on and in another for fewer, so each product has at least four, and both ways give the same bits
+(measured in float32 and bfloat16).
 
 Shapes: T tokens, L tokens with an adapter, K experts of a token, P pairs, R rank, D width, S slots,
 E experts, N tiles, M pairs in a tile, G segments in use.
@@ -209,6 +208,6 @@ def _shrink_pairs(x_L: Tensor, factor_SERD: Tensor, segments_LK: Tensor) -> Tens
     tokens, each = segments_LK.shape
     batch = tokens if x_L.dim() == 2 else tokens * each
     factor = factor_SERD.flatten(0, 1).index_select(0, segments_LK.flatten())
-    rows = x_L.reshape(batch, 1, -1)
+    rows = x_L.reshape(batch, 1, -1).expand(-1, TILES[1], -1)
     h = torch.bmm(rows, factor.view(batch, -1, rows.shape[-1]).transpose(1, 2))
-    return h.view(tokens, each, -1)
+    return h[:, 0].reshape(tokens, each, -1)

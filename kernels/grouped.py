@@ -1,19 +1,26 @@
-"""LoRA for rows of many adapters on CPU: rows grouped by slot, one batched product per factor.
+"""LoRA for rows of many adapters on CPU: grouped by slot, shrunk by one batched product, expanded by bags.
 
-Rows are sorted by slot and cut into tiles of one slot each, so that a factor is read once a tile
-and not once a row. Rows without an adapter are in no tile: their output is not touched, bit for bit.
+Rows are sorted by slot and cut into tiles of one slot each, so that a shrink factor is read once a tile
+and not once a row. To expand, each row takes a weighted sum of its slot's lines, which copies no factor.
+Rows without an adapter are in no tile: their output is not touched, bit for bit. A row's bits do not
+depend on its batch in float32; in bfloat16 oneDNN rounds about one shrunk value of 4,000 another way in
+tiles of another size (none seen in most shapes).
 
-Shapes: N rows, K tiles, T rows a tile, I input features, O output features, R rank, S slots,
-M slices of a fused module.
+Shapes: N rows, L rows with an adapter, K tiles, T rows a tile, I input features, O output features,
+R rank, S slots, M slices of a fused module, C chunks of O, each as wide as all slices' common divisor.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding_bag
 
-TILES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+# The BLAS sums in one order from four rows on and in another for fewer: with tiles of fewer rows, the
+# last digits of a row would depend on its batch.
+TILES = (4, 8, 16, 32, 64, 128, 256)
 # Reading a slot's factors for one more tile costs about as much as computing this many rows.
 TILE_COST_ROWS = 4
 
@@ -22,9 +29,10 @@ TILE_COST_ROWS = 4
 class Plan:
     """Which row goes where; made once a step and used by every layer.
 
-    `gather` (K*T) are row indices, with padding that repeats a row; `keep` are the positions of
-    `gather` that are not padding (None: all); `scatter` are their rows; `slots` is a slice when the
-    tiles' slots are adjacent and rise by one (no factor is copied then), else their indices (K).
+    `gather` (K*T) are row indices, with padding that repeats a row; `keep` (L) are the positions of
+    `gather` that are not padding (None: all); `scatter` (L) are their rows (None: all, in order) and
+    `row_slots` (L) their slots; `slots` (K) are the tiles' slots, a slice when they are adjacent and rise
+    by one (no factor is copied then).
     """
 
     gather: Tensor | None
@@ -33,6 +41,16 @@ class Plan:
     slots: slice | Tensor
     tiles: int
     tile: int
+    row_slots: Tensor
+    _lines: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+    def lines(self, rank: int, chunks: int) -> Tensor:
+        """Return the lines (L * C, R) of a table (S * R * C) that make each row's chunks."""
+        if (rank, chunks) not in self._lines:
+            first_LR = self.row_slots[:, None] * rank + torch.arange(rank)
+            lines_LCR = first_LR[:, None] * chunks + torch.arange(chunks)[:, None]
+            self._lines[rank, chunks] = lines_LCR.flatten(0, 1)
+        return self._lines[rank, chunks]
 
 
 def plan(slots: Sequence[int]) -> Plan | None:
@@ -66,6 +84,7 @@ def plan(slots: Sequence[int]) -> Plan | None:
         slots=slice(tile_slots[0], tile_slots[-1] + 1) if adjacent else torch.tensor(tile_slots),
         tiles=len(tile_slots),
         tile=tile,
+        row_slots=torch.tensor([slots[gather[i]] for i in keep]),
     )
 
 
@@ -82,26 +101,28 @@ def add_lora(
     x_KTI = (x_NI if plan.gather is None else x_NI.index_select(0, plan.gather)).view(
         plan.tiles, plan.tile, -1
     )
-    a_KHI = a_SMRI[plan.slots].flatten(1, 2)
-    b_KRO = b_SRO[plan.slots]
-    h_KTH = torch.bmm(x_KTI, a_KHI.transpose(1, 2))
-    start = 0
-    for i, width in enumerate(widths):
-        delta_KTO = torch.bmm(h_KTH[..., i * rank : (i + 1) * rank], b_KRO[..., start : start + width])
-        delta = delta_KTO.flatten(0, 1)
-        if plan.keep is not None:
-            delta = delta.index_select(0, plan.keep)
-        target = y_NO[:, start : start + width]
-        if plan.scatter is None:
-            target += delta
-        else:
-            target.index_add_(0, plan.scatter, delta)
-        start += width
+    h_LX = torch.bmm(x_KTI, a_SMRI[plan.slots].flatten(1, 2).transpose(1, 2)).flatten(0, 1)
+    if plan.keep is not None:
+        h_LX = h_LX.index_select(0, plan.keep)
+    chunk = math.gcd(*widths)
+    if len(widths) > 1:
+        slice_of_chunk = [i for i, width in enumerate(widths) for _ in range(width // chunk)]
+        h_LX = h_LX.unflatten(1, (-1, rank))[:, slice_of_chunk]
+    delta_LO = embedding_bag(
+        plan.lines(rank, b_SRO.shape[2] // chunk),
+        b_SRO.view(-1, chunk),
+        per_sample_weights=h_LX.reshape(-1, rank),
+        mode="sum",
+    ).view(len(plan.row_slots), -1)
+    if plan.scatter is None:
+        y_NO += delta_LO
+    else:
+        y_NO.index_add_(0, plan.scatter, delta_LO)
 
 
 def _tile(counts: Sequence[int]) -> int:
     """Choose the tile that costs least: rows computed, padding included, plus factors read."""
-    sizes = [*TILES, max(counts)]
+    sizes = [*TILES, max(*TILES[:1], *counts)]
 
     def cost(size: int) -> int:
         return sum(-(-count // size) for count in counts) * (size + TILE_COST_ROWS)

@@ -1,9 +1,9 @@
 """Products of rows with the weights of their experts, on CPU: pairs sorted by expert, one grouped product.
 
-A pair is one token at one of its experts. In bfloat16 a row's bits do not depend on the others of its
-group (measured for 1 to 256 rows); in float32 the BLAS sums groups of fewer than 4 rows in another order.
+A pair is one token at one of its experts. A row's bits do not depend on its batch: the BLAS sums in one
+order from four rows on and in another for fewer, so a group has at least four, some of them padding.
 
-Shapes: T tokens, K experts of a token, P = T * K pairs, E experts, D inputs, O outputs.
+Shapes: T tokens, K experts of a token, P = T * K pairs, N rows with padding, E experts, D inputs, O outputs.
 """
 
 from dataclasses import dataclass
@@ -12,16 +12,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
+LEAST_ROWS = 4
+
 
 @dataclass(frozen=True)
 class Groups:
     """Pairs in the order of their experts.
 
-    `order` (P) are pairs sorted by expert, `place` (P) is its inverse, `ends` (E) where each expert's
-    pairs end, `experts` (P) the sorted pairs' experts, `each` the pairs of a token (K).
+    `gather` (N) is the pair of each row (of padding: any), `place` (P) each pair's row, `ends` (E) where
+    each expert's rows end, `experts` (P) each pair's expert, `each` the pairs of a token (K).
     """
 
-    order: Tensor
+    gather: Tensor
     place: Tensor
     ends: Tensor
     experts: Tensor
@@ -32,18 +34,24 @@ class Groups:
 
         The strides of rows and weights must be multiples of 16 bytes.
         """
-        source = self.order if len(rows) == len(self.order) else self.order // self.each
-        y_PO = grouped_mm(rows.index_select(0, source), weight_EOD.transpose(1, 2), offs=self.ends)
+        source = self.gather if len(rows) == len(self.place) else self.gather // self.each
+        y_NO = grouped_mm(rows.index_select(0, source), weight_EOD.transpose(1, 2), offs=self.ends)
+        y_PO = y_NO.index_select(0, self.place)
         if bias_EO is not None:
             y_PO += bias_EO[self.experts].to(y_PO.dtype)
-        return y_PO.index_select(0, self.place)
+        return y_PO
 
 
 def group(experts_TK: Tensor, count: int) -> Groups:
     """Sort a step's pairs by expert; `count` is E."""
-    flat = experts_TK.flatten()
-    experts, order = flat.sort(stable=True)
-    place = torch.empty_like(order)
-    place[order] = torch.arange(len(order))
-    ends = torch.bincount(flat, minlength=count).cumsum(0, dtype=torch.int32)
-    return Groups(order, place, ends, experts, experts_TK.shape[1])
+    experts = experts_TK.flatten()
+    counts = torch.bincount(experts, minlength=count)
+    rows = torch.where(counts > 0, counts.clamp(min=LEAST_ROWS), 0)
+    ends = rows.cumsum(0)
+    order = experts.argsort(stable=True)
+    # A sorted pair's rank among its expert's, after the rows of the experts before it.
+    shift = (ends - rows) - (counts.cumsum(0) - counts)
+    position = torch.arange(len(order)) + shift[experts[order]]
+    place = torch.empty_like(order).index_copy_(0, order, position)
+    gather = order.new_zeros(int(ends[-1])).index_copy_(0, position, order)
+    return Groups(gather, place, ends.int(), experts, experts_TK.shape[1])

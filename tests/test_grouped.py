@@ -95,3 +95,17 @@ def test_bfloat16_within_its_own_rounding():
     # Two roundings to 8 bits of mantissa, of the intermediate and of the result.
     error = (got.float() - want).abs().max() / want.abs().max()
     assert error < 2 * 2**-8
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_a_row_does_not_depend_on_its_batch(mix: str):
+    slots = MIXES[mix]
+    a, b = factors(8, 2, 8, 48, (64, 32))
+    x, y = torch.randn(len(slots), 48), torch.randn(len(slots), 96)
+    together = y.clone()
+    grouped.add_lora(together, x, a, b, (64, 32), grouped.plan(slots))
+    for row, slot in enumerate(slots[:9]):
+        alone = y[row : row + 1].clone()
+        if slot >= 0:
+            grouped.add_lora(alone, x[row : row + 1], a, b, (64, 32), grouped.plan([slot]))
+        assert torch.equal(alone[0], together[row])
