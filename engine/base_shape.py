@@ -34,9 +34,9 @@ class Shape:
     """What of a base's `config.json` decides its memory.
 
     `queries` and `keys` are the widths of all heads of a token, `cached` what the KV cache keeps of a token
-    in a layer, `widest_mlp` the inner width that a token passes through in the widest layer, and
-    `lora_width` the sum of inputs and outputs of all projections: an adapter of rank R has R times as many
-    numbers.
+    in a layer, `widest_mlp` the inner width that a token passes through in the widest layer, `experts` and
+    `active` how many routed experts such a layer has and a token takes (0 without), and `lora_width` the sum
+    of inputs and outputs of all projections: an adapter of rank R has R times as many numbers.
     """
 
     layers: int
@@ -46,6 +46,8 @@ class Shape:
     cached: int
     vocabulary: int
     widest_mlp: int
+    experts: int
+    active: int
     parameters: int
     lora_width: int
 
@@ -71,6 +73,8 @@ class Shape:
             cached=cached,
             vocabulary=config["vocab_size"],
             widest_mlp=_widest(config, shapes),
+            experts=max((experts.count for experts in shapes.experts.values()), default=0),
+            active=config["num_experts_per_tok"] if shapes.experts else 0,
             parameters=sum(count * inputs * outputs for count, (inputs, outputs) in sizes)
             + embeddings * config["vocab_size"] * config["hidden_size"]
             + _biases(config, shapes)

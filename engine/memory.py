@@ -149,11 +149,14 @@ def layer_bytes(shape: Shape, size: int, rank: int) -> int:
     Read off transformers' decoder layer with our factors on all seven projections, and measured by saved
     tensor hooks in tests/test_memory.py: two norms (their input in float32, their output), q and k in
     float32 before and in B after their norms, v, the attention's output and its copy, four tensors of the
-    MLP (gate, its activation, up, the product), and the seven products with A.
+    MLP (gate, its activation, up, the product), and the seven products with A. Of each routed expert of the
+    token (engine/training/experts.py) its output, which the router's weight multiplies, three products with
+    A and its place in the order, twice; and the router's probabilities in float32.
     """
     norms = 2 * (4 + size) * shape.hidden
     attention = (4 + 3 * size) * shape.queries + (4 + 2 * size) * shape.keys
-    return norms + attention + 4 * size * shape.widest_mlp + 7 * size * rank
+    routed = shape.active * (size * (shape.hidden + 3 * rank) + 2 * 8) + 4 * shape.experts
+    return norms + attention + 4 * size * shape.widest_mlp + 7 * size * rank + routed
 
 
 def training_bytes(shape: Shape, size: int, engine: EngineConfig, trainer: TrainerConfig) -> int:
@@ -161,18 +164,21 @@ def training_bytes(shape: Shape, size: int, engine: EngineConfig, trainer: Train
 
     With gradient checkpointing (arXiv 1604.06174) a layer keeps only its input, and is computed again
     in the backward; the logits of `HEAD_TOKENS` tokens exist at a time. Without, all layers and the logits
-    of all tokens. A layer's backward holds about as much again as it kept.
+    of all tokens. A layer's backward holds about as much again as it kept. The factors are there once more
+    in B, as the forward multiplies by them.
     """
     tokens = max(trainer.microbatch_tokens, engine.max_model_len)
     layer = layer_bytes(shape, size, engine.max_rank)
+    factors = engine.max_rank * shape.lora_width * size
     if trainer.checkpoints_on(cuda=True):
         kept = shape.layers * shape.hidden * size + layer
         logits = min(tokens, HEAD_TOKENS) * logit_bytes(shape, size)
+        factors //= shape.layers
     else:
         kept = shape.layers * layer
         logits = tokens * logit_bytes(shape, size)
     last = (4 + size) * shape.hidden
-    return tokens * (kept + layer + last) + logits
+    return tokens * (kept + layer + last) + logits + factors
 
 
 def logit_bytes(shape: Shape, size: int) -> int:

@@ -86,15 +86,17 @@ def lora(
     weights_TK: Tensor | None = None,
     reduce: bool = False,
     ops: ModuleType = experts,
+    plan: Any = None,
 ) -> Tensor:
     """Return `B[slot, expert] @ A[slot, expert] @ x` of each pair, (T, K, O), with gradients.
 
     `x` is (T, I) or (T, K, I). With `reduce` the result is (T, O), summed over a token's experts.
-    `weights_TK` multiply each pair. Tokens with slot < 0 give zero.
+    `weights_TK` multiply each pair. Tokens with slot < 0 give zero. `plan` is `ops.plan(slots_T, experts_TK)`
+    where several factors share one.
     """
     outputs = b_SEOR.shape[2]
     shape = (len(x), outputs) if reduce else (*experts_TK.shape, outputs)
-    plan = ops.plan(slots_T, experts_TK)
+    plan = plan or ops.plan(slots_T, experts_TK)
     if plan is None:
         return x.new_zeros(shape)
     return Expand.apply(Shrink.apply(x, a_SERI, plan, ops), b_SEOR, weights_TK, torch.Size(shape), plan, ops)

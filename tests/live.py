@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -126,23 +127,32 @@ def stop_group(process: subprocess.Popen[bytes]) -> None:
 
 
 class StockServer:
-    """vLLM's own server without LoRA on a checkpoint, ready when `__enter__` returns."""
+    """vLLM's own server on a checkpoint, without LoRA unless `more` asks for it; ready in the `with` block.
 
-    def __init__(self, checkpoint: Path, dtype: str, max_model_len: int = 512):
+    `threads` as in our engine's settings: 0 takes every core but one.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        dtype: str,
+        max_model_len: int = 512,
+        threads: int = 0,
+        more: Sequence[str] = (),
+    ):
         self.port = free_port()
         self.url, self.key = f"http://127.0.0.1:{self.port}", "none"
         arguments = [
             "--model", str(checkpoint), "--served-model-name", "stock", "--port", str(self.port),
             "--host", "127.0.0.1", "--dtype", dtype, "--max-model-len", str(max_model_len), "--enforce-eager",
-            "--kv-cache-memory-bytes", str(1 << 28),
+            "--kv-cache-memory-bytes", str(1 << 28), *more,
         ]  # fmt: skip
         environment = os.environ | {
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_PLUGINS": "",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_NO_USAGE_STATS": "1",
-            # As many threads as our engine takes by default.
-            "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) - 1)),
+            "OMP_NUM_THREADS": str(threads or max(1, len(os.sched_getaffinity(0)) - 1)),
         }
         self.process = subprocess.Popen(
             [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments],

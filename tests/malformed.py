@@ -342,11 +342,11 @@ def sparse(directory: Path, base: BaseShapes) -> None:
 
 @case("a sparse giant of a giant rank", "has the rank")
 def sparse_rank(directory: Path, base: BaseShapes) -> None:
-    rank = 1 << 33
-    a, b = 8 * 4 * rank, 12 * 4 * rank
+    rank, (size_in, size_out) = 1 << 30, base.linear["model.layers.0.self_attn.q_proj"]
+    a, b = size_in * 4 * rank, size_out * 4 * rank
     entries = {
-        f"{QUERY}.lora_A.weight": {"dtype": "F32", "shape": [rank, 8], "data_offsets": [0, a]},
-        f"{QUERY}.lora_B.weight": {"dtype": "F32", "shape": [12, rank], "data_offsets": [a, a + b]},
+        f"{QUERY}.lora_A.weight": {"dtype": "F32", "shape": [rank, size_in], "data_offsets": [0, a]},
+        f"{QUERY}.lora_B.weight": {"dtype": "F32", "shape": [size_out, rank], "data_offsets": [a, a + b]},
     }
     giant(directory, base, entries, a + b)
     path = directory / CONFIG

@@ -295,3 +295,60 @@ def long(made: Plant) -> None:
     made.layout_text = json.dumps(made.layout | {"blocks": []})[:-2]
     made.layout_text += ",".join(['["m","A",0,[1],[1,1,16],1024000]'] * 1_000_000) + "]}"
     made.row["length"] = 64_000_000
+
+
+# On a base with experts: gate_up_proj has two slices, down_proj one.
+GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"
+
+
+def of_experts(side: str, at: int, value: Any) -> Callable[[Plant], None]:
+    """Return a change of one field of the experts' gate and up."""
+
+    def change(made: Plant) -> None:
+        found(made, side)[at] = value
+
+    return change
+
+
+def found(made: Plant, side: str) -> list[Any]:
+    return next(entry for entry in made.blocks if entry[:2] == [GATE_UP, side])
+
+
+def later(made: Plant) -> None:
+    """Begin at expert 1, so that the last one is beyond the base's."""
+    for side in "AB":
+        found(made, side)[6] = 1
+
+
+def flat(made: Plant) -> None:
+    """Say that the experts are one linear module of as many numbers."""
+    A, B = found(made, "A"), found(made, "B")
+    A[SHAPE] = [A[SHAPE][1], A[SHAPE][0] * A[SHAPE][2], A[SHAPE][3]]
+    B[SHAPE] = [B[SHAPE][0] * B[SHAPE][2], sum(B[WIDTHS])]
+    A[6:], B[6:] = [], []
+
+
+def axes_swapped(made: Plant) -> None:
+    """Say that slices are experts, and experts slices."""
+    width = found(made, "A")[WIDTHS][0]
+    for side in "AB":
+        entry = found(made, side)
+        entry[SHAPE] = [entry[SHAPE][1], entry[SHAPE][0], *entry[SHAPE][2:]]
+        entry[WIDTHS] = [width] * entry[SHAPE][1]
+
+
+def not_a_number(made: Plant) -> None:
+    entry = found(made, "B")
+    struct.pack_into("<f", made.payload, entry[OFFSET] + 4 * 77, float("nan"))
+
+
+PLANTED_EXPERTS: dict[str, tuple[Callable[[Plant], None], str]] = {
+    "experts: one beyond the last": (later, "expected 8 experts"),
+    "experts: as one linear module": (flat, "with experts"),
+    "experts: slices for experts": (axes_swapped, "expected 8 experts of 2 slices"),
+    "experts: NaN": (not_a_number, f"{GATE_UP}.lora_B holds NaN"),
+    "experts: a first one that is negative": (of_experts("A", 6, -1), NO_NUMBERS),
+    "experts: a first one that is giant": (of_experts("A", 6, 1 << 40), "has no other half"),
+    "experts: gate and up of other widths": (of_experts("B", WIDTHS, [96, 95]), "widths contradict"),
+    "experts: a rank that is a word": (of_experts("A", SHAPE, [8, 2, "8", 128]), NO_NUMBERS),
+}  # fmt: skip

@@ -115,15 +115,24 @@ def test_a_latent_is_cached_once_a_token():
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2)], ids=["own keys", "shared keys"])
 def test_a_layer_keeps_about_what_the_formula_says(dtype, heads, tmp_path):
     """Measure by saved tensor hooks: one layer more keeps one layer's bytes more."""
-    kept = [saved_bytes(tmp_path / f"{layers}", layers, heads, dtype) for layers in (2, 3)]
-    config = small(3, heads).to_dict()
+    kept = [saved_bytes(tmp_path / f"{layers}", small(layers, heads), dtype) for layers in (2, 3)]
     measured = (kept[1] - kept[0]) / TOKENS
-    planned = layer_bytes(Shape.of(config), dtype.itemsize, RANK)
+    planned = layer_bytes(Shape.of(small(3, heads).to_dict()), dtype.itemsize, RANK)
     # Scalars of a token and head (the norms' and softmax's sums) are not counted; heads are tiny here.
     assert 0.9 * planned <= measured <= 1.05 * planned, (planned, measured)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_of_experts_keeps_about_what_the_formula_says(dtype, tmp_path):
+    kept = [saved_bytes(tmp_path / f"{layers}", sparse(layers), dtype) for layers in (2, 3)]
+    measured = (kept[1] - kept[0]) / TOKENS
+    planned = layer_bytes(Shape.of(sparse(3).to_dict()), dtype.itemsize, RANK)
+    assert 0.9 * planned <= measured <= 1.05 * planned, (planned, measured)
+
+
 TOKENS, RANK = 64, 8
+# Tokens, and pairs of a token and one of its three experts.
+GROWING_AXES = {TOKENS, 3 * TOKENS}
 
 
 def small(layers: int, heads: tuple[int, int]):
@@ -135,15 +144,24 @@ def small(layers: int, heads: tuple[int, int]):
     )  # fmt: skip
 
 
-def saved_bytes(directory, layers: int, heads: tuple[int, int], dtype: torch.dtype) -> int:
-    from transformers import Qwen3ForCausalLM
+def sparse(layers: int):
+    from transformers import Qwen3MoeConfig
+
+    return Qwen3MoeConfig(
+        vocab_size=64, hidden_size=96, moe_intermediate_size=80, num_hidden_layers=layers, head_dim=16,
+        num_attention_heads=8, num_key_value_heads=2, num_experts=12, num_experts_per_tok=3,
+        norm_topk_prob=True, tie_word_embeddings=True,
+    )  # fmt: skip
+
+
+def saved_bytes(directory, config, dtype: torch.dtype) -> int:
+    from transformers import AutoModelForCausalLM
 
     from engine.training.lora import ResidentBase, Row
 
-    Qwen3ForCausalLM(small(layers, heads)).save_pretrained(directory)
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     base = ResidentBase(directory, threads=1, microbatch_tokens=TOKENS, dtype=dtype)
-    targets = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    adapter = base.new_adapter(RANK, 8.0, targets, torch.Generator().manual_seed(0))
+    adapter = base.new_adapter(RANK, 8.0, base.shapes.targets, torch.Generator().manual_seed(0))
     ours = {parameter.untyped_storage().data_ptr() for parameter in base.model.parameters()}
     ours |= {factor.untyped_storage().data_ptr() for factor in adapter.factors.values()}
     found: dict[int, torch.UntypedStorage] = {}
@@ -151,7 +169,7 @@ def saved_bytes(directory, layers: int, heads: tuple[int, int], dtype: torch.dty
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         # Only what grows with the tokens: a copy of a factor in the base's dtype does not.
-        if storage.data_ptr() not in ours and TOKENS in tensor.shape:
+        if storage.data_ptr() not in ours and not GROWING_AXES.isdisjoint(tensor.shape):
             found[storage.data_ptr()] = storage
         return tensor
 

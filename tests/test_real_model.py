@@ -184,6 +184,10 @@ def test_a_base_of_an_unknown_family_is_refused_before_its_weights_are_read(tmp_
         ResidentBase(tmp_path, 1, 64)
 
 
+PARENT = "model.layers.0.self_attn"
+MODULE = f"{PARENT}.qkv_proj"
+
+
 class Layer:
     """What the slots read of vLLM's LoRA layers: stacked tensors, as `create_lora_weights` makes them."""
 
@@ -192,34 +196,38 @@ class Layer:
         self.lora_b_stacked = tuple(torch.zeros(slots, 1, width, rank) for width in widths)
 
 
-def adapter_blocks(parts: tuple[str, ...], rank: int, seed: int):
+def adapter(parts: tuple[str, ...], rank: int, seed: int) -> packed.Packed:
     generator = torch.Generator().manual_seed(seed)
     outputs = {"q_proj": 12, "k_proj": 6, "v_proj": 6}
     tensors = {}
     for part in parts:
-        tensors[f"model.layers.0.self_attn.{part}.lora_A"] = torch.randn(rank, 10, generator=generator)
-        tensors[f"model.layers.0.self_attn.{part}.lora_B"] = torch.randn(
-            outputs[part], rank, generator=generator
-        )
-    whole = packed.pack(tensors, torch.float32, FUSED)
-    return [(block, whole.block(block)) for block in whole.layout.blocks]
+        tensors[f"{PARENT}.{part}.lora_A"] = torch.randn(rank, 10, generator=generator)
+        tensors[f"{PARENT}.{part}.lora_B"] = torch.randn(outputs[part], rank, generator=generator)
+    return packed.pack(tensors, torch.float32, FUSED)
 
 
 def test_slots_in_vllms_own_tensors_hold_what_ours_hold():
     """By two routes: the CPU's slots show vLLM views on ours, a GPU's slots are vLLM's tensors."""
+    from engine.serving.fill import Plan
     from engine.serving.slots import SlotBuffers, StackedSlots
 
     ours, theirs = Layer(3, 8, 10, (12, 6, 6)), Layer(3, 8, 10, (12, 6, 6))
-    views, stacked = SlotBuffers("qkv_proj", ours), StackedSlots("qkv_proj", theirs)
+    kinds = [SlotBuffers(ours), StackedSlots(theirs)]
     occupants = [
         (0, ("q_proj", "k_proj", "v_proj"), 8), (1, ("v_proj",), 4), (0, ("k_proj", "v_proj"), 2),
         (2, ("q_proj", "v_proj"), 8), (0, (), 0), (2, ("q_proj", "k_proj", "v_proj"), 1),
     ]  # fmt: skip
+    written = {}
     for seed, (slot, parts, rank) in enumerate(occupants):
-        blocks = adapter_blocks(parts, rank, seed) if parts else []
-        for buffers in (views, stacked):
-            assert all(buffers.unsupported_reason(block, torch.float32) is None for block, _ in blocks)
-            buffers.fill(slot, blocks)
+        for buffers in kinds:
+            before = written.get((slot, buffers))
+            if not parts:
+                before.clear(slot)
+                continue
+            whole = adapter(parts, rank, seed)
+            plan = Plan(whole.layout, {MODULE: buffers})
+            plan.fill(slot, plan.sources(whole.payload), before)
+            written[slot, buffers] = plan
         for left, right in zip(ours.lora_a_stacked, theirs.lora_a_stacked, strict=True):
             assert torch.equal(left, right)
         for left, right in zip(ours.lora_b_stacked, theirs.lora_b_stacked, strict=True):
@@ -227,8 +235,8 @@ def test_slots_in_vllms_own_tensors_hold_what_ours_hold():
     kept = (*theirs.lora_a_stacked, *theirs.lora_b_stacked)
     assert all(tensor.squeeze(1).is_contiguous() for tensor in kept)
     assert sum(tensor[2].abs().sum() for tensor in kept) > 0
-    (block, _), *_ = adapter_blocks(("q_proj",), 16, 0)
-    assert "over the engine's maximum of 8" in stacked.unsupported_reason(block, torch.float32)
+    (block, *_) = adapter(("q_proj",), 16, 0).layout.blocks
+    assert "over the engine's maximum of 8" in kinds[1].unsupported_reason(block, torch.float32)
 
 
 QWEN3_06B = {

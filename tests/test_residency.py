@@ -143,3 +143,16 @@ async def test_who_is_in_use_stays(tmp_path):
     assert f"sums@{revision(1).digest[:12]}" in tier.residents
     await busy
     assert all(resident.users == 0 for resident in tier.residents.values())
+
+
+async def test_who_was_pushed_out_before_it_could_begin_is_loaded_again(tmp_path):
+    """Loads that end together, in a tier for one: each request runs on an adapter that the engine has."""
+    engine, size = FakeEngine(0), 1 << 20
+    tier = residency(engine, tmp_path, host_bytes=size, load_concurrency=4)
+
+    async def check(i: int) -> None:
+        async with tier.use(revision(i, size)) as name:
+            assert name in engine.registered
+
+    await asyncio.gather(*(check(i) for i in range(4)))
+    assert len(engine.prepared) > 4

@@ -69,6 +69,10 @@ class VllmEngine:
     async def marker(self) -> list[dict[str, Any]]:
         return await self._call("graftwork_marker")
 
+    async def loads(self) -> list[dict[str, Any]]:
+        """Return what each worker has read and copied."""
+        return await self._call("graftwork_loads")
+
     async def prepare(self, name: str, address: dict[str, Any]) -> None:
         await self._call("graftwork_prepare", name, address)
 
@@ -106,6 +110,7 @@ class GraftworkEndpoints:
     def attach_router(self, app: FastAPI) -> None:
         app.get("/graftwork/marker")(marker)
         app.get("/graftwork/residency")(residency)
+        app.get("/graftwork/loads")(loads)
         app.get("/v1/models")(models)
         app.post("/v1/feedback", status_code=202)(feedback)
         app.post("/v1/prewarm", status_code=202)(prewarm)
@@ -125,6 +130,7 @@ class GraftworkEndpoints:
             "base_name": settings["base_name"],
             "workers": check_marker(await engine.marker()),
         }
+        state.graftwork_loads = engine.loads
         catalog = Catalog(params.paths.catalog_url)
         router = Router(catalog, settings["base_name"], settings["base"])
         spool = Spool(params.paths.spool, "gateway")
@@ -179,6 +185,10 @@ async def residency(request: Request) -> dict[str, Any]:
         for name, resident in state.residency.residents.items()
     }
     return {"adapters": adapters, "loading": state.residency.loading, "evictions": state.residency.evictions}
+
+
+async def loads(request: Request) -> list[dict[str, Any]]:
+    return await request.app.state.graftwork_loads()
 
 
 async def models(request: Request) -> dict[str, Any]:

@@ -29,7 +29,15 @@ OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/graftwork/
 GENERATING = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
 # vLLM's server has more routes, some of which load adapters or generate past every gate of ours.
 PASSED_PATHS = frozenset(
-    {"/v1/models", "/v1/feedback", "/v1/prewarm", "/tokenize", "/detokenize", "/graftwork/residency"}
+    {
+        "/v1/models",
+        "/v1/feedback",
+        "/v1/prewarm",
+        "/tokenize",
+        "/detokenize",
+        "/graftwork/residency",
+        "/graftwork/loads",
+    }
 )
 PURPOSES = frozenset({"user", "score", "rollout", "probe"})
 MAX_BODY = 8 << 20

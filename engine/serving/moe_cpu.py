@@ -81,8 +81,9 @@ class ExpertsWithLoRA(FusedMoEWithLoRA):
     def create_lora_weights(self, max_loras: int, lora_config: Any, model_config: Any = None) -> None:
         count, hidden, inner = self.local_num_experts, self.hidden_size, self.intermediate_size_per_partition
         rank, dtype = lora_config.max_lora_rank, lora_config.lora_dtype
-        self.gate_up = ExpertSlots(max_loras, count, self._w13_slices, rank, hidden, inner, dtype)
-        self.down = ExpertSlots(max_loras, count, 1, rank, inner, hidden, dtype)
+        slices, tp = self._w13_slices, (self.tp_rank, self.tp_size)
+        self.gate_up = ExpertSlots(max_loras, count, slices, rank, hidden, inner, dtype, tp)
+        self.down = ExpertSlots(max_loras, count, 1, rank, inner, hidden, dtype, tp, cut_inputs=True)
 
     def set_mapping(self, punica_wrapper: Any) -> None:
         self.punica_wrapper = punica_wrapper

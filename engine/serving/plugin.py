@@ -3,7 +3,9 @@
 Each patch says why, until which vLLM it holds, and when it can go.
 """
 
+from functools import wraps
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 # The newest vLLM that these patches were read against; a test fails when the pinned one moves past.
 VLLM_READ_AGAINST = "0.32.0"
@@ -13,6 +15,7 @@ def register() -> None:
     """Install every patch; safe to call again."""
     replace_worker_manager()
     replace_cpu_operations()
+    fail_requests_of_lost_adapters()
     rotate_heads_on_cpu()
     replace_latent_attention()
     serve_experts_on_cpu()
@@ -43,6 +46,35 @@ def replace_cpu_operations() -> None:
         type(current_platform).get_punica_wrapper = classmethod(  # type: ignore[method-assign,assignment]
             lambda cls: "engine.serving.lora_cpu.GroupedPunica"
         )
+
+
+def fail_requests_of_lost_adapters() -> None:
+    """Let an adapter whose bytes were lost fail its own requests; an error inside a step ends the engine.
+
+    The worker names those requests with the step's output; the scheduler drops what the step sampled for
+    them and ends them by the way it has for grammars that do not compile (a 500 for the client).
+    Bound: 0.32.0. Goes when vLLM lets a worker fail single requests.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    from engine.serving.lost import drop_lost, name_lost
+
+    if hasattr(Scheduler.update_from_output, "__wrapped__"):
+        return
+    sample, update = GPUModelRunner.sample_tokens, Scheduler.update_from_output
+
+    @wraps(sample)
+    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return name_lost(self, sample(self, *args, **kwargs))
+
+    @wraps(update)
+    def update_from_output(self: Any, scheduler_output: Any, output: Any) -> Any:
+        drop_lost(self, output)
+        return update(self, scheduler_output, output)
+
+    GPUModelRunner.sample_tokens = sample_tokens  # type: ignore[method-assign,assignment]
+    Scheduler.update_from_output = update_from_output  # type: ignore[method-assign,assignment]
 
 
 def rotate_heads_on_cpu() -> None:

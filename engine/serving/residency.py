@@ -60,7 +60,7 @@ class Residency:
         self._config = config
         self._on_load = on_load
         self._pinned = pinned
-        self._loading: dict[str, asyncio.Task[Resident]] = {}
+        self._loading: dict[str, asyncio.Task[None]] = {}
         self._leaving: dict[str, asyncio.Task[None]] = {}
         self._running = asyncio.Semaphore(config.load_concurrency)
         self._layouts: dict[str, str] = {}
@@ -78,7 +78,9 @@ class Residency:
         `ServiceError` when the load takes longer than `engine.load_timeout_s`.
         """
         name = served_name(revision.policy, revision.digest)
-        resident = self.residents.get(name) or await self._load_shared(name, revision)
+        # A crowd of other loads may push it out again before this request gets to hold it.
+        while (resident := self.residents.get(name)) is None:
+            await self._load_shared(name, revision)
         resident.users += 1
         try:
             yield name
@@ -86,7 +88,7 @@ class Residency:
             resident.users -= 1
             resident.used_at = time.monotonic()
 
-    async def _load_shared(self, name: str, revision: Revision) -> Resident:
+    async def _load_shared(self, name: str, revision: Revision) -> None:
         task = self._loading.get(name)
         if task is None:
             if len(self._loading) >= self._config.load_queue:
@@ -97,9 +99,9 @@ class Residency:
             self._loading[name] = task
             task.add_done_callback(lambda _: self._loading.pop(name, None))
         # Shielded: one waiter that goes away must not end the load of the others.
-        return await asyncio.shield(task)
+        await asyncio.shield(task)
 
-    async def _load(self, name: str, revision: Revision) -> Resident:
+    async def _load(self, name: str, revision: Revision) -> None:
         started = time.monotonic()
         error = ""
         try:
@@ -124,10 +126,8 @@ class Residency:
                 seconds=time.monotonic() - started,
                 error=error or None,
             )
-        resident = Resident(revision.length, used_at=time.monotonic())
-        self.residents[name] = resident
+        self.residents[name] = Resident(revision.length, used_at=time.monotonic())
         self._make_room(name)
-        return resident
 
     async def _prepare(self, name: str, revision: Revision) -> None:
         await self._engine.prepare(name, self._address(revision))

@@ -44,7 +44,10 @@ def set_environment(params: Params) -> None:
     """Set what vLLM and its children read from the environment; restart once where it must be earlier."""
     os.environ.setdefault("VLLM_PLUGINS", "graftwork")
     os.environ.setdefault("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    # Ranks of one machine must not share a core; one alone is left to the scheduler.
+    ranks = params.engine.tensor_parallel
+    cores = "|".join(map(str, sorted(os.sched_getaffinity(0))[:ranks])) if ranks > 1 else "nobind"
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", cores)
     threads = params.engine.threads or max(1, len(os.sched_getaffinity(0)) - 1)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     # Threads that wait must sleep: the trainer shares these cores.
@@ -75,6 +78,7 @@ def server_arguments(
         "--dtype", config.dtype_on(cuda=plan is not None),
         "--max-model-len", str(config.max_model_len),
         "--max-num-seqs", str(config.max_num_seqs),
+        "--tensor-parallel-size", str(config.tensor_parallel),
         *memory_arguments(config, plan),
         "--enforce-eager",
         "--enable-lora",

@@ -8,6 +8,7 @@ outputs.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -45,16 +46,17 @@ class Product(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_EOD: Tensor, groups: Groups, each: int) -> Tensor:
-        ctx.weight_EOD, ctx.groups, ctx.each = weight_EOD, groups, each
+        ctx.each = each
+        ctx.save_for_backward(weight_EOD, groups.order, groups.place, groups.ends)
         rows_PD = x.index_select(0, groups.order // each)
         y_PO = grouped_mm(rows_PD, weight_EOD.transpose(1, 2), offs=groups.ends)
         return y_PO.index_select(0, groups.place)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        groups = ctx.groups
-        dy_PO = grads[0].index_select(0, groups.order)
-        dx_PD = grouped_mm(dy_PO, ctx.weight_EOD, offs=groups.ends).index_select(0, groups.place)
+        weight_EOD, order, place, ends = ctx.saved_tensors
+        dy_PO = grads[0].index_select(0, order)
+        dx_PD = grouped_mm(dy_PO, weight_EOD, offs=ends).index_select(0, place)
         return dx_PD.view(-1, ctx.each, dx_PD.shape[1]).sum(1), None, None, None
 
 
@@ -77,24 +79,29 @@ class SlottedExperts(nn.Module):
     def forward(self, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
         tokens, count = experts_TK.shape
         groups = Groups.of(experts_TK, len(self.base.down_proj))
-        both_TKI = Product.apply(x_TH, self.base.gate_up_proj, groups, count).view(tokens, count, -1)
-        gate_TKI, up_TKI = both_TKI.chunk(2, dim=-1)
-        gate_TKI = self._add("gate_proj", gate_TKI, x_TH, experts_TK)
-        up_TKI = self._add("up_proj", up_TKI, x_TH, experts_TK)
+        # One adapter for all tokens.
+        slots_T = experts_TK.new_zeros(tokens)
+        add = partial(self._add, slots_T, experts_TK, self.ops.plan(slots_T, experts_TK))
+        both_PI = Product.apply(x_TH, self.base.gate_up_proj, groups, count)
+        gate_TKI, up_TKI = both_PI.view(tokens, count, -1).chunk(2, dim=-1)
+        gate_TKI = add("gate_proj", gate_TKI, x_TH)
+        up_TKI = add("up_proj", up_TKI, x_TH)
         inner_TKI = self.base.act_fn(gate_TKI) * up_TKI
-        y_TKH = Product.apply(inner_TKI.flatten(0, 1), self.base.down_proj, groups, 1).view(tokens, count, -1)
-        y_TKH = self._add("down_proj", y_TKH, inner_TKI, experts_TK)
+        y_PH = Product.apply(inner_TKI.flatten(0, 1), self.base.down_proj, groups, 1)
+        y_TKH = add("down_proj", y_PH.view(tokens, count, -1), inner_TKI)
         return (y_TKH * weights_TK[..., None]).sum(1).to(x_TH.dtype)
 
-    def _add(self, projection: str, y_TKO: Tensor, x: Tensor, experts_TK: Tensor) -> Tensor:
+    def _add(
+        self, slots_T: Tensor, experts_TK: Tensor, plan: Any, projection: str, y_TKO: Tensor, x: Tensor
+    ) -> Tensor:
         """Add the adapter's part of one projection; `x` is (T, D) or (T, K, D)."""
         if projection not in self.factors:
             return y_TKO
         a_ERD, b_ERO, scale = self.factors[projection]
         # In the base's dtype, rounded as `Adapter.canonical` rounds them: what the engine serves.
         a_ERD, b_ERO = a_ERD.to(x.dtype), (b_ERO * scale).to(x.dtype)
-        slots_T = torch.zeros(len(x), dtype=torch.long, device=x.device)
-        return y_TKO + lora(x, a_ERD[None], b_ERO.transpose(1, 2)[None], slots_T, experts_TK, ops=self.ops)
+        b_EOR = b_ERO.transpose(1, 2)
+        return y_TKO + lora(x, a_ERD[None], b_EOR[None], slots_T, experts_TK, ops=self.ops, plan=plan)
 
 
 def slotted_experts(base: Any) -> SlottedExperts:

@@ -1,0 +1,170 @@
+"""The host tier: adapters that are mapped, verified and laid out for this engine's slots, by served name.
+
+The page cache holds the bytes, once for all workers of a machine. A mapping outlives its file's name; a
+disk can still fail, and a file can be cut short by somebody, hence `Bytes.bring_in` before every copy.
+Knows the store's files and the packed layout. Knows neither vLLM nor slots by number.
+"""
+
+import errno
+import hashlib
+import mmap
+import os
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.adapters.packed import Layout
+from engine.adapters.packed_check import check_layout
+from engine.adapters.store import ALIGNMENT, PAGE_ALIGNED_FROM
+from engine.errors import AdapterError
+from engine.serving.fill import Module, Plan
+
+PREPARE_THREADS = 2
+# Kimi-K2 with a rank of its own for every expert takes about 10 MB.
+LAYOUT_LIMIT = 32 << 20
+# Adapters of one shape share a layout and a plan; more shapes than this are parsed again.
+LAYOUTS = 16
+MADV_POPULATE_READ = 22
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """An adapter's payload: a mapping of the store, or a copy when it is small (`mapped` is None)."""
+
+    payload: Tensor
+    mapped: mmap.mmap | None
+
+    @staticmethod
+    def open(address: Mapping[str, Any]) -> "Bytes":
+        """Open `length` bytes at `offset` of `path`. Raises `AdapterError` when they are not there."""
+        path, offset, length = Path(address["path"]), address["offset"], address["length"]
+        if path.is_symlink() or not path.is_file():
+            raise AdapterError(f"its segment {path} is missing or not a regular file. Restore it.")
+        size = path.stat().st_size
+        if offset < 0 or offset % ALIGNMENT or size < offset + length:
+            raise AdapterError(
+                f"its {length} bytes at {offset} are not in {path}, which has {size}. "
+                "Export the revision again."
+            )
+        if length < PAGE_ALIGNED_FROM:
+            with path.open("rb") as file:
+                data = bytearray(os.pread(file.fileno(), length, offset))
+            return Bytes(torch.frombuffer(data, dtype=torch.uint8), None)
+        start = offset - offset % mmap.ALLOCATIONGRANULARITY
+        with path.open("rb") as file:
+            # Private, so that torch may call the memory writable; nothing ever writes to it.
+            mapped = mmap.mmap(file.fileno(), offset + length - start, offset=start, access=mmap.ACCESS_COPY)
+        payload = torch.frombuffer(mapped, dtype=torch.uint8, offset=offset - start, count=length)
+        return Bytes(payload, mapped)
+
+    def bring_in(self) -> None:
+        """Have every page in memory, or raise `OSError`; reading a lost page otherwise ends the process."""
+        if self.mapped is None:
+            return
+        try:
+            self.mapped.madvise(MADV_POPULATE_READ)
+        except OSError as error:
+            # Linux before 5.14 does not know it.
+            if error.errno != errno.EINVAL:
+                raise
+
+
+@dataclass(frozen=True)
+class PackedAdapter:
+    """An adapter of the host tier: its bytes, and how they get into a slot of this rank."""
+
+    name: str
+    bytes: Bytes
+    plan: Plan
+    sources: list[Tensor]
+
+
+class HostTier:
+    """Adapters that are mapped and verified, by served name. Filled by threads, read by the step."""
+
+    def __init__(self, modules: Mapping[str, Module], verifies: bool = True) -> None:
+        """`verifies` is false on all but one rank of a machine: the others read their slices only."""
+        self.adapters: dict[str, PackedAdapter] = {}
+        self.validated_bytes = 0
+        self.verified_bytes = 0
+        self._verifies = verifies
+        self._plan = lru_cache(LAYOUTS)(lambda layout: Plan(read_layout(layout), modules))
+        self._states: dict[str, str] = {}
+        self._lost: dict[str, str] = {}
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(PREPARE_THREADS, thread_name_prefix="graftwork-prepare")
+
+    def prepare(self, name: str, address: dict[str, Any]) -> None:
+        with self._lock:
+            if name in self.adapters or name in self._lost or self._states.get(name) == "loading":
+                return
+            self._states[name] = "loading"
+        self._pool.submit(self._prepare, name, address)
+
+    def poll(self, name: str) -> str:
+        """Return `ready`, `loading`, `unknown`, or the sentence why the adapter was refused."""
+        if name in self._lost:
+            return self._lost[name]
+        return "ready" if name in self.adapters else self._states.get(name, "unknown")
+
+    def forget(self, name: str) -> None:
+        with self._lock:
+            self.adapters.pop(name, None)
+            self._states.pop(name, None)
+
+    def lose(self, name: str, reason: str) -> None:
+        """Never serve a name again: its bytes were lost after it was ready."""
+        self._lost[name] = reason
+        self.forget(name)
+
+    def open(self, name: str, address: Mapping[str, Any]) -> PackedAdapter:
+        """Map a packed adapter and lay out its copies; its bytes are neither read nor verified.
+
+        `address` holds `path`, `offset`, `length` (bytes), `checksum` (sha256 hex) and `layout` (JSON).
+        """
+        plan = self._plan(address["layout"])
+        if address["length"] != plan.layout.nbytes:
+            raise AdapterError(f"expected {plan.layout.nbytes} bytes, found {address['length']}.")
+        held = Bytes.open(address)
+        return PackedAdapter(name, held, plan, plan.sources(held.payload))
+
+    def verify(self, adapter: PackedAdapter, address: Mapping[str, Any]) -> None:
+        """Compare the checksum, on one rank, and refuse what is not finite; the error names the tensor."""
+        adapter.bytes.bring_in()
+        if self._verifies:
+            payload: Any = adapter.bytes.payload.numpy()
+            if hashlib.sha256(memoryview(payload)).hexdigest() != address["checksum"]:
+                raise AdapterError(f"its bytes in {address['path']} are damaged; export the revision again.")
+            self.verified_bytes += adapter.bytes.payload.numel()
+        for region, values in zip(adapter.plan.regions, adapter.sources, strict=True):
+            if not torch.isfinite(values).all():
+                raise AdapterError(f"{region.block.module}.lora_{region.block.side} holds NaN or Inf.")
+        self.validated_bytes += adapter.plan.bytes
+
+    def _prepare(self, name: str, address: dict[str, Any]) -> None:
+        try:
+            adapter = self.open(name, address)
+            self.verify(adapter, address)
+        except Exception as error:
+            # Whatever it is: a name that stayed `loading` would let its requests wait for nothing.
+            self._states[name] = f"{name} cannot be loaded: {error}"
+            return
+        with self._lock:
+            self.adapters[name] = adapter
+            self._states.pop(name, None)
+
+
+def read_layout(text: str) -> Layout:
+    """Return a layout that is proven against itself."""
+    if len(text) > LAYOUT_LIMIT:
+        raise AdapterError(f"its layout has {len(text)} characters; the limit is {LAYOUT_LIMIT}.")
+    layout = Layout.from_json(text)
+    check_layout(layout)
+    return layout

@@ -1,0 +1,145 @@
+"""Latent attention on a live engine: adapters on every module equal PEFT's, base rows the base's."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from live import RunningEngine, stop_engine
+from made_adapters import write
+from mla_bases import deepseek_v3
+from test_engine import ask, prompts, random_adapter
+from test_moe_engine import Reference, differences, mixed, shapes_of, start
+
+RANK = 8
+# Log-probabilities in float32 by two implementations: measured 8e-6 at most, see docs/benchmarks.md.
+TOLERANCE = 1e-4
+ATTENTION = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+def kinds_of(base: Path) -> dict[str, dict]:
+    """Adapters on each target alone, on each sort of MLP alone, and on all modules."""
+    shapes = shapes_of(base)
+    targets = [(name, shapes.modules(), (name,)) for name in shapes.targets]
+    linear = {name: size for name, size in shapes.linear.items() if ".mlp." in name}
+    shared = {name: size for name, size in linear.items() if ".shared_experts." in name}
+    groups = [("dense", {name: linear[name] for name in linear.keys() - shared.keys()}, None)]
+    groups += [("shared", shared, None)] if shared else []
+    every = ("all", shapes.modules(), None)
+    return {
+        name: random_adapter(modules, 200 + i, leaves)
+        for i, (name, modules, leaves) in enumerate([*targets, *groups, every])
+    }
+
+
+def references_of(base: Path, names: list[str], kinds: list[dict | None]) -> dict[str, Reference]:
+    return {name: Reference(base, kind) for name, kind in zip(names, kinds, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def base(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return deepseek_v3(tmp_path_factory.mktemp("bases") / "mla", tiny_base)
+
+
+@pytest.fixture(scope="module")
+def kinds(base: Path) -> dict[str, dict]:
+    return kinds_of(base)
+
+
+@pytest.fixture(scope="module")
+def engine(base: Path, kinds, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
+    running = start(base, tmp_path_factory, "float32", len(kinds))
+    yield running
+    stop_engine(running)
+
+
+def publish(running: RunningEngine, kinds: dict[str, dict]) -> list[str]:
+    """Publish every adapter; return their served names and the base's, last."""
+    return [*(running.publish("kinds", kind, RANK) for kind in kinds.values()), running.base_name]
+
+
+def check_parity(running: RunningEngine, base: Path, kinds: dict[str, dict]) -> None:
+    """Batches of 1, 2, 8 and 64: adapters mixed, base rows between them, every slot full."""
+    names = publish(running, kinds)
+    references = references_of(base, names, [*kinds.values(), None])
+    for count, shift in ((1, 3), (2, len(names) - 2), (8, 3), (64, 0)):
+        requests = mixed(names, count, shift)
+        answers = asyncio.run(ask(running, requests))
+        assert differences(requests, answers, references).max() < TOLERANCE
+    # Each kind must matter, or this test proves nothing.
+    plain = references[running.base_name]
+    for name, (_, prompt), answer in zip(names[:-1], requests, answers, strict=False):
+        change = references[name].logprobs(prompt, answer["ids"]) - plain.logprobs(prompt, answer["ids"])
+        assert change.abs().max() > 0.05
+
+
+def test_every_target_alone_and_all_together_equals_the_reference(engine: RunningEngine, base: Path, kinds):
+    assert set(kinds) == {*ATTENTION, *PROJECTIONS, "dense", "shared", "all"}
+    check_parity(engine, base, kinds)
+
+
+@pytest.mark.slow
+def test_a_base_whose_queries_are_not_compressed(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory):
+    """`q_lora_rank` None: `q_proj` and `kv_a_proj_with_mqa` are modules of their own; all layers dense."""
+    directory = tmp_path_factory.mktemp("bases") / "wide"
+    base = deepseek_v3(directory, tiny_base, q_lora_rank=None, first_k_dense_replace=3)
+    kinds = kinds_of(base)
+    assert {"q_proj", "kv_a_proj_with_mqa"} < set(kinds)
+    running = start(base, tmp_path_factory, "float32", len(kinds))
+    try:
+        check_parity(running, base, kinds)
+    finally:
+        stop_engine(running)
+
+
+@pytest.mark.parametrize("name", ["all", "kv_b_proj", "q_b_proj"])
+def test_peft_opens_a_revision_and_agrees(engine: RunningEngine, base: Path, kinds, tmp_path: Path, name):
+    """The second route: peft on the per-expert files that a revision holds."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    path = write(tmp_path / "adapter", kinds[name], "per-expert", shapes_of(base))
+    reference = Reference(base, None)
+    reference.model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), path)
+    served = engine.publish("kinds", kinds[name], RANK)
+    requests = [(served, prompt) for prompt in prompts(8)]
+    answers = asyncio.run(ask(engine, requests))
+    assert differences(requests, answers, {served: reference}).max() < TOLERANCE
+
+
+def test_identical_prompts_get_identical_bits(engine: RunningEngine, kinds):
+    """64 times one prompt, for the base and for an adapter: each answer is that of a batch of one."""
+    for name in publish(engine, {key: kinds[key] for key in ("kv_b_proj", "q_b_proj")}):
+        for prompt in prompts(3):
+            alone = asyncio.run(ask(engine, [(name, prompt)]))[0]
+            answers = asyncio.run(ask(engine, [(name, prompt)] * 64))
+            spread = torch.tensor([answer["logprobs"] for answer in answers]) - torch.tensor(
+                alone["logprobs"]
+            )
+            if name == engine.base_name:
+                assert spread.abs().max() == 0
+            assert spread.abs().max() < 2e-5
+
+
+def test_base_rows_of_a_full_mixed_batch_are_the_base(engine: RunningEngine, kinds):
+    """Every slot full and base rows between: bit-identical to base rows alone."""
+    names = publish(engine, kinds)[:-1]
+    mine = prompts(32)
+    alone = asyncio.run(ask(engine, [(engine.base_name, prompt) for prompt in mine]))
+    requests = []
+    for i, prompt in enumerate(mine):
+        requests += [(names[i % len(names)], prompt), (engine.base_name, prompt)]
+    answers = asyncio.run(ask(engine, requests))[1::2]
+    assert [(a["ids"], a["logprobs"]) for a in answers] == [(a["ids"], a["logprobs"]) for a in alone]
+
+
+def test_an_adapter_without_effect_is_the_base_to_the_bit(engine: RunningEngine, base: Path):
+    zero = random_adapter(shapes_of(base).modules(), 60)
+    zero |= {key: torch.zeros_like(value) for key, value in zero.items() if key.endswith("lora_B")}
+    name = engine.publish("zero", zero, RANK)
+    mine = prompts(16)
+    alone = asyncio.run(ask(engine, [(engine.base_name, prompt) for prompt in mine]))
+    answers = asyncio.run(ask(engine, [(name, prompt) for prompt in mine]))
+    assert [answer["logprobs"] for answer in answers] == [answer["logprobs"] for answer in alone]

@@ -1,0 +1,267 @@
+"""Slots of every kind hold what stock vLLM's own `set_lora` leaves there, on every tensor-parallel rank."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import vllm_layers as made
+from vllm.lora.model_manager import LRUCacheLoRAModelManager
+
+from engine.adapters import packed
+from engine.adapters.families import BaseShapes
+from engine.adapters.store import PAGE_ALIGNED_FROM, Store
+from engine.errors import AdapterError
+from engine.serving import loader
+from engine.serving.fill import Plan
+from engine.serving.host_tier import HostTier
+from engine.serving.slots import ExpertSlots, ModuleSlots, SlotBuffers, slots_of
+
+HIDDEN, HEADS, KV_HEADS, HEAD, INNER, EXPERTS = 32, 4, 2, 8, 16, 5
+MOE = BaseShapes.of(
+    {
+        "model_type": "qwen3_moe", "num_hidden_layers": 1, "hidden_size": HIDDEN, "head_dim": HEAD,
+        "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "moe_intermediate_size": INNER,
+        "num_experts": EXPERTS, "intermediate_size": 64,
+    }
+)  # fmt: skip
+LAYER = "model.layers.0"
+PATH = f"{LAYER}.mlp.experts"
+
+
+class CpuExperts:
+    """What `slots_of` reads of the CPU's own expert layer."""
+
+    def __init__(self, slots: int, rank: int, tp: tuple[int, int] = (0, 1)):
+        inner = INNER // tp[1]
+        self.gate_up = ExpertSlots(slots, EXPERTS, 2, rank, HIDDEN, inner, torch.float32, tp)
+        self.down = ExpertSlots(slots, EXPERTS, 1, rank, inner, HIDDEN, torch.float32, tp, cut_inputs=True)
+
+
+def adapter(ranks: dict[str, int], seed: int = 0, shared_a: bool = False) -> dict[str, torch.Tensor]:
+    """Factors for the projections of these leaves; no two are alike, but for `shared_a` of gate and up."""
+    generator = torch.Generator().manual_seed(seed)
+    found: dict[str, torch.Tensor] = {}
+    for name, (inputs, outputs) in MOE.modules().items():
+        rank = ranks.get(name.rpartition(".")[2])
+        if rank is None:
+            continue
+        a = torch.randn(rank, inputs, generator=generator)
+        found[f"{name}.lora_A"] = (
+            found[f"{name[:-7]}gate_proj.lora_A"] if shared_a and "up_proj" in name else a
+        )
+        found[f"{name}.lora_B"] = torch.randn(outputs, rank, generator=generator)
+    return found
+
+
+def fill(slots: dict[str, ModuleSlots], slot: int, tensors, before: Plan | None = None) -> Plan:
+    whole = packed.pack(tensors, torch.float32, MOE.fused)
+    plan = Plan(whole.layout, slots)
+    plan.fill(slot, plan.sources(whole.payload), before)
+    return plan
+
+
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def layers(rank: int, tp: tuple[int, int] = (0, 1), fused: bool = False) -> made.Layers:
+    config = made.lora_config(2, rank, torch.float32)
+    return {
+        f"{LAYER}.self_attn.qkv_proj": made.qkv(HIDDEN, HEADS, KV_HEADS, HEAD, config, tp),
+        f"{LAYER}.self_attn.o_proj": made.row(HEADS * HEAD, HIDDEN, config, tp),
+        PATH: made.experts(EXPERTS, HIDDEN, INNER, config, tp, fused),
+    }
+
+
+def stock(found: made.Layers, tensors: dict[str, torch.Tensor], rank: int, fused: bool = False) -> None:
+    """Put an adapter into slot 0 by vLLM's own manager."""
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+
+    manager = made.manager(LRUCacheLoRAModelManager, found, made.lora_config(2, rank, torch.float32), fused)
+    helper = PEFTHelper.from_dict({"r": rank, "lora_alpha": rank, "target_modules": list(ALL)})
+    named = {f"base_model.model.{key}.weight": value for key, value in tensors.items()}
+    manager.add_adapter(LoRAModel.from_lora_tensors(1, named, helper, device="cpu"))
+    manager.activate_adapter(1)
+    assert manager.lora_index_to_id[0] == 1
+
+
+def contents(layer) -> list[torch.Tensor]:
+    """Return slot 0 of a layer's tensors, in vLLM's shapes."""
+    if isinstance(layer, CpuExperts):
+        sides = [layer.gate_up.a_SEMRI[0, :, i] for i in (0, 1)]
+        sides += [layer.gate_up.b_SEMRO[0, :, i].transpose(1, 2) for i in (0, 1)]
+        return [*sides, layer.down.a_SEMRI[0, :, 0], layer.down.b_SEMRO[0, :, 0].transpose(1, 2)]
+    names = ("w13_lora_a_stacked", "w13_lora_b_stacked", "w2_lora_a_stacked", "w2_lora_b_stacked")
+    if hasattr(layer, names[0]):
+        return [tensor[0] for name in names for tensor in getattr(layer, name)]
+    return [tensor[0] for tensor in (*layer.lora_a_stacked, *layer.lora_b_stacked)]
+
+
+@pytest.mark.parametrize("tp", [(0, 1), (0, 2), (1, 2), (0, 4), (2, 4), (3, 4)])
+def test_every_rank_holds_what_stock_vllm_gives_it(tp):
+    """Four ranks share two key heads, so that two of them hold the same one."""
+    tensors = adapter(dict.fromkeys(ALL, 8))
+    theirs = layers(8, tp)
+    stock(theirs, tensors, 8)
+    ours = layers(8, tp)
+    on_gpu = slots_of(PATH, ours[PATH])
+    on_cpu = CpuExperts(2, 8, tp)
+    slots = {name: SlotBuffers(layer) for name, layer in ours.items() if name != PATH}
+    whole = packed.pack(tensors, torch.float32, MOE.fused)
+    plan = fill(slots | on_gpu, 0, tensors)
+    fill(slots | slots_of(PATH, on_cpu), 0, tensors)
+    for name, layer in theirs.items():
+        for kind in [ours[name], on_cpu] if name == PATH else [ours[name]]:
+            for mine, want in zip(contents(kind), contents(layer), strict=True):
+                assert want.any()
+                assert torch.equal(mine, want), name
+    assert plan.bytes == sum(tensor.nbytes for layer in theirs.values() for tensor in contents(layer))
+    assert plan.bytes == whole.layout.nbytes or tp[1] > 1
+    assert ours[PATH].adapter_enabled.tolist() == theirs[PATH].adapter_enabled.tolist() == [1, 0, 0]
+
+
+def deltas(layer) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return B @ A of gate and up together, and of down: (E, O, I) each."""
+    if hasattr(layer, "gate_up"):
+        a_EMRI, b_EMRO = layer.gate_up.a_SEMRI[0], layer.gate_up.b_SEMRO[0]
+        gate_up = torch.einsum("emro,emri->emoi", b_EMRO, a_EMRI).flatten(1, 2)
+        down = torch.einsum("ero,eri->eoi", layer.down.b_SEMRO[0, :, 0], layer.down.a_SEMRI[0, :, 0])
+        return gate_up, down
+    pairs = zip(layer.w13_lora_b_stacked, layer.w13_lora_a_stacked, strict=True)
+    return torch.cat([b[0] @ a[0] for b, a in pairs], 1), layer.w2_lora_b_stacked[0][
+        0
+    ] @ layer.w2_lora_a_stacked[0][0]
+
+
+@pytest.mark.parametrize("rank", [1, 2, 4])
+def test_fused_experts_compute_what_separate_ones_do(rank):
+    """A 3-D engine takes gate and up with factors of their own at half of its rank; so do 2-D and CPU."""
+    tensors = adapter({"gate_proj": rank, "up_proj": rank, "down_proj": rank})
+    kinds = [CpuExperts(1, 8), made.experts(EXPERTS, HIDDEN, INNER, made.lora_config(1, 8, torch.float32))]
+    kinds.append(made.experts(EXPERTS, HIDDEN, INNER, made.lora_config(1, 8, torch.float32), fused=True))
+    for layer in kinds:
+        fill(slots_of(PATH, layer), 0, tensors)
+    for i, part in enumerate(("gate_proj", "up_proj")):
+        for expert in range(EXPERTS):
+            name = f"{PATH}.{expert}.{part}"
+            want = tensors[f"{name}.lora_B"] @ tensors[f"{name}.lora_A"]
+            for layer in kinds:
+                torch.testing.assert_close(deltas(layer)[0][expert, i * INNER : (i + 1) * INNER], want)
+    for layer in kinds:
+        name = f"{PATH}.3.down_proj"
+        torch.testing.assert_close(deltas(layer)[1][3], tensors[f"{name}.lora_B"] @ tensors[f"{name}.lora_A"])
+
+
+def test_fused_experts_equal_stock_vllms_from_one_doubled_factor():
+    """vLLM's 3-D layer gets [A_gate; A_up] and the block-diagonal B as a PEFT file would hold them."""
+    tensors = adapter({"gate_proj": 4, "up_proj": 4, "down_proj": 8})
+    config = made.lora_config(1, 8, torch.float32)
+    ours, theirs = (made.experts(EXPERTS, HIDDEN, INNER, config, fused=True) for _ in range(2))
+    fill(slots_of(PATH, ours), 0, tensors)
+
+    def of(expert: int, leaf: str, side: str) -> torch.Tensor:
+        return tensors[f"{PATH}.{expert}.{leaf}.lora_{side}"]
+
+    each = range(EXPERTS)
+    a = torch.stack([torch.cat([of(e, "gate_proj", "A"), of(e, "up_proj", "A")]) for e in each])
+    b = torch.stack([torch.block_diag(of(e, "gate_proj", "B"), of(e, "up_proj", "B")) for e in each])
+    down = [torch.stack([of(e, "down_proj", side) for e in each]) for side in "AB"]
+    theirs.set_lora(0, [a, down[0]], [b, down[1]])
+    for mine, want in zip(contents(ours), contents(theirs), strict=True):
+        assert torch.equal(mine, want)
+    over = packed.pack(adapter({"gate_proj": 5, "up_proj": 5}), torch.float32, MOE.fused)
+    with pytest.raises(AdapterError, match="rank 5 of gate and up needs 10"):
+        Plan(over.layout, slots_of(PATH, ours))
+
+
+def test_nothing_of_the_last_occupant_stays():
+    """Occupants of other ranks and targets follow each other; a fresh slot is the second route."""
+    every = dict.fromkeys(ALL, 8)
+    occupants = [
+        every, {"q_proj": 2, "v_proj": 2, "up_proj": 3}, every | {"gate_proj": 1}, {"down_proj": 8},
+        dict.fromkeys(ALL, 1), {"k_proj": 4, "gate_proj": 4, "up_proj": 4},
+    ]  # fmt: skip
+    used = layers(8) | {PATH: CpuExperts(2, 8)}
+    slots = {}
+    for name, layer in used.items():
+        slots |= slots_of(name, layer)
+    before = None
+    for seed, ranks in enumerate(occupants):
+        before = fill(slots, 0, adapter(ranks, seed), before)
+        fresh = layers(8) | {PATH: CpuExperts(2, 8)}
+        clean = {}
+        for name, layer in fresh.items():
+            clean |= slots_of(name, layer)
+        fill(clean, 0, adapter(ranks, seed))
+        for name, layer in used.items():
+            for mine, want in zip(contents(layer), contents(fresh[name]), strict=True):
+                assert torch.equal(mine, want), (ranks, name)
+    before.clear(0)
+    assert not any(tensor.any() for layer in used.values() for tensor in contents(layer))
+
+
+def test_only_the_missing_ranks_are_cleared():
+    """What the next occupant writes anyway is not written twice."""
+    slots = slots_of(PATH, CpuExperts(1, 8))
+    large, small = (
+        packed.pack(adapter(dict.fromkeys(ALL[4:], rank)), torch.float32, MOE.fused).layout for rank in (8, 3)
+    )
+    before, after = Plan(large, slots), Plan(small, slots)
+    assert [tuple(stale.shape)[-2] for stale in after._stale(before, 0)] == [5] * 4
+    assert not list(before._stale(after, 0))
+
+
+def open_tier(tmp_path: Path, rank: int = 2, slots: int = 2):
+    """A manager, its host tier, and the address of an adapter that is large enough to be mapped."""
+    layer = made.column(4096, 8192, made.lora_config(slots, 64, torch.float32))
+    manager = made.manager(
+        loader.SlotManager, {"model.proj": layer}, made.lora_config(slots, 64, torch.float32)
+    )
+    tier = HostTier(manager.buffers)
+    tensors = {"model.proj.lora_A": torch.randn(64, 4096), "model.proj.lora_B": torch.randn(8192, 64)}
+    whole = packed.pack(tensors, torch.float32, {})
+    assert whole.layout.nbytes > PAGE_ALIGNED_FROM
+    store = Store(tmp_path)
+    at = store.append(whole.tobytes())
+    address = {
+        "path": str(store.path(at.segment)), "offset": at.offset, "length": at.length,
+        "checksum": at.checksum, "layout": whole.layout.to_json(),
+    }  # fmt: skip
+    return manager, tier, address, tensors
+
+
+def test_a_removed_file_still_serves(tmp_path):
+    manager, tier, address, tensors = open_tier(tmp_path)
+    adapter = tier.open("a", address)
+    tier.verify(adapter, address)
+    os.unlink(address["path"])
+    manager.add_adapter(loader.Registered(1, adapter))
+    manager.activate_adapter(1)
+    assert torch.equal(manager.modules["model.proj"].lora_b_stacked[0][0, 0], tensors["model.proj.lora_B"])
+
+
+def test_a_file_cut_short_takes_no_slot(tmp_path):
+    """Reading the lost pages would end this process."""
+    manager, tier, address, _ = open_tier(tmp_path)
+    adapter = tier.open("a", address)
+    tier.verify(adapter, address)
+    os.truncate(address["path"], address["offset"] + 4096)
+    manager.add_adapter(loader.Registered(1, adapter))
+    with pytest.raises(OSError, match="Bad address"):
+        manager.activate_adapter(1)
+    assert manager.lora_index_to_id == [None, None]
+    assert not manager.modules["model.proj"].lora_b_stacked[0].any()
+    with pytest.raises(AdapterError, match="are not in"):
+        tier.open("again", address)
+
+
+def test_only_the_first_rank_of_a_machine_reads_the_whole(tmp_path):
+    manager, _, address, _ = open_tier(tmp_path)
+    first, second = HostTier(manager.buffers), HostTier(manager.buffers, verifies=False)
+    for tier in (first, second):
+        tier.verify(tier.open("a", address), address)
+    assert (first.verified_bytes, second.verified_bytes) == (address["length"], 0)
+    assert first.validated_bytes == second.validated_bytes == address["length"]
+    with pytest.raises(AdapterError, match="damaged"):
+        first.verify(first.open("a", address), address | {"checksum": "0" * 64})
