@@ -212,15 +212,19 @@ def test_only_the_missing_ranks_are_cleared():
     assert not list(before._stale(after, 0))
 
 
-def open_tier(tmp_path: Path, rank: int = 2, slots: int = 2):
+def open_tier(tmp_path: Path, rank: int = 64, slots: int = 2):
     """A manager, its host tier, and the address of an adapter that is large enough to be mapped."""
-    layer = made.column(4096, 8192, made.lora_config(slots, 64, torch.float32))
+    layer = made.merged(4096, [2048, 2048], made.lora_config(slots, rank, torch.float32))
     manager = made.manager(
-        loader.SlotManager, {"model.proj": layer}, made.lora_config(slots, 64, torch.float32)
+        loader.SlotManager, {"model.gate_up_proj": layer}, made.lora_config(slots, rank, torch.float32)
     )
     tier = HostTier(manager.buffers)
-    tensors = {"model.proj.lora_A": torch.randn(64, 4096), "model.proj.lora_B": torch.randn(8192, 64)}
-    whole = packed.pack(tensors, torch.float32, {})
+    tensors = {
+        f"model.{part}_proj.lora_{side}": torch.randn(64, 4096) if side == "A" else torch.randn(2048, 64)
+        for part in ("gate", "up")
+        for side in "AB"
+    }
+    whole = packed.pack(tensors, torch.float32, MOE.fused)
     assert whole.layout.nbytes > PAGE_ALIGNED_FROM
     store = Store(tmp_path)
     at = store.append(whole.tobytes())
@@ -231,27 +235,33 @@ def open_tier(tmp_path: Path, rank: int = 2, slots: int = 2):
     return manager, tier, address, tensors
 
 
-def test_a_removed_file_still_serves(tmp_path):
-    manager, tier, address, tensors = open_tier(tmp_path)
+@pytest.mark.parametrize("rank", [64, 128])
+def test_a_removed_file_still_serves(tmp_path, rank):
+    """At the slot's own rank the file is read, at another it is mapped."""
+    manager, tier, address, tensors = open_tier(tmp_path, rank)
     adapter = tier.open("a", address)
     tier.verify(adapter, address)
     os.unlink(address["path"])
     manager.add_adapter(loader.Registered(1, adapter))
     manager.activate_adapter(1)
-    assert torch.equal(manager.modules["model.proj"].lora_b_stacked[0][0, 0], tensors["model.proj.lora_B"])
+    layer = manager.modules["model.gate_up_proj"]
+    assert torch.equal(layer.lora_b_stacked[1][0, 0, :, :64], tensors["model.up_proj.lora_B"])
+    assert torch.equal(layer.lora_a_stacked[0][0, 0, :64], tensors["model.gate_proj.lora_A"])
+    assert adapter.plan.can_read == (rank == 64)
 
 
-def test_a_file_cut_short_takes_no_slot(tmp_path):
-    """Reading the lost pages would end this process."""
-    manager, tier, address, _ = open_tier(tmp_path)
+@pytest.mark.parametrize(("rank", "reason"), [(64, "4096 of 3145728 bytes are left"), (128, "Bad address")])
+def test_a_file_cut_short_takes_no_slot(tmp_path, rank, reason):
+    """Touching the lost pages of a mapping would end this process."""
+    manager, tier, address, _ = open_tier(tmp_path, rank)
     adapter = tier.open("a", address)
     tier.verify(adapter, address)
     os.truncate(address["path"], address["offset"] + 4096)
     manager.add_adapter(loader.Registered(1, adapter))
-    with pytest.raises(OSError, match="Bad address"):
+    with pytest.raises(OSError, match=reason):
         manager.activate_adapter(1)
     assert manager.lora_index_to_id == [None, None]
-    assert not manager.modules["model.proj"].lora_b_stacked[0].any()
+    assert not manager.modules["model.gate_up_proj"].lora_b_stacked[0].any()
     with pytest.raises(AdapterError, match="are not in"):
         tier.open("again", address)
 

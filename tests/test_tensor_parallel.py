@@ -20,7 +20,12 @@ COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 # As in test_engine; the sum over two ranks adds an order of its own.
 TOLERANCE = 2e-4
 
-pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
+# Three processes start; on busy cores that alone takes minutes.
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -3,9 +3,11 @@
 Knows blocks, strided views and copies. Knows neither vLLM's layers (slots.py does) nor files.
 """
 
+import errno
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +15,8 @@ from torch import Tensor
 from engine.adapters.packed import Block, Layout
 from engine.errors import AdapterError
 
+# What one preadv takes (Linux: UIO_MAXIOV).
+IOVECS = 1024
 # A place in every slot, and the part of the block that belongs there, of one shape but for the slots.
 Place = tuple[Tensor, Tensor]
 
@@ -62,6 +66,8 @@ class Plan:
         used = [modules[name].enabled for name in {block.module for block in layout.blocks}]
         self._raised = [flags for flags in used if flags is not None]
         self._targets: dict[int, list[Tensor]] = {}
+        self._memory: dict[int, list[memoryview]] = {}
+        self.can_read = self._is_the_payload()
 
     @property
     def bytes(self) -> int:
@@ -77,12 +83,38 @@ class Plan:
     def fill(self, slot: int, sources: Sequence[Tensor], before: "Plan | None") -> None:
         """Copy an adapter into a slot whose last occupant had the plan `before`; its rest is cleared."""
         if before is not self:
-            for stale in self._stale(before, slot):
-                stale.zero_()
+            self._prepare_slot(slot, before)
         for target, source in zip(self._targets_of(slot), sources, strict=True):
             target.copy_(source)
+
+    def read(self, slot: int, descriptor: int, offset: int, before: "Plan | None") -> None:
+        """Fill a slot from a file by one call, when `can_read`: the kernel copies, and no page is mapped.
+
+        Raises `OSError` when the file ends early or its disk fails; then the slot is clear.
+        """
         if before is not self:
-            self._raise_flags(slot)
+            self._prepare_slot(slot, before)
+        if slot not in self._memory:
+            raw: list[Any] = [target.view(torch.uint8).flatten().numpy() for target in self._targets_of(slot)]
+            self._memory[slot] = [memoryview(each) for each in raw]
+        try:
+            found = os.preadv(descriptor, self._memory[slot], offset)
+            if found != self.bytes:
+                raise OSError(errno.EIO, f"{found} of {self.bytes} bytes are left")
+        except OSError:
+            self.clear(slot)
+            raise
+
+    def _is_the_payload(self) -> bool:
+        """Say whether the regions in their order are the payload, and each is one run of a slot's memory."""
+        ends = [region.offset + region.shape.numel() for region in self.regions]
+        return (
+            [region.offset for region in self.regions] == [0, *ends[:-1]]
+            and len(ends) <= IOVECS
+            and self.bytes == self.layout.nbytes
+            and all(region.target.device.type == "cpu" for region in self.regions)
+            and all(region.target[0].is_contiguous() for region in self.regions)
+        )
 
     def clear(self, slot: int) -> None:
         """Leave nothing of this plan in a slot."""
@@ -91,7 +123,9 @@ class Plan:
         for flags in self._flags:
             flags[slot] = 0
 
-    def _raise_flags(self, slot: int) -> None:
+    def _prepare_slot(self, slot: int, before: "Plan | None") -> None:
+        for stale in self._stale(before, slot):
+            stale.zero_()
         for flags in self._flags:
             flags[slot] = 0
         for flags in self._raised:

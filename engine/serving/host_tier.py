@@ -13,9 +13,9 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -36,10 +36,12 @@ MADV_POPULATE_READ = 22
 
 @dataclass(frozen=True)
 class Bytes:
-    """An adapter's payload: a mapping of the store, or a copy when it is small (`mapped` is None)."""
+    """An adapter's payload: a mapping of the store with its file, or a copy when it is small (both None)."""
 
     payload: Tensor
-    mapped: mmap.mmap | None
+    mapped: mmap.mmap | None = None
+    file: BinaryIO | None = None
+    offset: int = 0
 
     @staticmethod
     def open(address: Mapping[str, Any]) -> "Bytes":
@@ -56,13 +58,14 @@ class Bytes:
         if length < PAGE_ALIGNED_FROM:
             with path.open("rb") as file:
                 data = bytearray(os.pread(file.fileno(), length, offset))
-            return Bytes(torch.frombuffer(data, dtype=torch.uint8), None)
+            return Bytes(torch.frombuffer(data, dtype=torch.uint8))
         start = offset - offset % mmap.ALLOCATIONGRANULARITY
-        with path.open("rb") as file:
-            # Private, so that torch may call the memory writable; nothing ever writes to it.
-            mapped = mmap.mmap(file.fileno(), offset + length - start, offset=start, access=mmap.ACCESS_COPY)
+        # Stays open for `Plan.read`, also when the name is gone.
+        file = path.open("rb")
+        # Private, so that torch may call the memory writable; nothing ever writes to it.
+        mapped = mmap.mmap(file.fileno(), offset + length - start, offset=start, access=mmap.ACCESS_COPY)
         payload = torch.frombuffer(mapped, dtype=torch.uint8, offset=offset - start, count=length)
-        return Bytes(payload, mapped)
+        return Bytes(payload, mapped, file, offset)
 
     def bring_in(self) -> None:
         """Have every page in memory, or raise `OSError`; reading a lost page otherwise ends the process."""
@@ -83,7 +86,26 @@ class PackedAdapter:
     name: str
     bytes: Bytes
     plan: Plan
-    sources: list[Tensor]
+
+    @cached_property
+    def sources(self) -> list[Tensor]:
+        return self.plan.sources(self.bytes.payload)
+
+    def bring_in(self) -> None:
+        """Have every page that `fill` will map in memory, or raise `OSError`."""
+        if not self._is_read():
+            self.bytes.bring_in()
+
+    def _is_read(self) -> bool:
+        return self.plan.can_read and self.bytes.file is not None
+
+    def fill(self, slot: int, before: Plan | None) -> None:
+        """Put the adapter into a slot. Raises `OSError` when its bytes are lost; then the slot is clear."""
+        if self._is_read():
+            assert self.bytes.file is not None
+            self.plan.read(slot, self.bytes.file.fileno(), self.bytes.offset, before)
+        else:
+            self.plan.fill(slot, self.sources, before)
 
 
 class HostTier:
@@ -133,7 +155,7 @@ class HostTier:
         if address["length"] != plan.layout.nbytes:
             raise AdapterError(f"expected {plan.layout.nbytes} bytes, found {address['length']}.")
         held = Bytes.open(address)
-        return PackedAdapter(name, held, plan, plan.sources(held.payload))
+        return PackedAdapter(name, held, plan)
 
     def verify(self, adapter: PackedAdapter, address: Mapping[str, Any]) -> None:
         """Compare the checksum, on one rank, and refuse what is not finite; the error names the tensor."""

@@ -69,7 +69,7 @@ class SlotManager(LRUCacheLoRAModelManager):
         started = time.perf_counter()
         registered: Any = self._registered_adapters[lora_id]
         if registered.adapter is not None:
-            registered.adapter.bytes.bring_in()
+            registered.adapter.bring_in()
         if len(self._active_adapters) >= self.lora_slots:
             self._active_adapters.remove_oldest()
         slot = self.lora_index_to_id.index(None)
@@ -83,7 +83,9 @@ class SlotManager(LRUCacheLoRAModelManager):
     def _fill(self, slot: int, adapter: PackedAdapter | None) -> None:
         before = self._written[slot]
         if adapter is not None:
-            adapter.plan.fill(slot, adapter.sources, before)
+            # Nothing is known of a slot whose filling fails but that it is clear.
+            self._written[slot] = None
+            adapter.fill(slot, before)
             self.activations += 1
             self.activated_bytes += adapter.plan.bytes
             self._written[slot] = adapter.plan

@@ -48,7 +48,12 @@ TARGETS = {
 }
 # As MinT did: so many loads one after another.
 BURSTS = (4, 8, 16)
-SLOTS = 2
+WARM_UPS = 2
+
+
+def slot_count(rank: int) -> int:
+    """Return how many slots to make: a slot of rank 8 takes 844 MB."""
+    return 2 if rank == 1 else 1
 
 
 class CpuExperts:
@@ -59,13 +64,14 @@ class CpuExperts:
 
         count, hidden = config["num_experts"], config["hidden_size"]
         inner = config["moe_intermediate_size"] // tp[1]
-        self.gate_up = ExpertSlots(SLOTS, count, 2, rank, hidden, inner, DTYPE, tp)
-        self.down = ExpertSlots(SLOTS, count, 1, rank, inner, hidden, DTYPE, tp, cut_inputs=True)
+        slots = slot_count(rank)
+        self.gate_up = ExpertSlots(slots, count, 2, rank, hidden, inner, DTYPE, tp)
+        self.down = ExpertSlots(slots, count, 1, rank, inner, hidden, DTYPE, tp, cut_inputs=True)
 
 
 def layers(config: dict, rank: int, stock: bool, tp: tuple[int, int] = (0, 1)) -> made.Layers:
     """Every LoRA layer of the model by name, with slots that were written once."""
-    lora = made.lora_config(SLOTS, rank, DTYPE, mixed=True)
+    lora = made.lora_config(slot_count(rank), rank, DTYPE, mixed=True)
     hidden, heads, head = config["hidden_size"], config["num_attention_heads"], config["head_dim"]
     found = {}
     for i in range(config["num_hidden_layers"]):
@@ -128,7 +134,7 @@ class Ours:
     """Our manager and host tier over slots of one rank; `load` is one call from open to slot ready."""
 
     def __init__(self, config: dict, rank: int, tp: tuple[int, int] = (0, 1)):
-        lora = made.lora_config(SLOTS, rank, DTYPE)
+        lora = made.lora_config(slot_count(rank), rank, DTYPE)
         self.slots: SlotManager = made.manager(SlotManager, layers(config, rank, False, tp), lora)
         self.host = HostTier(self.slots.buffers, verifies=tp[0] == 0)
         self._number = 0
@@ -172,11 +178,11 @@ def against_floor(ours: Ours, addresses: list[dict], repeats: int) -> tuple[list
     """Return load and floor seconds, in turn, so that both see the same machine."""
     floor = Floor(addresses[0]["length"])
     loads, floors = [], []
-    for i in range(repeats + SLOTS):
+    for i in range(repeats + WARM_UPS):
         floors.append(seconds(floor))
         loads.append(seconds(lambda i=i: ours.load(addresses[i % len(addresses)])))
         ours.unload()
-    return loads[SLOTS:], floors[SLOTS:]
+    return loads[WARM_UPS:], floors[WARM_UPS:]
 
 
 def same_slots(ours: Ours, stock: made.StockWorker, ours_at: int, stock_at: int) -> bool:
@@ -209,14 +215,16 @@ def same_slots(ours: Ours, stock: made.StockWorker, ours_at: int, stock_at: int)
 
 def stock_loads(config: dict, rank: int, directory: Path, fused: bool, count: int, ours: Ours, at: int):
     """Load `count` times with vLLM's own code; return seconds of each, and whether the slots equal ours."""
-    stock = made.StockWorker(layers(config, rank, True), made.lora_config(SLOTS, rank, DTYPE, mixed=True))
+    stock = made.StockWorker(
+        layers(config, rank, True), made.lora_config(slot_count(rank), rank, DTYPE, mixed=True)
+    )
     times = []
-    for number in range(1, count + SLOTS + 1):
+    for number in range(1, count + WARM_UPS + 1):
         times.append(seconds(lambda number=number: stock.load(number, directory, fused)))
         last = stock._adapter_manager.lora_index_to_id.index(number)
-        if number < count + SLOTS:
+        if number < count + WARM_UPS:
             stock.remove_adapter(number)
-    return times[SLOTS:], same_slots(ours, stock, at, last)
+    return times[WARM_UPS:], same_slots(ours, stock, at, last)
 
 
 def cold(ours: Ours, address: dict, repeats: int) -> list[float]:
