@@ -9,9 +9,10 @@ import torch
 SMALL = {
     "hidden_size": 128, "intermediate_size": 160, "moe_intermediate_size": 64, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 32, "v_head_dim": 48, "n_routed_experts": 8, "n_shared_experts": 1,
-    "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.5,
+    "qk_nope_head_dim": 32, "v_head_dim": 48, "n_routed_experts": 32, "n_shared_experts": 1,
+    "num_experts_per_tok": 4, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.5,
     "first_k_dense_replace": 1, "num_mtp_layers": 0, "max_position_embeddings": 256,
+    # 32 experts: torch rounds the router's sigmoid otherwise when a step has fewer than 32 scores.
     # vLLM never ties DeepSeek's head, and takes its way of routing from the files that DeepSeek publishes.
     "tie_word_embeddings": False, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
 }  # fmt: skip

@@ -101,3 +101,19 @@ def test_heads_are_rotated_by_their_own_tokens_position():
     for expected, ours, theirs in zip(want, got, stock, strict=True):
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
         assert (theirs - expected).abs().max() > 0.5
+
+
+def test_cuda_refuses_what_its_kernels_would_drop():
+    """vLLM's own tensors stand for a GPU's; the sentence says why and what to do."""
+    import vllm_layers as made
+
+    from engine.adapters.families import DROPPED_ON_CUDA
+    from engine.adapters.packed import pack
+    from engine.serving.slots import DroppedSlots, StackedSlots
+
+    layer = made.column(16, 24, made.lora_config(2, 8, torch.float32))
+    tensors = {"kv_b_proj.lora_A": torch.ones(2, 16), "kv_b_proj.lora_B": torch.ones(24, 2)}
+    block = pack(tensors, torch.float32, {}).layout.blocks[0]
+    assert StackedSlots(layer).unsupported_reason(block, torch.float32) is None
+    slots = DroppedSlots(layer, DROPPED_ON_CUDA["kv_b_proj"])
+    assert "train one without this target" in slots.unsupported_reason(block, torch.float32)

@@ -17,6 +17,11 @@ FUSED = {
     "gate_up_proj": ("gate_proj", "up_proj"),
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
+# Projections whose adapters vLLM drops without a word on CUDA, and why; on a CPU it has ours instead.
+DROPPED_ON_CUDA = {
+    "kv_b_proj": "vLLM's latent attention on CUDA reads the base's own weights of kv_b_proj, which it "
+    "absorbs at load, and would ignore an adapter on it; train one without this target"
+}
 Size = tuple[int, int]
 
 

@@ -87,6 +87,7 @@ def server_arguments(
         "--max-cpu-loras", str(1 << 20),
         "--max-lora-rank", str(config.max_rank),
         "--lora-target-modules", *lora_targets(base),
+        *attention_arguments(base, plan),
         "--worker-extension-cls", "engine.serving.loader.LoaderExtension",
         "--middleware", "engine.serving.gateway.Gateway",
         "--additional-config", json.dumps({"graftwork": ours}),
@@ -103,6 +104,12 @@ def lora_targets(base: "BaseInfo") -> tuple[str, ...]:
 
     shapes = BaseShapes.of(json.loads((base.path / "config.json").read_text()))
     return (*shapes.targets, *(("experts",) if shapes.experts else ()))
+
+
+def attention_arguments(base: "BaseInfo", plan: "Plan | None") -> list[str]:
+    """Keep latent attention on the CPU's plain backend: the one for AMX drops adapters on `kv_b_proj`."""
+    latent = json.loads((base.path / "config.json").read_text()).get("kv_lora_rank")
+    return ["--attention-backend", "CPU_MLA"] if latent and plan is None else []
 
 
 def memory_arguments(config: EngineConfig, plan: "Plan | None") -> list[str]:

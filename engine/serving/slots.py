@@ -23,6 +23,7 @@ from vllm.lora.layers.column_parallel_linear import (
 )
 from vllm.lora.layers.row_parallel_linear import RowParallelLinearWithLoRA
 
+from engine.adapters.families import DROPPED_ON_CUDA
 from engine.adapters.packed import Block
 from engine.serving.fill import Place
 
@@ -143,6 +144,17 @@ class StackedSlots(ModuleSlots):
                 yield rank_major[:, : block.rank], part[:, self.outputs[i].range]
 
 
+class DroppedSlots(StackedSlots):
+    """vLLM's own tensors of a module whose adapters its kernels do not read: no block fits it."""
+
+    def __init__(self, layer: BaseLinearLayerWithLoRA, reason: str):
+        super().__init__(layer)
+        self.reason = reason
+
+    def unsupported_reason(self, block: Block, dtype: torch.dtype) -> str:
+        return self.reason
+
+
 class ExpertSlots(ModuleSlots):
     """Every slot of a projection of a layer's experts: A (S, E, M, R, I), B rank-major (S, E, M, R, O).
 
@@ -241,6 +253,9 @@ def slots_of(name: str, layer: Any) -> dict[str, ModuleSlots]:
     """Return the slots of one of vLLM's LoRA layers by the name of the packed module."""
     if isinstance(layer, BaseLinearLayerWithLoRA):
         on_gpu = layer.lora_a_stacked[0].is_cuda
+        dropped = DROPPED_ON_CUDA.get(name.rpartition(".")[2]) if on_gpu else None
+        if dropped:
+            return {name: DroppedSlots(layer, dropped)}
         return {name: StackedSlots(layer) if on_gpu else SlotBuffers(layer)}
     # On a CPU the layer has slots of ours already.
     if "gate_up" in vars(layer):
