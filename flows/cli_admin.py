@@ -56,9 +56,9 @@ def ledger_ingest(params: ParamsFile = PARAMS) -> None:
     typer.echo(f"{count} events are in the ledger.")
 
 
-@app.command()
-def bench(name: str, params: ParamsFile = PARAMS) -> None:
-    """Run one benchmark of a source checkout: tests/bench/NAME.py."""
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def bench(context: typer.Context, name: str, params: ParamsFile = PARAMS) -> None:
+    """Run one benchmark of a source checkout, tests/bench/NAME.py; its own options follow the name."""
     settings = enter(params)
     folder = Path(__file__).parent.parent / "tests" / "bench"
     script = folder / f"{name}.py"
@@ -66,4 +66,4 @@ def bench(name: str, params: ParamsFile = PARAMS) -> None:
         known = ", ".join(sorted(path.stem for path in folder.glob("[a-z]*.py")))
         raise ConfigError(f"There is no benchmark {name!r}. Known ones: {known or 'none; use a checkout'}.")
     command = [sys.executable, str(script), "--params", str(params), "--out", str(settings.paths.bench)]
-    raise typer.Exit(subprocess.run(command, check=False).returncode)
+    raise typer.Exit(subprocess.run([*command, *context.args], check=False).returncode)
