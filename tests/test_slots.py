@@ -236,10 +236,13 @@ def open_tier(tmp_path: Path, rank: int = 64, slots: int = 2):
 
 
 @pytest.mark.parametrize("rank", [64, 128])
-def test_a_removed_file_still_serves(tmp_path, rank):
-    """At the slot's own rank the file is read, at another it is mapped."""
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_removed_file_still_serves(tmp_path, rank, mapped):
+    """A whole payload is read, at the slot's own rank and below it; a rank's slices of one are mapped."""
     manager, tier, address, tensors = open_tier(tmp_path, rank)
     adapter = tier.open("a", address)
+    assert adapter.plan.can_read
+    adapter.plan.can_read = not mapped
     tier.verify(adapter, address)
     os.unlink(address["path"])
     manager.add_adapter(loader.Registered(1, adapter))
@@ -247,14 +250,18 @@ def test_a_removed_file_still_serves(tmp_path, rank):
     layer = manager.modules["model.gate_up_proj"]
     assert torch.equal(layer.lora_b_stacked[1][0, 0, :, :64], tensors["model.up_proj.lora_B"])
     assert torch.equal(layer.lora_a_stacked[0][0, 0, :64], tensors["model.gate_proj.lora_A"])
-    assert adapter.plan.can_read == (rank == 64)
+    assert not layer.lora_b_stacked[0][0, 0, :, 64:].any()
+    assert not layer.lora_b_stacked[0][1].any()
 
 
-@pytest.mark.parametrize(("rank", "reason"), [(64, "4096 of 3145728 bytes are left"), (128, "Bad address")])
-def test_a_file_cut_short_takes_no_slot(tmp_path, rank, reason):
+@pytest.mark.parametrize(
+    ("mapped", "reason"), [(False, "4096 of 3145728 bytes are left"), (True, "Bad address")]
+)
+def test_a_file_cut_short_takes_no_slot(tmp_path, mapped, reason):
     """Touching the lost pages of a mapping would end this process."""
-    manager, tier, address, _ = open_tier(tmp_path, rank)
+    manager, tier, address, _ = open_tier(tmp_path)
     adapter = tier.open("a", address)
+    adapter.plan.can_read = not mapped
     tier.verify(adapter, address)
     os.truncate(address["path"], address["offset"] + 4096)
     manager.add_adapter(loader.Registered(1, adapter))

@@ -3,13 +3,16 @@
 Knows blocks, strided views and copies. Knows neither vLLM's layers (slots.py does) nor files.
 """
 
+import ctypes
 import errno
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.adapters.packed import Block, Layout
@@ -17,6 +20,10 @@ from engine.errors import AdapterError
 
 # What one preadv takes (Linux: UIO_MAXIOV).
 IOVECS = 1024
+# Python's own preadv wants an object for every run.
+LIBC = ctypes.CDLL(None, use_errno=True)
+LIBC.preadv.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
+LIBC.preadv.restype = ctypes.c_ssize_t
 # A place in every slot, and the part of the block that belongs there, of one shape but for the slots.
 Place = tuple[Tensor, Tensor]
 
@@ -66,8 +73,8 @@ class Plan:
         used = [modules[name].enabled for name in {block.module for block in layout.blocks}]
         self._raised = [flags for flags in used if flags is not None]
         self._targets: dict[int, list[Tensor]] = {}
-        self._memory: dict[int, list[memoryview]] = {}
         self.can_read = self._is_the_payload()
+        self._runs = _runs(self.regions) if self.can_read else None
 
     @property
     def bytes(self) -> int:
@@ -88,32 +95,27 @@ class Plan:
             target.copy_(source)
 
     def read(self, slot: int, descriptor: int, offset: int, before: "Plan | None") -> None:
-        """Fill a slot from a file by one call, when `can_read`: the kernel copies, and no page is mapped.
+        """Fill a slot from a file when `can_read`: the kernel copies, and no page is mapped.
 
         Raises `OSError` when the file ends early or its disk fails; then the slot is clear.
         """
         if before is not self:
             self._prepare_slot(slot, before)
-        if slot not in self._memory:
-            raw: list[Any] = [target.view(torch.uint8).flatten().numpy() for target in self._targets_of(slot)]
-            self._memory[slot] = [memoryview(each) for each in raw]
+        assert self._runs is not None
         try:
-            found = os.preadv(descriptor, self._memory[slot], offset)
-            if found != self.bytes:
-                raise OSError(errno.EIO, f"{found} of {self.bytes} bytes are left")
+            self._runs.read(slot, descriptor, offset)
         except OSError:
             self.clear(slot)
             raise
 
     def _is_the_payload(self) -> bool:
-        """Say whether the regions in their order are the payload, and each is one run of a slot's memory."""
+        """Say whether the regions in their order are the payload, every byte of it."""
         ends = [region.offset + region.shape.numel() for region in self.regions]
         return (
             [region.offset for region in self.regions] == [0, *ends[:-1]]
-            and len(ends) <= IOVECS
             and self.bytes == self.layout.nbytes
             and all(region.target.device.type == "cpu" for region in self.regions)
-            and all(region.target[0].is_contiguous() for region in self.regions)
+            and all(torch.empty(r.shape, device="meta").stride() == r.strides for r in self.regions)
         )
 
     def clear(self, slot: int) -> None:
@@ -143,6 +145,54 @@ class Plan:
             rank = ranks.get(region.key, 0)
             if rank < region.block.rank:
                 yield region.target[slot][..., rank:, :]
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Where a payload goes, in its order: runs of contiguous memory, by address in slot 0 and size (bytes).
+
+    `steps` are the bytes from a slot to the next. A rank below the slots' has a run for every expert and
+    row, tens of thousands, which must not become as many objects.
+    """
+
+    addresses: NDArray[np.uint64]
+    sizes: NDArray[np.uint64]
+    steps: NDArray[np.uint64]
+
+    def read(self, slot: int, descriptor: int, offset: int) -> None:
+        """Scatter a file into a slot. Raises `OSError` when the file ends early or its disk fails."""
+        vectors = np.stack([self.addresses + self.steps * np.uint64(slot), self.sizes], axis=1)
+        for first in range(0, len(vectors), IOVECS):
+            part = vectors[first : first + IOVECS]
+            wanted = int(self.sizes[first : first + IOVECS].sum())
+            found = LIBC.preadv(descriptor, part.ctypes.data, len(part), offset)
+            if found < 0:
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+            if found != wanted:
+                raise OSError(errno.EIO, f"{found} of {wanted} bytes are left")
+            offset += wanted
+
+
+def _runs(regions: Sequence[Region]) -> Runs:
+    addresses, sizes, steps = [], [], []
+    for region in regions:
+        target, item = region.target[0], region.target.element_size()
+        whole = _whole_axes(target)
+        starts = np.array([target.data_ptr()], np.uint64)
+        for size, stride in zip(target.shape[:whole], target.stride()[:whole], strict=True):
+            starts = (starts[:, None] + np.arange(size, dtype=np.uint64) * np.uint64(stride * item)).ravel()
+        addresses.append(starts)
+        sizes.append(np.full(len(starts), target.shape[whole:].numel() * item, np.uint64))
+        steps.append(np.full(len(starts), region.target.stride(0) * item, np.uint64))
+    return Runs(*(np.concatenate(each) for each in (addresses, sizes, steps)))
+
+
+def _whole_axes(target: Tensor) -> int:
+    """Return how many leading axes to walk, so that what is left is contiguous."""
+    axis = target.dim()
+    while axis and target.stride(axis - 1) == target.shape[axis:].numel():
+        axis -= 1
+    return axis
 
 
 def _regions(block: Block, layout: Layout, modules: Mapping[str, Module]) -> Iterator[Region]:
