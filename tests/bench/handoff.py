@@ -178,13 +178,19 @@ def merged_path(base: Path, tensors: dict, scratch: Path, dtype: str) -> tuple[d
     return times, ids
 
 
-def reload_path(server: StockServer, base: Path, tensors: dict, scratch: Path) -> float:
+def reload_path(server: StockServer, base: Path, tensors: dict, scratch: Path) -> tuple[float, list[int]]:
     started = time.perf_counter()
     write_merged(base, tensors, scratch)
     body = {"method": "reload_weights", "kwargs": {"weights_path": str(scratch)}}
     server.client.post("/collective_rpc", json=body).raise_for_status()
-    sample(server.client, "stock", 64)
-    return time.perf_counter() - started
+    _, ids = sample(server.client, "stock", 64)
+    return time.perf_counter() - started, ids
+
+
+def agreed_tokens(left: list[int], right: list[int]) -> int:
+    """Return after how many greedy tokens two answers part."""
+    pairs = zip(left, right, strict=True)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), len(left))
 
 
 def agreement(engine: RunningEngine, shapes, seed: int, merged_ids: list[int], dtype: torch.dtype) -> int:
@@ -192,7 +198,7 @@ def agreement(engine: RunningEngine, shapes, seed: int, merged_ids: list[int], d
     name = engine.publish("handoff", adapter(shapes, seed), RANK, dtype)
     with engine.client() as client:
         _, ids = sample(client, name, LENGTHS[-1])
-    return next((i for i, (a, b) in enumerate(zip(ids, merged_ids, strict=True)) if a != b), len(ids))
+    return agreed_tokens(ids, merged_ids)
 
 
 def run(base_name: str, repeats: int, root: Path, out: Path) -> None:
@@ -208,32 +214,38 @@ def run(base_name: str, repeats: int, root: Path, out: Path) -> None:
         adapters = [
             adapter_path(engine, shapes, [10 * i + k for k in range(4)], dtype) for i in range(1, repeats + 1)
         ]
-        merged, agreed = [], []
+        merged, agreed, wanted = [], [], []
         for i in range(repeats):
             times, ids = merged_path(base, adapter(shapes, 1000 + i), root / "merged", dtype_name)
             merged.append(times)
+            wanted.append(ids[:64])
             agreed.append(agreement(engine, shapes, 1000 + i, ids, dtype))
     finally:
         stop_engine(engine)
     with StockServer(base, dtype_name) as server:
         sample(server.client, "stock", 64)
         reloads = [
-            reload_path(server, base, adapter(shapes, 2000 + i), root / "merged") for i in range(repeats)
+            reload_path(server, base, adapter(shapes, 1000 + i), root / "merged") for i in range(repeats)
         ]
     pairs = {"ratio_load": 0, "ratio_first_token": 1, "ratio_64": 64, "ratio_305": 305}
     ratios = {
         figure: [m[f"total_{n}"] / a[f"total_{n}"] for m, a in zip(merged, adapters, strict=True)]
         for figure, n in pairs.items()
     }
-    ratios["ratio_reload_64"] = [r / a["total_64"] for r, a in zip(reloads, adapters, strict=True)]
+    ratios["ratio_reload_64"] = [r / a["total_64"] for (r, _), a in zip(reloads, adapters, strict=True)]
     figures = {key: record.median(values) for key, values in ratios.items()}
     figures |= {f"adapter_s_{n}": record.median([a[f"total_{n}"] for a in adapters]) for n in (0, *LENGTHS)}
     figures |= {f"merged_s_{n}": record.median([m[f"total_{n}"] for m in merged]) for n in (0, *LENGTHS)}
-    figures["reload_s_64"] = record.median(reloads)
+    figures["reload_s_64"] = record.median([seconds for seconds, _ in reloads])
     figures["tokens_agreed"] = min(agreed)
+    # A reload that did not take would be fast.
+    figures["reload_tokens_agreed"] = min(
+        agreed_tokens(ids, want) for (_, ids), want in zip(reloads, wanted, strict=True)
+    )
     figures |= adapter_shares()
     # In float32 the two paths differ by rounding only; bfloat16 rounds the merged weights themselves.
     correct = min(agreed) >= (64 if dtype == torch.float32 else 1)
+    correct &= figures["reload_tokens_agreed"] == 64
     spreads = {key: record.spread(values) for key, values in ratios.items()}
     targets = {**TARGETS[base_name], "adapter_share_of_base": "<= 0.01"}
     record.report(f"handoff-{base_name}", figures, targets, spreads, correct, out)
