@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 
 import pytest
 import torch
@@ -215,3 +216,15 @@ def test_peft_opens_the_directory_and_computes_base_plus_ba(tmp_path):
         weight.data -= tensors[f"{module}.lora_B"] @ tensors[f"{module}.lora_A"]
     adapted = PeftModel.from_pretrained(model, str(tmp_path / "x"))
     torch.testing.assert_close(adapted(tokens).logits.detach(), merged, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_value_that_is_no_number_is_seen_wherever_it_is(dtype, value):
+    generator = torch.Generator().manual_seed(0)
+    for place in (0, 7, 64, 4094, 4095):
+        tensor = torch.randn(4096, generator=generator).to(dtype).view(64, 64)
+        assert revision.is_finite(tensor)
+        tensor.view(-1)[place] = value
+        assert not revision.is_finite(tensor)
+        assert not revision.is_finite(tensor.T)

@@ -29,6 +29,7 @@ from engine.adapters.revision import (
     Manifest,
     Tensors,
     digest,
+    is_finite,
     make_manifest,
     read_manifest,
     split_key,
@@ -172,7 +173,7 @@ def _load(
 
         def load(name: str) -> torch.Tensor:
             tensor: torch.Tensor = file.get_tensor(name)
-            if not bool(torch.isfinite(tensor).all()):
+            if not is_finite(tensor):
                 raise AdapterError(f"The tensor {name} holds NaN or Inf; this adapter cannot be served.")
             return tensor
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from engine.adapters.packed import Layout
 from engine.adapters.packed_check import check_layout
+from engine.adapters.revision import is_finite
 from engine.adapters.store import ALIGNMENT, PAGE_ALIGNED_FROM
 from engine.errors import AdapterError
 from engine.serving.fill import Module, Plan
@@ -166,7 +167,7 @@ class HostTier:
                 raise AdapterError(f"its bytes in {address['path']} are damaged; export the revision again.")
             self.verified_bytes += adapter.bytes.payload.numel()
         for region, values in zip(adapter.plan.regions, adapter.sources, strict=True):
-            if not torch.isfinite(values).all():
+            if not is_finite(values):
                 raise AdapterError(f"{region.block.module}.lora_{region.block.side} holds NaN or Inf.")
         self.validated_bytes += adapter.plan.bytes
 
