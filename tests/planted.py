@@ -345,7 +345,7 @@ def not_a_number(made: Plant) -> None:
 PLANTED_EXPERTS: dict[str, tuple[Callable[[Plant], None], str]] = {
     "experts: one beyond the last": (later, "expected 8 experts"),
     "experts: as one linear module": (flat, "with experts"),
-    "experts: slices for experts": (axes_swapped, "expected 8 experts of 2 slices"),
+    "experts: slices for experts": (axes_swapped, "expected outputs (96, 96), found"),
     "experts: NaN": (not_a_number, f"{GATE_UP}.lora_B holds NaN"),
     "experts: a first one that is negative": (of_experts("A", 6, -1), NO_NUMBERS),
     "experts: a first one that is giant": (of_experts("A", 6, 1 << 40), "has no other half"),

@@ -53,7 +53,7 @@ def test_an_adapter_from_elsewhere_becomes_a_revision_by_the_command(tiny_base, 
     tensors = canonical(base, ranks={module: 1 + i % 4 for i, module in enumerate(base.linear)})
     source = write(tmp_path / "source", tensors, "plain", base, 2.0)
     (tmp_path / "params.yaml").write_text(
-        f"state_dir: state\nbase: {{name: {tiny_base}}}\ntrainer: {{port: 1}}"
+        f"state_dir: state\nbase: {{name: {tiny_base}}}\ntrainer: {{port: {free_port()}}}"
     )
     runs = [
         command(tmp_path, "adapters", "import", str(source), *more) for more in ([], ["--policy", "afar"])
