@@ -1,0 +1,80 @@
+"""Dense adapters on a live engine: each target alone and all together, in batches of every size."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from live import RunningEngine, start_engine, stop_engine
+from test_engine import ask, random_adapter
+from test_moe_engine import Reference, differences, mixed, shapes_of
+
+RANK = 8
+# Log-probabilities in float32 by two implementations: measured 1e-5 at most over these batches.
+TOLERANCE = 1e-4
+BATCHES = ((1, 7), (2, 7), (8, 1), (64, 0))
+
+
+def kinds_of(base: Path) -> list[dict]:
+    shapes = shapes_of(base)
+    leaves = [(name,) for name in shapes.targets] + [None]
+    return [random_adapter(shapes.modules(), 100 + i, leaf) for i, leaf in enumerate(leaves)]
+
+
+def references_of(
+    base: Path, names: list[str], kinds: list[dict], dtype: torch.dtype = torch.float32
+) -> dict[str, Reference]:
+    return {name: Reference(base, kind, dtype) for name, kind in zip(names, [*kinds, None], strict=True)}
+
+
+def test_every_target_alone_and_all_together_equals_the_reference(engine: RunningEngine):
+    kinds = kinds_of(engine.base_path)
+    names = [engine.publish("kinds", kind, RANK) for kind in kinds] + [engine.base_name]
+    references = references_of(engine.base_path, names, kinds)
+    for count, shift in BATCHES:
+        requests = mixed(names, count, shift)
+        answers = asyncio.run(ask(engine, requests))
+        assert differences(requests, answers, references).max() < TOLERANCE
+    # Each kind must matter, or this test proves nothing.
+    plain = references[engine.base_name]
+    for name, (_, prompt), answer in zip(names[:-1], requests, answers, strict=False):
+        change = references[name].logprobs(prompt, answer["ids"]) - plain.logprobs(prompt, answer["ids"])
+        assert change.abs().max() > 0.05
+
+
+def test_a_row_does_not_depend_on_the_rest_of_its_batch(engine: RunningEngine):
+    """To the bit."""
+    names = [engine.publish("kinds", kind, RANK) for kind in kinds_of(engine.base_path)[-3:]]
+    requests = mixed([*names, engine.base_name], 64)
+    together = asyncio.run(ask(engine, requests))
+    for request, answer in list(zip(requests, together, strict=True))[:8]:
+        alone = asyncio.run(ask(engine, [request]))[0]
+        assert (alone["ids"], alone["logprobs"]) == (answer["ids"], answer["logprobs"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_bfloat16_is_as_near_as_the_reference_in_bfloat16(
+    tiny_base: Path, tmp_path_factory: pytest.TempPathFactory
+):
+    """Every activation has 8 bits: transformers in bfloat16 is as far from itself in float32 as we are."""
+    kinds = [{key: value.bfloat16().float() for key, value in kind.items()} for kind in kinds_of(tiny_base)]
+    state = tmp_path_factory.mktemp("engine-bfloat16")
+    running = start_engine(tiny_base, state, slots=len(kinds), max_num_seqs=64, dtype="bfloat16")
+    try:
+        names = [running.publish("kinds", kind, RANK, torch.bfloat16) for kind in kinds]
+        names.append(running.base_name)
+        requests = mixed(names, 64)
+        answers = asyncio.run(ask(running, requests))
+    finally:
+        stop_engine(running)
+    exact = references_of(tiny_base, names, kinds)
+    half = references_of(tiny_base, names, kinds, torch.bfloat16)
+    ours = differences(requests, answers, exact)
+    theirs = [
+        (exact[name].logprobs(prompt, answer["ids"]) - half[name].logprobs(prompt, answer["ids"])).abs().max()
+        for (name, prompt), answer in zip(requests, answers, strict=True)
+    ]
+    print(f"ours: mean {ours.mean():.4f}, max {ours.max():.4f}", torch.stack(theirs).mean(), max(theirs))
+    assert ours.mean() < 1.5 * torch.stack(theirs).mean()
+    assert ours.max() < 2 * max(theirs)
