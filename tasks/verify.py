@@ -38,7 +38,7 @@ def verify(params: Params, policy: str, digest: str, key: str) -> dict[str, Any]
         result = check(params.url("engine"), key, served, _base_name(params), probe)
         # A refused load has named its module, and another base is no module's fault.
         if not (result.accepted or result.is_base or result.module or result.base_error > result.tolerance):
-            result = _blamed(result, _search(params, catalog, revision, probe, key))
+            result = _blamed(result, _search(params, catalog, revision, probe, key, result.tolerance))
         catalog.set_probe(policy, revision.digest, result.to_json())
         _act(params, catalog, revision, result)
         return result.to_json()
@@ -66,7 +66,9 @@ def _base_name(params: Params) -> str:
     return Path(params.base.name).name
 
 
-def _search(params: Params, catalog: "Catalog", revision: "Revision", probe: "Probe", key: str) -> "Blame":
+def _search(
+    params: Params, catalog: "Catalog", revision: "Revision", probe: "Probe", key: str, tolerance: float
+) -> "Blame":
     """Find the module at fault; when that cannot be done, the blame says why."""
     import tempfile
     from contextlib import closing
@@ -78,7 +80,7 @@ def _search(params: Params, catalog: "Catalog", revision: "Revision", probe: "Pr
     from engine.adapters.store import Store
     from engine.quality.blame import Blame, find_module
     from engine.quality.parts import Parts, trainer_reference
-    from engine.quality.probe import TOLERANCE, UNKNOWN, asking
+    from engine.quality.probe import UNKNOWN, asking
     from engine.training.client import TrainerClient
 
     try:
@@ -93,7 +95,7 @@ def _search(params: Params, catalog: "Catalog", revision: "Revision", probe: "Pr
             served = stored_tensors(catalog, store, revision)
             reference = trainer_reference(trainer, revision, probe, Path(scratch))
             parts = Parts(catalog, store, revision, base, probe, engine, _base_name(params), reference)
-            return find_module(served, shipped, parts.compare, TOLERANCE[probe.dtype])
+            return find_module(served, shipped, parts.compare, tolerance)
     except GraftworkError as fault:
         return Blame(UNKNOWN, f"The module at fault was not found: {fault}", {})
 

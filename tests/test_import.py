@@ -17,7 +17,7 @@ from engine.adapters.foreign import inspect, publish
 from engine.adapters.importing import directory_from_store, shapes_of
 from engine.config import Params, load_params
 from engine.errors import AdapterError, ConfigError, NotFound
-from engine.quality.probe import Probe, ProbeRow, distance, from_json
+from engine.quality.probe import Probe, ProbeRow, from_json, gaps
 from engine.training.probing import probe_by_base
 
 FAMILIES = {"tiny-moe": "Qwen3-MoE", "tiny-mla": "DeepSeek-V3"}
@@ -78,8 +78,8 @@ def test_an_adapter_from_elsewhere_becomes_a_revision_by_the_command(tiny_base, 
     probe = from_json(json.loads((made / "probe.json").read_text()))
     assert (probe.digest, len(probe.rows)) == (digest, 8)
     # The second route: transformers with B @ A written into the weights.
-    assert distance(merged(tiny_base, tensors, probe), [row.adapter for row in probe.rows]) < 1e-4
-    assert distance(merged(tiny_base, {}, probe), [row.base for row in probe.rows]) < 1e-4
+    assert max(gaps(merged(tiny_base, tensors, probe), [row.adapter for row in probe.rows])) < 1e-4
+    assert max(gaps(merged(tiny_base, {}, probe), [row.base for row in probe.rows])) < 1e-4
 
 
 def command(folder, *arguments):
@@ -131,8 +131,8 @@ def test_adapters_of_experts_and_latent_attention_are_imported_with_a_probe(expe
     file = params.paths.revision("afar", made.digest) / "probe.json"
     probe = from_json(json.loads(file.read_text()))
     assert (probe.digest, probe.base_digest, probe.dtype) == (made.digest, info.digest, "float32")
-    assert distance([row.adapter for row in probe.rows], [row.base for row in probe.rows]) > 0.05
-    assert distance(merged(path, tensors, probe), [row.adapter for row in probe.rows]) < 1e-4
+    assert max(gaps([row.adapter for row in probe.rows], [row.base for row in probe.rows])) > 0.05
+    assert max(gaps(merged(path, tensors, probe), [row.adapter for row in probe.rows])) < 1e-4
     stored, _ = revision.read_revision(directory_from_store(params, "afar", made.digest, tmp_path / "again"))
     assert all(torch.equal(stored[key], tensors[key]) for key in tensors)
     # Again, it is there already, and nobody computes.

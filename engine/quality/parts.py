@@ -17,7 +17,7 @@ from engine.adapters.publishing import append
 from engine.adapters.revision import Manifest, Tensors, make_manifest, split_key, write_revision
 from engine.adapters.store import Store
 from engine.config import served_name
-from engine.quality.probe import Probe, ask, distance
+from engine.quality.probe import MEASURES, Probe, ask, gaps
 from engine.training.client import TrainerClient
 
 KEPT_S = 600.0
@@ -45,7 +45,8 @@ class Parts:
         rows = self.reference(shipped).rows if shipped else self.probe.rows
         wanted = [row.adapter if shipped else row.base for row in rows]
         name = self._publish(served) if served else self.base_name
-        return distance([ask(self.engine, name, row.tokens) for row in rows], wanted)
+        found = gaps([ask(self.engine, name, row.tokens) for row in rows], wanted)
+        return MEASURES[self.probe.dtype](found, gaps([r.adapter for r in rows], [r.base for r in rows]))
 
     def _publish(self, tensors: Tensors) -> str:
         manifest, now = describe(self.row, tensors), time.time()

@@ -1,16 +1,19 @@
 """What the effect probe's tolerance lets through: errors of a right adapter, and of faults made smaller.
 
-    graftwork bench probe [--base tiny-dense] [--dtype float32|bfloat16] [--seeds 3]
+    graftwork bench probe [--base tiny-dense] [--dtype float32|bfloat16] [--seeds 3] [--first-seed 0]
 
-A live engine serves adapters whose B of one projection is scaled by 1 - fault, in all layers or in one; the
-probe is our trainer's, of the right adapter. An effect of about a nat is that of a trained revision.
+A live engine serves right adapters of three sizes, and the same with a fault: missing, doubled, of another
+revision, parts exchanged, or B scaled by 1 - fault: all, one projection's, or that in one layer. The probe is
+our trainer's, of the right adapter and in the engine's dtype. Each figure says which share was refused.
 """
 
 import argparse
+import re
 import shutil
 import sys
 import tempfile
 import uuid
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import _record as record
@@ -29,9 +32,13 @@ from engine.quality.probe import TOLERANCE, Probe, ProbeResult, check
 from engine.training.export import Exporter
 from engine.training.lora import ResidentBase
 from engine.training.protocol import ProbeRevision
+from tasks.train import PROBE_PROMPTS
 
-FAULTS = (1.0, 0.3, 0.1, 0.03, 0.01)
-SIZE = 0.05
+FAULTS = (1.0, 0.5, 0.3, 0.1, 0.03, 0.01)
+SIZES = (0.02, 0.05, 0.15)
+PAIRS = (("gate_proj", "up_proj"), ("k_proj", "v_proj"), ("layers.0", "layers.1"), ("experts.0", "experts.1"))
+# Noise on every weight, in standard deviations of its matrix.
+OTHER_BASE = 0.1
 
 
 def probe_of(engine: RunningEngine, base: ResidentBase, tensors: dict, folder: Path) -> Probe:
@@ -42,7 +49,7 @@ def probe_of(engine: RunningEngine, base: ResidentBase, tensors: dict, folder: P
     directory = write_revision(folder / manifest.digest, tensors, manifest, {})
     request = ProbeRevision(
         request_id=uuid.uuid4().hex, policy="bench", digest=manifest.digest, directory=str(directory),
-        prompts=prompts(8), tokens=24,
+        prompts=prompts(PROBE_PROMPTS), tokens=24,
     )  # fmt: skip
     dtype = next(iter(tensors.values())).dtype
     exporter = Exporter(Paths(engine.state), engine.catalog, dtype, ())
@@ -54,40 +61,81 @@ def served(engine: RunningEngine, tensors: dict, probe: Probe) -> ProbeResult:
     return check(engine.url, engine.key, name, engine.base_name, probe)
 
 
-def weakened(tensors: dict, projection: str, layers: range, fault: float) -> dict:
-    def is_in(key: str) -> bool:
-        found, layer = place(key)
-        return found == projection and layer in layers and key.endswith("B")
+def scaled(tensors: dict, factor: float, is_in: Callable[[str, int], bool]) -> dict:
+    """Scale the B of the places (projection, layer) that `is_in` says."""
+    return {
+        key: tensor * factor if key.endswith("B") and is_in(*place(key)) else tensor
+        for key, tensor in tensors.items()
+    }
 
-    return {key: tensor * (1 - fault) if is_in(key) else tensor for key, tensor in tensors.items()}
+
+def swapped(tensors: dict, left: str, right: str) -> dict | None:
+    """Exchange two parts of the names; None where shapes do not allow it or nothing changes."""
+    pair, other = re.compile(rf"\b({re.escape(left)}|{re.escape(right)})\b"), {left: right, right: left}
+    names = {key: pair.sub(lambda found: other[found[0]], key) for key in tensors}
+    fits = all(name in tensors and tensors[name].shape == tensors[key].shape for key, name in names.items())
+    changed = any(name != key for key, name in names.items())
+    return {names[key]: tensor for key, tensor in tensors.items()} if fits and changed else None
 
 
-def measure(engine: RunningEngine, base: ResidentBase, dtype: torch.dtype, seeds: int, folder: Path) -> dict:
-    shapes = shapes_of(engine.base_path)
-    right, errors = [], {}
-    for seed in range(seeds):
-        made = random_adapter(shapes.modules(), seed, size=SIZE)
-        tensors = {key: tensor.to(dtype) for key, tensor in made.items()}
-        probe = probe_of(engine, base, tensors, folder)
-        right.append(served(engine, tensors, probe))
-        places = {place(key) for key in tensors}
-        for projection in sorted({name for name, _ in places}):
-            layers = sorted(layer for name, layer in places if name == projection)
-            for where in (range(layers[-1] + 1), range(layers[0], layers[0] + 1)):
-                for fault in FAULTS:
-                    result = served(engine, weakened(tensors, projection, where, fault), probe)
-                    errors.setdefault((fault, len(where) > 1), []).append(result.error)
-    figures = {
-        "claimed_nats": min(result.claimed for result in right),
+def faults(tensors: dict, other: dict) -> Iterator[tuple[str, dict]]:
+    """Yield every fault's name and the adapter with it."""
+    places = sorted({place(key) for key in tensors})
+    yield "doubled", scaled(tensors, 2.0, lambda *_: True)
+    yield "another revision", other
+    for left, right in PAIRS:
+        if wrong := swapped(tensors, left, right):
+            yield f"{left} and {right} exchanged", wrong
+    for fault in FAULTS:
+        yield f"every B less {fault:.0%}", scaled(tensors, 1 - fault, lambda *_: True)
+        for projection, first in dict(reversed(places)).items():
+            in_all = scaled(tensors, 1 - fault, lambda name, _, it=projection: name == it)
+            yield f"one projection's B less {fault:.0%}", in_all
+            one = scaled(tensors, 1 - fault, lambda *at, it=(projection, first): at == it)
+            yield f"one projection's B less {fault:.0%} in one layer", one
+
+
+def another(path: Path, dtype: torch.dtype) -> ResidentBase:
+    """Return the base with noise on every weight."""
+    base, generator = ResidentBase(path, 1, 2048, dtype=dtype), torch.Generator().manual_seed(3)
+    for weight in base.model.parameters():
+        noise = torch.randn(weight.shape, generator=generator) * weight.float().std() * OTHER_BASE
+        weight.data += noise.to(weight.dtype)
+    return base
+
+
+def measure(engine: RunningEngine, dtype: torch.dtype, seeds: range, folder: Path) -> dict:
+    modules = shapes_of(engine.base_path).modules()
+    base, other_base = ResidentBase(engine.base_path, 1, 2048, dtype=dtype), another(engine.base_path, dtype)
+    right: list[ProbeResult] = []
+    caught: dict[str, list[ProbeResult]] = {}
+
+    def made(seed: int, size: float) -> dict:
+        drawn = random_adapter(modules, seed, size=size)
+        return {key: tensor.to(dtype) for key, tensor in drawn.items()}
+
+    for seed in seeds:
+        for size in SIZES:
+            tensors = made(seed, size)
+            probe = probe_of(engine, base, tensors, folder)
+            right.append(served(engine, tensors, probe))
+            missing = check(engine.url, engine.key, engine.base_name, engine.base_name, probe)
+            caught.setdefault(f"size {size}: missing", []).append(missing)
+            elsewhere = served(engine, tensors, probe_of(engine, other_base, tensors, folder))
+            caught.setdefault(f"size {size}: another base", []).append(elsewhere)
+            for name, wrong in faults(tensors, made(seed + 1000, size)):
+                caught.setdefault(f"size {size}: {name}", []).append(served(engine, wrong, probe))
+    figures: dict[str, float] = {
+        "right_accepted": sum(result.accepted for result in right) / len(right),
+        "claimed_least_nats": min(result.claimed for result in right),
         "base_error_nats": max(result.base_error for result in right),
         "right_error_nats": max(result.error for result in right),
-        "tolerance_nats": right[0].tolerance,
+        "right_error_of_one_token_nats": max(result.max_error for result in right),
+        "right_error_over_tolerance": max(result.error / result.tolerance for result in right),
+        "tolerance_least_nats": min(result.tolerance for result in right),
     }
-    for (fault, whole), values in sorted(errors.items(), reverse=True):
-        figures[f"{'all layers' if whole else 'one layer'}, B less {fault:.0%}: least"] = min(values)
-    for whole in (True, False):
-        caught = [fault for fault in FAULTS if min(errors[fault, whole]) > right[0].tolerance]
-        figures[f"smallest_always_caught_{'all_layers' if whole else 'one_layer'}"] = min(caught, default=2.0)
+    for name, results in caught.items():
+        figures[f"caught, {name}"] = sum(not result.accepted for result in results) / len(results)
     return figures
 
 
@@ -96,17 +144,18 @@ def main() -> None:
     parser.add_argument("--base", default="tiny-dense")
     parser.add_argument("--dtype", default="float32", choices=sorted(TOLERANCE))
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=0)
     given = parser.parse_args()
     found = ensure_base(BaseConfig(name=given.base), Paths(Path(".graftwork")))
     folder = Path(tempfile.mkdtemp())
     engine = start_engine(found.path, folder / "engine", slots=4, dtype=given.dtype)
+    seeds = range(given.first_seed, given.first_seed + given.seeds)
     try:
-        base = ResidentBase(found.path, 1, 2048)
-        figures = measure(engine, base, getattr(torch, given.dtype), given.seeds, folder / "revisions")
+        figures = measure(engine, getattr(torch, given.dtype), seeds, folder / "revisions")
     finally:
         stop_engine(engine)
         shutil.rmtree(folder, ignore_errors=True)
-    right = figures["right_error_nats"] < figures["tolerance_nats"]
+    right = figures["right_accepted"] == 1.0
     record.report(f"probe-{given.base}-{given.dtype}", figures, {}, {}, correct=right)
 
 
