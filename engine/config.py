@@ -52,7 +52,7 @@ class EngineConfig(Settings):
     max_num_seqs: int = Field(128, ge=1)
     threads: int = Field(0, ge=0, description="0: every core but one, which is left to the others")
     tensor_parallel: int = Field(
-        1, ge=1, le=64, description="over how many devices a layer is cut; on a CPU each rank takes a core"
+        1, ge=1, le=64, description="over how many devices a layer is cut; on a CPU ranks share out the cores"
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="of base and served adapters; auto: bfloat16 on CUDA, float32 on a CPU"

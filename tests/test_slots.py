@@ -1,8 +1,12 @@
 """Slots of every kind hold what stock vLLM's own `set_lora` leaves there, on every tensor-parallel rank."""
 
+import ctypes
+import errno
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import vllm_layers as made
@@ -12,6 +16,7 @@ from engine.adapters import packed
 from engine.adapters.families import BaseShapes
 from engine.adapters.store import PAGE_ALIGNED_FROM, Store
 from engine.errors import AdapterError
+from engine.serving import fill as fill_module
 from engine.serving import loader
 from engine.serving.fill import Plan
 from engine.serving.host_tier import HostTier
@@ -271,6 +276,43 @@ def test_a_file_cut_short_takes_no_slot(tmp_path, mapped, reason):
     assert not manager.modules["model.gate_up_proj"].lora_b_stacked[0].any()
     with pytest.raises(AdapterError, match="are not in"):
         tier.open("again", address)
+
+
+@pytest.mark.parametrize("rank", [64, 128])
+def test_a_read_that_stops_short_goes_on(tmp_path, monkeypatch, rank):
+    """The kernel takes 2 GiB at most, and a signal may end a read after any byte or before the first."""
+    preadv, counts = fill_module.LIBC.preadv, []
+
+    def stops_short(descriptor, vectors, count, offset):
+        if len(counts) % 3 == 2:
+            counts.append(0)
+            ctypes.set_errno(errno.EINTR)
+            return -1
+        given = (ctypes.c_uint64 * (2 * count)).from_address(vectors)
+        asked = np.array(given).reshape(count, 2)
+        counts.append(int(asked[:, 1].sum()))
+        # All but one of the vectors, or all but one of the bytes.
+        if count > 1 and len(counts) % 2:
+            asked = asked[:-1]
+        elif asked[-1, 1] > 1:
+            asked[-1, 1] -= 1
+        return preadv(descriptor, asked.ctypes.data, len(asked), offset)
+
+    monkeypatch.setattr(fill_module, "IOVECS", 7)
+    monkeypatch.setattr(fill_module, "READ_BYTES", 100_001)
+    monkeypatch.setattr(fill_module, "LIBC", SimpleNamespace(preadv=stops_short))
+    manager, tier, address, tensors = open_tier(tmp_path, rank)
+    adapter = tier.open("a", address)
+    manager.add_adapter(loader.Registered(1, adapter))
+    manager.activate_adapter(1)
+    assert max(counts) <= 100_001 < address["length"]
+    for name, part in (("gate_proj", 0), ("up_proj", 1)):
+        layer = manager.modules["model.gate_up_proj"]
+        a, b = layer.lora_a_stacked[part][0, 0], layer.lora_b_stacked[part][0, 0]
+        assert torch.equal(a[:64], tensors[f"model.{name}.lora_A"])
+        assert torch.equal(b[:, :64], tensors[f"model.{name}.lora_B"])
+        assert not a[64:].any()
+        assert not b[:, 64:].any()
 
 
 def test_only_the_first_rank_of_a_machine_reads_the_whole(tmp_path):

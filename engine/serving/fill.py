@@ -8,6 +8,7 @@ import errno
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -18,8 +19,9 @@ from torch import Tensor
 from engine.adapters.packed import Block, Layout
 from engine.errors import AdapterError
 
-# What one preadv takes (Linux: UIO_MAXIOV).
+# What one preadv takes (Linux: UIO_MAXIOV), and bytes below its 0x7ffff000, past which it stops short.
 IOVECS = 1024
+READ_BYTES = 1 << 30
 # Python's own preadv wants an object for every run.
 LIBC = ctypes.CDLL(None, use_errno=True)
 LIBC.preadv.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
@@ -152,25 +154,48 @@ class Runs:
     """Where a payload goes, in its order: runs of contiguous memory, by address in slot 0 and size (bytes).
 
     `steps` are the bytes from a slot to the next. A rank below the slots' has a run for every expert and
-    row, tens of thousands, which must not become as many objects.
+    row, tens of thousands, which must not become as many objects. `cuts` part them as preadv takes them.
     """
 
     addresses: NDArray[np.uint64]
     sizes: NDArray[np.uint64]
     steps: NDArray[np.uint64]
+    cuts: tuple[int, ...]
 
     def read(self, slot: int, descriptor: int, offset: int) -> None:
         """Scatter a file into a slot. Raises `OSError` when the file ends early or its disk fails."""
         vectors = np.stack([self.addresses + self.steps * np.uint64(slot), self.sizes], axis=1)
-        for first in range(0, len(vectors), IOVECS):
-            part = vectors[first : first + IOVECS]
-            wanted = int(self.sizes[first : first + IOVECS].sum())
-            found = LIBC.preadv(descriptor, part.ctypes.data, len(part), offset)
-            if found < 0:
-                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-            if found != wanted:
-                raise OSError(errno.EIO, f"{found} of {wanted} bytes are left")
-            offset += wanted
+        done, wanted = 0, int(self.sizes.sum())
+        for first, last in pairwise(self.cuts):
+            left = vectors[first:last]
+            while len(left):
+                found = _preadv(descriptor, left, offset + done)
+                if not found:
+                    raise OSError(errno.EIO, f"{done} of {wanted} bytes are left")
+                done += found
+                left = _after(left, found)
+
+
+def _preadv(descriptor: int, vectors: NDArray[np.uint64], offset: int) -> int:
+    """Read into `vectors` (N, 2: address, bytes); return how many bytes came, 0 at the file's end."""
+    while True:
+        found: int = LIBC.preadv(descriptor, vectors.ctypes.data, len(vectors), offset)
+        if found >= 0:
+            return found
+        if ctypes.get_errno() != errno.EINTR:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def _after(vectors: NDArray[np.uint64], found: int) -> NDArray[np.uint64]:
+    """Return what is left of `vectors` after `found` bytes; the one they end in is changed in place."""
+    ends = np.cumsum(vectors[:, 1])
+    full = int(np.searchsorted(ends, np.uint64(found), side="right"))
+    left = vectors[full:]
+    if len(left):
+        begun = np.uint64(found) - (ends[full - 1] if full else np.uint64(0))
+        left[0, 0] += begun
+        left[0, 1] -= begun
+    return left
 
 
 def _runs(regions: Sequence[Region]) -> Runs:
@@ -184,7 +209,23 @@ def _runs(regions: Sequence[Region]) -> Runs:
         addresses.append(starts)
         sizes.append(np.full(len(starts), target.shape[whole:].numel() * item, np.uint64))
         steps.append(np.full(len(starts), region.target.stride(0) * item, np.uint64))
-    return Runs(*(np.concatenate(each) for each in (addresses, sizes, steps)))
+    return _cut(*(np.concatenate(each) for each in (addresses, sizes, steps)))
+
+
+def _cut(addresses: NDArray[np.uint64], sizes: NDArray[np.uint64], steps: NDArray[np.uint64]) -> Runs:
+    """Split runs over `READ_BYTES`, and cut them all into what one preadv takes."""
+    limit = np.uint64(READ_BYTES)
+    parts = -(-sizes.astype(np.int64) // READ_BYTES)
+    # Each part's place in its run.
+    nth = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
+    before = nth.astype(np.uint64) * limit
+    sizes = np.minimum(np.repeat(sizes, parts) - before, limit)
+    ends = np.cumsum(sizes)
+    cuts = [0]
+    while cuts[-1] < len(sizes):
+        start = ends[cuts[-1] - 1] if cuts[-1] else np.uint64(0)
+        cuts.append(min(cuts[-1] + IOVECS, int(np.searchsorted(ends, start + limit, side="right"))))
+    return Runs(np.repeat(addresses, parts) + before, sizes, np.repeat(steps, parts), tuple(cuts))
 
 
 def _whole_axes(target: Tensor) -> int:

@@ -120,6 +120,8 @@ class HostTier:
         self._verifies = verifies
         self._plan = lru_cache(LAYOUTS)(lambda layout: Plan(read_layout(layout), modules))
         self._states: dict[str, str] = {}
+        # Never emptied: blocks of the prefix cache may carry the name until the engine ends. It holds a
+        # sentence for each adapter whose disk failed, no bytes.
         self._lost: dict[str, str] = {}
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(PREPARE_THREADS, thread_name_prefix="graftwork-prepare")

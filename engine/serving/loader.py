@@ -20,6 +20,7 @@ from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from engine.errors import AdapterError
 from engine.serving.fill import Plan
 from engine.serving.host_tier import HostTier, PackedAdapter
+from engine.serving.lost import is_lost_on_any_rank
 from engine.serving.slots import ModuleSlots, slots_of
 
 
@@ -68,10 +69,11 @@ class SlotManager(LRUCacheLoRAModelManager):
             return False
         started = time.perf_counter()
         registered: Any = self._registered_adapters[lora_id]
-        if registered.adapter is not None:
-            registered.adapter.bring_in()
+        # First, so that every rank evicts the same adapter, also one whose bytes are lost.
         if len(self._active_adapters) >= self.lora_slots:
             self._active_adapters.remove_oldest()
+        if registered.adapter is not None:
+            registered.adapter.bring_in()
         slot = self.lora_index_to_id.index(None)
         self._fill(slot, registered.adapter)
         # Last, so that no step ever sees a slot that is half filled under this id.
@@ -138,17 +140,30 @@ class PackedWorkerManager(LRUCacheWorkerLoRAManager):
         for request in lora_requests:
             if request and request.lora_int_id not in self.slots.lost:
                 self.add_adapter(request)
-        # Touch what is active first, so that no adapter of this batch is evicted for another.
-        for lora_id in sorted(names, key=lambda lora_id: lora_id not in self.slots._active_adapters):
+        # Touch what is active first, so that no adapter of this batch is evicted for another. Then by id:
+        # ranks activate in one order, and a set of requests has another in every process.
+        for lora_id in sorted(
+            names, key=lambda lora_id: (lora_id not in self.slots._active_adapters, lora_id)
+        ):
             if lora_id not in self.slots.lost:
                 self._activate(lora_id, names[lora_id])
 
     def _activate(self, lora_id: int, name: str) -> None:
+        """Activate an adapter on every rank, or lose it on every rank."""
+        fault = None
         try:
-            self.slots.activate_adapter(lora_id)
+            if not self.slots.activate_adapter(lora_id):
+                return
         except OSError as error:
+            fault = error.strerror or str(error)
+        if is_lost_on_any_rank(fault is not None):
+            self.slots.deactivate_adapter(lora_id)
             self.slots.lost[lora_id] = name
-            self.host.lose(name, f"{name} cannot be loaded: its bytes were lost ({error.strerror}).")
+            self.host.lose(
+                name,
+                f"{name} cannot be loaded: its bytes were lost ({fault or 'on another rank'}). Restart the "
+                "engine once its segment is whole; to export the revision again gives the same name.",
+            )
 
 
 class LoaderExtension:

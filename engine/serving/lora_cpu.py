@@ -80,8 +80,10 @@ class GroupedPunica(PunicaWrapperCPU):
     def only(self, first: int, end: int) -> Iterator[None]:
         """Make linear layers within see some of the step's rows as the whole step."""
         whole, self._plan = self._plan, self.plan_of(first, end)
-        yield
-        self._plan = whole
+        try:
+            yield
+        finally:
+            self._plan = whole
 
     def add_lora_linear(
         self,

@@ -1,12 +1,28 @@
-"""Requests whose adapter's bytes were lost: named by the worker, ended by the scheduler.
+"""Requests whose adapter's bytes were lost: ranks agree, the worker names them, the scheduler ends them.
 
-Knows the output of a vLLM step (0.32) and nothing of adapters.
+Knows the output of a vLLM step and its group of ranks (0.32), and nothing of adapters.
 """
 
 from typing import Any
 
+import torch
+from vllm.distributed import parallel_state
+
 # Set on the output of a step, which keeps it across processes.
 LOST = "graftwork_lost"
+
+
+def is_lost_on_any_rank(lost: bool) -> bool:
+    """Agree with the other tensor-parallel ranks, which ask at the same time.
+
+    vLLM returns one rank's output alone: a loss on another would leave an answer of adapter and base mixed.
+    """
+    group = parallel_state.get_tp_group()
+    if group.world_size == 1:
+        return lost
+    flag = torch.tensor([int(lost)])
+    torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=group.cpu_group)
+    return bool(flag)
 
 
 def name_lost(runner: Any, output: Any) -> Any:

@@ -9,11 +9,14 @@ called otherwise), so the server starts from Python.
 import argparse
 import json
 import os
+from collections.abc import Sequence
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.config import EngineConfig, Params, load_params
+from engine.errors import ConfigError
 from engine.memory import BATCHED_TOKENS
 
 if TYPE_CHECKING:
@@ -44,16 +47,31 @@ def set_environment(params: Params) -> None:
     """Set what vLLM and its children read from the environment; restart once where it must be earlier."""
     os.environ.setdefault("VLLM_PLUGINS", "graftwork")
     os.environ.setdefault("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
-    # Ranks of one machine must not share a core; one alone is left to the scheduler.
-    ranks = params.engine.tensor_parallel
-    cores = "|".join(map(str, sorted(os.sched_getaffinity(0))[:ranks])) if ranks > 1 else "nobind"
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", cores)
-    threads = params.engine.threads or max(1, len(os.sched_getaffinity(0)) - 1)
+    cores = sorted(os.sched_getaffinity(0))
+    if "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = cores_of_ranks(cores, params.engine.tensor_parallel)
+    threads = params.engine.threads or max(1, len(cores) - 1)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     # Threads that wait must sleep: the trainer shares these cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
+
+
+def cores_of_ranks(cores: Sequence[int], ranks: int) -> str:
+    """Part sorted cores among the ranks of a machine, which must not share one: `0,1,2|3,4`.
+
+    A rank alone is left to the scheduler. Raises `ConfigError` when there are more ranks than cores.
+    """
+    if ranks == 1:
+        return "nobind"
+    if ranks > len(cores):
+        raise ConfigError(
+            f"engine.tensor_parallel is {ranks}, and this machine lends {len(cores)} cores: each rank needs "
+            f"one of its own. Set it to {len(cores)} at most, or lend more cores."
+        )
+    ends = [len(cores) * i // ranks for i in range(ranks + 1)]
+    return "|".join(",".join(map(str, cores[first:end])) for first, end in pairwise(ends))
 
 
 def server_arguments(
