@@ -3,8 +3,8 @@
 Rows are sorted by slot and cut into tiles of one slot each, so that a shrink factor is read once a tile
 and not once a row. To expand, each row takes a weighted sum of its slot's lines, which copies no factor.
 Rows without an adapter are in no tile: their output is not touched, bit for bit. A row's bits do not
-depend on its batch in float32; in bfloat16 oneDNN rounds about one shrunk value of 4,000 another way in
-tiles of another size (none seen in most shapes).
+depend on its batch: over widths of 64 to 1,024, ranks of 3 to 48 and tiles of 4 to 300 rows, on AVX-512,
+products of one row came out alike in float32 and in bfloat16.
 
 Shapes: N rows, L rows with an adapter, K tiles, T rows a tile, I input features, O output features,
 R rank, S slots, M slices of a fused module, C chunks of O, each as wide as all slices' common divisor.
