@@ -34,7 +34,7 @@ def per_head(x_NHD: Tensor, weight_HDE: Tensor) -> Tensor:
 
 def add_to_queries(y_NHL: Tensor, q_NHP: Tensor, a_SRL: Tensor, b_SRO: Tensor, plan: Plan) -> None:
     """Add (q B_K) A to the absorbed queries `y` in place."""
-    q_KTHP = _tiles(q_NHP, plan)
+    q_KTHP = plan.fill(q_NHP)
     b_KRHP = _heads(b_SRO, q_NHP.shape[1], plan)[..., : q_NHP.shape[2]]
     h_KHTR = q_KTHP.transpose(1, 2) @ b_KRHP.permute(0, 2, 3, 1)
     delta = h_KHTR.transpose(1, 2).flatten(1, 2) @ a_SRL[plan.slots]
@@ -43,7 +43,7 @@ def add_to_queries(y_NHL: Tensor, q_NHP: Tensor, a_SRL: Tensor, b_SRO: Tensor, p
 
 def add_to_values(y_NHV: Tensor, x_NHL: Tensor, a_SRL: Tensor, b_SRO: Tensor, plan: Plan) -> None:
     """Add B_V (A x) of the averaged latents `x` to the heads' values `y` in place."""
-    x_KTHL = _tiles(x_NHL, plan)
+    x_KTHL = plan.fill(x_NHL)
     b_KRHV = _heads(b_SRO, x_NHL.shape[1], plan)[..., -y_NHV.shape[2] :]
     h = x_KTHL.flatten(1, 2) @ a_SRL[plan.slots].transpose(1, 2)
     h_KTHR = h.view(*x_KTHL.shape[:3], -1)
@@ -56,18 +56,6 @@ def _heads(b_SRO: Tensor, heads: int, plan: Plan) -> Tensor:
     return b_SRO[plan.slots].unflatten(2, (heads, -1))
 
 
-def _tiles(rows: Tensor, plan: Plan) -> Tensor:
-    """Return rows as (K, T, ...)."""
-    gathered = rows if plan.gather is None else rows.index_select(0, plan.gather)
-    return gathered.reshape(plan.tiles, plan.tile, *rows.shape[1:])
-
-
 def _add(y: Tensor, delta: Tensor, plan: Plan) -> None:
     """Add what tiles hold for their rows; padding is left out."""
-    rows = delta.reshape(plan.tiles * plan.tile, *y.shape[1:])
-    if plan.keep is not None:
-        rows = rows.index_select(0, plan.keep)
-    if plan.scatter is None:
-        y += rows
-    else:
-        y.index_add_(0, plan.scatter, rows)
+    plan.add(y, plan.drain(delta.reshape(plan.tiles, plan.tile, *y.shape[1:])))

@@ -13,6 +13,9 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 LEAST_ROWS = 4
+# One product of a batch costs less than one an expert while weights are small and padding is little.
+SMALL_WEIGHT = 2**16
+PADDING = 4
 
 
 @dataclass(frozen=True)
@@ -20,12 +23,13 @@ class Groups:
     """Pairs in the order of their experts.
 
     `gather` (N) is the pair of each row (of padding: any), `place` (P) each pair's row, `ends` (E) where
-    each expert's rows end, `experts` (P) each pair's expert, `each` the pairs of a token (K).
+    each expert's rows end (None: all have as many), `experts` (P) each pair's expert, `each` the pairs of
+    a token (K).
     """
 
     gather: Tensor
     place: Tensor
-    ends: Tensor
+    ends: Tensor | None
     experts: Tensor
     each: int
 
@@ -35,23 +39,32 @@ class Groups:
         The strides of rows and weights must be multiples of 16 bytes.
         """
         source = self.gather if len(rows) == len(self.place) else self.gather // self.each
-        y_NO = grouped_mm(rows.index_select(0, source), weight_EOD.transpose(1, 2), offs=self.ends)
+        x_ND, weight_EDO = rows.index_select(0, source), weight_EOD.transpose(1, 2)
+        if self.ends is None:
+            y_NO = torch.bmm(x_ND.view(len(weight_EDO), -1, x_ND.shape[1]), weight_EDO).flatten(0, 1)
+        else:
+            y_NO = grouped_mm(x_ND, weight_EDO, offs=self.ends)
         y_PO = y_NO.index_select(0, self.place)
         if bias_EO is not None:
             y_PO += bias_EO[self.experts].to(y_PO.dtype)
         return y_PO
 
 
-def group(experts_TK: Tensor, count: int) -> Groups:
-    """Sort a step's pairs by expert; `count` is E."""
+def group(experts_TK: Tensor, weight_EOD: Tensor) -> Groups:
+    """Sort a step's pairs by expert, for products with weights like these."""
+    count, elements = len(weight_EOD), weight_EOD[0].numel()
     experts = experts_TK.flatten()
     counts = torch.bincount(experts, minlength=count)
-    rows = torch.where(counts > 0, counts.clamp(min=LEAST_ROWS), 0)
+    most = max(LEAST_ROWS, int(counts.max()))
+    alike = elements <= SMALL_WEIGHT and count * most <= max(PADDING * len(experts), count * LEAST_ROWS)
+    rows = (
+        torch.full_like(counts, most) if alike else torch.where(counts > 0, counts.clamp(min=LEAST_ROWS), 0)
+    )
     ends = rows.cumsum(0)
     order = experts.argsort(stable=True)
     # A sorted pair's rank among its expert's, after the rows of the experts before it.
     shift = (ends - rows) - (counts.cumsum(0) - counts)
     position = torch.arange(len(order)) + shift[experts[order]]
     place = torch.empty_like(order).index_copy_(0, order, position)
-    gather = order.new_zeros(int(ends[-1])).index_copy_(0, position, order)
-    return Groups(gather, place, ends.int(), experts, experts_TK.shape[1])
+    gather = order.new_zeros(count * most if alike else int(ends[-1])).index_copy_(0, position, order)
+    return Groups(gather, place, None if alike else ends.int(), experts, experts_TK.shape[1])

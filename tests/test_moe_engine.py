@@ -179,9 +179,8 @@ def test_bfloat16_is_as_near_as_the_reference_in_bfloat16(
         alone = [asyncio.run(ask(running, [request]))[0] for request in requests[: len(names)]]
     finally:
         stop_engine(running)
-    # oneDNN rounds a shrunk value of thousands another way in another batch (kernels/grouped.py).
-    same = [one["logprobs"] == answer["logprobs"] for one, answer in zip(alone, together, strict=False)]
-    assert sum(same) >= len(alone) - 1
+    for one, answer in zip(alone, together, strict=False):
+        assert (one["ids"], one["logprobs"]) == (answer["ids"], answer["logprobs"])
     exact, half = (
         {name: Reference(base, kind, dtype) for name, kind in zip(names, [*rounded, None], strict=True)}
         for dtype in (torch.float32, torch.bfloat16)
