@@ -47,6 +47,7 @@ def verify(params: Params, policy: str, digest: str, key: str) -> dict[str, Any]
 
 
 def _shipped(params: Params, revision: "Revision") -> "Probe":
+    from engine.adapters.importing import serving_dtype
     from engine.quality.probe import from_json
 
     file = params.paths.revision(revision.policy, revision.digest) / "probe.json"
@@ -57,6 +58,10 @@ def _shipped(params: Params, revision: "Revision") -> "Probe":
     probe = from_json(json.loads(file.read_text()))
     if (probe.digest, probe.base_digest) != (revision.digest, revision.base):
         raise AdapterError(f"{file} is the probe of another revision or base. Export the revision again.")
+    serving = serving_dtype(params)
+    if probe.dtype != serving:
+        # A probe must not choose the tolerance that it is judged by.
+        raise AdapterError(f"{file} is of {probe.dtype}, the engine serves {serving}. Export it again.")
     return probe
 
 
@@ -122,7 +127,8 @@ def _act(params: Params, catalog: "Catalog", revision: "Revision", result: "Prob
         return
     with closing(Spool(params.paths.spool, "verify")) as spool:
         applier, route = Applier(catalog, spool), catalog.route(policy)
-        verdict = "rollback" if digest in (route.champion, route.canary) else "hold"
+        withdrawn = not result.is_base and digest in (route.champion, route.canary)
+        verdict = "rollback" if withdrawn else "hold"
         if not result.is_base:
             applier.withdraw(policy, digest, result.reason, GATE)
         found = result.to_json()

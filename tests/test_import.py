@@ -159,11 +159,12 @@ def test_a_revision_of_ours_keeps_its_probe(tiny_base, tmp_path):
     _, info = inspect(params, write(tmp_path / "a", tensors, "plain", base))
     settings = {"base_digest": info.digest, "rank": 2, "targets": targets, "step": 7}
     made = revision.make_manifest(tensors, policy="sums", **settings)
-    path = revision.write_revision(tmp_path / "sums", tensors, made, {"prompts": [1]})
+    shipped = json.loads(json.dumps(Probe(made.digest, info.digest, "float32", ROWS).to_json()))
+    path = revision.write_revision(tmp_path / "sums", tensors, made, shipped)
     foreign, _ = inspect(params, path)
     assert publish(params, path, foreign, info, "sums", "local", refuse) == made
     kept = json.loads((params.paths.revision("sums", made.digest) / "probe.json").read_text())
-    assert kept == {"prompts": [1]}
+    assert kept == shipped
     other = publish(params, path, foreign, info, "other", "local", one_row)
     assert other.digest == made.digest
     probe = json.loads((params.paths.revision("other", made.digest) / "probe.json").read_text())

@@ -121,3 +121,23 @@ def test_in_bfloat16_an_effect_within_rounding_is_the_base():
     result = narrow(rounded(faint, 0.01), rounded(PLAIN, 0.01), probe)
     assert (result.accepted, result.is_base) == (False, True)
     assert "is the base" in result.reason
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": "float16"},
+        {"rows": [{"tokens": [5], "adapter": [], "base": []}]},
+        {"rows": [{"tokens": [5, 6, 7], "adapter": [-1.0], "base": [-1.0, -2.0]}]},
+        {"rows": [{"tokens": [5, 6], "adapter": [-1.0], "base": [float("nan")]}]},
+    ],
+    ids=["unknown dtype", "no token to judge", "ragged", "not a number"],
+)
+def test_a_probe_that_could_not_be_judged_is_refused_when_it_is_read(change):
+    body = {
+        "version": 1, "digest": "d", "base_digest": "b", "dtype": "float32",
+        "rows": [{"tokens": [5, 6], "adapter": [-1.0], "base": [-2.0]}],
+    }  # fmt: skip
+    assert from_json(body).dtype == "float32"
+    with pytest.raises(AdapterError, match="rows of two tokens or more"):
+        from_json(body | change)

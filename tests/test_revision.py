@@ -228,3 +228,17 @@ def test_one_value_that_is_no_number_is_seen_wherever_it_is(dtype, value):
         tensor.view(-1)[place] = value
         assert not revision.is_finite(tensor)
         assert not revision.is_finite(tensor.T)
+
+
+def test_a_probe_that_was_missing_is_added_and_one_that_is_there_stays(tmp_path):
+    tensors = make_tensors()
+    manifest = revision.make_manifest(
+        tensors, policy="sums", base_digest=BASE, rank=2, targets=TARGETS, step=1
+    )
+    path = revision.write_revision(tmp_path / "r", tensors, manifest, {})
+    for given in ({"version": 1}, {"version": 2}):
+        revision.write_revision(path, tensors, manifest, given)
+        assert json.loads((path / "probe.json").read_text()) == {"version": 1}
+    assert {file.name for file in path.iterdir()} == {
+        "adapter_config.json", "adapter_model.safetensors", "manifest.json", "probe.json",
+    }  # fmt: skip

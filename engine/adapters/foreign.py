@@ -18,10 +18,9 @@ import torch
 from engine.adapters import foreign_files
 from engine.adapters.families import BaseShapes
 from engine.adapters.foreign_files import DTYPES, RANK_LIMIT, Entry, Scaling
-from engine.adapters.importing import check_fit, import_revision, serving_dtype
+from engine.adapters.importing import check_fit, has_probe, import_revision, serving_dtype
 from engine.adapters.layout_tensors import to_canonical
 from engine.adapters.layouts import Detected, detect
-from engine.adapters.manifests import MANIFEST
 from engine.adapters.revision import (
     CONFIG,
     PROBE,
@@ -102,7 +101,7 @@ def publish(
     """
     if not POLICY_NAME.fullmatch(policy):
         raise ConfigError(f"{policy!r} is no policy's name. Use small letters, digits and dashes.")
-    if (directory / MANIFEST).is_file() and read_manifest(directory).policy == policy:
+    if has_probe(directory) and read_manifest(directory).policy == policy:
         return import_revision(params, directory, owner)
     manifest = make_manifest(
         foreign.tensors,
@@ -115,7 +114,7 @@ def publish(
     # Before anything is written or computed: what the engine cannot serve.
     check_fit(params, base.path, foreign.tensors, manifest, directory)
     made = params.paths.revision(policy, manifest.digest)
-    if made.is_dir():
+    if has_probe(made):
         return import_revision(params, made, owner)
     params.state_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=params.state_dir) as folder:

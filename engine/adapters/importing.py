@@ -15,6 +15,7 @@ import torch
 
 from engine.adapters.catalog import Base, Catalog, Policy, Revision, migrate
 from engine.adapters.families import BaseShapes
+from engine.adapters.manifests import MANIFEST
 from engine.adapters.publishing import append, stored_tensors
 from engine.adapters.revision import (
     PROBE,
@@ -30,6 +31,7 @@ from engine.base import ensure_base
 from engine.config import POLICY_NAME, Params
 from engine.errors import AdapterError, NotFound
 from engine.gpu import cuda_bytes
+from engine.quality.probe import from_json
 
 if TYPE_CHECKING:
     from engine.base import BaseInfo
@@ -120,9 +122,18 @@ def _manifest(row: Revision, tensors: Tensors) -> Manifest:
     )
 
 
+def has_probe(directory: Path) -> bool:
+    """Say whether `directory` is one of a revision with its effect probe."""
+    return (directory / MANIFEST).is_file() and bool(_probe(directory))
+
+
 def _probe(directory: Path) -> dict[str, Any]:
+    """Read a revision's probe; nothing when it has none, `AdapterError` when it could not be judged."""
     file = directory / PROBE
-    return dict(json.loads(file.read_text())) if file.is_file() else {}
+    body = dict(json.loads(file.read_text())) if file.is_file() else {}
+    if body:
+        from_json(body)
+    return body
 
 
 def _publish(
@@ -136,11 +147,6 @@ def _publish(
 ) -> None:
     """Write bytes, then the directory with its probe, then the catalog's row, which commits both."""
     now, config = time.time(), manifest.config
-    catalog.add_base(Base(base.digest, base.name, str(base.path), now))
-    with suppress(NotFound):
-        # What a policy is set to here outlives an import of one of its revisions.
-        config = catalog.policy(manifest.policy).config
-    catalog.add_policy(Policy(manifest.policy, base.digest, config, owner, now))
     try:
         known = catalog.revision(manifest.policy, manifest.digest)
     except NotFound:
@@ -149,5 +155,10 @@ def _publish(
             known = append(catalog, store, tensors, manifest, dtype, shapes_of(base.path), owner, now)
     if probe:
         write_revision(params.paths.revision(manifest.policy, manifest.digest), tensors, manifest, probe)
+    catalog.add_base(Base(base.digest, base.name, str(base.path), now))
+    with suppress(NotFound):
+        # What a policy is set to here outlives an import of one of its revisions.
+        config = catalog.policy(manifest.policy).config
+    catalog.add_policy(Policy(manifest.policy, base.digest, config, owner, now))
     # A snapshot that is imported by name is an exported revision from now on.
     catalog.add_revision(replace(known, state="exported", expires_at=None))

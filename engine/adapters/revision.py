@@ -180,7 +180,7 @@ def make_manifest(
 def write_revision(directory: Path, tensors: Tensors, manifest: Manifest, probe: dict[str, Any]) -> Path:
     """Publish a revision at `directory`: written beside it, read back, fsynced, then renamed.
 
-    Does nothing when that revision is there already; `Conflict` when another one is.
+    A revision that is there already only gets the probe that it lacks; `Conflict` when another one is.
     """
     if directory.exists():
         found = read_manifest(directory).digest
@@ -188,6 +188,7 @@ def write_revision(directory: Path, tensors: Tensors, manifest: Manifest, probe:
             raise Conflict(
                 f"{directory} already holds the revision {found}; revisions are never overwritten."
             )
+        _add_probe(directory / PROBE, probe)
         return directory
     directory.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=directory.parent))
@@ -200,6 +201,16 @@ def write_revision(directory: Path, tensors: Tensors, manifest: Manifest, probe:
         raise
     _sync(directory.parent)
     return directory
+
+
+def _add_probe(file: Path, probe: dict[str, Any]) -> None:
+    if not probe or (file.is_file() and json.loads(file.read_text())):
+        return
+    draft = file.with_name(f".{file.name}")
+    draft.write_bytes(_json(probe))
+    _sync(draft)
+    os.replace(draft, file)
+    _sync(file.parent)
 
 
 def _write_files(draft: Path, tensors: Tensors, manifest: Manifest, probe: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ base. Equality under the adapter shows that all of it is applied; the base's own
 was silently dropped from one that is wrong, and a wrong base from both. Loads no tensors.
 """
 
+import math
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -80,7 +81,7 @@ class ProbeResult:
 
 
 def from_json(body: dict[str, Any]) -> Probe:
-    """Read a probe; `AdapterError` when it is empty or of another format."""
+    """Read a probe; `AdapterError` when it is empty, of another format, or could not be judged."""
     if body.get("version") != VERSION or not body.get("rows"):
         raise AdapterError(
             f"The probe is not of format version {VERSION} or has no rows. Export the revision again."
@@ -88,7 +89,18 @@ def from_json(body: dict[str, Any]) -> Probe:
     rows = tuple(
         ProbeRow(*(tuple(row[key]) for key in ("tokens", "adapter", "base"))) for row in body["rows"]
     )
-    return Probe(body["digest"], body["base_digest"], body["dtype"], rows)
+    probe = Probe(body["digest"], body["base_digest"], body["dtype"], rows)
+    if probe.dtype not in TOLERANCE or not all(map(_is_whole, rows)):
+        raise AdapterError(
+            f"The probe needs a dtype of {', '.join(TOLERANCE)}, rows of two tokens or more, and for each "
+            "token but the first a finite log-probability under adapter and base. Export the revision again."
+        )
+    return probe
+
+
+def _is_whole(row: ProbeRow) -> bool:
+    numbers = (*row.adapter, *row.base)
+    return 1 <= len(row.tokens) - 1 == len(row.adapter) == len(row.base) and all(map(math.isfinite, numbers))
 
 
 def check(engine_url: str, key: str, served: str, base_name: str, probe: Probe) -> ProbeResult:
