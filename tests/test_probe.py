@@ -130,8 +130,11 @@ def test_in_bfloat16_an_effect_within_rounding_is_the_base():
         {"rows": [{"tokens": [5], "adapter": [], "base": []}]},
         {"rows": [{"tokens": [5, 6, 7], "adapter": [-1.0], "base": [-1.0, -2.0]}]},
         {"rows": [{"tokens": [5, 6], "adapter": [-1.0], "base": [float("nan")]}]},
+        {"rows": [{"tokens": [5, 6], "adapter": [-1.0], "base": [None]}]},
+        {"rows": [{"tokens": [5, 6], "adapter": [-1.0]}]},
+        {"dtype": ["float32"]},
     ],
-    ids=["unknown dtype", "no token to judge", "ragged", "not a number"],
+    ids=["unknown dtype", "no token to judge", "ragged", "not a number", "null", "no base", "a list"],
 )
 def test_a_probe_that_could_not_be_judged_is_refused_when_it_is_read(change):
     body = {

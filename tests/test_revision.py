@@ -236,9 +236,15 @@ def test_a_probe_that_was_missing_is_added_and_one_that_is_there_stays(tmp_path)
         tensors, policy="sums", base_digest=BASE, rank=2, targets=TARGETS, step=1
     )
     path = revision.write_revision(tmp_path / "r", tensors, manifest, {})
-    for given in ({"version": 1}, {"version": 2}):
+    first, second = ({"dtype": "float32", "rows": [number]} for number in (1, 2))
+    for given in (first, second):
         revision.write_revision(path, tensors, manifest, given)
-        assert json.loads((path / "probe.json").read_text()) == {"version": 1}
+        assert json.loads((path / "probe.json").read_text()) == first
+    (path / "probe.json").write_text("")
+    revision.write_revision(path, tensors, manifest, second)
+    assert json.loads((path / "probe.json").read_text()) == second
+    revision.write_revision(path, tensors, manifest, second | {"dtype": "bfloat16"})
+    assert json.loads((path / "probe.json").read_text())["dtype"] == "bfloat16"
     assert {file.name for file in path.iterdir()} == {
         "adapter_config.json", "adapter_model.safetensors", "manifest.json", "probe.json",
     }  # fmt: skip

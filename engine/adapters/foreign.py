@@ -120,15 +120,18 @@ def publish(
     with tempfile.TemporaryDirectory(dir=params.state_dir) as folder:
         draft = write_revision(Path(folder) / "revision", foreign.tensors, manifest, {})
         (draft / PROBE).write_text(json.dumps(make_probe(manifest, draft).to_json()))
-        _keep_original(directory, made.with_name(f"{made.name}.original"))
         import_revision(params, draft, owner)
+    _keep_original(directory, made.with_name(f"{made.name}.original"))
     return manifest
 
 
 def _keep_original(directory: Path, kept: Path) -> None:
-    kept.mkdir(parents=True, exist_ok=True)
+    if kept.exists():
+        return
+    draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=kept.parent))
     for name in (CONFIG, TENSORS):
-        shutil.copyfile(directory / name, kept / name)
+        shutil.copyfile(directory / name, draft / name)
+    draft.rename(kept)
 
 
 def read_adapter(directory: Path, base: BaseShapes, dtype: torch.dtype | None = None) -> Foreign:

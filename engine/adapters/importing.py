@@ -123,14 +123,22 @@ def _manifest(row: Revision, tensors: Tensors) -> Manifest:
 
 
 def has_probe(directory: Path) -> bool:
-    """Say whether `directory` is one of a revision with its effect probe."""
-    return (directory / MANIFEST).is_file() and bool(_probe(directory))
+    """Say whether `directory` is one of a revision with an effect probe that can be judged."""
+    try:
+        return (directory / MANIFEST).is_file() and bool(_probe(directory))
+    except AdapterError:
+        return False
 
 
 def _probe(directory: Path) -> dict[str, Any]:
     """Read a revision's probe; nothing when it has none, `AdapterError` when it could not be judged."""
     file = directory / PROBE
-    body = dict(json.loads(file.read_text())) if file.is_file() else {}
+    if not file.is_file():
+        return {}
+    try:
+        body = dict(json.loads(file.read_text()))
+    except (ValueError, TypeError):
+        raise AdapterError(f"{file} is no JSON object. Export the revision again.") from None
     if body:
         from_json(body)
     return body

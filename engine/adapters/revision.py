@@ -204,13 +204,22 @@ def write_revision(directory: Path, tensors: Tensors, manifest: Manifest, probe:
 
 
 def _add_probe(file: Path, probe: dict[str, Any]) -> None:
-    if not probe or (file.is_file() and json.loads(file.read_text())):
+    """Write a probe where none is, or none of this dtype; one that is there is the trainer's own."""
+    if not probe or _has_rows(file, probe.get("dtype")):
         return
     draft = file.with_name(f".{file.name}")
     draft.write_bytes(_json(probe))
     _sync(draft)
     os.replace(draft, file)
     _sync(file.parent)
+
+
+def _has_rows(file: Path, dtype: str | None) -> bool:
+    try:
+        found = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and bool(found.get("rows")) and found.get("dtype") == dtype
 
 
 def _write_files(draft: Path, tensors: Tensors, manifest: Manifest, probe: dict[str, Any]) -> None:

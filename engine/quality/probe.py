@@ -86,11 +86,15 @@ def from_json(body: dict[str, Any]) -> Probe:
         raise AdapterError(
             f"The probe is not of format version {VERSION} or has no rows. Export the revision again."
         )
-    rows = tuple(
-        ProbeRow(*(tuple(row[key]) for key in ("tokens", "adapter", "base"))) for row in body["rows"]
-    )
-    probe = Probe(body["digest"], body["base_digest"], body["dtype"], rows)
-    if probe.dtype not in TOLERANCE or not all(map(_is_whole, rows)):
+    try:
+        rows = tuple(
+            ProbeRow(*(tuple(row[key]) for key in ("tokens", "adapter", "base"))) for row in body["rows"]
+        )
+        probe = Probe(body["digest"], body["base_digest"], body["dtype"], rows)
+        is_whole = probe.dtype in TOLERANCE and all(map(_is_whole, rows))
+    except (KeyError, TypeError):
+        is_whole = False
+    if not is_whole:
         raise AdapterError(
             f"The probe needs a dtype of {', '.join(TOLERANCE)}, rows of two tokens or more, and for each "
             "token but the first a finite log-probability under adapter and base. Export the revision again."
