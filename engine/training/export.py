@@ -11,11 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.adapters import packed
 from engine.adapters.catalog import Catalog, Revision
-from engine.adapters.publishing import append
+from engine.adapters.publishing import append, stored_tensors
 from engine.adapters.revision import Manifest, make_manifest, read_revision, validate, write_revision
-from engine.adapters.store import Location, Store
+from engine.adapters.store import Store
 from engine.config import Paths, served_name
 from engine.errors import AdapterError, ConfigError, NotFound
 from engine.quality.probe import Probe, ProbeRow
@@ -50,10 +49,7 @@ class Exporter:
 
     def parent_tensors(self, policy: str, digest: str) -> dict[str, Tensor]:
         """Return the canonical tensors of a revision in the store."""
-        row = self.catalog.revision(policy, digest)
-        payload = self.store.read(Location(row.segment, row.offset, row.length, row.checksum))
-        layout = packed.Layout.from_json(self.catalog.layout(row.layout))
-        return packed.unpack(packed.Packed(layout, torch.frombuffer(bytearray(payload), dtype=torch.uint8)))
+        return stored_tensors(self.catalog, self.store, self.catalog.revision(policy, digest))
 
     def probe_revision(self, base: ResidentBase, base_digest: str, request: ProbeRevision) -> Probe:
         """Make the effect probe of a revision in a directory, or in the store, on a base that is idle.
