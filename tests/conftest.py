@@ -36,6 +36,14 @@ def say_last(sentence: str) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Start every test from the same random state: whether it passes must not be a matter of luck."""
+    import torch
+
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def chromium(request: pytest.FixtureRequest) -> str:
     """Return the path of a Chromium; without one what needs it is skipped, and the last line says so."""
