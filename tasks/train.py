@@ -73,7 +73,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Run:
-    """What every step of one training run needs."""
+    """What every step of one training run needs; `replays`: rollouts come with their tokens' experts."""
 
     params: Params
     policy: str
@@ -84,6 +84,7 @@ class Run:
     tokenizer: Any
     spool: Spool
     verifier: Verifier
+    replays: bool
 
     def prompt_ids(self, question: str) -> list[int]:
         """Return a question's token ids as the policy asks it: template, system prompt, examples."""
@@ -128,11 +129,12 @@ def prepare(params: Params, policy: str, config: PolicyConfig, key: str) -> Run:
 
     base = ensure_base(params.base, params.paths)
     tokenizer = AutoTokenizer.from_pretrained(base.path)
-    targets = BaseShapes.of(json.loads((base.path / "config.json").read_text())).targets
-    line = line_of(params.paths, policy, config, targets)
+    shapes = BaseShapes.of(json.loads((base.path / "config.json").read_text()))
+    line = line_of(params.paths, policy, config, shapes.targets)
     spool = Spool(params.paths.spool, f"train-{policy}")
     client = TrainerClient(params.url("trainer"))
-    return Run(params, policy, config, key, line, client, tokenizer, spool, Verifier(config))
+    replays = config.router_replay and bool(shapes.experts)
+    return Run(params, policy, config, key, line, client, tokenizer, spool, Verifier(config), replays)
 
 
 def line_of(paths: Paths, policy: str, config: PolicyConfig, targets: Sequence[str]) -> Line:
@@ -244,7 +246,7 @@ def grpo_step(run: Run, session: SessionInfo) -> SessionInfo:
     data, kept = build_data(prompts, groups, rewards)
     reward_s = time.monotonic() - clock
     clock = time.monotonic()
-    metrics = run.client.forward_backward(session, data)["metrics"]
+    metrics = run.client.forward_backward(session, data, router_replay=run.replays)["metrics"]
     row = {
         "policy": run.policy,
         "session": session.session,
@@ -272,7 +274,9 @@ def sample(
     config = run.config
     prompts = [run.prompt_ids(problem.question) for problem in problems]
     seed = int(content_hash([session.session, session.step])[:7], 16)
-    sampling = Sampling(config.group_size, config.max_tokens, config.temperature, seed)
+    sampling = Sampling(
+        config.group_size, config.max_tokens, config.temperature, seed, routed_experts=run.replays
+    )
     model = served or Path(run.params.base.name).name
     return prompts, sample_groups(run.params.url("engine"), run.key, model, prompts, sampling)
 
@@ -311,7 +315,11 @@ def datum(prompt: Sequence[int], sample: Sample, advantage: float) -> Datum:
         "logprobs": TensorData(data=[0.0] * before + list(sample.logprobs)),
         "advantages": TensorData(data=[0.0] * before + [advantage] * after),
     }
-    return Datum(model_input=ModelInput(chunks=[EncodedText(tokens=tokens[:-1])]), loss_fn_inputs=inputs)
+    return Datum(
+        model_input=ModelInput(chunks=[EncodedText(tokens=tokens[:-1])]),
+        loss_fn_inputs=inputs,
+        routed_experts=sample.routed_experts,
+    )
 
 
 def _advance(run: Run, session: SessionInfo, position: int, row: Mapping[str, Any]) -> SessionInfo:

@@ -10,7 +10,7 @@ from live import RunningEngine, start_engine, stop_engine
 from made_adapters import write
 from mla_bases import deepseek_v3
 from test_engine import ask, prompts, random_adapter
-from test_moe_engine import Reference, differences, mixed, shapes_of
+from test_moe_engine import Reference, differences, mixed, out_of_route, shapes_of
 
 RANK = 8
 # Log-probabilities in float32 by two implementations: measured 6.2e-6 at most, see docs/benchmarks.md.
@@ -146,3 +146,8 @@ def test_an_adapter_without_effect_is_the_base_to_the_bit(engine: RunningEngine,
     alone = asyncio.run(ask(engine, [(engine.base_name, prompt) for prompt in mine]))
     answers = asyncio.run(ask(engine, [(name, prompt) for prompt in mine]))
     assert [answer["logprobs"] for answer in answers] == [answer["logprobs"] for answer in alone]
+
+
+def test_the_experts_of_every_token_are_recorded_without_a_cache_of_prefixes(engine, base: Path, kinds):
+    (name,) = publish(engine, {"all": kinds["all"]})[:1]
+    assert out_of_route(engine, base, {name: kinds["all"]}) == [0.0, 0.0]

@@ -13,6 +13,9 @@ from moe_bases import glm4_moe, qwen3_moe, weight_of
 from test_engine import ask, prompts, random_adapter
 
 from engine.adapters.families import BaseShapes
+from engine.training.lora import ResidentBase, Row
+from engine.training.replay import decode
+from engine.training.rollouts import Sampling, sample_groups
 
 RANK = 8
 # Log-probabilities in float32 by two implementations: measured 4e-6 at most over these batches.
@@ -79,6 +82,40 @@ def differences(requests: list, answers: list[dict], references: dict[str, Refer
 def mixed(names: list[str], count: int, shift: int = 0) -> list[tuple[str, list[int]]]:
     """Requests that go round all names, the base among them."""
     return [(names[(i + shift) % len(names)], prompt) for i, prompt in enumerate(prompts(count))]
+
+
+def out_of_route(engine: RunningEngine, base: Path, models: dict[str, dict | None]) -> list[float | None]:
+    """Return the share of each model's sampled tokens whose experts in the trainer are others.
+
+    Two short prompts and one longer than a block of the cache, which the second time are taken from it.
+    """
+    asked = [*prompts(2), torch.randint(5, 300, (170,)).tolist()]
+    sampling = Sampling(group_size=4, max_tokens=40, routed_experts=True)
+    trainer, shares = ResidentBase(base, 1, 2048), []
+    trainer.replay.follows = False
+    for name, tensors in models.items():
+        adapter = trainer.hold(tensors) if tensors else None
+        for _ in range(2):
+            groups = sample_groups(engine.url, engine.key, name, asked, sampling)
+            drawn = [
+                (prompt, sample) for prompt, group in zip(asked, groups, strict=True) for sample in group
+            ]
+            rows = [Row((*p, *s.tokens), len(p), decode(s.routed_experts)) for p, s in drawn]
+            assert [len(row.routes) for row in rows] == [len(row.tokens) - 1 for row in rows]
+            trainer.score(adapter, rows)
+            shares.append(trainer.replay.take_share())
+    return shares
+
+
+def test_the_experts_of_every_token_are_told_to_who_asks(engine: RunningEngine, base: Path, kinds):
+    """They are the trainer's own in float32, with cached prompts and without; users get none."""
+    name = engine.publish("routes", kinds[-1], RANK)
+    assert out_of_route(engine, base, {engine.base_name: None, name: kinds[-1]}) == [0.0] * 4
+    # Of another adapter they are not: the comparison can fail.
+    assert out_of_route(engine, base, {name: kinds[1]})[0] > 0.1
+    body = {"model": name, "prompt": prompts(1)[0], "max_tokens": 4}
+    with engine.client() as client:
+        assert client.post("/v1/completions", json=body).json()["choices"][0]["routed_experts"] is None
 
 
 def test_every_target_alone_and_all_together_equals_the_reference(engine: RunningEngine, base: Path, kinds):

@@ -49,9 +49,12 @@ class TrainerClient:
         loss: str = "grpo",
         config: dict[str, float] | None = None,
         request_id: str | None = None,
+        router_replay: bool = False,
     ) -> dict[str, Any]:
         """Gather gradients; return each datum's log-probabilities and the metrics."""
-        given = protocol.ForwardBackwardInput(data=list(data), loss_fn=loss, loss_fn_config=config or {})
+        given = protocol.ForwardBackwardInput(
+            data=list(data), loss_fn=loss, loss_fn_config=config or {}, router_replay=router_replay
+        )
         body = protocol.ForwardBackward(**_who(session, request_id), forward_backward_input=given)
         return self._run("/forward_backward", body)
 

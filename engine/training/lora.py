@@ -10,7 +10,7 @@ features, _O output features, _V vocabulary.
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,19 @@ from engine.memory import HEAD_TOKENS
 from engine.training.adapter import Adapter, sites_of
 from engine.training.experts import SlottedExperts, slotted_experts
 from engine.training.grpo import LOSSES, importance_ratio
+from engine.training.replay import Replay
 
 
 @dataclass(frozen=True)
 class Row:
-    """Token ids of a prompt and its completion; the completion begins at position `start`, at least 1."""
+    """Token ids of a prompt and its completion; the completion begins at position `start`, at least 1.
+
+    `routes` (P, L, K) are the experts that the engine chose for the first P tokens, for replay.py.
+    """
 
     tokens: tuple[int, ...]
     start: int
+    routes: Tensor | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -46,12 +51,16 @@ class Example:
 
 @dataclass(frozen=True)
 class Backward:
-    """What a backward pass found; `loss` is a token's mean, `logprobs` are each example's."""
+    """What a backward pass found; `loss` is a token's mean, `logprobs` are each example's.
+
+    `out_of_route` is the share of tokens whose router chose others than the engine's experts, if these came.
+    """
 
     loss: float
     importance_ratio: float
     tokens: int
     logprobs: tuple[tuple[float, ...], ...]
+    out_of_route: float | None = None
 
 
 class SlottedLinear(nn.Module):
@@ -105,6 +114,7 @@ class ResidentBase:
         if checkpointing:
             checkpoint_layers(self.model)
         self.microbatch_tokens = microbatch_tokens
+        self.replay = Replay(self.model, self.shapes)
         self.modules, self.sites = self.shapes.modules(), sites_of(self.shapes)
         self.slotted: dict[str, Slotted] = {
             **{name: self._slot(name, SlottedLinear) for name in self.shapes.linear},
@@ -155,6 +165,7 @@ class ResidentBase:
         finally:
             for name, slotted in self.slotted.items():
                 slotted.switch(name, None)
+            self.replay.lay((), self.device)
 
     def logprobs(self, rows: Sequence[Row]) -> Tensor:
         """Return log-probabilities (T,) in float32 of all rows' completion tokens, row after row.
@@ -174,7 +185,9 @@ class ResidentBase:
         chosen_T = tokens_BS[completion_BS].to(self.device)
         before_T = completion_BS.flatten().nonzero()[:, 0].sub(1).to(self.device)
         decoder = self.model.get_decoder()
+        self.replay.lay(((row.routes, width) for row in rows), self.device)
         hidden_BSH = decoder(tokens_BS.to(self.device), use_cache=False).last_hidden_state
+        self.replay.count(before_T)
         hidden_TH = hidden_BSH.flatten(0, 1)[before_T]
         if not self.checkpointing:
             return self._picked(hidden_TH, chosen_T)
@@ -218,7 +231,7 @@ class ResidentBase:
         new = torch.cat([found[i] for i in range(len(data))])
         old = torch.tensor([value for example in data for value in example.old_logprobs])
         logprobs = tuple(tuple(found[i].tolist()) for i in range(len(data)))
-        return Backward(loss_sum, importance_ratio(new, old), total, logprobs)
+        return Backward(loss_sum, importance_ratio(new, old), total, logprobs, self.replay.take_share())
 
     def _gathered(self, rows: Iterable[Sequence[float]]) -> Tensor:
         return torch.tensor([value for row in rows for value in row], device=self.device)

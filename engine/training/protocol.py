@@ -66,17 +66,23 @@ class Datum(Message):
     """`model_input` holds all tokens but the last; the loss inputs have one value for each of its positions.
 
     `target_tokens` are the next tokens, `weights` is 1 where the target belongs to the completion, and
-    `logprobs` and `advantages` are read at those positions.
+    `logprobs` and `advantages` are read at those positions. `routed_experts` is what the engine returned.
     """
 
     model_input: ModelInput
     loss_fn_inputs: dict[Literal["target_tokens", "weights", "logprobs", "advantages"], TensorData]
+    routed_experts: str | None = Field(
+        None, description="of the first tokens, (tokens, layers, experts of a token) as a .npy in base64"
+    )
 
 
 class ForwardBackwardInput(Message):
     data: list[Datum] = Field(min_length=1)
     loss_fn: str = "grpo"
     loss_fn_config: dict[str, float] = Field(default_factory=dict)
+    router_replay: bool = Field(
+        False, description="what has no routed_experts is left out, of the outputs too, and counted as masked"
+    )
 
 
 class AdamParams(Message):

@@ -19,11 +19,15 @@ AWAY = {429, 500, 502, 503, 504}
 
 @dataclass(frozen=True)
 class Sample:
-    """One completion: its token ids with the end token, each one's log-probability, and its text."""
+    """One completion: its token ids with the end token, each one's log-probability, and its text.
+
+    `routed_experts` are those of prompt and completion as the engine encodes them, if they were asked for.
+    """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     text: str
+    routed_experts: str | None = None
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ class Sampling:
     concurrency: int = 64
     timeout_s: float = 120.0
     patience_s: float = 180.0
+    routed_experts: bool = False
 
 
 def sample_groups(
@@ -80,6 +85,7 @@ def _body(model: str, prompt: Sequence[int], number: int, sampling: Sampling) ->
         "return_token_ids": True,
         # vLLM adds a sample's number within the group to the seed.
         "seed": sampling.seed + number * sampling.group_size,
+        "vllm_xargs": {"routed_experts": int(sampling.routed_experts)},
     }
 
 
@@ -110,4 +116,4 @@ async def _request(client: httpx.AsyncClient, body: dict[str, Any]) -> list[Samp
 def _sample(choice: dict[str, Any]) -> Sample:
     logprobs = choice["logprobs"]["token_logprobs"]
     assert len(choice["token_ids"]) == len(logprobs)
-    return Sample(tuple(choice["token_ids"]), tuple(logprobs), choice["text"])
+    return Sample(tuple(choice["token_ids"]), tuple(logprobs), choice["text"], choice.get("routed_experts"))

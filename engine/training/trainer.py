@@ -16,6 +16,7 @@ from engine.errors import Busy, ConfigError, Conflict, NotFound, ServiceError
 from engine.training import protocol
 from engine.training.export import Exporter
 from engine.training.lora import Example, ResidentBase, Row
+from engine.training.replay import decode, mask_unknown
 from engine.training.session import CURRENT, Session
 
 LEASE_S = 30.0
@@ -123,9 +124,18 @@ class Trainer:
         given = request.forward_backward_input
         session = self._writable(request).session
         data = [example_of(datum) for datum in given.data]
+        for example in data:
+            self.base.replay.check(example.row.routes)
+        data, unknown = mask_unknown(data) if given.router_replay else (data, 0)
         found = session.forward_backward(data, given.loss_fn, given.loss_fn_config)
         outputs = [{"logprobs": {"data": row, "dtype": "float32"}} for row in found.logprobs]
-        metrics = {"loss": found.loss, "importance_ratio": found.importance_ratio, "tokens": found.tokens}
+        metrics = {
+            "loss": found.loss,
+            "importance_ratio": found.importance_ratio,
+            "tokens": found.tokens,
+            "out_of_route": found.out_of_route,
+            "masked": {"router_replay": unknown},
+        }
         return {"loss_fn_outputs": outputs, "metrics": metrics}
 
     def optim_step(self, request: protocol.OptimStep) -> dict[str, Any]:
@@ -168,6 +178,7 @@ def example_of(datum: protocol.Datum) -> Example:
     if first == len(tokens) or inputs["weights"][first:] != [1.0] * (len(tokens) - first):
         raise ConfigError("A datum's weights must be 0 over the prompt and then 1 to the end.")
     whole = (*tokens, int(inputs["target_tokens"][-1]))
+    routes = decode(datum.routed_experts) if datum.routed_experts else None
     return Example(
-        Row(whole, first + 1), tuple(inputs["logprobs"][first:]), tuple(inputs["advantages"][first:])
+        Row(whole, first + 1, routes), tuple(inputs["logprobs"][first:]), tuple(inputs["advantages"][first:])
     )
