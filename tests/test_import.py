@@ -1,6 +1,7 @@
 """Adapters from elsewhere become revisions of any family, with a probe that our base computes."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,9 +13,11 @@ from live import free_port
 from made_adapters import canonical, write
 
 from engine.adapters import importing, revision
-from engine.adapters.catalog import Catalog
+from engine.adapters.catalog import Catalog, Revision
 from engine.adapters.foreign import inspect, publish
 from engine.adapters.importing import directory_from_store, shapes_of
+from engine.adapters.publishing import stored_tensors
+from engine.adapters.store import Store
 from engine.config import Params, load_params
 from engine.errors import AdapterError, ConfigError, NotFound
 from engine.quality.probe import Probe, ProbeRow, from_json, gaps
@@ -191,6 +194,43 @@ def test_the_row_comes_last_so_that_a_crash_leaves_nothing_to_serve(tiny_base, t
     assert publish(params, source, foreign, info, "afar", "local", refuse)
     assert catalog.revision("afar", foreign.digest(info.digest)).state == "exported"
     catalog.close()
+
+
+def test_damaged_bytes_are_written_anew_by_the_next_import(tiny_base, tmp_path):
+    """Whole bytes are left where they are; changed, cut off or missing ones come again elsewhere."""
+    params, base = settings_of(tiny_base, tmp_path / "state"), shapes_of(tiny_base)
+    tensors = canonical(base)
+    source = write(tmp_path / "source", tensors, "plain", base)
+    foreign, info = inspect(params, source)
+    made = publish(params, source, foreign, info, "afar", "local", one_row)
+    catalog, store = Catalog(params.paths.catalog_url), Store(params.paths.store)
+
+    def again() -> Revision:
+        publish(params, source, foreign, info, "afar", "local", refuse)
+        row = catalog.revision("afar", made.digest)
+        stored = stored_tensors(catalog, store, row)
+        assert all(torch.equal(stored[key], tensors[key]) for key in tensors)
+        return row
+
+    first = again()
+    assert again() == first
+    assert len(list(store.root.iterdir())) == 1
+    for harm in (flip, lambda path: os.truncate(path, 100), Path.unlink):
+        before = catalog.revision("afar", made.digest)
+        harm(store.path(before.segment))
+        with pytest.raises(AdapterError, match=r"[Ee]xport (the revision )?again"):
+            stored_tensors(catalog, store, before)
+        moved = again()
+        assert moved.segment != before.segment
+        assert replace(moved, segment=first.segment) == first
+    catalog.close()
+
+
+def flip(path: Path) -> None:
+    """Change one bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
 
 
 def test_what_the_engine_cannot_serve_is_refused_before_anything_is_written(tiny_base, tmp_path):

@@ -16,7 +16,7 @@ import torch
 from engine.adapters.catalog import Base, Catalog, Policy, Revision, migrate
 from engine.adapters.families import BaseShapes
 from engine.adapters.manifests import MANIFEST
-from engine.adapters.publishing import append, stored_tensors
+from engine.adapters.publishing import put, stored_tensors
 from engine.adapters.revision import (
     PROBE,
     Manifest,
@@ -155,12 +155,9 @@ def _publish(
 ) -> None:
     """Write bytes, then the directory with its probe, then the catalog's row, which commits both."""
     now, config = time.time(), manifest.config
-    try:
-        known = catalog.revision(manifest.policy, manifest.digest)
-    except NotFound:
-        dtype = getattr(torch, serving_dtype(params))
-        with closing(Store(params.paths.store)) as store:
-            known = append(catalog, store, tensors, manifest, dtype, shapes_of(base.path), owner, now)
+    dtype = getattr(torch, serving_dtype(params))
+    with closing(Store(params.paths.store)) as store:
+        row = put(catalog, store, tensors, manifest, dtype, shapes_of(base.path), owner, now)
     if probe:
         write_revision(params.paths.revision(manifest.policy, manifest.digest), tensors, manifest, probe)
     catalog.add_base(Base(base.digest, base.name, str(base.path), now))
@@ -169,4 +166,4 @@ def _publish(
         config = catalog.policy(manifest.policy).config
     catalog.add_policy(Policy(manifest.policy, base.digest, config, owner, now))
     # A snapshot that is imported by name is an exported revision from now on.
-    catalog.add_revision(replace(known, state="exported", expires_at=None))
+    catalog.add_revision(replace(row, state="exported", expires_at=None))
