@@ -14,8 +14,9 @@ from made_adapters import canonical, write
 
 from engine.adapters import importing, revision
 from engine.adapters.catalog import Catalog, Revision
+from engine.adapters.families import BaseShapes
 from engine.adapters.foreign import inspect, publish
-from engine.adapters.importing import directory_from_store, shapes_of
+from engine.adapters.importing import directory_from_store
 from engine.adapters.publishing import stored_tensors
 from engine.adapters.store import Store
 from engine.config import Params, load_params
@@ -52,7 +53,7 @@ def small(base, **more) -> dict:
 
 
 def test_an_adapter_from_elsewhere_becomes_a_revision_by_the_command(tiny_base, tmp_path):
-    base = shapes_of(tiny_base)
+    base = BaseShapes.read(tiny_base)
     tensors = canonical(base, ranks={module: 1 + i % 4 for i, module in enumerate(base.linear)})
     source = write(tmp_path / "source", tensors, "plain", base, 2.0)
     (tmp_path / "params.yaml").write_text(
@@ -123,7 +124,7 @@ def _weight(model, module: str) -> torch.Tensor:
 @pytest.mark.parametrize("layout", ["per-expert", "megatron-3d", "shared-outer"])
 def test_adapters_of_experts_and_latent_attention_are_imported_with_a_probe(expert_base, tmp_path, layout):
     name, path = expert_base
-    params, base = settings_of(path, tmp_path / "state"), shapes_of(path)
+    params, base = settings_of(path, tmp_path / "state"), BaseShapes.read(path)
     tensors = small(base, seed=3)
     source = write(tmp_path / "source", tensors, layout, base)
     foreign, info = inspect(params, source)
@@ -155,7 +156,7 @@ def one_row(manifest, directory) -> Probe:
 
 
 def test_a_revision_of_ours_keeps_its_probe(tiny_base, tmp_path):
-    params, base = settings_of(tiny_base, tmp_path / "state"), shapes_of(tiny_base)
+    params, base = settings_of(tiny_base, tmp_path / "state"), BaseShapes.read(tiny_base)
     tensors = canonical(base)
     targets = tuple({key.rsplit(".", 2)[1] for key in tensors})
     (tmp_path / "a").mkdir()
@@ -175,7 +176,7 @@ def test_a_revision_of_ours_keeps_its_probe(tiny_base, tmp_path):
 
 
 def test_the_row_comes_last_so_that_a_crash_leaves_nothing_to_serve(tiny_base, tmp_path, monkeypatch):
-    params, base = settings_of(tiny_base, tmp_path / "state"), shapes_of(tiny_base)
+    params, base = settings_of(tiny_base, tmp_path / "state"), BaseShapes.read(tiny_base)
     source = write(tmp_path / "source", canonical(base), "plain", base)
     foreign, info = inspect(params, source)
 
@@ -198,7 +199,7 @@ def test_the_row_comes_last_so_that_a_crash_leaves_nothing_to_serve(tiny_base, t
 
 def test_damaged_bytes_are_written_anew_by_the_next_import(tiny_base, tmp_path):
     """Whole bytes are left where they are; changed, cut off or missing ones come again elsewhere."""
-    params, base = settings_of(tiny_base, tmp_path / "state"), shapes_of(tiny_base)
+    params, base = settings_of(tiny_base, tmp_path / "state"), BaseShapes.read(tiny_base)
     tensors = canonical(base)
     source = write(tmp_path / "source", tensors, "plain", base)
     foreign, info = inspect(params, source)
@@ -234,7 +235,7 @@ def flip(path: Path) -> None:
 
 
 def test_what_the_engine_cannot_serve_is_refused_before_anything_is_written(tiny_base, tmp_path):
-    params, base = settings_of(tiny_base, tmp_path / "state"), shapes_of(tiny_base)
+    params, base = settings_of(tiny_base, tmp_path / "state"), BaseShapes.read(tiny_base)
     wide = write(tmp_path / "wide", canonical(base, default=64), "plain", base)
     foreign, info = inspect(params, wide)
     with pytest.raises(AdapterError, match="rank 64, over the engine's"):
@@ -246,7 +247,7 @@ def test_what_the_engine_cannot_serve_is_refused_before_anything_is_written(tiny
 
 def test_a_converted_adapter_keeps_what_it_was_read_from(tiny_base, tmp_path):
     """Another dtype and another scale: the digest is of what is served, the original stays beside it."""
-    params, base = settings_of(tiny_base, tmp_path / "state"), shapes_of(tiny_base)
+    params, base = settings_of(tiny_base, tmp_path / "state"), BaseShapes.read(tiny_base)
     half = write(tmp_path / "half", canonical(base, dtype=torch.bfloat16), "plain", base, 4.0)
     foreign, info = inspect(params, half)
     assert {tensor.dtype for tensor in foreign.tensors.values()} == {torch.float32}

@@ -122,7 +122,7 @@ def lora_targets(base: "BaseInfo") -> tuple[str, ...]:
     """Return what may carry LoRA; routed experts are one module of the engine, which calls it `experts`."""
     from engine.adapters.families import BaseShapes
 
-    shapes = BaseShapes.of(json.loads((base.path / "config.json").read_text()))
+    shapes = BaseShapes.read(base.path)
     return (*shapes.targets, *(("experts",) if shapes.experts else ()))
 
 
