@@ -108,6 +108,7 @@ def server_arguments(
         "--max-lora-rank", str(config.max_rank),
         "--lora-target-modules", *lora_targets(base),
         *attention_arguments(base, plan),
+        *route_arguments(base),
         "--worker-extension-cls", "engine.serving.loader.LoaderExtension",
         "--middleware", "engine.serving.gateway.Gateway",
         "--additional-config", json.dumps({"graftwork": ours}),
@@ -130,6 +131,14 @@ def attention_arguments(base: "BaseInfo", plan: "Plan | None") -> list[str]:
     """Keep latent attention on the CPU's plain backend: the one for AMX drops adapters on `kv_b_proj`."""
     latent = json.loads((base.path / "config.json").read_text()).get("kv_lora_rank")
     return ["--attention-backend", "CPU_MLA"] if latent and plan is None else []
+
+
+def route_arguments(base: "BaseInfo") -> list[str]:
+    """Record the experts of every token of a mixture of experts; a request asks for its own."""
+    from engine.adapters.families import BaseShapes
+
+    shapes = BaseShapes.of(json.loads((base.path / "config.json").read_text()))
+    return ["--enable-return-routed-experts"] if shapes.experts else []
 
 
 def memory_arguments(config: EngineConfig, plan: "Plan | None") -> list[str]:
