@@ -114,12 +114,12 @@ class ResidentBase:
         if checkpointing:
             checkpoint_layers(self.model)
         self.microbatch_tokens = microbatch_tokens
-        self.replay = Replay(self.model, self.shapes)
         self.modules, self.sites = self.shapes.modules(), sites_of(self.shapes)
         self.slotted: dict[str, Slotted] = {
             **{name: self._slot(name, SlottedLinear) for name in self.shapes.linear},
             **{name: self._slot(name, slotted_experts) for name in self.shapes.experts},
         }
+        self.replay = Replay(self.model, self.shapes)
 
     def _slot(self, name: str, wrap: Callable[[Any], Slotted]) -> Slotted:
         parent, _, leaf = name.rpartition(".")
