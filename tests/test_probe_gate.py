@@ -308,6 +308,27 @@ def test_a_gate_that_opens_again_lifts_its_own_tombstone_only(gate: Gate):
     assert gate.engine.catalog.tombstone("gate", digest).by == "ada"
 
 
+def test_a_champion_that_is_the_base_is_held_where_a_broken_one_is_rolled_back(gate: Gate):
+    """Users of the first get the base's answers, as of no champion; those of the second would get a fault."""
+    catalog, right = gate.engine.catalog, random_adapter(gate.shapes.modules(), 98)
+    broken = {key: tensor.clone() for key, tensor in right.items()}
+    broken[f"{LAYER}.0.mlp.up_proj.lora_B"][3, 2] = torch.nan
+    empty = scaled("", 0.0)(right)
+    for policy, shipped, stored, verdict in (
+        ("as-the-base", empty, empty, "hold"),
+        ("broken", right, broken, "rollback"),
+    ):
+        digest, _ = gate.ship(shipped, policy)
+        gate.serve(digest, stored, policy)
+        catalog.set_route(replace(catalog.route(policy), champion=digest), 0)
+        result = gate.verify(digest, policy)
+        assert not result["accepted"]
+        assert [row[:3] for row in gate.verdicts(digest)] == [(verdict, GATE, result["reason"])]
+        held = verdict == "hold"
+        assert catalog.route(policy).champion == (digest if held else None)
+        assert (catalog.tombstone(policy, digest) is None) == held
+
+
 def test_a_revision_that_is_the_base_answers_as_the_base_to_the_last_bit(gate: Gate):
     """All B zero, beside adapters of great effect: nothing of them leaks into its rows."""
     empty = scaled("", 0.0)(random_adapter(gate.shapes.modules(), 97))
