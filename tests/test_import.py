@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from live import free_port
-from made_adapters import canonical, write
+from made_adapters import CONFIGS, canonical, shapes, write
 
 from engine.adapters import importing, revision
 from engine.adapters.catalog import Catalog, Revision
@@ -19,7 +19,7 @@ from engine.adapters.foreign import inspect, publish
 from engine.adapters.importing import directory_from_store
 from engine.adapters.publishing import stored_tensors
 from engine.adapters.store import Store
-from engine.config import Params, load_params
+from engine.config import EngineConfig, Params, load_params
 from engine.errors import AdapterError, ConfigError, NotFound
 from engine.quality.probe import Probe, ProbeRow, from_json, gaps
 from engine.training.probing import probe_by_base
@@ -243,6 +243,30 @@ def test_what_the_engine_cannot_serve_is_refused_before_anything_is_written(tiny
     with pytest.raises(ConfigError, match="is no policy's name"):
         publish(params, wide, foreign, info, "A Far", "local", refuse)
     assert not (tmp_path / "state").exists()
+
+
+def test_a_target_that_vllm_drops_on_cuda_is_refused_there_alone(tmp_path, monkeypatch):
+    """Before its probe is computed: the engine would refuse it at its first request."""
+    base = shapes("deepseek_v3")
+    (tmp_path / "base").mkdir()
+    config = {"model_type": "deepseek_v3", **CONFIGS["deepseek_v3"]}
+    (tmp_path / "base/config.json").write_text(json.dumps(config))
+    params, tensors = settings_of(tmp_path / "base", tmp_path / "state"), canonical(base)
+    kept = {key: tensor for key, tensor in tensors.items() if ".kv_b_proj." not in key}
+
+    def check(tensors: dict) -> None:
+        made = revision.make_manifest(
+            tensors, policy="afar", base_digest="b", rank=2, targets=base.targets, step=0
+        )
+        importing.check_fit(params, tmp_path / "base", tensors, made, tmp_path)
+
+    check(tensors)
+    monkeypatch.setattr(importing, "cuda_bytes", lambda: 80 << 30)
+    params = params.model_copy(update={"engine": EngineConfig(dtype="float32")})
+    check(kept)
+    with pytest.raises(AdapterError, match=r"the target kv_b_proj: vLLM's.* train one without this target\."):
+        check(tensors)
+    assert set(base.targets_on(cuda=False)) - set(base.targets_on(cuda=True)) == {"kv_b_proj"}
 
 
 def test_a_converted_adapter_keeps_what_it_was_read_from(tiny_base, tmp_path):
