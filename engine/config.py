@@ -60,6 +60,9 @@ class EngineConfig(Settings):
     kv_cache_gib: float | None = Field(
         None, gt=0, description="empty: 0.25 on a CPU; on CUDA what max_num_seqs whole sequences need"
     )
+    speculative: int = Field(
+        0, ge=0, le=16, description="tokens that vLLM drafts from n-grams of a request's own text; 0: none"
+    )
     start_timeout_s: float = Field(300, gt=0, description="for engine and trainer, each, to load the base")
     host_bytes: int = Field(1 << 30, ge=1 << 20, description="budget of the host tier, bytes")
     load_concurrency: int = Field(2, ge=1)

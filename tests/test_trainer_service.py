@@ -113,6 +113,32 @@ def test_a_killed_trainer_goes_on_bit_for_bit(service):
     assert client.export(cut).digest == want.digest
 
 
+def test_a_step_is_in_the_metrics_once(service):
+    client = service.client
+    session = client.create_session("measured", "measured", holder="a", **SETTINGS)
+    answer = client.forward_backward(session, data(1))["metrics"]
+    before = metrics(service)
+    record = {"reward": 0.625, "tokens": answer["tokens"], "masked": {"outlier": 2}}
+    for _ in range(2):
+        client.optim_step(session, ADAM, record=record, request_id="measured-step")
+    after = metrics(service)
+    grown = {name: after[name] - before.get(name, 0.0) for name in after}
+    assert after['graftwork_policy_reward{policy="measured"}'] == 0.625
+    assert grown["graftwork_trainer_steps_total"] == 1
+    assert grown["graftwork_trainer_tokens_total"] == answer["tokens"] == 16
+    assert grown["graftwork_trainer_masked_tokens_total"] == 2
+    assert grown['graftwork_trainer_operations_total{kind="optim_step",outcome="done"}'] == 1
+    assert after["graftwork_trainer_peak_memory_bytes"] >= answer["peak_memory"] > 1 << 26
+
+
+def metrics(service) -> dict[str, float]:
+    """Return the trainer's metrics as Prometheus reads them, by name and labels."""
+    answer = httpx.get(f"{service.params.url('trainer')}/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    lines = [line for line in answer.text.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+
 def test_a_repeated_request_is_one_operation(service):
     client = service.client
     session = client.create_session("again", "sums", holder="a", **SETTINGS)
