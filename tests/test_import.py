@@ -11,6 +11,7 @@ import pytest
 import torch
 from live import free_port
 from made_adapters import CONFIGS, canonical, shapes, write
+from parity import merge
 
 from engine.adapters import importing, revision
 from engine.adapters.catalog import Catalog, Revision
@@ -99,26 +100,12 @@ def merged(base: Path, tensors: dict, probe: Probe) -> list[list[float]]:
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
     rows = []
     with torch.no_grad():
-        for module in {key.rpartition(".lora_")[0] for key in tensors}:
-            _weight(model, module).add_(tensors[f"{module}.lora_B"] @ tensors[f"{module}.lora_A"])
+        merge(model, tensors)
         for row in probe.rows:
             ids = torch.tensor([row.tokens])
             found = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])
             rows.append(found[:, 0].tolist())
     return rows
-
-
-def _weight(model, module: str) -> torch.Tensor:
-    """Return the (out, in) view of the base's weight that a canonical module stands for."""
-    parent, _, rest = module.partition(".experts.")
-    if not rest:
-        return model.get_submodule(module).weight
-    number, leaf = rest.split(".")
-    experts = model.get_submodule(f"{parent}.experts")
-    if leaf == "down_proj":
-        return experts.down_proj[int(number)]
-    gate, up = experts.gate_up_proj[int(number)].chunk(2)
-    return gate if leaf == "gate_proj" else up
 
 
 @pytest.mark.parametrize("layout", ["per-expert", "megatron-3d", "shared-outer"])

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from live import RunningEngine, free_port
-from test_engine import RANK, ask, prompts, random_adapter
+from parity import RANK, ask, prompts, random_adapter
 from test_trainer_service import Service
 
 from engine.adapters import packed
