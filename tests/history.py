@@ -53,12 +53,13 @@ def step_row(step, policy="sums", session="new", **changes):
 
 
 def emit_steps(spool):
-    for session, at, digest in (("old", NOW - 100, OLD), ("new", NOW + 1, GOOD)):
-        for step in (1, 2, 3):
-            spool.emit(
-                "train_steps", at=at + step, policy="sums", session=session, step=step, digest=digest,
-                reward=step / 4, importance_ratio=1.0001, rollout_s=0.5, update_s=0.2, handoff_s=0.01,
-            )  # fmt: skip
+    """Two lines of training; the older one is from before steps had all their metrics."""
+    for step in (1, 2, 3):
+        spool.emit(
+            "train_steps", at=NOW - 100 + step, policy="sums", session="old", step=step, digest=OLD,
+            reward=step / 4, importance_ratio=1.0001, rollout_s=0.5, update_s=0.2, handoff_s=0.01,
+        )  # fmt: skip
+        spool.emit("train_steps", at=NOW + 1 + step, **step_row(step, reward=step / 4))
 
 
 def revision(digest, state, created_at, parent=None):
