@@ -16,6 +16,7 @@ from live import free_port
 
 from engine.adapters import packed, revision
 from engine.adapters.catalog import Catalog
+from engine.adapters.publishing import stored_tensors
 from engine.adapters.store import Location, Store
 from engine.config import Params, Paths, load_params
 from engine.errors import AdapterError, BaseModelError, ConfigError, Conflict, NotFound, ServiceError
@@ -180,6 +181,28 @@ def test_a_revision_is_published_by_three_routes_alike(service):
     probe = json.loads((exported.directory / "probe.json").read_text())
     assert probe["base_digest"] == session.base
     assert probe["rows"][0]["adapter"] != probe["rows"][0]["base"]
+
+
+def test_an_export_replaces_bytes_that_were_damaged(service):
+    client, paths = service.client, Paths(service.params.state_dir)
+    session = client.create_session("damaged", "sums", holder="a", **SETTINGS)
+    step(client, session, 2)
+    digest = client.export(session).digest
+    catalog, store = Catalog(paths.catalog_url), Store(paths.store)
+    before = catalog.revision("sums", digest)
+    whole = stored_tensors(catalog, store, before)
+    with store.path(before.segment).open("r+b") as file:
+        file.seek(before.offset + before.length // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+    with pytest.raises(AdapterError, match="damaged"):
+        stored_tensors(catalog, store, before)
+    assert client.export(session).digest == digest
+    after = catalog.revision("sums", digest)
+    assert (after.segment, after.offset) != (before.segment, before.offset)
+    stored = stored_tensors(catalog, store, after)
+    assert all(torch.equal(stored[key], whole[key]) for key in whole)
 
 
 def test_a_revision_without_a_session_gets_the_probe_that_its_session_gave_it(service, tmp_path):
