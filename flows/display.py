@@ -93,7 +93,9 @@ def _training_lines(policy: str, total: int) -> Callable[[Mapping[str, Any]], No
 
 def step_note(row: Mapping[str, Any]) -> str:
     """Return a training step in about 60 characters: reward, ratio, speed, staleness if any, seconds."""
-    parts = [f"reward {row['reward']:.2f}", f"ratio {row['importance_ratio']:.5f}"]
+    parts = [f"reward {row['reward']:.2f}"]
+    if row.get("importance_ratio") is not None:
+        parts.append(f"ratio {row['importance_ratio']:.5f}")
     if row.get("tokens_per_s") is not None:
         parts.append(f"{row['tokens_per_s']:,.0f} tokens/s")
     if row.get("staleness"):
