@@ -25,14 +25,7 @@ from engine.memory import HEAD_TOKENS
 from engine.training.adapter import Adapter, sites_of
 from engine.training.experts import SlottedExperts, slotted_experts
 from engine.training.grpo import LOSSES, importance_ratio
-
-
-@dataclass(frozen=True)
-class Row:
-    """Token ids of a prompt and its completion; the completion begins at position `start`, at least 1."""
-
-    tokens: tuple[int, ...]
-    start: int
+from engine.training.packing import Row, can_pack, microbatches, pack, use_packing
 
 
 @dataclass(frozen=True)
@@ -102,6 +95,9 @@ class ResidentBase:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
         self.model: Any = model.eval().to(self.device)
         self.model.requires_grad_(False)
+        self.packs = can_pack(self.model.config)
+        if self.packs:
+            use_packing(self.model)
         if checkpointing:
             checkpoint_layers(self.model)
         self.microbatch_tokens = microbatch_tokens
@@ -156,12 +152,34 @@ class ResidentBase:
             for name, slotted in self.slotted.items():
                 slotted.switch(name, None)
 
+    def microbatches(self, rows: Sequence[Row], unit: int = 1) -> list[list[int]]:
+        """Return indices in batches for `logprobs`; `unit` consecutive rows stay together."""
+        return microbatches(rows, self.microbatch_tokens, unit, shared=self.packs)
+
     def logprobs(self, rows: Sequence[Row]) -> Tensor:
         """Return log-probabilities (T,) in float32 of all rows' completion tokens, row after row.
 
-        The vocabulary is only touched at those positions. Rows are padded on the right, where causal
-        attention never looks.
+        The vocabulary is only touched at those positions.
         """
+        hidden_TH, chosen_T = self._packed([rows]) if self.packs else self._padded(rows)
+        if not self.checkpointing:
+            return self._picked(hidden_TH, chosen_T)
+        parts = zip(hidden_TH.split(HEAD_TOKENS), chosen_T.split(HEAD_TOKENS), strict=True)
+        return torch.cat([checkpoint(self._picked, *part, use_reentrant=False) for part in parts])
+
+    def _packed(self, parts: Sequence[Sequence[Row]]) -> tuple[Tensor, Tensor]:
+        """Return the hidden states before all completion tokens, and these tokens; without padding."""
+        stream = pack(parts, self.device, self.model.dtype)
+        found = self.model.get_decoder()(
+            stream.tokens[None],
+            position_ids=stream.positions[None],
+            use_cache=False,
+            layout=stream.layout,
+        )
+        return found.last_hidden_state[0].index_select(0, stream.before), stream.chosen
+
+    def _padded(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
+        """The same by rows that are padded on the right, where causal attention never looks."""
         width = max(len(row.tokens) for row in rows)
         tokens_BS = torch.zeros(len(rows), width, dtype=torch.long)
         for i, row in enumerate(rows):
@@ -175,11 +193,7 @@ class ResidentBase:
         before_T = completion_BS.flatten().nonzero()[:, 0].sub(1).to(self.device)
         decoder = self.model.get_decoder()
         hidden_BSH = decoder(tokens_BS.to(self.device), use_cache=False).last_hidden_state
-        hidden_TH = hidden_BSH.flatten(0, 1)[before_T]
-        if not self.checkpointing:
-            return self._picked(hidden_TH, chosen_T)
-        parts = zip(hidden_TH.split(HEAD_TOKENS), chosen_T.split(HEAD_TOKENS), strict=True)
-        return torch.cat([checkpoint(self._picked, *part, use_reentrant=False) for part in parts])
+        return hidden_BSH.flatten(0, 1).index_select(0, before_T), chosen_T
 
     def _picked(self, hidden_TH: Tensor, chosen_T: Tensor) -> Tensor:
         logits_TV = self.model.get_output_embeddings()(hidden_TH).float()
@@ -190,7 +204,7 @@ class ResidentBase:
         """Return each row's completion log-probabilities under an adapter, or under the base."""
         scored: dict[int, list[float]] = {}
         with torch.no_grad(), self.using(adapter):
-            for batch in microbatches([len(row.tokens) for row in rows], self.microbatch_tokens):
+            for batch in self.microbatches(rows):
                 parts = self.logprobs([rows[i] for i in batch]).split([_length(rows[i]) for i in batch])
                 scored |= {i: part.tolist() for i, part in zip(batch, parts, strict=True)}
         return [scored[i] for i in range(len(rows))]
@@ -205,7 +219,7 @@ class ResidentBase:
         loss_sum = 0.0
         found: dict[int, Tensor] = {}
         with self.using(adapter):
-            for batch in microbatches([len(example.row.tokens) for example in data], self.microbatch_tokens):
+            for batch in self.microbatches([example.row for example in data]):
                 examples = [data[i] for i in batch]
                 new_T = self.logprobs([example.row for example in examples])
                 old_T = self._gathered(example.old_logprobs for example in examples)
@@ -257,16 +271,6 @@ def checkpoint_layers(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.training = True
-
-
-def microbatches(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Return indices in batches of similar length whose padded size stays within `budget` tokens."""
-    batches: list[list[int]] = [[]]
-    for i in sorted(range(len(lengths)), key=lambda index: (lengths[index], index)):
-        if batches[-1] and lengths[i] * (len(batches[-1]) + 1) > budget:
-            batches.append([])
-        batches[-1].append(i)
-    return batches
 
 
 def _length(row: Row) -> int:
