@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn.functional import embedding_bag, scaled_dot_product_attention
 
+from engine.memory import COPIES
+
 # Families whose attention is plain and causal over the whole sequence, and called through transformers'
 # interface. Others (sparse, windowed, with sinks) get rows that are padded on the right.
 PACKED = ("deepseek_v3", "glm4_moe", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
@@ -280,7 +282,8 @@ def microbatches(rows: Sequence[Row], budget: int, unit: int = 1, shared: bool =
     """Return indices in batches of at most `budget` tokens of the stream; a larger unit is alone.
 
     `unit` consecutive rows stay together. Rows with the same prompt do where they fit, so that they share
-    it; without `shared` every row counts its own.
+    it; without `shared` every row counts its own. A prompt's keys are copied for each of its samples: a
+    token of the budget allows for `COPIES` of them.
     """
     groups: dict[Any, list[list[int]]] = {}
     for begin in range(0, len(rows), unit):
@@ -289,8 +292,12 @@ def microbatches(rows: Sequence[Row], budget: int, unit: int = 1, shared: bool =
 
     def size(units: Sequence[Sequence[int]]) -> int:
         chosen = [rows[i] for members in units for i in members]
-        prompts = {row.prompt for row in chosen} if shared else [row.prompt for row in chosen]
-        return sum(map(len, prompts)) + sum(len(row.tokens) - row.start - 1 for row in chosen)
+        keys = sum(len(row.tokens) - 1 for row in chosen)
+        if not shared:
+            return keys
+        prompts = sum(map(len, {row.prompt for row in chosen}))
+        own = sum(len(row.tokens) - row.start - 1 for row in chosen)
+        return max(prompts + own, -(-(prompts + keys) // COPIES))
 
     pieces: list[list[list[int]]] = []
     for units in groups.values():
