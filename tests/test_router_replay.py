@@ -13,9 +13,11 @@ from moe_bases import qwen3_moe
 
 from engine.errors import ConfigError
 from engine.training import protocol
-from engine.training.lora import Example, ResidentBase, Row
+from engine.training.lora import Example, ResidentBase
+from engine.training.packing import Row, pack
 from engine.training.replay import decode, mask_unknown
 from engine.training.trainer import example_of
+from engine.training.update import forward_backward
 
 KINDS = {"softmax": qwen3_moe, "sigmoid": deepseek_v3}
 LAYERS = 3
@@ -47,19 +49,20 @@ def adapter_of(base: ResidentBase):
 def own_routes(base: ResidentBase, row: Row, adapter=None) -> torch.Tensor:
     """What the trainer's routers choose by themselves, all tokens but the last: (P, L, K)."""
     _, each = base.replay.shape
-    routes = torch.zeros(len(row.tokens), LAYERS, each, dtype=torch.long)
+    routes = torch.zeros(len(row.tokens) - 1, LAYERS, each, dtype=torch.long)
     hooks = []
     for path in base.shapes.experts:
 
         def keep(gate, args, output, layer: int = int(path.split(".")[2])) -> None:
-            routes[:, layer] = output[2]
+            # A packed row has no last token.
+            routes[:, layer] = output[2][: len(routes)]
 
         gate = base.model.get_submodule(f"{path.rpartition('.')[0]}.gate")
         hooks.append(gate.register_forward_hook(keep))
     base.score(adapter, [replace(row, routes=None)])
     for hook in hooks:
         hook.remove()
-    return routes[:-1]
+    return routes
 
 
 def drawn_routes(base: ResidentBase, row: Row, seed: int) -> torch.Tensor:
@@ -76,7 +79,7 @@ def examples(rows: list[Row]) -> list[Example]:
 
 def gradients(base: ResidentBase, rows: list[Row]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     adapter = adapter_of(base)
-    found = base.backward(adapter, examples(rows), "importance_sampling", {})
+    found = forward_backward(base, adapter, examples(rows), "importance_sampling", {})
     logprobs = torch.tensor([value for row in found.logprobs for value in row])
     return logprobs, {key: factor.grad.clone() for key, factor in adapter.factors.items()}
 
@@ -86,13 +89,14 @@ def test_the_trainers_own_experts_change_nothing(bases, kind):
     base, adapter = bases[kind], adapter_of(bases[kind])
     routed = [replace(row, routes=own_routes(base, row, adapter)) for row in ROWS]
     want, wanted = gradients(base, ROWS)
-    assert base.replay.take_share() is None
     got, grads = gradients(base, routed)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
     for key, grad in wanted.items():
         torch.testing.assert_close(grads[key], grad, rtol=1e-5, atol=1e-6)
-    found = base.backward(adapter, examples(routed), "grpo", {})
-    assert found.out_of_route == 0.0
+    assert forward_backward(base, adapter, examples(ROWS), "dapo", {}).metrics.out_of_route is None
+    # The base, whose experts are others here and there, is not counted.
+    found = forward_backward(base, adapter, examples(routed), "dapo", {"kl": 0.1})
+    assert found.metrics.out_of_route == 0.0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -142,13 +146,14 @@ def test_tokens_out_of_route_are_counted_with_and_without_following(bases):
         routes[position, 1, 0] = absent
     row = replace(ROWS[1], routes=routes)
     followed = base.score(None, [row])
-    share = base.replay.take_share()
+    strayed, known = base.replay.take()
     base.replay.follows = False
     compared = base.score(None, [row])
     base.replay.follows = True
     # Under replay the later tokens see other states, and may choose otherwise themselves.
-    assert base.replay.take_share() == pytest.approx(1 / 3)
-    assert share >= 1 / 3
+    assert base.replay.take() == (1, 3)
+    assert known == 3
+    assert 1 <= strayed <= 3
     assert compared == base.score(None, [ROWS[1]]) != followed
 
 
@@ -167,6 +172,19 @@ def test_what_has_no_known_experts_is_left_out_and_counted(bases):
     assert base.score(None, [kept[0].row])[0] == pytest.approx(base.score(None, [ROWS[0]])[0][:2], abs=1e-6)
     with pytest.raises(ConfigError, match="None of these samples"):
         mask_unknown(examples([replace(ROWS[0], routes=whole[0].routes[:2])]))
+
+
+def test_samples_share_a_prompt_whose_experts_are_alike(bases):
+    base = bases["softmax"]
+    other = replace(ROWS[0], tokens=(*ROWS[0].tokens[:4], 40, 41))
+    routes = drawn_routes(base, ROWS[0], 6)
+    apart = routes.clone()
+    apart[0, 2] = torch.tensor([e for e in range(base.replay.experts) if e not in routes[0, 2].tolist()][:2])
+    for second in (routes, apart):
+        rows = [replace(ROWS[0], routes=routes), replace(other, routes=second)]
+        stream = pack([rows], torch.device("cpu"), torch.float32)
+        assert len(stream.tokens) == 5 + 5 - (3 if second is routes else 0)
+        assert base.score(None, rows) == [pytest.approx(base.score(None, [row])[0], abs=1e-6) for row in rows]
 
 
 def encoded(ids: np.ndarray) -> str:

@@ -66,7 +66,8 @@ class Datum(Message):
     """`model_input` holds all tokens but the last; the loss inputs have one value for each of its positions.
 
     `target_tokens` are the next tokens, `weights` is 1 where the target belongs to the completion, and
-    `logprobs` and `advantages` are read at those positions. `routed_experts` is what the engine returned.
+    `logprobs` and `advantages`, which only losses on samples need, are read at those positions.
+    `routed_experts` is what the engine returned.
     """
 
     model_input: ModelInput
@@ -78,8 +79,8 @@ class Datum(Message):
 
 class ForwardBackwardInput(Message):
     data: list[Datum] = Field(min_length=1)
-    loss_fn: str = "grpo"
-    loss_fn_config: dict[str, float] = Field(default_factory=dict)
+    loss_fn: str = "dapo"
+    loss_fn_config: dict[str, Any] = Field(default_factory=dict, description="`engine.config.LossConfig`")
     router_replay: bool = Field(
         False, description="what has no routed_experts is left out, of the outputs too, and counted as masked"
     )

@@ -93,11 +93,11 @@ class Replay:
             counts = torch.stack([(self._strayed_T[at] & known).sum(), known.sum()])
             self._counts = self._counts.to(counts.device) + counts
 
-    def take_share(self) -> float | None:
-        """Return the share of tokens counted since the last call; None when none had the engine's ids."""
+    def take(self) -> tuple[int, int]:
+        """Return how many tokens went elsewhere since the last call, of how many with the engine's ids."""
         strayed, known = self._counts.tolist()
         self._counts = torch.zeros(2, dtype=torch.long)
-        return strayed / known if known else None
+        return strayed, known
 
     def _choose(self, layer: int, gate: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
         """Return a router's output with the weights and ids (T, K) of the engine's choice."""
@@ -135,8 +135,9 @@ def mask_unknown(data: Sequence["Example"]) -> tuple[list["Example"], int]:
     kept = []
     for example in data:
         row = example.row
-        count = max(0, min(len(row.tokens) - 1, 0 if row.routes is None else len(row.routes)) - row.start + 1)
-        if count:
+        known = 0 if row.routes is None else len(row.routes)
+        count = min(row.length, known - row.start + 1)
+        if count > 0:
             cut = replace(row, tokens=row.tokens[: row.start + count])
             logprobs, advantages = example.old_logprobs[:count], example.advantages[:count]
             kept.append(replace(example, row=cut, old_logprobs=logprobs, advantages=advantages))
@@ -145,8 +146,4 @@ def mask_unknown(data: Sequence["Example"]) -> tuple[list["Example"], int]:
             "None of these samples carries the experts that its tokens took. Sample from an engine that "
             "records them (--enable-return-routed-experts), or set the policy's router_replay to false."
         )
-    return kept, sum(map(_length, data)) - sum(map(_length, kept))
-
-
-def _length(example: "Example") -> int:
-    return len(example.row.tokens) - example.row.start
+    return kept, sum(example.row.length for example in data) - sum(example.row.length for example in kept)

@@ -21,12 +21,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from live import RunningEngine, start_engine, stop_engine
-from test_engine import RANK, random_adapter
+from parity import RANK, random_adapter
 
 from engine.adapters.families import BaseShapes
 from engine.base import ensure_base, prompt_ids
 from engine.config import BaseConfig, Paths
-from engine.training.lora import ResidentBase, Row
+from engine.training.lora import ResidentBase
+from engine.training.packing import Row
 from engine.training.problems import TASKS, stream
 from engine.training.replay import decode
 from engine.training.rollouts import Sampling, sample_groups
@@ -59,13 +60,13 @@ def draw(engine: RunningEngine, model: str, prompts: list[list[int]]) -> tuple[D
 
 
 def compare(trainer: ResidentBase, drawn: list[tuple[dict | None, Drawn]], follows: bool) -> dict[str, float]:
-    ratios, strayed, known = [], 0.0, 0
+    ratios, strayed, known = [], 0, 0
     trainer.replay.follows = follows
     for tensors, (rows, old) in drawn:
         adapter = trainer.hold(tensors) if tensors else None
         new = torch.tensor([value for row in trainer.score(adapter, rows) for value in row])
-        strayed += (trainer.replay.take_share() or 0.0) * len(new)
-        known += len(new)
+        counted = trainer.replay.take()
+        strayed, known = strayed + counted[0], known + counted[1]
         ratios.append((new - old).exp())
     ratio = torch.cat(ratios)
     return {
