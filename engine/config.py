@@ -34,7 +34,7 @@ class BaseConfig(Settings):
     """Which base stays resident: one that is built here, a local directory, or a hub id."""
 
     name: str = Field(
-        "tiny-dense", description="tiny-dense, tiny-moe, tiny-mla, a local directory, or a hub id"
+        "tiny-dense", description="tiny-dense, tiny-moe, tiny-mla, tiny-dsa, a local directory, or a hub id"
     )
     seed: int = Field(20260513, ge=0)
     revision: str | None = Field(
