@@ -70,8 +70,8 @@ BIASED = LLAMA3_8B | {"attention_bias": True, "mlp_bias": True, "num_hidden_laye
 @pytest.mark.parametrize(
     "config",
     [
-        QWEN3_06B, LLAMA3_8B, QWEN3_30B_A3B, ODD_MOE, QWEN2_05B, MISTRAL_7B, BIASED, DEEPSEEK_V3, DEEPSEEK_V32,
-        MOONLIGHT, GLM_45_AIR, GLM_45, MIXTRAL_8X7B, GPT_OSS_20B,
+        QWEN3_06B, LLAMA3_8B, QWEN3_30B_A3B, ODD_MOE, QWEN2_05B, MISTRAL_7B, BIASED, DEEPSEEK_V3,
+        DEEPSEEK_V32, MOONLIGHT, GLM_45_AIR, GLM_45, MIXTRAL_8X7B, GPT_OSS_20B,
     ],
     ids=[
         "qwen3", "llama", "moe", "odd-moe", "qwen2", "mistral", "biased", "deepseek", "deepseek-3.2",

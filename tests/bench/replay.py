@@ -59,7 +59,10 @@ def draw(engine: RunningEngine, model: str, prompts: list[list[int]]) -> tuple[D
     return (rows, old), (seconds[1] + seconds[3]) / (seconds[0] + seconds[2])
 
 
-def compare(trainer: ResidentBase, drawn: list[tuple[dict | None, Drawn]], follows: bool) -> dict[str, float]:
+def compare(
+    trainer: ResidentBase, drawn: list[tuple[dict | None, Drawn]], follows: bool
+) -> tuple[dict[str, float], torch.Tensor]:
+    """Return the figures of all tokens, and each token's logarithm of trainer over engine."""
     ratios, strayed, known = [], 0, 0
     trainer.replay.follows = follows
     for tensors, (rows, old) in drawn:
@@ -67,15 +70,25 @@ def compare(trainer: ResidentBase, drawn: list[tuple[dict | None, Drawn]], follo
         new = torch.tensor([value for row in trainer.score(adapter, rows) for value in row])
         counted = trainer.replay.take()
         strayed, known = strayed + counted[0], known + counted[1]
-        ratios.append((new - old).exp())
-    ratio = torch.cat(ratios)
-    return {
+        ratios.append(new - old)
+    gap = torch.cat(ratios)
+    ratio = gap.exp()
+    figures = {
         "out_of_route": strayed / known,
         "ratio_mean": float(ratio.mean()),
         "ratio_min": float(ratio.min()),
         "ratio_max": float(ratio.max()),
-        "log_ratio_mean_size": float(ratio.log().abs().mean()),
+        "log_ratio_mean_size": float(gap.abs().mean()),
     }
+    return figures, gap
+
+
+def moved(alone: torch.Tensor, replay: torch.Tensor) -> dict[str, float]:
+    """Return what replay did to the tokens that it changed at all: their mean sizes of log ratios."""
+    changed = (alone - replay).abs() > 1e-6
+    sizes = {"alone": alone[changed].abs(), "replay": replay[changed].abs()}
+    means = {f"changed tokens, {name}: log_ratio_mean_size": float(v.mean()) for name, v in sizes.items()}
+    return {"changed tokens": float(changed.float().mean()), **(means if changed.any() else {})}
 
 
 def measure(path: Path, dtype: str, problems: int, size: float, folder: Path) -> dict[str, float]:
@@ -95,9 +108,11 @@ def measure(path: Path, dtype: str, problems: int, size: float, folder: Path) ->
     figures = {f"engine {dtype}: tokens": float(sum(len(old) for _, (_, old) in drawn))}
     for trained in ENGINES[dtype]:
         trainer = ResidentBase(path, 1, 4096, dtype=getattr(torch, trained))
+        both, pair = {}, f"engine {dtype}, trainer {trained}"
         for follows, name in ((False, "alone"), (True, "replay")):
-            found = compare(trainer, drawn, follows)
-            figures |= {f"engine {dtype}, trainer {trained}, {name}: {key}": v for key, v in found.items()}
+            found, both[name] = compare(trainer, drawn, follows)
+            figures |= {f"{pair}, {name}: {key}": value for key, value in found.items()}
+        figures |= {f"{pair}, {key}": value for key, value in moved(**both).items()}
     figures[f"engine {dtype}: asked_seconds_ratio"] = record.median([ratio for _, ratio in pairs])
     return figures
 
