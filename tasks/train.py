@@ -20,6 +20,7 @@ from engine.adapters.families import BaseShapes
 from engine.adapters.manifests import stored_manifest
 from engine.config import DIGEST12, Params, Paths, PolicyConfig, content_hash
 from engine.errors import Conflict, NotFound, ServiceError
+from engine.gpu import cuda_bytes
 from engine.quality.spool import Spool
 from engine.training.client import TrainerClient
 from engine.training.problems import Problem, check_task, stream
@@ -130,7 +131,7 @@ def prepare(params: Params, policy: str, config: PolicyConfig, key: str) -> Run:
     loss_of(config.loss)
     base = ensure_base(params.base, params.paths)
     tokenizer = AutoTokenizer.from_pretrained(base.path)
-    targets = BaseShapes.read(base.path).targets
+    targets = BaseShapes.read(base.path).targets_on(cuda_bytes() is not None)
     line = line_of(params.paths, policy, config, targets)
     spool = Spool(params.paths.spool, f"train-{policy}")
     client = TrainerClient(params.url("trainer"))
@@ -138,7 +139,7 @@ def prepare(params: Params, policy: str, config: PolicyConfig, key: str) -> Run:
 
 
 def line_of(paths: Paths, policy: str, config: PolicyConfig, targets: Sequence[str]) -> Line:
-    """Return the line of training that these settings continue; `targets` are all that the base has.
+    """Return the line of training that these settings continue; `targets` are all that can be served.
 
     Settings, champion and the releases that it has withstood name the line, so that a run that was killed
     finds it again, while a policy whose revision was promoted or refused since gets a new line with a

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from parity import merge
 from test_lora import close
 from test_real_model import DATA, ROWS, flat
 from test_session import BASE, factors, opening, same, train_one
@@ -92,20 +93,6 @@ def scores(model) -> list[list[float]]:
     return found
 
 
-def weight_of(model, module: str) -> torch.Tensor:
-    """Return the (out, in) view of the base's weight that a canonical module stands for."""
-    parent, _, rest = module.partition(".experts.")
-    if not rest:
-        return model.get_submodule(module).weight
-    number, leaf = rest.split(".")
-    experts = model.get_submodule(f"{parent}.experts")
-    if leaf == "down_proj":
-        return experts.down_proj[int(number)]
-    inner = experts.gate_up_proj.shape[1] // 2
-    rows = slice(0, inner) if leaf == "gate_proj" else slice(inner, None)
-    return experts.gate_up_proj[int(number), rows]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_an_adapter_it_is_transformers_own_loop(bases, paths, kind):
     assert close(bases[kind].score(None, ROWS), scores(plain(paths[kind])), 3e-6)
@@ -119,9 +106,7 @@ def test_every_target_alone_and_all_together_equal_the_merged_weights(bases, pat
         model = plain(paths[kind])
         tensors = adapter.canonical(torch.float32)
         validate(tensors, 4, base.modules)
-        with torch.no_grad():
-            for module in {key.rpartition(".")[0] for key in tensors}:
-                weight_of(model, module).add_(tensors[f"{module}.lora_B"] @ tensors[f"{module}.lora_A"])
+        merge(model, tensors)
         found = base.score(adapter, ROWS)
         assert close(found, scores(model), 3e-5), targets
         assert not close(found, base.score(None, ROWS), 1e-2), targets
@@ -302,8 +287,7 @@ def test_an_adapter_of_several_ranks_and_few_experts_is_held(bases, paths):
         inputs, outputs = base.modules[module]
         tensors[f"{module}.lora_A"] = torch.randn(rank, inputs, generator=generator)
         tensors[f"{module}.lora_B"] = torch.randn(outputs, rank, generator=generator) * 0.3
-        with torch.no_grad():
-            weight_of(model, module).add_(tensors[f"{module}.lora_B"] @ tensors[f"{module}.lora_A"])
+    merge(model, tensors)
     found = base.score(base.hold(tensors), ROWS)
     assert close(found, scores(model), 3e-5)
     assert not close(found, base.score(None, ROWS), 1e-2)
