@@ -86,7 +86,7 @@ def test_the_gradient_does_not_depend_on_the_microbatches(base, adapter, data, l
             pytest.skip("corrections are for samples")
         config |= {"kl": 0.3, "geometric": [0.8, 1.25], **dict.fromkeys(("tis", "icepop", "outlier"), True)}
     sizes, runs = set(), []
-    for budget in (1, 9, 28, 64):
+    for budget in (1, 9, 18, 64):
         used = with_budget(base, monkeypatch, budget)
         sizes.add(len(used.microbatches(ROWS, LOSSES[loss].unit)))
         runs.append(gradients(used, adapter, examples, loss, config))
