@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.config import LossConfig
+from engine.loss_config import LossConfig
 from engine.training.corrections import correct
 from engine.training.grpo import Tokens
 from engine.training.update import Objective

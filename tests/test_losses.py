@@ -4,9 +4,10 @@ import pytest
 import torch
 from loss_reference import BUDGET, reference
 
-from engine.config import LossConfig, PolicyConfig, loss_config
+from engine.config import PolicyConfig
 from engine.errors import ConfigError
 from engine.forms import AdaptForm
+from engine.loss_config import LossConfig, loss_config
 from engine.training.grpo import LOSSES, Tokens
 from engine.training.update import Objective
 
@@ -84,6 +85,7 @@ def test_the_losses_differ_where_their_papers_do():
     ("loss", "given", "sentence"),
     [
         ("hope", {}, "no loss 'hope'. Known losses: cross_entropy, importance_sampling, ppo"),
+        ("python:hope", {}, "no loss 'python:hope'"),
         ("dapo", {"clip": 0.2}, "no setting clip. It has: clip_high, clip_low, geometric, icepop, kl, outl"),
         ("dapo", {"beta": 0.2}, "dapo has no setting beta"),
         ("dpo", {"tis": True}, "dpo has no setting tis. It has: beta."),

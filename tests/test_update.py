@@ -9,8 +9,8 @@ import pytest
 import torch
 from loss_reference import BUDGET, reference
 
-from engine.config import CORRECTIONS
 from engine.errors import ConfigError
+from engine.loss_config import CORRECTIONS
 from engine.training.grpo import LOSSES
 from engine.training.lora import Example, ResidentBase, Row
 from engine.training.protocol import AdamParams, CreateSession, OptimStep
