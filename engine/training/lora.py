@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from engine.adapters.families import BaseShapes
 from engine.adapters.revision import validate
-from engine.errors import ConfigError
+from engine.errors import Cancelled, ConfigError
 from engine.memory import HEAD_TOKENS
 from engine.training.adapter import Adapter, sites_of
 from engine.training.experts import SlottedExperts, slotted_experts
@@ -196,9 +196,17 @@ class ResidentBase:
         return [scored[i] for i in range(len(rows))]
 
     def backward(
-        self, adapter: Adapter, data: Sequence[Example], loss: str, config: Mapping[str, float]
+        self,
+        adapter: Adapter,
+        data: Sequence[Example],
+        loss: str,
+        config: Mapping[str, float],
+        stopped: Callable[[], bool] = lambda: False,
     ) -> Backward:
-        """Add the gradient of the loss, averaged over all completion tokens of `data`, to the adapter's."""
+        """Add the gradient of the loss, averaged over all completion tokens of `data`, to the adapter's.
+
+        Raises `Cancelled` when `stopped` says so between two microbatches.
+        """
         if loss not in LOSSES:
             raise ConfigError(f"There is no loss {loss!r}. Known losses: {', '.join(LOSSES)}.")
         total = sum(_length(example.row) for example in data)
@@ -206,6 +214,8 @@ class ResidentBase:
         found: dict[int, Tensor] = {}
         with self.using(adapter):
             for batch in microbatches([len(example.row.tokens) for example in data], self.microbatch_tokens):
+                if stopped():
+                    raise Cancelled("The operation was cancelled between two microbatches.")
                 examples = [data[i] for i in batch]
                 new_T = self.logprobs([example.row for example in examples])
                 old_T = self._gathered(example.old_logprobs for example in examples)
