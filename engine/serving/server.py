@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from engine.memory import Plan
 
 CPU_KV_CACHE_GIB = 0.25
+# The shortest and longest n-gram that drafts are looked up by.
+LOOKUP = (2, 4)
 
 
 def main() -> None:
@@ -108,6 +110,8 @@ def server_arguments(
         "--max-lora-rank", str(config.max_rank),
         "--lora-target-modules", *lora_targets(base),
         *attention_arguments(base, plan),
+        *route_arguments(base),
+        *speculative_arguments(config),
         "--worker-extension-cls", "engine.serving.loader.LoaderExtension",
         "--middleware", "engine.serving.gateway.Gateway",
         "--additional-config", json.dumps({"graftwork": ours}),
@@ -122,7 +126,7 @@ def lora_targets(base: "BaseInfo") -> tuple[str, ...]:
     """Return what may carry LoRA; routed experts are one module of the engine, which calls it `experts`."""
     from engine.adapters.families import BaseShapes
 
-    shapes = BaseShapes.of(json.loads((base.path / "config.json").read_text()))
+    shapes = BaseShapes.read(base.path)
     return (*shapes.targets, *(("experts",) if shapes.experts else ()))
 
 
@@ -130,6 +134,23 @@ def attention_arguments(base: "BaseInfo", plan: "Plan | None") -> list[str]:
     """Keep latent attention on the CPU's plain backend: the one for AMX drops adapters on `kv_b_proj`."""
     latent = json.loads((base.path / "config.json").read_text()).get("kv_lora_rank")
     return ["--attention-backend", "CPU_MLA"] if latent and plan is None else []
+
+
+def route_arguments(base: "BaseInfo") -> list[str]:
+    """Record the experts of every token of a mixture of experts; a request asks for its own."""
+    from engine.adapters.families import BaseShapes
+
+    shapes = BaseShapes.read(base.path)
+    return ["--enable-return-routed-experts"] if shapes.experts else []
+
+
+def speculative_arguments(config: EngineConfig) -> list[str]:
+    """Let vLLM draft tokens by looking up the last ones in the request's own text (its `ngram` method)."""
+    if not config.speculative:
+        return []
+    lookup = {"prompt_lookup_min": LOOKUP[0], "prompt_lookup_max": LOOKUP[1]}
+    ngram = {"method": "ngram", "num_speculative_tokens": config.speculative, **lookup}
+    return ["--speculative-config", json.dumps(ngram)]
 
 
 def memory_arguments(config: EngineConfig, plan: "Plan | None") -> list[str]:

@@ -129,6 +129,11 @@ class Queue:
                 return {"position": 0, **self._counts(operation.line), "estimated_wait_s": 0.0}
             return self._state(operation.line, line.index(operation))
 
+    @property
+    def unfinished(self) -> int:
+        """Return how many operations wait or run."""
+        return sum(map(len, list(self._lines.values()))) + len(self._running)
+
     def waiting(self, line: str) -> int:
         return len(self._lines.get(line, ()))
 

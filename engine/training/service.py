@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 
 from engine.config import Params, load_params
 from engine.errors import Busy, Cancelled, Conflict, GraftworkError, NotFound
@@ -48,6 +48,10 @@ def make_app(trainer: "Trainer") -> FastAPI:
     @app.get("/sessions")
     def sessions(limit: int = NEWEST) -> dict[str, Any]:
         return {"sessions": trainer.sessions.rows(limit)}
+
+    @app.get("/metrics")
+    def metrics() -> PlainTextResponse:
+        return PlainTextResponse(trainer.render_metrics())
 
     @app.post("/sessions")
     def create_session(body: protocol.CreateSession) -> dict[str, str]:
@@ -89,7 +93,10 @@ def make_app(trainer: "Trainer") -> FastAPI:
     async def operation(id: str, wait_s: float = 0.0) -> dict[str, Any]:
         """Answer `pending`, `done` with the result, or `failed` with the error, after at most `wait_s`."""
         future = trainer.operation(id)
-        await asyncio.wait([asyncio.wrap_future(future)], timeout=min(wait_s, LONGEST_WAIT_S))
+        waiting = asyncio.wrap_future(future)
+        # Looked at, so that asyncio does not log an error that its client was told.
+        waiting.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        await asyncio.wait([waiting], timeout=min(wait_s, LONGEST_WAIT_S))
         return state_of(future) if future.done() else {"state": "pending", "queue": trainer.queue.place(id)}
 
     @app.delete("/operations/{id}")

@@ -87,9 +87,12 @@ class Sessions:
         return bytes_of(chosen, opened.rank)
 
     def hear(self, name: str, fence: int) -> None:
-        """Note that the writer with this fence is there: it sent something, or asked for a result."""
+        """Note that the writer with this fence sent something, or asked for a result.
+
+        It keeps a lease so, but gets none back that has ended.
+        """
         known = self._known.get(name)
-        if known and known.fence == fence:
+        if known and known.fence == fence and known.is_active:
             known.heard = time.monotonic()
 
     def refuse_other_writers(self, policy: str, holder: str) -> None:
@@ -194,6 +197,11 @@ class Sessions:
     def headers(self, limit: int) -> Iterator[dict[str, Any]]:
         """Yield what is stored of the newest sessions, without tensors."""
         return (state.read_header(file) for file in self._files()[:limit])
+
+    def resident(self) -> list[Session]:
+        """Return the sessions in memory, the last heard of last."""
+        held = [one for one in list(self._known.values()) if one.session]
+        return [one.session for one in sorted(held, key=lambda one: one.heard) if one.session]
 
     def rows(self, stored: int = 0) -> list[dict[str, Any]]:
         """Describe the known sessions and the newest `stored` ones, the last heard of first."""

@@ -17,6 +17,7 @@ from engine.training import protocol
 from engine.training.export import Exporter
 from engine.training.limits import Limits
 from engine.training.lora import Example, ResidentBase, Row
+from engine.training.metrics import TrainerMetrics, peak_memory
 from engine.training.queue import Queue
 from engine.training.session import Session, answer
 from engine.training.sessions import Sessions
@@ -38,6 +39,7 @@ class Trainer:
         self.sessions = Sessions(
             params.paths.sessions, base, base_digest, limits.session_bytes, self.queue.waiting
         )
+        self.metrics = TrainerMetrics()
         # Grows over restarts too, so that a fence of an earlier process is never accepted again.
         self.fence = time.time_ns()
 
@@ -47,7 +49,8 @@ class Trainer:
             self.sessions.hear(request.session, request.fence)
         # What belongs to no session stands in one line of its own.
         line = getattr(request, "session", "")
-        return self.queue.submit(request, line, work, can_stop=isinstance(request, protocol.ForwardBackward))
+        can_stop = isinstance(request, protocol.ForwardBackward)
+        return self.queue.submit(request, line, self.metrics.timed(work), can_stop)
 
     def operation(self, id: str) -> "Future[Any]":
         """Return an operation's result to come, also of one that was done and stored before a restart."""
@@ -114,7 +117,10 @@ class Trainer:
             self._examples(given), given.loss_fn, given.loss_fn_config, stop.is_set
         )
         metrics = {"loss": found.loss, "importance_ratio": found.importance_ratio, "tokens": found.tokens}
-        return {"loss_fn_outputs": _outputs(found.logprobs), "metrics": metrics}
+        return {
+            "loss_fn_outputs": _outputs(found.logprobs),
+            "metrics": metrics | {"peak_memory": peak_memory()},
+        }
 
     def _examples(self, given: protocol.ForwardBackwardInput) -> list[Example]:
         data = [example_of(datum) for datum in given.data]
@@ -122,7 +128,12 @@ class Trainer:
         return data
 
     def optim_step(self, request: protocol.OptimStep) -> dict[str, Any]:
-        return self.sessions.writable(request).optim_step(request)
+        session = self.sessions.writable(request)
+        before = session.step
+        result = session.optim_step(request)
+        if session.step > before:
+            self.metrics.observe_step(session.history[-1])
+        return result
 
     def save_state(self, request: protocol.NamedState) -> dict[str, Any]:
         return self.sessions.writable(request).save_as(request.name, request.request_id)
@@ -146,6 +157,10 @@ class Trainer:
             "session_bytes_limit": self.limits.session_bytes,
             "queue": self.queue.state(""),
         }
+
+    def render_metrics(self) -> bytes:
+        """Return what Prometheus reads."""
+        return self.metrics.render(self.sessions.resident(), self.queue.unfinished)
 
     def close(self) -> None:
         self.queue.close()
