@@ -6,11 +6,13 @@ the trainer's one thread; other threads may look, and say that a holder was hear
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from engine.errors import Busy, ConfigError, Conflict, NotFound
+from engine.errors import Busy, ConfigError, Conflict, NotFound, ServiceError
 from engine.training import state
 from engine.training.limits import bytes_of
 from engine.training.lora import ResidentBase
@@ -60,9 +62,10 @@ class Sessions:
         self.budget, self.waiting = budget, waiting
         self._known: dict[str, Known] = {}
         # Whoever wrote before a restart may still be there.
-        for file in self._files():
-            if time.time() - file.stat().st_mtime < LEASE_S:
-                self.find(file.parent.name)
+        for name, stored in self._newest():
+            if not stored.is_active:
+                break
+            self._known[name] = stored
 
     def find(self, name: str) -> Known | None:
         """Return a session that is known or stored; None when there is none, or an older trainer's."""
@@ -72,7 +75,9 @@ class Sessions:
 
     def _stored(self, name: str) -> Known | None:
         file = state_file(self.directory / name)
-        header = state.read_header(file) if file.is_file() else {}
+        return self._described(file, state.read_header(file)) if file.is_file() else None
+
+    def _described(self, file: Path, header: dict[str, Any]) -> Known | None:
         if "opened" not in header:
             return None
         opened = CreateSession.model_validate(header["opened"])
@@ -189,14 +194,16 @@ class Sessions:
             known.step = known.session.step
         known.session = None
 
-    def _files(self) -> list[Path]:
-        """Return the state files, that of the newest step first."""
+    def headers(self) -> Iterator[tuple[Path, dict[str, Any]]]:
+        """Yield what is stored of every session without its tensors, the newest first; damaged ones not."""
         files = self.directory.glob(f"*/{CURRENT}.state")
-        return sorted(files, key=lambda file: file.stat().st_mtime, reverse=True)
+        for file in sorted(files, key=lambda file: file.stat().st_mtime, reverse=True):
+            with suppress(ServiceError):
+                yield file, state.read_header(file)
 
-    def headers(self, limit: int) -> Iterator[dict[str, Any]]:
-        """Yield what is stored of the newest sessions, without tensors."""
-        return (state.read_header(file) for file in self._files()[:limit])
+    def _newest(self) -> Iterator[tuple[str, Known]]:
+        read = ((file, self._described(file, header)) for file, header in self.headers())
+        return ((file.parent.name, known) for file, known in read if known)
 
     def resident(self) -> list[Session]:
         """Return the sessions in memory, the last heard of last."""
@@ -206,8 +213,7 @@ class Sessions:
     def rows(self, stored: int = 0) -> list[dict[str, Any]]:
         """Describe the known sessions and the newest `stored` ones, the last heard of first."""
         known = dict(self._known)
-        names = (file.parent.name for file in self._files()[:stored])
-        known |= {name: one for name in names if name not in known and (one := self._stored(name))}
+        known |= {name: one for name, one in islice(self._newest(), stored) if name not in known}
         now = time.monotonic()
         ordered = sorted(known.items(), key=lambda item: item[1].heard, reverse=True)
         return [

@@ -7,6 +7,7 @@ as fast, and the rest is read without touching it. Knows nothing of what a state
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -45,8 +46,8 @@ def write(state: Mapping[str, Any], paths: Sequence[Path]) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return a stored state with its tensors on the CPU."""
-    stored = torch.load(path, map_location="cpu", weights_only=True)
+    """Return a stored state with its tensors on the CPU. Raises `ServiceError` when it is damaged."""
+    stored = _load(path)
     flat = stored.pop("flat", None)
     if flat is None:
         return dict(stored)
@@ -56,9 +57,19 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """Return a stored state without its tensors, which are not read."""
-    stored = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    """Return a stored state without its tensors, which are not read; `ServiceError` when it is damaged."""
+    stored = _load(path, mmap=True)
     return dict(stored.get("tree", stored))
+
+
+def _load(path: Path, mmap: bool = False) -> dict[str, Any]:
+    try:
+        return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=mmap))
+    except (RuntimeError, UnpicklingError, EOFError) as error:
+        raise ServiceError(
+            f"The stored session {path} is damaged ({error}). Put a copy of it back, or remove it to "
+            "begin anew."
+        ) from None
 
 
 def _flattened(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
+from itertools import islice
 from typing import Any
 
 from engine.adapters.catalog import Policy
@@ -23,8 +24,8 @@ from engine.training.session import Session, answer
 from engine.training.sessions import Sessions
 from engine.training.start import start_of
 
-# Stored sessions that are searched for a request's result, and that are listed.
-NEWEST = 256
+# Stored sessions that are searched for a request's result.
+SEARCHED = 256
 
 
 class Trainer:
@@ -63,7 +64,7 @@ class Trainer:
         return operation.future
 
     def _done_before(self, id: str) -> "Future[Any]":
-        for stored in self.sessions.headers(NEWEST):
+        for _, stored in islice(self.sessions.headers(), SEARCHED):
             if id in stored["done"]:
                 future: Future[Any] = Future()
                 future.set_result(answer(stored["done"][id], stored["history"]))
