@@ -110,6 +110,7 @@ def train(
             if on_step:
                 on_step(session.history[-1])
         exported = export_revision(run, session)
+        run.client.close_session(session)
     finally:
         run.client.close()
         run.spool.close()
