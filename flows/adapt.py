@@ -2,7 +2,8 @@
 
 from prefect import flow
 
-from engine.config import AdaptForm, resolve_policy, served_name
+from engine.config import resolve_policy, served_name
+from engine.forms import AdaptForm
 from flows.display import training_bar
 from flows.entry import flow_settings
 from tasks import steps

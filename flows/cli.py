@@ -14,8 +14,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from engine.config import AdaptForm
 from engine.errors import GraftworkError
+from engine.forms import AdaptForm
 from flows import cli_adapters, cli_admin, cli_decide, cli_look, cli_plan, cli_policy, cli_score, cli_serve
 from flows.entry import PARAMS, ParamsFile, check, enter, load_flows, require_services
 

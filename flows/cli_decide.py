@@ -5,7 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
-from engine.config import ApprovalForm, Params, ReleaseForm, served_name, split_served_name
+from engine.config import Params, served_name, split_served_name
+from engine.forms import ApprovalForm, ReleaseForm
 from flows.entry import (
     PARAMS,
     By,

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from engine.config import CreatePolicyForm, known_policies, resolve_policy
+from engine.config import known_policies, resolve_policy
+from engine.forms import CreatePolicyForm
 from flows.entry import PARAMS, Json, ParamsFile, enter, filled
 
 app = typer.Typer()

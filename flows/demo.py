@@ -15,8 +15,9 @@ from typing import Any
 
 from prefect import flow
 
-from engine.config import AdaptForm, Params, PolicyConfig, ReleaseForm
+from engine.config import Params, PolicyConfig
 from engine.errors import ServiceError
+from engine.forms import AdaptForm, ReleaseForm
 from flows.adapt import adapt
 from flows.display import print_stage
 from flows.release import release

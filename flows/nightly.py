@@ -4,8 +4,9 @@ from typing import Any
 
 from prefect import flow
 
-from engine.config import AdaptForm, NightlyForm, Params
+from engine.config import Params
 from engine.errors import GraftworkError
+from engine.forms import AdaptForm, NightlyForm
 from flows.adapt import adapt
 from flows.entry import flow_settings
 from tasks import steps

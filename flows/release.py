@@ -4,7 +4,8 @@ from typing import Any
 
 from prefect import flow
 
-from engine.config import ReleaseForm, served_name
+from engine.config import served_name
+from engine.forms import ReleaseForm
 from flows.entry import flow_settings
 from tasks import steps
 from tasks.approval import ask_for_approval

@@ -22,10 +22,6 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 EXPERIMENT = "graftwork"
-CURVE = (
-    "reward", "importance_ratio", "loss", "grad_norm", "rollout_s", "reward_s", "update_s", "handoff_s",
-    "tokens", "groups_kept", "kept",
-)  # fmt: skip
 
 
 def register(
@@ -133,14 +129,18 @@ def _log_curve(
     # One timestamp for all attempts: the tracking store then drops what it already has.
     at = int(manifest.created_at * 1000)
     metrics = [
-        Metric(name, float(row[name]), at, int(row["step"]))
-        for row in curve
-        for name in CURVE
-        if row.get(name) is not None
+        Metric(name, value, at, int(row["step"])) for row in curve for name, value in numbers(row).items()
     ]
     settings = [Param(name, str(value)) for name, value in sorted(manifest.config.items())]
     for start in range(0, max(len(metrics), 1), 1000):
         client.log_batch(run_id, metrics=metrics[start : start + 1000], params=settings[:100])
+
+
+def numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return what MLflow can draw of a training step: each number, and of `masked` one for each reason."""
+    masked = {f"masked/{reason}": count for reason, count in (row.get("masked") or {}).items()}
+    values = {name: value for name, value in row.items() if name != "step"} | masked
+    return {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
 
 
 def _upload(

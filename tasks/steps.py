@@ -14,17 +14,9 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.context import TaskRunContext
 
-from engine.config import (
-    CreatePolicyForm,
-    DecideForm,
-    HoldForm,
-    Params,
-    PolicyConfig,
-    ReleaseForm,
-    RestoreForm,
-    served_name,
-)
+from engine.config import Params, PolicyConfig, served_name
 from engine.errors import ServiceError
+from engine.forms import CreatePolicyForm, DecideForm, HoldForm, ReleaseForm, RestoreForm
 
 if TYPE_CHECKING:
     from tasks.score import Score

@@ -5,7 +5,6 @@ the session's step. A line of training goes on from the policy's champion while 
 same; with another contract it begins at the base.
 """
 
-import json
 import os
 import socket
 import time
@@ -128,7 +127,7 @@ def prepare(params: Params, policy: str, config: PolicyConfig, key: str) -> Run:
 
     base = ensure_base(params.base, params.paths)
     tokenizer = AutoTokenizer.from_pretrained(base.path)
-    targets = BaseShapes.of(json.loads((base.path / "config.json").read_text())).targets
+    targets = BaseShapes.read(base.path).targets
     line = line_of(params.paths, policy, config, targets)
     spool = Spool(params.paths.spool, f"train-{policy}")
     client = TrainerClient(params.url("trainer"))

@@ -79,7 +79,7 @@ def _search(
     from contextlib import closing
     from pathlib import Path
 
-    from engine.adapters.importing import shapes_of
+    from engine.adapters.families import BaseShapes
     from engine.adapters.publishing import stored_tensors
     from engine.adapters.revision import read_revision
     from engine.adapters.store import Store
@@ -89,7 +89,7 @@ def _search(
     from engine.training.client import TrainerClient
 
     try:
-        base = shapes_of(Path(catalog.base(revision.base).path))
+        base = BaseShapes.read(Path(catalog.base(revision.base).path))
         with (
             tempfile.TemporaryDirectory(dir=params.state_dir) as scratch,
             closing(Store(params.paths.store)) as store,

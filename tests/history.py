@@ -35,6 +35,23 @@ def emit_users(spool, count=300):
             spool.emit("feedback", at=NOW + 1.05 + number / 10, request_id=request, reward=reward, key="k")
 
 
+def step_row(step, policy="sums", session="new", **changes):
+    """A training step as the loop writes it, with every metric."""
+    row = {
+        "policy": policy, "session": session, "step": step, "digest": GOOD, "loss_fn": "dapo",
+        "reward": step / 400, "reward_std": 0.3 + step / 5000, "zero_spread": 0.25,
+        "importance_ratio": 1.0 + step * 1e-6, "ratio_min": 0.99 - step * 1e-5,
+        "ratio_max": 1.01 + step * 1e-5, "clip_fraction": 0.02, "kl": 0.001 * step,
+        "kl_old": 3e-7, "entropy": 2.0 / step,
+        "masked": {"outlier": 3, "router": 5}, "loss": -0.125, "grad_norm": 0.7,
+        "tokens": 4096, "learned_tokens": 4088, "tokens_per_s": 812.5, "length_mean": 17.5, "length_max": 24,
+        "truncated": 0.0625, "staleness": 1.0, "groups_kept": 6, "kept": 0.75, "verifier_errors": 0,
+        "rollout_s": 1.5, "wait_s": 0.5, "reward_s": 0.0625, "update_s": 2.0, "handoff_s": 0.03,
+        "backpressure_s": 0.4, "peak_memory": 3 << 30,
+    }  # fmt: skip
+    return row | changes
+
+
 def emit_steps(spool):
     for session, at, digest in (("old", NOW - 100, OLD), ("new", NOW + 1, GOOD)):
         for step in (1, 2, 3):

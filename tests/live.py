@@ -63,8 +63,7 @@ class RunningEngine:
 
         targets = tuple(sorted({key.rpartition(".lora_")[0].rpartition(".")[2] for key in tensors}))
         digest = revision.digest(tensors, rank, targets, self.base_digest)
-        config = json.loads((self.base_path / "config.json").read_text())
-        whole = packed.pack(tensors, dtype or torch.float32, BaseShapes.of(config).fused)
+        whole = packed.pack(tensors, dtype or torch.float32, BaseShapes.read(self.base_path).fused)
         at = self.store.append(whole.tobytes())
         self.catalog.add_policy(Policy(policy, self.base_digest, {}, "test", time.time()))
         self.catalog.add_layout(whole.layout.digest, whole.layout.to_json())

@@ -48,7 +48,7 @@ class Plant:
 
 def plant(engine: RunningEngine, tensors: dict[str, torch.Tensor], change: Callable[[Plant], None]) -> str:
     """Publish a changed adapter, its checksum right unless the change says otherwise; return its name."""
-    shapes = BaseShapes.of(json.loads((engine.base_path / "config.json").read_text()))
+    shapes = BaseShapes.read(engine.base_path)
     whole = packed.pack(tensors, torch.float32, shapes.fused)
     made = Plant(json.loads(whole.layout.to_json()), bytearray(whole.tobytes()), engine)
     change(made)

@@ -153,6 +153,20 @@ def test_a_revision_is_added_once_and_upgraded_by_its_export(catalog: Catalog) -
     assert catalog.revision("sorting", "aa11") == make_revision("aa11", state="exported", expires_at=None)
 
 
+def test_a_revision_moves_to_other_bytes_and_stays_what_it_is(catalog: Catalog) -> None:
+    catalog.add_revision(make_revision("aa11", state="exported", expires_at=None))
+    catalog.set_probe("sorting", "aa11", {"accepted": True})
+    catalog.add_revision(make_revision("aa22"))
+    place = {"layout": "l2", "segment": "s2", "offset": 64, "length": 128, "checksum": "d"}
+    moved = catalog.move_revision(make_revision("aa11", owner="you", created_at=9.0, **place))
+    assert moved == catalog.revision("sorting", "aa11")
+    assert moved == make_revision(
+        "aa11", state="exported", expires_at=None, probe={"accepted": True}, **place
+    )
+    assert catalog.revision("sorting", "aa22") == make_revision("aa22")
+    assert catalog.move_revision(make_revision("bb")) == make_revision("bb")
+
+
 def test_a_digest_prefix_names_one_revision(catalog: Catalog) -> None:
     for digest in ("aa11", "aa22", "ff99"):
         catalog.add_revision(make_revision(digest))

@@ -1,6 +1,7 @@
 """The live engine: adapters served equal PEFT's, base rows stay the base's, bad adapters hurt nobody."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -9,6 +10,7 @@ import torch
 from live import RunningEngine, StockServer
 
 from engine.adapters.families import BaseShapes
+from engine.adapters.publishing import location
 
 RANK = 8
 # Log-probabilities in float32 by two implementations: measured 2e-6 to 2e-5, see docs/benchmarks.md.
@@ -187,13 +189,18 @@ def test_bad_adapters_fail_their_requests_alone(engine: RunningEngine, shapes):
             assert sentence in response.json()["error"]["message"]
         damaged = engine.publish("bad", random_adapter(shapes, 65), RANK)
         row = engine.catalog.revision("bad", damaged.partition("@")[2])
-        path = engine.store.path(row.segment)
+        path, whole = engine.store.path(row.segment), engine.store.read(location(row))
         with path.open("r+b") as file:
             file.seek(row.offset + 1000)
             file.write(b"\xff" * 8)
         response = client.post("/v1/completions", json={"model": damaged, "prompt": [7], "max_tokens": 2})
         assert response.status_code == 422
         assert "damaged" in response.json()["error"]["message"]
+        # Its bytes come again, at another place: the same engine serves it now.
+        at = engine.store.append(whole)
+        engine.catalog.move_revision(replace(row, segment=at.segment, offset=at.offset))
+        response = client.post("/v1/completions", json={"model": damaged, "prompt": [7], "max_tokens": 2})
+        assert response.status_code == 200, response.text
         response = client.post("/v1/completions", json={"model": good, "prompt": [7], "max_tokens": 2})
         assert response.status_code == 200
 

@@ -1,6 +1,7 @@
 """Adapters from elsewhere become revisions of any family, with a probe that our base computes."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,9 +13,12 @@ from live import free_port
 from made_adapters import canonical, write
 
 from engine.adapters import importing, revision
-from engine.adapters.catalog import Catalog
+from engine.adapters.catalog import Catalog, Revision
+from engine.adapters.families import BaseShapes
 from engine.adapters.foreign import inspect, publish
-from engine.adapters.importing import directory_from_store, shapes_of
+from engine.adapters.importing import directory_from_store
+from engine.adapters.publishing import stored_tensors
+from engine.adapters.store import Store
 from engine.config import Params, load_params
 from engine.errors import AdapterError, ConfigError, NotFound
 from engine.quality.probe import Probe, ProbeRow, from_json, gaps
@@ -49,7 +53,7 @@ def small(base, **more) -> dict:
 
 
 def test_an_adapter_from_elsewhere_becomes_a_revision_by_the_command(tiny_base, tmp_path):
-    base = shapes_of(tiny_base)
+    base = BaseShapes.read(tiny_base)
     tensors = canonical(base, ranks={module: 1 + i % 4 for i, module in enumerate(base.linear)})
     source = write(tmp_path / "source", tensors, "plain", base, 2.0)
     (tmp_path / "params.yaml").write_text(
@@ -120,7 +124,7 @@ def _weight(model, module: str) -> torch.Tensor:
 @pytest.mark.parametrize("layout", ["per-expert", "megatron-3d", "shared-outer"])
 def test_adapters_of_experts_and_latent_attention_are_imported_with_a_probe(expert_base, tmp_path, layout):
     name, path = expert_base
-    params, base = settings_of(path, tmp_path / "state"), shapes_of(path)
+    params, base = settings_of(path, tmp_path / "state"), BaseShapes.read(path)
     tensors = small(base, seed=3)
     source = write(tmp_path / "source", tensors, layout, base)
     foreign, info = inspect(params, source)
@@ -152,7 +156,7 @@ def one_row(manifest, directory) -> Probe:
 
 
 def test_a_revision_of_ours_keeps_its_probe(tiny_base, tmp_path):
-    params, base = settings_of(tiny_base, tmp_path / "state"), shapes_of(tiny_base)
+    params, base = settings_of(tiny_base, tmp_path / "state"), BaseShapes.read(tiny_base)
     tensors = canonical(base)
     targets = tuple({key.rsplit(".", 2)[1] for key in tensors})
     (tmp_path / "a").mkdir()
@@ -172,7 +176,7 @@ def test_a_revision_of_ours_keeps_its_probe(tiny_base, tmp_path):
 
 
 def test_the_row_comes_last_so_that_a_crash_leaves_nothing_to_serve(tiny_base, tmp_path, monkeypatch):
-    params, base = settings_of(tiny_base, tmp_path / "state"), shapes_of(tiny_base)
+    params, base = settings_of(tiny_base, tmp_path / "state"), BaseShapes.read(tiny_base)
     source = write(tmp_path / "source", canonical(base), "plain", base)
     foreign, info = inspect(params, source)
 
@@ -193,8 +197,45 @@ def test_the_row_comes_last_so_that_a_crash_leaves_nothing_to_serve(tiny_base, t
     catalog.close()
 
 
+def test_damaged_bytes_are_written_anew_by_the_next_import(tiny_base, tmp_path):
+    """Whole bytes are left where they are; changed, cut off or missing ones come again elsewhere."""
+    params, base = settings_of(tiny_base, tmp_path / "state"), BaseShapes.read(tiny_base)
+    tensors = canonical(base)
+    source = write(tmp_path / "source", tensors, "plain", base)
+    foreign, info = inspect(params, source)
+    made = publish(params, source, foreign, info, "afar", "local", one_row)
+    catalog, store = Catalog(params.paths.catalog_url), Store(params.paths.store)
+
+    def again() -> Revision:
+        publish(params, source, foreign, info, "afar", "local", refuse)
+        row = catalog.revision("afar", made.digest)
+        stored = stored_tensors(catalog, store, row)
+        assert all(torch.equal(stored[key], tensors[key]) for key in tensors)
+        return row
+
+    first = again()
+    assert again() == first
+    assert len(list(store.root.iterdir())) == 1
+    for harm in (flip, lambda path: os.truncate(path, 100), Path.unlink):
+        before = catalog.revision("afar", made.digest)
+        harm(store.path(before.segment))
+        with pytest.raises(AdapterError, match=r"[Ee]xport (the revision )?again"):
+            stored_tensors(catalog, store, before)
+        moved = again()
+        assert moved.segment != before.segment
+        assert replace(moved, segment=first.segment) == first
+    catalog.close()
+
+
+def flip(path: Path) -> None:
+    """Change one bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
 def test_what_the_engine_cannot_serve_is_refused_before_anything_is_written(tiny_base, tmp_path):
-    params, base = settings_of(tiny_base, tmp_path / "state"), shapes_of(tiny_base)
+    params, base = settings_of(tiny_base, tmp_path / "state"), BaseShapes.read(tiny_base)
     wide = write(tmp_path / "wide", canonical(base, default=64), "plain", base)
     foreign, info = inspect(params, wide)
     with pytest.raises(AdapterError, match="rank 64, over the engine's"):
@@ -206,7 +247,7 @@ def test_what_the_engine_cannot_serve_is_refused_before_anything_is_written(tiny
 
 def test_a_converted_adapter_keeps_what_it_was_read_from(tiny_base, tmp_path):
     """Another dtype and another scale: the digest is of what is served, the original stays beside it."""
-    params, base = settings_of(tiny_base, tmp_path / "state"), shapes_of(tiny_base)
+    params, base = settings_of(tiny_base, tmp_path / "state"), BaseShapes.read(tiny_base)
     half = write(tmp_path / "half", canonical(base, dtype=torch.bfloat16), "plain", base, 4.0)
     foreign, info = inspect(params, half)
     assert {tensor.dtype for tensor in foreign.tensors.values()} == {torch.float32}

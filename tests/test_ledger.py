@@ -11,10 +11,12 @@ import time
 import uuid
 from pathlib import Path
 
+import duckdb
 import pytest
+from history import step_row
 
 from engine.errors import ConfigError, Conflict, NotFound
-from engine.quality.ledger import Ledger, Spool, open_snapshot
+from engine.quality.ledger import MIGRATIONS, Ledger, Spool, open_snapshot
 from engine.quality.spool import ready_files
 
 spawn = multiprocessing.get_context("spawn")
@@ -220,6 +222,41 @@ def test_a_ledger_of_a_newer_version_is_refused(tmp_path: Path, ledger: Ledger) 
     ledger.close()
     with pytest.raises(ConfigError, match="schema 9999"):
         Ledger(tmp_path / "ledger.duckdb")
+
+
+def test_every_metric_of_a_training_step_is_in_the_ledger(spool: Spool, ledger: Ledger) -> None:
+    row = step_row(7)
+    spool.emit("train_steps", **row)
+    spool.emit("train_steps", id="nan", **row | {"entropy": float("nan"), "masked": None})
+    assert take_in(ledger, spool) == 2
+    assert not (spool.root / "rejected").exists()
+    found = ledger.connection.execute("FROM train_steps ORDER BY id = 'nan'")
+    names = [column[0] for column in found.description]
+    first, second = (dict(zip(names, values, strict=True)) for values in found.fetchall())
+    assert json.loads(first["masked"]) == row["masked"]
+    assert {name: first[name] for name in row if name != "masked"} == {
+        name: value for name, value in row.items() if name != "masked"
+    }
+    assert (second["entropy"], second["masked"]) == (None, None)
+    identity = {"id", "at", "code_version", "config_hash"}
+    assert set(names) - set(row) == identity
+
+
+def test_steps_of_an_older_ledger_stay_without_the_new_metrics(tmp_path: Path, spool: Spool) -> None:
+    path = tmp_path / "old.duckdb"
+    with duckdb.connect(str(path)) as old:
+        old.execute('CREATE TABLE migrations (version INTEGER PRIMARY KEY, "at" DOUBLE)')
+        for number, file in enumerate(sorted(MIGRATIONS.glob("*.sql"))[:2], start=1):
+            old.execute(file.read_text())
+            old.execute("INSERT INTO migrations VALUES (?, 0)", [number])
+        old.execute(
+            """INSERT INTO train_steps (id, "at", policy, step, reward) VALUES ('x', 1, 'p', 1, 0.5)"""
+        )
+    ledger = Ledger(path)
+    spool.emit("train_steps", **step_row(2, "p"))
+    assert take_in(ledger, spool) == 1
+    query = "SELECT step, reward, entropy, masked FROM train_steps ORDER BY step"
+    assert rows(ledger, query) == [(1, 0.5, None, None), (2, 0.005, 1.0, '{"outlier":3,"router":5}')]
 
 
 def test_a_snapshot_is_whole_at_every_moment_and_keeps_the_lock(

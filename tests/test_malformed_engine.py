@@ -12,9 +12,9 @@ QUESTION = {"prompt": [7, 8, 9, 10], "max_tokens": 4, "temperature": 0, "logprob
 
 @pytest.fixture(scope="module")
 def tensors(engine: RunningEngine):
-    from engine.adapters.importing import shapes_of
+    from engine.adapters.families import BaseShapes
 
-    return random_adapter(shapes_of(engine.base_path).modules(), 71)
+    return random_adapter(BaseShapes.read(engine.base_path).modules(), 71)
 
 
 @pytest.fixture(scope="module")

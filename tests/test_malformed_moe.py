@@ -14,8 +14,8 @@ from malformed import CORPUS, good
 from planted import PLANTED_EXPERTS, plant
 from test_engine import RANK, random_adapter
 
+from engine.adapters.families import BaseShapes
 from engine.adapters.foreign import inspect, publish
-from engine.adapters.importing import shapes_of
 from engine.adapters.layouts import LAYOUTS
 from engine.config import Params
 from engine.errors import AdapterError
@@ -45,7 +45,7 @@ def params(engine: RunningEngine) -> Params:
 
 @pytest.fixture(scope="module")
 def base(engine: RunningEngine):
-    return shapes_of(engine.base_path)
+    return BaseShapes.read(engine.base_path)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,9 @@ from live import RunningEngine, start_engine, stop_engine
 from made_adapters import write
 from mla_bases import deepseek_v3
 from test_engine import ask, prompts, random_adapter
-from test_moe_engine import Reference, differences, mixed, shapes_of
+from test_moe_engine import Reference, differences, mixed
+
+from engine.adapters.families import BaseShapes
 
 RANK = 8
 # Log-probabilities in float32 by two implementations: measured 6.2e-6 at most, see docs/benchmarks.md.
@@ -27,7 +29,7 @@ def start(base: Path, tmp_path_factory: pytest.TempPathFactory, dtype: str, slot
 
 def kinds_of(base: Path) -> dict[str, dict]:
     """Adapters on each target alone, on each sort of MLP alone, and on all modules."""
-    shapes = shapes_of(base)
+    shapes = BaseShapes.read(base)
     targets = [(name, shapes.modules(), (name,)) for name in shapes.targets]
     linear = {name: size for name, size in shapes.linear.items() if ".mlp." in name}
     shared = {name: size for name, size in linear.items() if ".shared_experts." in name}
@@ -106,7 +108,7 @@ def test_peft_opens_a_revision_and_agrees(engine: RunningEngine, base: Path, kin
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    path = write(tmp_path / "adapter", kinds[name], "per-expert", shapes_of(base))
+    path = write(tmp_path / "adapter", kinds[name], "per-expert", BaseShapes.read(base))
     reference = Reference(base, None)
     reference.model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), path)
     served = engine.publish("kinds", kinds[name], RANK)
@@ -139,7 +141,7 @@ def test_base_rows_of_a_full_mixed_batch_are_the_base(engine: RunningEngine, kin
 
 
 def test_an_adapter_without_effect_is_the_base_to_the_bit(engine: RunningEngine, base: Path):
-    zero = random_adapter(shapes_of(base).modules(), 60)
+    zero = random_adapter(BaseShapes.read(base).modules(), 60)
     zero |= {key: torch.zeros_like(value) for key, value in zero.items() if key.endswith("lora_B")}
     name = engine.publish("zero", zero, RANK)
     mine = prompts(16)

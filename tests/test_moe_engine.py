@@ -1,7 +1,6 @@
 """A mixture of experts on a live engine: adapters equal PEFT's, base rows the base's, in any batch."""
 
 import asyncio
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,10 +17,6 @@ RANK = 8
 # Log-probabilities in float32 by two implementations: measured 4e-6 at most over these batches.
 TOLERANCE = 5e-5
 EXPERTS = ("gate_proj", "up_proj", "down_proj")
-
-
-def shapes_of(base: Path) -> BaseShapes:
-    return BaseShapes.of(json.loads((base / "config.json").read_text()))
 
 
 def start(base: Path, tmp_path_factory: pytest.TempPathFactory, dtype: str, slots: int = 8) -> RunningEngine:
@@ -44,7 +39,7 @@ def engine(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
 @pytest.fixture(scope="module")
 def kinds(base: Path) -> list[dict]:
     """Adapters on each target alone and on all together: as many as there are slots."""
-    shapes = shapes_of(base)
+    shapes = BaseShapes.read(base)
     leaves = [(name,) for name in shapes.targets] + [None]
     return [random_adapter(shapes.modules(), 100 + i, leaf) for i, leaf in enumerate(leaves)]
 
@@ -101,7 +96,7 @@ def test_experts_equal_peft_on_the_files_of_a_revision(engine: RunningEngine, ba
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    shapes = shapes_of(base)
+    shapes = BaseShapes.read(base)
     tensors = random_adapter(shapes.modules(), 7)
     path = write(tmp_path / "adapter", tensors, "per-expert", shapes)
     reference = Reference(base, None)
@@ -114,7 +109,7 @@ def test_experts_equal_peft_on_the_files_of_a_revision(engine: RunningEngine, ba
 
 def test_base_rows_of_a_full_mixed_batch_are_the_base(engine: RunningEngine, base: Path):
     """Bit-identical to base rows alone, and near an engine without LoRA."""
-    shapes = shapes_of(base).modules()
+    shapes = BaseShapes.read(base).modules()
     names = [engine.publish("full", random_adapter(shapes, 20 + i, size=1.0), RANK) for i in range(8)]
     mine = prompts(32)
     alone = asyncio.run(ask(engine, [(engine.base_name, prompt) for prompt in mine]))
@@ -133,7 +128,7 @@ def test_base_rows_of_a_full_mixed_batch_are_the_base(engine: RunningEngine, bas
 
 def test_an_adapter_without_effect_is_the_base_to_the_bit(engine: RunningEngine, base: Path):
     """B is zero everywhere, or on the experts alone while attention has an adapter."""
-    shapes = shapes_of(base)
+    shapes = BaseShapes.read(base)
     zero = random_adapter(shapes.modules(), 60)
     zero |= {key: torch.zeros_like(value) for key, value in zero.items() if key.endswith("lora_B")}
     attention = random_adapter(shapes.linear, 61)
@@ -199,7 +194,7 @@ def test_bfloat16_is_as_near_as_the_reference_in_bfloat16(
 def test_shared_experts_carry_adapters_too(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory):
     """GLM-MoE: the shared expert's linear layers are wrapped, and the wrapped ones are those that run."""
     base = glm4_moe(tmp_path_factory.mktemp("bases") / "glm", tiny_base)
-    shapes = shapes_of(base)
+    shapes = BaseShapes.read(base)
     shared = {name: size for name, size in shapes.linear.items() if ".shared_experts." in name}
     assert shared
     routed = {name: size for name, size in shapes.modules().items() if ".experts." in name}

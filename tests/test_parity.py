@@ -8,7 +8,9 @@ import pytest
 import torch
 from live import RunningEngine, start_engine, stop_engine
 from test_engine import ask, random_adapter
-from test_moe_engine import Reference, differences, mixed, shapes_of
+from test_moe_engine import Reference, differences, mixed
+
+from engine.adapters.families import BaseShapes
 
 RANK = 8
 # Log-probabilities in float32 by two implementations: measured 1e-5 at most over these batches.
@@ -17,7 +19,7 @@ BATCHES = ((1, 7), (2, 7), (8, 1), (64, 0))
 
 
 def kinds_of(base: Path) -> list[dict]:
-    shapes = shapes_of(base)
+    shapes = BaseShapes.read(base)
     leaves = [(name,) for name in shapes.targets] + [None]
     return [random_adapter(shapes.modules(), 100 + i, leaf) for i, leaf in enumerate(leaves)]
 

@@ -18,7 +18,7 @@ from test_trainer_service import Service
 
 from engine.adapters import packed
 from engine.adapters.catalog import Base, Policy, Revision
-from engine.adapters.importing import shapes_of
+from engine.adapters.families import BaseShapes
 from engine.adapters.revision import make_manifest, write_revision
 from engine.config import Params, load_params, served_name
 from engine.quality.ledger import Ledger
@@ -41,7 +41,7 @@ class Gate:
 
     @property
     def shapes(self):
-        return shapes_of(self.engine.base_path)
+        return BaseShapes.read(self.engine.base_path)
 
     def ship(self, tensors: dict, policy: str = "gate", **probe) -> tuple[str, Probe]:
         """Write a revision's directory with the trainer's probe; return its digest and the probe."""

@@ -14,6 +14,7 @@ import httpx
 import pytest
 import torch
 import yaml
+from history import step_row
 from mlflow import MlflowClient
 from peft import PeftModel
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -120,6 +121,24 @@ def test_a_version_carries_the_tags_and_the_curve(params, base, tmp_path):
     run = client.get_run(found.run_id)
     assert run.data.params == {"lr": "0.003", "task": "addition"}
     assert run.info.status == "FINISHED"
+
+
+def test_every_number_of_every_step_is_a_point_of_the_runs_metrics(params, base, tmp_path):
+    curve = [step_row(step) for step in range(1, 61)]
+    curve[40] |= {"kl": None, "masked": {"outlier": 1}}
+    directory = make_revision(tmp_path, base, "curve", seed=5)
+    version = register(params, "curve", directory, curve)
+    client = MlflowClient(params.url("mlflow"), params.url("mlflow"))
+    run_id = client.get_model_version("curve", str(version)).run_id
+    words = {"policy", "session", "step", "digest", "loss_fn", "masked"}
+    expected = {name: [row[name] for row in curve] for name in curve[0] if name not in words}
+    expected |= {
+        f"masked/{reason}": [row["masked"].get(reason) for row in curve] for reason in ("outlier", "router")
+    }
+    assert set(client.get_run(run_id).data.metrics) == set(expected)
+    for name, values in expected.items():
+        points = [(step, value) for step, value in enumerate(values, start=1) if value is not None]
+        assert [(point.step, point.value) for point in client.get_metric_history(run_id, name)] == points
 
 
 def test_the_same_digest_is_the_same_version_and_another_is_the_next(params, base, tmp_path):

@@ -1,6 +1,7 @@
 """Residency: shared loads, a bounded queue, deadlines, and eviction that spares who is in use."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -45,6 +46,9 @@ class FakeEngine:
 
 
 class FakeCatalog:
+    def revision(self, policy, digest):
+        return replace(revision(0), policy=policy, digest=digest)
+
     def layout(self, digest):
         return "{}"
 

@@ -39,7 +39,7 @@ def silent(name: str, state: str) -> None:
 
 def make_revision(base: Path, directory: Path, seed: int = 0, rank: int = 2, scale: float = 0.05, **changes):
     """Write a revision of random values that fits the base."""
-    shapes = BaseShapes.of(json.loads((base / "config.json").read_text())).modules()
+    shapes = BaseShapes.read(base).modules()
     generator = torch.Generator().manual_seed(seed)
     dtype = changes.pop("dtype", torch.float32)
     tensors = {}

@@ -16,6 +16,7 @@ from live import free_port
 
 from engine.adapters import packed, revision
 from engine.adapters.catalog import Catalog
+from engine.adapters.publishing import stored_tensors
 from engine.adapters.store import Location, Store
 from engine.config import Params, Paths, load_params
 from engine.errors import AdapterError, BaseModelError, ConfigError, Conflict, NotFound, ServiceError
@@ -112,6 +113,32 @@ def test_a_killed_trainer_goes_on_bit_for_bit(service):
     assert client.export(cut).digest == want.digest
 
 
+def test_a_step_is_in_the_metrics_once(service):
+    client = service.client
+    session = client.create_session("measured", "measured", holder="a", **SETTINGS)
+    answer = client.forward_backward(session, data(1))["metrics"]
+    before = metrics(service)
+    record = {"reward": 0.625, "tokens": answer["tokens"], "masked": {"outlier": 2}}
+    for _ in range(2):
+        client.optim_step(session, ADAM, record=record, request_id="measured-step")
+    after = metrics(service)
+    grown = {name: after[name] - before.get(name, 0.0) for name in after}
+    assert after['graftwork_policy_reward{policy="measured"}'] == 0.625
+    assert grown["graftwork_trainer_steps_total"] == 1
+    assert grown["graftwork_trainer_tokens_total"] == answer["tokens"] == 16
+    assert grown["graftwork_trainer_masked_tokens_total"] == 2
+    assert grown['graftwork_trainer_operations_total{kind="optim_step",outcome="done"}'] == 1
+    assert after["graftwork_trainer_peak_memory_bytes"] >= answer["peak_memory"] > 1 << 26
+
+
+def metrics(service) -> dict[str, float]:
+    """Return the trainer's metrics as Prometheus reads them, by name and labels."""
+    answer = httpx.get(f"{service.params.url('trainer')}/metrics")
+    assert answer.headers["content-type"].startswith("text/plain")
+    lines = [line for line in answer.text.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+
 def test_a_repeated_request_is_one_operation(service):
     client = service.client
     session = client.create_session("again", "sums", holder="a", **SETTINGS)
@@ -154,6 +181,28 @@ def test_a_revision_is_published_by_three_routes_alike(service):
     probe = json.loads((exported.directory / "probe.json").read_text())
     assert probe["base_digest"] == session.base
     assert probe["rows"][0]["adapter"] != probe["rows"][0]["base"]
+
+
+def test_an_export_replaces_bytes_that_were_damaged(service):
+    client, paths = service.client, Paths(service.params.state_dir)
+    session = client.create_session("damaged", "sums", holder="a", **SETTINGS)
+    step(client, session, 2)
+    digest = client.export(session).digest
+    catalog, store = Catalog(paths.catalog_url), Store(paths.store)
+    before = catalog.revision("sums", digest)
+    whole = stored_tensors(catalog, store, before)
+    with store.path(before.segment).open("r+b") as file:
+        file.seek(before.offset + before.length // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+    with pytest.raises(AdapterError, match="damaged"):
+        stored_tensors(catalog, store, before)
+    assert client.export(session).digest == digest
+    after = catalog.revision("sums", digest)
+    assert (after.segment, after.offset) != (before.segment, before.offset)
+    stored = stored_tensors(catalog, store, after)
+    assert all(torch.equal(stored[key], whole[key]) for key in whole)
 
 
 def test_a_revision_without_a_session_gets_the_probe_that_its_session_gave_it(service, tmp_path):

@@ -50,6 +50,9 @@ __all__ = [
     "migrate",
 ]
 
+# What a revision's row says of its bytes; everything else of a revision is part of what it is.
+PLACE = ("layout", "segment", "offset", "length", "checksum")
+
 
 def migrate(url: str) -> None:
     """Create the catalog or bring it to the newest schema; safe when several processes do it."""
@@ -139,6 +142,16 @@ class Catalog(Looks):
                 later = table.expires_at < revision.expires_at
                 connection.execute(change.where(later).values(expires_at=revision.expires_at))
         return False
+
+    def move_revision(self, revision: Revision) -> Revision:
+        """Let a known revision's row name the bytes that this one names; return the row, or this if none."""
+        table = schema.revisions.c
+        place = {name: getattr(revision, name) for name in PLACE}
+        known = (table.policy == revision.policy) & (table.digest == revision.digest)
+        change = update(schema.revisions).where(known).values(**place).returning(schema.revisions)
+        with self._write() as connection:
+            row = connection.execute(change).one_or_none()
+        return Revision(**row._mapping) if row else revision
 
     def revision(self, policy: str, digest_prefix: str) -> Revision:
         """Return the one revision whose digest begins so; `NotFound`, or `Conflict` when several do."""

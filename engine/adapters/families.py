@@ -4,8 +4,10 @@ Read from a base's `config.json` alone. Knows transformers' module names (versio
 parameter of three axes) and the names that adapter files use. Knows no layout of a file.
 """
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from engine.errors import BaseModelError
@@ -142,6 +144,11 @@ class BaseShapes:
             if family.shared and config.get("n_shared_experts"):
                 linear |= _mlp(f"{path}.mlp.{family.shared}", hidden, inner * config["n_shared_experts"])
         return BaseShapes(family, linear, experts)
+
+    @staticmethod
+    def read(base: Path) -> "BaseShapes":
+        """Read the `config.json` of a base's directory; raises as `of` does."""
+        return BaseShapes.of(json.loads((base / "config.json").read_text()))
 
     @property
     def fused(self) -> dict[str, tuple[str, ...]]:

@@ -80,7 +80,7 @@ class Foreign:
 def inspect(params: Params, directory: Path) -> tuple[Foreign, BaseInfo]:
     """Read an adapter for the base of these settings, in the dtype that its engine serves."""
     base = ensure_base(params.base, params.paths)
-    shapes = BaseShapes.of(json.loads((base.path / "config.json").read_text()))
+    shapes = BaseShapes.read(base.path)
     return read_adapter(directory, shapes, getattr(torch, serving_dtype(params))), base
 
 

@@ -16,7 +16,7 @@ import torch
 from engine.adapters.catalog import Base, Catalog, Policy, Revision, migrate
 from engine.adapters.families import BaseShapes
 from engine.adapters.manifests import MANIFEST
-from engine.adapters.publishing import append, stored_tensors
+from engine.adapters.publishing import put, stored_tensors
 from engine.adapters.revision import (
     PROBE,
     Manifest,
@@ -60,7 +60,7 @@ def check_fit(params: Params, base: Path, tensors: Tensors, manifest: Manifest, 
     """Raise `AdapterError` unless base and engine of these settings can serve the tensors."""
     if not POLICY_NAME.fullmatch(manifest.policy):
         raise AdapterError(f"{directory} names the policy {manifest.policy!r}, which is no policy's name.")
-    validate(tensors, None, shapes_of(base).modules())
+    validate(tensors, None, BaseShapes.read(base).modules())
     largest = max(tensor.shape[0] for key, tensor in tensors.items() if key.endswith(".lora_A"))
     if manifest.rank != largest:
         raise AdapterError(
@@ -78,11 +78,6 @@ def check_fit(params: Params, base: Path, tensors: Tensors, manifest: Manifest, 
         raise AdapterError(
             f"The revision in {directory} is in {found}, the engine serves {serving}. Set `engine.dtype`."
         )
-
-
-def shapes_of(base: Path) -> BaseShapes:
-    """Return what of a base in a directory can carry LoRA."""
-    return BaseShapes.of(json.loads((base / "config.json").read_text()))
 
 
 def serving_dtype(params: Params) -> str:
@@ -155,12 +150,9 @@ def _publish(
 ) -> None:
     """Write bytes, then the directory with its probe, then the catalog's row, which commits both."""
     now, config = time.time(), manifest.config
-    try:
-        known = catalog.revision(manifest.policy, manifest.digest)
-    except NotFound:
-        dtype = getattr(torch, serving_dtype(params))
-        with closing(Store(params.paths.store)) as store:
-            known = append(catalog, store, tensors, manifest, dtype, shapes_of(base.path), owner, now)
+    dtype = getattr(torch, serving_dtype(params))
+    with closing(Store(params.paths.store)) as store:
+        row = put(catalog, store, tensors, manifest, dtype, BaseShapes.read(base.path), owner, now)
     if probe:
         write_revision(params.paths.revision(manifest.policy, manifest.digest), tensors, manifest, probe)
     catalog.add_base(Base(base.digest, base.name, str(base.path), now))
@@ -169,4 +161,4 @@ def _publish(
         config = catalog.policy(manifest.policy).config
     catalog.add_policy(Policy(manifest.policy, base.digest, config, owner, now))
     # A snapshot that is imported by name is an exported revision from now on.
-    catalog.add_revision(replace(known, state="exported", expires_at=None))
+    catalog.add_revision(replace(row, state="exported", expires_at=None))

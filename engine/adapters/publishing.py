@@ -1,5 +1,6 @@
 """A revision's bytes into the store, and the catalog row that would commit them."""
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -7,12 +8,39 @@ import torch
 from engine.adapters import packed
 from engine.adapters.catalog_schema import Revision
 from engine.adapters.store import Location
+from engine.errors import AdapterError, NotFound
 
 if TYPE_CHECKING:
     from engine.adapters.catalog import Catalog
     from engine.adapters.families import BaseShapes
     from engine.adapters.revision import Manifest, Tensors
     from engine.adapters.store import Store
+
+
+def put(
+    catalog: "Catalog",
+    store: "Store",
+    tensors: "Tensors",
+    manifest: "Manifest",
+    dtype: "torch.dtype",
+    base: "BaseShapes",
+    owner: str,
+    now: float,
+) -> Revision:
+    """Return the row of a revision whose bytes in the store are whole; append them where they are not.
+
+    A known revision whose bytes are damaged or missing is moved to new ones. A new one's row is not
+    committed yet; arguments as those of `append`.
+    """
+    given = (catalog, store, tensors, manifest, dtype, base, owner, now)
+    try:
+        known = catalog.revision(manifest.policy, manifest.digest)
+    except NotFound:
+        return append(*given)
+    with suppress(AdapterError):
+        store.read(location(known))
+        return known
+    return catalog.move_revision(append(*given))
 
 
 def append(
@@ -56,6 +84,11 @@ def stored_tensors(catalog: "Catalog", store: "Store", row: Revision) -> "Tensor
 
     Raises `AdapterError` when the bytes are missing or damaged.
     """
-    payload = store.read(Location(row.segment, row.offset, row.length, row.checksum))
+    payload = store.read(location(row))
     layout = packed.Layout.from_json(catalog.layout(row.layout))
     return packed.unpack(packed.Packed(layout, torch.frombuffer(bytearray(payload), dtype=torch.uint8)))
+
+
+def location(row: Revision) -> Location:
+    """Return where a row says that its bytes lie."""
+    return Location(row.segment, row.offset, row.length, row.checksum)

@@ -9,6 +9,8 @@ from typing import Any
 
 # The newest vLLM that these patches were read against; a test fails when the pinned one moves past.
 VLLM_READ_AGAINST = "0.32.0"
+# Of a request's `vllm_xargs`.
+ROUTES_ASKED = "routed_experts"
 
 
 def register() -> None:
@@ -19,6 +21,8 @@ def register() -> None:
     rotate_heads_on_cpu()
     replace_latent_attention()
     serve_experts_on_cpu()
+    record_experts_on_cpu()
+    return_experts_when_asked()
 
 
 def replace_worker_manager() -> None:
@@ -127,6 +131,46 @@ def serve_experts_on_cpu() -> None:
     method.select_unquantized_moe_backend = select_backend
     others = tuple(c for c in utils._all_lora_classes if not issubclass(c, utils.FusedMoEWithLoRA))
     utils._all_lora_classes = (*others, ExpertsWithLoRA)
+
+
+def record_experts_on_cpu() -> None:
+    """Let the CPU's model runner record which experts each token took.
+
+    Stock refuses to start with `--enable-return-routed-experts` there: the recorder hangs on its newer model
+    runner. Its other conditions are met by us, who ask for it on a mixture of experts alone.
+    Bound: 0.32.0. Goes when vLLM records on a CPU.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.config import VllmConfig
+    from vllm.v1.worker import cpu_worker
+
+    from engine.serving.routes_cpu import RecordingRunner
+
+    VllmConfig._verify_aux_output_compatibility = lambda self: None  # type: ignore[method-assign]
+    cpu_worker.CPUModelRunner = RecordingRunner  # type: ignore[misc]
+
+
+def return_experts_when_asked() -> None:
+    """Return the experts of a request's tokens when its `vllm_xargs` ask for them, as rollouts do.
+
+    Stock returns them with every answer once it records: a kilobyte for three tokens of 48 layers.
+    Bound: 0.32.0. Goes when vLLM lets a request choose.
+    """
+    from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
+
+    take = AuxOutputSchedulerConnector.take_output
+    if hasattr(take, "__wrapped__"):
+        return
+
+    @wraps(take)
+    def take_output(self: Any, request: Any, output: Any) -> Any:
+        asked = (request.sampling_params.extra_args or {}).get(ROUTES_ASKED)
+        return take(self, request, output) if asked else None
+
+    AuxOutputSchedulerConnector.take_output = take_output  # type: ignore[method-assign]
 
 
 def vllm_version() -> str:

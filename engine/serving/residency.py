@@ -130,7 +130,9 @@ class Residency:
         self._make_room(name)
 
     async def _prepare(self, name: str, revision: Revision) -> None:
-        await self._engine.prepare(name, self._address(revision))
+        # Read anew: a revision whose bytes were damaged may lie elsewhere by now.
+        row = self._catalog.revision(revision.policy, revision.digest)
+        await self._engine.prepare(name, self._address(row))
         pause = POLL_S
         while (state := await self._engine.poll(name)) != "ready":
             if state != "loading":

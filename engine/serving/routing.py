@@ -98,8 +98,9 @@ class Router:
         return Target(policy, pinned.digest, "pinned")
 
     def revision(self, policy: str, digest: str) -> Revision:
-        """Return a revision by its digest or a prefix of it; rows are immutable, so they are kept.
+        """Return a revision by its digest or a prefix of it.
 
+        Rows are kept: all but the place of the bytes is immutable, and a load reads that anew.
         Raises `AdapterError` when it belongs to another base: the same shapes would load and be wrong.
         """
         known = self._pinned.get((policy, digest))

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from engine.memory import Plan
 
 CPU_KV_CACHE_GIB = 0.25
+# The shortest and longest n-gram that drafts are looked up by.
+LOOKUP = (2, 4)
 
 
 def main() -> None:
@@ -109,6 +111,8 @@ def server_arguments(
         "--lora-target-modules", *lora_targets(base),
         *attention_arguments(base, plan),
         *executor_arguments(config, plan),
+        *route_arguments(base),
+        *speculative_arguments(config),
         "--worker-extension-cls", "engine.serving.loader.LoaderExtension",
         "--middleware", "engine.serving.gateway.Gateway",
         "--additional-config", json.dumps({"graftwork": ours}),
@@ -123,7 +127,7 @@ def lora_targets(base: "BaseInfo") -> tuple[str, ...]:
     """Return what may carry LoRA; routed experts are one module of the engine, which calls it `experts`."""
     from engine.adapters.families import BaseShapes
 
-    shapes = BaseShapes.of(json.loads((base.path / "config.json").read_text()))
+    shapes = BaseShapes.read(base.path)
     return (*shapes.targets, *(("experts",) if shapes.experts else ()))
 
 
@@ -137,6 +141,23 @@ def executor_arguments(config: EngineConfig, plan: "Plan | None") -> list[str]:
     """Keep a worker that is alone on a CPU in the engine's process; ranks have processes of their own."""
     alone = plan is None and config.tensor_parallel == 1
     return ["--distributed-executor-backend", "engine.serving.executor.InProcessExecutor"] if alone else []
+
+
+def route_arguments(base: "BaseInfo") -> list[str]:
+    """Record the experts of every token of a mixture of experts; a request asks for its own."""
+    from engine.adapters.families import BaseShapes
+
+    shapes = BaseShapes.read(base.path)
+    return ["--enable-return-routed-experts"] if shapes.experts else []
+
+
+def speculative_arguments(config: EngineConfig) -> list[str]:
+    """Let vLLM draft tokens by looking up the last ones in the request's own text (its `ngram` method)."""
+    if not config.speculative:
+        return []
+    lookup = {"prompt_lookup_min": LOOKUP[0], "prompt_lookup_max": LOOKUP[1]}
+    ngram = {"method": "ngram", "num_speculative_tokens": config.speculative, **lookup}
+    return ["--speculative-config", json.dumps(ngram)]
 
 
 def memory_arguments(config: EngineConfig, plan: "Plan | None") -> list[str]:

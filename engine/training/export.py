@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from engine.adapters.catalog import Catalog, Revision
-from engine.adapters.publishing import append, stored_tensors
+from engine.adapters.publishing import put, stored_tensors
 from engine.adapters.revision import Manifest, make_manifest, read_revision, validate, write_revision
 from engine.adapters.store import Store
 from engine.config import Paths, served_name
-from engine.errors import AdapterError, ConfigError, NotFound
+from engine.errors import AdapterError, ConfigError
 from engine.quality.probe import Probe, ProbeRow
 from engine.training.adapter import Adapter
 from engine.training.lora import ResidentBase, Row
@@ -122,15 +122,9 @@ class Exporter:
         exported: bool,
     ) -> None:
         now = time.time()
-        row = self._known(manifest) or append(
+        row = put(
             self.catalog, self.store, tensors, manifest, self.dtype, session.base.shapes, opened.owner, now
         )
         state = "exported" if exported else "snapshot"
         expires_at = None if exported else now + opened.snapshot_ttl_s
         self.catalog.add_revision(Revision(**{**vars(row), "state": state, "expires_at": expires_at}))
-
-    def _known(self, manifest: Manifest) -> Revision | None:
-        try:
-            return self.catalog.revision(manifest.policy, manifest.digest)
-        except NotFound:
-            return None

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 
 from engine.config import Params, load_params
 from engine.errors import Busy, Conflict, GraftworkError, NotFound
@@ -40,6 +40,10 @@ def make_app(trainer: "Trainer") -> FastAPI:
     def health() -> dict[str, Any]:
         sessions = {name: item.session.step for name, item in list(trainer.open.items())}
         return {"status": "ok", "base": trainer.base_digest, "pid": os.getpid(), "sessions": sessions}
+
+    @app.get("/metrics")
+    def metrics() -> PlainTextResponse:
+        return PlainTextResponse(trainer.render_metrics())
 
     @app.post("/sessions")
     def create_session(body: protocol.CreateSession) -> dict[str, str]:

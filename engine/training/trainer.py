@@ -16,6 +16,7 @@ from engine.errors import Busy, ConfigError, Conflict, NotFound, ServiceError
 from engine.training import protocol
 from engine.training.export import Exporter
 from engine.training.lora import Example, ResidentBase, Row
+from engine.training.metrics import TrainerMetrics, peak_memory
 from engine.training.session import CURRENT, Session
 
 LEASE_S = 30.0
@@ -37,6 +38,7 @@ class Trainer:
     def __init__(self, params: Params, base: ResidentBase, base_digest: str, exporter: Exporter):
         self.params, self.base, self.base_digest, self.exporter = params, base, base_digest, exporter
         self.open: dict[str, Open] = {}
+        self.metrics = TrainerMetrics()
         # Grows over restarts too, so that a fence of an earlier process is never accepted again.
         self.fence = time.time_ns()
         self._operations: dict[str, Future[Any]] = {}
@@ -51,7 +53,7 @@ class Trainer:
         with self._lock:
             known = self._operations.get(request.request_id)
             if known is None or (known.done() and known.exception()):
-                self._operations[request.request_id] = self._thread.submit(work, request)
+                self._operations[request.request_id] = self._thread.submit(self.metrics.timed(work), request)
             for old in list(self._operations)[:-KEPT_OPERATIONS]:
                 del self._operations[old]
         return request.request_id
@@ -126,10 +128,15 @@ class Trainer:
         found = session.forward_backward(data, given.loss_fn, given.loss_fn_config)
         outputs = [{"logprobs": {"data": row, "dtype": "float32"}} for row in found.logprobs]
         metrics = {"loss": found.loss, "importance_ratio": found.importance_ratio, "tokens": found.tokens}
-        return {"loss_fn_outputs": outputs, "metrics": metrics}
+        return {"loss_fn_outputs": outputs, "metrics": metrics | {"peak_memory": peak_memory()}}
 
     def optim_step(self, request: protocol.OptimStep) -> dict[str, Any]:
-        return dict(self._writable(request).session.optim_step(request))
+        session = self._writable(request).session
+        before = session.step
+        result = dict(session.optim_step(request))
+        if session.step > before:
+            self.metrics.observe_step(session.history[-1])
+        return result
 
     def save_state(self, request: protocol.NamedState) -> dict[str, Any]:
         return {"path": str(self._writable(request).session.save(request.name))}
@@ -147,6 +154,13 @@ class Trainer:
 
     def probe(self, request: protocol.ProbeRevision) -> dict[str, Any]:
         return self.exporter.probe_revision(self.base, self.base_digest, request).to_json()
+
+    def render_metrics(self) -> bytes:
+        """Return what Prometheus reads."""
+        held = list(self.open.values())
+        held.sort(key=lambda item: item.heard)
+        queued = sum(not operation.done() for operation in list(self._operations.values()))
+        return self.metrics.render([item.session for item in held], queued)
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)

@@ -12,7 +12,6 @@ engines are up at once and take turns; each repeat has prompts of its own, so th
 
 import argparse
 import asyncio
-import json
 import sys
 import tempfile
 import time
@@ -132,7 +131,7 @@ def stock_with_adapters(base: Path, shapes: BaseShapes, made: list, root: Path, 
 def measure(base_name: str, arguments: argparse.Namespace, root: Path) -> tuple[dict, bool]:
     """Return each engine's speeds of each repeat, and whether our answers are right."""
     base = make_base(base_name, root)
-    shapes = BaseShapes.of(json.loads((base / "config.json").read_text()))
+    shapes = BaseShapes.read(base)
     dtype = getattr(torch, arguments.dtype)
     made = adapters(shapes, dtype)
     how = {"dtype": arguments.dtype, "max_model_len": 256, "threads": arguments.threads}

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from live import RunningEngine, start_engine, stop_engine
 from test_engine import RANK, prompts, random_adapter
 
-from engine.adapters.importing import shapes_of
+from engine.adapters.families import BaseShapes
 from engine.adapters.revision import make_manifest, write_revision
 from engine.base import ensure_base
 from engine.config import BaseConfig, Paths
@@ -105,7 +105,7 @@ def another(path: Path, dtype: torch.dtype) -> ResidentBase:
 
 
 def measure(engine: RunningEngine, dtype: torch.dtype, seeds: range, folder: Path) -> dict:
-    modules = shapes_of(engine.base_path).modules()
+    modules = BaseShapes.read(engine.base_path).modules()
     base, other_base = ResidentBase(engine.base_path, 1, 2048, dtype=dtype), another(engine.base_path, dtype)
     right: list[ProbeResult] = []
     caught: dict[str, list[ProbeResult]] = {}

@@ -1,0 +1,131 @@
+"""What Prometheus reads of the trainer: counts since its start, and the last step of every open policy.
+
+A policy is a label only while it has a session in memory, so that labels stay as few as sessions. Steps come
+with the record that their client gave: whatever of it is no number is passed over. Knows nothing of HTTP.
+"""
+
+import math
+import resource
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from torch import Tensor
+
+from engine.training.adapter import Adapter
+from engine.training.session import Session
+
+# Seconds of a step by what they were spent on: `<phase>_s` of its row.
+PHASES = ("rollout", "wait", "reward", "update", "handoff", "backpressure")
+BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
+LAST = {
+    "step": "Steps done.",
+    "reward": "Mean reward of the last step.",
+    "reward_std": "Standard deviation of the last step's rewards.",
+    "zero_spread": "Share of the last step's groups whose samples all got the same reward.",
+    "importance_ratio": "Mean importance ratio of the last step, trainer over engine.",
+    "ratio_min": "Smallest importance ratio of the last step.",
+    "ratio_max": "Largest importance ratio of the last step.",
+    "clip_fraction": "Share of the last step's tokens that the loss clipped.",
+    "kl": "KL divergence to the base in the last step, nats.",
+    "kl_old": "KL divergence between engine and trainer in the last step, nats.",
+    "entropy": "Mean entropy of a token in the last step, nats.",
+    "loss": "Loss of the last step.",
+    "grad_norm": "Norm of the last step's gradients before clipping.",
+    "length_mean": "Mean length of the last step's answers, tokens.",
+    "truncated": "Share of the last step's answers that were cut off.",
+    "staleness": "Steps between the revision that sampled and the one that learned.",
+    "tokens_per_s": "Tokens of the last step by its seconds.",
+}
+
+
+class TrainerMetrics:
+    """Counts of one trainer's life; used by its thread, rendered by any."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+
+        def counter(name: str, what: str, *labels: str) -> Counter:
+            return Counter(f"graftwork_trainer_{name}", what, labels, registry=self.registry)
+
+        self.operations = counter("operations", "Operations that ended.", "kind", "outcome")
+        self.seconds = Histogram(
+            "graftwork_trainer_operation_seconds", "Seconds of an operation, its wait left out.", ["kind"],
+            registry=self.registry, buckets=BUCKETS_S,
+        )  # fmt: skip
+        self.steps = counter("steps", "Training steps of all policies.")
+        self.tokens = counter("tokens", "Tokens that were trained on.")
+        self.masked = counter("masked_tokens", "Tokens that a correction or a route left out.")
+        self.phases = counter("step_seconds", "Seconds of training steps by what they went to.", "phase")
+
+    def timed(self, work: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return the same work, counted by its name and by how it ended: `done`, or the error's name."""
+
+        def counted(request: Any) -> Any:
+            began, outcome = time.monotonic(), "done"
+            try:
+                return work(request)
+            except BaseException as error:
+                outcome = type(error).__name__
+                raise
+            finally:
+                self.observe_operation(work.__name__, time.monotonic() - began, outcome)
+
+        return counted
+
+    def observe_operation(self, kind: str, seconds: float, outcome: str = "done") -> None:
+        self.operations.labels(kind, outcome).inc()
+        self.seconds.labels(kind).observe(seconds)
+
+    def observe_step(self, row: Mapping[str, Any]) -> None:
+        """Count a step, given its row of the ledger's `train_steps`."""
+        masked = row.get("masked")
+        self.steps.inc()
+        self.tokens.inc(_count(row, "tokens"))
+        self.masked.inc(sum(_count(masked, reason) for reason in masked) if isinstance(masked, dict) else 0.0)
+        for phase in PHASES:
+            self.phases.labels(phase).inc(_count(row, f"{phase}_s"))
+
+    def render(self, sessions: Iterable[Session], queued: int) -> bytes:
+        """Return all of it as Prometheus' text; of two sessions of one policy the later one speaks."""
+        held = list(sessions)
+        now = CollectorRegistry()
+
+        def gauge(name: str, what: str, *labels: str) -> Gauge:
+            return Gauge(f"graftwork_{name}", what, labels, registry=now)
+
+        gauge("trainer_sessions", "Sessions in memory.").set(len(held))
+        size = gauge("trainer_session_bytes", "Bytes of all sessions' factors, gradients and moments.")
+        size.set(sum(adapter_bytes(session.adapter) for session in held))
+        gauge("trainer_queued_operations", "Operations that wait or run.").set(queued)
+        gauge("trainer_peak_memory_bytes", "Most memory that the trainer ever held.").set(peak_memory())
+        newest = {session.policy: session.history[-1] for session in held if session.history}
+        for name, what in LAST.items():
+            last = gauge(f"policy_{name}", what, "policy")
+            for policy, row in newest.items():
+                if isinstance(row.get(name), int | float):
+                    last.labels(policy).set(row[name])
+        return generate_latest(self.registry) + generate_latest(now)
+
+
+def peak_memory() -> int:
+    """Return the most bytes that this process has held: of a GPU's memory where it uses one, else of RAM."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return int(torch.cuda.max_memory_allocated())
+    # Linux counts in KiB.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def adapter_bytes(adapter: Adapter) -> int:
+    """Return the bytes of an adapter's factors, and of the gradients and Adam moments that there are."""
+    factors = list(adapter.factors.values())
+    states = [list(adapter.optimizer.state.get(factor, {}).values()) for factor in factors]
+    held = [*factors, *(factor.grad for factor in factors), *(value for state in states for value in state)]
+    return sum(tensor.nbytes for tensor in held if isinstance(tensor, Tensor))
+
+
+def _count(row: Mapping[str, Any], name: str) -> float:
+    value = row.get(name)
+    return max(0.0, value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
