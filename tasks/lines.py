@@ -26,7 +26,7 @@ class Line:
 
 
 def line_of(paths: Paths, policy: str, config: PolicyConfig, targets: Sequence[str]) -> Line:
-    """Return the line of training that these settings continue; `targets` are all that the base has.
+    """Return the line of training that these settings continue; `targets` are all that can be served.
 
     Settings, champion and the releases that it has withstood name the line, so that a run that was killed
     finds it again, while a policy whose revision was promoted or refused since gets a new line with a

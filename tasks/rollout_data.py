@@ -125,9 +125,14 @@ class Judged:
     rewards: Sequence[Sequence[float] | None]
     errors: Counter[str]
 
+    @property
+    def sound(self) -> list[Sequence[float]]:
+        """Return the rewards of the groups that count."""
+        return [rewards for rewards in self.rewards if rewards is not None]
+
     def row(self) -> dict[str, Any]:
         """Return what the ledger's `train_steps` says of the rewards."""
-        sound = [rewards for rewards in self.rewards if rewards is not None]
+        sound = self.sound
         every = [reward for rewards in sound for reward in rewards]
         return {
             "reward": fmean(every) if every else 0.0,
@@ -148,20 +153,22 @@ def judge(verifier: Verifier, drawn: Drawn) -> Judged:
     return Judged(rewards, errors)
 
 
-def build_data(drawn: Drawn, judged: Judged) -> tuple[list[Datum], int]:
-    """Return the samples of the groups that teach, with their advantages, and how many groups those are.
+def build_data(drawn: Drawn, judged: Judged, loss: str) -> tuple[list[Datum], int]:
+    """Return the samples that the loss is to see, with their advantages, and how many groups teach.
 
-    When none does, every sample comes with advantage zero, so that the importance ratio is still measured.
+    Where the loss drops the groups that do not teach and none does, every sample comes with advantage zero,
+    so that the importance ratio is still measured; also when the verifier failed on every group.
     """
     import torch
 
-    from engine.training.grpo import group_advantages, groups_that_teach
+    from engine.training.grpo import group_advantages, groups_that_teach, loss_of
 
-    size = len(drawn.groups[0])
+    size, rule = len(drawn.groups[0]), loss_of(loss)
     rewards_PG = torch.tensor([[0.0] * size if group is None else group for group in judged.rewards])
-    advantages = group_advantages(rewards_PG).tolist()
+    advantages = group_advantages(rewards_PG, rule.by_spread).tolist()
     teaching = groups_that_teach(rewards_PG).tolist()
-    used = teaching if any(teaching) else [True] * len(drawn.groups)
+    sound = [group is not None or not judged.sound for group in judged.rewards]
+    used = teaching if rule.drops and any(teaching) else sound
     data = [
         datum(drawn.prompts[p], sample, advantages[p][g])
         for p, group in enumerate(drawn.groups)

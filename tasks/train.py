@@ -20,6 +20,7 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, stop
 from engine.adapters.families import BaseShapes
 from engine.config import Params, PolicyConfig, content_hash
 from engine.errors import Conflict, NotFound, ServiceError
+from engine.gpu import cuda_bytes
 from engine.quality.spool import Spool
 from engine.training.client import TrainerClient
 from engine.training.problems import check_task, stream
@@ -101,10 +102,14 @@ def prepare(params: Params, policy: str, config: PolicyConfig, key: str) -> Run:
     from transformers import AutoTokenizer
 
     from engine.base import ensure_base
+    from engine.training.grpo import loss_of
 
+    # One of the policy's own that cannot be loaded must not cost a rollout.
+    loss_of(config.loss)
     base = ensure_base(params.base, params.paths)
     tokenizer = AutoTokenizer.from_pretrained(base.path)
-    line = line_of(params.paths, policy, config, BaseShapes.read(base.path).targets)
+    targets = BaseShapes.read(base.path).targets_on(cuda_bytes() is not None)
+    line = line_of(params.paths, policy, config, targets)
     base_name = Path(params.base.name).name
     source = Source(policy, config, line, tokenizer, params.url("engine"), key, base_name)
     spool = Spool(params.paths.spool, f"train-{policy}")
@@ -157,7 +162,7 @@ def next_step(run: Run, session: SessionInfo) -> SessionInfo:
 
 def grpo_step(run: Run, session: SessionInfo) -> SessionInfo:
     """Hand the adapter over, take the step's samples, score them, send their gradients, apply them."""
-    began = time.monotonic()
+    began, config = time.monotonic(), run.config
     handed = run.client.export(session) if session.step or session.parent else None
     newest = Sampler(session.step, handed.digest if handed else None)
     clock = time.monotonic()
@@ -165,10 +170,10 @@ def grpo_step(run: Run, session: SessionInfo) -> SessionInfo:
     wait_s = time.monotonic() - clock
     clock = time.monotonic()
     judged = rollout_data.judge(run.verifier, drawn)
-    data, kept = rollout_data.build_data(drawn, judged)
+    data, kept = rollout_data.build_data(drawn, judged, config.loss)
     reward_s = time.monotonic() - clock
     clock = time.monotonic()
-    metrics = run.client.forward_backward(session, data)["metrics"]
+    metrics = run.client.forward_backward(session, data, config.loss, config.loss_sent())["metrics"]
     now = time.monotonic()
     seconds = {
         "wait_s": wait_s,
@@ -178,10 +183,11 @@ def grpo_step(run: Run, session: SessionInfo) -> SessionInfo:
         "tokens_per_s": metrics["tokens"] / (now - began),
     }
     row = {**row_of(run, session, drawn, judged, kept), **metrics, **seconds}
-    adam = AdamParams(learning_rate=run.config.lr)
+    adam = AdamParams(learning_rate=config.lr)
     # `handed` is for a run that goes on; the ledger has no use for it.
     record = {**row, "handed": newest.digest}
-    done = run.client.optim_step(session, adam, position=drawn.position, record=record, skip=not kept)
+    skip = not (kept or (config.loss_config.kl and judged.sound))
+    done = run.client.optim_step(session, adam, position=drawn.position, record=record, skip=skip)
     return _advance(run, session, drawn.position, {**row, **done}, newest)
 
 

@@ -13,7 +13,8 @@ from typing import Any
 import psutil
 
 SAMPLE_S = 0.02
-WAITING = "waiting"
+# What no phase covers: preparation, and what waits for nobody's turn.
+OTHER = "other"
 
 
 def members(roots: Mapping[str, int]) -> dict[str, list[psutil.Process]]:
@@ -99,7 +100,7 @@ class Account:
         found: dict[str, float] = defaultdict(float)
         for (before, was), (after, now) in zip(self.samples, self.samples[1:], strict=False):
             middle = (before + after) / 2
-            active = [phase for phase, began, ended in self.spans if began <= middle < ended] or [WAITING]
+            active = [phase for phase, began, ended in self.spans if began <= middle < ended] or [OTHER]
             for phase in active:
                 found[phase] += (sum(now.values()) - sum(was.values())) / len(active)
         return dict(found)
