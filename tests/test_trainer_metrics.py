@@ -1,6 +1,7 @@
 """The trainer's metrics: what Prometheus' own parser reads of them equals what was put in."""
 
 from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from engine.errors import Conflict
 from engine.training.lora import Example, ResidentBase, Row
+from engine.training.measures import Metrics
 from engine.training.metrics import LAST, PHASES, TrainerMetrics, adapter_bytes, peak_memory
 from engine.training.protocol import AdamParams, CreateSession, OptimStep
 from engine.training.session import Session
@@ -133,6 +135,12 @@ def test_operations_are_counted_by_kind_and_outcome():
     assert value(seen, "trainer_operation_seconds_sum", kind="probe") == 20
     assert value(seen, "trainer_operation_seconds_bucket", kind="probe", le="30.0") == 1
     assert value(seen, "trainer_operation_seconds_bucket", kind="probe", le="10.0") == 0
+
+
+def test_every_metric_of_a_batch_has_its_place_in_a_steps_row():
+    # The ledger refuses a row with a column that it does not know: `test_ledger` puts this very row in.
+    assert {field.name for field in fields(Metrics)} | set(LAST) <= set(step_row(1))
+    assert {f"{phase}_s" for phase in PHASES} <= set(step_row(1))
 
 
 def test_peak_memory_is_what_the_kernel_says():
