@@ -59,8 +59,8 @@ class Trainer:
             operation = self.queue.operation(id)
         except NotFound:
             return self._done_before(id)
-        if isinstance(operation.request, protocol.SessionRequest):
-            self.sessions.hear(operation.request.session, operation.request.fence)
+        if operation.fence is not None:
+            self.sessions.hear(operation.line, operation.fence)
         return operation.future
 
     def _done_before(self, id: str) -> "Future[Any]":
