@@ -7,7 +7,7 @@ import pytest
 
 from engine.errors import Busy, Cancelled, ConfigError, Conflict, NotFound, ServiceError
 from engine.training.protocol import Request
-from engine.training.queue import Operation, Queue
+from engine.training.queue import KEPT, Operation, Queue
 
 WAIT_S = 20
 
@@ -113,7 +113,7 @@ def test_a_request_is_one_operation_and_a_failed_one_is_tried_again(queue, worke
 
 def test_only_the_newest_results_of_a_session_are_kept(queue, worker):
     worker.go.set()
-    for number in range(queue.of_line + 3):
+    for number in range(KEPT + 3):
         results(queue, send(queue, "a", number, work=worker))
     results(queue, send(queue, "b", 1, work=worker))
     with pytest.raises(NotFound):

@@ -28,7 +28,6 @@ from engine.errors import (
 from engine.training import sessions
 from engine.training.client import TrainerClient
 from engine.training.export import Exporter
-from engine.training.limits import Limits
 from engine.training.lora import ResidentBase
 from engine.training.protocol import Datum, Request, SessionInfo
 from engine.training.service import make_app
@@ -42,7 +41,7 @@ OPEN = {"seed": 3, "policy_config": {"suite": "x"}, "holder": "a"}
 
 @pytest.fixture(scope="module")
 def base(tiny_base: Path) -> ResidentBase:
-    return ResidentBase(tiny_base, threads=1, microbatch_tokens=64)
+    return ResidentBase(tiny_base, threads=1, microbatch_tokens=64, longest=32)
 
 
 @dataclass
@@ -78,8 +77,7 @@ class Trainers:
         self.stop()
         params = Params.model_validate({"state_dir": self.state, "trainer": settings})
         exporter = Exporter(params.paths, Catalog(params.paths.catalog_url), torch.float32, ())
-        limits = Limits.of(params, self.base, int(held * bytes_of_new(self.base)))
-        trainer = Trainer(params, self.base, DIGEST, exporter, replace(limits, tokens=32))
+        trainer = Trainer(params, self.base, DIGEST, exporter, int(held * bytes_of_new(self.base)))
         client = TrainerClient("http://trainer", patience_s=1, busy_s=0.0)
         client._http = TestClient(make_app(trainer), base_url="http://trainer")
         self.now = Live(trainer, client)
@@ -434,11 +432,11 @@ def long(tokens: int) -> Datum:
 @pytest.mark.parametrize(
     ("given", "loss", "sentence"),
     [
-        (list, "grpo", "no data in this request"),
-        (lambda: [*data(1), changed([5, 10**6, *[5] * 5])], "grpo", "Datum 4 holds the token 1000000"),
-        (lambda: [changed([5, -1, *[5] * 5])], "grpo", "Datum 0 holds the token -1; the base knows 0"),
-        (lambda: [long(32)], "grpo", "Datum 0 has 33 tokens; this trainer takes 32"),
-        (lambda: [changed([5, 6])], "grpo", "with 2 values each"),
+        (list, "dapo", "There are no samples"),
+        (lambda: [*data(1), changed([5, 10**6, *[5] * 5])], "dapo", "Sample 4 has the token 1000000"),
+        (lambda: [changed([5, -1, *[5] * 5])], "dapo", "Sample 0 has the token -1; the base knows 0"),
+        (lambda: [long(32)], "dapo", "Sample 0 has 33 tokens; the trainer takes 32"),
+        (lambda: [changed([5, 6])], "dapo", "and 2 values in each loss input"),
         (lambda: data(1), "hope", "no loss 'hope'"),
     ],
     ids=["empty", "vocabulary", "negative", "long", "lengths", "loss"],
@@ -495,7 +493,7 @@ def test_a_cancelled_forward_backward_stops_and_leaves_the_gradients(live, monke
     live.client.forward_backward(session, data(1))
     before = gradients(live.session(session))
     many = [datum for seed in range(50) for datum in data(seed)]
-    whole, seen = live.trainer.base.logprobs, []
+    whole, seen = live.trainer.base.logprobs_and_entropy, []
 
     def cancels(rows):
         seen.append(len(rows))
@@ -504,8 +502,8 @@ def test_a_cancelled_forward_backward_stops_and_leaves_the_gradients(live, monke
         return whole(rows)
 
     with monkeypatch.context() as patch:
-        patch.setattr(live.trainer.base, "logprobs", cancels)
-        with pytest.raises(Cancelled, match="between two microbatches"):
+        patch.setattr(live.trainer.base, "logprobs_and_entropy", cancels)
+        with pytest.raises(Cancelled, match="was cancelled while it ran"):
             live.client.forward_backward(session, many, request_id="long")
     assert len(seen) == 3
     assert same(gradients(live.session(session)), before)
@@ -542,3 +540,17 @@ def test_a_client_waits_while_the_queue_is_full_and_counts_the_seconds(trainers)
     assert 0 < live.client.backpressure_s["one"] <= time.monotonic() - began
     waiting = live.client._http.delete("/operations/waits")
     assert waiting.status_code == 200
+
+
+def test_a_loss_without_a_number_is_refused_and_changes_nothing(live):
+    session = live.client.create_session("one", "sums", **NEW)
+    live.client.forward_backward(session, data(1))
+    before, stored = gradients(live.session(session)), factors(live.session(session))
+    broken = data(2)
+    broken[1].loss_fn_inputs["advantages"].data[-1] = 0.0
+    broken[1].loss_fn_inputs["logprobs"].data[-1] = -1e30
+    with pytest.raises(ConfigError, match="loss of sample 1 is not a finite number"):
+        live.client.forward_backward(session, broken)
+    assert same(gradients(live.session(session)), before)
+    assert same(factors(live.session(session)), stored)
+    assert live.client.optim_step(session, ADAM)["step"] == 1

@@ -71,12 +71,14 @@ class TrainerClient:
         self,
         session: SessionInfo,
         data: Sequence[protocol.Datum],
-        loss: str = "grpo",
-        config: dict[str, float] | None = None,
+        loss: str = "dapo",
+        config: Mapping[str, Any] | None = None,
         request_id: str | None = None,
     ) -> dict[str, Any]:
         """Gather gradients; return each datum's log-probabilities and the metrics."""
-        given = protocol.ForwardBackwardInput(data=list(data), loss_fn=loss, loss_fn_config=config or {})
+        given = protocol.ForwardBackwardInput(
+            data=list(data), loss_fn=loss, loss_fn_config=dict(config or {})
+        )
         who = {**_who(session, request_id), "gathered": self._gathered.get(session.session)}
         body = protocol.ForwardBackward(**who, forward_backward_input=given)
         result = self._run("/forward_backward", body)

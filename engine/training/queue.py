@@ -14,6 +14,9 @@ from typing import Any
 from engine.errors import Busy, Cancelled, Conflict, NotFound, ServiceError
 from engine.training.protocol import Request
 
+# Results that a client may still ask for: of each session, and of all.
+KEPT = 16
+KEPT_OF_ALL = 512
 SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.05, 30.0
 # How much of the mean duration the newest operation makes up.
 NEWEST = 0.2
@@ -39,6 +42,11 @@ class Operation:
         assert self.request
         self.id, self.fence = self.request.request_id, getattr(self.request, "fence", None)
 
+    def go_on(self) -> None:
+        """Raise `Cancelled` once the operation was called off."""
+        if self.stop.is_set():
+            raise Cancelled(f"The operation {self.id!r} was cancelled while it ran.")
+
     def perform(self) -> None:
         """Do the work; its result or its error goes to whoever waits."""
         try:
@@ -62,8 +70,7 @@ class Queue:
 
     `choose` gets the first operation of every line, in the order of turns, and says which of them `perform`
     carries out together. A request's id is its operation's: one that waits, runs or is done stays as it is,
-    one that failed is tried again. At most `of_line` wait of one session and `of_all` altogether, and the
-    results of as many are kept.
+    one that failed is tried again. At most `of_line` wait of one session and `of_all` altogether.
     """
 
     def __init__(
@@ -187,8 +194,8 @@ class Queue:
         operation.request = None
         self._done.append(operation)
         same = [one for one in self._done if one.line == operation.line]
-        if len(same) > self.of_line or len(self._done) > self.of_all:
-            oldest = same[0] if len(same) > self.of_line else self._done[0]
+        if len(same) > KEPT or len(self._done) > KEPT_OF_ALL:
+            oldest = same[0] if len(same) > KEPT else self._done[0]
             self._done.remove(oldest)
             if self._known.get(oldest.id) is oldest:
                 del self._known[oldest.id]

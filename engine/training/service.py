@@ -151,8 +151,8 @@ def load_trainer(params: Params) -> "Trainer":
     from engine.adapters.catalog import Base, Catalog, migrate
     from engine.base import end_tokens, ensure_base
     from engine.gpu import planned
+    from engine.training.capacity import FREE_SHARE, free_bytes
     from engine.training.export import Exporter
-    from engine.training.limits import FREE_SHARE, Limits, free_bytes
     from engine.training.trainer import Trainer
 
     plan = planned(params)
@@ -165,7 +165,7 @@ def load_trainer(params: Params) -> "Trainer":
     base = load_base(params, info.path, plan)
     on_gpu = plan.trainer_adapters if plan else 0
     session_bytes = params.trainer.session_bytes or on_gpu or int(free_bytes() * FREE_SHARE)
-    return Trainer(params, base, info.digest, exporter, Limits.of(params, base, session_bytes))
+    return Trainer(params, base, info.digest, exporter, session_bytes)
 
 
 def load_base(params: Params, path: Path, plan: "Plan | None") -> "ResidentBase":
@@ -178,14 +178,18 @@ def load_base(params: Params, path: Path, plan: "Plan | None") -> "ResidentBase"
     trainer = params.trainer
     threads = trainer.threads or max(1, len(os.sched_getaffinity(0)) // 2)
     device = trainer_device(params, plan is not None)
+    # As the memory plan has it.
+    longest = max(trainer.microbatch_tokens, params.engine.max_model_len)
     if plan is None or device == "cpu":
         checkpointing = trainer.checkpoints_on(cuda=False)
-        return ResidentBase(path, threads, trainer.microbatch_tokens, checkpointing=checkpointing)
+        return ResidentBase(
+            path, threads, trainer.microbatch_tokens, checkpointing=checkpointing, longest=longest
+        )
     # An error in the trainer, rather than an engine that finds no memory for its next step.
     torch.cuda.set_per_process_memory_fraction(plan.trainer_share)
     dtype = getattr(torch, params.engine.dtype_on(cuda=True))
     checkpointing = trainer.checkpoints_on(cuda=True)
-    return ResidentBase(path, threads, trainer.microbatch_tokens, device, dtype, checkpointing)
+    return ResidentBase(path, threads, trainer.microbatch_tokens, device, dtype, checkpointing, longest)
 
 
 def main() -> None:

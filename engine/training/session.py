@@ -6,8 +6,7 @@ session goes on from its last step bit for bit. Gradients are not stored: after 
 session had to leave memory, the step is to be repeated.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,9 @@ import torch
 
 from engine.errors import BaseModelError, Conflict, NotFound, ServiceError
 from engine.training import state
-from engine.training.lora import Backward, Example, ResidentBase
+from engine.training.lora import Example, ResidentBase
 from engine.training.protocol import CreateSession, OptimStep, SessionInfo
+from engine.training.update import Backward, forward_backward
 
 STATE_VERSION = 2
 CURRENT = "current"
@@ -81,29 +81,16 @@ class Session:
         self,
         data: Sequence[Example],
         loss: str,
-        config: Mapping[str, float],
-        stopped: Callable[[], bool] = lambda: False,
+        config: Mapping[str, Any],
+        between: Callable[[], None] = lambda: None,
     ) -> Backward:
         """Add the gradients of `data` to those gathered since the last step; what fails leaves them alone.
 
-        Raises `Cancelled` when `stopped` says so between two microbatches.
+        `between` is called before each microbatch and may raise to end the call.
         """
-        with self._gradients_kept():
-            found = self.base.backward(self.adapter, data, loss, config, stopped)
+        found = forward_backward(self.base, self.adapter, data, loss, config, between)
         self.calls += 1
         return found
-
-    @contextmanager
-    def _gradients_kept(self) -> Iterator[None]:
-        """Put the gradients back as they were when what is inside fails."""
-        factors = self.adapter.factors.values()
-        kept = [factor.grad.clone() if factor.grad is not None else None for factor in factors]
-        try:
-            yield
-        except BaseException:
-            for factor, gradient in zip(factors, kept, strict=True):
-                factor.grad = gradient
-            raise
 
     def optim_step(self, request: OptimStep) -> dict[str, Any]:
         """Apply the gathered gradients and store everything. The same request twice is applied once.

@@ -16,13 +16,13 @@ from engine.config import Params
 from engine.errors import ConfigError, NotFound
 from engine.training import protocol
 from engine.training.export import Exporter
-from engine.training.limits import Limits
 from engine.training.lora import Example, ResidentBase, Row
 from engine.training.metrics import TrainerMetrics, peak_memory
 from engine.training.queue import Queue
 from engine.training.session import Session, answer
 from engine.training.sessions import Sessions
 from engine.training.start import start_of
+from engine.training.update import forward
 
 # Stored sessions that are searched for a request's result.
 SEARCHED = 256
@@ -32,14 +32,11 @@ class Trainer:
     """All sessions on one base. Its operations run on one thread; `submit` may be called from any."""
 
     def __init__(
-        self, params: Params, base: ResidentBase, base_digest: str, exporter: Exporter, limits: Limits
+        self, params: Params, base: ResidentBase, base_digest: str, exporter: Exporter, session_bytes: int
     ):
         self.params, self.base, self.base_digest, self.exporter = params, base, base_digest, exporter
-        self.limits = limits
         self.queue = Queue(params.trainer.queue_of_session, params.trainer.queue)
-        self.sessions = Sessions(
-            params.paths.sessions, base, base_digest, limits.session_bytes, self.queue.waiting
-        )
+        self.sessions = Sessions(params.paths.sessions, base, base_digest, session_bytes, self.queue.waiting)
         self.metrics = TrainerMetrics()
         # Grows over restarts too, so that a fence of an earlier process is never accepted again.
         self.fence = time.time_ns()
@@ -106,27 +103,18 @@ class Trainer:
     def forward(self, request: protocol.Forward) -> dict[str, Any]:
         """Return each datum's log-probabilities under the session's adapter."""
         session = self.sessions.writable(request)
-        data = self._examples(request.forward_input)
-        logprobs = self.base.score(session.adapter, [example.row for example in data])
+        rows = [example_of(datum).row for datum in request.forward_input.data]
+        logprobs = forward(self.base, session.adapter, rows)
         return {"loss_fn_outputs": _outputs(logprobs), "metrics": {"tokens": sum(map(len, logprobs))}}
 
     def forward_backward(self, request: protocol.ForwardBackward) -> dict[str, Any]:
         session = self.sessions.writable(request)
         session.expect(request.gathered)
-        given, stop = request.forward_backward_input, self.queue.operation(request.request_id).stop
-        found = session.forward_backward(
-            self._examples(given), given.loss_fn, given.loss_fn_config, stop.is_set
-        )
-        metrics = {"loss": found.loss, "importance_ratio": found.importance_ratio, "tokens": found.tokens}
-        return {
-            "loss_fn_outputs": _outputs(found.logprobs),
-            "metrics": metrics | {"peak_memory": peak_memory()},
-        }
-
-    def _examples(self, given: protocol.ForwardBackwardInput) -> list[Example]:
+        given, operation = request.forward_backward_input, self.queue.operation(request.request_id)
         data = [example_of(datum) for datum in given.data]
-        self.limits.check(data)
-        return data
+        found = session.forward_backward(data, given.loss_fn, given.loss_fn_config, operation.go_on)
+        metrics = {**asdict(found.metrics), "peak_memory": peak_memory()}
+        return {"loss_fn_outputs": _outputs(found.logprobs), "metrics": metrics}
 
     def optim_step(self, request: protocol.OptimStep) -> dict[str, Any]:
         session = self.sessions.writable(request)
@@ -155,7 +143,7 @@ class Trainer:
         return {
             "sessions": {row["session"]: row["step"] for row in rows},
             "session_bytes": sum(row["bytes"] for row in rows if row["resident"]),
-            "session_bytes_limit": self.limits.session_bytes,
+            "session_bytes_limit": self.sessions.budget,
             "queue": self.queue.state(""),
         }
 
@@ -172,21 +160,21 @@ def _outputs(logprobs: Sequence[Sequence[float]]) -> list[dict[str, Any]]:
 
 
 def example_of(datum: protocol.Datum) -> Example:
-    """Turn a datum into a row with its completion's log-probabilities and advantages.
+    """Turn a datum into a row with its completion's log-probabilities and advantages, where it has them.
 
     Raises `ConfigError` when the completion is not one run at the end or the lengths differ.
     """
     inputs = {name: tensor.data for name, tensor in datum.loss_fn_inputs.items()}
     tokens = [token for chunk in datum.model_input.chunks for token in chunk.tokens]
-    missing = {"target_tokens", "weights", "logprobs", "advantages"} - set(inputs)
+    missing = {"target_tokens", "weights"} - set(inputs)
     if missing or any(len(values) != len(tokens) for values in inputs.values()):
         raise ConfigError(
-            f"A datum needs all four loss inputs with {len(tokens)} values each; missing: {sorted(missing)}."
+            f"A datum needs target_tokens and weights, and {len(tokens)} values in each loss input; "
+            f"missing: {sorted(missing)}."
         )
     first = inputs["weights"].index(1.0) if 1.0 in inputs["weights"] else len(tokens)
     if first == len(tokens) or inputs["weights"][first:] != [1.0] * (len(tokens) - first):
         raise ConfigError("A datum's weights must be 0 over the prompt and then 1 to the end.")
     whole = (*tokens, int(inputs["target_tokens"][-1]))
-    return Example(
-        Row(whole, first + 1), tuple(inputs["logprobs"][first:]), tuple(inputs["advantages"][first:])
-    )
+    old, advantages = (tuple(inputs.get(name, ())[first:]) for name in ("logprobs", "advantages"))
+    return Example(Row(whole, first + 1), old, advantages)

@@ -30,7 +30,7 @@ from engine.adapters.families import BaseShapes
 from engine.base import ensure_base
 from engine.config import BaseConfig, Paths, load_params
 from engine.training.adapter import sites_of
-from engine.training.limits import bytes_of
+from engine.training.capacity import bytes_of
 from engine.training.protocol import SessionInfo
 
 # Calls of each of two policies in one round.
