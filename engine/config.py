@@ -246,6 +246,9 @@ class PolicyConfig(Settings):
     loss_config: LossConfig = LossConfig()
     max_tokens: int = Field(24, ge=1)
     temperature: float = Field(1.0, gt=0)
+    staleness: int = Field(
+        0, ge=0, le=16, description="steps that a rollout's revision may be behind; 0: on-policy"
+    )
     seed: int = Field(1, ge=0)
     suite: str = Field(description="a directory under eval_suites/")
     snapshot_ttl_s: float = Field(3600, gt=0, description="how long single steps are kept")
