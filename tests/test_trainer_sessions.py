@@ -25,7 +25,7 @@ from engine.errors import (
     NotFound,
     ServiceError,
 )
-from engine.training import sessions
+from engine.training import capacity, sessions
 from engine.training.client import TrainerClient
 from engine.training.export import Exporter
 from engine.training.lora import ResidentBase
@@ -329,6 +329,17 @@ def test_a_rank_over_the_capacity_is_refused_with_the_numbers(trainers):
     with pytest.raises(ConfigError, match=f"rank 8 needs {2 * needed:,} bytes .* has {needed:,} for all"):
         live.client.create_session("large", "a", **{**NEW, "rank": 8})
     assert live.client.sessions() == []
+
+
+def test_a_container_limits_what_is_free(tmp_path, monkeypatch):
+    free = capacity.free_bytes()
+    assert 0 < free < 1 << 50
+    monkeypatch.setattr(capacity, "CGROUP", tmp_path)
+    (tmp_path / "memory.current").write_text("1000\n")
+    (tmp_path / "memory.max").write_text("5000\n")
+    assert capacity.free_bytes() == 4000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert capacity.free_bytes() > 1 << 20
 
 
 def test_after_a_restart_sessions_come_back_and_fences_hold(trainers):
