@@ -89,6 +89,7 @@ def train(
             if on_step:
                 on_step(session.history[-1])
         exported = export_revision(run, session)
+        run.client.close_session(session)
     finally:
         run.close()
     assert exported.directory is not None
