@@ -20,6 +20,7 @@ from engine.adapters.families import BaseShapes
 from engine.adapters.manifests import stored_manifest
 from engine.config import DIGEST12, Params, Paths, PolicyConfig, content_hash
 from engine.errors import Conflict, NotFound, ServiceError
+from engine.gpu import cuda_bytes
 from engine.quality.spool import Spool
 from engine.training.client import TrainerClient
 from engine.training.problems import Problem, check_task, stream
@@ -124,10 +125,13 @@ def prepare(params: Params, policy: str, config: PolicyConfig, key: str) -> Run:
     from transformers import AutoTokenizer
 
     from engine.base import ensure_base
+    from engine.training.grpo import loss_of
 
+    # One of the policy's own that cannot be loaded must not cost a rollout.
+    loss_of(config.loss)
     base = ensure_base(params.base, params.paths)
     tokenizer = AutoTokenizer.from_pretrained(base.path)
-    targets = BaseShapes.read(base.path).targets
+    targets = BaseShapes.read(base.path).targets_on(cuda_bytes() is not None)
     line = line_of(params.paths, policy, config, targets)
     spool = Spool(params.paths.spool, f"train-{policy}")
     client = TrainerClient(params.url("trainer"))
@@ -135,7 +139,7 @@ def prepare(params: Params, policy: str, config: PolicyConfig, key: str) -> Run:
 
 
 def line_of(paths: Paths, policy: str, config: PolicyConfig, targets: Sequence[str]) -> Line:
-    """Return the line of training that these settings continue; `targets` are all that the base has.
+    """Return the line of training that these settings continue; `targets` are all that can be served.
 
     Settings, champion and the releases that it has withstood name the line, so that a run that was killed
     finds it again, while a policy whose revision was promoted or refused since gets a new line with a
@@ -240,10 +244,10 @@ def grpo_step(run: Run, session: SessionInfo) -> SessionInfo:
     judged = run.verifier.judge((p, s.text) for p, g in zip(problems, groups, strict=True) for s in g)
     size = config.group_size
     rewards = [judged.scores[start : start + size] for start in range(0, len(judged.scores), size)]
-    data, kept = build_data(prompts, groups, rewards)
+    data, kept = build_data(prompts, groups, rewards, config.loss)
     reward_s = time.monotonic() - clock
     clock = time.monotonic()
-    metrics = run.client.forward_backward(session, data)["metrics"]
+    metrics = run.client.forward_backward(session, data, config.loss, config.loss_sent())["metrics"]
     row = {
         "policy": run.policy,
         "session": session.session,
@@ -260,7 +264,8 @@ def grpo_step(run: Run, session: SessionInfo) -> SessionInfo:
     }
     adam = AdamParams(learning_rate=config.lr)
     position = numbered[-1][0] + 1
-    done = run.client.optim_step(session, adam, position=position, record=row, skip=not kept)
+    skip = not (kept or config.loss_config.kl)
+    done = run.client.optim_step(session, adam, position=position, record=row, skip=skip)
     return _advance(run, session, position, {**row, **done})
 
 
@@ -277,20 +282,24 @@ def sample(
 
 
 def build_data(
-    prompts: Sequence[Sequence[int]], groups: Sequence[Sequence[Sample]], rewards: Sequence[Sequence[float]]
+    prompts: Sequence[Sequence[int]],
+    groups: Sequence[Sequence[Sample]],
+    rewards: Sequence[Sequence[float]],
+    loss: str,
 ) -> tuple[list[Datum], int]:
-    """Return the samples of the groups that teach, with their advantages, and how many groups those are.
+    """Return the samples that the loss is to see, with their advantages, and how many groups teach.
 
-    When none does, every sample comes with advantage zero, so that the importance ratio is still measured.
+    Where the loss drops the groups that do not teach and none does, every sample comes with advantage zero,
+    so that the importance ratio is still measured.
     """
     import torch
 
-    from engine.training.grpo import group_advantages, groups_that_teach
+    from engine.training.grpo import group_advantages, groups_that_teach, loss_of
 
-    rewards_PG = torch.tensor(rewards)
-    advantages = group_advantages(rewards_PG).tolist()
+    rewards_PG, rule = torch.tensor(rewards), loss_of(loss)
+    advantages = group_advantages(rewards_PG, rule.by_spread).tolist()
     teaching = groups_that_teach(rewards_PG).tolist()
-    used = teaching if any(teaching) else [True] * len(groups)
+    used = teaching if rule.drops and any(teaching) else [True] * len(groups)
     data = [
         datum(prompts[p], sample, advantages[p][g])
         for p, group in enumerate(groups)

@@ -47,11 +47,11 @@ def main() -> None:
 
 def set_environment(params: Params) -> None:
     """Set what vLLM and its children read from the environment; restart once where it must be earlier."""
+    from engine.gpu import cuda_bytes
+
     os.environ.setdefault("VLLM_PLUGINS", "graftwork")
     os.environ.setdefault("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
     cores = sorted(os.sched_getaffinity(0))
-    if "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = cores_of_ranks(cores, params.engine.tensor_parallel)
     threads = params.engine.threads or max(1, len(cores) - 1)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     # Threads that wait must sleep: the trainer shares these cores.
@@ -60,6 +60,9 @@ def set_environment(params: Params) -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
+    # Last, since looking for a GPU may import torch, which reads the above. On one, cores are no limit.
+    if "VLLM_CPU_OMP_THREADS_BIND" not in os.environ and cuda_bytes() is None:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = cores_of_ranks(cores, params.engine.tensor_parallel)
 
 
 def cores_of_ranks(cores: Sequence[int], ranks: int) -> str:

@@ -6,7 +6,7 @@ trainer refuses is raised as the error that it names.
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +46,14 @@ class TrainerClient:
         self,
         session: SessionInfo,
         data: Sequence[protocol.Datum],
-        loss: str = "grpo",
-        config: dict[str, float] | None = None,
+        loss: str = "dapo",
+        config: Mapping[str, Any] | None = None,
         request_id: str | None = None,
     ) -> dict[str, Any]:
         """Gather gradients; return each datum's log-probabilities and the metrics."""
-        given = protocol.ForwardBackwardInput(data=list(data), loss_fn=loss, loss_fn_config=config or {})
+        given = protocol.ForwardBackwardInput(
+            data=list(data), loss_fn=loss, loss_fn_config=dict(config or {})
+        )
         body = protocol.ForwardBackward(**_who(session, request_id), forward_backward_input=given)
         return self._run("/forward_backward", body)
 

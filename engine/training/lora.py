@@ -8,7 +8,8 @@ Shape suffixes: _B rows, _S positions, _T completion tokens one after another, _
 features, _O output features, _V vocabulary.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,6 @@ from engine.errors import ConfigError
 from engine.memory import HEAD_TOKENS
 from engine.training.adapter import Adapter, sites_of
 from engine.training.experts import SlottedExperts, slotted_experts
-from engine.training.grpo import LOSSES, importance_ratio
 
 
 @dataclass(frozen=True)
@@ -34,24 +34,22 @@ class Row:
     tokens: tuple[int, ...]
     start: int
 
+    @property
+    def length(self) -> int:
+        """The completion's tokens."""
+        return len(self.tokens) - self.start
+
 
 @dataclass(frozen=True)
 class Example:
-    """A row with what its completion tokens were sampled at and are worth, one value a token."""
+    """A row with what its completion tokens were sampled at and are worth, one value a token.
+
+    Both are empty where the loss needs no samples.
+    """
 
     row: Row
-    old_logprobs: tuple[float, ...]
-    advantages: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class Backward:
-    """What a backward pass found; `loss` is a token's mean, `logprobs` are each example's."""
-
-    loss: float
-    importance_ratio: float
-    tokens: int
-    logprobs: tuple[tuple[float, ...], ...]
+    old_logprobs: tuple[float, ...] = ()
+    advantages: tuple[float, ...] = ()
 
 
 class SlottedLinear(nn.Module):
@@ -82,7 +80,7 @@ class ResidentBase:
     """The frozen base in `dtype` on a device, shared by every adapter. One thread at a time may call it.
 
     With `checkpointing`, a layer's activations are computed again in the backward, and logits exist for
-    `HEAD_TOKENS` tokens at a time.
+    `HEAD_TOKENS` tokens at a time. `longest` is the most tokens that a row may have, within its context.
     """
 
     def __init__(
@@ -93,6 +91,7 @@ class ResidentBase:
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
         checkpointing: bool = False,
+        longest: int | None = None,
     ):
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -105,6 +104,9 @@ class ResidentBase:
         if checkpointing:
             checkpoint_layers(self.model)
         self.microbatch_tokens = microbatch_tokens
+        text = self.model.config.get_text_config()
+        self.vocabulary = int(text.vocab_size)
+        self.longest = min(int(text.max_position_embeddings), longest or sys.maxsize)
         self.modules, self.sites = self.shapes.modules(), sites_of(self.shapes)
         self.slotted: dict[str, Slotted] = {
             **{name: self._slot(name, SlottedLinear) for name in self.shapes.linear},
@@ -156,8 +158,24 @@ class ResidentBase:
             for name, slotted in self.slotted.items():
                 slotted.switch(name, None)
 
+    def microbatches(self, rows: Sequence[Row], unit: int = 1) -> list[list[int]]:
+        """Return indices in batches for `logprobs`; `unit` consecutive rows stay together."""
+        lengths = [len(row.tokens) for row in rows]
+        units = [unit * max(lengths[i : i + unit]) for i in range(0, len(rows), unit)]
+        batches = microbatches(units, self.microbatch_tokens)
+        return [[i * unit + j for i in batch for j in range(unit)] for batch in batches]
+
     def logprobs(self, rows: Sequence[Row]) -> Tensor:
-        """Return log-probabilities (T,) in float32 of all rows' completion tokens, row after row.
+        """Return log-probabilities (T,) in float32 of all rows' completion tokens, row after row."""
+        return self._read(rows, entropy=False)[0]
+
+    def logprobs_and_entropy(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
+        """Return `logprobs`, and for each the entropy (nats, no gradient) of what could stand there."""
+        logprob_T, entropy_T = self._read(rows, entropy=True)
+        return logprob_T, entropy_T
+
+    def _read(self, rows: Sequence[Row], entropy: bool) -> tuple[Tensor, ...]:
+        """Return the log-probabilities, and the entropies where they are asked for.
 
         The vocabulary is only touched at those positions. Rows are padded on the right, where causal
         attention never looks.
@@ -177,51 +195,29 @@ class ResidentBase:
         hidden_BSH = decoder(tokens_BS.to(self.device), use_cache=False).last_hidden_state
         hidden_TH = hidden_BSH.flatten(0, 1)[before_T]
         if not self.checkpointing:
-            return self._picked(hidden_TH, chosen_T)
+            return self._picked(hidden_TH, chosen_T, entropy)
         parts = zip(hidden_TH.split(HEAD_TOKENS), chosen_T.split(HEAD_TOKENS), strict=True)
-        return torch.cat([checkpoint(self._picked, *part, use_reentrant=False) for part in parts])
+        found = [checkpoint(self._picked, *part, entropy, use_reentrant=False) for part in parts]
+        return tuple(torch.cat(column) for column in zip(*found, strict=True))
 
-    def _picked(self, hidden_TH: Tensor, chosen_T: Tensor) -> Tensor:
+    def _picked(self, hidden_TH: Tensor, chosen_T: Tensor, entropy: bool) -> tuple[Tensor, ...]:
         logits_TV = self.model.get_output_embeddings()(hidden_TH).float()
-        picked_T: Tensor = logits_TV.gather(1, chosen_T[:, None])[:, 0] - logits_TV.logsumexp(dim=1)
-        return picked_T
+        whole_T = logits_TV.logsumexp(dim=1)
+        picked_T = logits_TV.gather(1, chosen_T[:, None])[:, 0] - whole_T
+        if not entropy:
+            return (picked_T,)
+        with torch.no_grad():
+            chance_TV = (logits_TV - whole_T[:, None]).exp_()
+            return picked_T, whole_T - torch.linalg.vecdot(chance_TV, logits_TV)
 
     def score(self, adapter: Adapter | None, rows: Sequence[Row]) -> list[list[float]]:
         """Return each row's completion log-probabilities under an adapter, or under the base."""
         scored: dict[int, list[float]] = {}
         with torch.no_grad(), self.using(adapter):
-            for batch in microbatches([len(row.tokens) for row in rows], self.microbatch_tokens):
-                parts = self.logprobs([rows[i] for i in batch]).split([_length(rows[i]) for i in batch])
+            for batch in self.microbatches(rows):
+                parts = self.logprobs([rows[i] for i in batch]).split([rows[i].length for i in batch])
                 scored |= {i: part.tolist() for i, part in zip(batch, parts, strict=True)}
         return [scored[i] for i in range(len(rows))]
-
-    def backward(
-        self, adapter: Adapter, data: Sequence[Example], loss: str, config: Mapping[str, float]
-    ) -> Backward:
-        """Add the gradient of the loss, averaged over all completion tokens of `data`, to the adapter's."""
-        if loss not in LOSSES:
-            raise ConfigError(f"There is no loss {loss!r}. Known losses: {', '.join(LOSSES)}.")
-        total = sum(_length(example.row) for example in data)
-        loss_sum = 0.0
-        found: dict[int, Tensor] = {}
-        with self.using(adapter):
-            for batch in microbatches([len(example.row.tokens) for example in data], self.microbatch_tokens):
-                examples = [data[i] for i in batch]
-                new_T = self.logprobs([example.row for example in examples])
-                old_T = self._gathered(example.old_logprobs for example in examples)
-                advantage_T = self._gathered(example.advantages for example in examples)
-                value = LOSSES[loss](new_T, old_T, advantage_T, config) / total
-                value.backward()  # type: ignore[no-untyped-call]
-                loss_sum += value.item()
-                parts = new_T.detach().cpu().split([_length(example.row) for example in examples])
-                found |= dict(zip(batch, parts, strict=True))
-        new = torch.cat([found[i] for i in range(len(data))])
-        old = torch.tensor([value for example in data for value in example.old_logprobs])
-        logprobs = tuple(tuple(found[i].tolist()) for i in range(len(data)))
-        return Backward(loss_sum, importance_ratio(new, old), total, logprobs)
-
-    def _gathered(self, rows: Iterable[Sequence[float]]) -> Tensor:
-        return torch.tensor([value for row in rows for value in row], device=self.device)
 
     def greedy(
         self, adapter: Adapter | None, prompts: Sequence[Sequence[int]], ends: Collection[int], limit: int
@@ -267,7 +263,3 @@ def microbatches(lengths: Sequence[int], budget: int) -> list[list[int]]:
             batches.append([])
         batches[-1].append(i)
     return batches
-
-
-def _length(row: Row) -> int:
-    return len(row.tokens) - row.start

@@ -66,7 +66,7 @@ class Datum(Message):
     """`model_input` holds all tokens but the last; the loss inputs have one value for each of its positions.
 
     `target_tokens` are the next tokens, `weights` is 1 where the target belongs to the completion, and
-    `logprobs` and `advantages` are read at those positions.
+    `logprobs` and `advantages`, which only losses on samples need, are read at those positions.
     """
 
     model_input: ModelInput
@@ -75,8 +75,8 @@ class Datum(Message):
 
 class ForwardBackwardInput(Message):
     data: list[Datum] = Field(min_length=1)
-    loss_fn: str = "grpo"
-    loss_fn_config: dict[str, float] = Field(default_factory=dict)
+    loss_fn: str = "dapo"
+    loss_fn_config: dict[str, Any] = Field(default_factory=dict, description="`engine.config.LossConfig`")
 
 
 class AdamParams(Message):

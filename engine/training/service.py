@@ -133,14 +133,18 @@ def load_base(params: Params, path: Path, plan: "Plan | None") -> "ResidentBase"
     trainer = params.trainer
     threads = trainer.threads or max(1, len(os.sched_getaffinity(0)) // 2)
     device = trainer_device(params, plan is not None)
+    # As the memory plan has it.
+    longest = max(trainer.microbatch_tokens, params.engine.max_model_len)
     if plan is None or device == "cpu":
         checkpointing = trainer.checkpoints_on(cuda=False)
-        return ResidentBase(path, threads, trainer.microbatch_tokens, checkpointing=checkpointing)
+        return ResidentBase(
+            path, threads, trainer.microbatch_tokens, checkpointing=checkpointing, longest=longest
+        )
     # An error in the trainer, rather than an engine that finds no memory for its next step.
     torch.cuda.set_per_process_memory_fraction(plan.trainer_share)
     dtype = getattr(torch, params.engine.dtype_on(cuda=True))
     checkpointing = trainer.checkpoints_on(cuda=True)
-    return ResidentBase(path, threads, trainer.microbatch_tokens, device, dtype, checkpointing)
+    return ResidentBase(path, threads, trainer.microbatch_tokens, device, dtype, checkpointing, longest)
 
 
 def main() -> None:

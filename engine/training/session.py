@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from engine.errors import BaseModelError, Conflict, NotFound, ServiceError
-from engine.training.lora import Backward, Example, ResidentBase
+from engine.training.lora import Example, ResidentBase
 from engine.training.protocol import CreateSession, OptimStep, SessionInfo
+from engine.training.update import Backward, forward_backward
 
 STATE_VERSION = 1
 CURRENT = "current"
@@ -54,10 +55,10 @@ class Session:
         self.adapter.clear_gradients()
         self.gathered = 0
 
-    def forward_backward(self, data: Sequence[Example], loss: str, config: Mapping[str, float]) -> Backward:
-        """Add the gradients of `data` to those gathered since the last step."""
-        found = self.base.backward(self.adapter, data, loss, config)
-        self.gathered += found.tokens
+    def forward_backward(self, data: Sequence[Example], loss: str, config: Mapping[str, Any]) -> Backward:
+        """Add the gradients of `data` to those gathered since the last step; what fails leaves them alone."""
+        found = forward_backward(self.base, self.adapter, data, loss, config)
+        self.gathered += found.metrics.tokens
         return found
 
     def optim_step(self, request: OptimStep) -> Mapping[str, Any]:

@@ -127,8 +127,8 @@ class Trainer:
         data = [example_of(datum) for datum in given.data]
         found = session.forward_backward(data, given.loss_fn, given.loss_fn_config)
         outputs = [{"logprobs": {"data": row, "dtype": "float32"}} for row in found.logprobs]
-        metrics = {"loss": found.loss, "importance_ratio": found.importance_ratio, "tokens": found.tokens}
-        return {"loss_fn_outputs": outputs, "metrics": metrics | {"peak_memory": peak_memory()}}
+        metrics = {**asdict(found.metrics), "peak_memory": peak_memory()}
+        return {"loss_fn_outputs": outputs, "metrics": metrics}
 
     def optim_step(self, request: protocol.OptimStep) -> dict[str, Any]:
         session = self._writable(request).session
@@ -167,21 +167,21 @@ class Trainer:
 
 
 def example_of(datum: protocol.Datum) -> Example:
-    """Turn a datum into a row with its completion's log-probabilities and advantages.
+    """Turn a datum into a row with its completion's log-probabilities and advantages, where it has them.
 
     Raises `ConfigError` when the completion is not one run at the end or the lengths differ.
     """
     inputs = {name: tensor.data for name, tensor in datum.loss_fn_inputs.items()}
     tokens = [token for chunk in datum.model_input.chunks for token in chunk.tokens]
-    missing = {"target_tokens", "weights", "logprobs", "advantages"} - set(inputs)
+    missing = {"target_tokens", "weights"} - set(inputs)
     if missing or any(len(values) != len(tokens) for values in inputs.values()):
         raise ConfigError(
-            f"A datum needs all four loss inputs with {len(tokens)} values each; missing: {sorted(missing)}."
+            f"A datum needs target_tokens and weights, and {len(tokens)} values in each loss input; "
+            f"missing: {sorted(missing)}."
         )
     first = inputs["weights"].index(1.0) if 1.0 in inputs["weights"] else len(tokens)
     if first == len(tokens) or inputs["weights"][first:] != [1.0] * (len(tokens) - first):
         raise ConfigError("A datum's weights must be 0 over the prompt and then 1 to the end.")
     whole = (*tokens, int(inputs["target_tokens"][-1]))
-    return Example(
-        Row(whole, first + 1), tuple(inputs["logprobs"][first:]), tuple(inputs["advantages"][first:])
-    )
+    old, advantages = (tuple(inputs.get(name, ())[first:]) for name in ("logprobs", "advantages"))
+    return Example(Row(whole, first + 1), old, advantages)
