@@ -70,11 +70,11 @@ def test_both_sides_take_the_same_steps(tiny_base: Path, tmp_path: Path, monkeyp
 
 
 def test_the_base_is_taught_lengths_with_a_long_tail(monkeypatch: pytest.MonkeyPatch):
-    thinking = load("_thinking_base", monkeypatch)
-    counts = [count for _, count in islice(thinking.thoughts(random.Random(3)), 20_000)]
+    lengthy = load("_lengthy_base", monkeypatch)
+    counts = [count for _, count in islice(lengthy.tails(random.Random(3)), 20_000)]
     # An answer and its end are five tokens or so.
-    lengths = sorted(min(count + 5, thinking.LIMIT) for count in counts)
-    assert mean(lengths) == pytest.approx(thinking.MEAN, rel=0.1)
+    lengths = sorted(min(count + 5, lengthy.LIMIT) for count in counts)
+    assert mean(lengths) == pytest.approx(lengthy.MEAN, rel=0.1)
     assert median(lengths) < mean(lengths) / 1.5
     assert lengths[int(0.99 * len(lengths))] > 4 * mean(lengths)
 

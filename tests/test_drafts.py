@@ -1,6 +1,7 @@
 """Speculative decoding: tokens drafted from a request's own text must change neither answers nor chances."""
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,9 +10,9 @@ import httpx
 import pytest
 import torch
 from live import RunningEngine, start_engine, stop_engine
-from test_engine import ask, random_adapter
-from test_moe_engine import Reference, differences, shapes_of
+from parity import Reference, ask, differences, random_adapter
 
+from engine.adapters.families import BaseShapes
 from engine.config import EngineConfig
 from engine.serving import plugin
 from engine.serving.drafts_cpu import expand
@@ -79,6 +80,10 @@ def counted(engine: RunningEngine, name: str) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
 
+def modules_of(base: Path) -> dict[str, tuple[int, int]]:
+    return BaseShapes.of(json.loads((base / "config.json").read_text())).modules()
+
+
 def likeliest(reference: Reference, prompt: list[int], answer: list[int]) -> list[int]:
     """Return the reference's first choice at each place of an answer."""
     with torch.no_grad():
@@ -88,7 +93,7 @@ def likeliest(reference: Reference, prompt: list[int], answer: list[int]) -> lis
 
 def test_answers_with_an_adapter_are_those_of_the_reference(drafting: RunningEngine, tiny_base: Path):
     """Greedy tokens are the reference's, and what is sampled has the reference's log-probabilities."""
-    tensors = random_adapter(shapes_of(tiny_base).modules(), 7)
+    tensors = random_adapter(modules_of(tiny_base), 7)
     name = drafting.publish("drafts", tensors, 8)
     references = {name: Reference(tiny_base, tensors), drafting.base_name: Reference(tiny_base, None)}
     requests = [(model, prompt) for model in references for prompt in PROMPTS]
