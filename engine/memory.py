@@ -26,6 +26,8 @@ CONTEXT_BYTES = GIB
 # while it checkpoints.
 BATCHED_TOKENS = 2048
 HEAD_TOKENS = 1024
+# Copies of keys and values that attention may hold for each token of a microbatch: samples share a prompt.
+COPIES = 2
 # Tokens of a block of vLLM's KV cache on CUDA.
 BLOCK = 16
 
@@ -148,13 +150,14 @@ def layer_bytes(shape: Shape, size: int, rank: int) -> int:
 
     Read off transformers' decoder layer with our factors on all seven projections, and measured by saved
     tensor hooks in tests/test_memory.py: two norms (their input in float32, their output), q and k in
-    float32 before and in B after their norms, v, the attention's output and its copy, four tensors of the
-    MLP (gate, its activation, up, the product), and the seven products with A. Of each routed expert of the
-    token (engine/training/experts.py) its output, which the router's weight multiplies, three products with
-    A and its place in the order, twice; and the router's probabilities in float32.
+    float32 before their norms, q in B for attention, k and v in B `COPIES` times, the attention's output
+    and its copy, four tensors of the MLP (gate, its activation, up, the product), and the seven products
+    with A. Of each routed expert of the token (engine/training/experts.py) its output, which the router's
+    weight multiplies, three products with A and its place in the order, twice; and the router's
+    probabilities in float32.
     """
     norms = 2 * (4 + size) * shape.hidden
-    attention = (4 + 3 * size) * shape.queries + (4 + 2 * size) * shape.keys
+    attention = (4 + 3 * size) * shape.queries + (4 + 2 * COPIES * size) * shape.keys
     routed = shape.active * (size * (shape.hidden + 3 * rank) + 2 * 8) + 4 * shape.experts
     return norms + attention + 4 * size * shape.widest_mlp + 7 * size * rank + routed
 

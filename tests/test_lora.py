@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.errors import AdapterError, ConfigError
-from engine.training.lora import Example, ResidentBase, Row, microbatches
+from engine.training.lora import Example, ResidentBase, Row
 from engine.training.update import forward_backward
 
 TARGETS = ("q_proj", "v_proj", "down_proj")
@@ -168,10 +168,3 @@ def test_unknown_targets_and_losses_are_named(base):
         base.new_adapter(4, 8.0, ("z_proj",), torch.Generator())
     with pytest.raises(ConfigError, match="no loss 'hope'"):
         forward_backward(base, moved(base, 8), examples_of(base, None), "hope", {})
-
-
-def test_microbatches_keep_every_row_within_the_budget():
-    lengths = [3, 50, 7, 7, 20, 1, 64]
-    batches = microbatches(lengths, 64)
-    assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
-    assert all(max(lengths[i] for i in batch) * len(batch) <= 64 for batch in batches)

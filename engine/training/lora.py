@@ -25,19 +25,7 @@ from engine.errors import ConfigError
 from engine.memory import HEAD_TOKENS
 from engine.training.adapter import Adapter, sites_of
 from engine.training.experts import SlottedExperts, slotted_experts
-
-
-@dataclass(frozen=True)
-class Row:
-    """Token ids of a prompt and its completion; the completion begins at position `start`, at least 1."""
-
-    tokens: tuple[int, ...]
-    start: int
-
-    @property
-    def length(self) -> int:
-        """The completion's tokens."""
-        return len(self.tokens) - self.start
+from engine.training.packing import Row, can_pack, microbatches, pack, use_packing
 
 
 @dataclass(frozen=True)
@@ -101,6 +89,9 @@ class ResidentBase:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
         self.model: Any = model.eval().to(self.device)
         self.model.requires_grad_(False)
+        self.packs = can_pack(self.model.config)
+        if self.packs:
+            use_packing(self.model)
         if checkpointing:
             checkpoint_layers(self.model)
         self.microbatch_tokens = microbatch_tokens
@@ -160,10 +151,7 @@ class ResidentBase:
 
     def microbatches(self, rows: Sequence[Row], unit: int = 1) -> list[list[int]]:
         """Return indices in batches for `logprobs`; `unit` consecutive rows stay together."""
-        lengths = [len(row.tokens) for row in rows]
-        units = [unit * max(lengths[i : i + unit]) for i in range(0, len(rows), unit)]
-        batches = microbatches(units, self.microbatch_tokens)
-        return [[i * unit + j for i in batch for j in range(unit)] for batch in batches]
+        return microbatches(rows, self.microbatch_tokens, unit, shared=self.packs)
 
     def logprobs(self, rows: Sequence[Row]) -> Tensor:
         """Return log-probabilities (T,) in float32 of all rows' completion tokens, row after row."""
@@ -177,9 +165,28 @@ class ResidentBase:
     def _read(self, rows: Sequence[Row], entropy: bool) -> tuple[Tensor, ...]:
         """Return the log-probabilities, and the entropies where they are asked for.
 
-        The vocabulary is only touched at those positions. Rows are padded on the right, where causal
-        attention never looks.
+        The vocabulary is only touched at those positions.
         """
+        hidden_TH, chosen_T = self._packed([rows]) if self.packs else self._padded(rows)
+        if not self.checkpointing:
+            return self._picked(hidden_TH, chosen_T, entropy)
+        parts = zip(hidden_TH.split(HEAD_TOKENS), chosen_T.split(HEAD_TOKENS), strict=True)
+        found = [checkpoint(self._picked, *part, entropy, use_reentrant=False) for part in parts]
+        return tuple(torch.cat(column) for column in zip(*found, strict=True))
+
+    def _packed(self, parts: Sequence[Sequence[Row]]) -> tuple[Tensor, Tensor]:
+        """Return the hidden states before all completion tokens, and these tokens; without padding."""
+        stream = pack(parts, self.device, self.model.dtype)
+        found = self.model.get_decoder()(
+            stream.tokens[None],
+            position_ids=stream.positions[None],
+            use_cache=False,
+            layout=stream.layout,
+        )
+        return found.last_hidden_state[0].index_select(0, stream.before), stream.chosen
+
+    def _padded(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
+        """The same by rows that are padded on the right, where causal attention never looks."""
         width = max(len(row.tokens) for row in rows)
         tokens_BS = torch.zeros(len(rows), width, dtype=torch.long)
         for i, row in enumerate(rows):
@@ -193,12 +200,7 @@ class ResidentBase:
         before_T = completion_BS.flatten().nonzero()[:, 0].sub(1).to(self.device)
         decoder = self.model.get_decoder()
         hidden_BSH = decoder(tokens_BS.to(self.device), use_cache=False).last_hidden_state
-        hidden_TH = hidden_BSH.flatten(0, 1)[before_T]
-        if not self.checkpointing:
-            return self._picked(hidden_TH, chosen_T, entropy)
-        parts = zip(hidden_TH.split(HEAD_TOKENS), chosen_T.split(HEAD_TOKENS), strict=True)
-        found = [checkpoint(self._picked, *part, entropy, use_reentrant=False) for part in parts]
-        return tuple(torch.cat(column) for column in zip(*found, strict=True))
+        return hidden_BSH.flatten(0, 1).index_select(0, before_T), chosen_T
 
     def _picked(self, hidden_TH: Tensor, chosen_T: Tensor, entropy: bool) -> tuple[Tensor, ...]:
         logits_TV = self.model.get_output_embeddings()(hidden_TH).float()
@@ -253,13 +255,3 @@ def checkpoint_layers(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.training = True
-
-
-def microbatches(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Return indices in batches of similar length whose padded size stays within `budget` tokens."""
-    batches: list[list[int]] = [[]]
-    for i in sorted(range(len(lengths)), key=lambda index: (lengths[index], index)):
-        if batches[-1] and lengths[i] * (len(batches[-1]) + 1) > budget:
-            batches.append([])
-        batches[-1].append(i)
-    return batches

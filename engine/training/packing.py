@@ -1,0 +1,328 @@
+"""Sequences of many lengths as one stream of tokens: no padding, and a prompt that samples share only once.
+
+Norms, projections, experts and head work on single tokens, so they see the stream as one row. Attention
+alone needs sequences: each run of queries takes its keys out of the stream, the prompt's before its own,
+and runs of about one length go through one product. Causal attention makes a prompt's states independent
+of what follows it, so the samples of a group share them, and their gradients meet there.
+
+Knows tokens, positions and attention. Knows no adapter and no loss.
+
+Shape suffixes: _T tokens of the stream, _N completion tokens of all rows, _B runs of a bucket, _Q their
+queries, _K their keys, _P padded places of all buckets, _W width of a token.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn.functional import embedding_bag, scaled_dot_product_attention
+
+from engine.memory import COPIES
+
+# Families whose attention is plain and causal over the whole sequence, and called through transformers'
+# interface. Others (sparse, windowed, with sinks) get rows that are padded on the right.
+PACKED = ("deepseek_v3", "glm4_moe", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+IMPLEMENTATION = "packed"
+# A bucket may compute so many times the scores that its runs need; below the floor a call costs more.
+WASTE = 1.5
+FLOOR = 2**14
+
+
+@dataclass(frozen=True)
+class Row:
+    """Token ids of a prompt and its completion; the completion begins at position `start`, at least 1."""
+
+    tokens: tuple[int, ...]
+    start: int
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        return self.tokens[: self.start]
+
+    @property
+    def length(self) -> int:
+        """The completion's tokens."""
+        return len(self.tokens) - self.start
+
+
+@dataclass(frozen=True)
+class Run:
+    """`count` queries from place `first` of the stream on, whose keys are a prompt's and then their own."""
+
+    first: int
+    count: int
+    prompt_first: int = 0
+    prompt_count: int = 0
+
+    @property
+    def keys(self) -> int:
+        return self.prompt_count + self.count
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """The sizes of one product of attention, and its additive mask (B, 1, Q, K), or None: plainly causal."""
+
+    rows: int
+    queries: int
+    keys: int
+    mask: Tensor | None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where attention finds the stream's tokens.
+
+    `queries` and `keys` (P) are the stream's places in all buckets, one after another; `place` (T) is where
+    each token is a query; `users` are all places where tokens are keys, from `offsets` (T) on each token's.
+    """
+
+    buckets: tuple[Bucket, ...]
+    queries: Tensor
+    keys: Tensor
+    place: Tensor
+    users: Tensor
+    offsets: Tensor
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Rows as one stream: `tokens` and `positions` (T), and how attention sees it.
+
+    `before` (N) is the place of the token before each completion token, row after row, and `chosen` (N)
+    these tokens; `counts` are the stream's tokens of each part.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    before: Tensor
+    chosen: Tensor
+    counts: tuple[int, ...]
+    layout: Layout
+
+
+def can_pack(config: Any) -> bool:
+    """Say whether a model's attention is one that `attend` computes; others need padded rows."""
+    windowed = getattr(config, "sliding_window", None) is not None
+    kinds = set(getattr(config, "layer_types", None) or ())
+    return config.model_type in PACKED and not windowed and kinds <= {"full_attention"}
+
+
+def use_packing(model: Any) -> None:
+    """Let a model's attention take the argument `layout`; without it, it is transformers' SDPA."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(IMPLEMENTATION, attend)
+    model.set_attn_implementation(IMPLEMENTATION)
+
+
+def pack(parts: Sequence[Sequence[Row]], device: torch.device, dtype: torch.dtype) -> Stream:
+    """Return the parts' rows as one stream; rows of one part with the same prompt share it.
+
+    A row's last token predicts nothing, so it is left out.
+    """
+    tokens: list[int] = []
+    positions: list[int] = []
+    before: list[int] = []
+    runs: list[Run] = []
+    ends = [0]
+
+    def add(values: Sequence[int], position: int) -> int:
+        tokens.extend(values)
+        positions.extend(range(position, position + len(values)))
+        return len(tokens) - len(values)
+
+    for rows in parts:
+        samples, prompts = Counter(row.prompt for row in rows), dict[tuple[int, ...], int]()
+        for row in rows:
+            alone = samples[row.prompt] == 1
+            if row.prompt not in prompts:
+                prompts[row.prompt] = add(row.prompt, 0)
+                runs.append(Run(prompts[row.prompt], len(row.tokens) - 1 if alone else row.start))
+            first = add(row.tokens[row.start : -1], row.start)
+            before.append(prompts[row.prompt] + row.start - 1)
+            before.extend(range(first, len(tokens)))
+            if not alone and first < len(tokens):
+                runs.append(Run(first, len(tokens) - first, prompts[row.prompt], row.start))
+        ends.append(len(tokens))
+    chosen = [token for rows in parts for row in rows for token in row.tokens[row.start :]]
+    tokens_T, positions_T, before_N, chosen_N = (
+        torch.tensor(values).to(device) for values in (tokens, positions, before, chosen)
+    )
+    counts = tuple(end - begin for begin, end in pairwise(ends))
+    layout = _layout(runs, len(tokens), device, dtype)
+    return Stream(tokens_T, positions_T, before_N, chosen_N, counts, layout)
+
+
+def _bucketed(runs: Sequence[Run]) -> list[list[Run]]:
+    """Return runs of about one length together; prompts and whole rows apart from those behind a prompt."""
+    buckets: list[list[Run]] = []
+    needed = queries = keys = 0
+    for run in sorted(runs, key=lambda run: (run.prompt_count == 0, -run.keys, -run.count)):
+        needed, queries, keys = needed + run.count * run.keys, max(queries, run.count), max(keys, run.keys)
+        same = buckets and (buckets[-1][0].prompt_count == 0) == (run.prompt_count == 0)
+        if not same or (len(buckets[-1]) + 1) * queries * keys > WASTE * needed + FLOOR:
+            buckets.append([])
+            needed, queries, keys = run.count * run.keys, run.count, run.keys
+        buckets[-1].append(run)
+    return buckets
+
+
+def _places(runs: Sequence[Run], dtype: torch.dtype) -> tuple[Bucket, Tensor, Tensor]:
+    """Return a bucket and the stream's places of its queries (B, Q) and keys (B, K); padding is -1."""
+    numbers = [(run.first, run.count, run.prompt_first, run.prompt_count) for run in runs]
+    first_B1, count_B1, prompt_first_B1, prompt_B1 = torch.tensor(numbers).T[:, :, None]
+    query_Q = torch.arange(int(count_B1.max()))
+    key_K = torch.arange(int((prompt_B1 + count_B1).max()))
+    query_BQ = (first_B1 + query_Q).where(query_Q < count_B1, -1)
+    own_BK = (first_B1 + key_K - prompt_B1).where(key_K < prompt_B1 + count_B1, -1)
+    key_BK = (prompt_first_B1 + key_K).where(key_K < prompt_B1, own_BK)
+    mask = None
+    if runs[0].prompt_count:
+        later_BQK = key_K > (prompt_B1 + query_Q)[:, :, None]
+        mask = torch.zeros(later_BQK.shape, dtype=dtype).masked_fill(later_BQK, -torch.inf)[:, None]
+    return Bucket(len(runs), len(query_Q), len(key_K), mask), query_BQ, key_BK
+
+
+def _layout(runs: Sequence[Run], total: int, device: torch.device, dtype: torch.dtype) -> Layout:
+    """Place runs in buckets. Everything is found on the CPU, so that a GPU does not wait."""
+    buckets, queries, keys = zip(*(_places(bucket, dtype) for bucket in _bucketed(runs)), strict=True)
+    query_P, key_P = (torch.cat([part.flatten() for part in parts]) for parts in (queries, keys))
+    read = (query_P >= 0).nonzero()[:, 0]
+    place_T = torch.empty(total, dtype=torch.long).index_copy_(0, query_P[read], read)
+    read = (key_P >= 0).nonzero()[:, 0]
+    times_T = torch.bincount(key_P[read], minlength=total)
+    users = read[key_P[read].argsort(stable=True)]
+    numbers = (query_P.clamp(min=0), key_P.clamp(min=0), place_T, users, times_T.cumsum(0) - times_T)
+    moved = tuple(
+        replace(bucket, mask=None if bucket.mask is None else bucket.mask.to(device)) for bucket in buckets
+    )
+    return Layout(moved, *(values.to(device) for values in numbers))
+
+
+class Take(Function):
+    """The lines of `x` (T, W) at `index` (P); a line that is taken often sums its gradients, in one order."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, users: Tensor, offsets: Tensor) -> Tensor:
+        ctx.save_for_backward(users, offsets)
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        users, offsets = ctx.saved_tensors
+        return embedding_bag(users, grads[0].contiguous(), offsets, mode="sum"), None, None, None
+
+
+class Move(Function):
+    """The lines of `x` at `index`, each of which is read once or not at all; `back` is where they went."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, index: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0].index_select(0, ctx.saved_tensors[0]), None, None
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    layout: Layout | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend within the runs of a stream; transformers' attention function, (1, heads, T, D) in and out.
+
+    Without a layout it is transformers' own for whole rows.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    assert (attention_mask, sliding_window, dropout) == (None, None, 0.0), "no such model is packed"
+    if layout is None:
+        return sdpa_attention_forward(module, query, key, value, None, scaling=scaling, **kwargs)
+    query_P = Move.apply(_lines(query), layout.queries, layout.place)
+    key_P, value_P = (Take.apply(_lines(x), layout.keys, layout.users, layout.offsets) for x in (key, value))
+    out_P, query_at, key_at = [], 0, 0
+    for bucket in layout.buckets:
+        query_end, key_end = query_at + bucket.rows * bucket.queries, key_at + bucket.rows * bucket.keys
+        out = scaled_dot_product_attention(
+            _heads(query_P[query_at:query_end], bucket.rows, query.shape[1]),
+            _heads(key_P[key_at:key_end], bucket.rows, key.shape[1]),
+            _heads(value_P[key_at:key_end], bucket.rows, value.shape[1]),
+            attn_mask=bucket.mask,
+            is_causal=bucket.mask is None,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        out_P.append(out.transpose(1, 2).flatten(0, 1).flatten(1))
+        query_at, key_at = query_end, key_end
+    out_TW = torch.cat(out_P).index_select(0, layout.place)
+    return out_TW.view(1, len(out_TW), query.shape[1], -1), None
+
+
+def _lines(x: Tensor) -> Tensor:
+    """Return heads (1, heads, T, D) as lines (T, W)."""
+    return x[0].transpose(0, 1).flatten(1)
+
+
+def _heads(x: Tensor, rows: int, heads: int) -> Tensor:
+    """Return lines (B * S, W) as heads (B, heads, S, D)."""
+    return x.view(rows, len(x) // rows, heads, -1).transpose(1, 2)
+
+
+def microbatches(rows: Sequence[Row], budget: int, unit: int = 1, shared: bool = True) -> list[list[int]]:
+    """Return indices in batches of at most `budget` tokens of the stream; a larger unit is alone.
+
+    `unit` consecutive rows stay together. Rows with the same prompt do where they fit, so that they share
+    it; without `shared` every row counts its own. A prompt's keys are copied for each of its samples: a
+    token of the budget allows for `COPIES` of them.
+    """
+    groups: dict[Any, list[list[int]]] = {}
+    for begin in range(0, len(rows), unit):
+        members = list(range(begin, min(begin + unit, len(rows))))
+        groups.setdefault(rows[begin].prompt if shared else begin, []).append(members)
+
+    def size(units: Sequence[Sequence[int]]) -> int:
+        chosen = [rows[i] for members in units for i in members]
+        keys = sum(len(row.tokens) - 1 for row in chosen)
+        if not shared:
+            return keys
+        prompts = sum(map(len, {row.prompt for row in chosen}))
+        own = sum(len(row.tokens) - row.start - 1 for row in chosen)
+        return max(prompts + own, -(-(prompts + keys) // COPIES))
+
+    pieces: list[list[list[int]]] = []
+    for units in groups.values():
+        pieces.append([])
+        for members in units:
+            if pieces[-1] and size([*pieces[-1], members]) > budget:
+                pieces.append([])
+            pieces[-1].append(members)
+    return _first_fit([(size(piece), [i for members in piece for i in members]) for piece in pieces], budget)
+
+
+def _first_fit(pieces: Sequence[tuple[int, list[int]]], budget: int) -> list[list[int]]:
+    """Fill batches up to the budget, the largest pieces first; each batch keeps the order of its indices."""
+    batches: list[list[int]] = []
+    room: list[int] = []
+    for size, members in sorted(pieces, key=lambda piece: -piece[0]):
+        at = next((at for at, left in enumerate(room) if size <= left), len(batches))
+        if at == len(batches):
+            batches.append([])
+            room.append(budget)
+        batches[at] += members
+        room[at] -= size
+    return [sorted(batch) for batch in batches]
