@@ -187,7 +187,7 @@ def verify_drafts_on_cpu() -> None:
 
         from engine.serving.drafts_cpu import expand
 
-        rejection_sampler.expand_batch_to_tokens = expand
+        rejection_sampler.expand_batch_to_tokens = expand  # type: ignore[assignment]
 
 
 def vllm_version() -> str:

@@ -79,14 +79,13 @@ def policy(seed: int, steps: int) -> PolicyConfig:
 def job(config: PolicyConfig, base: Path, output: Path, batch: int, continuous: bool) -> dict[str, Any]:
     """Return a run of TRL with the settings that our loop has: from the policy, and from the trainer."""
     from engine.adapters.families import BaseShapes
-    from engine.training.grpo import CLIP
     from engine.training.protocol import AdamParams
 
     adam = AdamParams()
     return {
         **config.model_dump(include={"groups", "group_size", "lr", "rank", "alpha", "steps", "max_tokens"}),
         **config.model_dump(include={"temperature", "seed"}),
-        **CLIP,
+        **config.loss_config.values(config.loss),
         "base": str(base),
         "targets": list(BaseShapes.of(json.loads((base / "config.json").read_text())).targets),
         "betas": [adam.beta1, adam.beta2],
