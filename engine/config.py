@@ -85,7 +85,15 @@ class TrainerConfig(Settings):
         None, description="compute activations again in the backward; empty: on CUDA only"
     )
     threads: int = Field(0, ge=0, description="0: half of the cores, since the engine works beside it")
-    sessions: int = Field(8, ge=1, description="policies held at once")
+    sessions: int = Field(8, ge=1, description="policies of engine.max_rank that a GPU's plan holds at once")
+    session_bytes: int | None = Field(
+        None,
+        ge=1,
+        description="memory of all sessions' adapters, gradients and Adam moments; empty: the plan's part on "
+        "a GPU, a quarter of what is free on a CPU",
+    )
+    queue: int = Field(256, ge=1, description="operations of all sessions that may wait")
+    queue_of_session: int = Field(16, ge=1, description="operations of one session that may wait")
     microbatch_tokens: int = Field(8192, ge=64)
     operation_timeout_s: float = Field(600, gt=0)
 
@@ -238,6 +246,9 @@ class PolicyConfig(Settings):
     loss_config: LossConfig = LossConfig()
     max_tokens: int = Field(24, ge=1)
     temperature: float = Field(1.0, gt=0)
+    staleness: int = Field(
+        0, ge=0, le=16, description="steps that a rollout's revision may be behind; 0: on-policy"
+    )
     seed: int = Field(1, ge=0)
     suite: str = Field(description="a directory under eval_suites/")
     snapshot_ttl_s: float = Field(3600, gt=0, description="how long single steps are kept")

@@ -113,7 +113,7 @@ def test_a_full_disk_keeps_the_last_step(base, tmp_path, monkeypatch):
     train_one(session, 1)
     stored = (tmp_path / "current.state").read_bytes()
 
-    monkeypatch.setattr("engine.training.session.os.fsync", _full)
+    monkeypatch.setattr("engine.training.state.os.fsync", _full)
     with pytest.raises(ServiceError, match="No space left on device"):
         train_one(session, 2)
     assert (tmp_path / "current.state").read_bytes() == stored
@@ -123,7 +123,7 @@ def test_a_full_disk_keeps_the_last_step(base, tmp_path, monkeypatch):
 def test_a_request_repeated_after_a_full_disk_is_stored_and_applied_once(base, tmp_path, monkeypatch):
     session = Session(tmp_path / "full", base, BASE, opening())
     with monkeypatch.context() as patch:
-        patch.setattr("engine.training.session.os.fsync", _full)
+        patch.setattr("engine.training.state.os.fsync", _full)
         with pytest.raises(ServiceError):
             train_one(session, 1)
     step = OptimStep(request_id="step-1", session=session.name, fence=0, adam_params=ADAM, position=10)

@@ -113,6 +113,7 @@ def server_arguments(
         "--max-lora-rank", str(config.max_rank),
         "--lora-target-modules", *lora_targets(base),
         *attention_arguments(base, plan),
+        *executor_arguments(config, plan),
         *route_arguments(base),
         *speculative_arguments(config, base, plan),
         "--worker-extension-cls", "engine.serving.loader.LoaderExtension",
@@ -140,6 +141,12 @@ def attention_arguments(base: "BaseInfo", plan: "Plan | None") -> list[str]:
 
 def _is_latent(base: "BaseInfo") -> bool:
     return bool(json.loads((base.path / "config.json").read_text()).get("kv_lora_rank"))
+
+
+def executor_arguments(config: EngineConfig, plan: "Plan | None") -> list[str]:
+    """Keep a worker that is alone on a CPU in the engine's process; ranks have processes of their own."""
+    alone = plan is None and config.tensor_parallel == 1
+    return ["--distributed-executor-backend", "engine.serving.executor.InProcessExecutor"] if alone else []
 
 
 def route_arguments(base: "BaseInfo") -> list[str]:
