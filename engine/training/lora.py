@@ -9,23 +9,25 @@ features, _O output features, _V vocabulary.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from engine.adapters.families import BaseShapes
 from engine.adapters.revision import validate
 from engine.errors import ConfigError
 from engine.memory import HEAD_TOKENS
-from engine.training.adapter import Adapter, sites_of
+from engine.training.adapter import Adapter, Part, sites_of
 from engine.training.experts import SlottedExperts, slotted_experts
 from engine.training.grpo import LOSSES, importance_ratio
-from engine.training.packing import Row, can_pack, microbatches, pack, use_packing
+from engine.training.linear import SlottedLinear
+from engine.training.packing import Row, Stream, can_pack, microbatches, pack, use_packing
 
 
 @dataclass(frozen=True)
@@ -45,27 +47,6 @@ class Backward:
     importance_ratio: float
     tokens: int
     logprobs: tuple[tuple[float, ...], ...]
-
-
-class SlottedLinear(nn.Module):
-    """A frozen projection that adds the factors of whichever adapter is switched on."""
-
-    def __init__(self, base: nn.Linear):
-        super().__init__()
-        self.base = base
-        self.factors: tuple[Tensor, Tensor, float] | None = None
-
-    def switch(self, name: str, adapter: Adapter | None) -> None:
-        """Switch an adapter on, or the plain base with None; `name` is this module's path."""
-        self.factors = adapter.pair(name) if adapter else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.base(x)
-        if self.factors is None:
-            return y
-        a_RI, b_OR, scale = self.factors
-        # In the base's dtype, rounded as `canonical` rounds them: the very numbers that the engine serves.
-        return y + (x @ a_RI.to(x.dtype).T) @ (b_OR.T * scale).to(x.dtype)
 
 
 Slotted = SlottedLinear | SlottedExperts
@@ -141,35 +122,50 @@ class ResidentBase:
         adapter.place(tensors)
         return adapter
 
+    def using(self, adapter: Adapter | None) -> AbstractContextManager[None]:
+        """Switch an adapter on, or the plain base with None, for the forwards and backwards inside."""
+        return self._switched([Part(adapter, slice(None))] if adapter else [])
+
+    def using_many(self, counts: Sequence[tuple[Adapter, int]]) -> AbstractContextManager[None]:
+        """Switch adapters on for so many tokens of a stream each, one after another (`Stream.counts`)."""
+        ends = list(accumulate((count for _, count in counts), initial=0))
+        spans = [slice(*pair) for pair in pairwise(ends)]
+        parts = [Part(adapter, span) for (adapter, _), span in zip(counts, spans, strict=True)]
+        return self._switched(parts)
+
     @contextmanager
-    def using(self, adapter: Adapter | None) -> Iterator[None]:
-        """Switch an adapter on, or the plain base with None, for the forwards inside."""
+    def _switched(self, parts: Sequence[Part]) -> Iterator[None]:
         for name, slotted in self.slotted.items():
-            slotted.switch(name, adapter)
+            slotted.switch(name, parts)
         try:
             yield
         finally:
             for name, slotted in self.slotted.items():
-                slotted.switch(name, None)
+                slotted.switch(name, ())
+
+    def pack(self, parts: Sequence[Sequence[Row]]) -> Stream:
+        """Return rows of several adapters as one stream for `logprobs` under `using_many`."""
+        return pack(parts, self.device, self.model.dtype)
 
     def microbatches(self, rows: Sequence[Row], unit: int = 1) -> list[list[int]]:
         """Return indices in batches for `logprobs`; `unit` consecutive rows stay together."""
         return microbatches(rows, self.microbatch_tokens, unit, shared=self.packs)
 
-    def logprobs(self, rows: Sequence[Row]) -> Tensor:
+    def logprobs(self, rows: Sequence[Row] | Stream) -> Tensor:
         """Return log-probabilities (T,) in float32 of all rows' completion tokens, row after row.
 
         The vocabulary is only touched at those positions.
         """
-        hidden_TH, chosen_T = self._packed([rows]) if self.packs else self._padded(rows)
+        if self.packs and not isinstance(rows, Stream):
+            rows = self.pack([rows])
+        hidden_TH, chosen_T = self._packed(rows) if isinstance(rows, Stream) else self._padded(rows)
         if not self.checkpointing:
             return self._picked(hidden_TH, chosen_T)
         parts = zip(hidden_TH.split(HEAD_TOKENS), chosen_T.split(HEAD_TOKENS), strict=True)
         return torch.cat([checkpoint(self._picked, *part, use_reentrant=False) for part in parts])
 
-    def _packed(self, parts: Sequence[Sequence[Row]]) -> tuple[Tensor, Tensor]:
+    def _packed(self, stream: Stream) -> tuple[Tensor, Tensor]:
         """Return the hidden states before all completion tokens, and these tokens; without padding."""
-        stream = pack(parts, self.device, self.model.dtype)
         found = self.model.get_decoder()(
             stream.tokens[None],
             position_ids=stream.positions[None],

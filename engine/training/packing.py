@@ -44,6 +44,11 @@ class Row:
     def prompt(self) -> tuple[int, ...]:
         return self.tokens[: self.start]
 
+    @property
+    def length(self) -> int:
+        """The completion's tokens."""
+        return len(self.tokens) - self.start
+
 
 @dataclass(frozen=True)
 class Run:
