@@ -11,10 +11,10 @@ import zoneinfo
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from engine.errors import ConfigError
 
@@ -85,7 +85,15 @@ class TrainerConfig(Settings):
         None, description="compute activations again in the backward; empty: on CUDA only"
     )
     threads: int = Field(0, ge=0, description="0: half of the cores, since the engine works beside it")
-    sessions: int = Field(8, ge=1, description="policies held at once")
+    sessions: int = Field(8, ge=1, description="policies of engine.max_rank that a GPU's plan holds at once")
+    session_bytes: int | None = Field(
+        None,
+        ge=1,
+        description="memory of all sessions' adapters, gradients and Adam moments; empty: the plan's part on "
+        "a GPU, a quarter of what is free on a CPU",
+    )
+    queue: int = Field(256, ge=1, description="operations of all sessions that may wait")
+    queue_of_session: int = Field(16, ge=1, description="operations of one session that may wait")
     microbatch_tokens: int = Field(8192, ge=64)
     operation_timeout_s: float = Field(600, gt=0)
 
@@ -133,6 +141,88 @@ class Example(Settings):
     answer: str = Field(min_length=1)
 
 
+LossName = Annotated[
+    str,
+    Field(
+        pattern=r"^(dapo|grpo|dr_grpo|gspo|cispo|ppo|importance_sampling|python:[A-Za-z_][\w.]*:[A-Za-z_]\w*)$",
+        description="dapo, grpo, dr_grpo, gspo, cispo, ppo, importance_sampling or python:MODULE:FUNC",
+    ),
+]
+Band = tuple[Annotated[float, Field(ge=0, le=1)], Annotated[float, Field(ge=1)]]
+
+# Each loss's own settings with the values of its paper; engine/training/grpo.py names the papers.
+LOSS_SETTINGS: dict[str, dict[str, float]] = {
+    "cross_entropy": {},
+    "importance_sampling": {},
+    "ppo": {"clip_low": 0.2, "clip_high": 0.2},
+    "grpo": {"clip_low": 0.2, "clip_high": 0.2},
+    "dr_grpo": {"clip_low": 0.2, "clip_high": 0.2, "budget": 1},
+    "dapo": {"clip_low": 0.2, "clip_high": 0.28},
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
+    "cispo": {"clip_low": 1.0, "clip_high": 4.0},
+    "dpo": {"beta": 0.1},
+}
+CORRECTIONS = ("tis", "geometric", "icepop", "outlier")
+
+
+class LossConfig(Settings):
+    """Settings of a loss: what is empty is as in the loss's paper. Corrections are off, on, or as given."""
+
+    clip_low: float | None = Field(None, ge=0, le=1, description="the ratio is clipped below 1 - this")
+    clip_high: float | None = Field(None, ge=0, description="the ratio is clipped above 1 + this")
+    budget: int | None = Field(
+        None, ge=1, description="dr_grpo: tokens that an answer's sum is divided by; empty: max_tokens"
+    )
+    beta: float | None = Field(None, gt=0, description="dpo: how strongly it is held to the base")
+    options: dict[str, Any] | None = Field(None, description="for a loss of one's own")
+    kl: float = Field(0, ge=0, description="weight of the KL divergence to the base")
+    tis: bool | Annotated[float, Field(ge=1)] = Field(
+        False, description="tokens weigh trainer over sampler, at most this; on: 2"
+    )
+    geometric: bool | Band = Field(
+        False, description="mask answers whose mean ratio is outside; on: 0.99 to 1.01"
+    )
+    icepop: bool | Band = Field(
+        False, description="tokens weigh trainer over sampler, masked outside; on: 0.5 to 2"
+    )
+    outlier: bool | Band = Field(
+        False, description="mask answers with a token whose ratio is outside; on: 0.0001 to 100"
+    )
+
+    def sent(self) -> dict[str, Any]:
+        """Return what differs from the defaults, as a trainer takes it."""
+        return self.model_dump(mode="json", exclude_defaults=True)
+
+    def values(self, loss: str) -> dict[str, Any]:
+        """Return the loss's own settings, its paper's where nothing else is given."""
+        if loss.startswith("python:"):
+            return dict(self.options or {})
+        given = {name: getattr(self, name) for name in LOSS_SETTINGS[loss]}
+        return LOSS_SETTINGS[loss] | {name: value for name, value in given.items() if value is not None}
+
+
+def loss_config(loss: str, given: Mapping[str, Any]) -> LossConfig:
+    """Return a loss's settings; `ConfigError` names an unknown loss, or a setting that it does not have."""
+    if loss.startswith("python:"):
+        known: set[str] = {"options", "kl", *CORRECTIONS}
+    elif loss in LOSS_SETTINGS:
+        sampled = loss not in ("cross_entropy", "dpo")
+        known = {*LOSS_SETTINGS[loss], *(("kl", *CORRECTIONS) if sampled else ())}
+    else:
+        raise ConfigError(f"There is no loss {loss!r}. Known losses: {', '.join(LOSS_SETTINGS)}.")
+    if unknown := sorted(set(given) - known):
+        raise ConfigError(
+            f"The loss {loss} has no setting {', '.join(unknown)}. "
+            f"It has: {', '.join(sorted(known)) or 'none'}."
+        )
+    try:
+        return LossConfig.model_validate(given)
+    except ValidationError as error:
+        raise ConfigError(
+            f"The settings of the loss {loss} are not valid. {explain(error, LossConfig)}"
+        ) from None
+
+
 class PolicyConfig(Settings):
     """One line of training. The defaults are the recipe of the main job."""
 
@@ -152,8 +242,13 @@ class PolicyConfig(Settings):
     groups: int = Field(16, ge=1, description="problems a step")
     group_size: int = Field(8, ge=2, description="samples a problem")
     lr: float = Field(2e-3, gt=0)
+    loss: LossName = "dapo"
+    loss_config: LossConfig = LossConfig()
     max_tokens: int = Field(24, ge=1)
     temperature: float = Field(1.0, gt=0)
+    staleness: int = Field(
+        0, ge=0, le=16, description="steps that a rollout's revision may be behind; 0: on-policy"
+    )
     seed: int = Field(1, ge=0)
     suite: str = Field(description="a directory under eval_suites/")
     snapshot_ttl_s: float = Field(3600, gt=0, description="how long single steps are kept")
@@ -163,6 +258,19 @@ class PolicyConfig(Settings):
     drift_after_s: float | None = Field(
         None, gt=0, description="due when users' rewards stayed under the offline interval for so long"
     )
+
+    @model_validator(mode="after")
+    def _loss_has_its_settings(self) -> Self:
+        try:
+            loss_config(self.loss, self.loss_config.sent())
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        return self
+
+    def loss_sent(self) -> dict[str, Any]:
+        """Return the loss's settings as the trainer takes them."""
+        budget = {"budget": self.max_tokens} if self.loss == "dr_grpo" else {}
+        return budget | self.loss_config.sent()
 
 
 class ReleaseConfig(Settings):

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from engine.config import Contract, Example, Fraction, OpenFraction, PolicyName, Settings
+from engine.config import Contract, Example, Fraction, LossName, OpenFraction, PolicyName, Settings
 
 Why = Annotated[str, Field(min_length=3, max_length=500, description="why; it is recorded")]
 Who = Annotated[str, Field(min_length=1, max_length=100, description="who decides this; it is recorded")]
@@ -37,12 +37,13 @@ class AdaptForm(Form):
     lr: float | None = Field(None, gt=0, le=1, description="learning rate")
     rank: Literal[1, 2, 4, 8, 16, 32, 64, 128] | None = Field(None, description="rank of the adapter")
     contract: Contract | None = Field(None, description="the answer format that earns the reward")
+    loss: LossName | None = Field(None, description="what a step minimises; its settings stay as configured")
     seed: int | None = Field(None, ge=0, description="which problems and samples are drawn")
     scored: bool = Field(True, description="score base and revision on the policy's suite")
 
     def changes(self) -> dict[str, Any]:
         """Return the policy settings that this form replaces."""
-        return self.model_dump(include={"steps", "lr", "rank", "contract", "seed"}, exclude_none=True)
+        return self.model_dump(include={"steps", "lr", "rank", "contract", "loss", "seed"}, exclude_none=True)
 
 
 class ReleaseForm(Form):

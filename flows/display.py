@@ -14,14 +14,16 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from engine.config import Params
+from engine.quality.report_data import Step
 from tasks.outcome import Outcome, Stages
 
 console = Console(highlight=False)
 if not console.is_terminal:
     # A log file has no width; tables are not to be cut for it.
     console = Console(highlight=False, width=160)
+PLAIN_LINES = 10
 steps = Progress(
-    TextColumn("  {task.description:<12}"),
+    TextColumn("  {task.description:<12}", table_column=Column(no_wrap=True, max_width=22)),
     BarColumn(bar_width=10),
     MofNCompleteColumn(),
     TextColumn("{task.fields[note]}", table_column=Column(no_wrap=True)),
@@ -61,16 +63,44 @@ def base_builder(params: Params, stages: Stages) -> Callable[[], object]:
 
 
 def training_bar(policy: str, total: int) -> Callable[[Mapping[str, Any]], None]:
-    """Return a function that shows one training step, given its row of the ledger's `train_steps`."""
+    """Return a function that shows one training step, given its row of the ledger's `train_steps`.
+
+    In a terminal each policy has a bar. Elsewhere it has lines: for the first step, the last, and about
+    `PLAIN_LINES` between.
+    """
+    if not console.is_terminal:
+        return _training_lines(policy, total)
     # Shown from the first step on: a line of training that was done before shows nothing.
     bar = steps.add_task(policy, total=total, note="", visible=False)
 
     def show(row: Mapping[str, Any]) -> None:
-        seconds = "  ".join(f"{name} {row[f'{name}_s']:.2f}" for name in ("rollout", "update", "handoff"))
-        note = f"reward {row['reward']:.2f}  ratio {row['importance_ratio']:.5f}  {seconds} s"
-        steps.update(bar, completed=row["step"], note=note, visible=True)
+        steps.update(bar, completed=row["step"], note=step_note(row), visible=True)
 
     return show
+
+
+def _training_lines(policy: str, total: int) -> Callable[[Mapping[str, Any]], None]:
+    every, shown = -(-total // PLAIN_LINES), False
+
+    def show(row: Mapping[str, Any]) -> None:
+        nonlocal shown
+        if not shown or row["step"] % every == 0 or row["step"] == total:
+            shown = True
+            console.print(f"  {policy:<12} step {row['step']} of {total}  {step_note(row)}")
+
+    return show
+
+
+def step_note(row: Mapping[str, Any]) -> str:
+    """Return a training step in about 60 characters: reward, ratio, speed, staleness if any, seconds."""
+    parts = [f"reward {row['reward']:.2f}"]
+    if row.get("importance_ratio") is not None:
+        parts.append(f"ratio {row['importance_ratio']:.5f}")
+    if row.get("tokens_per_s") is not None:
+        parts.append(f"{row['tokens_per_s']:,.0f} tokens/s")
+    if row.get("staleness"):
+        parts.append(f"stale {row['staleness']:.2g}")
+    return "  ".join([*parts, f"{sum(Step.of(row).phases.values()):.1f} s"])
 
 
 def print_service(name: str, state: str) -> None:

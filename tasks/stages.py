@@ -32,7 +32,10 @@ from tasks.suites import ITEMS, Suite, load_suite
 OnStep = Callable[[Mapping[str, Any]], None]
 PINNED = "evaluate.revision is a digest: nothing is trained."
 # What of a training step can be drawn; its seconds would differ each time.
-CURVE = ("step", "reward", "importance_ratio", "loss", "grad_norm", "tokens", "kept")
+CURVE = (
+    "step", "reward", "reward_std", "zero_spread", "importance_ratio", "kl", "entropy", "clip_fraction",
+    "loss", "grad_norm", "length_mean", "truncated", "tokens", "kept",
+)  # fmt: skip
 
 
 def build_base(params: Params, progress: Callable[[int, int, float], None]) -> None:
@@ -148,8 +151,8 @@ def adapt(params: Params, report: Report, on_step: Callable[[str, int], OnStep])
 def _write_adapted(files: Files, note: Mapping[str, Any], curve: Collection[Mapping[str, Any]]) -> None:
     renew(files.adapt)
     write_json(files.adapt / "adapt.json", note)
-    rows = [",".join(str(row.get(name, "")) for name in CURVE) for row in curve]
-    (files.adapt / "curve.csv").write_text("\n".join([",".join(CURVE), *rows]) + "\n")
+    values = [["" if row.get(name) is None else str(row[name]) for name in CURVE] for row in curve]
+    (files.adapt / "curve.csv").write_text("".join(",".join(row) + "\n" for row in [CURVE, *values]))
 
 
 def take_revision(params: Params) -> None:

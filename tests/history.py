@@ -43,7 +43,8 @@ def step_row(step, policy="sums", session="new", **changes):
         "importance_ratio": 1.0 + step * 1e-6, "ratio_min": 0.99 - step * 1e-5,
         "ratio_max": 1.01 + step * 1e-5, "clip_fraction": 0.02, "kl": 0.001 * step,
         "kl_old": 3e-7, "entropy": 2.0 / step,
-        "masked": {"outlier": 3, "router": 5}, "loss": -0.125, "grad_norm": 0.7,
+        "masked": {"outlier": 3, "router": 5}, "capped": 11, "correction_weight": 0.98,
+        "loss": -0.125, "grad_norm": 0.7,
         "tokens": 4096, "learned_tokens": 4088, "tokens_per_s": 812.5, "length_mean": 17.5, "length_max": 24,
         "truncated": 0.0625, "staleness": 1.0, "groups_kept": 6, "kept": 0.75, "verifier_errors": 0,
         "rollout_s": 1.5, "wait_s": 0.5, "reward_s": 0.0625, "update_s": 2.0, "handoff_s": 0.03,
@@ -53,12 +54,13 @@ def step_row(step, policy="sums", session="new", **changes):
 
 
 def emit_steps(spool):
-    for session, at, digest in (("old", NOW - 100, OLD), ("new", NOW + 1, GOOD)):
-        for step in (1, 2, 3):
-            spool.emit(
-                "train_steps", at=at + step, policy="sums", session=session, step=step, digest=digest,
-                reward=step / 4, importance_ratio=1.0001, rollout_s=0.5, update_s=0.2, handoff_s=0.01,
-            )  # fmt: skip
+    """Two lines of training; the older one is from before steps had all their metrics."""
+    for step in (1, 2, 3):
+        spool.emit(
+            "train_steps", at=NOW - 100 + step, policy="sums", session="old", step=step, digest=OLD,
+            reward=step / 4, importance_ratio=1.0001, rollout_s=0.5, update_s=0.2, handoff_s=0.01,
+        )  # fmt: skip
+        spool.emit("train_steps", at=NOW + 1 + step, **step_row(step, reward=step / 4))
 
 
 def revision(digest, state, created_at, parent=None):

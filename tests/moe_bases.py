@@ -50,16 +50,3 @@ def _write(config_class: Any, model_class: Any, sizes: dict, directory: Path, to
     model.save_pretrained(directory)
     words.save_pretrained(directory)
     return directory
-
-
-def weight_of(model: Any, module: str) -> torch.Tensor:
-    """Return the (out, in) view of the base's weight that a canonical module stands for."""
-    parent, _, rest = module.partition(".experts.")
-    if not rest:
-        return model.get_submodule(module).weight.data
-    number, leaf = rest.split(".")
-    experts = model.get_submodule(f"{parent}.experts")
-    if leaf == "down_proj":
-        return experts.down_proj.data[int(number)]
-    gate, up = experts.gate_up_proj.data[int(number)].chunk(2)
-    return gate if leaf == "gate_proj" else up

@@ -8,11 +8,11 @@ import httpx
 import pytest
 import torch
 from live import RunningEngine, StockServer
+from parity import RANK, Reference, ask, base_rows, prompts, random_adapter
 
 from engine.adapters.families import BaseShapes
 from engine.adapters.publishing import location
 
-RANK = 8
 # Log-probabilities in float32 by two implementations: measured 2e-6 to 2e-5, see docs/benchmarks.md.
 TOLERANCE = 2e-4
 
@@ -22,69 +22,6 @@ def shapes(tiny_base: Path):
     from transformers import AutoConfig
 
     return BaseShapes.of(AutoConfig.from_pretrained(tiny_base).to_dict()).modules()
-
-
-def random_adapter(
-    shapes, seed: int, leaves: tuple[str, ...] | None = None, rank: int = RANK, size: float = 0.3
-):
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for name, (inputs, outputs) in shapes.items():
-        if leaves is None or name.rpartition(".")[2] in leaves:
-            a = torch.randn(rank, inputs, generator=generator) / inputs**0.5
-            b = torch.randn(outputs, rank, generator=generator) * size
-            tensors |= {f"{name}.lora_A": a, f"{name}.lora_B": b}
-    return tensors
-
-
-def prompts(count: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(11)
-    return [
-        torch.randint(
-            5, 300, (int(torch.randint(4, 24, (1,), generator=generator)),), generator=generator
-        ).tolist()
-        for _ in range(count)
-    ]
-
-
-async def ask(engine, requests: list[tuple[str, list[int]]], tokens: int = 12) -> list[dict]:
-    """Send all requests at once; return each one's token ids and log-probabilities."""
-    headers = {"authorization": f"Bearer {engine.key}"}
-    limits = httpx.Limits(max_connections=128)
-    async with httpx.AsyncClient(base_url=engine.url, headers=headers, timeout=120, limits=limits) as client:
-
-        async def one(model: str, prompt: list[int]) -> dict:
-            body = {
-                "model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "logprobs": 1,
-                "return_token_ids": True, "ignore_eos": True,
-            }  # fmt: skip
-            response = await client.post("/v1/completions", json=body)
-            assert response.status_code == 200, response.text
-            choice = response.json()["choices"][0]
-            return {
-                "ids": choice["token_ids"],
-                "logprobs": choice["logprobs"]["token_logprobs"],
-                "revision": response.headers.get("x-graftwork-revision"),
-            }
-
-        return await asyncio.gather(*(one(model, prompt) for model, prompt in requests))
-
-
-def reference_logprobs(
-    base: Path, tensors: dict | None, prompt: list[int], answer: list[int]
-) -> torch.Tensor:
-    """Log-probabilities of the answer by transformers, with W + B @ A written into the weights."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    if tensors:
-        for name in {key.rpartition(".lora_")[0] for key in tensors}:
-            delta = tensors[f"{name}.lora_B"] @ tensors[f"{name}.lora_A"]
-            model.get_submodule(name).weight.data += delta
-    ids = torch.tensor([prompt + answer])
-    with torch.no_grad():
-        logprobs = model(ids).logits.log_softmax(-1)[0, len(prompt) - 1 : -1]
-    return logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0]
 
 
 def test_marker_names_our_parts(engine: RunningEngine, shapes):
@@ -111,16 +48,14 @@ def test_mixed_batch_equals_the_merged_reference(engine: RunningEngine, shapes):
     ]
     requests = [(names[i % 4], prompt) for i, prompt in enumerate(prompts(24))]
     answers = asyncio.run(ask(engine, requests))
+    references = [Reference(engine.base_path, kind) for kind in kinds]
     for i, answer in enumerate(answers):
-        want = reference_logprobs(engine.base_path, kinds[i % 4], requests[i][1], answer["ids"])
+        want = references[i % 4].logprobs(requests[i][1], answer["ids"])
         torch.testing.assert_close(torch.tensor(answer["logprobs"]), want, rtol=0, atol=TOLERANCE)
         assert answer["revision"] == (names[i % 4] if kinds[i % 4] else "base")
     # The adapters must matter, or this test proves nothing.
-    with_adapter, base = (
-        answers[0],
-        reference_logprobs(engine.base_path, None, requests[0][1], answers[0]["ids"]),
-    )
-    assert (torch.tensor(with_adapter["logprobs"]) - base).abs().max() > 0.1
+    base = references[3].logprobs(requests[0][1], answers[0]["ids"])
+    assert (torch.tensor(answers[0]["logprobs"]) - base).abs().max() > 0.1
 
 
 def test_base_rows_of_a_full_mixed_batch_are_the_base(engine: RunningEngine, shapes):
@@ -128,10 +63,7 @@ def test_base_rows_of_a_full_mixed_batch_are_the_base(engine: RunningEngine, sha
     names = [engine.publish("full", random_adapter(shapes, 20 + i, size=1.0), RANK) for i in range(4)]
     mine = prompts(24)
     alone = asyncio.run(ask(engine, [(engine.base_name, prompt) for prompt in mine]))
-    mixed = []
-    for i, prompt in enumerate(mine):
-        mixed += [(names[i % 4], prompt), (engine.base_name, prompt)]
-    answers = asyncio.run(ask(engine, mixed))[1::2]
+    answers = base_rows(engine, names, mine)
     assert [answer["ids"] for answer in answers] == [answer["ids"] for answer in alone]
     assert [answer["logprobs"] for answer in answers] == [answer["logprobs"] for answer in alone]
 
@@ -140,10 +72,7 @@ def test_base_rows_equal_an_engine_without_lora(engine: RunningEngine, shapes):
     """The second route: stock vLLM without LoRA, on the same base and prompts."""
     names = [engine.publish("full", random_adapter(shapes, 20 + i, size=1.0), RANK) for i in range(4)]
     mine = prompts(24)
-    mixed = []
-    for i, prompt in enumerate(mine):
-        mixed += [(names[i % 4], prompt), (engine.base_name, prompt)]
-    answers = asyncio.run(ask(engine, mixed))[1::2]
+    answers = base_rows(engine, names, mine)
     with StockServer(engine.base_path, "float32", max_model_len=256) as stock:
         want = asyncio.run(ask(stock, [("stock", prompt) for prompt in mine]))
     assert [answer["ids"] for answer in answers] == [answer["ids"] for answer in want]
@@ -156,11 +85,12 @@ def test_more_adapters_than_slots(engine: RunningEngine, shapes):
     """Twelve adapters through four slots, twice: every answer is its own adapter's."""
     kinds = [random_adapter(shapes, 40 + i) for i in range(12)]
     names = [engine.publish("many", tensors, RANK) for tensors in kinds]
+    references = [Reference(engine.base_path, kind) for kind in kinds]
     prompt = prompts(1)[0]
     for _ in range(2):
         answers = asyncio.run(ask(engine, [(name, prompt) for name in names]))
-        for tensors, answer in zip(kinds, answers, strict=True):
-            want = reference_logprobs(engine.base_path, tensors, prompt, answer["ids"])
+        for reference, answer in zip(references, answers, strict=True):
+            want = reference.logprobs(prompt, answer["ids"])
             torch.testing.assert_close(torch.tensor(answer["logprobs"]), want, rtol=0, atol=TOLERANCE)
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from live import free_port
-from made_adapters import canonical, write
+from made_adapters import CONFIGS, canonical, shapes, write
+from parity import merge
 
 from engine.adapters import importing, revision
 from engine.adapters.catalog import Catalog, Revision
@@ -19,7 +20,7 @@ from engine.adapters.foreign import inspect, publish
 from engine.adapters.importing import directory_from_store
 from engine.adapters.publishing import stored_tensors
 from engine.adapters.store import Store
-from engine.config import Params, load_params
+from engine.config import EngineConfig, Params, load_params
 from engine.errors import AdapterError, ConfigError, NotFound
 from engine.quality.probe import Probe, ProbeRow, from_json, gaps
 from engine.training.probing import probe_by_base
@@ -99,26 +100,12 @@ def merged(base: Path, tensors: dict, probe: Probe) -> list[list[float]]:
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
     rows = []
     with torch.no_grad():
-        for module in {key.rpartition(".lora_")[0] for key in tensors}:
-            _weight(model, module).add_(tensors[f"{module}.lora_B"] @ tensors[f"{module}.lora_A"])
+        merge(model, tensors)
         for row in probe.rows:
             ids = torch.tensor([row.tokens])
             found = model(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])
             rows.append(found[:, 0].tolist())
     return rows
-
-
-def _weight(model, module: str) -> torch.Tensor:
-    """Return the (out, in) view of the base's weight that a canonical module stands for."""
-    parent, _, rest = module.partition(".experts.")
-    if not rest:
-        return model.get_submodule(module).weight
-    number, leaf = rest.split(".")
-    experts = model.get_submodule(f"{parent}.experts")
-    if leaf == "down_proj":
-        return experts.down_proj[int(number)]
-    gate, up = experts.gate_up_proj[int(number)].chunk(2)
-    return gate if leaf == "gate_proj" else up
 
 
 @pytest.mark.parametrize("layout", ["per-expert", "megatron-3d", "shared-outer"])
@@ -243,6 +230,30 @@ def test_what_the_engine_cannot_serve_is_refused_before_anything_is_written(tiny
     with pytest.raises(ConfigError, match="is no policy's name"):
         publish(params, wide, foreign, info, "A Far", "local", refuse)
     assert not (tmp_path / "state").exists()
+
+
+def test_a_target_that_vllm_drops_on_cuda_is_refused_there_alone(tmp_path, monkeypatch):
+    """Before its probe is computed: the engine would refuse it at its first request."""
+    base = shapes("deepseek_v3")
+    (tmp_path / "base").mkdir()
+    config = {"model_type": "deepseek_v3", **CONFIGS["deepseek_v3"]}
+    (tmp_path / "base/config.json").write_text(json.dumps(config))
+    params, tensors = settings_of(tmp_path / "base", tmp_path / "state"), canonical(base)
+    kept = {key: tensor for key, tensor in tensors.items() if ".kv_b_proj." not in key}
+
+    def check(tensors: dict) -> None:
+        made = revision.make_manifest(
+            tensors, policy="afar", base_digest="b", rank=2, targets=base.targets, step=0
+        )
+        importing.check_fit(params, tmp_path / "base", tensors, made, tmp_path)
+
+    check(tensors)
+    monkeypatch.setattr(importing, "cuda_bytes", lambda: 80 << 30)
+    params = params.model_copy(update={"engine": EngineConfig(dtype="float32")})
+    check(kept)
+    with pytest.raises(AdapterError, match=r"the target kv_b_proj: vLLM's.* train one without this target\."):
+        check(tensors)
+    assert set(base.targets_on(cuda=False)) - set(base.targets_on(cuda=True)) == {"kv_b_proj"}
 
 
 def test_a_converted_adapter_keeps_what_it_was_read_from(tiny_base, tmp_path):

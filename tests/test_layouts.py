@@ -7,6 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from made_adapters import CONFIGS, canonical, groups, save, shapes, spread, write
+from parity import merge
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
     DeepseekV3Config,
@@ -240,28 +241,11 @@ def test_peft_computes_the_same_per_expert_fused_and_by_hand(tmp_path, make):
     """Three routes: peft's own conversion of per-expert files, our fused file, and B @ A added by hand."""
     model, base = make()
     tensors = canonical(base)
-    with torch.no_grad():
-        for key in tensors:
-            if key.endswith("lora_A"):
-                module = key.rpartition(".")[0]
-                target(model, module).add_(tensors[f"{module}.lora_B"] @ tensors[f"{module}.lora_A"])
+    merge(model, tensors)
     expected = model(TOKENS).logits.detach()
     for layout in ("per-expert", "peft-fused"):
         write(tmp_path / layout, tensors, layout, base)
         torch.testing.assert_close(peft_opens(make, tmp_path / layout), expected, atol=1e-4, rtol=1e-4)
-
-
-def target(model, module):
-    """Return the (out, in) view of the base's weight that a canonical module stands for."""
-    parent, _, rest = module.partition(".experts.")
-    if not rest:
-        return model.get_submodule(module).weight
-    number, leaf = rest.split(".")
-    experts = model.get_submodule(f"{parent}.experts")
-    if leaf == "down_proj":
-        return experts.down_proj[int(number)]
-    gate, up = experts.gate_up_proj[int(number)].chunk(2)
-    return gate if leaf == "gate_proj" else up
 
 
 def test_a_revision_with_ranks_by_module_is_opened_by_peft(tmp_path):
@@ -272,8 +256,6 @@ def test_a_revision_with_ranks_by_module_is_opened_by_peft(tmp_path):
     manifest = revision.make_manifest(tensors, policy="p", base_digest=BASE, rank=3, targets=targets, step=0)
     path = revision.write_revision(tmp_path / "r", tensors, manifest, {})
     assert json.loads((path / "adapter_config.json").read_text())["rank_pattern"]
-    with torch.no_grad():
-        for module in base.linear:
-            target(model, module).add_(tensors[f"{module}.lora_B"] @ tensors[f"{module}.lora_A"])
+    merge(model, tensors)
     torch.testing.assert_close(peft_opens(qwen3, path), model(TOKENS).logits, atol=1e-4, rtol=1e-4)
     assert read_adapter(path, base).digest(BASE) == manifest.digest

@@ -5,6 +5,7 @@ import torch
 
 from engine.errors import AdapterError, ConfigError
 from engine.training.lora import Example, ResidentBase, Row
+from engine.training.update import forward_backward
 
 TARGETS = ("q_proj", "v_proj", "down_proj")
 ROWS = [Row((5, 9, 30, 31, 32), 2), Row((7, 8, 40), 1), Row((11, 12, 13, 14, 15, 16, 17), 6)]
@@ -84,7 +85,8 @@ def test_training_one_adapter_changes_no_other(base):
     one, two = moved(base, 3), moved(base, 4, rank=2, targets=("o_proj",))
     before = base.score(two, ROWS), base.score(None, ROWS)
     for _ in range(3):
-        base.backward(
+        forward_backward(
+            base,
             one,
             [
                 Example(row, (-1.0,) * (len(row.tokens) - row.start), (1.0,) * (len(row.tokens) - row.start))
@@ -112,7 +114,7 @@ def test_the_gradient_does_not_depend_on_the_packing(base):
     gradients = []
     for budget in (7, 64):
         base.microbatch_tokens = budget
-        base.backward(adapter, data, "grpo", {})
+        forward_backward(base, adapter, data, "dapo", {})
         gradients.append({key: factor.grad.clone() for key, factor in adapter.factors.items()})
         adapter.clear_gradients()
     for key, gradient in gradients[0].items():
@@ -123,9 +125,9 @@ def test_the_gradient_does_not_depend_on_the_packing(base):
 def test_on_policy_the_ratio_is_one_and_the_gradient_is_finite_differences(base):
     adapter = moved(base, 6)
     data = examples_of(base, adapter)
-    found = base.backward(adapter, data, "grpo", {})
-    assert found.importance_ratio == pytest.approx(1.0, abs=1e-5)
-    assert found.tokens == sum(len(row.tokens) - row.start for row in ROWS)
+    found = forward_backward(base, adapter, data, "dapo", {})
+    assert found.metrics.importance_ratio == pytest.approx(1.0, abs=1e-5)
+    assert found.metrics.tokens == sum(len(row.tokens) - row.start for row in ROWS)
     key = next(key for key in adapter.factors if key.endswith("down_proj.lora_B"))
     factor = adapter.factors[key]
     gradient = factor.grad.clone()
@@ -139,7 +141,7 @@ def test_on_policy_the_ratio_is_one_and_the_gradient_is_finite_differences(base)
                 a * sum(torch.tensor(n).sub(torch.tensor(e.old_logprobs)).exp().tolist())
                 for n, e, a in zip(new, data, (1.0, -0.5, 2.0), strict=True)
             )
-            / found.tokens
+            / found.metrics.tokens
         )
 
     with torch.no_grad():
@@ -165,4 +167,4 @@ def test_unknown_targets_and_losses_are_named(base):
     with pytest.raises(ConfigError, match="no projections z_proj"):
         base.new_adapter(4, 8.0, ("z_proj",), torch.Generator())
     with pytest.raises(ConfigError, match="no loss 'hope'"):
-        base.backward(moved(base, 8), examples_of(base, None), "hope", {})
+        forward_backward(base, moved(base, 8), examples_of(base, None), "hope", {})

@@ -4,10 +4,8 @@ import time
 
 import pytest
 from live import RunningEngine
+from parity import QUESTION, healthy, random_adapter
 from planted import PLANTED, plant
-from test_engine import RANK, random_adapter
-
-QUESTION = {"prompt": [7, 8, 9, 10], "max_tokens": 4, "temperature": 0, "logprobs": 1}
 
 
 @pytest.fixture(scope="module")
@@ -18,36 +16,19 @@ def tensors(engine: RunningEngine):
 
 
 @pytest.fixture(scope="module")
-def good(engine: RunningEngine, tensors):
-    """Return how a good adapter is asked; what it answers first is what it must answer ever after."""
-    name = engine.publish("healthy", tensors, RANK)
-    with engine.client() as client:
-
-        def ask() -> tuple:
-            response = client.post("/v1/completions", json={"model": name, **QUESTION})
-            assert response.status_code == 200, response.text
-            choice = response.json()["choices"][0]
-            return choice["text"], tuple(choice["logprobs"]["token_logprobs"])
-
-        first = ask()
-        yield lambda: (ask(), first, engine.process.pid, engine.process.poll())
-
-
-def serves_on(good) -> None:
-    answer, first, _, ended = good()
-    assert answer == first
-    assert ended is None
+def serves(engine: RunningEngine, tensors):
+    return healthy(engine, tensors)
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_a_malformed_packed_adapter_is_refused_by_the_engine_that_serves_on(engine, good, tensors, name):
+def test_a_malformed_packed_adapter_is_refused_by_the_engine_that_serves_on(engine, serves, tensors, name):
     change, words = PLANTED[name]
-    serves_on(good)
+    serves()
     model = plant(engine, tensors, change)
     started = time.monotonic()
     with engine.client() as client:
         response = client.post("/v1/completions", json={"model": model, **QUESTION})
-    serves_on(good)
+    serves()
     assert response.status_code in (404, 422), response.text
     message = response.json()["error"]["message"]
     assert words in message
@@ -58,11 +39,7 @@ def test_a_malformed_packed_adapter_is_refused_by_the_engine_that_serves_on(engi
     assert time.monotonic() - started < 20
 
 
-def test_the_adapter_that_is_broken_is_good(engine, good, tensors):
-    serves_on(good)
+def test_the_adapter_that_is_broken_is_good(engine, serves, tensors):
+    serves()
     model = plant(engine, tensors, lambda made: None)
-    with engine.client() as client:
-        response = client.post("/v1/completions", json={"model": model, **QUESTION})
-    assert response.status_code == 200
-    choice = response.json()["choices"][0]
-    assert (choice["text"], tuple(choice["logprobs"]["token_logprobs"])) == good()[1]
+    serves(model)

@@ -11,16 +11,14 @@ from pathlib import Path
 import pytest
 from live import RunningEngine, free_port, start_engine, stop_engine
 from malformed import CORPUS, good
+from parity import QUESTION, healthy, random_adapter
 from planted import PLANTED_EXPERTS, plant
-from test_engine import RANK, random_adapter
 
 from engine.adapters.families import BaseShapes
 from engine.adapters.foreign import inspect, publish
 from engine.adapters.layouts import LAYOUTS
 from engine.config import Params
 from engine.errors import AdapterError
-
-QUESTION = {"prompt": [7, 8, 9, 10], "max_tokens": 4, "temperature": 0, "logprobs": 1}
 
 
 @pytest.fixture(scope="module")
@@ -55,23 +53,7 @@ def tensors(base):
 
 @pytest.fixture(scope="module")
 def serves(engine: RunningEngine, tensors):
-    """Return what asks a good adapter, and proves that it answers as the first time."""
-    name = engine.publish("healthy", tensors, RANK)
-    with engine.client() as client:
-
-        def ask() -> tuple:
-            response = client.post("/v1/completions", json={"model": name, **QUESTION})
-            assert response.status_code == 200, response.text
-            choice = response.json()["choices"][0]
-            return choice["text"], tuple(choice["logprobs"]["token_logprobs"])
-
-        first = ask()
-
-        def check() -> None:
-            assert ask() == first
-            assert engine.process.poll() is None
-
-        yield check
+    return healthy(engine, tensors)
 
 
 def files(engine: RunningEngine) -> list[tuple[str, int]]:

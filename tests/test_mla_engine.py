@@ -9,17 +9,30 @@ import torch
 from live import RunningEngine, start_engine, stop_engine
 from made_adapters import write
 from mla_bases import deepseek_v3
-from test_engine import ask, prompts, random_adapter
-from test_moe_engine import Reference, differences, mixed
+from parity import (
+    RANK,
+    Reference,
+    ask,
+    base_rows,
+    check_parity,
+    differences,
+    prompts,
+    publish_all,
+    random_adapter,
+)
 
 from engine.adapters.families import BaseShapes
 
-RANK = 8
 # Log-probabilities in float32 by two implementations: measured 6.2e-6 at most, see docs/benchmarks.md.
 TOLERANCE = 1e-4
 ATTENTION = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 pytestmark = pytest.mark.timeout(600)
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+def batches(kinds: dict[str, dict]) -> tuple[tuple[int, int], ...]:
+    """Of 1, 2, 8 and 64 requests; the second has an adapter on all modules and the base."""
+    return (1, 3), (2, len(kinds) - 1), (8, 3), (64, 0)
 
 
 def start(base: Path, tmp_path_factory: pytest.TempPathFactory, dtype: str, slots: int) -> RunningEngine:
@@ -42,10 +55,6 @@ def kinds_of(base: Path) -> dict[str, dict]:
     }
 
 
-def references_of(base: Path, names: list[str], kinds: list[dict | None]) -> dict[str, Reference]:
-    return {name: Reference(base, kind) for name, kind in zip(names, kinds, strict=True)}
-
-
 @pytest.fixture(scope="module")
 def base(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return deepseek_v3(tmp_path_factory.mktemp("bases") / "mla", tiny_base)
@@ -63,29 +72,10 @@ def engine(base: Path, kinds, tmp_path_factory: pytest.TempPathFactory) -> Itera
     stop_engine(running)
 
 
-def publish(running: RunningEngine, kinds: dict[str, dict]) -> list[str]:
-    """Publish every adapter; return their served names and the base's, last."""
-    return [*(running.publish("kinds", kind, RANK) for kind in kinds.values()), running.base_name]
-
-
-def check_parity(running: RunningEngine, base: Path, kinds: dict[str, dict]) -> None:
-    """Batches of 1, 2, 8 and 64: adapters mixed, base rows between them, every slot full."""
-    names = publish(running, kinds)
-    references = references_of(base, names, [*kinds.values(), None])
-    for count, shift in ((1, 3), (2, len(names) - 2), (8, 3), (64, 0)):
-        requests = mixed(names, count, shift)
-        answers = asyncio.run(ask(running, requests))
-        assert differences(requests, answers, references).max() < TOLERANCE
-    # Each kind must matter, or this test proves nothing.
-    plain = references[running.base_name]
-    for name, (_, prompt), answer in zip(names[:-1], requests, answers, strict=False):
-        change = references[name].logprobs(prompt, answer["ids"]) - plain.logprobs(prompt, answer["ids"])
-        assert change.abs().max() > 0.05
-
-
-def test_every_target_alone_and_all_together_equals_the_reference(engine: RunningEngine, base: Path, kinds):
+def test_every_target_alone_and_all_together_equals_the_reference(engine: RunningEngine, kinds):
+    """Every slot full."""
     assert set(kinds) == {*ATTENTION, *PROJECTIONS, "dense", "shared", "all"}
-    check_parity(engine, base, kinds)
+    check_parity(engine, list(kinds.values()), TOLERANCE, batches(kinds))
 
 
 @pytest.mark.slow
@@ -97,7 +87,7 @@ def test_a_base_whose_queries_are_not_compressed(tiny_base: Path, tmp_path_facto
     assert {"q_proj", "kv_a_proj_with_mqa"} < set(kinds)
     running = start(base, tmp_path_factory, "float32", len(kinds))
     try:
-        check_parity(running, base, kinds)
+        check_parity(running, list(kinds.values()), TOLERANCE, batches(kinds))
     finally:
         stop_engine(running)
 
@@ -119,7 +109,7 @@ def test_peft_opens_a_revision_and_agrees(engine: RunningEngine, base: Path, kin
 
 def test_identical_prompts_get_identical_bits(engine: RunningEngine, kinds):
     """64 times one prompt, for the base and for an adapter: each answer is that of a batch of one."""
-    for name in publish(engine, {key: kinds[key] for key in ("kv_b_proj", "q_b_proj")}):
+    for name in publish_all(engine, [kinds["kv_b_proj"], kinds["q_b_proj"]]):
         for prompt in prompts(3):
             alone = asyncio.run(ask(engine, [(name, prompt)]))[0]
             answers = asyncio.run(ask(engine, [(name, prompt)] * 64))
@@ -130,13 +120,10 @@ def test_identical_prompts_get_identical_bits(engine: RunningEngine, kinds):
 
 def test_base_rows_of_a_full_mixed_batch_are_the_base(engine: RunningEngine, kinds):
     """Every slot full and base rows between: bit-identical to base rows alone."""
-    names = publish(engine, kinds)[:-1]
+    names = publish_all(engine, list(kinds.values()))[:-1]
     mine = prompts(32)
     alone = asyncio.run(ask(engine, [(engine.base_name, prompt) for prompt in mine]))
-    requests = []
-    for i, prompt in enumerate(mine):
-        requests += [(names[i % len(names)], prompt), (engine.base_name, prompt)]
-    answers = asyncio.run(ask(engine, requests))[1::2]
+    answers = base_rows(engine, names, mine)
     assert [(a["ids"], a["logprobs"]) for a in answers] == [(a["ids"], a["logprobs"]) for a in alone]
 
 

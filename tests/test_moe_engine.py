@@ -8,12 +8,23 @@ import pytest
 import torch
 from live import RunningEngine, StockServer, start_engine, stop_engine
 from made_adapters import write
-from moe_bases import glm4_moe, qwen3_moe, weight_of
-from test_engine import ask, prompts, random_adapter
+from moe_bases import glm4_moe, qwen3_moe
+from parity import (
+    RANK,
+    Reference,
+    ask,
+    base_rows,
+    check_parity,
+    differences,
+    mixed,
+    prompts,
+    publish_all,
+    random_adapter,
+    references_of,
+)
 
 from engine.adapters.families import BaseShapes
 
-RANK = 8
 # Log-probabilities in float32 by two implementations: measured 4e-6 at most over these batches.
 TOLERANCE = 5e-5
 EXPERTS = ("gate_proj", "up_proj", "down_proj")
@@ -44,51 +55,9 @@ def kinds(base: Path) -> list[dict]:
     return [random_adapter(shapes.modules(), 100 + i, leaf) for i, leaf in enumerate(leaves)]
 
 
-class Reference:
-    """transformers with an adapter's B @ A written into the weights, or without an adapter."""
-
-    def __init__(self, base: Path, tensors: dict | None, dtype: torch.dtype = torch.float32):
-        from transformers import AutoModelForCausalLM
-
-        self.model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-        for module in {key.rpartition(".lora_")[0] for key in tensors or {}}:
-            weight_of(self.model, module).add_(tensors[f"{module}.lora_B"] @ tensors[f"{module}.lora_A"])
-        self.model.to(dtype)
-
-    def logprobs(self, prompt: list[int], answer: list[int]) -> torch.Tensor:
-        ids = torch.tensor([prompt + answer])
-        with torch.no_grad():
-            logprobs = self.model(ids).logits.float().log_softmax(-1)[0, len(prompt) - 1 : -1]
-        return logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0]
-
-
-def differences(requests: list, answers: list[dict], references: dict[str, Reference]) -> torch.Tensor:
-    """Return the largest difference of log-probability of each answer from its model's reference."""
-    found = []
-    for (name, prompt), answer in zip(requests, answers, strict=True):
-        want = references[name].logprobs(prompt, answer["ids"])
-        found.append((torch.tensor(answer["logprobs"]) - want).abs().max())
-    return torch.stack(found)
-
-
-def mixed(names: list[str], count: int, shift: int = 0) -> list[tuple[str, list[int]]]:
-    """Requests that go round all names, the base among them."""
-    return [(names[(i + shift) % len(names)], prompt) for i, prompt in enumerate(prompts(count))]
-
-
-def test_every_target_alone_and_all_together_equals_the_reference(engine: RunningEngine, base: Path, kinds):
+def test_every_target_alone_and_all_together_equals_the_reference(engine: RunningEngine, kinds):
     """Batches of 1, 2, 8 and 64, adapters mixed, base rows between them, every slot in use."""
-    names = [engine.publish("kinds", tensors, RANK) for tensors in kinds] + [engine.base_name]
-    references = {name: Reference(base, kind) for name, kind in zip(names, [*kinds, None], strict=True)}
-    for count, shift in ((1, 7), (2, 7), (8, 1), (64, 0)):
-        requests = mixed(names, count, shift)
-        answers = asyncio.run(ask(engine, requests))
-        assert differences(requests, answers, references).max() < TOLERANCE
-    # Each kind must matter, or this test proves nothing.
-    plain = references[engine.base_name]
-    for name, (_, prompt), answer in zip(names[:-1], requests, answers, strict=False):
-        change = references[name].logprobs(prompt, answer["ids"]) - plain.logprobs(prompt, answer["ids"])
-        assert change.abs().max() > 0.05
+    check_parity(engine, kinds, TOLERANCE)
 
 
 def test_experts_equal_peft_on_the_files_of_a_revision(engine: RunningEngine, base: Path, tmp_path: Path):
@@ -113,10 +82,7 @@ def test_base_rows_of_a_full_mixed_batch_are_the_base(engine: RunningEngine, bas
     names = [engine.publish("full", random_adapter(shapes, 20 + i, size=1.0), RANK) for i in range(8)]
     mine = prompts(32)
     alone = asyncio.run(ask(engine, [(engine.base_name, prompt) for prompt in mine]))
-    requests = []
-    for i, prompt in enumerate(mine):
-        requests += [(names[i % 8], prompt), (engine.base_name, prompt)]
-    answers = asyncio.run(ask(engine, requests))[1::2]
+    answers = base_rows(engine, names, mine)
     assert [(a["ids"], a["logprobs"]) for a in answers] == [(a["ids"], a["logprobs"]) for a in alone]
     with StockServer(base, "float32", max_model_len=256) as stock:
         want = asyncio.run(ask(stock, [("stock", prompt) for prompt in mine]))
@@ -146,7 +112,7 @@ def test_an_adapter_without_effect_is_the_base_to_the_bit(engine: RunningEngine,
 
 def test_a_row_hardly_depends_on_the_rest_of_its_batch(engine: RunningEngine, kinds):
     """In float32 as little as the base: its own linear layers sum fewer than four rows in another order."""
-    names = [engine.publish("kinds", tensors, RANK) for tensors in kinds] + [engine.base_name]
+    names = publish_all(engine, kinds)
     requests = mixed(names, 64)
     together = asyncio.run(ask(engine, requests))
     for request, answer in list(zip(requests, together, strict=True))[: len(names)]:
@@ -167,8 +133,7 @@ def test_bfloat16_is_as_near_as_the_reference_in_bfloat16(
     rounded = [{key: value.bfloat16().float() for key, value in kind.items()} for kind in kinds]
     running = start(base, tmp_path_factory, "bfloat16", len(kinds))
     try:
-        names = [running.publish("kinds", kind, RANK, torch.bfloat16) for kind in rounded]
-        names.append(running.base_name)
+        names = publish_all(running, rounded, torch.bfloat16)
         requests = mixed(names, 64)
         together = asyncio.run(ask(running, requests))
         alone = [asyncio.run(ask(running, [request]))[0] for request in requests[: len(names)]]
@@ -176,10 +141,7 @@ def test_bfloat16_is_as_near_as_the_reference_in_bfloat16(
         stop_engine(running)
     for one, answer in zip(alone, together, strict=False):
         assert (one["ids"], one["logprobs"]) == (answer["ids"], answer["logprobs"])
-    exact, half = (
-        {name: Reference(base, kind, dtype) for name, kind in zip(names, [*rounded, None], strict=True)}
-        for dtype in (torch.float32, torch.bfloat16)
-    )
+    exact, half = (references_of(base, names, rounded, dtype) for dtype in (torch.float32, torch.bfloat16))
     ours = differences(requests, together, exact)
     theirs = torch.stack(
         [
@@ -201,14 +163,6 @@ def test_shared_experts_carry_adapters_too(tiny_base: Path, tmp_path_factory: py
     kinds = [random_adapter(those, 80 + i) for i, those in enumerate((shared, routed, shapes.modules()))]
     running = start(base, tmp_path_factory, "float32", len(kinds))
     try:
-        names = [running.publish("glm", kind, RANK) for kind in kinds] + [running.base_name]
-        references = {name: Reference(base, kind) for name, kind in zip(names, [*kinds, None], strict=True)}
-        requests = mixed(names, 32)
-        answers = asyncio.run(ask(running, requests))
+        check_parity(running, kinds, TOLERANCE, batches=((32, 0),))
     finally:
         stop_engine(running)
-    assert differences(requests, answers, references).max() < TOLERANCE
-    plain = references[running.base_name]
-    for name, (_, prompt), answer in zip(names[:-1], requests, answers, strict=False):
-        change = references[name].logprobs(prompt, answer["ids"]) - plain.logprobs(prompt, answer["ids"])
-        assert change.abs().max() > 0.05

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from parity import merge
 from test_lora import close
 from test_real_model import DATA, ROWS, flat
 from test_session import BASE, factors, opening, same, train_one
@@ -13,9 +14,9 @@ from engine.adapters import packed
 from engine.adapters.revision import make_manifest, validate, write_revision
 from engine.errors import AdapterError, BaseModelError
 from engine.training import lora
-from engine.training.grpo import LOSSES
 from engine.training.lora import ResidentBase
 from engine.training.session import CURRENT, Session
+from engine.training.update import forward_backward
 
 SMALL = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 40, "num_attention_heads": 2}
 # One dense layer and two with experts; every width is another.
@@ -92,20 +93,6 @@ def scores(model) -> list[list[float]]:
     return found
 
 
-def weight_of(model, module: str) -> torch.Tensor:
-    """Return the (out, in) view of the base's weight that a canonical module stands for."""
-    parent, _, rest = module.partition(".experts.")
-    if not rest:
-        return model.get_submodule(module).weight
-    number, leaf = rest.split(".")
-    experts = model.get_submodule(f"{parent}.experts")
-    if leaf == "down_proj":
-        return experts.down_proj[int(number)]
-    inner = experts.gate_up_proj.shape[1] // 2
-    rows = slice(0, inner) if leaf == "gate_proj" else slice(inner, None)
-    return experts.gate_up_proj[int(number), rows]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_an_adapter_it_is_transformers_own_loop(bases, paths, kind):
     assert close(bases[kind].score(None, ROWS), scores(plain(paths[kind])), 3e-6)
@@ -119,9 +106,7 @@ def test_every_target_alone_and_all_together_equal_the_merged_weights(bases, pat
         model = plain(paths[kind])
         tensors = adapter.canonical(torch.float32)
         validate(tensors, 4, base.modules)
-        with torch.no_grad():
-            for module in {key.rpartition(".")[0] for key in tensors}:
-                weight_of(model, module).add_(tensors[f"{module}.lora_B"] @ tensors[f"{module}.lora_A"])
+        merge(model, tensors)
         found = base.score(adapter, ROWS)
         assert close(found, scores(model), 3e-5), targets
         assert not close(found, base.score(None, ROWS), 1e-2), targets
@@ -148,9 +133,9 @@ def test_peft_opens_what_is_exported_and_computes_the_same(bases, paths, kind, c
     assert bool(missing) == (chosen == ("gate_proj", "up_proj"))
 
 
-def gradients(base: ResidentBase, targets, loss: str = "grpo"):
+def gradients(base: ResidentBase, targets, loss: str = "dapo"):
     adapter = moved(base, targets)
-    found = base.backward(adapter, DATA, loss, {})
+    found = forward_backward(base, adapter, DATA, loss, {})
     grads = {key: factor.grad.clone() for key, factor in adapter.factors.items()}
     adapter.clear_gradients()
     return adapter, found, grads
@@ -166,7 +151,7 @@ def test_gradients_are_finite_differences(bases, kind):
         for sign in (1, -1):
             with torch.no_grad():
                 factor += sign * 3e-3 * direction
-            losses.append(base.backward(adapter, DATA, "importance_sampling", {}).loss)
+            losses.append(forward_backward(base, adapter, DATA, "importance_sampling", {}).metrics.loss)
             adapter.clear_gradients()
             with torch.no_grad():
                 factor -= sign * 3e-3 * direction
@@ -192,7 +177,9 @@ def test_gradients_equal_those_through_the_merged_weights(bases, paths, kind):
         new += [logprobs[i - 1, row.tokens[i]] for i in range(row.start, len(row.tokens))]
     old = torch.tensor([value for example in DATA for value in example.old_logprobs])
     advantages = torch.tensor([value for example in DATA for value in example.advantages])
-    (LOSSES["grpo"](torch.stack(new), old, advantages, {}) / len(new)).backward()
+    ratio = torch.exp(torch.stack(new) - old)
+    surrogate = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
+    (-surrogate.mean()).backward()
     theirs = {key: value.grad for key, value in tensors.items()}
     for name, site in adapter.sites.items():
         for side in ("lora_A", "lora_B"):
@@ -254,7 +241,9 @@ def test_on_policy_the_ratio_is_one(bases):
         adapter = moved(base, base.shapes.targets)
         old = base.score(adapter, ROWS)
         data = [replace(example, old_logprobs=tuple(row)) for example, row in zip(DATA, old, strict=True)]
-        assert base.backward(adapter, data, "grpo", {}).importance_ratio == pytest.approx(1.0, abs=1e-5)
+        assert forward_backward(base, adapter, data, "dapo", {}).metrics.importance_ratio == pytest.approx(
+            1.0, abs=1e-5
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -298,8 +287,7 @@ def test_an_adapter_of_several_ranks_and_few_experts_is_held(bases, paths):
         inputs, outputs = base.modules[module]
         tensors[f"{module}.lora_A"] = torch.randn(rank, inputs, generator=generator)
         tensors[f"{module}.lora_B"] = torch.randn(outputs, rank, generator=generator) * 0.3
-        with torch.no_grad():
-            weight_of(model, module).add_(tensors[f"{module}.lora_B"] @ tensors[f"{module}.lora_A"])
+    merge(model, tensors)
     found = base.score(base.hold(tensors), ROWS)
     assert close(found, scores(model), 3e-5)
     assert not close(found, base.score(None, ROWS), 1e-2)

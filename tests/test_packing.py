@@ -8,6 +8,7 @@ from moe_bases import glm4_moe, qwen3_moe
 from engine.training import lora
 from engine.training.lora import Example, ResidentBase, Row
 from engine.training.packing import can_pack, microbatches, pack
+from engine.training.update import forward_backward
 
 KINDS = ("dense", "moe", "glm", "mla")
 
@@ -60,7 +61,7 @@ def data(seed: int = 2) -> list[Example]:
 
 
 def gradients(base: ResidentBase, adapter) -> dict[str, torch.Tensor]:
-    base.backward(adapter, data(), "importance_sampling", {})
+    forward_backward(base, adapter, data(), "importance_sampling", {})
     found = {key: factor.grad.clone() for key, factor in adapter.factors.items()}
     adapter.clear_gradients()
     return found
@@ -173,3 +174,21 @@ def test_a_windowed_model_is_still_right(tmp_path):
             logprobs = model(torch.tensor([row.tokens])).logits.log_softmax(-1)[0]
             wanted += [logprobs[i - 1, row.tokens[i]].item() for i in range(row.start, len(row.tokens))]
     assert base.logprobs(ROWS).tolist() == pytest.approx(wanted, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe", "mla"])
+def test_greedy_completions_together_are_those_of_transformers_one_by_one(bases, paths, kind):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(paths[kind], experts_implementation="eager").eval()
+    prompts = [row.prompt for row in ROWS[2:5]]
+    found = bases[kind].greedy(None, prompts, (), 4)
+    end = found[0].tokens[-1]
+    for prompt, row in zip(prompts, found, strict=True):
+        tokens = list(prompt)
+        with torch.no_grad():
+            for _ in range(4):
+                tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+        assert row == Row(tuple(tokens), len(prompt))
+    ended = bases[kind].greedy(None, prompts[:1], (end,), 9)[0].tokens
+    assert ended.index(end, len(prompts[0])) == len(ended) - 1

@@ -7,15 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 from live import RunningEngine, start_engine, stop_engine
-from test_engine import ask, random_adapter
-from test_moe_engine import Reference, differences, mixed
+from parity import ask, check_parity, differences, mixed, publish_all, random_adapter, references_of
 
 from engine.adapters.families import BaseShapes
 
-RANK = 8
 # Log-probabilities in float32 by two implementations: measured 1e-5 at most over these batches.
 TOLERANCE = 1e-4
-BATCHES = ((1, 7), (2, 7), (8, 1), (64, 0))
+EFFECT = 100 * TOLERANCE
 
 
 def kinds_of(base: Path) -> list[dict]:
@@ -24,30 +22,8 @@ def kinds_of(base: Path) -> list[dict]:
     return [random_adapter(shapes.modules(), 100 + i, leaf) for i, leaf in enumerate(leaves)]
 
 
-def references_of(
-    base: Path, names: list[str], kinds: list[dict], dtype: torch.dtype = torch.float32
-) -> dict[str, Reference]:
-    return {name: Reference(base, kind, dtype) for name, kind in zip(names, [*kinds, None], strict=True)}
-
-
-def check_parity(engine: RunningEngine) -> None:
-    """Adapters mixed, base rows between them."""
-    kinds = kinds_of(engine.base_path)
-    names = [engine.publish("kinds", kind, RANK) for kind in kinds] + [engine.base_name]
-    references = references_of(engine.base_path, names, kinds)
-    for count, shift in BATCHES:
-        requests = mixed(names, count, shift)
-        answers = asyncio.run(ask(engine, requests))
-        assert differences(requests, answers, references).max() < TOLERANCE
-    # Each kind must matter, or this test proves nothing.
-    plain = references[engine.base_name]
-    for name, (_, prompt), answer in zip(names[:-1], requests, answers, strict=False):
-        change = references[name].logprobs(prompt, answer["ids"]) - plain.logprobs(prompt, answer["ids"])
-        assert change.abs().max() > 100 * TOLERANCE
-
-
 def test_every_target_of_tiny_dense_equals_the_reference(engine: RunningEngine):
-    check_parity(engine)
+    check_parity(engine, kinds_of(engine.base_path), TOLERANCE, effect=EFFECT)
 
 
 @pytest.mark.timeout(600)
@@ -65,15 +41,14 @@ def test_every_target_of_the_other_bases_equals_the_reference(
     slots, state = len(kinds_of(base)), tmp_path_factory.mktemp(f"engine-{name}")
     running = start_engine(base, state, slots=slots, max_num_seqs=64)
     try:
-        check_parity(running)
+        check_parity(running, kinds_of(base), TOLERANCE, effect=EFFECT)
     finally:
         stop_engine(running)
 
 
 def test_a_row_does_not_depend_on_the_rest_of_its_batch(engine: RunningEngine):
     """To the bit."""
-    names = [engine.publish("kinds", kind, RANK) for kind in kinds_of(engine.base_path)[-3:]]
-    requests = mixed([*names, engine.base_name], 64)
+    requests = mixed(publish_all(engine, kinds_of(engine.base_path)[-3:]), 64)
     together = asyncio.run(ask(engine, requests))
     for request, answer in list(zip(requests, together, strict=True))[:8]:
         alone = asyncio.run(ask(engine, [request]))[0]
@@ -90,8 +65,7 @@ def test_bfloat16_is_as_near_as_the_reference_in_bfloat16(
     state = tmp_path_factory.mktemp("engine-bfloat16")
     running = start_engine(tiny_base, state, slots=len(kinds), max_num_seqs=64, dtype="bfloat16")
     try:
-        names = [running.publish("kinds", kind, RANK, torch.bfloat16) for kind in kinds]
-        names.append(running.base_name)
+        names = publish_all(running, kinds, torch.bfloat16)
         requests = mixed(names, 64)
         answers = asyncio.run(ask(running, requests))
     finally:

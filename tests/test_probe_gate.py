@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from live import RunningEngine, free_port
-from test_engine import RANK, ask, prompts, random_adapter
+from parity import RANK, ask, prompts, random_adapter
 from test_trainer_service import Service
 
 from engine.adapters import packed
@@ -306,6 +306,27 @@ def test_a_gate_that_opens_again_lifts_its_own_tombstone_only(gate: Gate):
     gate.engine.catalog.bury("gate", digest, "a person's reason", "ada")
     assert gate.verify(digest)["accepted"]
     assert gate.engine.catalog.tombstone("gate", digest).by == "ada"
+
+
+def test_a_champion_that_is_the_base_is_held_where_a_broken_one_is_rolled_back(gate: Gate):
+    """Users of the first get the base's answers, as of no champion; those of the second would get a fault."""
+    catalog, right = gate.engine.catalog, random_adapter(gate.shapes.modules(), 98)
+    broken = {key: tensor.clone() for key, tensor in right.items()}
+    broken[f"{LAYER}.0.mlp.up_proj.lora_B"][3, 2] = torch.nan
+    empty = scaled("", 0.0)(right)
+    for policy, shipped, stored, verdict in (
+        ("as-the-base", empty, empty, "hold"),
+        ("broken", right, broken, "rollback"),
+    ):
+        digest, _ = gate.ship(shipped, policy)
+        gate.serve(digest, stored, policy)
+        catalog.set_route(replace(catalog.route(policy), champion=digest), 0)
+        result = gate.verify(digest, policy)
+        assert not result["accepted"]
+        assert [row[:3] for row in gate.verdicts(digest)] == [(verdict, GATE, result["reason"])]
+        held = verdict == "hold"
+        assert catalog.route(policy).champion == (digest if held else None)
+        assert (catalog.tombstone(policy, digest) is None) == held
 
 
 def test_a_revision_that_is_the_base_answers_as_the_base_to_the_last_bit(gate: Gate):

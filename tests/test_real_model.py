@@ -15,12 +15,12 @@ import yaml
 from engine.adapters import packed
 from engine.adapters.families import FUSED
 from engine.base import BaseInfo
-from engine.config import EngineConfig, Params, TrainerConfig
+from engine.config import CORRECTIONS, EngineConfig, Params, TrainerConfig
 from engine.errors import BaseModelError, ConfigError
 from engine.memory import GIB, Plan, plan
 from engine.training import lora
-from engine.training.grpo import LOSSES
 from engine.training.lora import Example, ResidentBase, Row
+from engine.training.update import Objective, forward_backward, tokens_of
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 ROWS = [Row((5, 9, 30, 31, 32), 2), Row((7, 8, 40), 1), Row((11, 12, 13, 14, 15, 16, 17), 3)]
@@ -43,7 +43,7 @@ def moved(base: ResidentBase, targets: tuple[str, ...] = TARGETS):
 
 def gradients(base: ResidentBase, targets: tuple[str, ...] = TARGETS):
     adapter = moved(base, targets)
-    found = base.backward(adapter, DATA, "grpo", {})
+    found = forward_backward(base, adapter, DATA, "dapo", {})
     return found, {key: factor.grad for key, factor in adapter.factors.items()}
 
 
@@ -80,7 +80,7 @@ def test_checkpointing_gives_the_same_gradients(dropping_base, targets, monkeypa
     plain = ResidentBase(dropping_base, 1, 64)
     again = ResidentBase(dropping_base, 1, 64, checkpointing=True)
     (want, wanted), (found, gradient) = gradients(plain, targets), gradients(again, targets)
-    assert found.loss == pytest.approx(want.loss, abs=1e-6)
+    assert found.metrics.loss == pytest.approx(want.metrics.loss, abs=1e-6)
     assert flat(found.logprobs) == pytest.approx(flat(want.logprobs), abs=1e-6)
     assert any(value.abs().max() > 1e-3 for value in wanted.values())
     for key, value in wanted.items():
@@ -105,7 +105,7 @@ def test_a_bfloat16_base_trains_float32_adapters(narrow, tiny_base):
     (found, gradient), (want, wanted) = gradients(narrow), gradients(ResidentBase(tiny_base, 1, 64))
     assert {value.dtype for value in gradient.values()} == {torch.float32}
     assert {parameter.dtype for parameter in narrow.model.parameters()} == {torch.bfloat16}
-    assert found.loss == pytest.approx(want.loss, rel=0.05)
+    assert found.metrics.loss == pytest.approx(want.metrics.loss, rel=0.05)
     ours, theirs = (torch.cat([g.flatten() for g in gs.values()]) for gs in (gradient, wanted))
     assert torch.cosine_similarity(ours, theirs, dim=0) > 0.98
 
@@ -114,7 +114,7 @@ def test_small_steps_are_not_lost_in_bfloat16(narrow):
     """A step of 1e-5 vanishes beside a bfloat16 number over 0.1; in float32 it is kept."""
     adapter = moved(narrow)
     before = {key: factor.detach().clone() for key, factor in adapter.factors.items()}
-    narrow.backward(adapter, DATA, "grpo", {})
+    forward_backward(narrow, adapter, DATA, "dapo", {})
     adapter.step(1e-5, (0.9, 0.95), 1e-8, 0.0, 1.0)
     key = next(key for key in before if key.endswith("lora_B"))
     large = before[key].abs() > 0.1
@@ -139,9 +139,11 @@ def test_on_another_device_nothing_is_left_on_the_cpu(tiny_base, monkeypatch):
     base = ResidentBase(tiny_base, 1, 64, device="meta", dtype=torch.bfloat16, checkpointing=True)
     adapter = base.new_adapter(4, 8.0, TARGETS, torch.Generator().manual_seed(0))
     with base.using(adapter):
-        new_T = base.logprobs([example.row for example in DATA])
-        old_T = base._gathered(example.old_logprobs for example in DATA)
-        LOSSES["grpo"](new_T, old_T, base._gathered(example.advantages for example in DATA), {}).backward()
+        new_T, entropy_T = base.logprobs_and_entropy([example.row for example in DATA])
+        tokens = tokens_of(DATA, [1.0] * len(DATA), new_T, new_T.detach())
+        loss_T, *_ = Objective.of("gspo", {"kl": 0.1, **dict.fromkeys(CORRECTIONS, True)}).terms(tokens)
+        loss_T.sum().backward()
+    assert entropy_T.device.type == "meta"
     assert (new_T.device.type, new_T.dtype, len(new_T)) == ("meta", torch.float32, 9)
     gradients = [factor.grad for factor in adapter.factors.values()]
     assert {(found.device.type, found.dtype) for found in gradients} == {("meta", torch.float32)}
@@ -151,7 +153,7 @@ def test_on_another_device_nothing_is_left_on_the_cpu(tiny_base, monkeypatch):
 
 def test_a_session_of_any_device_is_stored_on_the_cpu(narrow):
     adapter = moved(narrow)
-    narrow.backward(adapter, DATA, "grpo", {})
+    forward_backward(narrow, adapter, DATA, "dapo", {})
     adapter.step(1e-2, (0.9, 0.95), 1e-8, 0.0, 1.0)
     stored = adapter.state_dict()
     moments = [value for state in stored["optimizer"]["state"].values() for value in state.values()]
@@ -160,7 +162,7 @@ def test_a_session_of_any_device_is_stored_on_the_cpu(narrow):
     # As it comes back from its file: with tensors of its own.
     again.load_state_dict(copy.deepcopy(stored))
     for one in (adapter, again):
-        narrow.backward(one, DATA, "grpo", {})
+        forward_backward(narrow, one, DATA, "dapo", {})
         one.step(1e-2, (0.9, 0.95), 1e-8, 0.0, 1.0)
     assert all(torch.equal(adapter.factors[key], again.factors[key]) for key in adapter.factors)
 
@@ -344,7 +346,7 @@ def test_on_a_gpu_the_trainer_takes_what_the_plan_leaves(monkeypatch, tmp_path, 
 
     asked: dict[str, object] = {}
 
-    def resident(path, threads, tokens, device="cpu", dtype=torch.float32, checkpointing=False):
+    def resident(path, threads, tokens, device="cpu", dtype=torch.float32, checkpointing=False, longest=None):
         asked["base"] = (device, dtype, checkpointing)
 
     monkeypatch.setattr(lora, "ResidentBase", resident)

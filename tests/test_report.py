@@ -3,12 +3,12 @@
 import itertools
 import json
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import pytest
-from history import BASE, GOOD, NOW, OLD, build
+from history import BASE, GOOD, NOW, OLD, build, step_row
 
 from engine.adapters.catalog import Notice, Policy
 from engine.config import Paths
@@ -16,8 +16,10 @@ from engine.errors import NotFound
 from engine.quality.estimate import clopper_pearson
 from engine.quality.evidence import EvidenceReader
 from engine.quality.report import ReportData, collect, write_report
-from engine.quality.report_data import RevisionRow
+from engine.quality.report_data import Curve, RevisionRow, Step
 from engine.quality.report_lineage import Node, arrange, lineage
+from engine.quality.report_training import MAX_POINTS, binned, spoken, training_curves
+from engine.quality.spool import Spool
 
 
 @pytest.fixture
@@ -75,6 +77,78 @@ def test_scores_carry_exact_intervals_and_curves_start_at_since(world, tmp_path)
     curves = gather(world, since=0.0, revisions_dir=tmp_path).curves
     assert [(curve.session, curve.digest) for curve in curves] == [("old", None), ("new", GOOD)]
     assert gather(world, since=NOW + 1).releases == ()
+
+
+def test_a_step_on_the_page_is_the_row_that_was_written(world):
+    _, ledger, _, snapshot = world
+    rows = [step_row(step, session="newest") for step in range(1, 7)]
+    spool = Spool(Paths(snapshot.parent).spool, "more")
+    for row in rows:
+        spool.emit("train_steps", at=NOW + 50 + row["step"], **row)
+    spool.close()
+    assert ledger.ingest(Paths(snapshot.parent).spool) == 6
+    ledger.snapshot(snapshot)
+    curves = gather(world, since=0.0).curves
+    assert [curve.session for curve in curves] == ["old", "new", "newest"]
+    names = [field.name for field in fields(Step)]
+    assert [vars(step) for step in curves[-1].steps] == [{name: row[name] for name in names} for row in rows]
+    # Rows of before these metrics lack them, and only them.
+    assert curves[0].steps[0] == Step(
+        1, 0.25, importance_ratio=1.0001, rollout_s=0.5, update_s=0.2, handoff_s=0.01
+    )
+    said = spoken(curves)
+    assert "12 steps in 3 lines, mean reward 0% to 2% in the last" in said
+    assert "72 of 36,864 tokens masked (outlier 27, router 45)" in said
+    assert "staleness up to 1, " in said
+
+
+def test_seconds_of_a_step_are_what_it_waited_not_what_rollouts_took():
+    assert Step(1, 0.5, rollout_s=2.0, update_s=1.0).phases == {
+        "wait": 2.0, "reward": 0.0, "update": 1.0, "handoff": 0.0,
+    }  # fmt: skip
+    assert Step(1, 0.5, rollout_s=2.0, wait_s=0.0, handoff_s=0.5).phases["wait"] == 0.0
+
+
+def made_curve(policy, steps, session="s", **changes):
+    rows = [step_row(step, policy, session, **changes) for step in range(1, steps + 1)]
+    return Curve(policy, GOOD, tuple(Step.of(row) for row in rows), session)
+
+
+def test_the_dots_lie_where_the_rewards_are():
+    curve = made_curve("sums", 40)
+    drawn = str(training_curves([curve]))
+    top, bottom = (
+        float(re.search(rf'y="(\S+)" class="tick end">{tick}<', drawn)[1]) - 4 for tick in ("100%", "0%")
+    )
+    dots = re.search(r'<path d="((?:M\S+ \S+h0)+)"', drawn)[1]
+    heights = [float(y) for y in re.findall(r"M\S+ (\S+)h0", dots)]
+    # Places are rounded to a tenth of a pixel.
+    expected = [step.reward for step in curve.steps]
+    assert [(bottom - y) / (bottom - top) for y in heights] == pytest.approx(
+        expected, abs=0.06 / (bottom - top)
+    )
+
+
+def test_lines_follow_each_other_and_many_steps_become_their_means():
+    lines = [made_curve("sums", 300, "a"), made_curve("sums", 301, "b")]
+    bins = binned(lines[1], 300, 5)
+    assert [bin.x for bin in bins[:2]] == [303, 308]
+    assert (bins[-1].x, len(bins[-1].steps)) == (601, 1)
+    assert [len(bin.steps) for bin in bins[:-1]] == [5] * 60
+    assert bins[0].values("reward") == [step / 400 for step in range(1, 6)]
+    drawn = str(training_curves(lines))
+    assert [
+        words for words in ("importance ratio − 1", "KL to the base", "entropy") if words not in drawn
+    ] == []
+    assert 100 < drawn.count("h0") <= MAX_POINTS + 2
+    ElementTree.fromstring(drawn)
+
+
+def test_a_page_of_many_policies_and_lines_stays_small(tmp_path):
+    curves = [made_curve(f"policy-{policy:02}", 40, f"{line}") for policy in range(50) for line in range(12)]
+    path = write_report(ReportData("Many", NOW, curves=tuple(curves)), tmp_path / "report.html")
+    assert len(Page(path.read_text()).labels) == 50
+    assert path.stat().st_size < 3_000_000
 
 
 def test_revisions_are_the_exported_ones_with_parent_and_role(world):

@@ -1,10 +1,14 @@
 """The engine's process before vLLM starts: how the machine's cores are shared out."""
 
+import os
+from unittest import mock
+
 import pytest
 from vllm.utils.cpu_resource_utils import parse_id_list
 
+from engine.config import EngineConfig, Params
 from engine.errors import ConfigError
-from engine.serving.server import cores_of_ranks
+from engine.serving.server import cores_of_ranks, set_environment
 
 
 @pytest.mark.parametrize(
@@ -31,3 +35,17 @@ def test_more_ranks_than_cores_are_refused():
         ConfigError, match=r"tensor_parallel is 3, and this machine lends 2 cores.*Set it to 2"
     ):
         cores_of_ranks([0, 1], 3)
+
+
+@mock.patch.dict(os.environ)
+def test_on_cuda_ranks_need_no_cores_of_their_own(monkeypatch):
+    """Four ranks on a machine of two cores: refused on its CPU, and nothing that concerns its GPUs."""
+    os.environ.pop("VLLM_CPU_OMP_THREADS_BIND", None)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    params = Params(engine=EngineConfig(tensor_parallel=4))
+    monkeypatch.setattr("engine.gpu.cuda_bytes", lambda: None)
+    with pytest.raises(ConfigError, match="each rank needs one of its own"):
+        set_environment(params)
+    monkeypatch.setattr("engine.gpu.cuda_bytes", lambda: 80 << 30)
+    set_environment(params)
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in os.environ

@@ -30,7 +30,7 @@ def train_one(session: Session, number: int, request_id: str | None = None, voca
     generator = torch.Generator().manual_seed(number)
     tokens = torch.randint(5, vocabulary, (4, 9), generator=generator).tolist()
     data = [Example(Row(tuple(row), 5), (-2.0,) * 4, (float(i) - 1.5,) * 4) for i, row in enumerate(tokens)]
-    session.forward_backward(data, "grpo", {})
+    session.forward_backward(data, "dapo", {})
     session.optim_step(
         OptimStep(
             request_id=request_id or f"step-{number}", session=session.name, fence=0, adam_params=ADAM,
@@ -56,7 +56,7 @@ def test_a_session_that_was_cut_off_goes_on_bit_for_bit(base, tmp_path):
     for number in range(3):
         train_one(first, number)
     # Gradients of a step that never ended, and a draft that was never renamed, are what a kill leaves.
-    first.forward_backward([Example(Row((5, 6, 7), 1), (-1.0, -1.0), (1.0, 1.0))], "grpo", {})
+    first.forward_backward([Example(Row((5, 6, 7), 1), (-1.0, -1.0), (1.0, 1.0))], "dapo", {})
     (tmp_path / "cut" / "current.draft").write_bytes(b"half")
     again = Session(tmp_path / "cut", base, BASE, opening())
     again.load(CURRENT)
@@ -113,7 +113,7 @@ def test_a_full_disk_keeps_the_last_step(base, tmp_path, monkeypatch):
     train_one(session, 1)
     stored = (tmp_path / "current.state").read_bytes()
 
-    monkeypatch.setattr("engine.training.session.os.fsync", _full)
+    monkeypatch.setattr("engine.training.state.os.fsync", _full)
     with pytest.raises(ServiceError, match="No space left on device"):
         train_one(session, 2)
     assert (tmp_path / "current.state").read_bytes() == stored
@@ -123,7 +123,7 @@ def test_a_full_disk_keeps_the_last_step(base, tmp_path, monkeypatch):
 def test_a_request_repeated_after_a_full_disk_is_stored_and_applied_once(base, tmp_path, monkeypatch):
     session = Session(tmp_path / "full", base, BASE, opening())
     with monkeypatch.context() as patch:
-        patch.setattr("engine.training.session.os.fsync", _full)
+        patch.setattr("engine.training.state.os.fsync", _full)
         with pytest.raises(ServiceError):
             train_one(session, 1)
     step = OptimStep(request_id="step-1", session=session.name, fence=0, adam_params=ADAM, position=10)

@@ -1,5 +1,6 @@
 """The stages of `dvc repro` on files: what they take and refuse, and that an evaluation repeats its bytes."""
 
+import csv
 import json
 import os
 import shutil
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from history import step_row
 from live import free_port
 from transformers import AutoTokenizer
 
@@ -225,6 +227,18 @@ def test_a_pinned_digest_trains_nothing(checkout):
     stages.adapt(checkout.params(), lambda *words: said.append(words), pytest.fail)
     assert json.loads((checkout.files.adapt / "adapt.json").read_text())["digest"] is None
     assert said == [("adapt", stages.PINNED)]
+
+
+def test_the_learning_curve_is_each_steps_row_without_its_seconds(tmp_path):
+    curve = [step_row(1), step_row(2, kl=None)]
+    files = Files(tmp_path)
+    stages._write_adapted(files, {"digest": None}, curve)
+    with (files.adapt / "curve.csv").open() as lines:
+        rows = list(csv.DictReader(lines))
+    for row, step in zip(rows, curve, strict=True):
+        assert row == {name: "" if step[name] is None else str(step[name]) for name in row}
+    assert {"reward", "reward_std", "entropy"} < set(rows[0])
+    assert not [name for name in rows[0] if name.endswith("_s")]
 
 
 def test_revision_is_found_in_the_state_directory_or_in_the_store(checkout, tiny_base, tmp_path):

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from live import RunningEngine, start_engine, stop_engine
-from moe_bases import qwen3_moe, weight_of
-from test_engine import ask, prompts
+from moe_bases import qwen3_moe
+from parity import RANK, Reference, ask, prompts
 
 from engine.adapters import packed
 from engine.adapters.families import BaseShapes
 
-RANK = 8
 # Of which a rank holds half of the outputs; of the others (o_proj, down_proj) it holds half of the inputs.
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 # As in test_engine; the sum over two ranks adds an order of its own.
@@ -57,19 +56,6 @@ def adapter(base: Path, seed: int) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def reference(base: Path, tensors: dict, prompt: list[int], answer: list[int]) -> torch.Tensor:
-    """Log-probabilities of the answer by transformers, with W + B @ A written into the weights."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    for name in {key.rpartition(".lora_")[0] for key in tensors}:
-        weight_of(model, name).add_(tensors[f"{name}.lora_B"] @ tensors[f"{name}.lora_A"])
-    ids = torch.tensor([prompt + answer])
-    with torch.no_grad():
-        logprobs = model(ids).logits.log_softmax(-1)[0, len(prompt) - 1 : -1]
-    return logprobs.gather(1, ids[0, len(prompt) :, None])[:, 0]
-
-
 def half_bytes(tensors: dict[str, torch.Tensor]) -> int:
     """Count what one of two ranks holds of an adapter."""
     total = 0
@@ -89,11 +75,11 @@ def test_two_ranks_answer_as_the_reference_and_read_their_slices(halves: Running
         requests = [([*names, halves.base_name][i % 3], prompt) for i, prompt in enumerate(prompts(6))]
         answers = asyncio.run(ask(halves, requests))
         after = client.get("/graftwork/loads").json()
-    kinds = [*adapters, {}]
+    references = [Reference(halves.base_path, kind) for kind in (*adapters, None)]
     for i, (answer, (_, prompt)) in enumerate(zip(answers, requests, strict=True)):
-        want = reference(halves.base_path, kinds[i % 3], prompt, answer["ids"])
+        want = references[i % 3].logprobs(prompt, answer["ids"])
         torch.testing.assert_close(torch.tensor(answer["logprobs"]), want, rtol=0, atol=TOLERANCE)
-    without = reference(halves.base_path, {}, requests[0][1], answers[0]["ids"])
+    without = references[2].logprobs(requests[0][1], answers[0]["ids"])
     assert (torch.tensor(answers[0]["logprobs"]) - without).abs().max() > 0.05
     grown = [{key: b[key] - a[key] for key in a} for a, b in zip(before, after, strict=True)]
     slices = 2 * half_bytes(adapters[0])

@@ -43,7 +43,7 @@ def session(base: ResidentBase, directory, name: str, policy: str, rows: Iterabl
     )  # fmt: skip
     opened = Session(directory / name, base, "b" * 64, request)
     for row in rows:
-        opened.forward_backward([Example(Row((5, 6, 7, 8), 2), (-2.0, -2.0), (1.0, 1.0))], "grpo", {})
+        opened.forward_backward([Example(Row((5, 6, 7, 8), 2), (-2.0, -2.0), (1.0, 1.0))], "dapo", {})
         opened.optim_step(
             OptimStep(
                 request_id=str(row["step"]), session=name, fence=0, adam_params=AdamParams(), record=row
@@ -80,7 +80,7 @@ def test_bytes_are_factors_gradients_and_moments(base, tmp_path):
     fresh = session(base, tmp_path, "fresh", "sums")
     factors = sum(factor.numel() for factor in fresh.adapter.factors.values())
     assert adapter_bytes(fresh.adapter) == 4 * factors
-    fresh.forward_backward([Example(Row((5, 6, 7, 8), 2), (-2.0, -2.0), (1.0, 1.0))], "grpo", {})
+    fresh.forward_backward([Example(Row((5, 6, 7, 8), 2), (-2.0, -2.0), (1.0, 1.0))], "dapo", {})
     assert adapter_bytes(fresh.adapter) == 2 * 4 * factors
     trained = session(base, tmp_path, "trained", "words", [step_row(1)])
     # Two moments of each number, and Adam's count of steps for each factor.

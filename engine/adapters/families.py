@@ -162,6 +162,10 @@ class BaseShapes:
         leaves = {module.rpartition(".")[2] for module in self.linear}
         return tuple(sorted(leaves | (set(PROJECTIONS) if self.experts else set())))
 
+    def targets_on(self, cuda: bool) -> tuple[str, ...]:
+        """Return the targets whose adapters the engine applies on CUDA, or on a CPU."""
+        return tuple(name for name in self.targets if not (cuda and name in DROPPED_ON_CUDA))
+
     def modules(self) -> dict[str, Size]:
         """Return (in, out) of each canonical module, every expert's projections among them."""
         return {**self.linear, **dict(self._routed())}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine.adapters.catalog import Base, Catalog, Policy, Revision, migrate
-from engine.adapters.families import BaseShapes
+from engine.adapters.families import DROPPED_ON_CUDA, BaseShapes
 from engine.adapters.manifests import MANIFEST
 from engine.adapters.publishing import put, stored_tensors
 from engine.adapters.revision import (
@@ -23,6 +23,7 @@ from engine.adapters.revision import (
     Tensors,
     code_version,
     read_revision,
+    split_key,
     validate,
     write_revision,
 )
@@ -61,6 +62,7 @@ def check_fit(params: Params, base: Path, tensors: Tensors, manifest: Manifest, 
     if not POLICY_NAME.fullmatch(manifest.policy):
         raise AdapterError(f"{directory} names the policy {manifest.policy!r}, which is no policy's name.")
     validate(tensors, None, BaseShapes.read(base).modules())
+    _refuse_dropped(tensors, directory)
     largest = max(tensor.shape[0] for key, tensor in tensors.items() if key.endswith(".lora_A"))
     if manifest.rank != largest:
         raise AdapterError(
@@ -78,6 +80,13 @@ def check_fit(params: Params, base: Path, tensors: Tensors, manifest: Manifest, 
         raise AdapterError(
             f"The revision in {directory} is in {found}, the engine serves {serving}. Set `engine.dtype`."
         )
+
+
+def _refuse_dropped(tensors: Tensors, directory: Path) -> None:
+    targets = {split_key(key)[0].rpartition(".")[2] for key in tensors}
+    dropped = sorted(targets & DROPPED_ON_CUDA.keys())
+    if dropped and cuda_bytes() is not None:
+        raise AdapterError(f"{directory} has the target {dropped[0]}: {DROPPED_ON_CUDA[dropped[0]]}.")
 
 
 def serving_dtype(params: Params) -> str:

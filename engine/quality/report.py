@@ -1,13 +1,14 @@
 """The HTML report: one file that opens offline, with every plot and style inside it.
 
 Knows the page's order and how a figure becomes text for those who cannot see it. What to show comes
-from `report_collect`, how a plot looks from `report_charts` and `report_lineage`, the page itself is
-`report.html`. The controller serves the same page, live.
+from `report_collect`, how a plot looks from `report_charts`, `report_training` and `report_lineage`, the page
+itself is `report.html`. The controller serves the same page, live.
 """
 
 import os
 from datetime import UTC, datetime
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from markupsafe import Markup, escape
 
 from engine.config import DIGEST12, served_name
 from engine.quality import report_charts as charts
+from engine.quality import report_training as training
 from engine.quality.report_collect import MAX_POLICIES, collect
 from engine.quality.report_data import Curve, PolicyRow, ReleaseResult, ReportData, RevisionRow, SuiteScore
 from engine.quality.report_lineage import lineage, spoken
@@ -69,7 +71,10 @@ def _plots(data: ReportData) -> dict[str, Any]:
         ],
         "scores": _score_figure(scores) if scores else "",
         "canaries": [_canary_figure(release) for release in canaries[-MAX_CANARIES:]],
-        "curves": [_curve_figure(curve) for curve in data.curves if curve.steps],
+        "curves": [
+            _training_figure(policy, list(curves))
+            for policy, curves in groupby(data.curves, key=lambda curve: curve.policy)
+        ],
     }
 
 
@@ -121,17 +126,10 @@ def _canary_figure(release: ReleaseResult) -> Markup:
     )
 
 
-def _curve_figure(curve: Curve) -> Markup:
-    name = served_name(curve.policy, curve.digest) if curve.digest else f"{curve.policy}, not exported yet"
-    first, last = curve.steps[0], curve.steps[-1]
-    caption = f"{len(curve.steps)} steps, mean reward {first.reward:.0%} to {last.reward:.0%}"
-    ratios = [abs(step.importance_ratio - 1) for step in curve.steps if step.importance_ratio is not None]
-    if ratios:
-        caption += f", importance ratio 1 ± {max(ratios):.1e}"
-    plots = [charts.learning_curve(curve)]
-    if any(step.rollout_s is not None for step in curve.steps):
-        plots.append(charts.step_seconds(curve))
-    return _figure(name, f"Learning curve of {name}. {caption}.", plots, caption)
+def _training_figure(policy: str, curves: list[Curve]) -> Markup:
+    caption = training.spoken(curves)
+    words = f"Learning curve of {policy}. {caption}."
+    return _figure(policy, words, [training.training_curves(curves)], caption)
 
 
 def _figure(title: str, words: str, plots: list[Markup], caption: str) -> Markup:

@@ -1,49 +1,20 @@
-"""The plots of the report: learning curves, seconds of a step, scores with intervals, canaries.
+"""The plots of the report but training's: scores with intervals, canaries.
 
 Knows what each plot shows and in which colour; how a mark is drawn is `report_svg`'s.
 """
 
 from collections.abc import Sequence
-from statistics import fmean
 
 from markupsafe import Markup
 
-from engine.quality.report_data import CanaryPoint, Curve, ReleaseResult, SuiteScore
+from engine.quality.report_data import CanaryPoint, ReleaseResult, SuiteScore
 from engine.quality.report_svg import Panel, Point, Scale, drawing, legend, steps
 
 # Names of the page's CSS variables.
-BASELINE, REVISION, HANDOFF = "baseline", "revision", "held"
+BASELINE, REVISION = "baseline", "revision"
 STATE_COLOURS = {"promoted": "promoted", "rolled_back": "rolled_back", "held": "held", "running": "running"}
 STATE_WORDS = {"promoted": "promoted", "rolled_back": "rolled back", "held": "held", "running": "running"}
 WIDTH, LEFT, RIGHT = 500, 56, 490
-SMOOTHED = 5
-
-
-def learning_curve(curve: Curve) -> Markup:
-    """Draw reward by training step: each step as a dot, and the mean of five steps as a line."""
-    panel = Panel(_steps_axis(curve), Scale(0, 1, 182, 10))
-    points = [(float(step.step), step.reward) for step in curve.steps]
-    dots = [panel.dot(x, y, REVISION, 3, 0.45) for x, y in points]
-    line = panel.line(_smooth(points), REVISION)
-    return drawing(WIDTH, 222, [panel.axes("training step", "mean reward"), *dots, line])
-
-
-def step_seconds(curve: Curve) -> Markup:
-    """Draw where each training step's seconds went, stacked."""
-    parts = {"rollout": REVISION, "update": BASELINE, "handoff": HANDOFF}
-    stacks = {
-        step.step: [getattr(step, f"{part}_s") or 0.0 for part in parts]
-        for step in curve.steps
-        if step.rollout_s is not None
-    }
-    panel = Panel(_steps_axis(curve), Scale(0, max(map(sum, stacks.values())), 122, 28))
-    bars = [
-        panel.bar(float(step), 0.8, sum(seconds[:number]), sum(seconds[: number + 1]), colour)
-        for step, seconds in stacks.items()
-        for number, colour in enumerate(parts.values())
-    ]
-    axes = panel.axes("training step", "seconds", y_label="{:g}".format, y_ticks=4)
-    return drawing(WIDTH, 162, [axes, *bars, legend(parts.items(), LEFT, 4)])
 
 
 def score_intervals(rows: Sequence[tuple[str, SuiteScore, str]]) -> Markup:
@@ -99,13 +70,3 @@ def _bounds(panel: Panel, points: Sequence[CanaryPoint]) -> list[Markup]:
     upper = steps([(it.seconds, it.upper) for it in points])
     edges = [panel.line(edge, REVISION, 1.6) for edge in (lower, upper)]
     return [panel.band(lower, upper, REVISION), *edges]
-
-
-def _smooth(points: Sequence[Point]) -> list[Point]:
-    half = SMOOTHED // 2
-    near = [points[max(0, number - half) : number + half + 1] for number in range(len(points))]
-    return [(x, fmean(y for _, y in some)) for (x, _), some in zip(points, near, strict=True)]
-
-
-def _steps_axis(curve: Curve) -> Scale:
-    return Scale(curve.steps[0].step - 0.5, curve.steps[-1].step + 0.5, LEFT, RIGHT)

@@ -28,7 +28,7 @@ from engine.quality.sequential import CanaryComparison
 
 MAX_POINTS = 200
 # What one page holds. The tables of a catalog with a million revisions are not read here.
-MAX_POLICIES, MAX_REVISIONS, MAX_RELEASES, MAX_CURVES, MAX_NOTICES = 50, 20, 30, 24, 20
+MAX_POLICIES, MAX_REVISIONS, MAX_RELEASES, MAX_LINES, MAX_NOTICES = 50, 20, 30, 12, 20
 
 # The rows that the controller judges by (engine.quality.evidence), with the moment they were rated.
 RATED = """
@@ -39,9 +39,14 @@ RATED = """
             OR (arm IN ('champion', 'base') AND digest IS NOT DISTINCT FROM $baseline))
     ORDER BY seq
 """
+# All columns: a snapshot that an older version wrote has fewer of them.
 STEPS = """
-    SELECT session, step, reward, importance_ratio, rollout_s, update_s, handoff_s FROM train_steps
-    WHERE policy = ? AND "at" >= ? ORDER BY min("at") OVER (PARTITION BY session), session, step
+    WITH lines AS (
+        SELECT session, min("at") AS began FROM train_steps WHERE policy = $policy AND "at" >= $since
+        GROUP BY session ORDER BY began DESC LIMIT $most
+    )
+    SELECT train_steps.* FROM train_steps JOIN lines USING (session)
+    WHERE policy = $policy AND "at" >= $since ORDER BY began, session, step
 """
 
 
@@ -67,8 +72,7 @@ def collect(
     with open_snapshot(ledger_snapshot) as ledger:
         seen = overview(ledger, catalog, policies, MAX_REVISIONS)
         made = _made(seen.revisions, revisions_dir)
-        most = max(1, MAX_CURVES // max(len(policies), 4))
-        curves = [curve for name in policies for curve in _curves(ledger, name, since, made)[-most:]]
+        curves = [curve for name in policies for curve in _curves(ledger, name, since, made)]
         releases = [item for name in policies for item in catalog.releases(name) if item.created_at >= since]
         releases.sort(key=lambda item: item.created_at)
         results = tuple(_result(ledger, catalog, release) for release in releases[-MAX_RELEASES:])
@@ -119,10 +123,14 @@ def _made(revisions: Sequence[RevisionRow], directory: Path | None) -> dict[str,
 def _curves(
     ledger: duckdb.DuckDBPyConnection, policy: str, since: float, made: Mapping[str, str]
 ) -> list[Curve]:
-    sessions: dict[str, list[Step]] = {}
-    for session, *values in ledger.execute(STEPS, [policy, since]).fetchall():
-        sessions.setdefault(session, []).append(Step(*values))
-    return [Curve(policy, made.get(session), tuple(steps), session) for session, steps in sessions.items()]
+    """Return a policy's newest lines of training, the oldest of them first."""
+    found = ledger.execute(STEPS, {"policy": policy, "since": since, "most": MAX_LINES})
+    names = [column[0] for column in found.description or []]
+    lines: dict[str, list[Step]] = {}
+    for values in found.fetchall():
+        row = dict(zip(names, values, strict=True))
+        lines.setdefault(row["session"], []).append(Step.of(row))
+    return [Curve(policy, made.get(session), tuple(steps), session) for session, steps in lines.items()]
 
 
 def _result(ledger: duckdb.DuckDBPyConnection, catalog: Catalog, release: Release) -> ReleaseResult:

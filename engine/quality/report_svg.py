@@ -94,16 +94,32 @@ class Panel:
             '<circle cx="{}" cy="{}" r="{}" style="fill: var(--{})" opacity="{}"/>'
         ).format(self.x(x), self.y(y), radius, colour, opacity)  # fmt: skip
 
-    def bar(self, x: float, width: float, low: float, high: float, colour: str) -> Markup:
-        left, right = self.x(x - width / 2), self.x(x + width / 2)
+    def dots(self, points: Iterable[Point], colour: str, size: float, opacity: float = 1.0) -> Markup:
+        """Draw many equal dots as one path: hundreds of circles would be most of a page."""
+        path = "".join(f"M{self.x(x)} {self.y(y)}h0" for x, y in points)
         return Markup(
-            '<rect x="{}" y="{}" width="{:.1f}" height="{:.1f}" style="fill: var(--{})"/>'
-        ).format(left, self.y(high), right - left, self.y(low) - self.y(high), colour)  # fmt: skip
+            '<path d="{}" fill="none" style="stroke: var(--{})" stroke-width="{}" stroke-linecap="round" '
+            'opacity="{}"/>'
+        ).format(path, colour, size, opacity)
+
+    def bars(self, bars: Iterable[tuple[float, float, float, float]], colour: str) -> Markup:
+        """Draw upright bars as one path; each is (left, right, low, high)."""
+        path = "".join(
+            f"M{self.x(left)} {self.y(low)}V{self.y(high)}H{self.x(right)}V{self.y(low)}Z"
+            for left, right, low, high in bars
+        )
+        return Markup('<path d="{}" style="fill: var(--{})"/>').format(path, colour)
 
     def across(self, y: float, dash: str = "") -> Markup:
         """Draw a level from side to side."""
         return Markup('<path d="M{} {}H{}" class="level" stroke-dasharray="{}"/>').format(
             self.x.start, self.y(y), self.x.end, dash
+        )
+
+    def divide(self, x: float) -> Markup:
+        """Draw where one part ends and the next begins."""
+        return Markup('<path d="M{} {}V{}" class="level" stroke-dasharray="2 4"/>').format(
+            self.x(x), self.y.start, self.y.end
         )
 
     def upright(self, x: float, colour: str) -> Markup:

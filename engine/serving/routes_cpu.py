@@ -41,7 +41,7 @@ class RecordingRunner(CPUModelRunner):
             self.recorder.begin_step(scheduler_output.aux_output_connector_metadata)
         return super().execute_model(scheduler_output, *args, **kwargs)
 
-    def sample_tokens(self, grammar_output: Any) -> Any:
+    def sample_tokens(self, grammar_output: Any) -> Any:  # type: ignore[override]
         if self.recorder is None or self.execute_model_state is None:
             return super().sample_tokens(grammar_output)
         drafted = self.execute_model_state.scheduler_output.scheduled_spec_decode_tokens

@@ -47,11 +47,11 @@ def main() -> None:
 
 def set_environment(params: Params) -> None:
     """Set what vLLM and its children read from the environment; restart once where it must be earlier."""
+    from engine.gpu import cuda_bytes
+
     os.environ.setdefault("VLLM_PLUGINS", "graftwork")
     os.environ.setdefault("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
     cores = sorted(os.sched_getaffinity(0))
-    if "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = cores_of_ranks(cores, params.engine.tensor_parallel)
     threads = params.engine.threads or max(1, len(cores) - 1)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     # Threads that wait must sleep: the trainer shares these cores.
@@ -60,6 +60,9 @@ def set_environment(params: Params) -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
+    # Last, since looking for a GPU may import torch, which reads the above. On one, cores are no limit.
+    if "VLLM_CPU_OMP_THREADS_BIND" not in os.environ and cuda_bytes() is None:
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = cores_of_ranks(cores, params.engine.tensor_parallel)
 
 
 def cores_of_ranks(cores: Sequence[int], ranks: int) -> str:
@@ -110,6 +113,7 @@ def server_arguments(
         "--max-lora-rank", str(config.max_rank),
         "--lora-target-modules", *lora_targets(base),
         *attention_arguments(base, plan),
+        *executor_arguments(config, plan),
         *route_arguments(base),
         *speculative_arguments(config),
         "--worker-extension-cls", "engine.serving.loader.LoaderExtension",
@@ -134,6 +138,12 @@ def attention_arguments(base: "BaseInfo", plan: "Plan | None") -> list[str]:
     """Keep latent attention on the CPU's plain backend: the one for AMX drops adapters on `kv_b_proj`."""
     latent = json.loads((base.path / "config.json").read_text()).get("kv_lora_rank")
     return ["--attention-backend", "CPU_MLA"] if latent and plan is None else []
+
+
+def executor_arguments(config: EngineConfig, plan: "Plan | None") -> list[str]:
+    """Keep a worker that is alone on a CPU in the engine's process; ranks have processes of their own."""
+    alone = plan is None and config.tensor_parallel == 1
+    return ["--distributed-executor-backend", "engine.serving.executor.InProcessExecutor"] if alone else []
 
 
 def route_arguments(base: "BaseInfo") -> list[str]:

@@ -1,22 +1,216 @@
-"""GRPO as pure functions: advantages, which groups teach, and the loss.
+"""Policy losses as pure functions: a group's advantages, which groups teach, and every loss with its paper.
 
-Shape suffixes: _P problems, _G samples of one problem, _T completion tokens of a batch, one after another.
+A loss returns a term for each token, and which tokens its clip holds back. What the mean is taken over is in
+`LOSSES`, since it needs the whole batch: `update.py` sums the terms against `Tokens.weight_T`.
+
+Shape suffixes: _P problems, _G samples of one problem, _T completion tokens one after another, _N sequences.
 """
 
+import importlib
+import os
+import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
-CLIP = {"clip_low": 0.2, "clip_high": 0.28}
+from engine.errors import ConfigError
 
 
-def group_advantages(rewards_PG: Tensor, eps: float = 1e-6) -> Tensor:
-    """Return each sample's reward against its own group, in units of the group's spread, as (P, G).
+@dataclass(frozen=True)
+class Tokens:
+    """Completion tokens of whole sequences, one sequence after another; log-probabilities in float32, (T).
 
-    DeepSeekMath (arXiv 2402.03300), section 4.1.2, outcome supervision.
+    `new_T` under the adapter that learns, with gradient; `old_T` as sampled; `base_T` without any adapter,
+    or None where nobody asks; `advantage_T`; `sequence_T` the number of each token's sequence, from 0 to
+    `sequences` - 1; `weight_T` each token's share in the mean over the whole batch.
+    """
+
+    new_T: Tensor
+    old_T: Tensor
+    advantage_T: Tensor
+    sequence_T: Tensor
+    sequences: int
+    weight_T: Tensor
+    base_T: Tensor | None = None
+
+    def sums(self, value_T: Tensor) -> Tensor:
+        """Return the sum (N) over each sequence's tokens."""
+        return value_T.new_zeros(self.sequences).index_add(0, self.sequence_T, value_T)
+
+    def means(self, value_T: Tensor) -> Tensor:
+        """Return, at each token, the mean over its sequence's tokens, (T)."""
+        return (self.sums(value_T) / self.sums(torch.ones_like(value_T)))[self.sequence_T]
+
+
+Settings = Mapping[str, Any]
+Terms = tuple[Tensor, Tensor]
+
+
+def cross_entropy(tokens: Tokens, settings: Settings) -> Terms:
+    """Return the negative log-likelihood, for supervised fine-tuning; no samples and no advantages."""
+    return _free(-tokens.new_T)
+
+
+def importance_sampling(tokens: Tokens, settings: Settings) -> Terms:
+    """Return the policy gradient's surrogate, corrected for the sampler and not clipped.
+
+    "Conservative policy iteration" in PPO (arXiv 1707.06347, equation 6).
+    """
+    return _free(-torch.exp(tokens.new_T - tokens.old_T) * tokens.advantage_T)
+
+
+def ppo(tokens: Tokens, settings: Settings) -> Terms:
+    """Return PPO's clipped surrogate (arXiv 1707.06347, equation 7), a mean over tokens."""
+    return _clipped(torch.exp(tokens.new_T - tokens.old_T), tokens.advantage_T, settings)
+
+
+def grpo(tokens: Tokens, settings: Settings) -> Terms:
+    """Return PPO's terms, to be averaged over each answer and then over answers.
+
+    DeepSeekMath (arXiv 2402.03300), equation 3; its KL term is the setting `kl` here.
+    """
+    return ppo(tokens, settings)
+
+
+def dr_grpo(tokens: Tokens, settings: Settings) -> Terms:
+    """Return PPO's terms, to be summed over each answer, divided by one constant, averaged over answers.
+
+    "Understanding R1-Zero-like training" (arXiv 2503.20783), section 3.2: no answer's length and no group's
+    spread weighs its gradient. The constant is the budget of tokens (its listing 1).
+    """
+    return ppo(tokens, settings)
+
+
+def dapo(tokens: Tokens, settings: Settings) -> Terms:
+    """Return PPO's terms with a higher upper bound, to be averaged over all tokens.
+
+    DAPO (arXiv 2503.14476): clip-higher in section 3.1, token-level loss in section 3.3.
+    """
+    return ppo(tokens, settings)
+
+
+def gspo(tokens: Tokens, settings: Settings) -> Terms:
+    """Return the surrogate clipped by the ratio of whole sequences, averaged as `grpo`.
+
+    GSPO (arXiv 2507.18071), equation 7, in the form of its section 4.3: each token has its sequence's ratio
+    as value and its own log-probability as gradient, which is the same where advantages are a sequence's.
+    """
+    gap_T = tokens.means((tokens.new_T - tokens.old_T).detach())
+    ratio_T = torch.exp(gap_T + tokens.new_T - tokens.new_T.detach())
+    return _clipped(ratio_T, tokens.advantage_T, settings)
+
+
+def cispo(tokens: Tokens, settings: Settings) -> Terms:
+    """Return REINFORCE weighted by the clipped ratio, so that clipped tokens still teach; a mean over tokens.
+
+    MiniMax-M1 (arXiv 2506.13585), equations 4 and 5, without a lower bound. The upper bound of 5 is that of
+    ScaleRL (arXiv 2510.13786).
+    """
+    ratio_T = torch.exp(tokens.new_T - tokens.old_T).detach()
+    weight_T = ratio_T.clamp(1 - settings["clip_low"], 1 + settings["clip_high"])
+    return -weight_T * tokens.advantage_T * tokens.new_T, weight_T != ratio_T
+
+
+def dpo(tokens: Tokens, settings: Settings) -> Terms:
+    """Return each pair's loss at all of its tokens; sequences 2k and 2k + 1 are chosen and rejected.
+
+    Direct preference optimisation (arXiv 2305.18290), equation 7; the reference is the base.
+    """
+    assert tokens.base_T is not None
+    gain_N = tokens.sums(tokens.new_T - tokens.base_T)
+    loss_P = -logsigmoid(settings["beta"] * (gain_N[0::2] - gain_N[1::2]))
+    return _free(loss_P[tokens.sequence_T // 2])
+
+
+def kl_to_base(new_T: Tensor, base_T: Tensor) -> Tensor:
+    """Return an estimate of each token's KL divergence to the base: unbiased, never negative, differentiable.
+
+    DeepSeekMath (arXiv 2402.03300), equation 4; k3 of Schulman, "Approximating KL divergence" (2020).
+    """
+    gap_T = base_T - new_T
+    return torch.exp(gap_T) - gap_T - 1
+
+
+def _free(term_T: Tensor) -> Terms:
+    return term_T, torch.zeros_like(term_T, dtype=torch.bool)
+
+
+def _clipped(ratio_T: Tensor, advantage_T: Tensor, settings: Settings) -> Terms:
+    bounded_T = ratio_T.clamp(1 - settings["clip_low"], 1 + settings["clip_high"])
+    plain_T, held_T = ratio_T * advantage_T, bounded_T * advantage_T
+    return -torch.minimum(plain_T, held_T), held_T < plain_T
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss and what it is a mean over: all tokens, each unit's tokens and then units, or a fixed budget.
+
+    `unit` consecutive sequences belong together. `sampled`: it needs log-probabilities as sampled and
+    advantages. `by_spread`: advantages are in units of their group's spread. `drops`: groups without spread
+    are left out, and do not count in the mean.
+    """
+
+    terms: Callable[[Tokens, Settings], Terms]
+    per: Literal["token", "unit", "budget"] = "token"
+    unit: int = 1
+    sampled: bool = True
+    needs_base: bool = False
+    by_spread: bool = True
+    drops: bool = False
+
+
+LOSSES = {
+    "cross_entropy": Loss(cross_entropy, sampled=False),
+    "importance_sampling": Loss(importance_sampling),
+    "ppo": Loss(ppo),
+    "grpo": Loss(grpo, per="unit"),
+    "dr_grpo": Loss(dr_grpo, per="budget", by_spread=False),
+    "dapo": Loss(dapo, drops=True),
+    "gspo": Loss(gspo, per="unit"),
+    "cispo": Loss(cispo, drops=True),
+    "dpo": Loss(dpo, per="unit", unit=2, sampled=False, needs_base=True),
+}
+
+
+def loss_of(name: str) -> Loss:
+    """Return a loss by its name, or of one's own by `python:MODULE:FUNC`; `ConfigError` when there is none.
+
+    One's own is called with `Tokens` and the setting `options`, and returns a term (T) for each token, of
+    which the mean over all tokens is taken.
+    """
+    if not name.startswith("python:"):
+        return LOSSES[name]
+    _, module, function = name.split(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"The loss {name} cannot be loaded: {error}. Is its module beside you?") from None
+    return Loss(partial(_own, found))
+
+
+def _own(function: Callable[[Tokens, Settings], Tensor], tokens: Tokens, settings: Settings) -> Terms:
+    term_T = function(tokens, settings)
+    if not isinstance(term_T, Tensor) or term_T.shape != tokens.new_T.shape or not term_T.requires_grad:
+        raise ConfigError("A loss of one's own must return a tensor that depends on new_T and has its shape.")
+    return _free(term_T)
+
+
+def group_advantages(rewards_PG: Tensor, by_spread: bool = True, eps: float = 1e-6) -> Tensor:
+    """Return each sample's reward over its group's mean, in units of the group's spread or not, (P, G).
+
+    By the spread: DeepSeekMath (arXiv 2402.03300), section 4.1.2, outcome supervision. Not: Dr. GRPO
+    (arXiv 2503.20783), section 3.2.
     """
     centred_PG = rewards_PG - rewards_PG.mean(dim=1, keepdim=True)
+    if not by_spread:
+        return centred_PG
     return centred_PG / (rewards_PG.std(dim=1, keepdim=True, correction=0) + eps)
 
 
@@ -26,31 +220,3 @@ def groups_that_teach(rewards_PG: Tensor) -> Tensor:
     Dynamic sampling of DAPO (arXiv 2503.14476), section 3.2, without sampling again.
     """
     return rewards_PG.amax(dim=1) > rewards_PG.amin(dim=1)
-
-
-def grpo_loss(new_T: Tensor, old_T: Tensor, advantage_T: Tensor, config: Mapping[str, float]) -> Tensor:
-    """Return the summed clipped surrogate of log-probabilities under the trainer and the sampler.
-
-    PPO's objective (arXiv 1707.06347, equation 7) with DAPO's higher upper bound (arXiv 2503.14476,
-    section 3.1). The sum is divided by the tokens of the whole batch, not of each answer (section 3.3).
-    """
-    ratio_T = torch.exp(new_T - old_T)
-    low, high = {**CLIP, **config}["clip_low"], {**CLIP, **config}["clip_high"]
-    clipped_T = ratio_T.clamp(1 - low, 1 + high)
-    return -torch.minimum(ratio_T * advantage_T, clipped_T * advantage_T).sum()
-
-
-def importance_sampling_loss(
-    new_T: Tensor, old_T: Tensor, advantage_T: Tensor, config: Mapping[str, float]
-) -> Tensor:
-    """Return the summed policy-gradient surrogate, corrected for the sampler and not clipped."""
-    return -(torch.exp(new_T - old_T) * advantage_T).sum()
-
-
-def importance_ratio(new_T: Tensor, old_T: Tensor) -> float:
-    """Return the mean of trainer over sampler probability; 1 on fresh tokens when both agree."""
-    return float(torch.exp(new_T - old_T).mean())
-
-
-Loss = Callable[[Tensor, Tensor, Tensor, Mapping[str, float]], Tensor]
-LOSSES: dict[str, Loss] = {"grpo": grpo_loss, "importance_sampling": importance_sampling_loss}

@@ -1,14 +1,15 @@
 """LoRA on a resident base: the base is loaded once and frozen, each adapter is a small set of factors.
 
-`ResidentBase.using(adapter)` switches an adapter on for one forward. The base may be in bfloat16 and on a
-GPU. Knows tensors, shapes and
-devices. Knows nothing of sessions, tasks or files of revisions.
+`ResidentBase.using(adapter)` switches an adapter on, `using_many` several, each for its own tokens of a
+stream. The base may be in bfloat16 and on a GPU. Knows tensors, shapes and devices. Knows nothing of
+sessions, tasks or files of revisions.
 
 Shape suffixes: _B rows, _S positions, _T completion tokens one after another, _R rank, _I input
 features, _O output features, _V vocabulary.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -25,28 +26,20 @@ from engine.errors import ConfigError
 from engine.memory import HEAD_TOKENS
 from engine.training.adapter import Adapter, Part, sites_of
 from engine.training.experts import SlottedExperts, slotted_experts
-from engine.training.grpo import LOSSES, importance_ratio
 from engine.training.linear import SlottedLinear
 from engine.training.packing import Row, Stream, can_pack, microbatches, pack, use_packing
 
 
 @dataclass(frozen=True)
 class Example:
-    """A row with what its completion tokens were sampled at and are worth, one value a token."""
+    """A row with what its completion tokens were sampled at and are worth, one value a token.
+
+    Both are empty where the loss needs no samples.
+    """
 
     row: Row
-    old_logprobs: tuple[float, ...]
-    advantages: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class Backward:
-    """What a backward pass found; `loss` is a token's mean, `logprobs` are each example's."""
-
-    loss: float
-    importance_ratio: float
-    tokens: int
-    logprobs: tuple[tuple[float, ...], ...]
+    old_logprobs: tuple[float, ...] = ()
+    advantages: tuple[float, ...] = ()
 
 
 Slotted = SlottedLinear | SlottedExperts
@@ -56,7 +49,7 @@ class ResidentBase:
     """The frozen base in `dtype` on a device, shared by every adapter. One thread at a time may call it.
 
     With `checkpointing`, a layer's activations are computed again in the backward, and logits exist for
-    `HEAD_TOKENS` tokens at a time.
+    `HEAD_TOKENS` tokens at a time. `longest` is the most tokens that a row may have, within its context.
     """
 
     def __init__(
@@ -67,6 +60,7 @@ class ResidentBase:
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
         checkpointing: bool = False,
+        longest: int | None = None,
     ):
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -82,6 +76,9 @@ class ResidentBase:
         if checkpointing:
             checkpoint_layers(self.model)
         self.microbatch_tokens = microbatch_tokens
+        text = self.model.config.get_text_config()
+        self.vocabulary = int(text.vocab_size)
+        self.longest = min(int(text.max_position_embeddings), longest or sys.maxsize)
         self.modules, self.sites = self.shapes.modules(), sites_of(self.shapes)
         self.slotted: dict[str, Slotted] = {
             **{name: self._slot(name, SlottedLinear) for name in self.shapes.linear},
@@ -152,20 +149,31 @@ class ResidentBase:
         return microbatches(rows, self.microbatch_tokens, unit, shared=self.packs)
 
     def logprobs(self, rows: Sequence[Row] | Stream) -> Tensor:
-        """Return log-probabilities (T,) in float32 of all rows' completion tokens, row after row.
+        """Return log-probabilities (T,) in float32 of all rows' completion tokens, row after row."""
+        return self._read(rows, entropy=False)[0]
+
+    def logprobs_and_entropy(self, rows: Sequence[Row] | Stream) -> tuple[Tensor, Tensor]:
+        """Return `logprobs`, and for each the entropy (nats, no gradient) of what could stand there."""
+        logprob_T, entropy_T = self._read(rows, entropy=True)
+        return logprob_T, entropy_T
+
+    def _read(self, rows: Sequence[Row] | Stream, entropy: bool) -> tuple[Tensor, ...]:
+        """Return the log-probabilities, and the entropies where they are asked for.
 
         The vocabulary is only touched at those positions.
         """
-        if self.packs and not isinstance(rows, Stream):
-            rows = self.pack([rows])
-        hidden_TH, chosen_T = self._packed(rows) if isinstance(rows, Stream) else self._padded(rows)
+        hidden_TH, chosen_T = self._hidden(rows)
         if not self.checkpointing:
-            return self._picked(hidden_TH, chosen_T)
+            return self._picked(hidden_TH, chosen_T, entropy)
         parts = zip(hidden_TH.split(HEAD_TOKENS), chosen_T.split(HEAD_TOKENS), strict=True)
-        return torch.cat([checkpoint(self._picked, *part, use_reentrant=False) for part in parts])
+        found = [checkpoint(self._picked, *part, entropy, use_reentrant=False) for part in parts]
+        return tuple(torch.cat(column) for column in zip(*found, strict=True))
 
-    def _packed(self, stream: Stream) -> tuple[Tensor, Tensor]:
-        """Return the hidden states before all completion tokens, and these tokens; without padding."""
+    def _hidden(self, rows: Sequence[Row] | Stream) -> tuple[Tensor, Tensor]:
+        """Return the hidden states before all completion tokens, and these tokens."""
+        if not isinstance(rows, Stream):
+            return self._hidden(self.pack([rows])) if self.packs else self._padded(rows)
+        stream = rows
         found = self.model.get_decoder()(
             stream.tokens[None],
             position_ids=stream.positions[None],
@@ -175,7 +183,7 @@ class ResidentBase:
         return found.last_hidden_state[0].index_select(0, stream.before), stream.chosen
 
     def _padded(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
-        """The same by rows that are padded on the right, where causal attention never looks."""
+        """Return `_hidden` by rows that are padded on the right, where causal attention never looks."""
         width = max(len(row.tokens) for row in rows)
         tokens_BS = torch.zeros(len(rows), width, dtype=torch.long)
         for i, row in enumerate(rows):
@@ -191,65 +199,47 @@ class ResidentBase:
         hidden_BSH = decoder(tokens_BS.to(self.device), use_cache=False).last_hidden_state
         return hidden_BSH.flatten(0, 1).index_select(0, before_T), chosen_T
 
-    def _picked(self, hidden_TH: Tensor, chosen_T: Tensor) -> Tensor:
+    def _picked(self, hidden_TH: Tensor, chosen_T: Tensor, entropy: bool) -> tuple[Tensor, ...]:
         logits_TV = self.model.get_output_embeddings()(hidden_TH).float()
-        picked_T: Tensor = logits_TV.gather(1, chosen_T[:, None])[:, 0] - logits_TV.logsumexp(dim=1)
-        return picked_T
+        whole_T = logits_TV.logsumexp(dim=1)
+        picked_T = logits_TV.gather(1, chosen_T[:, None])[:, 0] - whole_T
+        if not entropy:
+            return (picked_T,)
+        with torch.no_grad():
+            chance_TV = (logits_TV - whole_T[:, None]).exp_()
+            return picked_T, whole_T - torch.linalg.vecdot(chance_TV, logits_TV)
 
     def score(self, adapter: Adapter | None, rows: Sequence[Row]) -> list[list[float]]:
         """Return each row's completion log-probabilities under an adapter, or under the base."""
         scored: dict[int, list[float]] = {}
         with torch.no_grad(), self.using(adapter):
             for batch in self.microbatches(rows):
-                parts = self.logprobs([rows[i] for i in batch]).split([_length(rows[i]) for i in batch])
+                parts = self.logprobs([rows[i] for i in batch]).split([rows[i].length for i in batch])
                 scored |= {i: part.tolist() for i, part in zip(batch, parts, strict=True)}
         return [scored[i] for i in range(len(rows))]
-
-    def backward(
-        self, adapter: Adapter, data: Sequence[Example], loss: str, config: Mapping[str, float]
-    ) -> Backward:
-        """Add the gradient of the loss, averaged over all completion tokens of `data`, to the adapter's."""
-        if loss not in LOSSES:
-            raise ConfigError(f"There is no loss {loss!r}. Known losses: {', '.join(LOSSES)}.")
-        total = sum(_length(example.row) for example in data)
-        loss_sum = 0.0
-        found: dict[int, Tensor] = {}
-        with self.using(adapter):
-            for batch in self.microbatches([example.row for example in data]):
-                examples = [data[i] for i in batch]
-                new_T = self.logprobs([example.row for example in examples])
-                old_T = self._gathered(example.old_logprobs for example in examples)
-                advantage_T = self._gathered(example.advantages for example in examples)
-                value = LOSSES[loss](new_T, old_T, advantage_T, config) / total
-                value.backward()  # type: ignore[no-untyped-call]
-                loss_sum += value.item()
-                parts = new_T.detach().cpu().split([_length(example.row) for example in examples])
-                found |= dict(zip(batch, parts, strict=True))
-        new = torch.cat([found[i] for i in range(len(data))])
-        old = torch.tensor([value for example in data for value in example.old_logprobs])
-        logprobs = tuple(tuple(found[i].tolist()) for i in range(len(data)))
-        return Backward(loss_sum, importance_ratio(new, old), total, logprobs)
-
-    def _gathered(self, rows: Iterable[Sequence[float]]) -> Tensor:
-        return torch.tensor([value for row in rows for value in row], device=self.device)
 
     def greedy(
         self, adapter: Adapter | None, prompts: Sequence[Sequence[int]], ends: Collection[int], limit: int
     ) -> list[Row]:
         """Return each prompt with its most likely completion, up to `limit` tokens or a token of `ends`.
 
-        Every token takes a whole forward: for the few short prompts of an effect probe, not for rollouts.
+        Every token takes a whole forward of all: for the few short prompts of a probe, not for rollouts.
         """
         rows = [Row(tuple(prompt), len(prompt)) for prompt in prompts]
-        open_rows = set(range(len(rows)))
+        open_rows = list(range(len(rows)))
+        head = self.model.get_output_embeddings()
         with torch.no_grad(), self.using(adapter):
             for _ in range(limit):
-                for i in sorted(open_rows):
-                    tokens = torch.tensor([rows[i].tokens], device=self.device)
-                    token = int(self.model(tokens, use_cache=False, logits_to_keep=1).logits[0, -1].argmax())
-                    rows[i] = Row((*rows[i].tokens, token), rows[i].start)
-                    if token in ends:
-                        open_rows.discard(i)
+                # The token to come stands at the end of each row, where nothing reads what it is.
+                asked = [Row((*rows[i].tokens, 0), len(rows[i].tokens)) for i in open_rows]
+                for batch in self.microbatches(asked):
+                    best = head(self._hidden([asked[i] for i in batch])[0]).argmax(dim=1).tolist()
+                    for i, token in zip(batch, best, strict=True):
+                        row = rows[open_rows[i]]
+                        rows[open_rows[i]] = Row((*row.tokens, token), row.start)
+                open_rows = [i for i in open_rows if rows[i].tokens[-1] not in ends]
+                if not open_rows:
+                    break
         return rows
 
 
@@ -267,7 +257,3 @@ def checkpoint_layers(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
             module.training = True
-
-
-def _length(row: Row) -> int:
-    return len(row.tokens) - row.start

@@ -29,6 +29,7 @@ LAST = {
     "ratio_min": "Smallest importance ratio of the last step.",
     "ratio_max": "Largest importance ratio of the last step.",
     "clip_fraction": "Share of the last step's tokens that the loss clipped.",
+    "correction_weight": "Mean weight that corrections gave the last step's tokens.",
     "kl": "KL divergence to the base in the last step, nats.",
     "kl_old": "KL divergence between engine and trainer in the last step, nats.",
     "entropy": "Mean entropy of a token in the last step, nats.",

@@ -25,8 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from live import RunningEngine, StockServer, start_engine, stop_engine
 from made_adapters import write
-from moe_bases import weight_of
-from test_engine import ask
+from parity import ask, weight_of
 
 from engine.adapters.families import BaseShapes
 from engine.recipes import RECIPES

@@ -21,7 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from live import RunningEngine, start_engine, stop_engine
-from test_engine import RANK, prompts, random_adapter
+from parity import RANK, prompts, random_adapter
 
 from engine.adapters.families import BaseShapes
 from engine.adapters.revision import make_manifest, write_revision
