@@ -7,13 +7,16 @@
     │   └── EffectError          4  the engine does not reproduce the trainer's log-probabilities
     ├── NotFound                 5  no such policy, revision, suite, key or release
     ├── Conflict                 6  somebody else holds it: a lease, a name, a newer version
+    │   └── Cancelled            6  the operation was called off
     └── ServiceError             7  a service is down, full, or answered with a fault
         ├── PortInUse            7
-        └── Busy                 7  full for the moment; carries `retry_after_s`
+        └── Busy                 7  full for the moment; carries `retry_after_s` and the queue's state
 
 A message is a full sentence: what is wrong, then what to do. Errors hold strings and numbers
 only, so that they cross process borders by pickle.
 """
+
+from collections.abc import Mapping
 
 
 class GraftworkError(Exception):
@@ -44,6 +47,10 @@ class Conflict(GraftworkError):
     exit_code = 6
 
 
+class Cancelled(Conflict):
+    pass
+
+
 class ServiceError(GraftworkError):
     exit_code = 7
 
@@ -53,9 +60,11 @@ class PortInUse(ServiceError):
 
 
 class Busy(ServiceError):
-    def __init__(self, message: str, retry_after_s: float = 1.0):
-        super().__init__(message, retry_after_s)
-        self.retry_after_s = retry_after_s
+    def __init__(
+        self, message: str, retry_after_s: float = 1.0, queue: Mapping[str, float | str] | None = None
+    ):
+        super().__init__(message, retry_after_s, queue)
+        self.retry_after_s, self.queue = retry_after_s, dict(queue or {})
 
     def __str__(self) -> str:
         return str(self.args[0])

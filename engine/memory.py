@@ -107,7 +107,8 @@ def plan(config: Mapping[str, Any], available: int, engine: EngineConfig, traine
     return Plan(
         available=available,
         trainer_base=there * base,
-        trainer_adapters=there * adapter_bytes(shape, engine.max_rank, trainer.sessions),
+        trainer_adapters=there
+        * (trainer.session_bytes or adapter_bytes(shape, engine.max_rank, trainer.sessions)),
         trainer_activations=there * training_bytes(shape, size, engine, trainer),
         trainer_context=there * CONTEXT_BYTES,
         engine_base=base,

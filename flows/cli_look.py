@@ -1,6 +1,7 @@
-"""Commands that look and change nothing: status, ls, why, report.
+"""Commands that look and change nothing: status, sessions, ls, why, report.
 
-Only `status` needs the services' supervisor; the others read the catalog and the ledger's snapshot.
+Only `status` needs the services' supervisor, and `sessions` the trainer; the others read the catalog and
+the ledger's snapshot.
 """
 
 import time
@@ -11,6 +12,7 @@ import typer
 from flows.entry import PARAMS, Json, ParamsFile, enter
 
 app = typer.Typer()
+PATIENCE_S = 5.0
 Limit = Annotated[int, typer.Option(min=1, max=10_000, help="How many lines at most, newest first.")]
 
 
@@ -35,6 +37,20 @@ def status(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
         say(f"A release of {release['revision']} is at its {release['step']}. {release['reason']}")
     for notice in now["notices"]:
         say(f"{notice['name']}: {notice['reason']}")
+
+
+@app.command()
+def sessions(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
+    """List the trainer's sessions: step, whether in memory, bytes, when and of whom it last heard, queue."""
+    settings = enter(params)
+    from engine.training.client import TrainerClient
+
+    rows = TrainerClient(settings.url("trainer"), patience_s=PATIENCE_S).sessions()
+    if as_json:
+        return print_json(rows)
+    from flows.display import print_rows
+
+    print_rows(rows)
 
 
 @app.command()

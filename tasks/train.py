@@ -1,14 +1,15 @@
 """The GRPO loop, on the client's side: sample groups, score them, send gradients, hand the adapter over.
 
 Everything that must survive this process is in the trainer's session: started again, the loop goes on from
-the session's step. A line of training goes on from the policy's champion while task and contract stay the
-same; with another contract it begins at the base.
+the session's step. With `staleness` k the samples of a step are drawn under the revision of k steps before,
+while those steps are learned. Each row says which revision that was; a run that goes on draws what was under
+way again under the same revision, or, when that has expired, under the newest one, as its row then says.
 """
 
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -17,33 +18,23 @@ from typing import Any
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, stop_after_delay, wait_fixed
 
 from engine.adapters.families import BaseShapes
-from engine.adapters.manifests import stored_manifest
-from engine.config import DIGEST12, Params, Paths, PolicyConfig, content_hash
+from engine.config import Params, PolicyConfig, content_hash
 from engine.errors import Conflict, NotFound, ServiceError
 from engine.gpu import cuda_bytes
 from engine.quality.spool import Spool
 from engine.training.client import TrainerClient
-from engine.training.problems import Problem, check_task, stream
-from engine.training.protocol import (
-    AdamParams,
-    Datum,
-    EncodedText,
-    Exported,
-    ModelInput,
-    SessionInfo,
-    TensorData,
-)
-from engine.training.rollouts import Sample, Sampling, sample_groups
+from engine.training.problems import check_task, stream
+from engine.training.protocol import AdamParams, Exported, SessionInfo
 from engine.training.verifiers import Verifier
+from tasks import rollout_data
+from tasks.lines import Line, line_of
+from tasks.rollout_data import Ahead, Drawn, Judged, Sampler, Source
 
 # About 300 tokens with short answers: in bfloat16 a probe of 100 refuses right mixtures of experts.
 PROBE_PROMPTS = 24
 STEP_ATTEMPTS = 3
 # A session whose writer was killed is free again after the trainer's lease.
 TAKE_OVER_S = 40.0
-
-# Settings that may change while a line of training goes on.
-NOT_OF_A_LINE = {"steps", "suite", "snapshot_ttl_s", "scheduled", "max_age_s", "drift_after_s", "owner"}
 
 OnStep = Callable[[Mapping[str, Any]], None]
 
@@ -62,35 +53,22 @@ class Trained:
 
 
 @dataclass(frozen=True)
-class Line:
-    """A line of training: its session's name, the revision where it starts, its seed, and where LoRA sits."""
-
-    session: str
-    parent: str | None
-    seed: int
-    targets: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class Run:
-    """What every step of one training run needs; `replays`: rollouts come with their tokens' experts."""
+    """What every step of one training run needs."""
 
     params: Params
     policy: str
     config: PolicyConfig
-    key: str
     line: Line
+    source: Source
+    ahead: Ahead
     client: TrainerClient
-    tokenizer: Any
     spool: Spool
     verifier: Verifier
-    replays: bool
 
-    def prompt_ids(self, question: str) -> list[int]:
-        """Return a question's token ids as the policy asks it: template, system prompt, examples."""
-        from engine.base import prompt_ids
-
-        return prompt_ids(self.tokenizer, question, self.config.system, self.config.few_shot)
+    def close(self) -> None:
+        for part in (self.ahead, self.client, self.spool, self.verifier):
+            part.close()
 
 
 def train(
@@ -111,10 +89,9 @@ def train(
             if on_step:
                 on_step(session.history[-1])
         exported = export_revision(run, session)
+        run.client.close_session(session)
     finally:
-        run.client.close()
-        run.spool.close()
-        run.verifier.close()
+        run.close()
     assert exported.directory is not None
     seconds = time.monotonic() - began
     return Trained(
@@ -135,58 +112,12 @@ def prepare(params: Params, policy: str, config: PolicyConfig, key: str) -> Run:
     shapes = BaseShapes.read(base.path)
     targets = shapes.targets_on(cuda_bytes() is not None)
     line = line_of(params.paths, policy, config, targets)
+    base_name = Path(params.base.name).name
+    replays = config.router_replay and bool(shapes.experts)
+    source = Source(policy, config, line, tokenizer, params.url("engine"), key, base_name, replays)
     spool = Spool(params.paths.spool, f"train-{policy}")
     client = TrainerClient(params.url("trainer"))
-    replays = config.router_replay and bool(shapes.experts)
-    return Run(params, policy, config, key, line, client, tokenizer, spool, Verifier(config), replays)
-
-
-def line_of(paths: Paths, policy: str, config: PolicyConfig, targets: Sequence[str]) -> Line:
-    """Return the line of training that these settings continue; `targets` are all that can be served.
-
-    Settings, champion and the releases that it has withstood name the line, so that a run that was killed
-    finds it again, while a policy whose revision was promoted or refused since gets a new line with a
-    seed of its own.
-    """
-    champion, refused = _standing(paths, policy)
-    settings = config.model_dump(mode="json", exclude=NOT_OF_A_LINE, exclude_defaults=True)
-    if config.data_digest:
-        # The data by its content: where the file lies must not change what is drawn.
-        settings["task"] = config.data_digest
-    name = content_hash([settings, champion, refused])
-    targets = config.targets or tuple(targets)
-    seed = int(name[:8], 16) >> 1 if champion or refused else config.seed
-    parent = champion if champion and _continues(paths, policy, champion, config, targets) else None
-    return Line(f"{policy}-{name[:DIGEST12]}", parent, seed, targets)
-
-
-def _standing(paths: Paths, policy: str) -> tuple[str | None, int]:
-    """Return the champion and how many releases were refused in its favour."""
-    from engine.adapters.catalog import Catalog
-
-    catalog = Catalog(paths.catalog_url)
-    try:
-        champion = catalog.route(policy).champion
-    except NotFound:
-        return None, 0
-    else:
-        ended = [release for release in catalog.releases(policy) if release.baseline == champion]
-        return champion, sum(release.state in ("held", "rolled_back") for release in ended)
-    finally:
-        catalog.close()
-
-
-def _continues(
-    paths: Paths, policy: str, champion: str, config: PolicyConfig, targets: Sequence[str]
-) -> bool:
-    manifest = stored_manifest(paths.revision(policy, champion))
-    if not manifest or sorted(manifest["targets"]) != sorted(targets):
-        return False
-    before, now = manifest["config"], config.model_dump(mode="json")
-    # New data of the same policy is learned on top of its champion.
-    same = ("contract", "verifier", "system", "few_shot", "rank")
-    names = same if config.data_digest else ("task", *same)
-    return all(before.get(name, now[name]) == now[name] for name in names)
+    return Run(params, policy, config, line, source, Ahead(source), client, spool, Verifier(config))
 
 
 def open_session(run: Run) -> SessionInfo:
@@ -233,117 +164,88 @@ def next_step(run: Run, session: SessionInfo) -> SessionInfo:
 
 
 def grpo_step(run: Run, session: SessionInfo) -> SessionInfo:
-    """Hand the adapter over, sample and score groups with it, send their gradients, apply them."""
-    config = run.config
-    handed = None
-    if session.step or session.parent:
-        handed = run.client.export(session)
-    numbered = list(islice(stream(config.task, "train", run.line.seed, session.position), config.groups))
-    problems = [problem for _, problem in numbered]
+    """Hand the adapter over, take the step's samples, score them, send their gradients, apply them."""
+    began, config = time.monotonic(), run.config
+    handed = run.client.export(session) if session.step or session.parent else None
+    newest = Sampler(session.step, handed.digest if handed else None)
     clock = time.monotonic()
-    prompts, groups = sample(run, session, handed.served_name if handed else None, problems)
-    rollout_s = time.monotonic() - clock
+    drawn = samples_of(run, session, newest)
+    wait_s = time.monotonic() - clock
     clock = time.monotonic()
-    judged = run.verifier.judge((p, s.text) for p, g in zip(problems, groups, strict=True) for s in g)
-    size = config.group_size
-    rewards = [judged.scores[start : start + size] for start in range(0, len(judged.scores), size)]
-    data, kept = build_data(prompts, groups, rewards, config.loss)
+    judged = rollout_data.judge(run.verifier, drawn)
+    data, kept = rollout_data.build_data(drawn, judged, config.loss)
     reward_s = time.monotonic() - clock
     clock = time.monotonic()
     metrics = run.client.forward_backward(
-        session, data, config.loss, config.loss_sent(), router_replay=run.replays
+        session, data, config.loss, config.loss_sent(), router_replay=run.source.replays
     )["metrics"]
-    row = {
+    now = time.monotonic()
+    seconds = {
+        "wait_s": wait_s,
+        "reward_s": reward_s,
+        "update_s": now - clock,
+        "handoff_s": handed.seconds if handed else 0.0,
+        # What the trainer was full for since the last row, that row's own optimizer step among it.
+        "backpressure_s": run.client.backpressure_s.pop(session.session, 0.0),
+        "tokens_per_s": metrics["tokens"] / (now - began),
+    }
+    row = {**row_of(run, session, drawn, judged, kept), **metrics, **seconds}
+    adam = AdamParams(learning_rate=config.lr)
+    # `handed` is for a run that goes on; the ledger has no use for it.
+    record = {**row, "handed": newest.digest}
+    skip = not (kept or (config.loss_config.kl and judged.sound))
+    done = run.client.optim_step(session, adam, position=drawn.position, record=record, skip=skip)
+    return _advance(run, session, drawn.position, {**row, **done}, newest)
+
+
+def samples_of(run: Run, session: SessionInfo, newest: Sampler) -> Drawn:
+    """Return the next step's samples; with staleness the draws of later steps are begun before."""
+    lag = run.config.staleness
+    for step in range(session.step, min(session.step + lag + 1, run.config.steps)):
+        run.ahead.begin(step, session.position, sampler_of(session, newest, step - lag))
+    try:
+        return run.ahead.take(session.step)
+    except NotFound:
+        # What it was to be drawn under has expired while the run was away.
+        run.ahead.begin(session.step, session.position, newest)
+        return run.ahead.take(session.step)
+
+
+def sampler_of(session: SessionInfo, newest: Sampler, step: int) -> Sampler:
+    """Return the revision that the session had after `step` steps, its first one when that is negative."""
+    step = max(step, 0)
+    if step >= session.step or "handed" not in session.history[step]:
+        return newest
+    return Sampler(step, session.history[step]["handed"])
+
+
+def row_of(run: Run, session: SessionInfo, drawn: Drawn, judged: Judged, kept: int) -> dict[str, Any]:
+    """Return what the ledger's `train_steps` says of a step before it is learned."""
+    return {
         "policy": run.policy,
         "session": session.session,
-        "digest": handed.digest if handed else None,
-        "reward": sum(map(sum, rewards)) / (len(rewards) * config.group_size),
-        **{name: metrics[name] for name in ("importance_ratio", "loss", "tokens")},
-        "rollout_s": rollout_s,
-        "reward_s": reward_s,
-        "update_s": time.monotonic() - clock,
-        "handoff_s": handed.seconds if handed else 0.0,
+        "loss_fn": run.config.loss,
+        "staleness": float(session.step - drawn.sampler.step),
         "groups_kept": kept,
-        "kept": kept / len(groups),
-        "verifier_errors": judged.errors.total(),
+        "kept": kept / len(drawn.groups),
+        **drawn.row(),
+        **judged.row(),
     }
-    adam = AdamParams(learning_rate=config.lr)
-    position = numbered[-1][0] + 1
-    skip = not (kept or config.loss_config.kl)
-    done = run.client.optim_step(session, adam, position=position, record=row, skip=skip)
-    return _advance(run, session, position, {**row, **done})
 
 
-def sample(
-    run: Run, session: SessionInfo, served: str | None, problems: Sequence[Problem]
-) -> tuple[list[list[int]], list[list[Sample]]]:
-    """Return each problem's prompt ids and its group, drawn under the session's newest revision."""
-    config = run.config
-    prompts = [run.prompt_ids(problem.question) for problem in problems]
-    seed = int(content_hash([session.session, session.step])[:7], 16)
-    sampling = Sampling(
-        config.group_size, config.max_tokens, config.temperature, seed, routed_experts=run.replays
-    )
-    model = served or Path(run.params.base.name).name
-    return prompts, sample_groups(run.params.url("engine"), run.key, model, prompts, sampling)
-
-
-def build_data(
-    prompts: Sequence[Sequence[int]],
-    groups: Sequence[Sequence[Sample]],
-    rewards: Sequence[Sequence[float]],
-    loss: str,
-) -> tuple[list[Datum], int]:
-    """Return the samples that the loss is to see, with their advantages, and how many groups teach.
-
-    Where the loss drops the groups that do not teach and none does, every sample comes with advantage zero,
-    so that the importance ratio is still measured.
-    """
-    import torch
-
-    from engine.training.grpo import group_advantages, groups_that_teach, loss_of
-
-    rewards_PG, rule = torch.tensor(rewards), loss_of(loss)
-    advantages = group_advantages(rewards_PG, rule.by_spread).tolist()
-    teaching = groups_that_teach(rewards_PG).tolist()
-    used = teaching if rule.drops and any(teaching) else [True] * len(groups)
-    data = [
-        datum(prompts[p], sample, advantages[p][g])
-        for p, group in enumerate(groups)
-        if used[p]
-        for g, sample in enumerate(group)
-    ]
-    return data, sum(teaching)
-
-
-def datum(prompt: Sequence[int], sample: Sample, advantage: float) -> Datum:
-    """Return one sample as the trainer takes it: all tokens but the last, and values for the next ones."""
-    tokens = [*prompt, *sample.tokens]
-    before, after = len(prompt) - 1, len(sample.tokens)
-    inputs = {
-        "target_tokens": TensorData(data=[float(token) for token in tokens[1:]], dtype="int64"),
-        "weights": TensorData(data=[0.0] * before + [1.0] * after),
-        "logprobs": TensorData(data=[0.0] * before + list(sample.logprobs)),
-        "advantages": TensorData(data=[0.0] * before + [advantage] * after),
-    }
-    return Datum(
-        model_input=ModelInput(chunks=[EncodedText(tokens=tokens[:-1])]),
-        loss_fn_inputs=inputs,
-        routed_experts=sample.routed_experts,
-    )
-
-
-def _advance(run: Run, session: SessionInfo, position: int, row: Mapping[str, Any]) -> SessionInfo:
+def _advance(
+    run: Run, session: SessionInfo, position: int, row: Mapping[str, Any], newest: Sampler
+) -> SessionInfo:
     from engine.adapters.revision import code_version
 
     identity = {"code_version": code_version(), "config_hash": content_hash(run.config)}
     run.spool.emit("train_steps", id=f"{session.session}-{row['step']}", **row, **identity)
-    history = (*session.history, row)
+    history = (*session.history, {**row, "handed": newest.digest})
     return replace(session, step=row["step"], position=position, history=history)
 
 
 def export_revision(run: Run, session: SessionInfo) -> Exported:
     """Export the session's adapter as a revision, with an effect probe on questions it never trained on."""
     held_out = islice(stream(run.config.task, "eval", run.line.seed), PROBE_PROMPTS)
-    prompts = [run.prompt_ids(problem.question) for _, problem in held_out]
+    prompts = [run.source.prompt_ids(problem.question) for _, problem in held_out]
     return run.client.export(session, "revision", probe_prompts=prompts, probe_tokens=run.config.max_tokens)

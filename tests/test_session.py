@@ -1,5 +1,8 @@
 """Sessions: killed at any moment they go on bit for bit; a request is applied once."""
 
+from contextlib import suppress
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -104,6 +107,45 @@ def test_going_back_to_a_named_state(base, tmp_path):
         session.load("worst")
 
 
+def test_a_save_that_is_cut_off_anywhere_is_done_again_or_not_at_all(base, tmp_path, monkeypatch):
+    """Each rename of a `save_state` is the last thing that happens once."""
+    rename = Path.replace
+    for survives in range(3):
+        session = Session(tmp_path / str(survives), base, BASE, opening())
+        train_one(session, 1)
+        before, renamed = factors(session), []
+
+        def cut_off(path, target, survives=survives, renamed=renamed):
+            if len(renamed) == survives:
+                raise KeyboardInterrupt
+            renamed.append(rename(path, target))
+
+        with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+            patch.setattr(Path, "replace", cut_off)
+            session.save_as("best", "save")
+        again = Session(tmp_path / str(survives), base, BASE, opening())
+        again.load()
+        assert (again.step, "save" in again.done) == (1, survives == 2)
+        assert again.save_as("best", "save") == {"path": str(tmp_path / str(survives) / "best.state")}
+        train_one(again, 2)
+        # Answered, not done again: it would store the second step under that name.
+        again.save_as("best", "save")
+        assert again.load_from("best", "load")["step"] == 1
+        assert same(factors(again), before)
+        assert again.load_from("best", "load")["history"][-1]["step"] == 1
+
+
+def test_a_state_of_the_version_before_is_read(base, tmp_path):
+    session = Session(tmp_path, base, BASE, opening())
+    train_one(session, 1)
+    kept = {name: value for name, value in session._state().items() if name not in ("opened", "fence")}
+    torch.save({**kept, "version": 1}, tmp_path / "current.state")
+    again = Session(tmp_path, base, BASE, opening())
+    again.load()
+    assert (again.step, again.fence) == (1, 0)
+    assert same(factors(again), factors(session))
+
+
 def _full(*_: object) -> None:
     raise OSError(28, "No space left on device")
 
@@ -113,7 +155,7 @@ def test_a_full_disk_keeps_the_last_step(base, tmp_path, monkeypatch):
     train_one(session, 1)
     stored = (tmp_path / "current.state").read_bytes()
 
-    monkeypatch.setattr("engine.training.session.os.fsync", _full)
+    monkeypatch.setattr("engine.training.state.os.fsync", _full)
     with pytest.raises(ServiceError, match="No space left on device"):
         train_one(session, 2)
     assert (tmp_path / "current.state").read_bytes() == stored
@@ -123,7 +165,7 @@ def test_a_full_disk_keeps_the_last_step(base, tmp_path, monkeypatch):
 def test_a_request_repeated_after_a_full_disk_is_stored_and_applied_once(base, tmp_path, monkeypatch):
     session = Session(tmp_path / "full", base, BASE, opening())
     with monkeypatch.context() as patch:
-        patch.setattr("engine.training.session.os.fsync", _full)
+        patch.setattr("engine.training.state.os.fsync", _full)
         with pytest.raises(ServiceError):
             train_one(session, 1)
     step = OptimStep(request_id="step-1", session=session.name, fence=0, adam_params=ADAM, position=10)

@@ -104,9 +104,9 @@ def test_a_killed_trainer_goes_on_bit_for_bit(service):
     client.forward_backward(cut, data(2))
     service.kill()
     service.start()
-    with pytest.raises(ServiceError, match="is not open"):
+    with pytest.raises(ServiceError, match="of 0 calls after step 2, not of 1"):
         client.optim_step(cut, ADAM)
-    cut = client.create_session("cut", "sums", holder="b", **SETTINGS)
+    cut = client.create_session("cut", "sums", holder="a", **SETTINGS)
     assert (cut.step, cut.position) == (2, 1)
     for number in range(2, 4):
         step(client, cut, number)
@@ -159,6 +159,15 @@ def test_one_writer_a_session(service):
     with pytest.raises(Conflict, match="another writer now"):
         step(client, first, 1)
     assert step(client, second, 1)["step"] == 1
+
+
+def test_sessions_are_listed(service):
+    session = service.client.create_session("listed", "sums", holder="a", **SETTINGS)
+    command = [sys.executable, "-m", "flows.cli", "sessions", "--json", "--params", str(service.file)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    row = next(row for row in json.loads(run.stdout) if row["session"] == session.session)
+    assert (row["policy"], row["step"], row["resident"], row["holder"]) == ("sums", 0, True, "a")
+    assert row["bytes"] > 0
 
 
 def test_a_revision_is_published_by_three_routes_alike(service):

@@ -26,7 +26,11 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Any, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/graftwork/marker"})
-GENERATING = {"/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
+GENERATING = {
+    "/v1/completions": "cmpl-",
+    "/v1/chat/completions": "chatcmpl-",
+    "/graftwork/rollouts": "rollouts-",
+}
 # vLLM's server has more routes, some of which load adapters or generate past every gate of ours.
 PASSED_PATHS = frozenset(
     {

@@ -1,25 +1,28 @@
 """The trainer's client: one method for each operation, waiting for its result.
 
-Connection errors are retried with the same request id, so that nothing is applied twice. What the
-trainer refuses is raised as the error that it names.
+Connection errors are retried with the same request id, so that nothing is applied twice; a full trainer
+is asked again when it says so. What it refuses is raised as the error that it names.
 """
 
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
+from pydantic import ValidationError
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
 
 from engine import errors
-from engine.errors import GraftworkError, ServiceError
+from engine.config import explain
+from engine.errors import Busy, ConfigError, GraftworkError, ServiceError
 from engine.quality.probe import Probe, from_json
 from engine.training import protocol
 from engine.training.protocol import Exported, SessionInfo
 
 POLL_S = 20.0
+Body = TypeVar("Body", bound=protocol.Request)
 
 
 class _Lost(Exception):
@@ -27,10 +30,16 @@ class _Lost(Exception):
 
 
 class TrainerClient:
-    """Talk to the trainer at `url`; a trainer that is away is waited for up to `patience_s`."""
+    """Talk to the trainer at `url`; a trainer that is away is waited for up to `patience_s`.
 
-    def __init__(self, url: str, patience_s: float = 90.0, timeout_s: float = 600.0):
-        self.url, self.patience_s, self.timeout_s = url, patience_s, timeout_s
+    A full one is asked again for up to `busy_s`. `backpressure_s` are the seconds that each session has
+    waited so, all in all. Gradients are counted, so that a step whose trainer lost some is refused.
+    """
+
+    def __init__(self, url: str, patience_s: float = 90.0, timeout_s: float = 600.0, busy_s: float = 600.0):
+        self.url, self.patience_s, self.timeout_s, self.busy_s = url, patience_s, timeout_s, busy_s
+        self.backpressure_s: dict[str, float] = {}
+        self._gathered: dict[str, int] = {}
         self._http = httpx.Client(base_url=url, timeout=POLL_S + 10)
 
     def health(self) -> dict[str, Any]:
@@ -38,9 +47,25 @@ class TrainerClient:
 
     def create_session(self, session: str, policy: str, **settings: Any) -> SessionInfo:
         """Open a session or go on with it; the fields are those of `protocol.CreateSession`."""
-        body = protocol.CreateSession(request_id=_new_id(), session=session, policy=policy, **settings)
+        given = {"request_id": _new_id(), **settings}
+        body = _body(protocol.CreateSession, session=session, policy=policy, **given)
         result = self._run("/sessions", body)
-        return SessionInfo(**{**result, "history": tuple(result["history"])})
+        self._gathered[session] = 0
+        return _info(result)
+
+    def close_session(self, session: SessionInfo) -> None:
+        """Give the session up, so that another holder may write its policy at once."""
+        self._run("/close_session", protocol.CloseSession(**_who(session)))
+
+    def sessions(self) -> list[dict[str, Any]]:
+        """Return what the trainer says of its sessions, those in memory and the newest stored ones."""
+        return list(self._retrying(lambda: self._answer(self._http.get("/sessions")))["sessions"])
+
+    def forward(self, session: SessionInfo, data: Sequence[protocol.Datum]) -> list[list[float]]:
+        """Return each datum's log-probabilities under the session's adapter."""
+        given = protocol.ForwardBackwardInput(data=list(data))
+        outputs = self._run("/forward", protocol.Forward(**_who(session), forward_input=given))
+        return [row["logprobs"]["data"] for row in outputs["loss_fn_outputs"]]
 
     def forward_backward(
         self,
@@ -58,23 +83,32 @@ class TrainerClient:
             loss_fn_config=dict(config or {}),
             router_replay=router_replay,
         )
-        body = protocol.ForwardBackward(**_who(session, request_id), forward_backward_input=given)
-        return self._run("/forward_backward", body)
+        who = {**_who(session, request_id), "gathered": self._gathered.get(session.session)}
+        body = protocol.ForwardBackward(**who, forward_backward_input=given)
+        result = self._run("/forward_backward", body)
+        if session.session in self._gathered:
+            self._gathered[session.session] += 1
+        return result
 
     def optim_step(
         self, session: SessionInfo, adam: protocol.AdamParams, request_id: str | None = None, **fields: Any
     ) -> dict[str, Any]:
-        """Apply the gathered gradients; `fields` are `position`, `record`, `skip`. Durable on return."""
-        return self._run(
-            "/optim_step", protocol.OptimStep(**_who(session, request_id), adam_params=adam, **fields)
-        )
+        """Apply the gathered gradients; `fields` are `position`, `record`, `skip`. Durable on return.
+
+        Raises `ServiceError` when the trainer has lost some of them: open the session and repeat the step.
+        """
+        who = {**_who(session, request_id), "gathered": self._gathered.get(session.session)}
+        result = self._run("/optim_step", _body(protocol.OptimStep, **who, adam_params=adam, **fields))
+        self._gathered[session.session] = 0
+        return result
 
     def save_state(self, session: SessionInfo, name: str) -> Path:
         return Path(self._run("/save_state", protocol.NamedState(**_who(session), name=name))["path"])
 
     def load_state(self, session: SessionInfo, name: str) -> SessionInfo:
         result = self._run("/load_state", protocol.NamedState(**_who(session), name=name))
-        return SessionInfo(**{**result, "history": tuple(result["history"])})
+        self._gathered[session.session] = 0
+        return _info(result)
 
     def export(self, session: SessionInfo, kind: protocol.Kind = "snapshot", **fields: Any) -> Exported:
         """Publish the session's adapter; a revision needs `probe_prompts`, lists of token ids."""
@@ -105,6 +139,10 @@ class TrainerClient:
         )
         return from_json(self._run("/probe", body))
 
+    def cancel(self, request_id: str) -> None:
+        """Call an operation off; `Conflict` when it has begun and cannot stop."""
+        self._retrying(lambda: self._answer(self._http.delete(f"/operations/{request_id}")))
+
     def close(self) -> None:
         self._http.close()
 
@@ -113,7 +151,15 @@ class TrainerClient:
             answer = self._answer(self._http.post(path, content=body.model_dump_json(), headers=_JSON))
             return self._wait(answer["operation"])
 
-        return self._retrying(send)
+        session, until = str(getattr(body, "session", "")), time.monotonic() + self.busy_s
+        while True:
+            try:
+                return self._retrying(send)
+            except Busy as busy:
+                if time.monotonic() + busy.retry_after_s > until:
+                    raise
+                self.backpressure_s[session] = self.backpressure_s.get(session, 0.0) + busy.retry_after_s
+                time.sleep(busy.retry_after_s)
 
     def _wait(self, operation: str) -> dict[str, Any]:
         until = time.monotonic() + self.timeout_s
@@ -124,8 +170,8 @@ class TrainerClient:
             answer = self._answer(response)
             if answer["state"] == "done":
                 return dict(answer["result"])
-            if answer["state"] == "failed":
-                raise _error(answer["kind"], answer["error"])
+            if answer["state"] != "pending":
+                raise _error(answer)
         raise ServiceError(f"The trainer did not finish {operation} within {self.timeout_s:.0f} s.")
 
     def _retrying(self, call: Any) -> Any:
@@ -148,8 +194,8 @@ class TrainerClient:
         )
         if response.status_code == 200:
             return dict(body)
-        sentence = body.get("error") or f"The trainer answered {response.status_code}: {response.text[:500]}"
-        raise _error(body.get("kind", "ServiceError"), sentence)
+        sentence = f"The trainer answered {response.status_code}: {response.text[:500]}"
+        raise _error({"kind": "ServiceError", "error": sentence, **body})
 
 
 _JSON = {"content-type": "application/json"}
@@ -163,6 +209,19 @@ def _new_id() -> str:
     return uuid.uuid4().hex
 
 
-def _error(kind: str, sentence: str) -> GraftworkError:
-    found = getattr(errors, kind, ServiceError)
+def _info(result: Mapping[str, Any]) -> SessionInfo:
+    return SessionInfo(**{**result, "history": tuple(result["history"])})
+
+
+def _body(kind: type[Body], **fields: Any) -> Body:
+    try:
+        return kind(**fields)
+    except ValidationError as error:
+        raise ConfigError(f"The request is not valid. {explain(error, kind)}") from None
+
+
+def _error(said: Mapping[str, Any]) -> GraftworkError:
+    found, sentence = getattr(errors, said["kind"], ServiceError), said["error"]
+    if found is Busy:
+        return Busy(sentence, said["retry_after_s"], said["queue"])
     return found(sentence) if issubclass(found, GraftworkError) else ServiceError(sentence)

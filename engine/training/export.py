@@ -20,7 +20,7 @@ from engine.errors import AdapterError, ConfigError
 from engine.quality.probe import Probe, ProbeRow
 from engine.training.adapter import Adapter
 from engine.training.lora import ResidentBase, Row
-from engine.training.protocol import CreateSession, Export, Exported, ProbeRevision
+from engine.training.protocol import Export, Exported, ProbeRevision
 from engine.training.session import Session
 
 
@@ -31,16 +31,16 @@ class Exporter:
         self.paths, self.catalog, self.dtype, self.ends = paths, catalog, dtype, ends
         self.store = Store(paths.store)
 
-    def export(self, session: Session, opened: CreateSession, request: Export) -> Exported:
+    def export(self, session: Session, request: Export) -> Exported:
         """Publish the session's adapter as it is now. Raises `AdapterError` when it holds NaN or Inf."""
         began = time.monotonic()
         tensors = session.adapter.canonical(self.dtype)
         validate(tensors, session.adapter.rank, session.base.modules)
-        manifest = self._manifest(session, opened, tensors)
+        manifest = self._manifest(session, tensors)
         directory = (
             self._directory(session, request, tensors, manifest) if request.kind == "revision" else None
         )
-        self._publish(session, opened, manifest, tensors, exported=request.kind == "revision")
+        self._publish(session, manifest, tensors, exported=request.kind == "revision")
         name = served_name(session.policy, manifest.digest)
         seconds = time.monotonic() - began
         return Exported(
@@ -67,16 +67,16 @@ class Exporter:
         adapter = base.hold(tensors)
         return self._probe(base, base_digest, adapter, request.digest, request.prompts, request.tokens)
 
-    def _manifest(self, session: Session, opened: CreateSession, tensors: dict[str, Tensor]) -> Manifest:
+    def _manifest(self, session: Session, tensors: dict[str, Tensor]) -> Manifest:
         return make_manifest(
             tensors,
             policy=session.policy,
             base_digest=session.base_digest,
             rank=session.adapter.rank,
-            targets=tuple(sorted(opened.targets)),
+            targets=tuple(session.settings["targets"]),
             step=session.step,
             parent=session.parent,
-            config=opened.config,
+            config=session.opened.config,
         )
 
     def _directory(
@@ -116,15 +116,21 @@ class Exporter:
     def _publish(
         self,
         session: Session,
-        opened: CreateSession,
         manifest: Manifest,
         tensors: dict[str, Tensor],
         exported: bool,
     ) -> None:
         now = time.time()
         row = put(
-            self.catalog, self.store, tensors, manifest, self.dtype, session.base.shapes, opened.owner, now
+            self.catalog,
+            self.store,
+            tensors,
+            manifest,
+            self.dtype,
+            session.base.shapes,
+            session.opened.owner,
+            now,
         )
         state = "exported" if exported else "snapshot"
-        expires_at = None if exported else now + opened.snapshot_ttl_s
+        expires_at = None if exported else now + session.opened.snapshot_ttl_s
         self.catalog.add_revision(Revision(**{**vars(row), "state": state, "expires_at": expires_at}))

@@ -1,7 +1,9 @@
 """What client and trainer say to each other. Names and fields follow Tinker's public types.
 
 Every body carries the client's request id, which is the operation's id: the same request sent again is
-the same operation. `fence` is the number that the session was created with; an older one is refused.
+the same operation, and what it changed durably is answered again after a restart. An export is done again
+then, which publishes the same digest; gradients are lost, and the step is to be repeated. `fence` is the
+number that the session was created with; an older one is refused.
 """
 
 from collections.abc import Mapping
@@ -78,9 +80,11 @@ class Datum(Message):
 
 
 class ForwardBackwardInput(Message):
-    data: list[Datum] = Field(min_length=1)
+    data: list[Datum]
     loss_fn: str = "dapo"
-    loss_fn_config: dict[str, Any] = Field(default_factory=dict, description="`engine.config.LossConfig`")
+    loss_fn_config: dict[str, Any] = Field(
+        default_factory=dict, description="`engine.loss_config.LossConfig`"
+    )
     router_replay: bool = Field(
         False, description="what has no routed_experts is left out, of the outputs too, and counted as masked"
     )
@@ -100,18 +104,34 @@ class Request(Message):
 
 
 class CreateSession(Request):
-    """Open a session of a policy, or go on with it; gradients that were never applied are dropped."""
+    """Open a session of a policy, or go on with it; gradients that were never applied are dropped.
+
+    A new one begins at the base, or at one of `parent`, `adapter`, `fork` and `fork_session`; rank, alpha
+    and targets that are left out are then the source's. A larger rank than the source's begins with the
+    source's function, and what is beyond it as drawn.
+    """
 
     session: str = Field(pattern=SESSION_NAME)
     policy: PolicyName
-    rank: int = Field(ge=1)
-    alpha: float = Field(gt=0)
-    targets: list[str] = Field(min_length=1)
+    rank: int | None = Field(None, ge=1)
+    alpha: float | None = Field(None, gt=0, description="empty: as the rank")
+    targets: list[str] | None = Field(None, min_length=1)
     seed: int = Field(ge=0)
     holder: str = Field(
-        min_length=1, description="who writes; another holder is refused while this one is active"
+        min_length=1,
+        description="who writes; while it is active any other is refused in all sessions of the policy",
     )
     parent: str | None = Field(None, description="digest of the revision to start from")
+    parent_policy: PolicyName | None = Field(
+        None, description="whose revision `parent` is; empty: `policy`'s"
+    )
+    adapter: str | None = Field(None, description="directory of a PEFT adapter to start from, of any layout")
+    fork: PolicyName | None = Field(
+        None, description="policy to start from: at its champion, or else at its newest exported revision"
+    )
+    fork_session: str | None = Field(
+        None, pattern=SESSION_NAME, description="session to start from: its last step, Adam moments included"
+    )
     config: dict[str, Any] = Field(default_factory=dict, description="recorded in the revisions' manifests")
     policy_config: dict[str, Any] | None = Field(None, description="recorded in the catalog's policy")
     owner: str = "local"
@@ -123,11 +143,27 @@ class SessionRequest(Request):
     fence: int
 
 
-class ForwardBackward(SessionRequest):
+class CloseSession(SessionRequest):
+    """Give a session up: it leaves memory, and other holders may write its policy at once."""
+
+
+class Forward(SessionRequest):
+    """Score data under the session's adapter; nothing is gathered."""
+
+    forward_input: ForwardBackwardInput
+
+
+class Gathering(SessionRequest):
+    gathered: int | None = Field(
+        None, ge=0, description="calls whose gradients must be here, or they were lost; empty: not checked"
+    )
+
+
+class ForwardBackward(Gathering):
     forward_backward_input: ForwardBackwardInput
 
 
-class OptimStep(SessionRequest):
+class OptimStep(Gathering):
     """Apply the gathered gradients and store the session, together with the caller's position and record."""
 
     adam_params: AdamParams = AdamParams()

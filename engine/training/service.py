@@ -2,13 +2,14 @@
 
     python -m engine.training.service --params FILE
 
-Every mutating call answers at once with an operation; one thread carries them out in the order in which
-they came. An operation's id is the client's request id, so a request that is sent again is not done
-again, also after a restart for those that change a session's step.
+Every mutating call answers at once with an operation, or with 503, when to come again and the queue's
+state. One thread carries operations out, sessions by turns. An operation's id is the client's request id,
+so a request that is sent again is not done again, also after a restart if it changed what is stored.
 """
 
 import argparse
 import asyncio
+import math
 import os
 import time
 from concurrent.futures import Future
@@ -16,10 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 
 from engine.config import Params, load_params
-from engine.errors import Busy, Conflict, GraftworkError, NotFound
+from engine.errors import Busy, Cancelled, Conflict, GraftworkError, NotFound
 from engine.training import protocol
 
 if TYPE_CHECKING:
@@ -29,17 +31,23 @@ if TYPE_CHECKING:
 
 STATUS: dict[type[GraftworkError], int] = {NotFound: 404, Conflict: 409, Busy: 503}
 LONGEST_WAIT_S = 30.0
+# Sessions that are listed unless more are asked for.
+NEWEST = 100
 
 
 def make_app(trainer: "Trainer") -> FastAPI:
     """Return the HTTP face of a trainer."""
     app = FastAPI(title="Graftwork trainer")
-    app.add_exception_handler(GraftworkError, _answer_error)
+    app.add_exception_handler(GraftworkError, _answer_error)  # type: ignore[arg-type]
+    app.add_exception_handler(RequestValidationError, _answer_invalid)  # type: ignore[arg-type]
 
     @app.get("/health")
     def health() -> dict[str, Any]:
-        sessions = {name: item.session.step for name, item in list(trainer.open.items())}
-        return {"status": "ok", "base": trainer.base_digest, "pid": os.getpid(), "sessions": sessions}
+        return {"status": "ok", "base": trainer.base_digest, "pid": os.getpid(), **trainer.health()}
+
+    @app.get("/sessions")
+    def sessions(limit: int = NEWEST) -> dict[str, Any]:
+        return {"sessions": trainer.sessions.rows(limit)}
 
     @app.get("/metrics")
     def metrics() -> PlainTextResponse:
@@ -48,6 +56,14 @@ def make_app(trainer: "Trainer") -> FastAPI:
     @app.post("/sessions")
     def create_session(body: protocol.CreateSession) -> dict[str, str]:
         return {"operation": trainer.submit(body, trainer.create_session)}
+
+    @app.post("/close_session")
+    def close_session(body: protocol.CloseSession) -> dict[str, str]:
+        return {"operation": trainer.submit(body, trainer.close_session)}
+
+    @app.post("/forward")
+    def forward(body: protocol.Forward) -> dict[str, str]:
+        return {"operation": trainer.submit(body, trainer.forward)}
 
     @app.post("/forward_backward")
     def forward_backward(body: protocol.ForwardBackward) -> dict[str, str]:
@@ -77,27 +93,52 @@ def make_app(trainer: "Trainer") -> FastAPI:
     async def operation(id: str, wait_s: float = 0.0) -> dict[str, Any]:
         """Answer `pending`, `done` with the result, or `failed` with the error, after at most `wait_s`."""
         future = trainer.operation(id)
-        await asyncio.wait([asyncio.wrap_future(future)], timeout=min(wait_s, LONGEST_WAIT_S))
-        return state_of(future)
+        waiting = asyncio.wrap_future(future)
+        # Looked at, so that asyncio does not log an error that its client was told.
+        waiting.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        await asyncio.wait([waiting], timeout=min(wait_s, LONGEST_WAIT_S))
+        return state_of(future) if future.done() else {"state": "pending", "queue": trainer.queue.place(id)}
+
+    @app.delete("/operations/{id}")
+    def cancel(id: str) -> dict[str, Any]:
+        """Call an operation off; one that runs stops between two microbatches, if it can at all."""
+        trainer.queue.cancel(id)
+        return {"operation": id}
 
     return app
 
 
 def state_of(future: Future[Any]) -> dict[str, Any]:
-    if not future.done():
-        return {"state": "pending"}
+    """Return what an operation that has ended says."""
     error = future.exception()
     if error is None:
-        result = future.result()
-        return {"state": "done", "result": result}
+        return {"state": "done", "result": future.result()}
+    state = "cancelled" if isinstance(error, Cancelled) else "failed"
     if not isinstance(error, GraftworkError):
-        return {"state": "failed", "kind": "ServiceError", "error": f"The trainer failed: {error!r}."}
-    return {"state": "failed", "kind": type(error).__name__, "error": str(error)}
+        return {"state": state, "kind": "ServiceError", "error": f"The trainer failed: {error!r}."}
+    return {"state": state, **_said(error)}
 
 
-async def _answer_error(_: Any, error: Exception) -> JSONResponse:
+def _said(error: GraftworkError) -> dict[str, Any]:
+    said: dict[str, Any] = {"kind": type(error).__name__, "error": str(error)}
+    if isinstance(error, Busy):
+        said |= {"retry_after_s": error.retry_after_s, "queue": error.queue}
+    return said
+
+
+async def _answer_error(_: Any, error: GraftworkError) -> JSONResponse:
     status = next((code for kind, code in STATUS.items() if isinstance(error, kind)), 400)
-    return JSONResponse({"error": str(error), "kind": type(error).__name__}, status)
+    # In whole seconds, as HTTP has it (RFC 9110, section 10.2.3).
+    headers = {"Retry-After": str(math.ceil(error.retry_after_s))} if isinstance(error, Busy) else None
+    return JSONResponse(_said(error), status, headers)
+
+
+async def _answer_invalid(_: Any, error: RequestValidationError) -> JSONResponse:
+    """Say what is wrong with a body: FastAPI puts `body` before each field's path."""
+    faults = (f"`{'.'.join(map(str, one['loc'][1:]))}`: {one['msg']}." for one in error.errors())
+    return JSONResponse(
+        {"kind": "ConfigError", "error": f"The request is not valid. {' '.join(faults)}"}, 400
+    )
 
 
 def load_trainer(params: Params) -> "Trainer":
@@ -110,6 +151,7 @@ def load_trainer(params: Params) -> "Trainer":
     from engine.adapters.catalog import Base, Catalog, migrate
     from engine.base import end_tokens, ensure_base
     from engine.gpu import planned
+    from engine.training.capacity import FREE_SHARE, free_bytes
     from engine.training.export import Exporter
     from engine.training.trainer import Trainer
 
@@ -120,7 +162,10 @@ def load_trainer(params: Params) -> "Trainer":
     catalog.add_base(Base(info.digest, info.name, str(info.path), time.time()))
     dtype = getattr(torch, params.engine.dtype_on(plan is not None))
     exporter = Exporter(params.paths, catalog, dtype, end_tokens(info.path))
-    return Trainer(params, load_base(params, info.path, plan), info.digest, exporter)
+    base = load_base(params, info.path, plan)
+    on_gpu = plan.trainer_adapters if plan else 0
+    session_bytes = params.trainer.session_bytes or on_gpu or int(free_bytes() * FREE_SHARE)
+    return Trainer(params, base, info.digest, exporter, session_bytes)
 
 
 def load_base(params: Params, path: Path, plan: "Plan | None") -> "ResidentBase":

@@ -1,49 +1,62 @@
 """A session: one policy's line of training on the resident base, durable after every step.
 
-`optim_step` writes adapter, Adam moments, step, random state, data position, history and the results of
-recent requests to one file, atomically, before it answers. Killed at any moment, the session goes on
-from its last step bit for bit. Gradients are not stored: after a restart the step is to be repeated.
+`optim_step` writes adapter, Adam moments, step, random state, data position, history, the writer's fence
+and the results of recent requests to one file, atomically, before it answers. Killed at any moment, the
+session goes on from its last step bit for bit. Gradients are not stored: after a restart, or when the
+session had to leave memory, the step is to be repeated.
 """
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from engine.errors import BaseModelError, Conflict, NotFound, ServiceError
+from engine.training import state
 from engine.training.lora import Example, ResidentBase
 from engine.training.protocol import CreateSession, OptimStep, SessionInfo
 from engine.training.update import Backward, forward_backward
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 CURRENT = "current"
 REMEMBERED = 64
 
 
-class Session:
-    """Open or create a session in `directory`; used by one thread at a time."""
+def state_file(directory: Path, name: str = CURRENT) -> Path:
+    """Return where a session in `directory` keeps what is stored under a name."""
+    return directory / f"{name}.state"
 
-    def __init__(self, directory: Path, base: ResidentBase, base_digest: str, request: CreateSession):
-        self.directory, self.base, self.base_digest = directory, base, base_digest
-        self.name, self.policy, self.parent = request.session, request.policy, request.parent
-        self.settings = {
-            "rank": request.rank,
-            "alpha": request.alpha,
-            "targets": sorted(request.targets),
-            "seed": request.seed,
+
+class Session:
+    """Open or create a session in `directory`; used by one thread at a time.
+
+    `opened` is the request that opened it last, with rank, alpha and targets said; `done` are the results
+    of recent requests that changed what is stored; `calls` are the gathered forward_backward calls.
+    """
+
+    def __init__(self, directory: Path, base: ResidentBase, base_digest: str, opened: CreateSession):
+        assert opened.rank is not None
+        assert opened.alpha is not None
+        assert opened.targets is not None
+        self.directory, self.base, self.base_digest, self.opened = directory, base, base_digest, opened
+        self.name, self.policy, self.parent = opened.session, opened.policy, opened.parent
+        self.settings: dict[str, Any] = {
+            "rank": opened.rank,
+            "alpha": opened.alpha,
+            "targets": sorted(opened.targets),
+            "seed": opened.seed,
         }
-        self.generator = torch.Generator().manual_seed(request.seed)
-        self.adapter = base.new_adapter(request.rank, request.alpha, request.targets, self.generator)
-        self.step = self.position = self.fence = 0
+        self.generator = torch.Generator().manual_seed(opened.seed)
+        self.adapter = base.new_adapter(opened.rank, opened.alpha, opened.targets, self.generator)
+        self.step = self.position = self.fence = self.calls = 0
         self.history: list[Mapping[str, Any]] = []
-        self.done: dict[str, Mapping[str, Any]] = {}
-        self.gathered = 0
+        self.done: dict[str, dict[str, Any]] = {}
 
     @property
     def exists(self) -> bool:
-        return self._file(CURRENT).exists()
+        return state_file(self.directory).exists()
 
     def info(self) -> SessionInfo:
         return SessionInfo(
@@ -53,24 +66,44 @@ class Session:
 
     def drop_gradients(self) -> None:
         self.adapter.clear_gradients()
-        self.gathered = 0
+        self.calls = 0
 
-    def forward_backward(self, data: Sequence[Example], loss: str, config: Mapping[str, Any]) -> Backward:
-        """Add the gradients of `data` to those gathered since the last step; what fails leaves them alone."""
-        found = forward_backward(self.base, self.adapter, data, loss, config)
-        self.gathered += found.metrics.tokens
+    def expect(self, gathered: int | None) -> None:
+        """Raise `ServiceError` unless the gradients of as many calls are here; None expects nothing."""
+        if gathered is None or gathered == self.calls:
+            return
+        raise ServiceError(
+            f"Session {self.name!r} has gradients of {self.calls} calls after step {self.step}, not of "
+            f"{gathered}; the trainer may have been restarted since. Open it again and repeat the step."
+        )
+
+    def forward_backward(
+        self,
+        data: Sequence[Example],
+        loss: str,
+        config: Mapping[str, Any],
+        between: Callable[[], None] = lambda: None,
+    ) -> Backward:
+        """Add the gradients of `data` to those gathered since the last step; what fails leaves them alone.
+
+        `between` is called before each microbatch and may raise to end the call.
+        """
+        found = forward_backward(self.base, self.adapter, data, loss, config, between)
+        self.calls += 1
         return found
 
-    def optim_step(self, request: OptimStep) -> Mapping[str, Any]:
+    def optim_step(self, request: OptimStep) -> dict[str, Any]:
         """Apply the gathered gradients and store everything. The same request twice is applied once.
 
-        Raises `ServiceError` when there are no gradients: the trainer was restarted since they were gathered.
+        Raises `ServiceError` when gradients are missing: the trainer was restarted since they were gathered.
         """
         if request.request_id in self.done:
             # Its first time may have been applied but not stored: the disk was full.
-            self.save(CURRENT)
-            return self.done[request.request_id]
-        if not self.gathered and not request.skip:
+            self.save()
+            return self.answer(request.request_id)
+        if not request.skip:
+            self.expect(request.gathered)
+        if not self.calls and not request.skip:
             raise ServiceError(
                 f"Session {self.name!r} has no gradients after step {self.step}; the trainer may have been "
                 "restarted since. Open the session again and repeat the step."
@@ -78,60 +111,69 @@ class Session:
         adam = request.adam_params
         betas = adam.beta1, adam.beta2
         norm = 0.0
-        if request.skip:
-            self.drop_gradients()
-        else:
+        if not request.skip:
             norm = self.adapter.step(
                 adam.learning_rate, betas, adam.eps, adam.weight_decay, adam.grad_clip_norm
             )
-        self.gathered = 0
+        self.drop_gradients()
         self.step, self.position = self.step + 1, request.position
         result = {"step": self.step, "grad_norm": norm}
         self.history.append({**request.record, **result})
-        self.done[request.request_id] = result
-        for old in list(self.done)[:-REMEMBERED]:
-            del self.done[old]
-        self.save(CURRENT)
+        self.remember(request.request_id, result)
+        self.save()
         return result
 
-    def save(self, name: str) -> Path:
-        """Store the session under a name: written beside, fsynced, renamed."""
-        self.directory.mkdir(parents=True, exist_ok=True)
-        path, draft = self._file(name), self._file(name).with_suffix(".draft")
-        try:
-            with draft.open("wb") as file:
-                torch.save(self._state(), file)
-                file.flush()
-                os.fsync(file.fileno())
-            draft.replace(path)
-        except OSError as error:
-            draft.unlink(missing_ok=True)
-            raise ServiceError(
-                f"Could not store session {self.name!r} in {self.directory}: {error.strerror}. "
-                "Free some space and run the step again; the last stored step is intact."
-            ) from None
-        return path
+    def remember(self, request_id: str, result: dict[str, Any] | None = None) -> None:
+        """Keep a request's result, which is this session's description where none is given."""
+        if result is None:
+            result = {name: value for name, value in asdict(self.info()).items() if name != "history"}
+        self.done[request_id] = result
+        for old in list(self.done)[:-REMEMBERED]:
+            del self.done[old]
 
-    def load(self, name: str) -> None:
+    def answer(self, request_id: str) -> dict[str, Any]:
+        """Return the result of a request that is done."""
+        return answer(self.done[request_id], self.history)
+
+    def save(self, *names: str) -> Path:
+        """Store the session as it is now, also under other names; all or none of it is there."""
+        paths = [state_file(self.directory, name) for name in (*names, CURRENT)]
+        state.write(self._state(), paths)
+        return paths[0]
+
+    def save_as(self, name: str, request_id: str) -> dict[str, Any]:
+        """Store the session under a name of its own, once for each request."""
+        if request_id not in self.done:
+            self.remember(request_id, {"path": str(state_file(self.directory, name))})
+            self.save(name)
+        return self.answer(request_id)
+
+    def load(self, name: str = CURRENT) -> None:
         """Go back to what was stored under a name. Raises `NotFound`, or an error when it does not fit."""
-        path = self._file(name)
+        path = state_file(self.directory, name)
         if not path.exists():
             raise NotFound(f"Session {self.name!r} has no state {name!r}.")
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        if state["base"] != self.base_digest:
-            raise BaseModelError(
-                f"Session {self.name!r} was trained on the base {state['base'][:12]}, not on the resident "
-                f"base {self.base_digest[:12]}. Start another session, or the trainer with that base."
-            )
-        if state["settings"] != self.settings or state["policy"] != self.policy:
+        stored = state.read(path)
+        check_base(self.name, stored, self.base_digest)
+        if stored["settings"] != self.settings or stored["policy"] != self.policy:
             raise Conflict(
-                f"Session {self.name!r} exists with the settings {state['settings']}, not {self.settings}. "
+                f"Session {self.name!r} exists with the settings {stored['settings']}, not {self.settings}. "
                 "Give the new line of training another session name."
             )
-        self.adapter.load_state_dict(state["adapter"])
-        self.generator.set_state(state["generator"])
-        self.parent, self.step, self.position = state["parent"], state["step"], state["position"]
-        self.history, self.done, self.gathered = state["history"], state["done"], 0
+        self.adapter.load_state_dict(stored["adapter"])
+        self.generator.set_state(stored["generator"])
+        self.parent, self.step, self.position = stored["parent"], stored["step"], stored["position"]
+        self.history, self.calls = stored["history"], 0
+        if name == CURRENT:
+            self.done, self.fence = stored["done"], stored.get("fence", 0)
+
+    def load_from(self, name: str, request_id: str) -> dict[str, Any]:
+        """Go back to what was stored under a name, once for each request."""
+        if request_id not in self.done:
+            self.load(name)
+            self.remember(request_id)
+            self.save()
+        return self.answer(request_id)
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -139,6 +181,8 @@ class Session:
             "base": self.base_digest,
             "policy": self.policy,
             "settings": self.settings,
+            "opened": self.opened.model_dump(mode="json"),
+            "fence": self.fence,
             "parent": self.parent,
             "step": self.step,
             "position": self.position,
@@ -148,5 +192,16 @@ class Session:
             "adapter": self.adapter.state_dict(),
         }
 
-    def _file(self, name: str) -> Path:
-        return self.directory / f"{name}.state"
+
+def check_base(name: str, stored: Mapping[str, Any], base_digest: str) -> None:
+    """Raise `BaseModelError` unless a stored state belongs to the resident base."""
+    if stored["base"] != base_digest:
+        raise BaseModelError(
+            f"Session {name!r} was trained on the base {stored['base'][:12]}, not on the resident "
+            f"base {base_digest[:12]}. Start another session, or the trainer with that base."
+        )
+
+
+def answer(result: dict[str, Any], history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Complete a remembered result: a session's description gets its history up to that step."""
+    return {**result, "history": tuple(history[: result["step"]])} if "fence" in result else result

@@ -1,96 +1,91 @@
-"""All sessions on one base, and the one thread that carries their operations out.
+"""The trainer's operations: sessions on one base, each carried out by the queue's one thread.
 
-Knows who may write a session and which operations are known already. Knows nothing of HTTP.
+Knows what an operation does. Who may write and what is in memory is known by `sessions`, order and turns
+by `queue`. Knows nothing of HTTP.
 """
 
-import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict
+from itertools import islice
 from typing import Any
 
 from engine.adapters.catalog import Policy
 from engine.config import Params
-from engine.errors import Busy, ConfigError, Conflict, NotFound, ServiceError
+from engine.errors import ConfigError, NotFound
 from engine.training import protocol
 from engine.training.export import Exporter
 from engine.training.lora import Example, ResidentBase, Row
 from engine.training.metrics import TrainerMetrics, peak_memory
+from engine.training.queue import Queue
 from engine.training.replay import decode, mask_unknown
-from engine.training.session import CURRENT, Session
+from engine.training.session import Session, answer
+from engine.training.sessions import Sessions
+from engine.training.start import start_of
+from engine.training.update import forward
 
-LEASE_S = 30.0
-KEPT_OPERATIONS = 4096
-
-
-@dataclass
-class Open:
-    """A session in memory, who writes it, and when that holder was last heard of (monotonic seconds)."""
-
-    session: Session
-    request: protocol.CreateSession
-    heard: float
+# Stored sessions that are searched for a request's result.
+SEARCHED = 256
 
 
 class Trainer:
     """All sessions on one base. Its operations run on one thread; `submit` may be called from any."""
 
-    def __init__(self, params: Params, base: ResidentBase, base_digest: str, exporter: Exporter):
+    def __init__(
+        self, params: Params, base: ResidentBase, base_digest: str, exporter: Exporter, session_bytes: int
+    ):
         self.params, self.base, self.base_digest, self.exporter = params, base, base_digest, exporter
-        self.open: dict[str, Open] = {}
+        self.queue = Queue(params.trainer.queue_of_session, params.trainer.queue)
+        self.sessions = Sessions(params.paths.sessions, base, base_digest, session_bytes, self.queue.waiting)
         self.metrics = TrainerMetrics()
         # Grows over restarts too, so that a fence of an earlier process is never accepted again.
         self.fence = time.time_ns()
-        self._operations: dict[str, Future[Any]] = {}
-        self._lock = threading.Lock()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="trainer")
 
     def submit(self, request: protocol.Request, work: Callable[[Any], Any]) -> str:
-        """Queue an operation and return its id; a request that is queued or done already stays as it is.
+        """Queue an operation and return its id; see `Queue`. Raises `Busy` when the queue is full."""
+        if isinstance(request, protocol.SessionRequest):
+            self.sessions.hear(request.session, request.fence)
+        # What belongs to no session stands in one line of its own.
+        line = getattr(request, "session", "")
+        can_stop = isinstance(request, protocol.ForwardBackward)
+        return self.queue.submit(request, line, self.metrics.timed(work), can_stop)
 
-        One that failed is tried again.
-        """
-        with self._lock:
-            known = self._operations.get(request.request_id)
-            if known is None or (known.done() and known.exception()):
-                self._operations[request.request_id] = self._thread.submit(self.metrics.timed(work), request)
-            for old in list(self._operations)[:-KEPT_OPERATIONS]:
-                del self._operations[old]
-        return request.request_id
+    def operation(self, id: str) -> "Future[Any]":
+        """Return an operation's result to come, also of one that was done and stored before a restart."""
+        try:
+            operation = self.queue.operation(id)
+        except NotFound:
+            return self._done_before(id)
+        if operation.fence is not None:
+            self.sessions.hear(operation.line, operation.fence)
+        return operation.future
 
-    def operation(self, id: str) -> Future[Any]:
-        if id not in self._operations:
-            raise NotFound(
-                f"There is no operation {id!r}; the trainer may have been restarted. Send it again."
-            )
-        return self._operations[id]
+    def _done_before(self, id: str) -> "Future[Any]":
+        for _, stored in islice(self.sessions.headers(), SEARCHED):
+            if id in stored["done"]:
+                future: Future[Any] = Future()
+                future.set_result(answer(stored["done"][id], stored["history"]))
+                return future
+        raise NotFound(f"There is no operation {id!r}; the trainer may have been restarted. Send it again.")
 
     def create_session(self, request: protocol.CreateSession) -> dict[str, Any]:
         """Open a session, or go on with it from its last stored step."""
-        known = self.open.get(request.session)
-        if known and known.request.holder != request.holder and time.monotonic() - known.heard < LEASE_S:
-            raise Conflict(
-                f"Session {request.session!r} is being written by {known.request.holder!r}. "
-                f"Wait until it has been silent for {LEASE_S:.0f} s, or use another session."
-            )
-        self._make_room(request)
-        session = self._load(request)
-        self.fence += 1
-        session.fence = self.fence
-        self.open[request.session] = Open(session, request, time.monotonic())
-        return asdict(session.info())
+        self.sessions.refuse_other_writers(request.policy, request.holder)
+        session = self.sessions.resume(request) or self._begin(request)
+        if request.request_id not in session.done:
+            self.fence += 1
+            session.fence = self.fence
+            session.remember(request.request_id)
+            session.save()
+        self.sessions.keep(session)
+        return session.answer(request.request_id)
 
-    def _load(self, request: protocol.CreateSession) -> Session:
-        directory = self.params.paths.sessions / request.session
-        session = Session(directory, self.base, self.base_digest, request)
-        if session.exists:
-            session.load(CURRENT)
-            return session
-        if request.parent:
-            session.adapter.load_canonical(self.exporter.parent_tensors(request.policy, request.parent))
+    def _begin(self, request: protocol.CreateSession) -> Session:
+        start = start_of(request, self.base, self.base_digest, self.exporter, self.params.paths.sessions)
+        session = self.sessions.fresh(start.opened)
+        start.fill(session.adapter)
         self._add_policy(request)
-        session.save(CURRENT)
         return session
 
     def _add_policy(self, request: protocol.CreateSession) -> None:
@@ -101,75 +96,77 @@ class Trainer:
             return
         catalog.add_policy(Policy(request.policy, self.base_digest, config, request.owner, time.time()))
 
-    def _make_room(self, request: protocol.CreateSession) -> None:
-        others = {name: item for name, item in self.open.items() if name != request.session}
-        if len(others) < self.params.trainer.sessions:
-            return
-        oldest = min(others, key=lambda name: others[name].heard)
-        if time.monotonic() - others[oldest].heard < LEASE_S:
-            raise Busy(f"The trainer holds {len(others)} sessions, and all are in use.", LEASE_S)
-        del self.open[oldest]
+    def close_session(self, request: protocol.CloseSession) -> dict[str, Any]:
+        self.sessions.checked(request)
+        self.sessions.release(request.session)
+        return {"closed": request.session}
 
-    def _writable(self, request: protocol.SessionRequest) -> Open:
-        item = self.open.get(request.session)
-        if item is None:
-            raise ServiceError(
-                f"Session {request.session!r} is not open; the trainer may have been restarted. "
-                "Create it again; it goes on from its last step."
-            )
-        if item.session.fence != request.fence:
-            raise Conflict(f"Session {request.session!r} has another writer now; this one must stop.")
-        item.heard = time.monotonic()
-        return item
+    def forward(self, request: protocol.Forward) -> dict[str, Any]:
+        """Return each datum's log-probabilities under the session's adapter."""
+        session = self.sessions.writable(request)
+        rows = [example.row for example in self._examples(request.forward_input.data)]
+        logprobs = forward(self.base, session.adapter, rows)
+        return {"loss_fn_outputs": _outputs(logprobs), "metrics": {"tokens": sum(map(len, logprobs))}}
 
     def forward_backward(self, request: protocol.ForwardBackward) -> dict[str, Any]:
-        given = request.forward_backward_input
-        session = self._writable(request).session
-        data = [example_of(datum) for datum in given.data]
-        for example in data:
-            self.base.replay.check(example.row.routes)
+        session = self.sessions.writable(request)
+        session.expect(request.gathered)
+        given, operation = request.forward_backward_input, self.queue.operation(request.request_id)
+        data = self._examples(given.data)
         data, unknown = mask_unknown(data) if given.router_replay else (data, 0)
-        found = session.forward_backward(data, given.loss_fn, given.loss_fn_config)
-        outputs = [{"logprobs": {"data": row, "dtype": "float32"}} for row in found.logprobs]
+        found = session.forward_backward(data, given.loss_fn, given.loss_fn_config, operation.go_on)
         metrics = {**asdict(found.metrics), "peak_memory": peak_memory()}
         if given.router_replay:
             metrics["masked"] |= {"router_replay": unknown}
-        return {"loss_fn_outputs": outputs, "metrics": metrics}
+        return {"loss_fn_outputs": _outputs(found.logprobs), "metrics": metrics}
+
+    def _examples(self, data: Sequence[protocol.Datum]) -> list[Example]:
+        examples = [example_of(datum) for datum in data]
+        for example in examples:
+            self.base.replay.check(example.row.routes)
+        return examples
 
     def optim_step(self, request: protocol.OptimStep) -> dict[str, Any]:
-        session = self._writable(request).session
+        session = self.sessions.writable(request)
         before = session.step
-        result = dict(session.optim_step(request))
+        result = session.optim_step(request)
         if session.step > before:
             self.metrics.observe_step(session.history[-1])
         return result
 
     def save_state(self, request: protocol.NamedState) -> dict[str, Any]:
-        return {"path": str(self._writable(request).session.save(request.name))}
+        return self.sessions.writable(request).save_as(request.name, request.request_id)
 
     def load_state(self, request: protocol.NamedState) -> dict[str, Any]:
-        session = self._writable(request).session
-        session.load(request.name)
-        session.save(CURRENT)
-        return asdict(session.info())
+        return self.sessions.writable(request).load_from(request.name, request.request_id)
 
     def export(self, request: protocol.Export) -> dict[str, Any]:
-        item = self._writable(request)
-        exported = asdict(self.exporter.export(item.session, item.request, request))
+        exported = asdict(self.exporter.export(self.sessions.writable(request), request))
         return {**exported, "directory": str(exported["directory"]) if exported["directory"] else None}
 
     def probe(self, request: protocol.ProbeRevision) -> dict[str, Any]:
         return self.exporter.probe_revision(self.base, self.base_digest, request).to_json()
 
+    def health(self) -> dict[str, Any]:
+        """Return the known sessions' steps, the bytes of those in memory and the limit, and the queue."""
+        rows = self.sessions.rows()
+        return {
+            "sessions": {row["session"]: row["step"] for row in rows},
+            "session_bytes": sum(row["bytes"] for row in rows if row["resident"]),
+            "session_bytes_limit": self.sessions.budget,
+            "queue": self.queue.state(""),
+        }
+
     def render_metrics(self) -> bytes:
         """Return what Prometheus reads."""
-        held = list(self.open.values())
-        held.sort(key=lambda item: item.heard)
-        queued = sum(not operation.done() for operation in list(self._operations.values()))
-        return self.metrics.render([item.session for item in held], queued)
+        return self.metrics.render(self.sessions.resident(), self.queue)
 
     def close(self) -> None:
-        self._thread.shutdown(wait=True)
+        self.queue.close()
+
+
+def _outputs(logprobs: Sequence[Sequence[float]]) -> list[dict[str, Any]]:
+    return [{"logprobs": {"data": row, "dtype": "float32"}} for row in logprobs]
 
 
 def example_of(datum: protocol.Datum) -> Example:

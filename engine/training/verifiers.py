@@ -110,14 +110,16 @@ class Verifier:
         if self._apart:
             self._apart.close()
 
-    def judge(self, answers: Iterable[tuple[Problem, str]]) -> Verdicts:
-        """Score (problem, text) pairs in their order."""
+    def judge(self, answers: Iterable[tuple[Problem, str]], whole: bool = False) -> Verdicts:
+        """Score (problem, text) pairs in their order; `whole` ends at the first one that it fails on."""
         verdicts = Verdicts()
         for problem, text in answers:
             score, fault = self._score(problem, text)
             verdicts.scores.append(score)
             if fault:
                 verdicts.errors[fault] += 1
+                if whole:
+                    break
         return verdicts
 
     def _needs_process(self) -> bool:

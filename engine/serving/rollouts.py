@@ -1,0 +1,100 @@
+"""Rollouts: groups of samples for many prompts in one request, token ids in and out.
+
+Talks to vLLM's engine as its OpenAI routes do, without what a rollout has no use for: one request a prompt,
+top alternatives, each token's text. A prompt's group has a seed of its own, so that a request is the same
+whatever is asked beside it. Knows nothing of training.
+"""
+
+import asyncio
+import uuid
+from typing import Any
+
+import orjson
+from fastapi import Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+from vllm.inputs import TokensPrompt
+from vllm.logprobs import FlatLogprobs
+from vllm.lora.request import LoRARequest
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.utils.serial_utils import numpy2base64
+
+from engine.serving.plugin import ROUTES_ASKED
+
+
+class Rollouts(BaseModel):
+    """What to sample: `n` completions of each prompt; the group of prompt i is seeded by seed + i * n."""
+
+    model_config = ConfigDict(extra="forbid")
+    model: str
+    prompts: list[list[int]] = Field(min_length=1)
+    n: int = Field(ge=1)
+    max_tokens: int = Field(ge=1)
+    temperature: float = Field(1.0, ge=0)
+    seed: int = Field(0, ge=0)
+    routed_experts: bool = False
+
+
+async def rollouts(body: Rollouts, request: Request) -> Response:
+    """Answer each prompt's samples, in the prompts' order.
+
+    A prompt that the model cannot take is a 400, a sample that the engine gave up a 500.
+    """
+    state = request.app.state
+    lora = state.openai_serving_models.lora_requests.get(body.model)
+    try:
+        groups = await asyncio.gather(
+            *(_group(state.engine_client, body, lora, number) for number in range(len(body.prompts)))
+        )
+    except ValueError as error:
+        return _refused(400, str(error))
+    samples = [sample for group in groups for sample in group.outputs]
+    if any(sample.finish_reason == "error" for sample in samples):
+        return _refused(500, f"The engine gave up a sample of {body.model}; its log says why.")
+    tokenizer = state.engine_client.get_tokenizer()
+    texts = tokenizer.batch_decode([sample.token_ids for sample in samples], skip_special_tokens=True)
+    told = [_told(sample, text) for sample, text in zip(samples, texts, strict=True)]
+    usage = {
+        "prompt_tokens": sum(map(len, body.prompts)),
+        "completion_tokens": sum(len(sample.token_ids) for sample in samples),
+    }
+    found = [told[start : start + body.n] for start in range(0, len(told), body.n)]
+    return Response(orjson.dumps({"groups": found, "usage": usage}), media_type="application/json")
+
+
+async def _group(engine: Any, body: Rollouts, lora: LoRARequest | None, number: int) -> RequestOutput:
+    params = SamplingParams(
+        n=body.n,
+        max_tokens=body.max_tokens,
+        temperature=body.temperature,
+        # vLLM adds a sample's number within the group to the seed.
+        seed=body.seed + number * body.n,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        extra_args={ROUTES_ASKED: int(body.routed_experts)},
+    )
+    prompt = TokensPrompt(prompt_token_ids=body.prompts[number])
+    answers = engine.generate(prompt, params, f"rollout-{uuid.uuid4().hex}", lora_request=lora)
+    *_, last = [answer async for answer in answers]
+    return last  # type: ignore[no-any-return]
+
+
+def _told(sample: CompletionOutput, text: str) -> dict[str, Any]:
+    # Without alternatives there is one log-probability a token, the sampled one's.
+    assert isinstance(sample.logprobs, FlatLogprobs)
+    told: dict[str, Any] = {
+        "tokens": list(sample.token_ids),
+        "logprobs": sample.logprobs.logprobs,
+        "text": text,
+        "truncated": sample.finish_reason == "length",
+    }
+    if sample.routed_experts is not None:
+        told["routed_experts"] = numpy2base64(sample.routed_experts)
+    return told
+
+
+def _refused(status: int, message: str) -> Response:
+    body = {"error": {"message": message, "type": "RolloutError", "code": status}}
+    return Response(orjson.dumps(body), status, media_type="application/json")

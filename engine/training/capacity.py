@@ -1,0 +1,30 @@
+"""The memory that sessions take, and what there is for all of them."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+
+from engine.training.adapter import Site
+
+# Of what is free once the base is loaded: the rest is for activations, and for the engine beside.
+FREE_SHARE = 0.25
+# Where Linux says what a container may use and uses (cgroup v2).
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def bytes_of(sites: Iterable[Site], rank: int) -> int:
+    """Return the memory of an adapter that trains: four float32 of each number of its factors.
+
+    The factor itself, its gradient, and AdamW's two moments (arXiv 1711.05101, algorithm 2).
+    """
+    return sum(rank * (site.inputs + site.outputs) * max(1, site.experts) for site in sites) * 4 * 4
+
+
+def free_bytes() -> int:
+    """Return the memory that this process may still take, by the machine and by its container."""
+    free = int(psutil.virtual_memory().available)
+    limit = CGROUP / "memory.max"
+    if not limit.is_file() or (allowed := limit.read_text().strip()) == "max":
+        return free
+    return min(free, int(allowed) - int((CGROUP / "memory.current").read_text()))

@@ -1,0 +1,289 @@
+"""Many policies on one resident base: one after another against all at once, evaluation included.
+
+    graftwork bench concurrency [--base tiny-dense|tiny-moe] [--policies 3 5 9] [--steps 5] [--repeats 3]
+
+Real engine and trainer, started by the supervisor as `graftwork up` does, and the flow's own steps: `train`,
+then `score` on the policy's frozen suite. Both modes use the same processes, settings and code; they
+alternate, and every round has sessions of its own. A repeat's seeds are the same in both modes, so that
+both draw the same samples: in float32 on a dense base their adapters must be equal, which is the check.
+"""
+
+import argparse
+import os
+import re
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import _record as record
+import httpx
+from _account import OTHER, Account, members, peak_bytes, reset_peaks
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from live import free_port
+
+from engine import services
+from engine.base import ensure_base
+from engine.config import Params, PolicyConfig, load_params
+
+LEAST = {"tiny-dense": 1.5, "tiny-moe": 1.3}
+TASKS = (("addition", "terse", "addition-terse"), ("sorting", "json", "sorting-json"))
+PHASES = ("rollout", "reward", "update", "handoff", "score")
+# As many policies as the largest round has, and their samples in one engine step.
+SLOTS, SEQUENCES = 16, 512
+SWITCHES = 40
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one mode needed for one repeat; `scores` and `digests` are each policy's."""
+
+    seconds: float
+    account: Account
+    peak: int
+    steps: float
+    scheduled: float
+    scores: tuple[float, ...]
+    digests: tuple[str, ...]
+
+    @property
+    def cpu(self) -> float:
+        return sum(self.account.used().values())
+
+
+class Bench:
+    """Live services on one base, and the rounds that are run on them."""
+
+    def __init__(self, params: Params, steps: int):
+        from engine.adapters.catalog import Catalog, ensure_local_key
+
+        self.params, self.steps = params, steps
+        catalog = Catalog(params.paths.catalog_url)
+        self.key = ensure_local_key(catalog, params.paths.local_key)
+        catalog.close()
+        states = services.status(params)
+        self.processes = members({state.name: state.pid for state in states if state.pid})
+        # The flows' own memory is not the resident base's.
+        self.resident = {name: group for name, group in self.processes.items() if name != "flows"}
+        self.rounds = 0
+
+    def round(self, policies: int, repeat: int, run: Callable[..., list[Any]]) -> Round:
+        """Train and score `policies` fresh policies; `run` takes the calls and says in which order."""
+        self.rounds += 1
+        named = {f"r{self.rounds}-p{i}": config_of(i, repeat, self.steps) for i in range(policies)}
+        params = self.params.model_copy(update={"policies": named})
+        account = Account(self.processes)
+        reset_peaks(self.resident)
+        before = self.engine_steps()
+        with watching(account), account.sampling():
+            clock = time.monotonic()
+            found = run(*(partial(adapted, params, name, config, self.key) for name, config in named.items()))
+            seconds = time.monotonic() - clock
+        steps, scheduled = (now - was for now, was in zip(self.engine_steps(), before, strict=True))
+        scores, digests = zip(*found, strict=True)
+        return Round(seconds, account, peak_bytes(self.resident), steps, scheduled, scores, digests)
+
+    def engine_steps(self) -> tuple[float, float]:
+        """Return how many steps the engine has made, and how many tokens they held."""
+        text = httpx.get(f"{self.params.url('engine')}/metrics", timeout=30).text
+        found = [
+            sum(map(float, re.findall(rf"vllm:iteration_tokens_total_{what}{{.*}} (\S+)", text)))
+            for what in ("count", "sum")
+        ]
+        return found[0], found[1]
+
+    def switch_seconds(self) -> float:
+        """Return by how much a forward takes longer when another policy had the last one; both resident."""
+        from engine.training.client import TrainerClient
+        from engine.training.rollouts import Sample
+        from tasks.rollout_data import datum
+
+        client, config = TrainerClient(self.params.url("trainer")), config_of(0, 0, 1)
+        fields = {"rank": config.rank, "alpha": config.alpha, "targets": ["q_proj"], "seed": 1, "holder": "x"}
+        opened = [client.create_session(f"switch-{i}", f"r2-p{i}", **fields) for i in range(2)]
+        data = [datum([40, 41, 42], Sample((43,), (-1.0,), ""), 1.0)]
+
+        def seconds(sessions: Sequence[Any]) -> float:
+            times = []
+            for session in sessions:
+                clock = time.perf_counter()
+                client.forward_backward(session, data)
+                times.append(time.perf_counter() - clock)
+            return statistics.median(times)
+
+        seconds(opened)
+        return seconds(opened * (SWITCHES // 2)) - seconds(opened[:1] * SWITCHES)
+
+
+def config_of(number: int, repeat: int, steps: int) -> PolicyConfig:
+    task, contract, suite = TASKS[number % len(TASKS)]
+    return PolicyConfig(
+        task=task, contract=contract, suite=suite, steps=steps, seed=100 * (repeat + 1) + number
+    )
+
+
+def adapted(params: Params, policy: str, config: PolicyConfig, key: str) -> tuple[float, str]:
+    """Train and score a policy as its flow does; return the mean score and the revision's digest."""
+    from tasks import score, train
+
+    trained = train.train(params, policy, config, key)
+    scored = score.score(params, policy, trained.digest, config.suite, key, reuse=False)
+    return scored.mean, trained.digest
+
+
+@contextmanager
+def watching(account: Account) -> Iterator[None]:
+    """Count the calls that make up an adaptation to their phases."""
+    from engine.training.client import TrainerClient
+    from engine.training.verifiers import Verifier
+    from tasks import rollout_data, score
+
+    parts = (
+        (rollout_data, "draw", "rollout"), (Verifier, "judge", "reward"), (score, "score", "score"),
+        (TrainerClient, "forward_backward", "update"), (TrainerClient, "optim_step", "update"),
+        (TrainerClient, "export", "handoff"), (TrainerClient, "create_session", "handoff"),
+    )  # fmt: skip
+    with ExitStack() as stack:
+        for owner, name, phase in parts:
+            stack.enter_context(patch.object(owner, name, account.watched(getattr(owner, name), phase)))
+        yield
+
+
+def one_by_one(*calls: Callable[[], Any]) -> list[Any]:
+    return [call() for call in calls]
+
+
+def compared(sequential: Sequence[Round], concurrent: Sequence[Round]) -> dict[str, list[float]]:
+    """Return each figure's values over the repeats, by the definitions of docs/benchmarks.md."""
+    pairs = list(zip(sequential, concurrent, strict=True))
+    cores = len(os.sched_getaffinity(0))
+    idle = [s.cpu / (cores * s.seconds) for s in sequential]
+    speedup = [s.seconds / c.seconds for s, c in pairs]
+    engines = [(s.account.used()["engine"], c.account.used()["engine"]) for s, c in pairs]
+    return {
+        "sequential_s": [s.seconds for s in sequential],
+        "concurrent_s": [c.seconds for c in concurrent],
+        "speedup": speedup,
+        "utilisation_sequential": idle,
+        "utilisation_concurrent": [c.cpu / (cores * c.seconds) for c in concurrent],
+        "share_of_bound": [one * u for one, u in zip(speedup, idle, strict=True)],
+        # By this the work of all processes shrank, because engine steps held more rows.
+        "speedup_by_shared_steps": [
+            s.cpu / (s.cpu - before + after) for (s, _), (before, after) in zip(pairs, engines, strict=True)
+        ],
+        "tokens_a_step_sequential": [s.scheduled / s.steps for s in sequential],
+        "tokens_a_step_concurrent": [c.scheduled / c.steps for c in concurrent],
+        # The allocator keeps what the largest round took, so the least of one side counts.
+        "peak_memory_ratio": [max(c.peak for c in concurrent) / min(s.peak for s in sequential)],
+        "reward_gap": [abs(statistics.fmean(s.scores) - statistics.fmean(c.scores)) for s, c in pairs],
+        "reward_spread_of_seeds": [spread_of([statistics.fmean(s.scores) for s in sequential])],
+    }
+
+
+def spread_of(values: Sequence[float]) -> float:
+    return max(values) - min(values)
+
+
+def where_time_goes(mode: str, rounds: Sequence[Round]) -> dict[str, float]:
+    """Return each phase's wall and CPU seconds, and each process's CPU seconds; medians over the repeats."""
+    found: dict[str, list[float]] = {}
+    for one in rounds:
+        wall, cpu = one.account.wall(), one.account.by_phase()
+        # What no phase of any policy covers: preparation, imports, what waits for a turn.
+        for phase in PHASES:
+            found.setdefault(f"{mode}.{phase}.wall_s", []).append(wall.get(phase, 0.0))
+            found.setdefault(f"{mode}.{phase}.cpu_s", []).append(cpu.get(phase, 0.0))
+        found.setdefault(f"{mode}.{OTHER}.cpu_s", []).append(cpu.get(OTHER, 0.0))
+        for name, seconds in one.account.used().items():
+            found.setdefault(f"{mode}.process.{name}.cpu_s", []).append(seconds)
+    return {name: record.median(values) for name, values in found.items()}
+
+
+def settings(given: Params, base: str, state: Path) -> Params:
+    """Return settings for services of their own, on a base that is built in the given state directory."""
+    (state / "bases").symlink_to(given.paths.bases)
+    ports = {name: {"port": free_port()} for name in ("controller", "mlflow", "prefect")}
+    return Params.model_validate(
+        {
+            "state_dir": state,
+            "base": {"name": base},
+            "engine": {"port": free_port(), "slots": SLOTS, "max_num_seqs": SEQUENCES},
+            "trainer": {"port": free_port(), "sessions": 4096},
+            **ports,
+        }
+    )
+
+
+def run(given: Params, base: str, arguments: argparse.Namespace, root: Path) -> None:
+    from tasks.parallel import in_parallel
+    from tasks.steps import preload
+
+    params = settings(given, base, root)
+    os.environ.update(services.environment(params))
+    preload()
+    figures: dict[str, float] = {}
+    spreads: dict[str, str] = {}
+    same = True
+    with services.session(
+        params, lambda: ensure_base(params.base, params.paths), told, ("engine", "trainer")
+    ):
+        bench = Bench(params, arguments.steps)
+        # The first round warms up: imports, allocators, the engine's first shapes.
+        bench.round(1, -1, one_by_one)
+        for policies in arguments.policies:
+            rounds = [
+                (bench.round(policies, repeat, one_by_one), bench.round(policies, repeat, in_parallel))
+                for repeat in range(arguments.repeats)
+            ]
+            sequential, concurrent = zip(*rounds, strict=True)
+            name = f"{base}.n{policies}"
+            for figure, values in compared(sequential, concurrent).items():
+                figures[f"{figure}.{name}"] = record.median(values)
+                spreads[f"{figure}.{name}"] = record.spread(values)
+            for mode, one in (("sequential", sequential), ("concurrent", concurrent)):
+                figures |= {f"{figure}.{name}": value for figure, value in where_time_goes(mode, one).items()}
+            equal = [s.digests == c.digests for s, c in rounds]
+            figures[f"equal_adapters.{name}"] = statistics.fmean(equal)
+            same &= all(equal) or base != "tiny-dense"
+        figures["switch_s"] = bench.switch_seconds()
+    for figure, worst in (("speedup", min), ("share_of_bound", min), ("peak_memory_ratio", max)):
+        figures[figure] = worst(value for name, value in figures.items() if name.startswith(f"{figure}."))
+    targets = {
+        **{f"speedup.{base}.n{n}": f">= {LEAST[base]}" for n in arguments.policies},
+        **{f"peak_memory_ratio.{base}.n{n}": "<= 1.05" for n in arguments.policies},
+        **{f"reward_gap.{base}.n{n}": "<= reward_spread_of_seeds" for n in arguments.policies},
+        "speedup": f">= {LEAST[base]}, or share_of_bound >= 0.9",
+    }
+    record.report(f"concurrency-{base}", figures, targets, spreads, same, arguments.out)
+
+
+def told(name: str, state: str) -> None:
+    print(f"  {name:<12}{state}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--base", choices=list(LEAST), action="append")
+    parser.add_argument("--policies", type=int, nargs="+", default=[3, 5, 9])
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--params", type=Path, default=Path("params.yaml"), help="whose built bases are used")
+    parser.add_argument("--out", type=Path, default=Path(".graftwork/bench"))
+    arguments = parser.parse_args()
+    for base in arguments.base or list(LEAST):
+        with tempfile.TemporaryDirectory(prefix="graftwork-concurrency-") as root:
+            run(load_params(arguments.params), base, arguments, Path(root))
+
+
+if __name__ == "__main__":
+    main()
