@@ -66,8 +66,7 @@ def test_a_session_learns_given_answers_and_its_revision_opens_in_peft(base, pat
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    request = opened(base)
-    session = Session(tmp_path / "session", base, "b" * 64, request)
+    session = Session(tmp_path / "session", base, "b" * 64, opened(base))
     losses = []
     for step in range(8):
         found = session.forward_backward([Example(row) for row in ROWS], "cross_entropy", {})
@@ -82,7 +81,7 @@ def test_a_session_learns_given_answers_and_its_revision_opens_in_peft(base, pat
     catalog = Catalog(paths.catalog_url)
     catalog.add_policy(Policy("dsa", "b" * 64, {}, "test", time.time()))
     export = Export(request_id="e", session="dsa-1", fence=0, kind="revision", probe_prompts=PROMPTS)
-    exported = Exporter(paths, catalog, torch.float32, (1,)).export(session, request, export)
+    exported = Exporter(paths, catalog, torch.float32, (1,)).export(session, export)
     catalog.close()
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path), str(exported.directory))
     probe = json.loads((exported.directory / "probe.json").read_text())
