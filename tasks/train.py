@@ -164,6 +164,7 @@ def next_step(run: Run, session: SessionInfo) -> SessionInfo:
 def grpo_step(run: Run, session: SessionInfo) -> SessionInfo:
     """Hand the adapter over, take the step's samples, score them, send their gradients, apply them."""
     began, config = time.monotonic(), run.config
+    held_up = run.client.backpressure_s[session.session]
     handed = run.client.export(session) if session.step or session.parent else None
     newest = Sampler(session.step, handed.digest if handed else None)
     clock = time.monotonic()
@@ -181,6 +182,7 @@ def grpo_step(run: Run, session: SessionInfo) -> SessionInfo:
         "reward_s": reward_s,
         "update_s": now - clock,
         "handoff_s": handed.seconds if handed else 0.0,
+        "backpressure_s": run.client.backpressure_s[session.session] - held_up,
         "tokens_per_s": metrics["tokens"] / (now - began),
     }
     row = {**row_of(run, session, drawn, judged, kept), **metrics, **seconds}
