@@ -164,7 +164,6 @@ def next_step(run: Run, session: SessionInfo) -> SessionInfo:
 def grpo_step(run: Run, session: SessionInfo) -> SessionInfo:
     """Hand the adapter over, take the step's samples, score them, send their gradients, apply them."""
     began, config = time.monotonic(), run.config
-    held_up = run.client.backpressure_s[session.session]
     handed = run.client.export(session) if session.step or session.parent else None
     newest = Sampler(session.step, handed.digest if handed else None)
     clock = time.monotonic()
@@ -182,7 +181,8 @@ def grpo_step(run: Run, session: SessionInfo) -> SessionInfo:
         "reward_s": reward_s,
         "update_s": now - clock,
         "handoff_s": handed.seconds if handed else 0.0,
-        "backpressure_s": run.client.backpressure_s[session.session] - held_up,
+        # What the trainer was full for since the last row, that row's own optimizer step among it.
+        "backpressure_s": run.client.backpressure_s.pop(session.session, 0.0),
         "tokens_per_s": metrics["tokens"] / (now - began),
     }
     row = {**row_of(run, session, drawn, judged, kept), **metrics, **seconds}
@@ -220,6 +220,7 @@ def row_of(run: Run, session: SessionInfo, drawn: Drawn, judged: Judged, kept: i
     return {
         "policy": run.policy,
         "session": session.session,
+        "loss_fn": run.config.loss,
         "staleness": float(session.step - drawn.sampler.step),
         "groups_kept": kept,
         "kept": kept / len(drawn.groups),

@@ -87,6 +87,7 @@ class Queue:
         self._known: dict[str, Operation] = {}
         self._done: deque[Operation] = deque()
         self._mean_s, self._began, self._closed = SHORTEST_WAIT_S, 0.0, False
+        self.refused = 0
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._work, name="trainer", daemon=True)
         self._thread.start()
@@ -204,6 +205,7 @@ class Queue:
         mine, waiting = len(self._lines.get(line, ())), sum(map(len, self._lines.values()))
         if mine < self.of_line and waiting < self.of_all:
             return
+        self.refused += 1
         # A place is free after this session's next turn, or after anybody's.
         turns = len(self._lines) if mine >= self.of_line else 1
         wait_s = min(max(turns * self._mean_s, SHORTEST_WAIT_S), LONGEST_WAIT_S)

@@ -149,7 +149,7 @@ class Trainer:
 
     def render_metrics(self) -> bytes:
         """Return what Prometheus reads."""
-        return self.metrics.render(self.sessions.resident(), self.queue.unfinished)
+        return self.metrics.render(self.sessions.resident(), self.queue)
 
     def close(self) -> None:
         self.queue.close()
