@@ -182,6 +182,8 @@ def grpo_step(run: Run, session: SessionInfo) -> SessionInfo:
         "update_s": now - clock,
         "handoff_s": handed.seconds if handed else 0.0,
         "tokens_per_s": metrics["tokens"] / (now - began),
+        # With what the last step waited for after its row was made.
+        "backpressure_s": run.client.backpressure_s.pop(session.session, 0.0),
     }
     row = {**row_of(run, session, drawn, judged, kept), **metrics, **seconds}
     adam = AdamParams(learning_rate=config.lr)
