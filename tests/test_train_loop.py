@@ -123,8 +123,8 @@ def test_beside_eight_others_it_is_the_same_after_five_steps(loop: Loop) -> None
 @pytest.mark.timeout(300)
 def test_sampler_and_trainer_agree(alone: Trained) -> None:
     assert ratios(alone) == pytest.approx([1.0] * STEPS, abs=1e-3)
-    # One value that is exactly 1 every time would be a constant.
-    assert len(set(ratios(alone))) > 1
+    # Two implementations round differently somewhere; a constant would not.
+    assert any(row["ratio_min"] < 1 < row["ratio_max"] for row in alone.curve)
 
 
 @pytest.mark.slow
