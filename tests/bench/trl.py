@@ -5,7 +5,7 @@
 Both sides train LoRA of the same rank, alpha and targets by DAPO's loss on the same base, in float32: the
 same problems in the same order, group size, groups a step, learning rate, Adam settings, clipping of
 gradients and ratios, temperature, and limit of tokens. Completions have a long tail, and it is the base's own
-(`_thinking_base.py`), so that neither side is told a length: `length_*` reports what each side drew.
+(`_lengthy_base.py`), so that neither side is told a length: `length_*` reports what each side drew.
 
 TRL runs in an environment of its own, with the settings that were fastest for it here: all samples in one
 batch, its continuous batching off, no gradient checkpointing, both cores. Ours is the loop as `graftwork up`
@@ -36,8 +36,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import _lengthy_base as lengthy
 import _record as record
-import _thinking_base as thinking
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from live import free_port
@@ -69,24 +69,23 @@ class Run:
 
 
 def policy(seed: int, steps: int) -> PolicyConfig:
-    """Return the settings of both sides: the main job's recipe, with room to think."""
+    """Return the settings of both sides: the main job's recipe, with room for long answers."""
     return PolicyConfig(
         task="addition", contract="terse", suite="addition-terse", seed=seed, steps=steps,
-        max_tokens=thinking.LIMIT,
+        max_tokens=lengthy.LIMIT,
     )  # fmt: skip
 
 
 def job(config: PolicyConfig, base: Path, output: Path, batch: int, continuous: bool) -> dict[str, Any]:
     """Return a run of TRL with the settings that our loop has: from the policy, and from the trainer."""
     from engine.adapters.families import BaseShapes
-    from engine.training.grpo import CLIP
     from engine.training.protocol import AdamParams
 
     adam = AdamParams()
     return {
         **config.model_dump(include={"groups", "group_size", "lr", "rank", "alpha", "steps", "max_tokens"}),
         **config.model_dump(include={"temperature", "seed"}),
-        **CLIP,
+        **config.loss_config.values(config.loss),
         "base": str(base),
         "targets": list(BaseShapes.of(json.loads((base / "config.json").read_text())).targets),
         "betas": [adam.beta1, adam.beta2],
@@ -176,21 +175,24 @@ def settings(base: Path, state: Path) -> Params:
     """Return what `graftwork up` starts with by default, on this base, at free ports."""
     services = ("controller", "mlflow", "prefect", "trainer")
     ports = {name: {"port": free_port()} for name in services}
-    engine = {"port": free_port(), "max_model_len": thinking.CONTEXT}
+    engine = {"port": free_port(), "max_model_len": lengthy.CONTEXT}
     return Params.model_validate({"state_dir": state, "base": {"name": str(base)}, "engine": engine, **ports})
 
 
-def thinking_base(directory: Path, params: Path) -> Path:
-    """Return the base that thinks, built once for each way of building it; about four minutes."""
+def lengthy_base(directory: Path, params: Path) -> Path:
+    """Return the base of long answers, built once for each way of building it; about four minutes."""
     from engine.base import ensure_base, progress_bar
     from engine.config import BaseConfig, load_params
 
     source = ensure_base(BaseConfig(name="tiny-dense"), load_params(params).paths).path
-    name = content_hash([source.name, Path(thinking.__file__).read_text()])
-    path = directory / f"thinking-{name[:12]}"
+    name = content_hash([source.name, Path(lengthy.__file__).read_text()])
+    path = directory / f"lengthy-{name[:12]}"
     if not path.exists():
-        with tempfile.TemporaryDirectory(dir=directory) as draft, progress_bar("the base that thinks") as bar:
-            thinking.build(source, Path(draft) / "base", bar)
+        with (
+            tempfile.TemporaryDirectory(dir=directory) as draft,
+            progress_bar("long answers") as bar,
+        ):
+            lengthy.build(source, Path(draft) / "base", bar)
             (Path(draft) / "base").rename(path)
     return path
 
@@ -254,7 +256,7 @@ def main() -> None:
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     out = given.out.absolute()
-    python, base = environment(out), thinking_base(out, given.params)
+    python, base = environment(out), lengthy_base(out, given.params)
     with tempfile.TemporaryDirectory(prefix="graftwork-trl-") as state:
         params = settings(base, Path(state))
         os.environ.update(services.environment(params))
