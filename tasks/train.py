@@ -184,8 +184,6 @@ def grpo_step(run: Run, session: SessionInfo) -> SessionInfo:
         # What the trainer was full for since the last row, that row's own optimizer step among it.
         "backpressure_s": run.client.backpressure_s.pop(session.session, 0.0),
         "tokens_per_s": metrics["tokens"] / (now - began),
-        # With what the last step waited for after its row was made.
-        "backpressure_s": run.client.backpressure_s.pop(session.session, 0.0),
     }
     row = {**row_of(run, session, drawn, judged, kept), **metrics, **seconds}
     adam = AdamParams(learning_rate=config.lr)
