@@ -67,7 +67,7 @@ class Run:
     verifier: Verifier
 
     def close(self) -> None:
-        for part in (self.ahead, self.client, self.spool, self.verifier):
+        for part in (self.client, self.spool, self.verifier):
             part.close()
 
 
