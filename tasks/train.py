@@ -181,6 +181,8 @@ def grpo_step(run: Run, session: SessionInfo) -> SessionInfo:
         "reward_s": reward_s,
         "update_s": now - clock,
         "handoff_s": handed.seconds if handed else 0.0,
+        # What the trainer was full for since the last row, that row's own optimizer step among it.
+        "backpressure_s": run.client.backpressure_s.pop(session.session, 0.0),
         "tokens_per_s": metrics["tokens"] / (now - began),
     }
     row = {**row_of(run, session, drawn, judged, kept), **metrics, **seconds}
@@ -218,6 +220,7 @@ def row_of(run: Run, session: SessionInfo, drawn: Drawn, judged: Judged, kept: i
     return {
         "policy": run.policy,
         "session": session.session,
+        "loss_fn": run.config.loss,
         "staleness": float(session.step - drawn.sampler.step),
         "groups_kept": kept,
         "kept": kept / len(drawn.groups),

@@ -174,3 +174,21 @@ def test_a_windowed_model_is_still_right(tmp_path):
             logprobs = model(torch.tensor([row.tokens])).logits.log_softmax(-1)[0]
             wanted += [logprobs[i - 1, row.tokens[i]].item() for i in range(row.start, len(row.tokens))]
     assert base.logprobs(ROWS).tolist() == pytest.approx(wanted, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe", "mla"])
+def test_greedy_completions_together_are_those_of_transformers_one_by_one(bases, paths, kind):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(paths[kind], experts_implementation="eager").eval()
+    prompts = [row.prompt for row in ROWS[2:5]]
+    found = bases[kind].greedy(None, prompts, (), 4)
+    end = found[0].tokens[-1]
+    for prompt, row in zip(prompts, found, strict=True):
+        tokens = list(prompt)
+        with torch.no_grad():
+            for _ in range(4):
+                tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+        assert row == Row(tuple(tokens), len(prompt))
+    ended = bases[kind].greedy(None, prompts[:1], (end,), 9)[0].tokens
+    assert ended.index(end, len(prompts[0])) == len(ended) - 1

@@ -161,6 +161,15 @@ def test_one_writer_a_session(service):
     assert step(client, second, 1)["step"] == 1
 
 
+def test_sessions_are_listed(service):
+    session = service.client.create_session("listed", "sums", holder="a", **SETTINGS)
+    command = [sys.executable, "-m", "flows.cli", "sessions", "--json", "--params", str(service.file)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    row = next(row for row in json.loads(run.stdout) if row["session"] == session.session)
+    assert (row["policy"], row["step"], row["resident"], row["holder"]) == ("sums", 0, True, "a")
+    assert row["bytes"] > 0
+
+
 def test_a_revision_is_published_by_three_routes_alike(service):
     """Directory, packed bytes in the store and catalog row hold the same adapter."""
     client, paths = service.client, Paths(service.params.state_dir)

@@ -21,8 +21,8 @@ MAX_POINTS, SMOOTHED = 150, 5
 # More bars than this have no gaps between them: they would be stripes.
 CLOSE = 60
 # Names of the page's CSS variables.
-REWARD = "revision"
-PHASES = {"wait": "revision", "reward": "promoted", "update": "baseline", "handoff": "held"}
+REWARD, ROLLOUT = "revision", "rolled_back"
+PHASES = {"rollout wait": "revision", "reward": "promoted", "update": "baseline", "handoff": "held"}
 # How wide a line must be for its revision's name to stand over it, in pixels.
 NAME_ROOM = 92
 
@@ -106,8 +106,9 @@ def spoken(curves: Sequence[Curve]) -> str:
     """Return in words what a policy's training came to."""
     steps = [step for curve in curves for step in curve.steps]
     last, several = curves[-1].steps, len(curves) > 1
+    words = ["1 step" if len(steps) == 1 else f"{len(steps)} steps"]
+    words[0] += f" in {len(curves)} lines" if several else ""
     rewards = f"mean reward {last[0].reward:.0%} to {last[-1].reward:.0%}"
-    words = [f"{len(steps)} steps" + (f" in {len(curves)} lines" if several else "")]
     words.append(rewards + (" in the last" if several else ""))
     if ratios := [abs(step.importance_ratio - 1) for step in steps if step.importance_ratio is not None]:
         words.append(f"importance ratio 1 ± {max(ratios):.1e}")
@@ -185,7 +186,18 @@ def _phases(panel: Panel, lines: Lines, top: float) -> list[Markup]:
         ]
         parts.append(panel.bars(bars, colour))
         bottoms = tops
-    return [*parts, legend(PHASES.items(), LEFT, top)]
+    spans = [_overlapped(line) for line in lines]
+    parts += [panel.line(span, ROLLOUT, 1.6) for span in spans if span]
+    named = [*PHASES.items(), *([("rollout", ROLLOUT)] if any(spans) else [])]
+    return [*parts, legend(named, LEFT, top)]
+
+
+def _overlapped(line: Sequence[Bin]) -> list[Point]:
+    """Return how long rollouts took, where training did not wait for all of it."""
+    steps = [step for bin in line for step in bin.steps]
+    if not any((step.rollout_s or 0.0) > step.phases["rollout wait"] for step in steps):
+        return []
+    return [(bin.x, fmean(values)) for bin in line if (values := bin.values("rollout_s"))]
 
 
 def _phase(bin: Bin, phase: str) -> float:
@@ -193,7 +205,10 @@ def _phase(bin: Bin, phase: str) -> float:
 
 
 def _seconds(bin: Bin) -> float:
-    return fmean(sum(step.phases.values()) for step in bin.steps)
+    """Return the seconds of a step, or of its rollouts where those ran beside others and took longer."""
+    spent = fmean(sum(step.phases.values()) for step in bin.steps)
+    rollouts = bin.values("rollout_s")
+    return max(spent, fmean(rollouts) if rollouts else 0.0)
 
 
 def _smooth(points: Sequence[Point]) -> list[Point]:

@@ -46,6 +46,14 @@ def sites_of(shapes: BaseShapes) -> dict[str, Site]:
     return {site.name: site for site in (*linear, *routed)}
 
 
+@dataclass(frozen=True)
+class Part:
+    """An adapter and the tokens that are its: `span` of those that go through the base together."""
+
+    adapter: "Adapter"
+    span: slice
+
+
 class Adapter:
     """Factors at some sites; both sides are zero until they are drawn or loaded.
 

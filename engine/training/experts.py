@@ -7,8 +7,8 @@ Shapes: T tokens, K experts of a token, P = T*K pairs, E experts, H hidden size,
 outputs.
 """
 
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
@@ -19,7 +19,8 @@ from torch.nn.functional import grouped_mm
 
 from engine.adapters.families import PROJECTIONS
 from engine.errors import BaseModelError
-from engine.training.adapter import Adapter
+from engine.training.adapter import Part
+from engine.training.linear import served
 from kernels.experts_grad import lora
 
 
@@ -66,42 +67,70 @@ class SlottedExperts(nn.Module):
     def __init__(self, base: Any):
         super().__init__()
         self.base = base
-        self.factors: dict[str, tuple[Tensor, Tensor, float]] = {}
+        self.parts: Sequence[Part] = ()
+        self.pairs: dict[str, dict[int, tuple[Tensor, Tensor, float]]] = {}
         name = "kernels.experts_triton" if base.down_proj.is_cuda else "kernels.experts"
         # Triton is imported on a GPU alone.
         self.ops = import_module(name)
 
-    def switch(self, name: str, adapter: Adapter | None) -> None:
-        """Switch an adapter on, or the plain base with None; `name` is this module's path."""
-        pairs = {part: adapter and adapter.pair(f"{name}.{part}") for part in PROJECTIONS}
-        self.factors = {part: pair for part, pair in pairs.items() if pair}
+    def switch(self, name: str, parts: Sequence[Part]) -> None:
+        """Switch adapters on for their parts; `name` is this module's path."""
+        self.parts = parts
+        self.pairs = {
+            projection: {
+                number: pair
+                for number, part in enumerate(parts)
+                if (pair := part.adapter.pair(f"{name}.{projection}"))
+            }
+            for projection in PROJECTIONS
+        }
 
     def forward(self, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
         tokens, count = experts_TK.shape
         groups = Groups.of(experts_TK, len(self.base.down_proj))
-        # One adapter for all tokens.
-        slots_T = experts_TK.new_zeros(tokens)
-        add = partial(self._add, slots_T, experts_TK, self.ops.plan(slots_T, experts_TK))
+        slots = Slots(self.parts, experts_TK, self.ops)
         both_PI = Product.apply(x_TH, self.base.gate_up_proj, groups, count)
         gate_TKI, up_TKI = both_PI.view(tokens, count, -1).chunk(2, dim=-1)
-        gate_TKI = add("gate_proj", gate_TKI, x_TH)
-        up_TKI = add("up_proj", up_TKI, x_TH)
+        gate_TKI = slots.add(gate_TKI, x_TH, self.pairs.get("gate_proj", {}))
+        up_TKI = slots.add(up_TKI, x_TH, self.pairs.get("up_proj", {}))
         inner_TKI = self.base.act_fn(gate_TKI) * up_TKI
         y_PH = Product.apply(inner_TKI.flatten(0, 1), self.base.down_proj, groups, 1)
-        y_TKH = add("down_proj", y_PH.view(tokens, count, -1), inner_TKI)
+        y_TKH = slots.add(y_PH.view(tokens, count, -1), inner_TKI, self.pairs.get("down_proj", {}))
         return (y_TKH * weights_TK[..., None]).sum(1).to(x_TH.dtype)
 
-    def _add(
-        self, slots_T: Tensor, experts_TK: Tensor, plan: Any, projection: str, y_TKO: Tensor, x: Tensor
-    ) -> Tensor:
-        """Add the adapter's part of one projection; `x` is (T, D) or (T, K, D)."""
-        if projection not in self.factors:
-            return y_TKO
-        a_ERD, b_ERO, scale = self.factors[projection]
-        # In the base's dtype, rounded as `Adapter.canonical` rounds them: what the engine serves.
-        a_ERD, b_ERO = a_ERD.to(x.dtype), (b_ERO * scale).to(x.dtype)
-        b_EOR = b_ERO.transpose(1, 2)
-        return y_TKO + lora(x, a_ERD[None], b_EOR[None], slots_T, experts_TK, ops=self.ops, plan=plan)
+
+@dataclass(frozen=True)
+class Slots:
+    """Whose a layer's tokens are, given their `experts` (T, K). Adapters of one rank share products."""
+
+    parts: Sequence[Part]
+    experts: Tensor
+    ops: Any
+    _plans: dict[tuple[int, ...], tuple[Tensor, Any]] = field(default_factory=dict)
+
+    def add(self, y_TKO: Tensor, x: Tensor, pairs: Mapping[int, tuple[Tensor, Tensor, float]]) -> Tensor:
+        """Add each part's product of one projection, given its factors; `x` is (T, D) or (T, K, D)."""
+        by_rank: dict[int, list[int]] = {}
+        for number, (a_ERD, _, _) in pairs.items():
+            by_rank.setdefault(a_ERD.shape[1], []).append(number)
+        for numbers in by_rank.values():
+            slots_T, plan = self._plan(tuple(numbers))
+            chosen = [pairs[number] for number in numbers]
+            # In the base's dtype, rounded as `Adapter.canonical` rounds them: what the engine serves.
+            a_SERD = torch.stack([a.to(x.dtype) for a, _, _ in chosen])
+            b_SERO = torch.stack([served(b, scale, x.dtype) for _, b, scale in chosen])
+            b_SEOR = b_SERO.transpose(2, 3)
+            y_TKO = y_TKO + lora(x, a_SERD, b_SEOR, slots_T, self.experts, ops=self.ops, plan=plan)
+        return y_TKO
+
+    def _plan(self, numbers: tuple[int, ...]) -> tuple[Tensor, Any]:
+        """Return the slot of each token, -1 where it is no part's of `numbers`, and the plan for them."""
+        if numbers not in self._plans:
+            slots_T = self.experts.new_full((len(self.experts),), -1)
+            for slot, number in enumerate(numbers):
+                slots_T[self.parts[number].span] = slot
+            self._plans[numbers] = slots_T, self.ops.plan(slots_T, self.experts)
+        return self._plans[numbers]
 
 
 def slotted_experts(base: Any) -> SlottedExperts:

@@ -1,8 +1,8 @@
 """LoRA on a resident base: the base is loaded once and frozen, each adapter is a small set of factors.
 
-`ResidentBase.using(adapter)` switches an adapter on for one forward. The base may be in bfloat16 and on a
-GPU. Knows tensors, shapes and
-devices. Knows nothing of sessions, tasks or files of revisions.
+`ResidentBase.using(adapter)` switches an adapter on, `using_many` several, each for its own tokens of a
+stream. The base may be in bfloat16 and on a GPU. Knows tensors, shapes and devices. Knows nothing of
+sessions, tasks or files of revisions.
 
 Shape suffixes: _B rows, _S positions, _T completion tokens one after another, _R rank, _I input
 features, _O output features, _V vocabulary.
@@ -10,22 +10,24 @@ features, _O output features, _V vocabulary.
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from engine.adapters.families import BaseShapes
 from engine.adapters.revision import validate
 from engine.errors import ConfigError
 from engine.memory import HEAD_TOKENS
-from engine.training.adapter import Adapter, sites_of
+from engine.training.adapter import Adapter, Part, sites_of
 from engine.training.experts import SlottedExperts, slotted_experts
-from engine.training.packing import Row, can_pack, microbatches, pack, use_packing
+from engine.training.linear import SlottedLinear
+from engine.training.packing import Row, Stream, can_pack, microbatches, pack, use_packing
 
 
 @dataclass(frozen=True)
@@ -38,27 +40,6 @@ class Example:
     row: Row
     old_logprobs: tuple[float, ...] = ()
     advantages: tuple[float, ...] = ()
-
-
-class SlottedLinear(nn.Module):
-    """A frozen projection that adds the factors of whichever adapter is switched on."""
-
-    def __init__(self, base: nn.Linear):
-        super().__init__()
-        self.base = base
-        self.factors: tuple[Tensor, Tensor, float] | None = None
-
-    def switch(self, name: str, adapter: Adapter | None) -> None:
-        """Switch an adapter on, or the plain base with None; `name` is this module's path."""
-        self.factors = adapter.pair(name) if adapter else None
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.base(x)
-        if self.factors is None:
-            return y
-        a_RI, b_OR, scale = self.factors
-        # In the base's dtype, rounded as `canonical` rounds them: the very numbers that the engine serves.
-        return y + (x @ a_RI.to(x.dtype).T) @ (b_OR.T * scale).to(x.dtype)
 
 
 Slotted = SlottedLinear | SlottedExperts
@@ -138,45 +119,61 @@ class ResidentBase:
         adapter.place(tensors)
         return adapter
 
+    def using(self, adapter: Adapter | None) -> AbstractContextManager[None]:
+        """Switch an adapter on, or the plain base with None, for the forwards and backwards inside."""
+        return self._switched([Part(adapter, slice(None))] if adapter else [])
+
+    def using_many(self, counts: Sequence[tuple[Adapter, int]]) -> AbstractContextManager[None]:
+        """Switch adapters on for so many tokens of a stream each, one after another (`Stream.counts`)."""
+        ends = list(accumulate((count for _, count in counts), initial=0))
+        spans = [slice(*pair) for pair in pairwise(ends)]
+        parts = [Part(adapter, span) for (adapter, _), span in zip(counts, spans, strict=True)]
+        return self._switched(parts)
+
     @contextmanager
-    def using(self, adapter: Adapter | None) -> Iterator[None]:
-        """Switch an adapter on, or the plain base with None, for the forwards inside."""
+    def _switched(self, parts: Sequence[Part]) -> Iterator[None]:
         for name, slotted in self.slotted.items():
-            slotted.switch(name, adapter)
+            slotted.switch(name, parts)
         try:
             yield
         finally:
             for name, slotted in self.slotted.items():
-                slotted.switch(name, None)
+                slotted.switch(name, ())
+
+    def pack(self, parts: Sequence[Sequence[Row]]) -> Stream:
+        """Return rows of several adapters as one stream for `logprobs` under `using_many`."""
+        return pack(parts, self.device, self.model.dtype)
 
     def microbatches(self, rows: Sequence[Row], unit: int = 1) -> list[list[int]]:
         """Return indices in batches for `logprobs`; `unit` consecutive rows stay together."""
         return microbatches(rows, self.microbatch_tokens, unit, shared=self.packs)
 
-    def logprobs(self, rows: Sequence[Row]) -> Tensor:
+    def logprobs(self, rows: Sequence[Row] | Stream) -> Tensor:
         """Return log-probabilities (T,) in float32 of all rows' completion tokens, row after row."""
         return self._read(rows, entropy=False)[0]
 
-    def logprobs_and_entropy(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
+    def logprobs_and_entropy(self, rows: Sequence[Row] | Stream) -> tuple[Tensor, Tensor]:
         """Return `logprobs`, and for each the entropy (nats, no gradient) of what could stand there."""
         logprob_T, entropy_T = self._read(rows, entropy=True)
         return logprob_T, entropy_T
 
-    def _read(self, rows: Sequence[Row], entropy: bool) -> tuple[Tensor, ...]:
+    def _read(self, rows: Sequence[Row] | Stream, entropy: bool) -> tuple[Tensor, ...]:
         """Return the log-probabilities, and the entropies where they are asked for.
 
         The vocabulary is only touched at those positions.
         """
-        hidden_TH, chosen_T = self._packed([rows]) if self.packs else self._padded(rows)
+        hidden_TH, chosen_T = self._hidden(rows)
         if not self.checkpointing:
             return self._picked(hidden_TH, chosen_T, entropy)
         parts = zip(hidden_TH.split(HEAD_TOKENS), chosen_T.split(HEAD_TOKENS), strict=True)
         found = [checkpoint(self._picked, *part, entropy, use_reentrant=False) for part in parts]
         return tuple(torch.cat(column) for column in zip(*found, strict=True))
 
-    def _packed(self, parts: Sequence[Sequence[Row]]) -> tuple[Tensor, Tensor]:
-        """Return the hidden states before all completion tokens, and these tokens; without padding."""
-        stream = pack(parts, self.device, self.model.dtype)
+    def _hidden(self, rows: Sequence[Row] | Stream) -> tuple[Tensor, Tensor]:
+        """Return the hidden states before all completion tokens, and these tokens."""
+        if not isinstance(rows, Stream):
+            return self._hidden(self.pack([rows])) if self.packs else self._padded(rows)
+        stream = rows
         found = self.model.get_decoder()(
             stream.tokens[None],
             position_ids=stream.positions[None],
@@ -186,7 +183,7 @@ class ResidentBase:
         return found.last_hidden_state[0].index_select(0, stream.before), stream.chosen
 
     def _padded(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
-        """The same by rows that are padded on the right, where causal attention never looks."""
+        """Return `_hidden` by rows that are padded on the right, where causal attention never looks."""
         width = max(len(row.tokens) for row in rows)
         tokens_BS = torch.zeros(len(rows), width, dtype=torch.long)
         for i, row in enumerate(rows):
@@ -226,18 +223,23 @@ class ResidentBase:
     ) -> list[Row]:
         """Return each prompt with its most likely completion, up to `limit` tokens or a token of `ends`.
 
-        Every token takes a whole forward: for the few short prompts of an effect probe, not for rollouts.
+        Every token takes a whole forward of all: for the few short prompts of a probe, not for rollouts.
         """
         rows = [Row(tuple(prompt), len(prompt)) for prompt in prompts]
-        open_rows = set(range(len(rows)))
+        open_rows = list(range(len(rows)))
+        head = self.model.get_output_embeddings()
         with torch.no_grad(), self.using(adapter):
             for _ in range(limit):
-                for i in sorted(open_rows):
-                    tokens = torch.tensor([rows[i].tokens], device=self.device)
-                    token = int(self.model(tokens, use_cache=False, logits_to_keep=1).logits[0, -1].argmax())
-                    rows[i] = Row((*rows[i].tokens, token), rows[i].start)
-                    if token in ends:
-                        open_rows.discard(i)
+                # The token to come stands at the end of each row, where nothing reads what it is.
+                asked = [Row((*rows[i].tokens, 0), len(rows[i].tokens)) for i in open_rows]
+                for batch in self.microbatches(asked):
+                    best = head(self._hidden([asked[i] for i in batch])[0]).argmax(dim=1).tolist()
+                    for i, token in zip(batch, best, strict=True):
+                        row = rows[open_rows[i]]
+                        rows[open_rows[i]] = Row((*row.tokens, token), row.start)
+                open_rows = [i for i in open_rows if rows[i].tokens[-1] not in ends]
+                if not open_rows:
+                    break
         return rows
 
 

@@ -78,7 +78,9 @@ class Datum(Message):
 class ForwardBackwardInput(Message):
     data: list[Datum]
     loss_fn: str = "dapo"
-    loss_fn_config: dict[str, Any] = Field(default_factory=dict, description="`engine.config.LossConfig`")
+    loss_fn_config: dict[str, Any] = Field(
+        default_factory=dict, description="`engine.loss_config.LossConfig`"
+    )
 
 
 class AdamParams(Message):

@@ -151,8 +151,8 @@ def load_trainer(params: Params) -> "Trainer":
     from engine.adapters.catalog import Base, Catalog, migrate
     from engine.base import end_tokens, ensure_base
     from engine.gpu import planned
+    from engine.training.capacity import FREE_SHARE, free_bytes
     from engine.training.export import Exporter
-    from engine.training.limits import FREE_SHARE, free_bytes
     from engine.training.trainer import Trainer
 
     plan = planned(params)

@@ -14,7 +14,7 @@ from typing import Any
 
 from engine.errors import Busy, ConfigError, Conflict, NotFound, ServiceError
 from engine.training import state
-from engine.training.limits import bytes_of
+from engine.training.capacity import bytes_of
 from engine.training.lora import ResidentBase
 from engine.training.protocol import CreateSession, SessionRequest
 from engine.training.session import CURRENT, Session, state_file

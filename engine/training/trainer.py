@@ -56,8 +56,8 @@ class Trainer:
             operation = self.queue.operation(id)
         except NotFound:
             return self._done_before(id)
-        if isinstance(operation.request, protocol.SessionRequest):
-            self.sessions.hear(operation.request.session, operation.request.fence)
+        if operation.fence is not None:
+            self.sessions.hear(operation.line, operation.fence)
         return operation.future
 
     def _done_before(self, id: str) -> "Future[Any]":
@@ -103,17 +103,16 @@ class Trainer:
     def forward(self, request: protocol.Forward) -> dict[str, Any]:
         """Return each datum's log-probabilities under the session's adapter."""
         session = self.sessions.writable(request)
-        data = [example_of(datum) for datum in request.forward_input.data]
-        logprobs = forward(self.base, session.adapter, [example.row for example in data])
+        rows = [example_of(datum).row for datum in request.forward_input.data]
+        logprobs = forward(self.base, session.adapter, rows)
         return {"loss_fn_outputs": _outputs(logprobs), "metrics": {"tokens": sum(map(len, logprobs))}}
 
     def forward_backward(self, request: protocol.ForwardBackward) -> dict[str, Any]:
         session = self.sessions.writable(request)
         session.expect(request.gathered)
-        given, stop = request.forward_backward_input, self.queue.operation(request.request_id).stop
-        found = session.forward_backward(
-            [example_of(datum) for datum in given.data], given.loss_fn, given.loss_fn_config, stop.is_set
-        )
+        given, operation = request.forward_backward_input, self.queue.operation(request.request_id)
+        data = [example_of(datum) for datum in given.data]
+        found = session.forward_backward(data, given.loss_fn, given.loss_fn_config, operation.go_on)
         metrics = {**asdict(found.metrics), "peak_memory": peak_memory()}
         return {"loss_fn_outputs": _outputs(found.logprobs), "metrics": metrics}
 
@@ -150,7 +149,7 @@ class Trainer:
 
     def render_metrics(self) -> bytes:
         """Return what Prometheus reads."""
-        return self.metrics.render(self.sessions.resident(), self.queue.unfinished)
+        return self.metrics.render(self.sessions.resident(), self.queue)
 
     def close(self) -> None:
         self.queue.close()

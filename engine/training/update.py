@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.config import LossConfig, loss_config
 from engine.errors import ConfigError
+from engine.loss_config import LossConfig, loss_config
 from engine.training.adapter import Adapter
 from engine.training.corrections import Corrected, correct, uncorrected
 from engine.training.grpo import Loss, Tokens, kl_to_base, loss_of
