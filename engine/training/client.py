@@ -86,10 +86,14 @@ class TrainerClient:
         loss: str = "dapo",
         config: Mapping[str, Any] | None = None,
         request_id: str | None = None,
+        router_replay: bool = False,
     ) -> dict[str, Any]:
         """Gather gradients; return each datum's log-probabilities and the metrics."""
         given = protocol.ForwardBackwardInput(
-            data=list(data), loss_fn=loss, loss_fn_config=dict(config or {})
+            data=list(data),
+            loss_fn=loss,
+            loss_fn_config=dict(config or {}),
+            router_replay=router_replay,
         )
         who = {**_who(session, request_id), "gathered": self._gathered.get(session.session)}
         body = protocol.ForwardBackward(**who, forward_backward_input=given)

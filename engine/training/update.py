@@ -120,6 +120,7 @@ def _microbatch(
     if objective.needs_base:
         with torch.no_grad(), base.using(None):
             base_T = base.logprobs(rows)
+            base.replay.take()
     with base.using(adapter):
         new_T, entropy_T = base.logprobs_and_entropy(rows)
         tokens = tokens_of(examples, [shares[i] for i in batch], new_T, base_T)
@@ -128,6 +129,7 @@ def _microbatch(
         (gradient_T,) = torch.autograd.grad(loss_T.sum(), new_T)
         refuse_broken(loss_T, gradient_T, tokens, batch)
         new_T.backward(gradient_T)  # type: ignore[no-untyped-call]
+    strayed, routed = base.replay.take()
     return Seen(
         new_T=new_T.detach(),
         old_T=tokens.old_T,
@@ -139,6 +141,8 @@ def _microbatch(
         factor_T=corrected.factor_T,
         capped_T=corrected.capped_T,
         masked=corrected.masked,
+        strayed=strayed,
+        routed=routed,
     )
 
 
