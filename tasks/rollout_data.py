@@ -7,8 +7,9 @@ the draw is under way beside them, under a revision that never changes. Knows no
 
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from statistics import fmean, pstdev
 from time import monotonic
@@ -20,6 +21,7 @@ from engine.training.protocol import Datum, EncodedText, ModelInput, TensorData
 from engine.training.rollouts import Sample, Sampling, sample_groups
 from engine.training.verifiers import Verifier
 from tasks.lines import Line
+from tasks.parallel import background
 
 
 @dataclass(frozen=True)
@@ -97,11 +99,13 @@ def draw(source: Source, step: int, sampler: Sampler, problems: Sequence[Problem
 
 
 class Ahead:
-    """The draws under way: of the next step, and with staleness of steps after it."""
+    """The draws under way: of the next step, and with staleness of steps after it.
+
+    Of a run that ends before, the engine finishes what it has, under the revision that it began with.
+    """
 
     def __init__(self, source: Source):
         self.source = source
-        self._pool = ThreadPoolExecutor(source.config.staleness + 1, thread_name_prefix="rollouts")
         self._draws: dict[int, Future[Drawn]] = {}
         self._ends: dict[int, int] = {}
 
@@ -113,15 +117,11 @@ class Ahead:
         if step not in self._draws:
             problems, end = self.source.problems(self._ends.get(step - 1, position))
             self._ends[step] = end
-            self._draws[step] = self._pool.submit(draw, self.source, step, sampler, problems, end)
+            self._draws[step] = background(partial(draw, self.source, step, sampler, problems, end))
 
     def take(self, step: int) -> Drawn:
         """Wait for a step's draw. One that failed raises its error, and can be begun again."""
         return self._draws.pop(step).result()
-
-    def close(self) -> None:
-        """Begin no more; what the engine has under way ends by itself, under the revision that it has."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 @dataclass(frozen=True)

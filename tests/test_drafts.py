@@ -119,8 +119,8 @@ def test_answers_with_an_adapter_are_those_of_the_reference(drafting: RunningEng
         assert answer["ids"] == likeliest(references[model], prompt, answer["ids"])
     assert counted(drafting, "accepted_tokens") > 0
     before = counted(drafting, "accepted_tokens")
-    # Warm enough to vary, cold enough to repeat itself.
-    sampling = Sampling(8, 32, temperature=0.3, seed=3)
+    # So cold that even this base repeats itself, or nothing would be drafted.
+    sampling = Sampling(8, 32, temperature=0.1, seed=3)
     groups = sample_groups(drafting.url, drafting.key, name, PROMPTS, sampling)
     assert counted(drafting, "accepted_tokens") > before
     for prompt, group in zip(PROMPTS, groups, strict=True):

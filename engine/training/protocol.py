@@ -143,6 +143,13 @@ class SessionRequest(Request):
     fence: int
 
 
+class Heartbeat(Message):
+    """Keep a session's lease while its writer does something else; no operation."""
+
+    session: str
+    fence: int
+
+
 class CloseSession(SessionRequest):
     """Give a session up: it leaves memory, and other holders may write its policy at once."""
 

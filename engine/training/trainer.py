@@ -71,7 +71,7 @@ class Trainer:
 
     def create_session(self, request: protocol.CreateSession) -> dict[str, Any]:
         """Open a session, or go on with it from its last stored step."""
-        self.sessions.refuse_other_writers(request.policy, request.holder)
+        self.sessions.refuse_other_writers(request)
         session = self.sessions.resume(request) or self._begin(request)
         if request.request_id not in session.done:
             self.fence += 1

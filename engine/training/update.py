@@ -101,6 +101,7 @@ def forward_backward(
             seen.append(_microbatch(base, adapter, data, batch, shares, objective))
             parts = seen[-1].new_T.split([data[i].row.length for i in batch])
             logprobs |= dict(zip(batch, parts, strict=True))
+        refuse_infinite(adapter)
     metrics = measure(seen, sampled=bool(data[0].old_logprobs))
     return Backward(metrics, tuple(tuple(logprobs[i].tolist()) for i in range(len(data))))
 
@@ -194,6 +195,16 @@ def refuse_broken(loss_T: Tensor, gradient_T: Tensor, tokens: Tokens, batch: Seq
             f"The loss of sample {sample} is not a finite number (trainer {tokens.new_T[first].item():.4g}, "
             f"sampler {tokens.old_T[first].item():.4g}, advantage {tokens.advantage_T[first].item():.4g}). "
             "Nothing was changed; leave the sample out, or look at its log-probabilities and advantages."
+        )
+
+
+def refuse_infinite(adapter: Adapter) -> None:
+    """Raise `ConfigError` when a gradient overflowed on its way through the base; Adam would keep it."""
+    found = [factor.grad.isfinite().all() for factor in adapter.factors.values() if factor.grad is not None]
+    if found and not torch.stack(found).all():
+        raise ConfigError(
+            "The gradients of these samples are not finite numbers, though every loss is. Nothing was "
+            "changed; look at the size of their advantages."
         )
 
 
