@@ -124,11 +124,11 @@ class LatentRecipe(ExpertRecipe):
 class SparseRecipe(LatentRecipe):
     """DeepSeek-V3.2: latent attention to the `kept` keys that an indexer scores highest for each query.
 
-    Most rows of the tasks are longer than `kept`. The indexer stays as it was drawn: its choice passes no
+    Half of the tasks' rows are longer than `kept`. The indexer stays as it was drawn: its choice passes no
     gradient. With fewer heads a key's score is often exactly 0, and ties are broken in any order.
     """
 
-    kept: int = 12
+    kept: int = 16
     index_heads: int = 16
     index_dim: int = 128
 
