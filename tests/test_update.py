@@ -174,6 +174,17 @@ def test_a_gradient_that_is_no_number_is_found_too(base, adapter, data, tmp_path
     assert all(factor.grad is None for factor in adapter.factors.values())
 
 
+def test_a_gradient_that_overflows_in_the_base_is_refused(base, adapter, data):
+    """Every term and its slope are finite, their products with the factors are not."""
+    forward_backward(base, adapter, data[:2], "dapo", {})
+    before = {key: factor.grad.clone() for key, factor in adapter.factors.items()}
+    huge = broken(data, 0, advantages=(-3e38, 3e38, -3e38))
+    with pytest.raises(ConfigError, match="gradients of these samples are not finite"):
+        forward_backward(base, adapter, huge[:1], "importance_sampling", {})
+    assert all(torch.equal(before[key], factor.grad) for key, factor in adapter.factors.items())
+    adapter.clear_gradients()
+
+
 def test_a_call_that_is_ended_between_microbatches_leaves_the_gradients(base, adapter, data, monkeypatch):
     used = with_budget(base, monkeypatch, 9)
     forward_backward(used, adapter, data[:2], "dapo", {})

@@ -37,8 +37,9 @@ def main() -> None:
 
     from engine.adapters.catalog import migrate
     from engine.base import ensure_base
-    from engine.gpu import planned
+    from engine.gpu import planned, refuse_unless_served
 
+    refuse_unless_served(params)
     plan = planned(params)
     base = ensure_base(params.base, params.paths)
     migrate(params.paths.catalog_url)

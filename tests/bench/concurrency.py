@@ -216,7 +216,7 @@ def settings(given: Params, base: str, state: Path) -> Params:
             "state_dir": state,
             "base": {"name": base},
             "engine": {"port": free_port(), "slots": SLOTS, "max_num_seqs": SEQUENCES},
-            "trainer": {"port": free_port(), "sessions": 4096},
+            "trainer": {"port": free_port()},
             **ports,
         }
     )
