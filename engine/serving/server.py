@@ -161,15 +161,15 @@ def route_arguments(base: "BaseInfo") -> list[str]:
 def speculative_arguments(config: EngineConfig, plan: "Plan | None") -> list[str]:
     """Let vLLM draft tokens by looking up the last ones in the request's own text (its `ngram` method).
 
-    Raises `ConfigError` on a CPU. There vLLM 0.32.0 verifies drafts wrongly wherever sampling is not greedy (its
-    issue 55005), and under latent attention it ends at the first draft.
+    Raises `ConfigError` on a CPU. There vLLM 0.32.0 verifies drafts wrongly wherever sampling is not greedy
+    (its issue 55005), and under latent attention it ends at the first draft.
     """
     if not config.speculative:
         return []
     if plan is None:
         raise ConfigError(
-            f"engine.speculative is {config.speculative}, and on a CPU vLLM draws sampled tokens from another "
-            "distribution when it verifies drafts. Set engine.speculative to 0."
+            f"engine.speculative is {config.speculative}, and on a CPU vLLM draws sampled tokens from "
+            "another distribution when it verifies drafts. Set engine.speculative to 0."
         )
     lookup = {"prompt_lookup_min": LOOKUP[0], "prompt_lookup_max": LOOKUP[1]}
     ngram = {"method": "ngram", "num_speculative_tokens": config.speculative, **lookup}
