@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from engine.errors import ConfigError
+from engine.loss_config import LossConfig, LossName, loss_config
+from engine.settings import Settings, explain
 
 POLICY_NAME = re.compile(r"[a-z][a-z0-9-]{0,62}")
 DIGEST12 = 12
@@ -26,15 +28,11 @@ OpenFraction = Annotated[float, Field(gt=0.0, lt=1.0)]
 Port = Annotated[int, Field(ge=1024, le=65535)]
 
 
-class Settings(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
-
-
 class BaseConfig(Settings):
     """Which base stays resident: one that is built here, a local directory, or a hub id."""
 
     name: str = Field(
-        "tiny-dense", description="tiny-dense, tiny-moe, tiny-mla, a local directory, or a hub id"
+        "tiny-dense", description="tiny-dense, tiny-moe, tiny-mla, tiny-dsa, a local directory, or a hub id"
     )
     seed: int = Field(20260513, ge=0)
     revision: str | None = Field(
@@ -141,88 +139,6 @@ class Example(Settings):
     answer: str = Field(min_length=1)
 
 
-LossName = Annotated[
-    str,
-    Field(
-        pattern=r"^(dapo|grpo|dr_grpo|gspo|cispo|ppo|importance_sampling|python:[A-Za-z_][\w.]*:[A-Za-z_]\w*)$",
-        description="dapo, grpo, dr_grpo, gspo, cispo, ppo, importance_sampling or python:MODULE:FUNC",
-    ),
-]
-Band = tuple[Annotated[float, Field(ge=0, le=1)], Annotated[float, Field(ge=1)]]
-
-# Each loss's own settings with the values of its paper; engine/training/grpo.py names the papers.
-LOSS_SETTINGS: dict[str, dict[str, float]] = {
-    "cross_entropy": {},
-    "importance_sampling": {},
-    "ppo": {"clip_low": 0.2, "clip_high": 0.2},
-    "grpo": {"clip_low": 0.2, "clip_high": 0.2},
-    "dr_grpo": {"clip_low": 0.2, "clip_high": 0.2, "budget": 1},
-    "dapo": {"clip_low": 0.2, "clip_high": 0.28},
-    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
-    "cispo": {"clip_low": 1.0, "clip_high": 4.0},
-    "dpo": {"beta": 0.1},
-}
-CORRECTIONS = ("tis", "geometric", "icepop", "outlier")
-
-
-class LossConfig(Settings):
-    """Settings of a loss: what is empty is as in the loss's paper. Corrections are off, on, or as given."""
-
-    clip_low: float | None = Field(None, ge=0, le=1, description="the ratio is clipped below 1 - this")
-    clip_high: float | None = Field(None, ge=0, description="the ratio is clipped above 1 + this")
-    budget: int | None = Field(
-        None, ge=1, description="dr_grpo: tokens that an answer's sum is divided by; empty: max_tokens"
-    )
-    beta: float | None = Field(None, gt=0, description="dpo: how strongly it is held to the base")
-    options: dict[str, Any] | None = Field(None, description="for a loss of one's own")
-    kl: float = Field(0, ge=0, description="weight of the KL divergence to the base")
-    tis: bool | Annotated[float, Field(ge=1)] = Field(
-        False, description="tokens weigh trainer over sampler, at most this; on: 2"
-    )
-    geometric: bool | Band = Field(
-        False, description="mask answers whose mean ratio is outside; on: 0.99 to 1.01"
-    )
-    icepop: bool | Band = Field(
-        False, description="tokens weigh trainer over sampler, masked outside; on: 0.5 to 2"
-    )
-    outlier: bool | Band = Field(
-        False, description="mask answers with a token whose ratio is outside; on: 0.0001 to 100"
-    )
-
-    def sent(self) -> dict[str, Any]:
-        """Return what differs from the defaults, as a trainer takes it."""
-        return self.model_dump(mode="json", exclude_defaults=True)
-
-    def values(self, loss: str) -> dict[str, Any]:
-        """Return the loss's own settings, its paper's where nothing else is given."""
-        if loss.startswith("python:"):
-            return dict(self.options or {})
-        given = {name: getattr(self, name) for name in LOSS_SETTINGS[loss]}
-        return LOSS_SETTINGS[loss] | {name: value for name, value in given.items() if value is not None}
-
-
-def loss_config(loss: str, given: Mapping[str, Any]) -> LossConfig:
-    """Return a loss's settings; `ConfigError` names an unknown loss, or a setting that it does not have."""
-    if loss.startswith("python:"):
-        known: set[str] = {"options", "kl", *CORRECTIONS}
-    elif loss in LOSS_SETTINGS:
-        sampled = loss not in ("cross_entropy", "dpo")
-        known = {*LOSS_SETTINGS[loss], *(("kl", *CORRECTIONS) if sampled else ())}
-    else:
-        raise ConfigError(f"There is no loss {loss!r}. Known losses: {', '.join(LOSS_SETTINGS)}.")
-    if unknown := sorted(set(given) - known):
-        raise ConfigError(
-            f"The loss {loss} has no setting {', '.join(unknown)}. "
-            f"It has: {', '.join(sorted(known)) or 'none'}."
-        )
-    try:
-        return LossConfig.model_validate(given)
-    except ValidationError as error:
-        raise ConfigError(
-            f"The settings of the loss {loss} are not valid. {explain(error, LossConfig)}"
-        ) from None
-
-
 class PolicyConfig(Settings):
     """One line of training. The defaults are the recipe of the main job."""
 
@@ -246,6 +162,9 @@ class PolicyConfig(Settings):
     loss_config: LossConfig = LossConfig()
     max_tokens: int = Field(24, ge=1)
     temperature: float = Field(1.0, gt=0)
+    router_replay: bool = Field(
+        False, description="on a mixture of experts: train each token on the experts that the engine chose"
+    )
     staleness: int = Field(
         0, ge=0, le=16, description="steps that a rollout's revision may be behind; 0: on-policy"
     )
@@ -478,30 +397,6 @@ def _read_mapping(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ConfigError(f"{path} must hold a mapping of settings, not a {type(data).__name__}.")
     return data
-
-
-def explain(error: ValidationError, model: type[BaseModel]) -> str:
-    """Turn a validation error into sentences that name the key, the fault and what is allowed."""
-    sentences = []
-    for item in error.errors():
-        where = ".".join(str(part) for part in item["loc"])
-        if item["type"] == "extra_forbidden":
-            allowed = ", ".join(sorted(_fields_at(model, item["loc"][:-1])))
-            sentences.append(f"Unknown key `{where}`; allowed here: {allowed}.")
-        else:
-            sentences.append(f"`{where}`: {item['msg']} (found {item['input']!r}).")
-    return " ".join(sentences)
-
-
-def _fields_at(model: Any, loc: tuple[int | str, ...]) -> list[str]:
-    for part in loc:
-        fields = getattr(model, "model_fields", None)
-        if fields is None or part not in fields:
-            # A key of a mapping such as `policies`: its values share one model.
-            continue
-        annotation = fields[str(part)].annotation
-        model = getattr(annotation, "__args__", (annotation,))[-1]
-    return list(getattr(model, "model_fields", {}))
 
 
 def content_hash(value: Any) -> str:

@@ -19,12 +19,13 @@ from pydantic import Field
 
 from engine.adapters.catalog import Key, Notice, Policy, Release
 from engine.aliases import AliasMirror
-from engine.config import PolicyName, Settings
+from engine.config import PolicyName
 from engine.controller import Controller
 from engine.controller_page import LivePage
 from engine.errors import ConfigError, Conflict, GraftworkError, NotFound, ServiceError
 from engine.notices import DELIVERED
 from engine.quality.ledger import open_snapshot
+from engine.settings import Settings
 
 STATUS = ((ConfigError, 400), (NotFound, 404), (Conflict, 409), (ServiceError, 503))
 Reason = Annotated[str, Field(min_length=1)]

@@ -9,7 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from engine.config import Contract, Example, Fraction, LossName, OpenFraction, PolicyName, Settings
+from engine.config import Contract, Example, Fraction, OpenFraction, PolicyName
+from engine.loss_config import LossName
+from engine.settings import Settings
 
 Why = Annotated[str, Field(min_length=3, max_length=500, description="why; it is recorded")]
 Who = Annotated[str, Field(min_length=1, max_length=100, description="who decides this; it is recorded")]

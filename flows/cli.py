@@ -10,11 +10,12 @@ import signal
 import sys
 import time
 from concurrent.futures import Future
+from functools import partial
 from typing import Annotated, NoReturn
 
 import typer
 
-from engine.errors import GraftworkError
+from engine.errors import ConfigError, GraftworkError
 from engine.forms import AdaptForm
 from flows import cli_adapters, cli_admin, cli_decide, cli_look, cli_plan, cli_policy, cli_score, cli_serve
 from flows.entry import PARAMS, ParamsFile, check, enter, load_flows, require_services
@@ -30,7 +31,10 @@ app = typer.Typer(
 @app.command()
 def run(
     base: Annotated[
-        str | None, typer.Option(help="tiny-dense, tiny-moe or tiny-mla, with a state directory of its own.")
+        str | None,
+        typer.Option(
+            help="tiny-dense, tiny-moe, tiny-mla or, on a GPU, tiny-dsa; with a state directory of its own."
+        ),
     ] = None,
     params: ParamsFile = PARAMS,
 ) -> None:
@@ -70,18 +74,23 @@ def run(
 
 
 @app.command()
-def up(params: ParamsFile = PARAMS) -> None:
+def up(
+    only: Annotated[list[str] | None, typer.Option(help="This service alone; may be repeated.")] = None,
+    params: ParamsFile = PARAMS,
+) -> None:
     """Start the services and leave them running."""
     settings = enter(params)
     from engine import services
     from flows.display import base_builder, print_addresses, print_service
     from tasks.outcome import Stages
 
-    started = services.up(settings, base_builder(settings, Stages()), print_service)
-    from tasks.deployments import install
+    every = (*services.RESIDENT, services.WORKER)
+    started = services.up(settings, base_builder(settings, Stages()), print_service, only or every)
+    if not only:
+        from tasks.deployments import install
 
-    # Also beside running services: a changed schedule, or what failed the first time.
-    print_service("prefect", f"{install(settings)} deployments and their automations")
+        # Also beside running services: a changed schedule, or what failed the first time.
+        print_service("prefect", f"{install(settings)} deployments and their automations")
     typer.echo("The services run." if started else "The services were already running.")
     print_addresses(settings)
 
@@ -96,17 +105,30 @@ def down(params: ParamsFile = PARAMS) -> None:
 
 
 @app.command()
-def adapt(policy: str, params: ParamsFile = PARAMS) -> None:
-    """Train a policy, then export, register, verify and score its revision."""
+def adapt(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[POLICY]...", show_default=False)] = None,
+    policy: Annotated[list[str] | None, typer.Option(help="A policy; may be given several times.")] = None,
+    params: ParamsFile = PARAMS,
+) -> None:
+    """Train policies side by side, then export, register, verify and score their revisions."""
     settings = enter(params)
-    check(settings, [policy])
+    chosen = list(dict.fromkeys([*(names or ()), *(policy or ())]))
+    if not chosen:
+        raise ConfigError("Say which policy to adapt: `graftwork adapt --policy NAME`, once for each.")
+    check(settings, chosen)
     require_services(settings)
     from flows import display
     from flows.adapt import adapt as adapt_flow
+    from tasks.parallel import in_parallel
+    from tasks.steps import preload
 
+    preload()
     with display.live():
-        adapted = adapt_flow(AdaptForm(policy=policy))
-    display.print_row(adapted.row())
+        runs = [partial(adapt_flow, AdaptForm(policy=name)) for name in chosen]
+        # Prefect ends a flow cleanly on SIGTERM only in the main thread.
+        adapted = in_parallel(*runs) if len(runs) > 1 else [runs[0]()]
+    for one in adapted:
+        display.print_row(one.row())
 
 
 for group in (cli_policy, cli_score, cli_decide, cli_look, cli_serve, cli_plan, cli_adapters, cli_admin):

@@ -11,9 +11,10 @@ from typing import Annotated, Any, TypeVar
 import typer
 from pydantic import ValidationError
 
-from engine.config import Params, explain, load_params, split_served_name
+from engine.config import Params, load_params, split_served_name
 from engine.errors import ConfigError
 from engine.forms import Form
+from engine.settings import explain
 
 PARAMS = Path("params.yaml")
 FormModel = TypeVar("FormModel", bound=Form)

@@ -21,8 +21,9 @@ import yaml
 from filelock import FileLock, Timeout
 from pydantic import ValidationError
 
-from engine.config import POLICY_NAME, Params, PolicyConfig, explain, policy_file
+from engine.config import POLICY_NAME, Params, PolicyConfig, policy_file
 from engine.errors import ConfigError, Conflict, NotFound, ServiceError
+from engine.settings import explain
 from engine.training.jsonl import Check, Import, import_file, prompt_hash, read_rows
 from engine.training.problems import Problem
 from engine.training.verifiers import NUMBER, Verifier

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from engine.config import Params, served_name
 from engine.errors import ServiceError
 from engine.quality.page_data import VersionFacts, gather
+from engine.quality.report_data import Curve
+from engine.quality.report_training import spoken
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -143,8 +145,7 @@ def _curve(facts: VersionFacts) -> str:
     if not facts.rewards:
         return ""
     line = "".join(BLOCKS[min(7, int(8 * reward))] for reward in facts.rewards)
-    ends = f"{facts.rewards[0]:.0%} to {facts.rewards[-1]:.0%}"
-    return f"### Learning curve\n\n`{line}` mean reward {ends} in {len(facts.rewards)} steps"
+    return f"### Learning curve\n\n`{line}` {spoken([Curve(facts.policy, facts.digest, facts.steps)])}"
 
 
 def _facts(facts: VersionFacts) -> str:

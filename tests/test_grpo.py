@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 
-from engine.config import LOSS_SETTINGS
 from engine.errors import ConfigError
+from engine.loss_config import LOSS_SETTINGS
 from engine.training.grpo import (
     LOSSES,
     Tokens,

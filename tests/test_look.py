@@ -102,6 +102,10 @@ def test_an_answer_leads_back_to_the_commit(params: Params) -> None:
     assert facts["scores"]["revision"]["mean"] == 0.9
     assert facts["scores"]["base"]["mean"] == 0.3
     assert (facts["run"]["session"], facts["run"]["steps"], facts["run"]["tokens"]) == ("line-1", 1, 100)
+    assert facts["run"]["seconds"] == {"rollout wait": 1.0, "reward": 0.0, "update": 2.0, "handoff": 0.5}
+    assert said(chain)["run"] == (
+        "Training line-1: 1 step, mean reward 50% to 50%, 3.5 s a step; 4 s in all."
+    )
     assert facts["data"]["suite_versions"] == {"sorting-json": "2"}
     assert facts["data"]["judged_by"] == "json"
     assert facts["commit"] == {"version": "0.1.0", "commit": "abc123", "dirty": True}

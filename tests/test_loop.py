@@ -15,7 +15,11 @@ import httpx
 import psutil
 import pytest
 import yaml
+from history import step_row
 from live import free_port
+from mlflow import MlflowClient
+
+from tasks.register import numbers
 
 ROOT = Path(__file__).parent.parent
 SERVICES = ("engine", "trainer", "controller", "mlflow", "prefect")
@@ -150,6 +154,42 @@ def test_ledger_and_catalog_agree_with_the_summary(finished: dict[str, Any], sta
             "SELECT max(\"at\") FROM observations WHERE purpose = 'user' AND digest = ?", [stones[0].digest]
         ).fetchall()[0][0]
     assert last < stones[0].at + 1
+
+
+@pytest.mark.timeout(1100)
+def test_mlflow_and_the_ledger_hold_the_same_numbers_of_every_step(
+    finished: dict[str, Any], state: Path
+) -> None:
+    from engine.adapters.manifests import stored_manifest
+    from engine.config import Paths
+
+    assert not (Paths(state).spool / "rejected").exists()
+    client = MlflowClient(f"sqlite:///{Paths(state).mlflow_db}")
+    for policy in finished["policies"]:
+        directory = Paths(state).revision(policy["name"], policy["digest"])
+        steps = ledger_steps(Paths(state), stored_manifest(directory)["config"]["session"])
+        assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
+        (run,) = client.search_runs(
+            [client.get_experiment_by_name("graftwork").experiment_id],
+            f"tags.`graftwork.digest` = '{policy['digest']}'",
+        )
+        names = set(steps[0]) & set(run.data.metrics)
+        # The divergence to the base is known only where a loss asks for it.
+        assert {name for name in numbers(step_row(1)) if "/" not in name} - {"kl"} <= names
+        for name in names:
+            history = client.get_metric_history(run.info.run_id, name)
+            assert {point.step: point.value for point in history} == {
+                step["step"]: step[name] for step in steps if step[name] is not None
+            }, name
+
+
+def ledger_steps(paths: Any, session: str) -> list[dict[str, Any]]:
+    from engine.quality.ledger import open_snapshot
+
+    with open_snapshot(paths.ledger_snapshot) as ledger:
+        found = ledger.execute("FROM train_steps WHERE session = ? ORDER BY step", [session])
+        names = [column[0] for column in found.description or []]
+        return [dict(zip(names, values, strict=True)) for values in found.fetchall()]
 
 
 @pytest.mark.timeout(1100)

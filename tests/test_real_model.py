@@ -15,8 +15,9 @@ import yaml
 from engine.adapters import packed
 from engine.adapters.families import FUSED
 from engine.base import BaseInfo
-from engine.config import CORRECTIONS, EngineConfig, Params, TrainerConfig
+from engine.config import EngineConfig, Params, TrainerConfig
 from engine.errors import BaseModelError, ConfigError
+from engine.loss_config import CORRECTIONS
 from engine.memory import GIB, Plan, plan
 from engine.training import lora
 from engine.training.lora import Example, ResidentBase, Row

@@ -104,9 +104,31 @@ def test_a_step_on_the_page_is_the_row_that_was_written(world):
 
 def test_seconds_of_a_step_are_what_it_waited_not_what_rollouts_took():
     assert Step(1, 0.5, rollout_s=2.0, update_s=1.0).phases == {
-        "wait": 2.0, "reward": 0.0, "update": 1.0, "handoff": 0.0,
+        "rollout wait": 2.0, "reward": 0.0, "update": 1.0, "handoff": 0.0,
     }  # fmt: skip
-    assert Step(1, 0.5, rollout_s=2.0, wait_s=0.0, handoff_s=0.5).phases["wait"] == 0.0
+    assert Step(1, 0.5, rollout_s=2.0, wait_s=0.0, handoff_s=0.5).phases["rollout wait"] == 0.0
+
+
+def test_rollouts_that_ran_meanwhile_are_a_line_of_their_own():
+    waited = made_curve("sums", 5, rollout_s=0.5, wait_s=0.5)
+    meanwhile = made_curve("sums", 5, rollout_s=6.0, wait_s=0.5)
+    assert ">rollout<" not in str(training_curves([waited]))
+    drawn = str(training_curves([meanwhile]))
+    assert ">rollout<" in drawn
+    # The axis reaches what takes longest, the bars what training spent.
+    assert re.search(r'class="tick end">6<', drawn)
+    assert sum(meanwhile.steps[0].phases.values()) == 0.5 + 0.0625 + 2.0 + 0.03
+
+
+def test_one_slow_step_does_not_flatten_the_others():
+    curve = made_curve("sums", 9)
+    slow = replace(curve, steps=(replace(curve.steps[0], wait_s=50.0), *curve.steps[1:]))
+    usual = sum(curve.steps[1].phases.values())
+    assert ", the longest 52 s" in spoken([slow])
+    assert "the longest" not in spoken([curve])
+    # Its bar is cut where the axis ends, at five times the median.
+    ticks = re.findall(r'class="tick end">([\d.]+)<', str(training_curves([slow])))
+    assert usual < max(map(float, ticks)) <= 5 * usual
 
 
 def made_curve(policy, steps, session="s", **changes):

@@ -1,5 +1,8 @@
 """Sessions: killed at any moment they go on bit for bit; a request is applied once."""
 
+from contextlib import suppress
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -70,6 +73,32 @@ def test_a_session_that_was_cut_off_goes_on_bit_for_bit(base, tmp_path):
     assert not same(factors(start), factors(whole))
 
 
+def test_beside_eight_others_a_session_becomes_what_it_is_alone(base, tmp_path):
+    """Five steps with the same samples; the others have other ranks, places and data, and come in between."""
+    alone = Session(tmp_path / "alone", base, BASE, opening())
+    for number in range(5):
+        train_one(alone, number)
+    beside = Session(tmp_path / "beside", base, BASE, opening())
+    targets = (["q_proj"], ["v_proj", "up_proj"], ["down_proj", "gate_proj"])
+    others = [
+        Session(tmp_path / f"{i}", base, BASE, opening(f"o-{i}", rank=2 ** (i % 4), targets=targets[i % 3]))
+        for i in range(8)
+    ]
+    for number in range(5):
+        for i, other in enumerate(others):
+            train_one(other, 100 + 10 * number + i)
+            if i == 4:
+                train_one(beside, number)
+    moved = [
+        torch.dist(a, b).item()
+        for a, b in zip(factors(beside).values(), factors(alone).values(), strict=True)
+    ]
+    assert max(moved) <= 1e-5
+    assert same(factors(beside), factors(alone))
+    start = Session(tmp_path / "start", base, BASE, opening())
+    assert not same(factors(start), factors(alone))
+
+
 def test_the_same_request_is_applied_once_also_after_a_restart(base, tmp_path):
     session = Session(tmp_path, base, BASE, opening())
     train_one(session, 1, "first")
@@ -102,6 +131,45 @@ def test_going_back_to_a_named_state(base, tmp_path):
     assert same(factors(session), best)
     with pytest.raises(NotFound, match="no state 'worst'"):
         session.load("worst")
+
+
+def test_a_save_that_is_cut_off_anywhere_is_done_again_or_not_at_all(base, tmp_path, monkeypatch):
+    """Each rename of a `save_state` is the last thing that happens once."""
+    rename = Path.replace
+    for survives in range(3):
+        session = Session(tmp_path / str(survives), base, BASE, opening())
+        train_one(session, 1)
+        before, renamed = factors(session), []
+
+        def cut_off(path, target, survives=survives, renamed=renamed):
+            if len(renamed) == survives:
+                raise KeyboardInterrupt
+            renamed.append(rename(path, target))
+
+        with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+            patch.setattr(Path, "replace", cut_off)
+            session.save_as("best", "save")
+        again = Session(tmp_path / str(survives), base, BASE, opening())
+        again.load()
+        assert (again.step, "save" in again.done) == (1, survives == 2)
+        assert again.save_as("best", "save") == {"path": str(tmp_path / str(survives) / "best.state")}
+        train_one(again, 2)
+        # Answered, not done again: it would store the second step under that name.
+        again.save_as("best", "save")
+        assert again.load_from("best", "load")["step"] == 1
+        assert same(factors(again), before)
+        assert again.load_from("best", "load")["history"][-1]["step"] == 1
+
+
+def test_a_state_of_the_version_before_is_read(base, tmp_path):
+    session = Session(tmp_path, base, BASE, opening())
+    train_one(session, 1)
+    kept = {name: value for name, value in session._state().items() if name not in ("opened", "fence")}
+    torch.save({**kept, "version": 1}, tmp_path / "current.state")
+    again = Session(tmp_path, base, BASE, opening())
+    again.load()
+    assert (again.step, again.fence) == (1, 0)
+    assert same(factors(again), factors(session))
 
 
 def _full(*_: object) -> None:

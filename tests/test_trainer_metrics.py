@@ -1,6 +1,9 @@
 """The trainer's metrics: what Prometheus' own parser reads of them equals what was put in."""
 
-from collections.abc import Iterable
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -8,13 +11,22 @@ import torch
 from history import step_row
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.errors import Conflict
+from engine.errors import Busy, Conflict
 from engine.training.lora import Example, ResidentBase, Row
+from engine.training.measures import Metrics
 from engine.training.metrics import LAST, PHASES, TrainerMetrics, adapter_bytes, peak_memory
-from engine.training.protocol import AdamParams, CreateSession, OptimStep
+from engine.training.protocol import AdamParams, CreateSession, OptimStep, Request
+from engine.training.queue import Queue
 from engine.training.session import Session
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+
+@pytest.fixture
+def queue() -> Iterator[Queue]:
+    queue = Queue(of_line=2, of_all=8)
+    yield queue
+    queue.close()
 
 
 @pytest.fixture(scope="module")
@@ -52,31 +64,30 @@ def session(base: ResidentBase, directory, name: str, policy: str, rows: Iterabl
     return opened
 
 
-def test_the_last_step_of_every_open_policy_is_a_gauge(base, tmp_path):
+def test_the_last_step_of_every_open_policy_is_a_gauge(base, tmp_path, queue):
     words = session(base, tmp_path, "words-1", "words", [step_row(1, "words"), step_row(2, "words")])
     sums = session(base, tmp_path, "sums-1", "sums", [step_row(1)])
     fresh = session(base, tmp_path, "fresh-1", "fresh")
     metrics = TrainerMetrics()
-    seen = parsed(metrics.render([words, sums, fresh], queued=3))
+    seen = parsed(metrics.render([words, sums, fresh], queue))
     for policy, held in (("words", words), ("sums", sums)):
         for name in LAST:
             assert value(seen, f"policy_{name}", policy=policy) == held.history[-1][name], name
     assert {dict(labels).get("policy") for _, labels in seen} == {None, "words", "sums"}
     assert value(seen, "trainer_sessions") == 3
-    assert value(seen, "trainer_queued_operations") == 3
     # Closed: its label is gone.
-    seen = parsed(metrics.render([sums], queued=0))
+    seen = parsed(metrics.render([sums], queue))
     assert {dict(labels).get("policy") for _, labels in seen} == {None, "sums"}
 
 
-def test_of_two_lines_of_one_policy_the_later_one_speaks(base, tmp_path):
+def test_of_two_lines_of_one_policy_the_later_one_speaks(base, tmp_path, queue):
     old = session(base, tmp_path, "old", "sums", [step_row(1, reward=0.25)])
     new = session(base, tmp_path, "new", "sums", [step_row(1, reward=0.75)])
-    seen = parsed(TrainerMetrics().render([old, new], queued=0))
+    seen = parsed(TrainerMetrics().render([old, new], queue))
     assert value(seen, "policy_reward", policy="sums") == 0.75
 
 
-def test_bytes_are_factors_gradients_and_moments(base, tmp_path):
+def test_bytes_are_factors_gradients_and_moments(base, tmp_path, queue):
     fresh = session(base, tmp_path, "fresh", "sums")
     factors = sum(factor.numel() for factor in fresh.adapter.factors.values())
     assert adapter_bytes(fresh.adapter) == 4 * factors
@@ -87,12 +98,12 @@ def test_bytes_are_factors_gradients_and_moments(base, tmp_path):
     counts = 4 * len(trained.adapter.factors)
     gradients = sum(f.grad.nbytes for f in trained.adapter.factors.values() if f.grad is not None)
     assert adapter_bytes(trained.adapter) == 3 * 4 * factors + counts + gradients
-    seen = parsed(TrainerMetrics().render([fresh, trained], queued=0))
+    seen = parsed(TrainerMetrics().render([fresh, trained], queue))
     expected = adapter_bytes(fresh.adapter) + adapter_bytes(trained.adapter)
     assert value(seen, "trainer_session_bytes") == expected
 
 
-def test_steps_add_up_and_what_is_no_number_is_passed_over():
+def test_steps_add_up_and_what_is_no_number_is_passed_over(queue):
     metrics = TrainerMetrics()
     rows = [step_row(1), step_row(2, "words", wait_s=2.0), step_row(3, "words", masked=None)]
     strange = {
@@ -104,7 +115,7 @@ def test_steps_add_up_and_what_is_no_number_is_passed_over():
     }
     for row in (*rows, strange, {}):
         metrics.observe_step(row)
-    seen = parsed(metrics.render([], queued=0))
+    seen = parsed(metrics.render([], queue))
     assert value(seen, "trainer_steps_total") == 5
     assert value(seen, "trainer_tokens_total") == sum(row["tokens"] for row in rows)
     assert value(seen, "trainer_masked_tokens_total") == 2 * (3 + 5)
@@ -113,7 +124,7 @@ def test_steps_add_up_and_what_is_no_number_is_passed_over():
         assert value(seen, "trainer_step_seconds_total", phase=phase) == pytest.approx(expected, rel=1e-12)
 
 
-def test_operations_are_counted_by_kind_and_outcome():
+def test_operations_are_counted_by_kind_and_outcome(queue):
     metrics = TrainerMetrics()
 
     def export(request: int) -> int:
@@ -126,13 +137,36 @@ def test_operations_are_counted_by_kind_and_outcome():
     with pytest.raises(Conflict):
         work(-1)
     metrics.observe_operation("probe", 20.0)
-    seen = parsed(metrics.render([], queued=0))
+    seen = parsed(metrics.render([], queue))
     assert value(seen, "trainer_operations_total", kind="export", outcome="done") == 2
     assert value(seen, "trainer_operations_total", kind="export", outcome="Conflict") == 1
     assert value(seen, "trainer_operation_seconds_count", kind="export") == 3
     assert value(seen, "trainer_operation_seconds_sum", kind="probe") == 20
     assert value(seen, "trainer_operation_seconds_bucket", kind="probe", le="30.0") == 1
     assert value(seen, "trainer_operation_seconds_bucket", kind="probe", le="10.0") == 0
+
+
+def test_every_metric_of_a_batch_has_its_place_in_a_steps_row():
+    # The ledger refuses a row with a column that it does not know: `test_ledger` puts this very row in.
+    assert {field.name for field in fields(Metrics)} | set(LAST) <= set(step_row(1))
+    assert {f"{phase}_s" for phase in PHASES} <= set(step_row(1))
+
+
+def test_what_waits_runs_and_was_refused_is_counted(queue):
+    go = threading.Event()
+    for number in range(3):
+        queue.submit(Request(request_id=f"{number}"), "a", lambda _: go.wait(20))
+        # The first one runs, and takes no place of those that wait.
+        until = time.monotonic() + 20
+        while not number and queue.waiting("a") and time.monotonic() < until:
+            time.sleep(0.01)
+    for number in range(2):
+        with pytest.raises(Busy):
+            queue.submit(Request(request_id=f"more-{number}"), "a", lambda _: None)
+    seen = parsed(TrainerMetrics().render([], queue))
+    go.set()
+    assert value(seen, "trainer_queued_operations") == 3
+    assert value(seen, "trainer_refused_total") == 2
 
 
 def test_peak_memory_is_what_the_kernel_says():

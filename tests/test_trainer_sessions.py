@@ -10,7 +10,7 @@ import pytest
 import torch
 from made_adapters import canonical, save
 from starlette.testclient import TestClient
-from test_session import factors, same
+from test_session import factors, opening, same
 from test_trainer_service import ADAM, SETTINGS, data, step
 
 from engine.adapters.catalog import Catalog, migrate
@@ -25,7 +25,7 @@ from engine.errors import (
     NotFound,
     ServiceError,
 )
-from engine.training import sessions
+from engine.training import capacity, client, sessions
 from engine.training.client import TrainerClient
 from engine.training.export import Exporter
 from engine.training.lora import ResidentBase
@@ -77,8 +77,7 @@ class Trainers:
         self.stop()
         params = Params.model_validate({"state_dir": self.state, "trainer": settings})
         exporter = Exporter(params.paths, Catalog(params.paths.catalog_url), torch.float32, ())
-        session_bytes = int(held * bytes_of_new(self.base))
-        trainer = Trainer(params, self.base, DIGEST, exporter, session_bytes)
+        trainer = Trainer(params, self.base, DIGEST, exporter, int(held * bytes_of_new(self.base)))
         client = TrainerClient("http://trainer", patience_s=1, busy_s=0.0)
         client._http = TestClient(make_app(trainer), base_url="http://trainer")
         self.now = Live(trainer, client)
@@ -86,6 +85,7 @@ class Trainers:
 
     def stop(self) -> None:
         if self.now:
+            self.now.client.close()
             self.now.trainer.close()
             self.now.trainer.exporter.catalog.close()
 
@@ -257,12 +257,32 @@ def test_a_writer_is_heard_while_it_asks_for_its_result(live):
     before = known.heard
     assert live.client._http.get("/operations/waits").json()["state"] == "pending"
     assert known.heard >= before + sessions.LEASE_S / 2
-    silent(live, session)
-    # A lease that has ended is not had back by asking.
-    live.client._http.get("/operations/waits")
-    assert not known.is_active
     release.set()
     assert live.trainer.operation(request).result(20)
+
+
+def test_a_writer_keeps_its_lease_by_a_heartbeat(live, monkeypatch):
+    monkeypatch.setattr(client, "HEARTBEAT_S", 0.02)
+    first = live.client.create_session("one", "sums", **NEW)
+    live.known("one").heard -= sessions.LEASE_S - 1
+    before = live.known("one").heard
+    deadline = time.monotonic() + 20
+    while live.known("one").heard == before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert live.known("one").heard > before + 20
+    live.client.close()
+    beat = {"session": "one", "fence": first.fence}
+    with TestClient(make_app(live.trainer)) as http:
+        silent(live, first)
+        assert http.post("/session_heartbeat", json=beat).json() == {"writes": True}
+        assert live.known("one").is_active
+        assert http.post("/session_heartbeat", json={**beat, "fence": 1}).json() == {"writes": False}
+        # Nobody has a lease back that another holder has taken.
+        silent(live, first)
+        live.known("one").opened = live.known("one").opened.model_copy(update={"holder": "gone"})
+        live.trainer.create_session(opening("two", holder="b"))
+        assert http.post("/session_heartbeat", json=beat).json() == {"writes": False}
+    assert not live.known("one").is_active
 
 
 def _forward(session: SessionInfo, id: str) -> dict:
@@ -330,6 +350,17 @@ def test_a_rank_over_the_capacity_is_refused_with_the_numbers(trainers):
     with pytest.raises(ConfigError, match=f"rank 8 needs {2 * needed:,} bytes .* has {needed:,} for all"):
         live.client.create_session("large", "a", **{**NEW, "rank": 8})
     assert live.client.sessions() == []
+
+
+def test_a_container_limits_what_is_free(tmp_path, monkeypatch):
+    free = capacity.free_bytes()
+    assert 0 < free < 1 << 50
+    monkeypatch.setattr(capacity, "CGROUP", tmp_path)
+    (tmp_path / "memory.current").write_text("1000\n")
+    (tmp_path / "memory.max").write_text("5000\n")
+    assert capacity.free_bytes() == 4000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert capacity.free_bytes() > 1 << 20
 
 
 def test_after_a_restart_sessions_come_back_and_fences_hold(trainers):
@@ -433,11 +464,11 @@ def long(tokens: int) -> Datum:
 @pytest.mark.parametrize(
     ("given", "loss", "sentence"),
     [
-        (list, "grpo", "There are no samples"),
-        (lambda: [*data(1), changed([5, 10**6, *[5] * 5])], "grpo", "Sample 4 has the token 1000000"),
-        (lambda: [changed([5, -1, *[5] * 5])], "grpo", "Sample 0 has the token -1; the base knows 0"),
-        (lambda: [long(32)], "grpo", "Sample 0 has 33 tokens; the trainer takes 32"),
-        (lambda: [changed([5, 6])], "grpo", "and 2 values in each loss input"),
+        (list, "dapo", "There are no samples"),
+        (lambda: [*data(1), changed([5, 10**6, *[5] * 5])], "dapo", "Sample 4 has the token 1000000"),
+        (lambda: [changed([5, -1, *[5] * 5])], "dapo", "Sample 0 has the token -1; the base knows 0"),
+        (lambda: [long(32)], "dapo", "Sample 0 has 33 tokens; the trainer takes 32"),
+        (lambda: [changed([5, 6])], "dapo", "and 2 values in each loss input"),
         (lambda: data(1), "hope", "no loss 'hope'"),
     ],
     ids=["empty", "vocabulary", "negative", "long", "lengths", "loss"],
@@ -505,7 +536,7 @@ def test_a_cancelled_forward_backward_stops_and_leaves_the_gradients(live, monke
 
     with monkeypatch.context() as patch:
         patch.setattr(live.trainer.base, "logprobs_and_entropy", cancels)
-        with pytest.raises(Cancelled, match="between two microbatches"):
+        with pytest.raises(Cancelled, match="was cancelled while it ran"):
             live.client.forward_backward(session, many, request_id="long")
     assert len(seen) == 3
     assert same(gradients(live.session(session)), before)
@@ -542,3 +573,17 @@ def test_a_client_waits_while_the_queue_is_full_and_counts_the_seconds(trainers)
     assert 0 < live.client.backpressure_s["one"] <= time.monotonic() - began
     waiting = live.client._http.delete("/operations/waits")
     assert waiting.status_code == 200
+
+
+def test_a_loss_without_a_number_is_refused_and_changes_nothing(live):
+    session = live.client.create_session("one", "sums", **NEW)
+    live.client.forward_backward(session, data(1))
+    before, stored = gradients(live.session(session)), factors(live.session(session))
+    broken = data(2)
+    broken[1].loss_fn_inputs["advantages"].data[-1] = 0.0
+    broken[1].loss_fn_inputs["logprobs"].data[-1] = -1e30
+    with pytest.raises(ConfigError, match="loss of sample 1 is not a finite number"):
+        live.client.forward_backward(session, broken)
+    assert same(gradients(live.session(session)), before)
+    assert same(factors(live.session(session)), stored)
+    assert live.client.optim_step(session, ADAM)["step"] == 1

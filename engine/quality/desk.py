@@ -12,10 +12,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from engine.adapters.catalog import Catalog, Notice, Release, Route, Tombstone
-from engine.config import ReleaseConfig, explain
+from engine.config import ReleaseConfig
 from engine.errors import ConfigError, Conflict, NotFound
 from engine.quality.apply import Applier
 from engine.quality.release import SKIPPABLE, Action, Evidence
+from engine.settings import explain
 
 FREEZE = "freeze"
 

@@ -3,8 +3,8 @@
 Reads the catalog and the ledger's snapshot; writes nothing.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
@@ -15,6 +15,7 @@ from engine.adapters.manifests import stored_manifest
 from engine.config import Params
 from engine.quality.estimate import Difference, interval, paired_difference
 from engine.quality.ledger import open_snapshot
+from engine.quality.report_data import Step
 
 SCORES = """
     SELECT item, arg_max(score, "at"), max("at") FROM scores
@@ -27,9 +28,10 @@ VERDICTS = """
     SELECT "at", verdict, "by", reason FROM verdicts
     WHERE policy = ? AND digest = ? ORDER BY "at" DESC LIMIT 20
 """
+# All columns: a snapshot that an older version wrote has fewer of them.
 STEPS = """
-    SELECT reward, tokens, rollout_s, reward_s, update_s, handoff_s FROM train_steps
-    WHERE policy = ? AND session = ? AND step <= ? ORDER BY step
+    SELECT * FROM train_steps
+    WHERE policy = ? AND session = ? AND step <= ? AND reward IS NOT NULL ORDER BY step
 """
 
 
@@ -56,7 +58,7 @@ class Said:
 
 @dataclass(frozen=True)
 class VersionFacts:
-    """What a version's page shows; `rewards` are the mean rewards of the training steps, in order."""
+    """What a version's page shows; `steps` are those of the training that made it, in order."""
 
     policy: str
     digest: str
@@ -73,9 +75,25 @@ class VersionFacts:
     base_score: MeanScore | None = None
     against_champion: Difference | None = None
     verdicts: tuple[Said, ...] = ()
-    rewards: tuple[float, ...] = ()
-    tokens: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
+    steps: tuple[Step, ...] = ()
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        """Return the mean reward of each step."""
+        return tuple(step.reward for step in self.steps)
+
+    @property
+    def tokens(self) -> int:
+        """Return how many tokens were trained on."""
+        return sum(step.tokens or 0 for step in self.steps)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Return what the steps' seconds went to."""
+        spent: Counter[str] = Counter()
+        for step in self.steps:
+            spent.update(step.phases)
+        return dict(spent)
 
 
 def gather(params: Params, policy: str, digest: str) -> VersionFacts:
@@ -97,8 +115,8 @@ def gather(params: Params, policy: str, digest: str) -> VersionFacts:
         return VersionFacts(**fixed)
     with open_snapshot(params.paths.ledger_snapshot) as ledger:
         measured = _measured(ledger, revision.base, fixed)
-        trained = _trained(ledger, params, policy, revision.digest, revision.step)
-    return VersionFacts(**fixed, **measured, **trained)
+        steps = _trained(ledger, params, policy, revision.digest, revision.step)
+    return VersionFacts(**fixed, **measured, steps=steps)
 
 
 def _measured(ledger: duckdb.DuckDBPyConnection, base: str, fixed: dict[str, Any]) -> dict[str, Any]:
@@ -131,19 +149,13 @@ def _mean(items: dict[str, tuple[float, float]]) -> MeanScore | None:
 
 def _trained(
     ledger: duckdb.DuckDBPyConnection, params: Params, policy: str, digest: str, step: int
-) -> dict[str, Any]:
+) -> tuple[Step, ...]:
     manifest = stored_manifest(params.paths.revision(policy, digest))
-    if not manifest:
-        return {}
-    session = manifest["config"].get("session")
-    rows = ledger.execute(STEPS, [policy, session, step]).fetchall()
-    names = ("rollout", "reward", "update", "handoff")
-    return {
-        "rewards": tuple(row[0] for row in rows),
-        "tokens": sum(row[1] or 0 for row in rows),
-        "seconds": _sums(names, [row[2:] for row in rows]) if rows else {},
-    }
+    session = manifest.get("config", {}).get("session")
+    return read_steps(ledger.execute(STEPS, [policy, session, step]))
 
 
-def _sums(names: Sequence[str], rows: Sequence[Sequence[float | None]]) -> dict[str, float]:
-    return {name: sum(row[at] or 0.0 for row in rows) for at, name in enumerate(names)}
+def read_steps(found: duckdb.DuckDBPyConnection) -> tuple[Step, ...]:
+    """Return the rows of `train_steps` that were found, in their order."""
+    names = [column[0] for column in found.description or []]
+    return tuple(Step.of(dict(zip(names, values, strict=True))) for values in found.fetchall())

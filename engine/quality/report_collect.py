@@ -42,11 +42,12 @@ RATED = """
 # All columns: a snapshot that an older version wrote has fewer of them.
 STEPS = """
     WITH lines AS (
-        SELECT session, min("at") AS began FROM train_steps WHERE policy = $policy AND "at" >= $since
+        SELECT session, min("at") AS began FROM train_steps
+        WHERE policy = $policy AND "at" >= $since AND reward IS NOT NULL
         GROUP BY session ORDER BY began DESC LIMIT $most
     )
     SELECT train_steps.* FROM train_steps JOIN lines USING (session)
-    WHERE policy = $policy AND "at" >= $since ORDER BY began, session, step
+    WHERE policy = $policy AND "at" >= $since AND reward IS NOT NULL ORDER BY began, session, step
 """
 
 

@@ -47,13 +47,12 @@ class Step:
     def phases(self) -> dict[str, float]:
         """Return the step's seconds by phase; before waiting was recorded, every rollout was waited for."""
         waited = self.wait_s if self.wait_s is not None else self.rollout_s
-        seconds = {
-            "wait": waited,
-            "reward": self.reward_s,
-            "update": self.update_s,
-            "handoff": self.handoff_s,
+        return {
+            "rollout wait": waited or 0.0,
+            "reward": self.reward_s or 0.0,
+            "update": self.update_s or 0.0,
+            "handoff": self.handoff_s or 0.0,
         }
-        return {phase: spent or 0.0 for phase, spent in seconds.items()}
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ from engine.config import DIGEST12, Params, served_name, split_served_name
 from engine.errors import Conflict, NotFound
 from engine.quality import page_data
 from engine.quality.overview import contract_of, open_ledger, role_of, suite_score
+from engine.quality.report_data import Curve
+from engine.quality.report_training import spoken
 
 ANSWER = """
     SELECT id, "at", policy, digest, arm, unit, purpose, status, latency_s, prompt_tokens, completion_tokens,
@@ -234,8 +236,8 @@ def _run_link(facts: page_data.VersionFacts, revision: Revision, manifest: Mappi
     }
     if not facts.rewards:
         return Link("run", True, f"Training {session}; the ledger holds no step of it.", known)
-    rewards = f"mean reward {facts.rewards[0]:.0%} to {facts.rewards[-1]:.0%}"
-    says = f"Training {session}: {len(facts.rewards)} steps, {rewards}, {sum(facts.seconds.values()):.0f} s."
+    came_to = spoken([Curve(facts.policy, facts.digest, facts.steps, session)])
+    says = f"Training {session}: {came_to}; {sum(facts.seconds.values()):.0f} s in all."
     return Link("run", True, says, known)
 
 

@@ -18,6 +18,7 @@ def register() -> None:
     replace_worker_manager()
     replace_cpu_operations()
     fail_requests_of_lost_adapters()
+    keep_generators_of_partial_prompts()
     rotate_heads_on_cpu()
     replace_latent_attention()
     serve_experts_on_cpu()
@@ -79,6 +80,33 @@ def fail_requests_of_lost_adapters() -> None:
 
     GPUModelRunner.sample_tokens = sample_tokens  # type: ignore[method-assign,assignment]
     Scheduler.update_from_output = update_from_output  # type: ignore[method-assign,assignment]
+
+
+def keep_generators_of_partial_prompts() -> None:
+    """Let a seeded request's prompt be computed in parts on CPU.
+
+    What is sampled behind a part is thrown away, and the request's generator put back by its offset, which
+    CPU generators do not have: the error ends the engine. Here such rows draw from the shared generator.
+    Bound: 0.32.0. Goes when vLLM puts CPU generators back.
+    """
+    from vllm.platforms import current_platform
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    sample = GPUModelRunner.sample_tokens
+    if not current_platform.is_cpu() or hasattr(sample, "keeps_generators"):
+        return
+
+    @wraps(sample)
+    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+        generators, thrown_away = self.input_batch.generators, self.discard_request_mask.np
+        held = {row: generators.pop(row) for row in list(generators) if thrown_away[row]}
+        try:
+            return sample(self, *args, **kwargs)
+        finally:
+            generators.update(held)
+
+    sample_tokens.keeps_generators = True  # type: ignore[attr-defined]
+    GPUModelRunner.sample_tokens = sample_tokens  # type: ignore[method-assign,assignment]
 
 
 def rotate_heads_on_cpu() -> None:
@@ -171,6 +199,23 @@ def return_experts_when_asked() -> None:
         return take(self, request, output) if asked else None
 
     AuxOutputSchedulerConnector.take_output = take_output  # type: ignore[method-assign]
+
+
+def verify_drafts_on_cpu() -> None:
+    """Verify drafted tokens at their request's own temperature, top-k and top-p.
+
+    Stock's CPU kernel fills a converted copy of the buffer, so whatever sampling is not greedy reads
+    memory that nobody wrote and draws from another distribution (vLLM's issue 55005). Bound: 0.32.0.
+    Goes when `expand_batch_to_tokens` returns what it expanded.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        from vllm.v1.sample import rejection_sampler
+
+        from engine.serving.drafts_cpu import expand
+
+        rejection_sampler.expand_batch_to_tokens = expand  # type: ignore[assignment]
 
 
 def vllm_version() -> str:

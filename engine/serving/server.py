@@ -37,8 +37,9 @@ def main() -> None:
 
     from engine.adapters.catalog import migrate
     from engine.base import ensure_base
-    from engine.gpu import planned
+    from engine.gpu import planned, refuse_unless_served
 
+    refuse_unless_served(params)
     plan = planned(params)
     base = ensure_base(params.base, params.paths)
     migrate(params.paths.catalog_url)
@@ -115,7 +116,7 @@ def server_arguments(
         *attention_arguments(base, plan),
         *executor_arguments(config, plan),
         *route_arguments(base),
-        *speculative_arguments(config),
+        *speculative_arguments(config, base, plan),
         "--worker-extension-cls", "engine.serving.loader.LoaderExtension",
         "--middleware", "engine.serving.gateway.Gateway",
         "--additional-config", json.dumps({"graftwork": ours}),
@@ -136,8 +137,11 @@ def lora_targets(base: "BaseInfo") -> tuple[str, ...]:
 
 def attention_arguments(base: "BaseInfo", plan: "Plan | None") -> list[str]:
     """Keep latent attention on the CPU's plain backend: the one for AMX drops adapters on `kv_b_proj`."""
-    latent = json.loads((base.path / "config.json").read_text()).get("kv_lora_rank")
-    return ["--attention-backend", "CPU_MLA"] if latent and plan is None else []
+    return ["--attention-backend", "CPU_MLA"] if plan is None and _is_latent(base) else []
+
+
+def _is_latent(base: "BaseInfo") -> bool:
+    return bool(json.loads((base.path / "config.json").read_text()).get("kv_lora_rank"))
 
 
 def executor_arguments(config: EngineConfig, plan: "Plan | None") -> list[str]:
@@ -154,10 +158,19 @@ def route_arguments(base: "BaseInfo") -> list[str]:
     return ["--enable-return-routed-experts"] if shapes.experts else []
 
 
-def speculative_arguments(config: EngineConfig) -> list[str]:
-    """Let vLLM draft tokens by looking up the last ones in the request's own text (its `ngram` method)."""
+def speculative_arguments(config: EngineConfig, base: "BaseInfo", plan: "Plan | None") -> list[str]:
+    """Let vLLM draft tokens by looking up the last ones in the request's own text (its `ngram` method).
+
+    Raises `ConfigError` where vLLM cannot verify drafts.
+    """
     if not config.speculative:
         return []
+    if plan is None and _is_latent(base):
+        raise ConfigError(
+            f"engine.speculative is {config.speculative}, and on a CPU vLLM cannot verify drafts under the "
+            f"latent attention of {base.name}: it computes whole prompts there, never a few tokens after "
+            "others. Set engine.speculative to 0."
+        )
     lookup = {"prompt_lookup_min": LOOKUP[0], "prompt_lookup_max": LOOKUP[1]}
     ngram = {"method": "ngram", "num_speculative_tokens": config.speculative, **lookup}
     return ["--speculative-config", json.dumps(ngram)]

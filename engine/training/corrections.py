@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from engine.config import Band, LossConfig
+from engine.loss_config import Band, LossConfig
 from engine.training.grpo import Tokens
 
 CAP = 2.0

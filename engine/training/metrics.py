@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from torch import Tensor
 
 from engine.training.adapter import Adapter
+from engine.training.queue import Queue
 from engine.training.session import Session
 
 # Seconds of a step by what they were spent on: `<phase>_s` of its row.
@@ -89,7 +90,7 @@ class TrainerMetrics:
         for phase in PHASES:
             self.phases.labels(phase).inc(_count(row, f"{phase}_s"))
 
-    def render(self, sessions: Iterable[Session], queued: int) -> bytes:
+    def render(self, sessions: Iterable[Session], queue: Queue) -> bytes:
         """Return all of it as Prometheus' text; of two sessions of one policy the later one speaks."""
         held = list(sessions)
         now = CollectorRegistry()
@@ -100,7 +101,9 @@ class TrainerMetrics:
         gauge("trainer_sessions", "Sessions in memory.").set(len(held))
         size = gauge("trainer_session_bytes", "Bytes of all sessions' factors, gradients and moments.")
         size.set(sum(adapter_bytes(session.adapter) for session in held))
-        gauge("trainer_queued_operations", "Operations that wait or run.").set(queued)
+        gauge("trainer_queued_operations", "Operations that wait or run.").set(queue.unfinished)
+        refused = Counter("graftwork_trainer_refused", "Operations that a full queue refused.", registry=now)
+        refused.inc(queue.refused)
         gauge("trainer_peak_memory_bytes", "Most memory that the trainer ever held.").set(peak_memory())
         newest = {session.policy: session.history[-1] for session in held if session.history}
         for name, what in LAST.items():

@@ -22,14 +22,14 @@ def microbatches(rows: Sequence[Row], budget: int, unit: int = 1, shared: bool =
     groups: dict[Any, list[list[int]]] = {}
     for begin in range(0, len(rows), unit):
         members = list(range(begin, min(begin + unit, len(rows))))
-        groups.setdefault(rows[begin].prompt if shared else begin, []).append(members)
+        groups.setdefault(rows[begin].shared if shared else begin, []).append(members)
 
     def size(units: Sequence[Sequence[int]]) -> int:
         chosen = [rows[i] for members in units for i in members]
         keys = sum(len(row.tokens) - 1 for row in chosen)
         if not shared:
             return keys
-        prompts = sum(map(len, {row.prompt for row in chosen}))
+        prompts = _prompt_tokens(chosen)
         return max(stream_tokens(chosen), -(-(prompts + keys) // COPIES))
 
     pieces: list[list[list[int]]] = []
@@ -45,8 +45,12 @@ def microbatches(rows: Sequence[Row], budget: int, unit: int = 1, shared: bool =
 
 def stream_tokens(rows: Sequence[Row]) -> int:
     """Return how many tokens `pack` makes of one part's rows."""
-    prompts = sum(map(len, {row.prompt for row in rows}))
-    return prompts + sum(row.length - 1 for row in rows)
+    return _prompt_tokens(rows) + sum(row.length - 1 for row in rows)
+
+
+def _prompt_tokens(rows: Sequence[Row]) -> int:
+    """Return the tokens of the prompts that these rows share."""
+    return sum({row.shared: row.start for row in rows}.values())
 
 
 def first_fit(pieces: Sequence[tuple[int, Piece]], budget: int) -> list[list[Piece]]:

@@ -15,7 +15,7 @@ from engine.errors import Busy, Cancelled, Conflict, NotFound, ServiceError
 from engine.training.protocol import Request
 
 # Results that a client may still ask for: of each session, and of all.
-KEPT = 32
+KEPT = 16
 KEPT_OF_ALL = 512
 SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.05, 30.0
 # How much of the mean duration the newest operation makes up.
@@ -26,14 +26,26 @@ Work = Callable[[Any], Any]
 
 @dataclass(eq=False)
 class Operation:
-    """One request and its result to come; `line` is its session. One that `can_stop` looks at `stop`."""
+    """One request and its result to come; `line` is its session. One that `can_stop` looks at `stop`.
 
-    request: Request
+    The request is given up when the operation ends: its data may be large.
+    """
+
+    request: Request | None
     line: str
     work: Work
     can_stop: bool = False
     stop: threading.Event = field(default_factory=threading.Event)
     future: "Future[Any]" = field(default_factory=Future)
+
+    def __post_init__(self) -> None:
+        assert self.request
+        self.id, self.fence = self.request.request_id, getattr(self.request, "fence", None)
+
+    def go_on(self) -> None:
+        """Raise `Cancelled` once the operation was called off."""
+        if self.stop.is_set():
+            raise Cancelled(f"The operation {self.id!r} was cancelled while it ran.")
 
     def perform(self) -> None:
         """Do the work; its result or its error goes to whoever waits."""
@@ -75,6 +87,7 @@ class Queue:
         self._known: dict[str, Operation] = {}
         self._done: deque[Operation] = deque()
         self._mean_s, self._began, self._closed = SHORTEST_WAIT_S, 0.0, False
+        self.refused = 0
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._work, name="trainer", daemon=True)
         self._thread.start()
@@ -179,18 +192,20 @@ class Queue:
         self._remember(operation)
 
     def _remember(self, operation: Operation) -> None:
+        operation.request = None
         self._done.append(operation)
         same = [one for one in self._done if one.line == operation.line]
         if len(same) > KEPT or len(self._done) > KEPT_OF_ALL:
             oldest = same[0] if len(same) > KEPT else self._done[0]
             self._done.remove(oldest)
-            if self._known.get(oldest.request.request_id) is oldest:
-                del self._known[oldest.request.request_id]
+            if self._known.get(oldest.id) is oldest:
+                del self._known[oldest.id]
 
     def _refuse_when_full(self, line: str) -> None:
         mine, waiting = len(self._lines.get(line, ())), sum(map(len, self._lines.values()))
         if mine < self.of_line and waiting < self.of_all:
             return
+        self.refused += 1
         # A place is free after this session's next turn, or after anybody's.
         turns = len(self._lines) if mine >= self.of_line else 1
         wait_s = min(max(turns * self._mean_s, SHORTEST_WAIT_S), LONGEST_WAIT_S)

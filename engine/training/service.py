@@ -57,6 +57,10 @@ def make_app(trainer: "Trainer") -> FastAPI:
     def create_session(body: protocol.CreateSession) -> dict[str, str]:
         return {"operation": trainer.submit(body, trainer.create_session)}
 
+    @app.post("/session_heartbeat")
+    def session_heartbeat(body: protocol.Heartbeat) -> dict[str, bool]:
+        return {"writes": trainer.sessions.hear(body.session, body.fence)}
+
     @app.post("/close_session")
     def close_session(body: protocol.CloseSession) -> dict[str, str]:
         return {"operation": trainer.submit(body, trainer.close_session)}
@@ -151,8 +155,8 @@ def load_trainer(params: Params) -> "Trainer":
     from engine.adapters.catalog import Base, Catalog, migrate
     from engine.base import end_tokens, ensure_base
     from engine.gpu import planned
+    from engine.training.capacity import FREE_SHARE, free_bytes
     from engine.training.export import Exporter
-    from engine.training.limits import FREE_SHARE, free_bytes
     from engine.training.trainer import Trainer
 
     plan = planned(params)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from engine.errors import BaseModelError, Cancelled, Conflict, NotFound, ServiceError
+from engine.errors import BaseModelError, Conflict, NotFound, ServiceError
 from engine.training import state
 from engine.training.lora import Example, ResidentBase
 from engine.training.protocol import CreateSession, OptimStep, SessionInfo
@@ -88,17 +88,12 @@ class Session:
         data: Sequence[Example],
         loss: str,
         config: Mapping[str, Any],
-        stopped: Callable[[], bool] = lambda: False,
+        between: Callable[[], None] = lambda: None,
     ) -> Backward:
         """Add the gradients of `data` to those gathered since the last step; what fails leaves them alone.
 
-        Raises `Cancelled` when `stopped` says so between two microbatches.
+        `between` is called before each microbatch and may raise to end the call.
         """
-
-        def between() -> None:
-            if stopped():
-                raise Cancelled("The operation was cancelled between two microbatches.")
-
         found = forward_backward(self.base, self.adapter, data, loss, config, between)
         self.calls += 1
         return found

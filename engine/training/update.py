@@ -9,14 +9,14 @@ Shape suffixes: _T completion tokens, one example after another.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from engine.config import LossConfig, loss_config
 from engine.errors import ConfigError
+from engine.loss_config import LossConfig, loss_config
 from engine.training.adapter import Adapter
 from engine.training.corrections import Corrected, correct, uncorrected
 from engine.training.grpo import Loss, Tokens, kl_to_base, loss_of
@@ -101,6 +101,7 @@ def forward_backward(
             seen.append(_microbatch(base, adapter, data, batch, shares, objective))
             parts = seen[-1].new_T.split([data[i].row.length for i in batch])
             logprobs |= dict(zip(batch, parts, strict=True))
+        refuse_infinite(adapter)
     metrics = measure(seen, sampled=bool(data[0].old_logprobs))
     return Backward(metrics, tuple(tuple(logprobs[i].tolist()) for i in range(len(data))))
 
@@ -118,11 +119,13 @@ def _microbatch(
     if objective.needs_base:
         with torch.no_grad(), base.using(None):
             base_T = base.logprobs(rows)
+            base.replay.take()
     with base.using(adapter):
         new_T, entropy_T = base.logprobs_and_entropy(rows)
         gradient_T, seen = learn(data, batch, shares, objective, new_T, entropy_T, base_T)
         new_T.backward(gradient_T)  # type: ignore[no-untyped-call]
-    return seen
+    strayed, routed = base.replay.take()
+    return replace(seen, strayed=strayed, routed=routed)
 
 
 def learn(
@@ -154,6 +157,8 @@ def learn(
         factor_T=corrected.factor_T,
         capped_T=corrected.capped_T,
         masked=corrected.masked,
+        strayed=0,
+        routed=0,
     )
 
 
@@ -206,6 +211,16 @@ def refuse_broken(loss_T: Tensor, gradient_T: Tensor, tokens: Tokens, batch: Seq
             f"The loss of sample {sample} is not a finite number (trainer {tokens.new_T[first].item():.4g}, "
             f"sampler {tokens.old_T[first].item():.4g}, advantage {tokens.advantage_T[first].item():.4g}). "
             "Nothing was changed; leave the sample out, or look at its log-probabilities and advantages."
+        )
+
+
+def refuse_infinite(adapter: Adapter) -> None:
+    """Raise `ConfigError` when a gradient overflowed on its way through the base; Adam would keep it."""
+    found = [factor.grad.isfinite().all() for factor in adapter.factors.values() if factor.grad is not None]
+    if found and not torch.stack(found).all():
+        raise ConfigError(
+            "The gradients of these samples are not finite numbers, though every loss is. Nothing was "
+            "changed; look at the size of their advantages."
         )
 
 

@@ -108,7 +108,7 @@ class Bench:
 
         client, config = TrainerClient(self.params.url("trainer")), config_of(0, 0, 1)
         fields = {"rank": config.rank, "alpha": config.alpha, "targets": ["q_proj"], "seed": 1, "holder": "x"}
-        opened = [client.create_session(f"switch-{i}", f"r1-p{i}", **fields) for i in range(2)]
+        opened = [client.create_session(f"switch-{i}", f"r2-p{i}", **fields) for i in range(2)]
         data = [datum([40, 41, 42], Sample((43,), (-1.0,), ""), 1.0)]
 
         def seconds(sessions: Sequence[Any]) -> float:
@@ -216,7 +216,7 @@ def settings(given: Params, base: str, state: Path) -> Params:
             "state_dir": state,
             "base": {"name": base},
             "engine": {"port": free_port(), "slots": SLOTS, "max_num_seqs": SEQUENCES},
-            "trainer": {"port": free_port(), "sessions": 4096},
+            "trainer": {"port": free_port()},
             **ports,
         }
     )

@@ -5,12 +5,13 @@
 Both sides train LoRA of the same rank, alpha and targets by DAPO's loss on the same base, in float32: the
 same problems in the same order, group size, groups a step, learning rate, Adam settings, clipping of
 gradients and ratios, temperature, and limit of tokens. Completions have a long tail, and it is the base's own
-(`_thinking_base.py`), so that neither side is told a length: `length_*` reports what each side drew.
+(`_lengthy_base.py`), so that neither side is told a length: `length_*` reports what each side drew.
 
-TRL runs in an environment of its own, with the settings that were fastest for it here: all samples in one
-batch, its continuous batching off, no gradient checkpointing, both cores. Ours is the loop as `graftwork up`
-starts it: engine and trainer in processes of their own, the adapter handed over at every step, with one
-policy and with three at once. The first steps of each run warm it up and are not counted.
+TRL runs in an environment of its own, without gradient checkpointing, on all cores, and in whichever of
+`VARIANTS` was fastest for it in a short run before: samples of one forward, and whether it generates by
+continuous batching. Ours is the loop as `graftwork up` starts it: engine and trainer in processes of their
+own, the adapter handed over at every step, with one policy and with three at once. The first steps of each
+run warm it up and are not counted.
 
 `step_ratio_1`: mean seconds a step, ours with one policy / TRL's. `step_ratio_3`: seconds for each step of
 a policy with three at once (elapsed / steps of all three) / TRL's; `round_ratio_3` is the same without the
@@ -22,6 +23,7 @@ sum over tokens is divided by the tokens that are left; theirs is divided by all
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -29,6 +31,7 @@ import tempfile
 import time
 import venv
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -36,8 +39,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import _lengthy_base as lengthy
 import _record as record
-import _thinking_base as thinking
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from live import free_port
@@ -47,6 +50,9 @@ from engine.config import Params, PolicyConfig, content_hash
 
 HERE = Path(__file__).parent
 WARM, LAST = 2, 3
+# Samples in one forward of TRL's, and whether it generates by continuous batching.
+VARIANTS = ((128, False), (32, False), (128, True))
+TRIAL_S = 900
 TARGETS = {"step_ratio_1": "<= 1.0", "step_ratio_3": "<= 0.5", "reward_gap": "no worse, within the spread"}
 
 
@@ -69,24 +75,23 @@ class Run:
 
 
 def policy(seed: int, steps: int) -> PolicyConfig:
-    """Return the settings of both sides: the main job's recipe, with room to think."""
+    """Return the settings of both sides: the main job's recipe, with room for long answers."""
     return PolicyConfig(
         task="addition", contract="terse", suite="addition-terse", seed=seed, steps=steps,
-        max_tokens=thinking.LIMIT,
+        max_tokens=lengthy.LIMIT,
     )  # fmt: skip
 
 
 def job(config: PolicyConfig, base: Path, output: Path, batch: int, continuous: bool) -> dict[str, Any]:
     """Return a run of TRL with the settings that our loop has: from the policy, and from the trainer."""
     from engine.adapters.families import BaseShapes
-    from engine.training.grpo import CLIP
     from engine.training.protocol import AdamParams
 
     adam = AdamParams()
     return {
         **config.model_dump(include={"groups", "group_size", "lr", "rank", "alpha", "steps", "max_tokens"}),
         **config.model_dump(include={"temperature", "seed"}),
-        **CLIP,
+        **config.loss_config.values(config.loss),
         "base": str(base),
         "targets": list(BaseShapes.of(json.loads((base / "config.json").read_text())).targets),
         "betas": [adam.beta1, adam.beta2],
@@ -131,21 +136,37 @@ def environment(directory: Path) -> Path:
     return python
 
 
-def run_theirs(python: Path, task: dict[str, Any], scratch: Path) -> Run:
-    """Train with TRL in a process of its own; only what the trainer does in its steps is timed."""
+def run_theirs(python: Path, task: dict[str, Any], scratch: Path, limit_s: float = 7200) -> Run:
+    """Train with TRL in a process of its own; only what the trainer does in its steps is timed.
+
+    Raises `SubprocessError` when it fails, or takes longer than `limit_s`.
+    """
     file = scratch / f"trl-{task['seed']}.json"
     file.write_text(json.dumps(task))
     offline = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false"}
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "OMP_"))}
     # Without -P its `import trl` would find this file.
     command = [python, "-P", HERE / "_trl_worker.py", file]
-    done = subprocess.run(command, env=clean | offline, capture_output=True, text=True, timeout=3600)
-    if done.returncode:
-        sys.exit(f"TRL's run ended with {done.returncode}:\n{done.stderr[-3000:]}")
+    log = file.with_suffix(".log")
+    with log.open("w") as out:
+        subprocess.run(command, env=clean | offline, stdout=out, stderr=out, timeout=limit_s, check=True)
     steps = json.loads(file.with_suffix(".steps.json").read_text())
     ends = tuple(sum(step["seconds"] for step in steps[: i + 1]) for i in range(len(steps)))
     lengths = tuple(sum(step["lengths"]) / len(step["lengths"]) for step in steps)
     return Run(ends, 1, tuple(step["reward"] for step in steps), lengths)
+
+
+def fastest(python: Path, base: Path, scratch: Path) -> tuple[int, bool]:
+    """Return the variant of TRL that takes the fewest seconds a step; one that fails does not count."""
+    found: dict[tuple[int, bool], float] = {}
+    for variant in VARIANTS:
+        task = job(policy(0, WARM + 2), base, scratch / "trial", *variant)
+        with suppress(subprocess.SubprocessError):
+            found[variant] = run_theirs(python, task, scratch, TRIAL_S).seconds()
+        print(
+            f"TRL, samples a forward and continuous batching {variant}: {found.get(variant, math.nan):.2f} s"
+        )
+    return min(found, key=lambda variant: found[variant])
 
 
 def run_ours(params: Params, configs: Sequence[PolicyConfig], key: str) -> Run:
@@ -176,34 +197,37 @@ def settings(base: Path, state: Path) -> Params:
     """Return what `graftwork up` starts with by default, on this base, at free ports."""
     services = ("controller", "mlflow", "prefect", "trainer")
     ports = {name: {"port": free_port()} for name in services}
-    engine = {"port": free_port(), "max_model_len": thinking.CONTEXT}
+    engine = {"port": free_port(), "max_model_len": lengthy.CONTEXT}
     return Params.model_validate({"state_dir": state, "base": {"name": str(base)}, "engine": engine, **ports})
 
 
-def thinking_base(directory: Path, params: Path) -> Path:
-    """Return the base that thinks, built once for each way of building it; about four minutes."""
+def lengthy_base(directory: Path, params: Path) -> Path:
+    """Return the base of long answers, built once for each way of building it; about four minutes."""
     from engine.base import ensure_base, progress_bar
     from engine.config import BaseConfig, load_params
 
     source = ensure_base(BaseConfig(name="tiny-dense"), load_params(params).paths).path
-    name = content_hash([source.name, Path(thinking.__file__).read_text()])
-    path = directory / f"thinking-{name[:12]}"
+    name = content_hash([source.name, Path(lengthy.__file__).read_text()])
+    path = directory / f"lengthy-{name[:12]}"
     if not path.exists():
-        with tempfile.TemporaryDirectory(dir=directory) as draft, progress_bar("the base that thinks") as bar:
-            thinking.build(source, Path(draft) / "base", bar)
+        with tempfile.TemporaryDirectory(dir=directory) as draft, progress_bar("long answers") as bar:
+            lengthy.build(source, Path(draft) / "base", bar)
             (Path(draft) / "base").rename(path)
     return path
 
 
 def measure(params: Params, base: Path, python: Path, given: argparse.Namespace) -> dict[str, list[Run]]:
     """Return each side's runs, one for each seed, in turns: TRL, one policy, three policies."""
-    from tasks.outcome import local_key
+    from engine.adapters.catalog import Catalog, ensure_local_key
 
+    catalog = Catalog(params.paths.catalog_url)
+    key = ensure_local_key(catalog, params.paths.local_key)
+    catalog.close()
+    variant = fastest(python, base, params.state_dir)
     runs: dict[str, list[Run]] = {"trl": [], "one": [], "three": []}
-    key = local_key(params)
     for seed in range(1, given.seeds + 1):
         configs = [policy(number, given.steps) for number in (seed, seed + 100, seed + 200)]
-        task = job(configs[0], base, params.state_dir / "trl", given.batch, given.continuous)
+        task = job(configs[0], base, params.state_dir / "trl", *variant)
         runs["trl"].append(run_theirs(python, task, params.state_dir))
         runs["one"].append(run_ours(params, configs[:1], key))
         runs["three"].append(run_ours(params, configs, key))
@@ -247,14 +271,12 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--batch", type=int, default=128, help="samples in one forward of TRL")
-    parser.add_argument("--continuous", action="store_true", help="TRL generates by continuous batching")
     parser.add_argument("--params", type=Path, default=Path("params.yaml"))
     parser.add_argument("--out", type=Path, default=Path(".graftwork/bench"))
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     out = given.out.absolute()
-    python, base = environment(out), thinking_base(out, given.params)
+    python, base = environment(out), lengthy_base(out, given.params)
     with tempfile.TemporaryDirectory(prefix="graftwork-trl-") as state:
         params = settings(base, Path(state))
         os.environ.update(services.environment(params))

@@ -1,4 +1,4 @@
-"""Bytes that sessions take, and bytes that there are for them."""
+"""The memory that sessions take, and what there is for all of them."""
 
 from pathlib import Path
 

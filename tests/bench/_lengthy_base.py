@@ -1,9 +1,9 @@
-"""A base that thinks before it answers: `tiny-dense`, taught to write blanks first.
+"""A base whose completions have a long tail: `tiny-dense`, taught to write blanks after its answer.
 
-Its own answers are a few tokens long. Real completions have a long tail, and an honest one is the model's
-own: here most answers begin with a few spaces and some with many line breaks, each run ended by a coin, so
-that any sampler draws lengths from the same mixture of two geometric distributions, cut at `LIMIT`. Outer
-blanks do not count in any contract, so the rewards are those of the task.
+Its own answers are a few tokens long. An honest tail is the model's own, since then no side of a comparison
+is told a length: here an answer goes on with spaces, or now and then with line breaks, and after each of
+them a coin ends it. So lengths are a mixture of two geometric distributions, cut at `LIMIT` tokens. Outer
+blanks do not count in any contract, so an answer earns what it earned before, however long it is.
 """
 
 import random
@@ -21,13 +21,13 @@ from engine.training import tiny
 # Of a completion, with its end token: a mean of 32, at most 256.
 MEAN, LIMIT = 32, 256
 CONTEXT = 512
-# How often an answer thinks in this blank, and how many of them it takes in the mean.
+# How often an answer goes on with this blank, and for how many of them in the mean.
 KINDS = {"Ġ": (0.85, 13.0), "Ċ": (0.15, 110.0)}
-SEED, PROBLEMS, STEPS, BATCH = 1, 4096, 250, 24
+SEED, PROBLEMS, STEPS, BATCH = 1, 4096, 200, 24
 
 
-def thoughts(chance: random.Random) -> Iterator[tuple[str, int]]:
-    """Yield kinds of blank and how many come before the answer, without end."""
+def tails(chance: random.Random) -> Iterator[tuple[str, int]]:
+    """Yield kinds of blank and how many follow an answer, without end."""
     blanks, shares = list(KINDS), [share for share, _ in KINDS.values()]
     while True:
         (blank,) = chance.choices(blanks, shares)
@@ -39,19 +39,18 @@ def thoughts(chance: random.Random) -> Iterator[tuple[str, int]]:
 
 
 def build(source: Path, directory: Path, progress: Progress) -> None:
-    """Teach the base in `source` to think, and save it with a context of `CONTEXT` tokens."""
+    """Teach the base in `source` to go on, and save it with a context of `CONTEXT` tokens."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    recipe = replace(RECIPES["tiny-dense"], steps=STEPS, batch=BATCH, adam_lr=1e-3, muon_lr=0.005)
+    recipe = replace(RECIPES["tiny-dense"], steps=STEPS, batch=BATCH, adam_lr=1e-3, muon_lr=0.003)
     tokenizer = AutoTokenizer.from_pretrained(source)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     pairs = tiny._encode(tokenizer, list(islice(tiny._examples(recipe, SEED), PROBLEMS)))
     blanks = {blank: tokenizer.convert_tokens_to_ids(blank) for blank in KINDS}
-    drawn = thoughts(random.Random(SEED))
     # One that would be too long is cut, as a sampler cuts it: the coin stays the same up to there.
     taught = [
-        (prompt, ([blanks[blank]] * count + answer)[:LIMIT])
-        for (prompt, answer), (blank, count) in zip(pairs, drawn, strict=False)
+        (prompt, [*answer[:-1], *[blanks[blank]] * count, answer[-1]][:LIMIT])
+        for (prompt, answer), (blank, count) in zip(pairs, tails(random.Random(SEED)), strict=False)
     ]
     with tiny._one_thread():
         tiny._fit(model, recipe, SEED, taught, progress)

@@ -1,0 +1,88 @@
+"""The benchmark against TRL is fair: the same questions, rewards, settings and lengths. TRL is not needed."""
+
+import importlib.util
+import random
+import sys
+from itertools import islice
+from pathlib import Path
+from statistics import mean, median
+from types import ModuleType
+
+import pytest
+
+from engine.adapters.catalog import migrate
+from engine.config import Paths
+from engine.training.problems import Problem, stream
+from engine.training.problems import reward as earned
+from tasks.train import line_of
+
+BENCH = Path(__file__).parent / "bench"
+
+
+def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Import a file of tests/bench under another name: one is called as the library that it measures."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    spec = importlib.util.spec_from_file_location(f"bench_{name}", BENCH / f"{name}.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_both_sides_ask_the_same_questions(tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from transformers import AutoTokenizer
+
+    bench = load("trl", monkeypatch)
+    config = bench.policy(seed=5, steps=2)
+    migrate(Paths(tmp_path).catalog_url)
+    seed = line_of(Paths(tmp_path), "new", config, ["q_proj"]).seed
+    ours = [problem for _, problem in islice(stream(config.task, "train", seed), 2 * config.groups)]
+    theirs = bench.questions(config, tiny_base)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_base)
+    assert [row["expected"] for row in theirs] == [problem.answer for problem in ours]
+    for row, problem in zip(theirs, ours, strict=True):
+        assert problem.question in row["prompt"]
+        # As TRL encodes a text.
+        assert tokenizer(row["prompt"])["input_ids"] == row["ids"]
+
+
+@pytest.mark.parametrize("text", ["46", "\n\n\n46", "  46 ", "046", "46.", "4 6", "", "47", "46\n46"])
+def test_both_sides_earn_the_same(text: str, monkeypatch: pytest.MonkeyPatch):
+    worker = load("_trl_worker", monkeypatch)
+    assert worker.reward(text, "46") == earned("terse", Problem("addition", "21 + 25 =", "46"), text)
+
+
+def test_both_sides_take_the_same_steps(tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    bench, worker = load("trl", monkeypatch), load("_trl_worker", monkeypatch)
+    config = bench.policy(seed=1, steps=3)
+    task = bench.job(config, tiny_base, tmp_path, batch=32, continuous=False)
+    theirs = worker.settings(task)
+    samples = theirs["per_device_train_batch_size"] * theirs["gradient_accumulation_steps"]
+    assert (samples, theirs["num_generations"]) == (config.groups * config.group_size, config.group_size)
+    assert theirs["max_completion_length"] == config.max_tokens == 256
+    assert (theirs["learning_rate"], theirs["temperature"]) == (config.lr, config.temperature)
+    assert (theirs["epsilon"], theirs["epsilon_high"]) == (0.2, 0.28)
+    assert sorted(task["targets"]) == sorted(
+        ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    )
+
+
+def test_the_base_is_taught_lengths_with_a_long_tail(monkeypatch: pytest.MonkeyPatch):
+    lengthy = load("_lengthy_base", monkeypatch)
+    counts = [count for _, count in islice(lengthy.tails(random.Random(3)), 20_000)]
+    # An answer and its end are five tokens or so.
+    lengths = sorted(min(count + 5, lengthy.LIMIT) for count in counts)
+    assert mean(lengths) == pytest.approx(lengthy.MEAN, rel=0.1)
+    assert median(lengths) < mean(lengths) / 1.5
+    assert lengths[int(0.99 * len(lengths))] > 4 * mean(lengths)
+
+
+def test_only_steps_after_the_warm_ones_are_timed(monkeypatch: pytest.MonkeyPatch):
+    bench = load("trl", monkeypatch)
+    slow_start = bench.Run((50.0, 60.0, 62.0, 64.0), 1, (0.1, 0.2, 0.3, 0.4), (32.0,))
+    assert slow_start.seconds() == 2.0
+    together = bench.Run((10.0, 11.0, 12.0, 13.0, 14.0, 15.0, 16.0, 17.0), 2, (0.5,), (32.0,))
+    # Each step of a policy counts: four steps in four seconds.
+    assert together.seconds() == 1.0
