@@ -1,5 +1,7 @@
 """Rollouts with drafted tokens against rollouts without: `engine.speculative`, vLLM's n-gram lookup.
 
+On a GPU alone: on a CPU the engine refuses the setting, and says why.
+
     graftwork bench speculative [--base tiny-dense|tiny-moe] [--drafts 4] [--repeats 5]
 
 Two engines, alike but for the setting, answer in turns: groups of 8 samples for the problems of each task,

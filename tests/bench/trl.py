@@ -53,7 +53,10 @@ WARM, LAST = 2, 3
 # Samples in one forward of TRL's, and whether it generates by continuous batching.
 VARIANTS = ((128, False), (32, False), (128, True))
 TRIAL_S = 900
-TARGETS = {"step_ratio_1": "<= 1.0", "step_ratio_3": "<= 0.5", "reward_gap": "no worse, within the spread"}
+TARGETS = {
+    "step_ratio_1": "<= 1.0", "step_ratio_3": "<= 0.5", "reward_gap": "no worse, within the spread",
+    "length_trl": "about 32", "length_ours": "about 32",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
