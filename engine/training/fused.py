@@ -45,7 +45,7 @@ def is_worth_fusing(base: ResidentBase, calls: Sequence[Call]) -> bool:
 
     `graftwork bench fused` on a CPU: turns take 1.43 and 1.63 times the CPU seconds of one pass for 3 and 9
     policies of 8 samples (about 130 tokens each) on tiny-dense, 1.14 and 1.20 for 32 samples (about 510);
-    1.05 and 1.45, and 1.04, on tiny-moe. What is saved is the cost of calls, which larger ones hide.
+    1.05 and 1.45, and 1.04 and 1.15, on tiny-moe. What is saved is the cost of calls, which larger ones hide.
     """
     rows = [[example.row for example in call.data] for call in calls]
     if not base.packs or len(calls) < 2 or any(row.routes is not None for part in rows for row in part):
