@@ -189,7 +189,7 @@ def test_gradients_equal_those_through_the_merged_weights(bases, paths, kind):
             if site.experts and side == "lora_B":
                 found = found.transpose(1, 2)
             # The canonical B is twice the factor (alpha is 2 R): so is the factor's gradient.
-            scale = adapter.scale if side == "lora_B" else 1.0
+            scale = adapter.scales[name] if side == "lora_B" else 1.0
             want = torch.stack([theirs[key] for key in site.keys(side)]) * scale
             torch.testing.assert_close(found, want.view_as(found), rtol=1e-4, atol=1e-6)
             assert want.abs().max() > 1e-5, name

@@ -500,7 +500,8 @@ def gradients(session: Session) -> dict[str, torch.Tensor]:
         ({"rank": None}, ConfigError, "needs `rank` and `targets`"),
         ({"policy_config": None}, NotFound, "no policy 'sums'"),
         ({"parent": "0" * 64}, NotFound, "no revision '000000000000'"),
-        ({"ranks": 3}, ConfigError, "Unknown key `ranks`"),
+        ({"layers": 3}, ConfigError, "Unknown key `layers`"),
+        ({"ranks": {"z_proj": 3}}, ConfigError, "'z_proj' covers no projection"),
     ],
 )
 def test_a_session_that_cannot_begin_leaves_nothing(live, changes, error, sentence):

@@ -22,8 +22,6 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn.functional import embedding_bag, scaled_dot_product_attention
 
-from engine.memory import COPIES
-
 # Families whose attention is plain and causal over the whole sequence, and called through transformers'
 # interface. Others (sparse, windowed, with sinks) get rows that are padded on the right.
 PACKED = ("deepseek_v3", "glm4_moe", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
@@ -295,48 +293,3 @@ def _lines(x: Tensor) -> Tensor:
 def _heads(x: Tensor, rows: int, heads: int) -> Tensor:
     """Return lines (B * S, W) as heads (B, heads, S, D)."""
     return x.view(rows, len(x) // rows, heads, -1).transpose(1, 2)
-
-
-def microbatches(rows: Sequence[Row], budget: int, unit: int = 1, shared: bool = True) -> list[list[int]]:
-    """Return indices in batches of at most `budget` tokens of the stream; a larger unit is alone.
-
-    `unit` consecutive rows stay together. Rows with the same prompt do where they fit, so that they share
-    it; without `shared` every row counts its own. A prompt's keys are copied for each of its samples: a
-    token of the budget allows for `COPIES` of them.
-    """
-    groups: dict[Any, list[list[int]]] = {}
-    for begin in range(0, len(rows), unit):
-        members = list(range(begin, min(begin + unit, len(rows))))
-        groups.setdefault(rows[begin].shared if shared else begin, []).append(members)
-
-    def size(units: Sequence[Sequence[int]]) -> int:
-        chosen = [rows[i] for members in units for i in members]
-        keys = sum(len(row.tokens) - 1 for row in chosen)
-        if not shared:
-            return keys
-        prompts = sum({row.shared: row.start for row in chosen}.values())
-        own = sum(len(row.tokens) - row.start - 1 for row in chosen)
-        return max(prompts + own, -(-(prompts + keys) // COPIES))
-
-    pieces: list[list[list[int]]] = []
-    for units in groups.values():
-        pieces.append([])
-        for members in units:
-            if pieces[-1] and size([*pieces[-1], members]) > budget:
-                pieces.append([])
-            pieces[-1].append(members)
-    return _first_fit([(size(piece), [i for members in piece for i in members]) for piece in pieces], budget)
-
-
-def _first_fit(pieces: Sequence[tuple[int, list[int]]], budget: int) -> list[list[int]]:
-    """Fill batches up to the budget, the largest pieces first; each batch keeps the order of its indices."""
-    batches: list[list[int]] = []
-    room: list[int] = []
-    for size, members in sorted(pieces, key=lambda piece: -piece[0]):
-        at = next((at for at, left in enumerate(room) if size <= left), len(batches))
-        if at == len(batches):
-            batches.append([])
-            room.append(budget)
-        batches[at] += members
-        room[at] -= size
-    return [sorted(batch) for batch in batches]

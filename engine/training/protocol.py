@@ -9,7 +9,7 @@ number that the session was created with; an older one is refused.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -115,7 +115,15 @@ class CreateSession(Request):
     policy: PolicyName
     rank: int | None = Field(None, ge=1)
     alpha: float | None = Field(None, gt=0, description="empty: as the rank")
-    targets: list[str] | None = Field(None, min_length=1)
+    targets: list[str] | None = Field(
+        None, min_length=1, description="projections, or ends of paths: `layers.2.mlp.up_proj`"
+    )
+    ranks: dict[str, Annotated[int, Field(ge=1)]] | None = Field(
+        None, description="other ranks by PEFT's rank_pattern"
+    )
+    alphas: dict[str, Annotated[float, Field(gt=0)]] | None = Field(
+        None, description="other alphas by PEFT's alpha_pattern"
+    )
     seed: int = Field(ge=0)
     holder: str = Field(
         min_length=1,

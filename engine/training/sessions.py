@@ -14,10 +14,11 @@ from typing import Any
 
 from engine.errors import Busy, ConfigError, Conflict, NotFound, ServiceError
 from engine.training import state
+from engine.training.adapter import by_pattern, chosen_sites
 from engine.training.capacity import bytes_of
 from engine.training.lora import ResidentBase
 from engine.training.protocol import CreateSession, SessionRequest
-from engine.training.session import CURRENT, Session, state_file
+from engine.training.session import CURRENT, SHAPE, Session, state_file
 
 LEASE_S = 30.0
 NEVER = float("-inf")
@@ -88,8 +89,9 @@ class Sessions:
         """Return what a session takes in memory: its factors, their gradients and their Adam moments."""
         assert opened.rank is not None
         assert opened.targets is not None
-        chosen = (site for name, site in self.base.sites.items() if name.rpartition(".")[2] in opened.targets)
-        return bytes_of(chosen, opened.rank)
+        chosen = chosen_sites(self.base.sites, opened.targets)
+        ranks = by_pattern(chosen, opened.rank, opened.ranks or {})
+        return sum(bytes_of(site, ranks[name]) for name, site in chosen.items())
 
     def hear(self, name: str, fence: int) -> bool:
         """Note that the writer with this fence is there; say whether it still writes.
@@ -146,7 +148,7 @@ class Sessions:
         if not file.is_file():
             return None
         header = state.read_header(file)
-        settings = {name: header["settings"][name] for name in ("rank", "alpha", "targets")}
+        settings = {name: header["settings"][name] for name in SHAPE}
         left_open = {name: value for name, value in settings.items() if getattr(request, name) is None}
         return self._bring(request.model_copy(update={**left_open, "parent": header["parent"]}))
 
