@@ -1,7 +1,6 @@
 """Kills at chosen moments of a training run: planned by seed, carried out on real services, checked."""
 
 import contextlib
-import os
 import random
 import statistics
 import subprocess
@@ -9,7 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import cycle, islice, pairwise
 from pathlib import Path
 
 import httpx
@@ -65,14 +64,26 @@ class Note:
         return [Note(float(at), int(step), *said) for at, step, *said in lines]
 
 
-def plan(draw: random.Random, victims: Sequence[str], steps: int) -> list[Kill]:
-    """Draw a moment for each victim, in the order in which one run meets them."""
-    kills = []
-    for victim in victims:
-        phase = draw.choice(HIT[victim])
-        step = {"open": 0, "revision": steps}.get(phase, draw.randrange(phase == "export", steps))
-        kills.append(Kill(victim, step, phase, draw.random()))
-    return sorted(kills, key=lambda kill: kill.moment)
+def plans(seed: int, victims: Sequence[str], steps: int, runs: int) -> list[list[Kill]]:
+    """Draw the moments of a kill of each victim in each run, in the order in which the run meets them.
+
+    Steps and shares of a phase's time are uniform; all kills of a process together go evenly over its phases.
+    """
+    draw = random.Random(seed)
+    return [
+        sorted(kills, key=lambda kill: kill.moment)
+        for kills in zip(*(moments(draw, victim, steps, runs) for victim in victims), strict=True)
+    ]
+
+
+def moments(draw: random.Random, victim: str, steps: int, count: int) -> list[Kill]:
+    phases = [*islice(cycle(draw.sample(HIT[victim], len(HIT[victim]))), count)]
+    draw.shuffle(phases)
+    only = {"open": 0, "revision": steps - 1}
+    return [
+        Kill(victim, only.get(phase, draw.randrange(phase == "export", steps)), phase, draw.random())
+        for phase in phases
+    ]
 
 
 def durations(notes: Sequence[Note]) -> dict[str, float]:
@@ -106,14 +117,14 @@ class Flow:
         self.process.kill()
         self.process.wait(10)
 
-    def await_phase(self, kill: Kill, since: float) -> bool:
-        """Wait until the flow is in the phase or has been since `since`; False when it has ended instead."""
-        deadline = time.monotonic() + PATIENCE_S
-        while time.monotonic() < deadline:
+    def await_phase(self, kill: Kill) -> bool:
+        """Wait until the flow is in the phase, or has just been; False when it has ended instead."""
+        began = time.monotonic()
+        while time.monotonic() < began + PATIENCE_S:
             ended = self.process.poll() is not None
             notes = Note.read(self.notes)
-            later = [note for note in notes if note.at > since] or notes[-1:]
-            if any(note.phase == kill.phase and note.step >= kill.step for note in later):
+            recent = [note for note in notes if note.at > began] or notes[-1:]
+            if any(note.phase == kill.phase and note.step >= kill.step for note in recent):
                 return True
             if ended:
                 return False
@@ -135,7 +146,10 @@ def guard_of(params: Params, name: str) -> int | None:
 
 def processes_of(params: Params, name: str) -> list[psutil.Process]:
     """Return a service's processes that do work: the server first, then the engine's core."""
-    found = psutil.Process(guard_of(params, name)).children(recursive=True)
+    guard = guard_of(params, name)
+    # psutil takes None for the caller itself.
+    assert guard
+    found = psutil.Process(guard).children(recursive=True)
     return [found[0], *(one for one in found[1:] if "EngineCore" in one.name())]
 
 
@@ -182,18 +196,15 @@ def interrupted(
 
     A service is killed again only when it has come back.
     """
-    flow, since = Flow(file, policy), 0.0
-    hits: list[str] = []
+    flow, hits = Flow(file, policy), list[str]()
     gone: dict[str, int | None] = {}
     try:
         for kill in kills:
-            if kill.victim in gone:
-                await_return(params, kill.victim, gone.pop(kill.victim))
-                since = time.monotonic()
-            if not flow.await_phase(kill, since):
+            if kill.victim != "flow":
+                await_return(params, kill.victim, gone.get(kill.victim))
+            if not flow.await_phase(kill):
                 break
             time.sleep(kill.share * usual.get(kill.phase, 0.0))
-            since = time.monotonic()
             if kill.victim != "flow":
                 gone[kill.victim] = guard_of(params, kill.victim)
             hits.append(strike(params, flow, kill))
@@ -236,18 +247,4 @@ def revisions(params: Params, policy: str) -> dict[int, str]:
         store.read(location(row))
     found = {row.step: row.digest for row in rows}
     assert len(found) == len(rows)
-    return found
-
-
-def members_alive(root: Path) -> list[str]:
-    """Return the command lines of live processes that name `root`."""
-    found = []
-    for process in psutil.process_iter(["cmdline", "status"]):
-        line = " ".join(process.info["cmdline"] or [])
-        if (
-            str(root) in line
-            and process.info["status"] != psutil.STATUS_ZOMBIE
-            and process.pid != os.getpid()
-        ):
-            found.append(line)
     return found

@@ -14,12 +14,23 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def left_behind(root: Path) -> list[str]:
+    """Return the command lines of live processes that name `root`."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        line = " ".join(process.info["cmdline"] or [])
+        if str(root) in line and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(line)
+    return found
 
 
 @dataclass

@@ -1,8 +1,7 @@
 """kill -9 of engine, trainer and flow process at random moments: a run ends as if nothing had happened."""
 
-import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,11 +13,11 @@ from chaos import (
     assert_whole,
     durations,
     interrupted,
-    members_alive,
-    plan,
+    plans,
     recorded,
     revisions,
 )
+from live import left_behind
 from operated import write_settings
 
 from engine import services
@@ -81,28 +80,39 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         params, lambda: ensure_base(params.base, params.paths), lambda *_: None, ("engine", "trainer")
     ):
         yield Live(params, file, {})
-    assert members_alive(state) == []
+    assert left_behind(state) == []
 
 
-def survives(live: Live, policy: str, kills: list[Kill]) -> None:
+@pytest.fixture
+def tell(capsys: pytest.CaptureFixture[str]) -> Callable[..., None]:
+    """Return a way to show lines also when the test passes: which moments were hit is part of the result."""
+
+    def show(*lines: str) -> None:
+        with capsys.disabled():
+            print("", *lines, sep="\n  ")
+
+    return show
+
+
+def survives(live: Live, policy: str, kills: list[Kill], tell: Callable[..., None]) -> None:
     whole = live.whole(live.params.policy(policy).staleness)
     began = time.monotonic()
     digest, hits = interrupted(live.params, live.file, policy, kills, whole.usual)
-    print(f"\n{policy}: {time.monotonic() - began:.0f} s", *hits, sep="\n  ")
+    tell(f"{policy}: {time.monotonic() - began:.0f} s", *hits)
     assert digest == whole.digests[STEPS]
     assert_whole(live.params, policy, STEPS, whole.digests)
     assert len(hits) == len(kills)
 
 
 @pytest.mark.timeout(900)
-def test_one_kill_of_each_process(live: Live) -> None:
+def test_one_kill_of_each_process(live: Live, tell: Callable[..., None]) -> None:
     """The flow's lease runs out while the engine starts again."""
     kills = [
         Kill("engine", 2, "rollouts", 0.5),
         Kill("flow", 2, "rollouts", 0.9),
         Kill("trainer", 5, "optim_step", 0.5),
     ]
-    survives(live, "sample", kills)
+    survives(live, "sample", kills, tell)
 
 
 def test_a_step_that_was_stored_just_before_its_flow_died_is_recorded_by_the_next_one(live: Live) -> None:
@@ -122,6 +132,5 @@ def test_a_step_that_was_stored_just_before_its_flow_died_is_recorded_by_the_nex
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("number", range(RUNS))
-def test_kills_at_random_moments(live: Live, number: int) -> None:
-    kills = plan(random.Random(f"{SEED}-{number}"), VICTIMS, STEPS)
-    survives(live, f"run-{number}", kills)
+def test_kills_at_random_moments(live: Live, number: int, tell: Callable[..., None]) -> None:
+    survives(live, f"run-{number}", plans(SEED, VICTIMS, STEPS, RUNS)[number], tell)

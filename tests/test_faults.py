@@ -118,7 +118,7 @@ def test_flow_ended_in_the_middle_of_training_and_the_next_run_goes_on(
     params: Params, file: Path, policy: str, number: signal.Signals
 ) -> None:
     with subprocess.Popen(command("adapt", policy, file), cwd=ROOT) as adapt:
-        assert eventually(lambda: step_of(params, policy) >= 3, 120)
+        assert eventually(lambda: step_of(params, policy) >= 3, 300)
         os.kill(adapt.pid, number)
         assert adapt.wait(timeout=60) != 0
     reached = step_of(params, policy)

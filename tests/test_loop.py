@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 import yaml
 from history import step_row
-from live import free_port
+from live import free_port, left_behind
 from mlflow import MlflowClient
 
 from tasks.register import numbers
@@ -25,16 +24,6 @@ ROOT = Path(__file__).parent.parent
 SERVICES = ("engine", "trainer", "controller", "mlflow", "prefect")
 # Fewer steps than the main job: enough to see the reward rise and users notice.
 STEPS = 16
-
-
-def left_behind(root: Path) -> list[str]:
-    """Return the command lines of live processes that name `root`."""
-    found = []
-    for process in psutil.process_iter(["cmdline", "status"]):
-        line = " ".join(process.info["cmdline"] or [])
-        if str(root) in line and process.info["status"] != psutil.STATUS_ZOMBIE:
-            found.append(line)
-    return found
 
 
 @pytest.fixture(scope="module")
