@@ -18,7 +18,7 @@ import _record as record
 import torch
 
 from engine.base import ensure_base
-from engine.config import BaseConfig, Paths
+from engine.config import BaseConfig, load_params
 from engine.training.fused import Call, forward_backward_many, is_worth_fusing
 from engine.training.lora import Example, ResidentBase, Row
 from engine.training.update import forward_backward
@@ -103,12 +103,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--bases", nargs="+", default=["tiny-dense", "tiny-moe"])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--state", type=Path, default=Path(".graftwork"))
+    parser.add_argument("--params", type=Path, default=Path("params.yaml"))
+    parser.add_argument("--out", type=Path, default=Path(".graftwork/bench"))
     given = parser.parse_args()
+    paths = load_params(given.params).paths
     figures: dict[str, float] = {}
     correct, chosen = True, []
     for name in given.bases:
-        base = ResidentBase(ensure_base(BaseConfig(name=name), Paths(given.state)).path, 1, MICROBATCH_TOKENS)
+        base = ResidentBase(ensure_base(BaseConfig(name=name), paths).path, 1, MICROBATCH_TOKENS)
         for policies in POLICIES:
             for samples in SAMPLES:
                 calls = calls_of(base, policies, samples)
@@ -118,7 +120,7 @@ def main() -> None:
                 ratio = found["ratio"] if is_worth_fusing(base, calls) else 1 / found["ratio"]
                 chosen.append(ratio > 0.95)
     figures["rule"] = sum(chosen) / len(chosen)
-    record.report("fused", figures, {"rule": "1"}, {}, correct=correct)
+    record.report("fused", figures, {"rule": "1"}, {}, correct, given.out)
 
 
 if __name__ == "__main__":
