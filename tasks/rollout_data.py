@@ -7,8 +7,9 @@ the draw is under way beside them, under a revision that never changes. Knows no
 
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from statistics import fmean, pstdev
 from time import monotonic
@@ -20,6 +21,7 @@ from engine.training.protocol import Datum, EncodedText, ModelInput, TensorData
 from engine.training.rollouts import Sample, Sampling, sample_groups
 from engine.training.verifiers import Verifier
 from tasks.lines import Line
+from tasks.parallel import background
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,10 @@ class Sampler:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a line's samples come from: its problems, and the engine that answers them."""
+    """Where a line's samples come from: its problems, and the engine that answers them.
+
+    With `replays` they come with their tokens' experts.
+    """
 
     policy: str
     config: PolicyConfig
@@ -41,6 +46,7 @@ class Source:
     engine_url: str
     key: str
     base_name: str
+    replays: bool = False
 
     def prompt_ids(self, question: str) -> list[int]:
         """Return a question's token ids as the policy asks it: template, system prompt, examples."""
@@ -84,18 +90,22 @@ def draw(source: Source, step: int, sampler: Sampler, problems: Sequence[Problem
     config, clock = source.config, monotonic()
     prompts = [source.prompt_ids(problem.question) for problem in problems]
     seed = int(content_hash([source.line.seed, step])[:7], 16)
-    sampling = Sampling(config.group_size, config.max_tokens, config.temperature, seed)
+    sampling = Sampling(
+        config.group_size, config.max_tokens, config.temperature, seed, routed_experts=source.replays
+    )
     model = served_name(source.policy, sampler.digest) if sampler.digest else source.base_name
     groups = sample_groups(source.engine_url, source.key, model, prompts, sampling)
     return Drawn(sampler, problems, prompts, groups, position, monotonic() - clock)
 
 
 class Ahead:
-    """The draws under way: of the next step, and with staleness of steps after it."""
+    """The draws under way: of the next step, and with staleness of steps after it.
+
+    Of a run that ends before, the engine finishes what it has, under the revision that it began with.
+    """
 
     def __init__(self, source: Source):
         self.source = source
-        self._pool = ThreadPoolExecutor(source.config.staleness + 1, thread_name_prefix="rollouts")
         self._draws: dict[int, Future[Drawn]] = {}
         self._ends: dict[int, int] = {}
 
@@ -107,15 +117,11 @@ class Ahead:
         if step not in self._draws:
             problems, end = self.source.problems(self._ends.get(step - 1, position))
             self._ends[step] = end
-            self._draws[step] = self._pool.submit(draw, self.source, step, sampler, problems, end)
+            self._draws[step] = background(partial(draw, self.source, step, sampler, problems, end))
 
     def take(self, step: int) -> Drawn:
         """Wait for a step's draw. One that failed raises its error, and can be begun again."""
         return self._draws.pop(step).result()
-
-    def close(self) -> None:
-        """Begin no more; what the engine has under way ends by itself, under the revision that it has."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 @dataclass(frozen=True)
@@ -188,4 +194,8 @@ def datum(prompt: Sequence[int], sample: Sample, advantage: float) -> Datum:
         "logprobs": TensorData(data=[0.0] * before + list(sample.logprobs)),
         "advantages": TensorData(data=[0.0] * before + [advantage] * after),
     }
-    return Datum(model_input=ModelInput(chunks=[EncodedText(tokens=tokens[:-1])]), loss_fn_inputs=inputs)
+    return Datum(
+        model_input=ModelInput(chunks=[EncodedText(tokens=tokens[:-1])]),
+        loss_fn_inputs=inputs,
+        routed_experts=sample.routed_experts,
+    )

@@ -67,7 +67,7 @@ class Run:
     verifier: Verifier
 
     def close(self) -> None:
-        for part in (self.ahead, self.client, self.spool, self.verifier):
+        for part in (self.client, self.spool, self.verifier):
             part.close()
 
 
@@ -109,10 +109,12 @@ def prepare(params: Params, policy: str, config: PolicyConfig, key: str) -> Run:
     loss_of(config.loss)
     base = ensure_base(params.base, params.paths)
     tokenizer = AutoTokenizer.from_pretrained(base.path)
-    targets = BaseShapes.read(base.path).targets_on(cuda_bytes() is not None)
+    shapes = BaseShapes.read(base.path)
+    targets = shapes.targets_on(cuda_bytes() is not None)
     line = line_of(params.paths, policy, config, targets)
     base_name = Path(params.base.name).name
-    source = Source(policy, config, line, tokenizer, params.url("engine"), key, base_name)
+    replays = config.router_replay and bool(shapes.experts)
+    source = Source(policy, config, line, tokenizer, params.url("engine"), key, base_name, replays)
     spool = Spool(params.paths.spool, f"train-{policy}")
     client = TrainerClient(params.url("trainer"))
     return Run(params, policy, config, line, source, Ahead(source), client, spool, Verifier(config))
@@ -180,7 +182,9 @@ def grpo_step(run: Run, session: SessionInfo) -> SessionInfo:
     data, kept = rollout_data.build_data(drawn, judged, config.loss)
     reward_s = time.monotonic() - clock
     clock = time.monotonic()
-    metrics = run.client.forward_backward(session, data, config.loss, config.loss_sent())["metrics"]
+    metrics = run.client.forward_backward(
+        session, data, config.loss, config.loss_sent(), router_replay=run.source.replays
+    )["metrics"]
     now = time.monotonic()
     seconds = {
         "wait_s": wait_s,

@@ -71,6 +71,6 @@ def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def engine(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
-    running = start_engine(tiny_base, tmp_path_factory.mktemp("engine"), slots=4, max_num_seqs=64)
+    running = start_engine(tiny_base, tmp_path_factory.mktemp("engine"), wait_s=600, slots=4, max_num_seqs=64)
     yield running
     stop_engine(running)

@@ -1,12 +1,17 @@
 """Several adapters in one forward and backward: each gets what it gets alone."""
 
+from dataclasses import asdict, replace
+
 import pytest
 import torch
 from mla_bases import deepseek_v3
 from moe_bases import qwen3_moe
 from test_packing import ROWS
 
-from engine.training.lora import ResidentBase, Row
+from engine.errors import ConfigError
+from engine.training.fused import Call, forward_backward_many, is_worth_fusing
+from engine.training.lora import Example, ResidentBase, Row
+from engine.training.update import forward_backward
 
 # Policies of different rank, alpha and targets, some of them with the same.
 POLICIES = (
@@ -110,3 +115,67 @@ def together_scores(base: ResidentBase, policies: list, shares) -> list[torch.Te
     stream = base.pack(shares)
     with base.using_many(list(zip(policies, stream.counts, strict=True))):
         return list(base.logprobs(stream).split([sum(row.length for row in rows) for rows in shares]))
+
+
+def calls_of(policies: list, losses=("grpo", "dapo", "importance_sampling", "gspo")) -> list[Call]:
+    """Each policy's own examples, loss and settings; one of them pulls towards the base."""
+    configs = ({}, {"kl": 0.1}, {}, {})
+    generator = torch.Generator().manual_seed(5)
+    return [
+        Call(
+            adapter,
+            [
+                Example(
+                    row, (-4.0,) * row.length, (torch.randn((), generator=generator).item(),) * row.length
+                )
+                for row in rows
+            ],
+            loss,
+            config,
+        )
+        for adapter, rows, loss, config in zip(policies, SHARES, losses, configs, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("budget", [20, 4096])
+def test_calls_of_several_sessions_give_what_each_gives_alone(bases, monkeypatch, budget):
+    base = bases["moe"]
+    monkeypatch.setattr(base, "microbatch_tokens", budget)
+    fused, single = adapters(base), adapters(base)
+    results = forward_backward_many(base, calls_of(fused))
+    for number, call in enumerate(calls_of(single)):
+        wanted = forward_backward(base, call.adapter, call.data, call.loss, call.config)
+        for found, value in zip(results[number].logprobs, wanted.logprobs, strict=True):
+            assert found == pytest.approx(value, abs=1e-5)
+        found, value = asdict(results[number].metrics), asdict(wanted.metrics)
+        for name in ("masked", "kl"):
+            assert bool(found[name]) == bool(value[name])
+        numbers = [name for name, number in value.items() if isinstance(number, (int, float))]
+        assert [found[name] for name in numbers] == pytest.approx([value[name] for name in numbers], rel=1e-4)
+        for key, factor in call.adapter.factors.items():
+            torch.testing.assert_close(fused[number].factors[key].grad, factor.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_a_call_that_fails_leaves_every_policys_gradients(bases):
+    base = bases["dense"]
+    policies = adapters(base)
+    calls = calls_of(policies)
+    forward_backward_many(base, calls)
+    before = [{key: factor.grad.clone() for key, factor in one.factors.items()} for one in policies]
+    broken = replace(calls[2].data[1], advantages=(float("nan"),) * calls[2].data[1].row.length)
+    calls[2] = replace(calls[2], data=[calls[2].data[0], broken, *calls[2].data[2:]])
+    with pytest.raises(ConfigError, match="loss of sample 1 is not a finite number"):
+        forward_backward_many(base, calls)
+    for one, gradients in zip(policies, before, strict=True):
+        assert all(torch.equal(factor.grad, gradients[key]) for key, factor in one.factors.items())
+
+
+def test_only_small_calls_of_several_policies_are_fused(bases, monkeypatch):
+    base = bases["dense"]
+    calls = calls_of(adapters(base))
+    assert is_worth_fusing(base, calls)
+    assert not is_worth_fusing(base, calls[:1])
+    many = [Example(Row((1, *range(2, 80)), 1), (-1.0,) * 78, (1.0,) * 78)] * 60
+    assert not is_worth_fusing(base, [replace(call, data=many) for call in calls])
+    monkeypatch.setattr(base, "packs", False)
+    assert not is_worth_fusing(base, calls)

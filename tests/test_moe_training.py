@@ -31,10 +31,12 @@ DEEPSEEK_V3 = {
     "first_k_dense_replace": 1, "routed_scaling_factor": 2.5,
 }  # fmt: skip
 NARROW_QUERY = {**DEEPSEEK_V3, "q_lora_rank": None}
+DEEPSEEK_V32 = {**DEEPSEEK_V3, "index_topk": 3, "index_n_heads": 16, "index_head_dim": 8}
 KINDS = {
     "moe": ("qwen3_moe", QWEN3_MOE),
     "mla": ("deepseek_v3", DEEPSEEK_V3),
     "mla-q": ("deepseek_v3", NARROW_QUERY),
+    "dsa": ("deepseek_v32", DEEPSEEK_V32),
 }
 EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
@@ -187,7 +189,7 @@ def test_gradients_equal_those_through_the_merged_weights(bases, paths, kind):
             if site.experts and side == "lora_B":
                 found = found.transpose(1, 2)
             # The canonical B is twice the factor (alpha is 2 R): so is the factor's gradient.
-            scale = adapter.scale if side == "lora_B" else 1.0
+            scale = adapter.scales[name] if side == "lora_B" else 1.0
             want = torch.stack([theirs[key] for key in site.keys(side)]) * scale
             torch.testing.assert_close(found, want.view_as(found), rtol=1e-4, atol=1e-6)
             assert want.abs().max() > 1e-5, name

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import yaml
 from operated import ROOT, Operated, graftwork, write_settings, write_sums
 
 pytestmark = pytest.mark.timeout(600)
@@ -421,6 +422,26 @@ def test_mlflow_and_prefect_may_die_in_the_middle_of_an_adapt(people: Operated, 
             time.sleep(0.5)
     assert state["type"] == "COMPLETED", state["message"]
     assert len(people.mlflow.search_model_versions(f"name = '{POLICY}'")) == before + 1
+
+
+def test_several_policies_are_adapted_at_once(people: Operated) -> None:
+    """Two runs of the worker's, and one command with both names: each policy ends with a new revision."""
+
+    def versions(name: str) -> int:
+        return len(people.mlflow.search_model_versions(f"name = '{name}'"))
+
+    names = ("arithmetic", "sorting")
+    runs = [people.start("adapt", policy=name, steps=2, scored=False).json()["id"] for name in names]
+    assert [people.wait(run)["type"] for run in runs] == ["COMPLETED"] * 2
+    before = [versions(name) for name in names]
+    data = yaml.safe_load(people.settings.read_text())
+    for name in names:
+        data["policies"][name] |= {"steps": 1, "seed": 5}
+    settings = people.state / "two.yaml"
+    settings.write_text(yaml.safe_dump(data))
+    done = graftwork("adapt", "--policy", names[0], "--policy", names[1], settings=settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [versions(name) for name in names] == [count + 1 for count in before]
 
 
 def test_a_run_whose_heartbeats_stopped_is_marked_as_crashed(people: Operated, dead: str) -> None:

@@ -7,7 +7,8 @@ from moe_bases import glm4_moe, qwen3_moe
 
 from engine.training import lora
 from engine.training.lora import Example, ResidentBase, Row
-from engine.training.packing import can_pack, microbatches, pack
+from engine.training.microbatches import microbatches
+from engine.training.packing import can_pack, pack
 from engine.training.update import forward_backward
 
 KINDS = ("dense", "moe", "glm", "mla")

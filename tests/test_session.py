@@ -73,6 +73,32 @@ def test_a_session_that_was_cut_off_goes_on_bit_for_bit(base, tmp_path):
     assert not same(factors(start), factors(whole))
 
 
+def test_beside_eight_others_a_session_becomes_what_it_is_alone(base, tmp_path):
+    """Five steps with the same samples; the others have other ranks, places and data, and come in between."""
+    alone = Session(tmp_path / "alone", base, BASE, opening())
+    for number in range(5):
+        train_one(alone, number)
+    beside = Session(tmp_path / "beside", base, BASE, opening())
+    targets = (["q_proj"], ["v_proj", "up_proj"], ["down_proj", "gate_proj"])
+    others = [
+        Session(tmp_path / f"{i}", base, BASE, opening(f"o-{i}", rank=2 ** (i % 4), targets=targets[i % 3]))
+        for i in range(8)
+    ]
+    for number in range(5):
+        for i, other in enumerate(others):
+            train_one(other, 100 + 10 * number + i)
+            if i == 4:
+                train_one(beside, number)
+    moved = [
+        torch.dist(a, b).item()
+        for a, b in zip(factors(beside).values(), factors(alone).values(), strict=True)
+    ]
+    assert max(moved) <= 1e-5
+    assert same(factors(beside), factors(alone))
+    start = Session(tmp_path / "start", base, BASE, opening())
+    assert not same(factors(start), factors(alone))
+
+
 def test_the_same_request_is_applied_once_also_after_a_restart(base, tmp_path):
     session = Session(tmp_path, base, BASE, opening())
     train_one(session, 1, "first")

@@ -77,7 +77,7 @@ def loop(engine: RunningEngine, rules: None) -> Iterator[Loop]:
     """The trainer beside the engine of all tests, on its state."""
     given = json.loads((engine.state / "params.json").read_text())
     file = engine.state / "trainer.json"
-    file.write_text(json.dumps(given | {"trainer": {"port": free_port(), "sessions": 64}}))
+    file.write_text(json.dumps(given | {"trainer": {"port": free_port()}}))
     command = [sys.executable, "-m", "engine.training.service", "--params", str(file)]
     with (engine.state / "trainer.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
@@ -123,8 +123,8 @@ def test_beside_eight_others_it_is_the_same_after_five_steps(loop: Loop) -> None
 @pytest.mark.timeout(300)
 def test_sampler_and_trainer_agree(alone: Trained) -> None:
     assert ratios(alone) == pytest.approx([1.0] * STEPS, abs=1e-3)
-    # One value that is exactly 1 every time would be a constant.
-    assert len(set(ratios(alone))) > 1
+    # Two implementations round differently somewhere; a constant would not.
+    assert any(row["ratio_min"] < 1 < row["ratio_max"] for row in alone.curve)
 
 
 @pytest.mark.slow
@@ -181,7 +181,8 @@ def test_every_step_reaches_the_ledger_with_its_metrics(loop: Loop, alone: Train
     ledger.ingest(loop.params.paths.spool)
     asked = (
         "reward_std, zero_spread, ratio_min, ratio_max, clip_fraction, entropy, kl_old, length_mean, "
-        "length_max, truncated, staleness, tokens_per_s, wait_s, rollout_s, peak_memory, masked"
+        "length_max, truncated, staleness, tokens_per_s, wait_s, rollout_s, backpressure_s, peak_memory, "
+        "masked"
     )
     query = f"SELECT {asked} FROM train_steps WHERE policy = 'alone' ORDER BY step"
     rows = ledger.connection.execute(query).fetchall()

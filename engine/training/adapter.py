@@ -7,15 +7,18 @@ Shapes: E experts, R rank, I input features, O output features.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from engine.adapters.families import PROJECTIONS, BaseShapes
-from engine.errors import AdapterError
+from engine.adapters.foreign_files import Patterns
+from engine.errors import AdapterError, ConfigError
+
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,41 @@ def sites_of(shapes: BaseShapes) -> dict[str, Site]:
     return {site.name: site for site in (*linear, *routed)}
 
 
+def chosen_sites(sites: Mapping[str, Site], targets: Iterable[str]) -> dict[str, Site]:
+    """Return the sites that targets name: a projection, or the end of a path such as `layers.2.mlp.up_proj`.
+
+    As PEFT's `target_modules`. Raises `ConfigError` for targets that name nothing.
+    """
+    ends = {target: f".{target}" for target in targets}
+    if unknown := sorted(
+        target for target, end in ends.items() if not any(f".{name}".endswith(end) for name in sites)
+    ):
+        known = sorted({name.rpartition(".")[2] for name in sites})
+        raise ConfigError(f"The base has no projections {', '.join(unknown)}. Known: {', '.join(known)}.")
+    return {name: site for name, site in sites.items() if f".{name}".endswith(tuple(ends.values()))}
+
+
+def by_pattern(names: Collection[str], default: Number, patterns: Mapping[str, Number]) -> dict[str, Number]:
+    """Return each name's value: that of the first pattern that covers the end of its path, or the default.
+
+    As PEFT's `rank_pattern` and `alpha_pattern`. Raises `ConfigError` for a pattern that covers nothing.
+    """
+    for pattern in patterns:
+        if not any(Patterns({pattern: True}).get(name, False) for name in names):
+            raise ConfigError(f"The pattern {pattern!r} covers no projection of the adapter; mend it.")
+    chosen = Patterns(patterns)
+    return {name: chosen.get(name, default) for name in names}
+
+
+def ranks_at(sites: Mapping[str, Site], tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the rank that canonical tensors need at each site that they have something for."""
+    found = {
+        name: max((len(tensors[key]) for key in site.keys("lora_A") if key in tensors), default=0)
+        for name, site in sites.items()
+    }
+    return {name: rank for name, rank in found.items() if rank}
+
+
 @dataclass(frozen=True)
 class Part:
     """An adapter and the tokens that are its: `span` of those that go through the base together."""
@@ -61,11 +99,18 @@ class Adapter:
     (E, R, I) and rank-major (E, R, O) of experts, which is how their products read them.
     """
 
-    def __init__(self, sites: Mapping[str, Site], rank: int, alpha: float, device: torch.device):
-        self.sites, self.rank, self.alpha = sites, rank, alpha
+    def __init__(
+        self,
+        sites: Mapping[str, Site],
+        ranks: Mapping[str, int],
+        alphas: Mapping[str, float],
+        device: torch.device,
+    ):
+        self.sites, self.rank = sites, max(ranks[name] for name in sites)
+        self.scales = {name: alphas[name] / ranks[name] for name in sites}
         self.factors: dict[str, nn.Parameter] = {}
         for name, site in sites.items():
-            stack = (site.experts,) if site.experts else ()
+            rank, stack = ranks[name], (site.experts,) if site.experts else ()
             b = (rank, site.outputs) if site.experts else (site.outputs, rank)
             self.factors[f"{name}.lora_A"] = nn.Parameter(
                 torch.zeros(*stack, rank, site.inputs, device=device)
@@ -74,8 +119,9 @@ class Adapter:
         self.optimizer = torch.optim.AdamW(self.factors.values(), lr=0.0, fused=True)
 
     @property
-    def scale(self) -> float:
-        return self.alpha / self.rank
+    def targets(self) -> tuple[str, ...]:
+        """The projections that have factors in some layer."""
+        return tuple(sorted({name.rpartition(".")[2] for name in self.sites}))
 
     @torch.no_grad()
     def draw(self, generator: torch.Generator) -> None:
@@ -90,7 +136,7 @@ class Adapter:
         """Return a site's A, B and scale, or None where this adapter has nothing."""
         if name not in self.sites:
             return None
-        return self.factors[f"{name}.lora_A"], self.factors[f"{name}.lora_B"], self.scale
+        return self.factors[f"{name}.lora_A"], self.factors[f"{name}.lora_B"], self.scales[name]
 
     @torch.no_grad()
     def canonical(self, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -100,7 +146,7 @@ class Adapter:
         """
         tensors: dict[str, Tensor] = {}
         for side, factor, site in self._stacks():
-            folded = factor * self.scale if side == "lora_B" else factor
+            folded = factor * self.scales[site.name] if side == "lora_B" else factor
             whole = folded.to("cpu", dtype, copy=True).contiguous()
             tensors |= zip(site.keys(side), whole.unbind(0) if site.experts else (whole,), strict=True)
         return tensors
@@ -118,13 +164,27 @@ class Adapter:
         self.place(tensors)
 
     def place(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write canonical tensors of at most this rank into the first ranks; what is not given stays."""
-        parts = self._parts()
-        for key, tensor in tensors.items():
-            if key.endswith("lora_A"):
-                parts[key][: len(tensor)] = tensor
+        """Write canonical tensors into the first ranks of their places; what is not given stays.
+
+        Raises `AdapterError` for a tensor of a larger rank than its place has.
+        """
+        places = [
+            (key, part, site)
+            for side, factor, site in self._stacks()
+            for key, part in _by_key(side, factor, site)
+        ]
+        for key, part, site in places:
+            if key not in tensors:
+                continue
+            found, axis = tensors[key], 0 if key.endswith("lora_A") else 1
+            if found.shape[axis] > part.shape[axis]:
+                raise AdapterError(
+                    f"The tensor {key} has rank {found.shape[axis]}, over the {part.shape[axis]} here."
+                )
+            if axis == 0:
+                part[: len(found)] = found
             else:
-                parts[key][:, : tensor.shape[1]] = tensor.float() / self.scale
+                part[:, : found.shape[1]] = found.float() / self.scales[site.name]
 
     def _stacks(self) -> Iterator[tuple[str, Tensor, Site]]:
         """Yield each factor's side, its values with the axes of the canonical form, and its site."""
@@ -137,7 +197,7 @@ class Adapter:
         """Return a view on every canonical tensor's place."""
         parts: dict[str, Tensor] = {}
         for side, factor, site in self._stacks():
-            parts |= zip(site.keys(side), factor if site.experts else (factor,), strict=True)
+            parts |= _by_key(side, factor, site)
         return parts
 
     def step(
@@ -171,3 +231,8 @@ class Adapter:
             factor.copy_(state["factors"][key])
         self.optimizer.load_state_dict(state["optimizer"])
         self.clear_gradients()
+
+
+def _by_key(side: str, factor: Tensor, site: Site) -> Iterator[tuple[str, Tensor]]:
+    """Yield a factor's canonical tensors, one an expert, as views with their names."""
+    yield from zip(site.keys(side), factor if site.experts else (factor,), strict=True)

@@ -1,6 +1,5 @@
 """The memory that sessions take, and what there is for all of them."""
 
-from collections.abc import Iterable
 from pathlib import Path
 
 import psutil
@@ -13,12 +12,12 @@ FREE_SHARE = 0.25
 CGROUP = Path("/sys/fs/cgroup")
 
 
-def bytes_of(sites: Iterable[Site], rank: int) -> int:
-    """Return the memory of an adapter that trains: four float32 of each number of its factors.
+def bytes_of(site: Site, rank: int) -> int:
+    """Return the memory of a site's factors that train: four float32 of each number.
 
     The factor itself, its gradient, and AdamW's two moments (arXiv 1711.05101, algorithm 2).
     """
-    return sum(rank * (site.inputs + site.outputs) * max(1, site.experts) for site in sites) * 4 * 4
+    return rank * (site.inputs + site.outputs) * max(1, site.experts) * 4 * 4
 
 
 def free_bytes() -> int:

@@ -35,7 +35,7 @@ class Exporter:
         """Publish the session's adapter as it is now. Raises `AdapterError` when it holds NaN or Inf."""
         began = time.monotonic()
         tensors = session.adapter.canonical(self.dtype)
-        validate(tensors, session.adapter.rank, session.base.modules)
+        validate(tensors, None, session.base.modules)
         manifest = self._manifest(session, tensors)
         directory = (
             self._directory(session, request, tensors, manifest) if request.kind == "revision" else None
@@ -73,7 +73,7 @@ class Exporter:
             policy=session.policy,
             base_digest=session.base_digest,
             rank=session.adapter.rank,
-            targets=tuple(session.settings["targets"]),
+            targets=session.adapter.targets,
             step=session.step,
             parent=session.parent,
             config=session.opened.config,

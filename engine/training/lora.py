@@ -9,7 +9,7 @@ features, _O output features, _V vocabulary.
 """
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -22,12 +22,13 @@ from torch.utils.checkpoint import checkpoint
 
 from engine.adapters.families import BaseShapes
 from engine.adapters.revision import validate
-from engine.errors import ConfigError
 from engine.memory import HEAD_TOKENS
-from engine.training.adapter import Adapter, Part, sites_of
+from engine.training.adapter import Adapter, Part, by_pattern, chosen_sites, ranks_at, sites_of
 from engine.training.experts import SlottedExperts, slotted_experts
 from engine.training.linear import SlottedLinear
-from engine.training.packing import Row, Stream, can_pack, microbatches, pack, use_packing
+from engine.training.microbatches import microbatches
+from engine.training.packing import Row, Stream, can_pack, pack, use_packing
+from engine.training.replay import Replay
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class ResidentBase:
             **{name: self._slot(name, SlottedLinear) for name in self.shapes.linear},
             **{name: self._slot(name, slotted_experts) for name in self.shapes.experts},
         }
+        self.replay = Replay(self.model, self.shapes)
 
     def _slot(self, name: str, wrap: Callable[[Any], Slotted]) -> Slotted:
         parent, _, leaf = name.rpartition(".")
@@ -92,14 +94,25 @@ class ResidentBase:
         return slotted
 
     def new_adapter(
-        self, rank: int, alpha: float, targets: Sequence[str], generator: torch.Generator
+        self,
+        rank: int,
+        alpha: float,
+        targets: Sequence[str],
+        generator: torch.Generator,
+        ranks: Mapping[str, int] | None = None,
+        alphas: Mapping[str, float] | None = None,
     ) -> Adapter:
-        """Return a fresh adapter on the projections in `targets`; `ConfigError` names unknown ones."""
-        known = self.shapes.targets
-        if unknown := sorted(set(targets) - set(known)):
-            raise ConfigError(f"The base has no projections {', '.join(unknown)}. Known: {', '.join(known)}.")
-        chosen = {name: site for name, site in self.sites.items() if name.rpartition(".")[2] in targets}
-        adapter = Adapter(chosen, rank, alpha, self.device)
+        """Return a fresh adapter at `targets`, with PEFT's patterns where ranks and alphas differ.
+
+        Raises `ConfigError` that names unknown targets or patterns.
+        """
+        chosen = chosen_sites(self.sites, targets)
+        adapter = Adapter(
+            chosen,
+            by_pattern(chosen, rank, ranks or {}),
+            by_pattern(chosen, alpha, alphas or {}),
+            self.device,
+        )
         adapter.draw(generator)
         return adapter
 
@@ -109,13 +122,9 @@ class ResidentBase:
         Raises `AdapterError` that names the tensor that does not fit the base.
         """
         validate(tensors, None, self.modules)
-        rank = max(tensor.shape[0] for key, tensor in tensors.items() if key.endswith("lora_A"))
-        chosen = {
-            name: site
-            for name, site in self.sites.items()
-            if not tensors.keys().isdisjoint(site.keys("lora_A"))
-        }
-        adapter = Adapter(chosen, rank, rank, self.device)
+        ranks = ranks_at(self.sites, tensors)
+        chosen = {name: self.sites[name] for name in ranks}
+        adapter = Adapter(chosen, ranks, ranks, self.device)
         adapter.place(tensors)
         return adapter
 
@@ -139,6 +148,7 @@ class ResidentBase:
         finally:
             for name, slotted in self.slotted.items():
                 slotted.switch(name, ())
+            self.replay.lay((), self.device)
 
     def pack(self, parts: Sequence[Sequence[Row]]) -> Stream:
         """Return rows of several adapters as one stream for `logprobs` under `using_many`."""
@@ -174,12 +184,14 @@ class ResidentBase:
         if not isinstance(rows, Stream):
             return self._hidden(self.pack([rows])) if self.packs else self._padded(rows)
         stream = rows
+        self.replay.lay(stream.routes, self.device)
         found = self.model.get_decoder()(
             stream.tokens[None],
             position_ids=stream.positions[None],
             use_cache=False,
             layout=stream.layout,
         )
+        self.replay.count(stream.before)
         return found.last_hidden_state[0].index_select(0, stream.before), stream.chosen
 
     def _padded(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
@@ -196,7 +208,9 @@ class ResidentBase:
         chosen_T = tokens_BS[completion_BS].to(self.device)
         before_T = completion_BS.flatten().nonzero()[:, 0].sub(1).to(self.device)
         decoder = self.model.get_decoder()
+        self.replay.lay(((row.routes, width) for row in rows), self.device)
         hidden_BSH = decoder(tokens_BS.to(self.device), use_cache=False).last_hidden_state
+        self.replay.count(before_T)
         return hidden_BSH.flatten(0, 1).index_select(0, before_T), chosen_T
 
     def _picked(self, hidden_TH: Tensor, chosen_T: Tensor, entropy: bool) -> tuple[Tensor, ...]:

@@ -9,7 +9,7 @@ number that the session was created with; an older one is refused.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -69,10 +69,14 @@ class Datum(Message):
 
     `target_tokens` are the next tokens, `weights` is 1 where the target belongs to the completion, and
     `logprobs` and `advantages`, which only losses on samples need, are read at those positions.
+    `routed_experts` is what the engine returned.
     """
 
     model_input: ModelInput
     loss_fn_inputs: dict[Literal["target_tokens", "weights", "logprobs", "advantages"], TensorData]
+    routed_experts: str | None = Field(
+        None, description="of the first tokens, (tokens, layers, experts of a token) as a .npy in base64"
+    )
 
 
 class ForwardBackwardInput(Message):
@@ -80,6 +84,9 @@ class ForwardBackwardInput(Message):
     loss_fn: str = "dapo"
     loss_fn_config: dict[str, Any] = Field(
         default_factory=dict, description="`engine.loss_config.LossConfig`"
+    )
+    router_replay: bool = Field(
+        False, description="what has no routed_experts is left out, of the outputs too, and counted as masked"
     )
 
 
@@ -108,7 +115,15 @@ class CreateSession(Request):
     policy: PolicyName
     rank: int | None = Field(None, ge=1)
     alpha: float | None = Field(None, gt=0, description="empty: as the rank")
-    targets: list[str] | None = Field(None, min_length=1)
+    targets: list[str] | None = Field(
+        None, min_length=1, description="projections, or ends of paths: `layers.2.mlp.up_proj`"
+    )
+    ranks: dict[str, Annotated[int, Field(ge=1)]] | None = Field(
+        None, description="other ranks by PEFT's rank_pattern"
+    )
+    alphas: dict[str, Annotated[float, Field(gt=0)]] | None = Field(
+        None, description="other alphas by PEFT's alpha_pattern"
+    )
     seed: int = Field(ge=0)
     holder: str = Field(
         min_length=1,
@@ -132,6 +147,13 @@ class CreateSession(Request):
 
 
 class SessionRequest(Request):
+    session: str
+    fence: int
+
+
+class Heartbeat(Message):
+    """Keep a session's lease while its writer does something else; no operation."""
+
     session: str
     fence: int
 

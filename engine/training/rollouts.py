@@ -4,8 +4,10 @@ One request for all groups of a step, prompts as token ids. A full or absent eng
 takes it some 40 s, and the step goes on when it is back.
 """
 
+import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import httpx
@@ -58,11 +60,18 @@ def sample_groups(
         wait=wait_exponential(0.25, max=2.0),
         reraise=True,
     )
-    with httpx.Client(base_url=engine_url, headers=headers, timeout=sampling.timeout_s) as client:
+    timeout = sampling.timeout_s
+    with httpx.Client(base_url=engine_url, headers=headers, timeout=timeout, verify=_tls()) as client:
         try:
             return retrying(_request, client, _body(model, prompts, sampling))
         except httpx.TransportError as error:
             raise ServiceError(f"The engine at {engine_url} does not answer ({error!r}).") from None
+
+
+@cache
+def _tls() -> ssl.SSLContext:
+    """Return the certificates that every request trusts: to read them anew takes longer than to ask."""
+    return httpx.create_ssl_context()
 
 
 def _body(model: str, prompts: Sequence[Sequence[int]], sampling: Sampling) -> dict[str, Any]:

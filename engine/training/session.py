@@ -22,6 +22,8 @@ from engine.training.update import Backward, forward_backward
 STATE_VERSION = 2
 CURRENT = "current"
 REMEMBERED = 64
+# What gives an adapter its shape and scale.
+SHAPE = ("rank", "alpha", "targets", "ranks", "alphas")
 
 
 def state_file(directory: Path, name: str = CURRENT) -> Path:
@@ -46,10 +48,14 @@ class Session:
             "rank": opened.rank,
             "alpha": opened.alpha,
             "targets": sorted(opened.targets),
+            "ranks": opened.ranks or {},
+            "alphas": opened.alphas or {},
             "seed": opened.seed,
         }
         self.generator = torch.Generator().manual_seed(opened.seed)
-        self.adapter = base.new_adapter(opened.rank, opened.alpha, opened.targets, self.generator)
+        self.adapter = base.new_adapter(
+            opened.rank, opened.alpha, opened.targets, self.generator, opened.ranks, opened.alphas
+        )
         self.step = self.position = self.fence = self.calls = 0
         self.history: list[Mapping[str, Any]] = []
         self.done: dict[str, dict[str, Any]] = {}

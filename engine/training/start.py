@@ -17,11 +17,11 @@ from engine.adapters.foreign import read_adapter
 from engine.adapters.revision import split_key, validate
 from engine.errors import AdapterError, ConfigError, NotFound
 from engine.training import state
-from engine.training.adapter import Adapter
+from engine.training.adapter import Adapter, chosen_sites, ranks_at
 from engine.training.export import Exporter
 from engine.training.lora import ResidentBase
 from engine.training.protocol import CreateSession
-from engine.training.session import check_base, state_file
+from engine.training.session import SHAPE, check_base, state_file
 
 SOURCES = ("parent", "adapter", "fork", "fork_session")
 
@@ -87,7 +87,7 @@ def _fork_of_session(request: CreateSession, base_digest: str, directory: Path) 
         raise NotFound(f"There is no session {directory.name!r} to fork.")
     stored = state.read(file)
     check_base(directory.name, stored, base_digest)
-    settings = {name: stored["settings"][name] for name in ("rank", "alpha", "targets")}
+    settings = {name: stored["settings"][name] for name in SHAPE}
     for name, value in settings.items():
         wanted = getattr(request, name)
         if wanted is not None and (sorted(wanted) if name == "targets" else wanted) != value:
@@ -108,11 +108,17 @@ def _fitted(request: CreateSession, tensors: dict[str, Tensor], base: ResidentBa
         raise AdapterError(
             f"The adapter has rank {found}, over this session's {rank}. Raise `rank`, or leave it out."
         )
-    outside = sorted(module for module in modules if module.rpartition(".")[2] not in targets)
-    if outside:
+    chosen = chosen_sites(base.sites, targets)
+    places = {split_key(key)[0] for site in chosen.values() for key in site.keys("lora_A")}
+    if outside := sorted(modules - places):
         raise AdapterError(
             f"The adapter has factors at {outside[0]}, where this session trains nothing. Add "
             f"{outside[0].rpartition('.')[2]} to `targets`, or leave them out."
         )
-    update = {"rank": rank, "alpha": request.alpha or float(rank), "targets": targets}
+    alpha = request.alpha or float(rank)
+    update = {"rank": rank, "alpha": alpha, "targets": targets}
+    if request.rank is None and request.ranks is None and request.alphas is None:
+        # Its own ranks, each at its own scale: no module is padded to the largest.
+        other = {f"^{name}": own for name, own in ranks_at(chosen, tensors).items() if own != rank}
+        update |= {"ranks": other, "alphas": {name: own * alpha / rank for name, own in other.items()}}
     return Start(request.model_copy(update=update), tensors)

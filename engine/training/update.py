@@ -9,7 +9,7 @@ Shape suffixes: _T completion tokens, one example after another.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -101,6 +101,7 @@ def forward_backward(
             seen.append(_microbatch(base, adapter, data, batch, shares, objective))
             parts = seen[-1].new_T.split([data[i].row.length for i in batch])
             logprobs |= dict(zip(batch, parts, strict=True))
+        refuse_infinite(adapter)
     metrics = measure(seen, sampled=bool(data[0].old_logprobs))
     return Backward(metrics, tuple(tuple(logprobs[i].tolist()) for i in range(len(data))))
 
@@ -113,21 +114,39 @@ def _microbatch(
     shares: Sequence[float],
     objective: Objective,
 ) -> Seen:
-    examples = [data[i] for i in batch]
-    rows = [example.row for example in examples]
+    rows = [data[i].row for i in batch]
     base_T = None
     if objective.needs_base:
         with torch.no_grad(), base.using(None):
             base_T = base.logprobs(rows)
+            base.replay.take()
     with base.using(adapter):
         new_T, entropy_T = base.logprobs_and_entropy(rows)
-        tokens = tokens_of(examples, [shares[i] for i in batch], new_T, base_T)
-        loss_T, clipped_T, corrected = objective.terms(tokens)
-        # In two halves, so that a loss that is no number is found before it reaches any factor.
-        (gradient_T,) = torch.autograd.grad(loss_T.sum(), new_T)
-        refuse_broken(loss_T, gradient_T, tokens, batch)
+        gradient_T, seen = learn(data, batch, shares, objective, new_T, entropy_T, base_T)
         new_T.backward(gradient_T)  # type: ignore[no-untyped-call]
-    return Seen(
+    strayed, routed = base.replay.take()
+    return replace(seen, strayed=strayed, routed=routed)
+
+
+def learn(
+    data: Sequence[Example],
+    batch: Sequence[int],
+    shares: Sequence[float],
+    objective: Objective,
+    new_T: Tensor,
+    entropy_T: Tensor,
+    base_T: Tensor | None,
+) -> tuple[Tensor, Seen]:
+    """Return the loss's gradient (T) for the log-probabilities of a microbatch, and what was seen of it.
+
+    In two halves, so that a loss that is no number is found before it reaches any factor: `ConfigError`.
+    """
+    leaf_T = new_T.detach().requires_grad_()
+    tokens = tokens_of([data[i] for i in batch], [shares[i] for i in batch], leaf_T, base_T)
+    loss_T, clipped_T, corrected = objective.terms(tokens)
+    (gradient_T,) = torch.autograd.grad(loss_T.sum(), leaf_T)
+    refuse_broken(loss_T, gradient_T, tokens, batch)
+    return gradient_T, Seen(
         new_T=new_T.detach(),
         old_T=tokens.old_T,
         base_T=new_T.new_zeros(0) if base_T is None else base_T,
@@ -138,6 +157,8 @@ def _microbatch(
         factor_T=corrected.factor_T,
         capped_T=corrected.capped_T,
         masked=corrected.masked,
+        strayed=0,
+        routed=0,
     )
 
 
@@ -190,6 +211,16 @@ def refuse_broken(loss_T: Tensor, gradient_T: Tensor, tokens: Tokens, batch: Seq
             f"The loss of sample {sample} is not a finite number (trainer {tokens.new_T[first].item():.4g}, "
             f"sampler {tokens.old_T[first].item():.4g}, advantage {tokens.advantage_T[first].item():.4g}). "
             "Nothing was changed; leave the sample out, or look at its log-probabilities and advantages."
+        )
+
+
+def refuse_infinite(adapter: Adapter) -> None:
+    """Raise `ConfigError` when a gradient overflowed on its way through the base; Adam would keep it."""
+    found = [factor.grad.isfinite().all() for factor in adapter.factors.values() if factor.grad is not None]
+    if found and not torch.stack(found).all():
+        raise ConfigError(
+            "The gradients of these samples are not finite numbers, though every loss is. Nothing was "
+            "changed; look at the size of their advantages."
         )
 
 

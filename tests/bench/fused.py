@@ -1,0 +1,125 @@
+"""One forward and backward for several policies against one after another: seconds of an update each way.
+
+    graftwork bench fused [--bases tiny-dense tiny-moe] [--repeats 5]
+
+Each policy has so many samples in groups of eight, prompts of 16 to 24 tokens, completions of 3 to 24, an
+adapter of its own on every projection, rank 8, 4 or 16 in turn. Both ways run in turn on the same examples;
+figures are medians of the CPU's seconds. `rule` says how often `is_worth_fusing` picks the faster way, or one
+within 5% of it. Gradients must agree to 1e-6, or no figure counts.
+"""
+
+import argparse
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import _record as record
+import torch
+
+from engine.base import ensure_base
+from engine.config import BaseConfig, Paths
+from engine.training.fused import Call, forward_backward_many, is_worth_fusing
+from engine.training.lora import Example, ResidentBase, Row
+from engine.training.update import forward_backward
+
+POLICIES = (1, 3, 9)
+SAMPLES = (8, 32, 128)
+GROUP = 8
+RANKS = (8, 4, 16)
+MICROBATCH_TOKENS = 2048
+TOLERANCE = 1e-6
+
+
+def examples(samples: int, seed: int) -> list[Example]:
+    draw = random.Random(seed)
+    found = []
+    for _ in range(samples // GROUP):
+        prompt = [draw.randrange(3, 340) for _ in range(draw.randint(16, 24))]
+        for _ in range(GROUP):
+            own = [draw.randrange(3, 340) for _ in range(draw.randint(3, 24))]
+            old, advantages = (-5.8,) * len(own), (draw.gauss(0, 1),) * len(own)
+            found.append(Example(Row((*prompt, *own), len(prompt)), old, advantages))
+    return found
+
+
+def calls_of(base: ResidentBase, policies: int, samples: int) -> list[Call]:
+    calls = []
+    for number in range(policies):
+        generator = torch.Generator().manual_seed(number)
+        rank = RANKS[number % len(RANKS)]
+        adapter = base.new_adapter(rank, 2.0 * rank, base.shapes.targets, generator)
+        with torch.no_grad():
+            for key, factor in adapter.factors.items():
+                if key.endswith("lora_B"):
+                    factor.copy_(torch.randn(factor.shape, generator=generator) * 0.02)
+        calls.append(Call(adapter, examples(samples, number), "importance_sampling", {}))
+    return calls
+
+
+def in_turns(base: ResidentBase, calls: list[Call]) -> None:
+    for call in calls:
+        forward_backward(base, call.adapter, call.data, call.loss, call.config)
+
+
+def gradients(calls: list[Call], run: Callable[[], object]) -> list[torch.Tensor]:
+    run()
+    found = [factor.grad.clone() for call in calls for factor in call.adapter.factors.values()]
+    for call in calls:
+        call.adapter.clear_gradients()
+    return found
+
+
+def seconds(calls: list[Call], run: Callable[[], object]) -> tuple[float, float]:
+    began, cpu = time.perf_counter(), time.process_time()
+    run()
+    spent = time.perf_counter() - began, time.process_time() - cpu
+    for call in calls:
+        call.adapter.clear_gradients()
+    return spent
+
+
+def compare(base: ResidentBase, calls: list[Call], repeats: int) -> tuple[dict[str, float], bool]:
+    """Return the medians of both ways, and whether their gradients agree."""
+    ways = {
+        "turns": lambda: in_turns(base, calls),
+        "fused": lambda: forward_backward_many(base, calls),
+    }
+    one, other = (gradients(calls, run) for run in ways.values())
+    worst = max((left - right).abs().max().item() for left, right in zip(one, other, strict=True))
+    spent: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
+    for _ in range(repeats):
+        for name, run in ways.items():
+            spent[name].append(seconds(calls, run))
+    figures = {"error": worst}
+    for name, values in spent.items():
+        figures[f"{name}_s"] = record.median([wall for wall, _ in values])
+        figures[f"{name}_cpu_s"] = record.median([cpu for _, cpu in values])
+    figures["ratio"] = figures["turns_cpu_s"] / figures["fused_cpu_s"]
+    return figures, worst <= TOLERANCE and max(value.abs().max() for value in one) > 1e-3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--bases", nargs="+", default=["tiny-dense", "tiny-moe"])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--state", type=Path, default=Path(".graftwork"))
+    given = parser.parse_args()
+    figures: dict[str, float] = {}
+    correct, chosen = True, []
+    for name in given.bases:
+        base = ResidentBase(ensure_base(BaseConfig(name=name), Paths(given.state)).path, 1, MICROBATCH_TOKENS)
+        for policies in POLICIES:
+            for samples in SAMPLES:
+                calls = calls_of(base, policies, samples)
+                found, agrees = compare(base, calls, given.repeats)
+                correct &= agrees
+                figures |= {f"{key}.{name}.n{policies}.s{samples}": value for key, value in found.items()}
+                ratio = found["ratio"] if is_worth_fusing(base, calls) else 1 / found["ratio"]
+                chosen.append(ratio > 0.95)
+    figures["rule"] = sum(chosen) / len(chosen)
+    record.report("fused", figures, {"rule": "1"}, {}, correct=correct)
+
+
+if __name__ == "__main__":
+    main()
