@@ -22,6 +22,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "qwen3_moe": (*INPUTS, "o_proj"),
     "mixtral": (),
     "deepseek_v3": ("q_a_proj", "kv_a_proj_with_mqa", "o_proj"),
+    "deepseek_v32": ("q_a_proj", "kv_a_proj_with_mqa", "o_proj"),
     "glm4_moe": INPUTS,
     "gpt_oss": (*INPUTS, "o_proj"),
 }
@@ -79,6 +80,7 @@ class Shape:
             + embeddings * config["vocab_size"] * config["hidden_size"]
             + _biases(config, shapes)
             + _norms(config)
+            + _indexers(config)
             + sum(_router(config, experts) for experts in shapes.experts.values()),
             lora_width=sum(count * (inputs + outputs) for count, (inputs, outputs) in sizes),
         )
@@ -87,10 +89,10 @@ class Shape:
 def _heads(config: Mapping[str, Any]) -> tuple[int, int, int]:
     heads = config["num_attention_heads"]
     if latent := config.get("kv_lora_rank"):
-        # The trainer computes every head's keys; vLLM keeps the latent and the rotated part, once.
+        # The trainer computes every head's keys; vLLM keeps latent, rotated part and indexer's key, once.
         rope = config["qk_rope_head_dim"]
         width = heads * (config["qk_nope_head_dim"] + rope)
-        return width, width, latent + rope
+        return width, width, latent + rope + (config.get("index_head_dim") or 0)
     keys = (config.get("num_key_value_heads") or heads) * _head_dim(config)
     return heads * _head_dim(config), keys, 2 * keys
 
@@ -126,6 +128,15 @@ def _norms(config: Mapping[str, Any]) -> int:
         # The attention's sinks.
         layer += config["num_attention_heads"]
     return int(config["num_hidden_layers"] * layer + hidden)
+
+
+def _indexers(config: Mapping[str, Any]) -> int:
+    """Count what picks the keys of sparse attention: three projections and a norm with bias a layer."""
+    if not (heads := config.get("index_n_heads")):
+        return 0
+    width, hidden = config["index_head_dim"], config["hidden_size"]
+    layer = config["q_lora_rank"] * heads * width + hidden * (width + heads) + 2 * width
+    return int(config["num_hidden_layers"] * layer)
 
 
 def _router(config: Mapping[str, Any], experts: Experts) -> int:

@@ -32,7 +32,7 @@ class BaseConfig(Settings):
     """Which base stays resident: one that is built here, a local directory, or a hub id."""
 
     name: str = Field(
-        "tiny-dense", description="tiny-dense, tiny-moe, tiny-mla, a local directory, or a hub id"
+        "tiny-dense", description="tiny-dense, tiny-moe, tiny-mla, tiny-dsa, a local directory, or a hub id"
     )
     seed: int = Field(20260513, ge=0)
     revision: str | None = Field(
@@ -162,6 +162,9 @@ class PolicyConfig(Settings):
     loss_config: LossConfig = LossConfig()
     max_tokens: int = Field(24, ge=1)
     temperature: float = Field(1.0, gt=0)
+    router_replay: bool = Field(
+        False, description="on a mixture of experts: train each token on the experts that the engine chose"
+    )
     staleness: int = Field(
         0, ge=0, le=16, description="steps that a rollout's revision may be behind; 0: on-policy"
     )

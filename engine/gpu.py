@@ -7,6 +7,7 @@ one GPU, the first that CUDA shows (`CUDA_VISIBLE_DEVICES` chooses another).
 from importlib.metadata import version
 from typing import Any
 
+from engine.adapters.families import CUDA_ONLY
 from engine.base import base_config
 from engine.config import Params
 from engine.errors import ConfigError
@@ -48,6 +49,16 @@ def planned(params: Params) -> Plan | None:
     say(found)
     refuse_unless_it_fits(config, found, params.engine, params.trainer)
     return found
+
+
+def refuse_unless_served(params: Params) -> None:
+    """Raise `ConfigError` when vLLM cannot serve the base on this machine; asked before anything is built."""
+    reason = CUDA_ONLY.get(base_config(params.base, params.paths).get("model_type", ""))
+    if reason and cuda_bytes() is None:
+        raise ConfigError(
+            f"The base {params.base.name!r} cannot be served on a CPU: {reason}. Serve it where there is a "
+            "GPU. Here sessions can train it on given data: set base.name, and `graftwork up --only trainer`."
+        )
 
 
 def plan_for(params: Params, available: int) -> tuple[dict[str, Any], Plan]:

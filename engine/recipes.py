@@ -120,10 +120,32 @@ class LatentRecipe(ExpertRecipe):
         }
 
 
+@dataclass(frozen=True)
+class SparseRecipe(LatentRecipe):
+    """DeepSeek-V3.2: latent attention to the `kept` keys that an indexer scores highest for each query.
+
+    Most rows of the tasks are longer than `kept`. The indexer stays as it was drawn: its choice passes no
+    gradient. With fewer heads a key's score is often exactly 0, and ties are broken in any order.
+    """
+
+    kept: int = 12
+    index_heads: int = 16
+    index_dim: int = 128
+
+    def config(self) -> dict[str, Any]:
+        return super().config() | {
+            "model_type": "deepseek_v32",
+            "index_topk": self.kept,
+            "index_n_heads": self.index_heads,
+            "index_head_dim": self.index_dim,
+        }
+
+
 RECIPES: dict[str, Recipe] = {
     "tiny-dense": Recipe(),
     "tiny-moe": ExpertRecipe(),
     "tiny-mla": LatentRecipe(),
+    "tiny-dsa": SparseRecipe(),
     # As many modules as Qwen3-30B-A3B, at an eighth of its width.
     "many-moe": ExpertRecipe(
         hidden=256, layers=48, heads=8, experts=128, active=8, expert_inner=96, problems=2048, steps=0

@@ -19,7 +19,7 @@ import psutil
 from filelock import FileLock, Timeout
 
 from engine.config import Params, Paths, content_hash
-from engine.errors import Conflict, PortInUse, ServiceError
+from engine.errors import ConfigError, Conflict, PortInUse, ServiceError
 from engine.recipes import RECIPES
 from engine.supervisor import Supervisor, undisturbed
 
@@ -150,12 +150,22 @@ def session(
             down(params)
 
 
-def up(params: Params, build_base: Callable[[], object], report: Report) -> bool:
-    """Start the services and leave them running; False when they already ran with these settings."""
+def up(
+    params: Params,
+    build_base: Callable[[], object],
+    report: Report,
+    only: Collection[str] = (*RESIDENT, WORKER),
+) -> bool:
+    """Start the services of `only` and leave them running; False when some already ran with these settings.
+
+    Raises `ConfigError` for a service that there is not.
+    """
+    if unknown := sorted(set(only) - {*RESIDENT, WORKER}):
+        raise ConfigError(f"There is no service {unknown[0]!r}. Known: {', '.join((*RESIDENT, WORKER))}.")
     if _usable(params):
         wait_healthy(params, report)
         return False
-    start(params, build_base, report, None, (*RESIDENT, WORKER))
+    start(params, build_base, report, None, only)
     return True
 
 
@@ -183,7 +193,7 @@ def start(
         supervisor.stop()
         chosen = [service for service in services(params) if service.name in only]
         _check_ports(params, chosen)
-        _check_memory(params, chosen)
+        _check_base(params, chosen)
         _set_aside_unfinished(paths)
         try:
             _start_programs(params, chosen, supervisor, build_base, report, owner)
@@ -305,11 +315,16 @@ def _check_ports(params: Params, chosen: Sequence[Service]) -> None:
                 ) from None
 
 
-def _check_memory(params: Params, chosen: Sequence[Service]) -> None:
-    """Print the plan of a GPU that trainer and engine would share; `ConfigError` when it does not fit."""
-    if any(service.needs_base for service in chosen):
-        from engine.gpu import planned
+def _check_base(params: Params, chosen: Sequence[Service]) -> None:
+    """Print the plan of a GPU that trainer and engine would share.
 
+    Raises `ConfigError` when it does not fit, or when the engine cannot serve the base on this machine.
+    """
+    if any(service.needs_base for service in chosen):
+        from engine.gpu import planned, refuse_unless_served
+
+        if any(service.name == "engine" for service in chosen):
+            refuse_unless_served(params)
         planned(params)
 
 

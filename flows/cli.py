@@ -31,7 +31,10 @@ app = typer.Typer(
 @app.command()
 def run(
     base: Annotated[
-        str | None, typer.Option(help="tiny-dense, tiny-moe or tiny-mla, with a state directory of its own.")
+        str | None,
+        typer.Option(
+            help="tiny-dense, tiny-moe, tiny-mla or, on a GPU, tiny-dsa; with a state directory of its own."
+        ),
     ] = None,
     params: ParamsFile = PARAMS,
 ) -> None:
@@ -71,18 +74,23 @@ def run(
 
 
 @app.command()
-def up(params: ParamsFile = PARAMS) -> None:
+def up(
+    only: Annotated[list[str] | None, typer.Option(help="This service alone; may be repeated.")] = None,
+    params: ParamsFile = PARAMS,
+) -> None:
     """Start the services and leave them running."""
     settings = enter(params)
     from engine import services
     from flows.display import base_builder, print_addresses, print_service
     from tasks.outcome import Stages
 
-    started = services.up(settings, base_builder(settings, Stages()), print_service)
-    from tasks.deployments import install
+    every = (*services.RESIDENT, services.WORKER)
+    started = services.up(settings, base_builder(settings, Stages()), print_service, only or every)
+    if not only:
+        from tasks.deployments import install
 
-    # Also beside running services: a changed schedule, or what failed the first time.
-    print_service("prefect", f"{install(settings)} deployments and their automations")
+        # Also beside running services: a changed schedule, or what failed the first time.
+        print_service("prefect", f"{install(settings)} deployments and their automations")
     typer.echo("The services run." if started else "The services were already running.")
     print_addresses(settings)
 

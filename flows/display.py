@@ -14,7 +14,6 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from engine.config import Params
-from engine.quality.report_data import Step
 from tasks.outcome import Outcome, Stages
 
 console = Console(highlight=False)
@@ -93,6 +92,8 @@ def _training_lines(policy: str, total: int) -> Callable[[Mapping[str, Any]], No
 
 def step_note(row: Mapping[str, Any]) -> str:
     """Return a training step in about 60 characters: reward, ratio, speed, staleness if any, seconds."""
+    from engine.quality.report_data import Step
+
     parts = [f"reward {row['reward']:.2f}"]
     if row.get("importance_ratio") is not None:
         parts.append(f"ratio {row['importance_ratio']:.5f}")

@@ -34,7 +34,10 @@ class Sampler:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a line's samples come from: its problems, and the engine that answers them."""
+    """Where a line's samples come from: its problems, and the engine that answers them.
+
+    With `replays` they come with their tokens' experts.
+    """
 
     policy: str
     config: PolicyConfig
@@ -43,6 +46,7 @@ class Source:
     engine_url: str
     key: str
     base_name: str
+    replays: bool = False
 
     def prompt_ids(self, question: str) -> list[int]:
         """Return a question's token ids as the policy asks it: template, system prompt, examples."""
@@ -86,7 +90,9 @@ def draw(source: Source, step: int, sampler: Sampler, problems: Sequence[Problem
     config, clock = source.config, monotonic()
     prompts = [source.prompt_ids(problem.question) for problem in problems]
     seed = int(content_hash([source.line.seed, step])[:7], 16)
-    sampling = Sampling(config.group_size, config.max_tokens, config.temperature, seed)
+    sampling = Sampling(
+        config.group_size, config.max_tokens, config.temperature, seed, routed_experts=source.replays
+    )
     model = served_name(source.policy, sampler.digest) if sampler.digest else source.base_name
     groups = sample_groups(source.engine_url, source.key, model, prompts, sampling)
     return Drawn(sampler, problems, prompts, groups, position, monotonic() - clock)
@@ -188,4 +194,8 @@ def datum(prompt: Sequence[int], sample: Sample, advantage: float) -> Datum:
         "logprobs": TensorData(data=[0.0] * before + list(sample.logprobs)),
         "advantages": TensorData(data=[0.0] * before + [advantage] * after),
     }
-    return Datum(model_input=ModelInput(chunks=[EncodedText(tokens=tokens[:-1])]), loss_fn_inputs=inputs)
+    return Datum(
+        model_input=ModelInput(chunks=[EncodedText(tokens=tokens[:-1])]),
+        loss_fn_inputs=inputs,
+        routed_experts=sample.routed_experts,
+    )

@@ -109,17 +109,22 @@ def prepare(params: Params, policy: str, config: PolicyConfig, key: str) -> Run:
     loss_of(config.loss)
     base = ensure_base(params.base, params.paths)
     tokenizer = AutoTokenizer.from_pretrained(base.path)
-    targets = BaseShapes.read(base.path).targets_on(cuda_bytes() is not None)
+    shapes = BaseShapes.read(base.path)
+    targets = shapes.targets_on(cuda_bytes() is not None)
     line = line_of(params.paths, policy, config, targets)
     base_name = Path(params.base.name).name
-    source = Source(policy, config, line, tokenizer, params.url("engine"), key, base_name)
+    replays = config.router_replay and bool(shapes.experts)
+    source = Source(policy, config, line, tokenizer, params.url("engine"), key, base_name, replays)
     spool = Spool(params.paths.spool, f"train-{policy}")
     client = TrainerClient(params.url("trainer"))
     return Run(params, policy, config, line, source, Ahead(source), client, spool, Verifier(config))
 
 
 def open_session(run: Run) -> SessionInfo:
-    """Open the line's session, or go on with it; gradients of a step that broke off are dropped."""
+    """Open the line's session, or go on with it; gradients of a step that broke off are dropped.
+
+    The last step may have been stored just before the process that took it died: it is recorded here again.
+    """
     config, known = run.config, run.params.policy(run.policy)
     retrying = Retrying(
         retry=retry_if_exception_type(Conflict),
@@ -127,7 +132,7 @@ def open_session(run: Run) -> SessionInfo:
         wait=wait_fixed(2),
         reraise=True,
     )
-    return retrying(
+    session: SessionInfo = retrying(
         run.client.create_session,
         run.line.session,
         run.policy,
@@ -142,6 +147,9 @@ def open_session(run: Run) -> SessionInfo:
         owner=known.owner,
         snapshot_ttl_s=config.snapshot_ttl_s,
     )
+    if session.history:
+        record_step(run, session.history[-1])
+    return session
 
 
 def next_step(run: Run, session: SessionInfo) -> SessionInfo:
@@ -174,7 +182,9 @@ def grpo_step(run: Run, session: SessionInfo) -> SessionInfo:
     data, kept = rollout_data.build_data(drawn, judged, config.loss)
     reward_s = time.monotonic() - clock
     clock = time.monotonic()
-    metrics = run.client.forward_backward(session, data, config.loss, config.loss_sent())["metrics"]
+    metrics = run.client.forward_backward(
+        session, data, config.loss, config.loss_sent(), router_replay=run.source.replays
+    )["metrics"]
     now = time.monotonic()
     seconds = {
         "wait_s": wait_s,
@@ -232,12 +242,18 @@ def row_of(run: Run, session: SessionInfo, drawn: Drawn, judged: Judged, kept: i
 def _advance(
     run: Run, session: SessionInfo, position: int, row: Mapping[str, Any], newest: Sampler
 ) -> SessionInfo:
+    history = (*session.history, {**row, "handed": newest.digest})
+    record_step(run, history[-1])
+    return replace(session, step=row["step"], position=position, history=history)
+
+
+def record_step(run: Run, row: Mapping[str, Any]) -> None:
+    """Give a step of the session's history to the ledger, which takes each one once, by its id."""
     from engine.adapters.revision import code_version
 
     identity = {"code_version": code_version(), "config_hash": content_hash(run.config)}
-    run.spool.emit("train_steps", id=f"{session.session}-{row['step']}", **row, **identity)
-    history = (*session.history, {**row, "handed": newest.digest})
-    return replace(session, step=row["step"], position=position, history=history)
+    told = {name: value for name, value in row.items() if name != "handed"}
+    run.spool.emit("train_steps", id=f"{run.line.session}-{row['step']}", **told, **identity)
 
 
 def export_revision(run: Run, session: SessionInfo) -> Exported:

@@ -43,7 +43,7 @@ def step_row(step, policy="sums", session="new", **changes):
         "importance_ratio": 1.0 + step * 1e-6, "ratio_min": 0.99 - step * 1e-5,
         "ratio_max": 1.01 + step * 1e-5, "clip_fraction": 0.02, "kl": 0.001 * step,
         "kl_old": 3e-7, "entropy": 2.0 / step,
-        "masked": {"outlier": 3, "router": 5}, "capped": 11, "correction_weight": 0.98,
+        "masked": {"outlier": 3, "router": 5}, "capped": 11, "correction_weight": 0.98, "out_of_route": 0.009,
         "loss": -0.125, "grad_norm": 0.7,
         "tokens": 4096, "learned_tokens": 4088, "tokens_per_s": 812.5, "length_mean": 17.5, "length_max": 24,
         "truncated": 0.0625, "staleness": 1.0, "groups_kept": 6, "kept": 0.75, "verifier_errors": 0,

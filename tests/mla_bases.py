@@ -1,4 +1,4 @@
-"""Small random bases with latent attention (DeepSeek-V3) that vLLM's CPU kernels and transformers run."""
+"""Small random bases with latent attention (DeepSeek-V3, and sparse: V3.2) that vLLM and transformers run."""
 
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,22 @@ def deepseek_v3(directory: Path, tokenizer: Path, **more: Any) -> Path:
 
     Its weights are large enough that positions and routing matter for every token.
     """
-    from transformers import AutoTokenizer, DeepseekV3Config, DeepseekV3ForCausalLM
+    return _write("deepseek_v3", {"q_lora_rank": 48, **more}, directory, tokenizer)
+
+
+def deepseek_v32(directory: Path, tokenizer: Path, **more: Any) -> Path:
+    """Write a DeepSeek-V3.2, which attends to 6 keys of each row."""
+    sparse = {"index_topk": 6, "index_n_heads": 16, "index_head_dim": 128}
+    return _write("deepseek_v32", {"q_lora_rank": 48, **sparse, **more}, directory, tokenizer)
+
+
+def _write(model_type: str, sizes: dict[str, Any], directory: Path, tokenizer: Path) -> Path:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     words = AutoTokenizer.from_pretrained(tokenizer)
     special = {"eos_token_id": words.eos_token_id, "pad_token_id": words.pad_token_id, "bos_token_id": None}
-    config = DeepseekV3Config(**{**SMALL, "q_lora_rank": 48, **more}, **special, vocab_size=len(words))
-    model = DeepseekV3ForCausalLM(config)
+    config = AutoConfig.for_model(model_type, **{**SMALL, **sizes}, **special, vocab_size=len(words))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
     for values in model.parameters():
         noise = torch.randn(values.shape, generator=generator)

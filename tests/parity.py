@@ -179,3 +179,31 @@ def healthy(engine: RunningEngine, tensors: dict) -> Callable[..., None]:
         assert engine.process.poll() is None
 
     return check
+
+
+def out_of_route(engine: RunningEngine, models: dict[str, dict | None]) -> list[float]:
+    """Return the share of each model's sampled tokens whose experts in the trainer are others.
+
+    Two short prompts and one longer than a block of the cache, which the second time are taken from it.
+    """
+    from engine.training.lora import ResidentBase, Row
+    from engine.training.replay import decode
+    from engine.training.rollouts import Sampling, sample_groups
+
+    asked = [*prompts(2), torch.randint(5, 300, (170,)).tolist()]
+    sampling = Sampling(group_size=4, max_tokens=40, routed_experts=True)
+    trainer, shares = ResidentBase(engine.base_path, 1, 2048), []
+    trainer.replay.follows = False
+    for name, tensors in models.items():
+        adapter = trainer.hold(tensors) if tensors else None
+        for _ in range(2):
+            groups = sample_groups(engine.url, engine.key, name, asked, sampling)
+            drawn = [
+                (prompt, sample) for prompt, group in zip(asked, groups, strict=True) for sample in group
+            ]
+            rows = [Row((*p, *s.tokens), len(p), decode(s.routed_experts)) for p, s in drawn]
+            assert [len(row.routes) for row in rows] == [len(row.tokens) - 1 for row in rows]
+            trainer.score(adapter, rows)
+            strayed, known = trainer.replay.take()
+            shares.append(strayed / known)
+    return shares

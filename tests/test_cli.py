@@ -99,6 +99,7 @@ FAULTS = {
     ),
     "random base": (["run", "--base", "wide-moe"], {}, 2, "The weights of 'wide-moe' are random"),
     "base of one's own": (["run", "--base", "Qwen/Qwen3-0.6B"], {}, 2, "--base takes tiny-dense, tiny-moe"),
+    "base for a GPU": (["run", "--base", "tiny-dsa"], {}, 2, "cannot be served on a CPU"),
     "base without files": (["up"], {"base": {"name": "."}}, 3, "lacks config.json"),
 }
 

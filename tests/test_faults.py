@@ -36,7 +36,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (state / "bases").symlink_to(bases)
     data = yaml.safe_load((ROOT / "params.yaml").read_text())
     recipe = data["policies"]["arithmetic"] | {"steps": STEPS}
-    names = [*VICTIMS, "interrupt", "registry"]
+    names = [*VICTIMS, "interrupted", "killed", "registry"]
     data["policies"] = {name: recipe | {"seed": seed} for seed, name in enumerate(names, start=1)}
     data["demo"] = {"bad_policy": "engine"}
     data |= {name: {"port": free_port()} for name in (*VICTIMS, "mlflow", "prefect")} | {
@@ -109,15 +109,22 @@ def test_service_killed_in_the_middle_of_training(params: Params, file: Path, vi
     assert_whole(params, victim)
 
 
-def test_ctrl_c_in_the_middle_of_training_and_the_next_run_goes_on(params: Params, file: Path) -> None:
-    with subprocess.Popen(command("adapt", "interrupt", file), cwd=ROOT) as adapt:
-        assert eventually(lambda: step_of(params, "interrupt") >= 3, 120)
-        os.kill(adapt.pid, signal.SIGINT)
+@pytest.mark.parametrize(
+    ("policy", "number"),
+    [("interrupted", signal.SIGINT), ("killed", signal.SIGKILL)],
+    ids=["ctrl-c", "kill -9"],
+)
+def test_flow_ended_in_the_middle_of_training_and_the_next_run_goes_on(
+    params: Params, file: Path, policy: str, number: signal.Signals
+) -> None:
+    with subprocess.Popen(command("adapt", policy, file), cwd=ROOT) as adapt:
+        assert eventually(lambda: step_of(params, policy) >= 3, 120)
+        os.kill(adapt.pid, number)
         assert adapt.wait(timeout=60) != 0
-    reached = step_of(params, "interrupt")
+    reached = step_of(params, policy)
     assert 3 <= reached < STEPS
-    assert subprocess.run(command("adapt", "interrupt", file), cwd=ROOT, timeout=300).returncode == 0
-    assert_whole(params, "interrupt")
+    assert subprocess.run(command("adapt", policy, file), cwd=ROOT, timeout=300).returncode == 0
+    assert_whole(params, policy)
 
 
 def test_registry_down_at_export_and_the_retry_goes_on(params: Params, file: Path) -> None:

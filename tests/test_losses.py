@@ -1,5 +1,7 @@
 """Every loss and its gradient against one written out from its paper, and what its settings may be."""
 
+from collections import Counter
+
 import pytest
 import torch
 from loss_reference import BUDGET, reference
@@ -9,7 +11,9 @@ from engine.errors import ConfigError
 from engine.forms import AdaptForm
 from engine.loss_config import LossConfig, loss_config
 from engine.training.grpo import LOSSES, Tokens
+from engine.training.rollouts import Sample
 from engine.training.update import Objective
+from tasks.rollout_data import Drawn, Judged, Sampler, build_data
 
 LENGTHS = (4, 1, 3, 6, 2, 5)
 SAMPLED = [name for name, loss in LOSSES.items() if loss.sampled]
@@ -138,3 +142,21 @@ def test_what_is_empty_is_the_paper_s():
     assert LossConfig().values("dapo") == {"clip_low": 0.2, "clip_high": 0.28}
     assert LossConfig(clip_high=0.5).values("dapo") == {"clip_low": 0.2, "clip_high": 0.5}
     assert LossConfig(options={"by": 2}).values("python:mine:squares") == {"by": 2}
+
+
+def test_each_loss_gets_the_groups_and_advantages_of_its_paper():
+    """Rewards 1 and 0 have the mean 1/2 and the spread 1/2; the second group agrees."""
+    sample = Sample((7, 8), (-1.0, -2.0), "x")
+    drawn = Drawn(Sampler(0, None), [], [[5], [6]], [[sample] * 2] * 2, 0, 0.0)
+    judged = Judged([(1.0, 0.0), (1.0, 1.0)], Counter())
+    for loss, want in {
+        "dapo": [1, -1],
+        "cispo": [1, -1],
+        "grpo": [1, -1, 0, 0],
+        "gspo": [1, -1, 0, 0],
+        "dr_grpo": [0.5, -0.5, 0, 0],
+    }.items():
+        data, teaching = build_data(drawn, judged, loss)
+        found = [datum.loss_fn_inputs["advantages"].data[-1] for datum in data]
+        assert found == pytest.approx(want, abs=1e-5)
+        assert teaching == 1

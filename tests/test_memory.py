@@ -38,6 +38,10 @@ DEEPSEEK_V3 = {
     "first_k_dense_replace": 3, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
     "qk_nope_head_dim": 128, "v_head_dim": 128,
 }  # fmt: skip
+# deepseek-ai/DeepSeek-V3.2-Exp has an indexer in every layer beside DeepSeek-V3's sizes.
+DEEPSEEK_V32 = DEEPSEEK_V3 | {
+    "model_type": "deepseek_v32", "index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128,
+}  # fmt: skip
 # Moonlight and DeepSeek-V2-Lite have no narrow query.
 MOONLIGHT = DEEPSEEK_V3 | {
     "num_hidden_layers": 3, "first_k_dense_replace": 1, "q_lora_rank": None, "n_shared_experts": 2,
@@ -66,12 +70,12 @@ BIASED = LLAMA3_8B | {"attention_bias": True, "mlp_bias": True, "num_hidden_laye
 @pytest.mark.parametrize(
     "config",
     [
-        QWEN3_06B, LLAMA3_8B, QWEN3_30B_A3B, ODD_MOE, QWEN2_05B, MISTRAL_7B, BIASED, DEEPSEEK_V3, MOONLIGHT,
-        GLM_45_AIR, GLM_45, MIXTRAL_8X7B, GPT_OSS_20B,
+        QWEN3_06B, LLAMA3_8B, QWEN3_30B_A3B, ODD_MOE, QWEN2_05B, MISTRAL_7B, BIASED, DEEPSEEK_V3,
+        DEEPSEEK_V32, MOONLIGHT, GLM_45_AIR, GLM_45, MIXTRAL_8X7B, GPT_OSS_20B,
     ],
     ids=[
-        "qwen3", "llama", "moe", "odd-moe", "qwen2", "mistral", "biased", "deepseek", "moonlight", "glm-air",
-        "glm", "mixtral", "gpt-oss",
+        "qwen3", "llama", "moe", "odd-moe", "qwen2", "mistral", "biased", "deepseek", "deepseek-3.2",
+        "moonlight", "glm-air", "glm", "mixtral", "gpt-oss",
     ],
 )  # fmt: skip
 def test_the_formula_counts_what_transformers_builds(config):

@@ -16,6 +16,7 @@ from parity import (
     base_rows,
     check_parity,
     differences,
+    out_of_route,
     prompts,
     publish_all,
     random_adapter,
@@ -135,3 +136,8 @@ def test_an_adapter_without_effect_is_the_base_to_the_bit(engine: RunningEngine,
     alone = asyncio.run(ask(engine, [(engine.base_name, prompt) for prompt in mine]))
     answers = asyncio.run(ask(engine, [(name, prompt) for prompt in mine]))
     assert [answer["logprobs"] for answer in answers] == [answer["logprobs"] for answer in alone]
+
+
+def test_the_experts_of_every_token_are_recorded_without_a_cache_of_prefixes(engine: RunningEngine, kinds):
+    name = engine.publish("routes", kinds["all"], RANK)
+    assert out_of_route(engine, {name: kinds["all"]}) == [0.0, 0.0]

@@ -17,6 +17,7 @@ from parity import (
     check_parity,
     differences,
     mixed,
+    out_of_route,
     prompts,
     publish_all,
     random_adapter,
@@ -53,6 +54,17 @@ def kinds(base: Path) -> list[dict]:
     shapes = BaseShapes.read(base)
     leaves = [(name,) for name in shapes.targets] + [None]
     return [random_adapter(shapes.modules(), 100 + i, leaf) for i, leaf in enumerate(leaves)]
+
+
+def test_the_experts_of_every_token_are_told_to_who_asks(engine: RunningEngine, kinds):
+    """They are the trainer's own in float32, with cached prompts and without; users get none."""
+    name = engine.publish("routes", kinds[-1], RANK)
+    assert out_of_route(engine, {engine.base_name: None, name: kinds[-1]}) == [0.0] * 4
+    # Of another adapter they are not: the comparison can fail.
+    assert out_of_route(engine, {name: kinds[1]})[0] > 0.1
+    body = {"model": name, "prompt": prompts(1)[0], "max_tokens": 4}
+    with engine.client() as client:
+        assert client.post("/v1/completions", json=body).json()["choices"][0]["routed_experts"] is None
 
 
 def test_every_target_alone_and_all_together_equals_the_reference(engine: RunningEngine, kinds):

@@ -31,10 +31,12 @@ DEEPSEEK_V3 = {
     "first_k_dense_replace": 1, "routed_scaling_factor": 2.5,
 }  # fmt: skip
 NARROW_QUERY = {**DEEPSEEK_V3, "q_lora_rank": None}
+DEEPSEEK_V32 = {**DEEPSEEK_V3, "index_topk": 3, "index_n_heads": 16, "index_head_dim": 8}
 KINDS = {
     "moe": ("qwen3_moe", QWEN3_MOE),
     "mla": ("deepseek_v3", DEEPSEEK_V3),
     "mla-q": ("deepseek_v3", NARROW_QUERY),
+    "dsa": ("deepseek_v32", DEEPSEEK_V32),
 }
 EXPERTS = ("gate_proj", "up_proj", "down_proj")
 

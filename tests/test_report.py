@@ -120,6 +120,17 @@ def test_rollouts_that_ran_meanwhile_are_a_line_of_their_own():
     assert sum(meanwhile.steps[0].phases.values()) == 0.5 + 0.0625 + 2.0 + 0.03
 
 
+def test_one_slow_step_does_not_flatten_the_others():
+    curve = made_curve("sums", 9)
+    slow = replace(curve, steps=(replace(curve.steps[0], wait_s=50.0), *curve.steps[1:]))
+    usual = sum(curve.steps[1].phases.values())
+    assert ", the longest 52 s" in spoken([slow])
+    assert "the longest" not in spoken([curve])
+    # Its bar is cut where the axis ends, at five times the median.
+    ticks = re.findall(r'class="tick end">([\d.]+)<', str(training_curves([slow])))
+    assert usual < max(map(float, ticks)) <= 5 * usual
+
+
 def made_curve(policy, steps, session="s", **changes):
     rows = [step_row(step, policy, session, **changes) for step in range(1, steps + 1)]
     return Curve(policy, GOOD, tuple(Step.of(row) for row in rows), session)

@@ -3,6 +3,8 @@
 import hashlib
 import json
 import math
+import os
+import signal
 
 import pytest
 import torch
@@ -115,6 +117,21 @@ def test_a_failed_write_leaves_nothing(tmp_path):
     with pytest.raises(AdapterError, match=r"down_proj\.lora_B"):
         revision.write_revision(tmp_path / "x", tensors, manifest, {})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_draft_that_a_kill_left_is_replaced(tmp_path, monkeypatch):
+    tensors = make_tensors()
+    given = tmp_path / "x", tensors, make_manifest(tensors), {}
+    for _ in range(2):
+        if (child := os.fork()) == 0:
+            monkeypatch.setattr(os, "replace", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            revision.write_revision(*given)
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL
+        assert len(list(tmp_path.iterdir())) == 1
+    assert list(tmp_path.iterdir()) != [tmp_path / "x"]
+    path = revision.write_revision(*given)
+    assert list(tmp_path.iterdir()) == [path]
+    assert revision.read_revision(path)[1] == given[2]
 
 
 def test_another_base_is_refused(tmp_path):

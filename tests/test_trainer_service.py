@@ -1,6 +1,7 @@
 """The trainer as a real process: killed and restarted, polled, one writer a session, revisions published."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -233,6 +234,31 @@ def test_a_revision_without_a_session_gets_the_probe_that_its_session_gave_it(se
     directory = revision.write_revision(tmp_path / "foreign", foreign, manifest, {})
     with pytest.raises(BaseModelError, match="belongs to the base ffffffffffff"):
         client.probe_revision("sums", manifest.digest, prompts, directory=directory)
+
+
+def test_losses_and_their_settings_cross_the_wire(service):
+    client = service.client
+    session = client.create_session("losses", "sums", holder="a", **SETTINGS)
+    config = {"kl": 0.1, "clip_high": 0.3, "tis": True, "geometric": [0.5, 2.0]}
+    sampled = client.forward_backward(session, data(1), "gspo", config)["metrics"]
+    assert sampled["masked"].keys() == {"geometric"}
+    assert (sampled["kl"], sampled["tokens"]) == (0.0, 16)
+    bare = [
+        Datum(
+            model_input=datum.model_input, loss_fn_inputs={name: datum.loss_fn_inputs[name] for name in names}
+        )
+        for datum in data(1)
+        for names in (("target_tokens", "weights"),)
+    ]
+    found = client.forward_backward(session, bare, "dpo")["metrics"]
+    # A fresh adapter is the base: nothing is preferred yet.
+    assert found["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert found["importance_ratio"] is None
+    assert client.optim_step(session, ADAM)["step"] == 1
+    with pytest.raises(ConfigError, match="Sample 0 has 4 completion tokens, 0 log-probabilities"):
+        client.forward_backward(session, bare, "gspo")
+    with pytest.raises(ConfigError, match="The loss dpo has no setting kl"):
+        client.forward_backward(session, bare, "dpo", {"kl": 1})
 
 
 def test_faults_are_sentences(service):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from made_adapters import canonical, save
 from starlette.testclient import TestClient
-from test_session import factors, same
+from test_session import factors, opening, same
 from test_trainer_service import ADAM, SETTINGS, data, step
 
 from engine.adapters.catalog import Catalog, migrate
@@ -25,7 +25,7 @@ from engine.errors import (
     NotFound,
     ServiceError,
 )
-from engine.training import capacity, sessions
+from engine.training import capacity, client, sessions
 from engine.training.client import TrainerClient
 from engine.training.export import Exporter
 from engine.training.lora import ResidentBase
@@ -85,6 +85,7 @@ class Trainers:
 
     def stop(self) -> None:
         if self.now:
+            self.now.client.close()
             self.now.trainer.close()
             self.now.trainer.exporter.catalog.close()
 
@@ -256,12 +257,32 @@ def test_a_writer_is_heard_while_it_asks_for_its_result(live):
     before = known.heard
     assert live.client._http.get("/operations/waits").json()["state"] == "pending"
     assert known.heard >= before + sessions.LEASE_S / 2
-    silent(live, session)
-    # A lease that has ended is not had back by asking.
-    live.client._http.get("/operations/waits")
-    assert not known.is_active
     release.set()
     assert live.trainer.operation(request).result(20)
+
+
+def test_a_writer_keeps_its_lease_by_a_heartbeat(live, monkeypatch):
+    monkeypatch.setattr(client, "HEARTBEAT_S", 0.02)
+    first = live.client.create_session("one", "sums", **NEW)
+    live.known("one").heard -= sessions.LEASE_S - 1
+    before = live.known("one").heard
+    deadline = time.monotonic() + 20
+    while live.known("one").heard == before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert live.known("one").heard > before + 20
+    live.client.close()
+    beat = {"session": "one", "fence": first.fence}
+    with TestClient(make_app(live.trainer)) as http:
+        silent(live, first)
+        assert http.post("/session_heartbeat", json=beat).json() == {"writes": True}
+        assert live.known("one").is_active
+        assert http.post("/session_heartbeat", json={**beat, "fence": 1}).json() == {"writes": False}
+        # Nobody has a lease back that another holder has taken.
+        silent(live, first)
+        live.known("one").opened = live.known("one").opened.model_copy(update={"holder": "gone"})
+        live.trainer.create_session(opening("two", holder="b"))
+        assert http.post("/session_heartbeat", json=beat).json() == {"writes": False}
+    assert not live.known("one").is_active
 
 
 def _forward(session: SessionInfo, id: str) -> dict:

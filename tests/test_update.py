@@ -77,13 +77,12 @@ def with_budget(base, monkeypatch, tokens: int) -> ResidentBase:
     return base
 
 
-@pytest.mark.parametrize("corrected", [False, True])
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    ("loss", "corrected"), [*((loss, False) for loss in LOSSES), *((loss, True) for loss in SAMPLED)]
+)
 def test_the_gradient_does_not_depend_on_the_microbatches(base, adapter, data, loss, corrected, monkeypatch):
     examples, config = given(loss, data)
     if corrected:
-        if loss not in SAMPLED:
-            pytest.skip("corrections are for samples")
         config |= {"kl": 0.3, "geometric": [0.8, 1.25], **dict.fromkeys(("tis", "icepop", "outlier"), True)}
     sizes, runs = set(), []
     for budget in (1, 9, 18, 64):
@@ -172,6 +171,17 @@ def test_a_gradient_that_is_no_number_is_found_too(base, adapter, data, tmp_path
     with pytest.raises(ConfigError, match=f"The loss of sample {first} is not a finite number"):
         forward_backward(used, adapter, data, "python:steep:loss", {"options": {"far": 1.0}})
     assert all(factor.grad is None for factor in adapter.factors.values())
+
+
+def test_a_gradient_that_overflows_in_the_base_is_refused(base, adapter, data):
+    """Every term and its slope are finite, their products with the factors are not."""
+    forward_backward(base, adapter, data[:2], "dapo", {})
+    before = {key: factor.grad.clone() for key, factor in adapter.factors.items()}
+    huge = broken(data, 0, advantages=(-3e38, 3e38, -3e38))
+    with pytest.raises(ConfigError, match="gradients of these samples are not finite"):
+        forward_backward(base, adapter, huge[:1], "importance_sampling", {})
+    assert all(torch.equal(before[key], factor.grad) for key, factor in adapter.factors.items())
+    adapter.clear_gradients()
 
 
 def test_a_call_that_is_ended_between_microbatches_leaves_the_gradients(base, adapter, data, monkeypatch):

@@ -24,6 +24,11 @@ DROPPED_ON_CUDA = {
     "kv_b_proj": "vLLM's latent attention on CUDA reads the base's own weights of kv_b_proj, which it "
     "absorbs at load, and would ignore an adapter on it; train one without this target"
 }
+# Model types that vLLM serves on CUDA alone, and why.
+CUDA_ONLY = dict.fromkeys(
+    ("deepseek_v32", "glm_moe_dsa"),
+    "vLLM has its sparse attention, an indexer and the attention to the keys that it picks, for CUDA alone",
+)
 Size = tuple[int, int]
 
 
@@ -62,6 +67,14 @@ FAMILIES = (
         "DeepSeek-V3",
         ("deepseek_v3", "kimi_k2"),
         "Latent attention, dense first layers, shared experts as one MLP; also Moonlight and Kimi-K2.",
+        experts=("n_routed_experts", "num_local_experts"),
+        shared="shared_experts",
+    ),
+    Family(
+        "DeepSeek-V3.2",
+        ("deepseek_v32",),
+        # transformers computes the indexer under no_grad: its top-k passes no gradient.
+        "DeepSeek-V3 whose attention sees the keys that an indexer picks; the indexer carries no LoRA.",
         experts=("n_routed_experts", "num_local_experts"),
         shared="shared_experts",
     ),

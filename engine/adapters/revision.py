@@ -10,7 +10,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -190,8 +189,11 @@ def write_revision(directory: Path, tensors: Tensors, manifest: Manifest, probe:
             )
         _add_probe(directory / PROBE, probe)
         return directory
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=directory.parent))
+    # Under the revision's own name: what a kill left is replaced, and never added to.
+    draft = directory.with_name(f".draft-{directory.name}")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.parent.mkdir(parents=True, exist_ok=True)
+    draft.mkdir(0o700)
     try:
         _write_files(draft, tensors, manifest, probe)
         read_revision(draft, manifest.base_digest)

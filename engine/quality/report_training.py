@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from statistics import fmean
+from statistics import fmean, median
 
 from markupsafe import Markup
 
@@ -18,6 +18,8 @@ from engine.quality.report_svg import Panel, Point, Scale, drawing, legend
 
 WIDTH, LEFT, RIGHT = 500, 56, 490
 MAX_POINTS, SMOOTHED = 150, 5
+# Medians that an axis of seconds may reach to: longer bars are cut.
+LONGEST = 5
 # More bars than this have no gaps between them: they would be stripes.
 CLOSE = 60
 # Names of the page's CSS variables.
@@ -87,9 +89,8 @@ def training_curves(curves: Sequence[Curve]) -> Markup:
             parts += _strip(strip, panel, lines)
             panels.append(panel)
             bottom += 66
-    below = Panel(
-        x, Scale(0, max(_seconds(bin) for line in lines for bin in line), bottom + 116, bottom + 34)
-    )
+    reach = _reach([_seconds(bin) for line in lines for bin in line])
+    below = Panel(x, Scale(0, reach, bottom + 116, bottom + 34))
     parts += _phases(below, lines, bottom + 10)
     ends = [start + 0.5 for start in starts[1:-1]]
     parts += [panel.divide(end) for panel in (*panels, below) for end in ends]
@@ -114,8 +115,10 @@ def spoken(curves: Sequence[Curve]) -> str:
         words.append(f"importance ratio 1 ± {max(ratios):.1e}")
     if stale := max(step.staleness or 0.0 for step in steps):
         words.append(f"staleness up to {stale:g}")
-    if seconds := fmean(sum(step.phases.values()) for step in steps):
-        words.append(f"{seconds:.2g} s a step")
+    seconds = [sum(step.phases.values()) for step in steps]
+    if any(seconds):
+        longest = f", the longest {max(seconds):.2g} s" if max(seconds) > _reach(seconds) else ""
+        words.append(f"{fmean(seconds):.2g} s a step{longest}")
     if waited := sum(step.backpressure_s or 0.0 for step in steps):
         words.append(f"{waited:.2g} s of back-pressure")
     return ", ".join([*words, *_masked(steps)])
@@ -175,18 +178,18 @@ def _strip(strip: Strip, panel: Panel, lines: Lines) -> list[Markup]:
 
 def _phases(panel: Panel, lines: Lines, top: float) -> list[Markup]:
     """Draw where the seconds of the steps went, stacked."""
-    bins = [bin for line in lines for bin in line]
+    bins, reach = [bin for line in lines for bin in line], panel.y.high
     parts = [panel.axes("training step", "seconds", y_label=_short, y_ticks=4)]
     bottoms, half = [0.0] * len(bins), 0.4 if len(bins) <= CLOSE else 0.5
     for phase, colour in PHASES.items():
         tops = [low + _phase(bin, phase) for low, bin in zip(bottoms, bins, strict=True)]
         bars = [
-            (bin.x - half * len(bin.steps), bin.x + half * len(bin.steps), low, high)
+            (bin.x - half * len(bin.steps), bin.x + half * len(bin.steps), min(low, reach), min(high, reach))
             for bin, low, high in zip(bins, bottoms, tops, strict=True)
         ]
         parts.append(panel.bars(bars, colour))
         bottoms = tops
-    spans = [_overlapped(line) for line in lines]
+    spans = [[(x, min(y, reach)) for x, y in _overlapped(line)] for line in lines]
     parts += [panel.line(span, ROLLOUT, 1.6) for span in spans if span]
     named = [*PHASES.items(), *([("rollout", ROLLOUT)] if any(spans) else [])]
     return [*parts, legend(named, LEFT, top)]
@@ -198,6 +201,11 @@ def _overlapped(line: Sequence[Bin]) -> list[Point]:
     if not any((step.rollout_s or 0.0) > step.phases["rollout wait"] for step in steps):
         return []
     return [(bin.x, fmean(values)) for bin in line if (values := bin.values("rollout_s"))]
+
+
+def _reach(seconds: Sequence[float]) -> float:
+    """Return where an axis of seconds ends: one slow step, often the first, is not to flatten the others."""
+    return min(max(seconds), LONGEST * median(seconds)) or max(seconds)
 
 
 def _phase(bin: Bin, phase: str) -> float:

@@ -201,23 +201,6 @@ def return_experts_when_asked() -> None:
     AuxOutputSchedulerConnector.take_output = take_output  # type: ignore[method-assign]
 
 
-def verify_drafts_on_cpu() -> None:
-    """Verify drafted tokens at their request's own temperature, top-k and top-p.
-
-    Stock's CPU kernel fills a converted copy of the buffer, so whatever sampling is not greedy reads
-    memory that nobody wrote and draws from another distribution (vLLM's issue 55005). Bound: 0.32.0.
-    Goes when `expand_batch_to_tokens` returns what it expanded.
-    """
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu():
-        from vllm.v1.sample import rejection_sampler
-
-        from engine.serving.drafts_cpu import expand
-
-        rejection_sampler.expand_batch_to_tokens = expand  # type: ignore[assignment]
-
-
 def vllm_version() -> str:
     """Return the installed vLLM's version; its CPU wheel has another distribution name."""
     try:

@@ -4,9 +4,12 @@ Connection errors are retried with the same request id, so that nothing is appli
 is asked again when it says so. What it refuses is raised as the error that it names.
 """
 
+import threading
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +25,8 @@ from engine.training import protocol
 from engine.training.protocol import Exported, SessionInfo
 
 POLL_S = 20.0
+# Well within the trainer's lease.
+HEARTBEAT_S = 8.0
 Body = TypeVar("Body", bound=protocol.Request)
 
 
@@ -32,14 +37,18 @@ class _Lost(Exception):
 class TrainerClient:
     """Talk to the trainer at `url`; a trainer that is away is waited for up to `patience_s`.
 
-    A full one is asked again for up to `busy_s`. `backpressure_s` are the seconds that each session has
+    Sessions that it opened keep their leases until they or the client are closed, also during long rollouts.
+    A full trainer is asked again for up to `busy_s`. `backpressure_s` are the seconds that each session has
     waited so, all in all. Gradients are counted, so that a step whose trainer lost some is refused.
     """
 
     def __init__(self, url: str, patience_s: float = 90.0, timeout_s: float = 600.0, busy_s: float = 600.0):
         self.url, self.patience_s, self.timeout_s, self.busy_s = url, patience_s, timeout_s, busy_s
-        self.backpressure_s: dict[str, float] = {}
+        self.backpressure_s: defaultdict[str, float] = defaultdict(float)
         self._gathered: dict[str, int] = {}
+        self._writing: dict[str, int] = {}
+        self._closed = threading.Event()
+        self._heart = threading.Thread(target=self._beat, name="trainer-heartbeat", daemon=True)
         self._http = httpx.Client(base_url=url, timeout=POLL_S + 10)
 
     def health(self) -> dict[str, Any]:
@@ -50,11 +59,14 @@ class TrainerClient:
         given = {"request_id": _new_id(), **settings}
         body = _body(protocol.CreateSession, session=session, policy=policy, **given)
         result = self._run("/sessions", body)
-        self._gathered[session] = 0
+        self._gathered[session], self._writing[session] = 0, result["fence"]
+        if not self._heart.ident:
+            self._heart.start()
         return _info(result)
 
     def close_session(self, session: SessionInfo) -> None:
         """Give the session up, so that another holder may write its policy at once."""
+        self._writing.pop(session.session, None)
         self._run("/close_session", protocol.CloseSession(**_who(session)))
 
     def sessions(self) -> list[dict[str, Any]]:
@@ -74,10 +86,14 @@ class TrainerClient:
         loss: str = "dapo",
         config: Mapping[str, Any] | None = None,
         request_id: str | None = None,
+        router_replay: bool = False,
     ) -> dict[str, Any]:
         """Gather gradients; return each datum's log-probabilities and the metrics."""
         given = protocol.ForwardBackwardInput(
-            data=list(data), loss_fn=loss, loss_fn_config=dict(config or {})
+            data=list(data),
+            loss_fn=loss,
+            loss_fn_config=dict(config or {}),
+            router_replay=router_replay,
         )
         who = {**_who(session, request_id), "gathered": self._gathered.get(session.session)}
         body = protocol.ForwardBackward(**who, forward_backward_input=given)
@@ -140,7 +156,18 @@ class TrainerClient:
         self._retrying(lambda: self._answer(self._http.delete(f"/operations/{request_id}")))
 
     def close(self) -> None:
+        self._closed.set()
+        if self._heart.ident:
+            self._heart.join(HEARTBEAT_S)
         self._http.close()
+
+    def _beat(self) -> None:
+        while not self._closed.wait(HEARTBEAT_S):
+            for session, fence in list(self._writing.items()):
+                body = protocol.Heartbeat(session=session, fence=fence).model_dump()
+                # A trainer that is away is waited for by the next operation; a closed client raises too.
+                with suppress(httpx.TransportError, RuntimeError):
+                    self._http.post("/session_heartbeat", json=body)
 
     def _run(self, path: str, body: protocol.Request) -> dict[str, Any]:
         def send() -> dict[str, Any]:
@@ -154,7 +181,7 @@ class TrainerClient:
             except Busy as busy:
                 if time.monotonic() + busy.retry_after_s > until:
                     raise
-                self.backpressure_s[session] = self.backpressure_s.get(session, 0.0) + busy.retry_after_s
+                self.backpressure_s[session] += busy.retry_after_s
                 time.sleep(busy.retry_after_s)
 
     def _wait(self, operation: str) -> dict[str, Any]:

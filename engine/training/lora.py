@@ -28,6 +28,7 @@ from engine.training.adapter import Adapter, Part, sites_of
 from engine.training.experts import SlottedExperts, slotted_experts
 from engine.training.linear import SlottedLinear
 from engine.training.packing import Row, Stream, can_pack, microbatches, pack, use_packing
+from engine.training.replay import Replay
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class ResidentBase:
             **{name: self._slot(name, SlottedLinear) for name in self.shapes.linear},
             **{name: self._slot(name, slotted_experts) for name in self.shapes.experts},
         }
+        self.replay = Replay(self.model, self.shapes)
 
     def _slot(self, name: str, wrap: Callable[[Any], Slotted]) -> Slotted:
         parent, _, leaf = name.rpartition(".")
@@ -139,6 +141,7 @@ class ResidentBase:
         finally:
             for name, slotted in self.slotted.items():
                 slotted.switch(name, ())
+            self.replay.lay((), self.device)
 
     def pack(self, parts: Sequence[Sequence[Row]]) -> Stream:
         """Return rows of several adapters as one stream for `logprobs` under `using_many`."""
@@ -174,12 +177,14 @@ class ResidentBase:
         if not isinstance(rows, Stream):
             return self._hidden(self.pack([rows])) if self.packs else self._padded(rows)
         stream = rows
+        self.replay.lay(stream.routes, self.device)
         found = self.model.get_decoder()(
             stream.tokens[None],
             position_ids=stream.positions[None],
             use_cache=False,
             layout=stream.layout,
         )
+        self.replay.count(stream.before)
         return found.last_hidden_state[0].index_select(0, stream.before), stream.chosen
 
     def _padded(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
@@ -196,7 +201,9 @@ class ResidentBase:
         chosen_T = tokens_BS[completion_BS].to(self.device)
         before_T = completion_BS.flatten().nonzero()[:, 0].sub(1).to(self.device)
         decoder = self.model.get_decoder()
+        self.replay.lay(((row.routes, width) for row in rows), self.device)
         hidden_BSH = decoder(tokens_BS.to(self.device), use_cache=False).last_hidden_state
+        self.replay.count(before_T)
         return hidden_BSH.flatten(0, 1).index_select(0, before_T), chosen_T
 
     def _picked(self, hidden_TH: Tensor, chosen_T: Tensor, entropy: bool) -> tuple[Tensor, ...]:

@@ -22,7 +22,8 @@ class Metrics:
     Ratios are trainer over sampler, `kl_old` the divergence between both, None where there are no samples;
     `kl` is the divergence to the base, None where nobody asked. `masked` has tokens by the reason why they
     taught nothing, `capped` tokens whose weight was cut, `correction_weight` the mean of what corrections
-    multiplied with; `learned_tokens` had a gradient.
+    multiplied with; `learned_tokens` had a gradient. `out_of_route` is the share of tokens whose experts the
+    trainer would have chosen otherwise than the engine, None where the engine's were not given.
     """
 
     loss: float
@@ -38,11 +39,15 @@ class Metrics:
     correction_weight: float
     tokens: int
     learned_tokens: int
+    out_of_route: float | None
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a microbatch left behind, (T) and without gradient; `base_T` is empty where nobody asked."""
+    """What a microbatch left behind, (T) and without gradient; `base_T` is empty where nobody asked.
+
+    `strayed` of the `routed` tokens, which came with the engine's experts, would have taken others.
+    """
 
     new_T: Tensor
     old_T: Tensor
@@ -54,6 +59,8 @@ class Seen:
     factor_T: Tensor
     capped_T: Tensor
     masked: dict[str, Tensor]
+    strayed: int
+    routed: int
 
 
 def measure(seen: Sequence[Seen], sampled: bool) -> Metrics:
@@ -63,6 +70,7 @@ def measure(seen: Sequence[Seen], sampled: bool) -> Metrics:
         return torch.cat([getattr(one, name) for one in seen])
 
     new_T, base_T = whole("new_T"), whole("base_T")
+    routed = sum(one.routed for one in seen)
     gap_T = (new_T - whole("old_T")).clamp(max=LARGEST_GAP)
     ratio_T = gap_T.exp()
     return Metrics(
@@ -82,4 +90,5 @@ def measure(seen: Sequence[Seen], sampled: bool) -> Metrics:
         correction_weight=whole("factor_T").mean().item(),
         tokens=len(new_T),
         learned_tokens=int(whole("learned_T").sum()),
+        out_of_route=sum(one.strayed for one in seen) / routed if routed else None,
     )

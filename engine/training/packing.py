@@ -13,7 +13,7 @@ queries, _K their keys, _P padded places of all buckets, _W width of a token.
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -35,14 +35,23 @@ FLOOR = 2**14
 
 @dataclass(frozen=True)
 class Row:
-    """Token ids of a prompt and its completion; the completion begins at position `start`, at least 1."""
+    """Token ids of a prompt and its completion; the completion begins at position `start`, at least 1.
+
+    `routes` (P, layers, K) are the experts that the engine chose for the first P tokens, see replay.py.
+    """
 
     tokens: tuple[int, ...]
     start: int
+    routes: Tensor | None = field(default=None, compare=False)
 
     @property
     def prompt(self) -> tuple[int, ...]:
         return self.tokens[: self.start]
+
+    @property
+    def shared(self) -> tuple[tuple[int, ...], bytes]:
+        """What rows with the same states of their prompts agree in: its tokens, and their experts if any."""
+        return self.prompt, b"" if self.routes is None else self.routes[: self.start].numpy().tobytes()
 
     @property
     def length(self) -> int:
@@ -95,7 +104,8 @@ class Stream:
     """Rows as one stream: `tokens` and `positions` (T), and how attention sees it.
 
     `before` (N) is the place of the token before each completion token, row after row, and `chosen` (N)
-    these tokens; `counts` are the stream's tokens of each part.
+    these tokens; `counts` are the stream's tokens of each part. `routes` are its tokens' experts, piece by
+    piece, each with its number of tokens.
     """
 
     tokens: Tensor
@@ -104,6 +114,7 @@ class Stream:
     chosen: Tensor
     counts: tuple[int, ...]
     layout: Layout
+    routes: tuple[tuple[Tensor | None, int], ...]
 
 
 def can_pack(config: Any) -> bool:
@@ -130,25 +141,28 @@ def pack(parts: Sequence[Sequence[Row]], device: torch.device, dtype: torch.dtyp
     positions: list[int] = []
     before: list[int] = []
     runs: list[Run] = []
+    routes: list[tuple[Tensor | None, int]] = []
     ends = [0]
 
-    def add(values: Sequence[int], position: int) -> int:
-        tokens.extend(values)
-        positions.extend(range(position, position + len(values)))
-        return len(tokens) - len(values)
+    def add(row: Row, begin: int, end: int) -> int:
+        tokens.extend(row.tokens[begin:end])
+        positions.extend(range(begin, end))
+        routes.append((None if row.routes is None else row.routes[begin:end], end - begin))
+        return len(tokens) - (end - begin)
 
     for rows in parts:
-        samples, prompts = Counter(row.prompt for row in rows), dict[tuple[int, ...], int]()
-        for row in rows:
-            alone = samples[row.prompt] == 1
-            if row.prompt not in prompts:
-                prompts[row.prompt] = add(row.prompt, 0)
-                runs.append(Run(prompts[row.prompt], len(row.tokens) - 1 if alone else row.start))
-            first = add(row.tokens[row.start : -1], row.start)
-            before.append(prompts[row.prompt] + row.start - 1)
+        named = [row.shared for row in rows]
+        samples, prompts = Counter(named), dict[Any, int]()
+        for row, prompt in zip(rows, named, strict=True):
+            alone = samples[prompt] == 1
+            if prompt not in prompts:
+                prompts[prompt] = add(row, 0, row.start)
+                runs.append(Run(prompts[prompt], len(row.tokens) - 1 if alone else row.start))
+            first = add(row, row.start, len(row.tokens) - 1)
+            before.append(prompts[prompt] + row.start - 1)
             before.extend(range(first, len(tokens)))
             if not alone and first < len(tokens):
-                runs.append(Run(first, len(tokens) - first, prompts[row.prompt], row.start))
+                runs.append(Run(first, len(tokens) - first, prompts[prompt], row.start))
         ends.append(len(tokens))
     chosen = [token for rows in parts for row in rows for token in row.tokens[row.start :]]
     tokens_T, positions_T, before_N, chosen_N = (
@@ -156,7 +170,7 @@ def pack(parts: Sequence[Sequence[Row]], device: torch.device, dtype: torch.dtyp
     )
     counts = tuple(end - begin for begin, end in pairwise(ends))
     layout = _layout(runs, len(tokens), device, dtype)
-    return Stream(tokens_T, positions_T, before_N, chosen_N, counts, layout)
+    return Stream(tokens_T, positions_T, before_N, chosen_N, counts, layout, tuple(routes))
 
 
 def _bucketed(runs: Sequence[Run]) -> list[list[Run]]:
@@ -293,14 +307,14 @@ def microbatches(rows: Sequence[Row], budget: int, unit: int = 1, shared: bool =
     groups: dict[Any, list[list[int]]] = {}
     for begin in range(0, len(rows), unit):
         members = list(range(begin, min(begin + unit, len(rows))))
-        groups.setdefault(rows[begin].prompt if shared else begin, []).append(members)
+        groups.setdefault(rows[begin].shared if shared else begin, []).append(members)
 
     def size(units: Sequence[Sequence[int]]) -> int:
         chosen = [rows[i] for members in units for i in members]
         keys = sum(len(row.tokens) - 1 for row in chosen)
         if not shared:
             return keys
-        prompts = sum(map(len, {row.prompt for row in chosen}))
+        prompts = sum({row.shared: row.start for row in chosen}.values())
         own = sum(len(row.tokens) - row.start - 1 for row in chosen)
         return max(prompts + own, -(-(prompts + keys) // COPIES))
 

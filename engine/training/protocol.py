@@ -69,10 +69,14 @@ class Datum(Message):
 
     `target_tokens` are the next tokens, `weights` is 1 where the target belongs to the completion, and
     `logprobs` and `advantages`, which only losses on samples need, are read at those positions.
+    `routed_experts` is what the engine returned.
     """
 
     model_input: ModelInput
     loss_fn_inputs: dict[Literal["target_tokens", "weights", "logprobs", "advantages"], TensorData]
+    routed_experts: str | None = Field(
+        None, description="of the first tokens, (tokens, layers, experts of a token) as a .npy in base64"
+    )
 
 
 class ForwardBackwardInput(Message):
@@ -80,6 +84,9 @@ class ForwardBackwardInput(Message):
     loss_fn: str = "dapo"
     loss_fn_config: dict[str, Any] = Field(
         default_factory=dict, description="`engine.loss_config.LossConfig`"
+    )
+    router_replay: bool = Field(
+        False, description="what has no routed_experts is left out, of the outputs too, and counted as masked"
     )
 
 
@@ -132,6 +139,13 @@ class CreateSession(Request):
 
 
 class SessionRequest(Request):
+    session: str
+    fence: int
+
+
+class Heartbeat(Message):
+    """Keep a session's lease while its writer does something else; no operation."""
+
     session: str
     fence: int
 

@@ -57,6 +57,10 @@ def make_app(trainer: "Trainer") -> FastAPI:
     def create_session(body: protocol.CreateSession) -> dict[str, str]:
         return {"operation": trainer.submit(body, trainer.create_session)}
 
+    @app.post("/session_heartbeat")
+    def session_heartbeat(body: protocol.Heartbeat) -> dict[str, bool]:
+        return {"writes": trainer.sessions.hear(body.session, body.fence)}
+
     @app.post("/close_session")
     def close_session(body: protocol.CloseSession) -> dict[str, str]:
         return {"operation": trainer.submit(body, trainer.close_session)}

@@ -91,23 +91,32 @@ class Sessions:
         chosen = (site for name, site in self.base.sites.items() if name.rpartition(".")[2] in opened.targets)
         return bytes_of(chosen, opened.rank)
 
-    def hear(self, name: str, fence: int) -> None:
-        """Note that the writer with this fence sent something, or asked for a result.
+    def hear(self, name: str, fence: int) -> bool:
+        """Note that the writer with this fence is there; say whether it still writes.
 
-        It keeps a lease so, but gets none back that has ended.
+        It has its lease back unless it gave the session up, or another holder came meanwhile.
         """
-        known = self._known.get(name)
-        if known and known.fence == fence and known.is_active:
-            known.heard = time.monotonic()
+        known = self.find(name)
+        if known is None or known.fence != fence or known.heard == NEVER:
+            return False
+        if not known.is_active and self._other_writer(known.opened):
+            return False
+        known.heard = time.monotonic()
+        return True
 
-    def refuse_other_writers(self, policy: str, holder: str) -> None:
+    def _other_writer(self, opened: CreateSession) -> CreateSession | None:
+        """Return what another active holder of the same policy opened."""
+        active = [one.opened for one in list(self._known.values()) if one.is_active]
+        same = (one for one in active if one.policy == opened.policy and one.holder != opened.holder)
+        return next(same, None)
+
+    def refuse_other_writers(self, opened: CreateSession) -> None:
         """Raise `Conflict` while another holder writes any session of this policy."""
-        for name, known in self._known.items():
-            if known.opened.policy == policy and known.opened.holder != holder and known.is_active:
-                raise Conflict(
-                    f"Policy {policy!r} is being written by {known.opened.holder!r} in the session "
-                    f"{name!r}. Wait until it has closed that session or been silent for {LEASE_S:.0f} s."
-                )
+        if other := self._other_writer(opened):
+            raise Conflict(
+                f"Policy {opened.policy!r} is being written by {other.holder!r} in the session "
+                f"{other.session!r}. Wait until it has closed it or been silent for {LEASE_S:.0f} s."
+            )
 
     def checked(self, request: SessionRequest) -> Known:
         """Return the session of a request if its fence is the newest and nobody else writes the policy."""
@@ -117,14 +126,16 @@ class Sessions:
         if known.fence != request.fence:
             raise Conflict(f"Session {request.session!r} has another writer now; this one must stop.")
         if not known.is_active:
-            self.refuse_other_writers(known.opened.policy, known.opened.holder)
+            self.refuse_other_writers(known.opened)
         known.heard = time.monotonic()
         return known
 
     def writable(self, request: SessionRequest) -> Session:
         """Return the session of a request in memory, as after its last step if it had left."""
         known = self.checked(request)
-        return known.session or self._bring(known.opened)
+        session = known.session or self._bring(known.opened)
+        self.keep(session)
+        return session
 
     def resume(self, request: CreateSession) -> Session | None:
         """Return a stored session in memory for the writer of this request; None when there is none.
@@ -142,7 +153,6 @@ class Sessions:
     def _bring(self, opened: CreateSession) -> Session:
         session = self.fresh(opened)
         session.load(CURRENT)
-        self.keep(session)
         return session
 
     def fresh(self, opened: CreateSession) -> Session:

@@ -19,6 +19,7 @@ from engine.training.export import Exporter
 from engine.training.lora import Example, ResidentBase, Row
 from engine.training.metrics import TrainerMetrics, peak_memory
 from engine.training.queue import Queue
+from engine.training.replay import decode, mask_unknown
 from engine.training.session import Session, answer
 from engine.training.sessions import Sessions
 from engine.training.start import start_of
@@ -70,7 +71,7 @@ class Trainer:
 
     def create_session(self, request: protocol.CreateSession) -> dict[str, Any]:
         """Open a session, or go on with it from its last stored step."""
-        self.sessions.refuse_other_writers(request.policy, request.holder)
+        self.sessions.refuse_other_writers(request)
         session = self.sessions.resume(request) or self._begin(request)
         if request.request_id not in session.done:
             self.fence += 1
@@ -103,7 +104,7 @@ class Trainer:
     def forward(self, request: protocol.Forward) -> dict[str, Any]:
         """Return each datum's log-probabilities under the session's adapter."""
         session = self.sessions.writable(request)
-        rows = [example_of(datum).row for datum in request.forward_input.data]
+        rows = [example.row for example in self._examples(request.forward_input.data)]
         logprobs = forward(self.base, session.adapter, rows)
         return {"loss_fn_outputs": _outputs(logprobs), "metrics": {"tokens": sum(map(len, logprobs))}}
 
@@ -111,10 +112,19 @@ class Trainer:
         session = self.sessions.writable(request)
         session.expect(request.gathered)
         given, operation = request.forward_backward_input, self.queue.operation(request.request_id)
-        data = [example_of(datum) for datum in given.data]
+        data = self._examples(given.data)
+        data, unknown = mask_unknown(data) if given.router_replay else (data, 0)
         found = session.forward_backward(data, given.loss_fn, given.loss_fn_config, operation.go_on)
         metrics = {**asdict(found.metrics), "peak_memory": peak_memory()}
+        if given.router_replay:
+            metrics["masked"] |= {"router_replay": unknown}
         return {"loss_fn_outputs": _outputs(found.logprobs), "metrics": metrics}
+
+    def _examples(self, data: Sequence[protocol.Datum]) -> list[Example]:
+        examples = [example_of(datum) for datum in data]
+        for example in examples:
+            self.base.replay.check(example.row.routes)
+        return examples
 
     def optim_step(self, request: protocol.OptimStep) -> dict[str, Any]:
         session = self.sessions.writable(request)
@@ -176,5 +186,6 @@ def example_of(datum: protocol.Datum) -> Example:
     if first == len(tokens) or inputs["weights"][first:] != [1.0] * (len(tokens) - first):
         raise ConfigError("A datum's weights must be 0 over the prompt and then 1 to the end.")
     whole = (*tokens, int(inputs["target_tokens"][-1]))
+    routes = decode(datum.routed_experts) if datum.routed_experts else None
     old, advantages = (tuple(inputs.get(name, ())[first:]) for name in ("logprobs", "advantages"))
-    return Example(Row(whole, first + 1), old, advantages)
+    return Example(Row(whole, first + 1, routes), old, advantages)

@@ -101,6 +101,7 @@ def forward_backward(
             seen.append(_microbatch(base, adapter, data, batch, shares, objective))
             parts = seen[-1].new_T.split([data[i].row.length for i in batch])
             logprobs |= dict(zip(batch, parts, strict=True))
+        refuse_infinite(adapter)
     metrics = measure(seen, sampled=bool(data[0].old_logprobs))
     return Backward(metrics, tuple(tuple(logprobs[i].tolist()) for i in range(len(data))))
 
@@ -119,6 +120,7 @@ def _microbatch(
     if objective.needs_base:
         with torch.no_grad(), base.using(None):
             base_T = base.logprobs(rows)
+            base.replay.take()
     with base.using(adapter):
         new_T, entropy_T = base.logprobs_and_entropy(rows)
         tokens = tokens_of(examples, [shares[i] for i in batch], new_T, base_T)
@@ -127,6 +129,7 @@ def _microbatch(
         (gradient_T,) = torch.autograd.grad(loss_T.sum(), new_T)
         refuse_broken(loss_T, gradient_T, tokens, batch)
         new_T.backward(gradient_T)  # type: ignore[no-untyped-call]
+    strayed, routed = base.replay.take()
     return Seen(
         new_T=new_T.detach(),
         old_T=tokens.old_T,
@@ -138,6 +141,8 @@ def _microbatch(
         factor_T=corrected.factor_T,
         capped_T=corrected.capped_T,
         masked=corrected.masked,
+        strayed=strayed,
+        routed=routed,
     )
 
 
@@ -190,6 +195,16 @@ def refuse_broken(loss_T: Tensor, gradient_T: Tensor, tokens: Tokens, batch: Seq
             f"The loss of sample {sample} is not a finite number (trainer {tokens.new_T[first].item():.4g}, "
             f"sampler {tokens.old_T[first].item():.4g}, advantage {tokens.advantage_T[first].item():.4g}). "
             "Nothing was changed; leave the sample out, or look at its log-probabilities and advantages."
+        )
+
+
+def refuse_infinite(adapter: Adapter) -> None:
+    """Raise `ConfigError` when a gradient overflowed on its way through the base; Adam would keep it."""
+    found = [factor.grad.isfinite().all() for factor in adapter.factors.values() if factor.grad is not None]
+    if found and not torch.stack(found).all():
+        raise ConfigError(
+            "The gradients of these samples are not finite numbers, though every loss is. Nothing was "
+            "changed; look at the size of their advantages."
         )
 
 

@@ -23,7 +23,7 @@ MEAN, LIMIT = 32, 256
 CONTEXT = 512
 # How often an answer goes on with this blank, and for how many of them in the mean.
 KINDS = {"Ġ": (0.85, 13.0), "Ċ": (0.15, 110.0)}
-SEED, PROBLEMS, STEPS, BATCH = 1, 4096, 200, 24
+SEED, PROBLEMS, STEPS, BATCH = 1, 4096, 400, 24
 
 
 def tails(chance: random.Random) -> Iterator[tuple[str, int]]:

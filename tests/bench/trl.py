@@ -7,10 +7,11 @@ same problems in the same order, group size, groups a step, learning rate, Adam 
 gradients and ratios, temperature, and limit of tokens. Completions have a long tail, and it is the base's own
 (`_lengthy_base.py`), so that neither side is told a length: `length_*` reports what each side drew.
 
-TRL runs in an environment of its own, with the settings that were fastest for it here: all samples in one
-batch, its continuous batching off, no gradient checkpointing, both cores. Ours is the loop as `graftwork up`
-starts it: engine and trainer in processes of their own, the adapter handed over at every step, with one
-policy and with three at once. The first steps of each run warm it up and are not counted.
+TRL runs in an environment of its own, without gradient checkpointing, on all cores, and in whichever of
+`VARIANTS` was fastest for it in a short run before: samples of one forward, and whether it generates by
+continuous batching. Ours is the loop as `graftwork up` starts it: engine and trainer in processes of their
+own, the adapter handed over at every step, with one policy and with three at once. The first steps of each
+run warm it up and are not counted.
 
 `step_ratio_1`: mean seconds a step, ours with one policy / TRL's. `step_ratio_3`: seconds for each step of
 a policy with three at once (elapsed / steps of all three) / TRL's; `round_ratio_3` is the same without the
@@ -22,6 +23,7 @@ sum over tokens is divided by the tokens that are left; theirs is divided by all
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -29,6 +31,7 @@ import tempfile
 import time
 import venv
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -47,7 +50,13 @@ from engine.config import Params, PolicyConfig, content_hash
 
 HERE = Path(__file__).parent
 WARM, LAST = 2, 3
-TARGETS = {"step_ratio_1": "<= 1.0", "step_ratio_3": "<= 0.5", "reward_gap": "no worse, within the spread"}
+# Samples in one forward of TRL's, and whether it generates by continuous batching.
+VARIANTS = ((128, False), (32, False), (128, True))
+TRIAL_S = 900
+TARGETS = {
+    "step_ratio_1": "<= 1.0", "step_ratio_3": "<= 0.5", "reward_gap": "no worse, within the spread",
+    "length_trl": "about 32", "length_ours": "about 32",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -130,21 +139,37 @@ def environment(directory: Path) -> Path:
     return python
 
 
-def run_theirs(python: Path, task: dict[str, Any], scratch: Path) -> Run:
-    """Train with TRL in a process of its own; only what the trainer does in its steps is timed."""
+def run_theirs(python: Path, task: dict[str, Any], scratch: Path, limit_s: float = 7200) -> Run:
+    """Train with TRL in a process of its own; only what the trainer does in its steps is timed.
+
+    Raises `SubprocessError` when it fails, or takes longer than `limit_s`.
+    """
     file = scratch / f"trl-{task['seed']}.json"
     file.write_text(json.dumps(task))
     offline = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false"}
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "OMP_"))}
     # Without -P its `import trl` would find this file.
     command = [python, "-P", HERE / "_trl_worker.py", file]
-    done = subprocess.run(command, env=clean | offline, capture_output=True, text=True, timeout=3600)
-    if done.returncode:
-        sys.exit(f"TRL's run ended with {done.returncode}:\n{done.stderr[-3000:]}")
+    log = file.with_suffix(".log")
+    with log.open("w") as out:
+        subprocess.run(command, env=clean | offline, stdout=out, stderr=out, timeout=limit_s, check=True)
     steps = json.loads(file.with_suffix(".steps.json").read_text())
     ends = tuple(sum(step["seconds"] for step in steps[: i + 1]) for i in range(len(steps)))
     lengths = tuple(sum(step["lengths"]) / len(step["lengths"]) for step in steps)
     return Run(ends, 1, tuple(step["reward"] for step in steps), lengths)
+
+
+def fastest(python: Path, base: Path, scratch: Path) -> tuple[int, bool]:
+    """Return the variant of TRL that takes the fewest seconds a step; one that fails does not count."""
+    found: dict[tuple[int, bool], float] = {}
+    for variant in VARIANTS:
+        task = job(policy(0, WARM + 2), base, scratch / "trial", *variant)
+        with suppress(subprocess.SubprocessError):
+            found[variant] = run_theirs(python, task, scratch, TRIAL_S).seconds()
+        print(
+            f"TRL, samples a forward and continuous batching {variant}: {found.get(variant, math.nan):.2f} s"
+        )
+    return min(found, key=lambda variant: found[variant])
 
 
 def run_ours(params: Params, configs: Sequence[PolicyConfig], key: str) -> Run:
@@ -188,10 +213,7 @@ def lengthy_base(directory: Path, params: Path) -> Path:
     name = content_hash([source.name, Path(lengthy.__file__).read_text()])
     path = directory / f"lengthy-{name[:12]}"
     if not path.exists():
-        with (
-            tempfile.TemporaryDirectory(dir=directory) as draft,
-            progress_bar("long answers") as bar,
-        ):
+        with tempfile.TemporaryDirectory(dir=directory) as draft, progress_bar("long answers") as bar:
             lengthy.build(source, Path(draft) / "base", bar)
             (Path(draft) / "base").rename(path)
     return path
@@ -199,13 +221,16 @@ def lengthy_base(directory: Path, params: Path) -> Path:
 
 def measure(params: Params, base: Path, python: Path, given: argparse.Namespace) -> dict[str, list[Run]]:
     """Return each side's runs, one for each seed, in turns: TRL, one policy, three policies."""
-    from tasks.outcome import local_key
+    from engine.adapters.catalog import Catalog, ensure_local_key
 
+    catalog = Catalog(params.paths.catalog_url)
+    key = ensure_local_key(catalog, params.paths.local_key)
+    catalog.close()
+    variant = fastest(python, base, params.state_dir)
     runs: dict[str, list[Run]] = {"trl": [], "one": [], "three": []}
-    key = local_key(params)
     for seed in range(1, given.seeds + 1):
         configs = [policy(number, given.steps) for number in (seed, seed + 100, seed + 200)]
-        task = job(configs[0], base, params.state_dir / "trl", given.batch, given.continuous)
+        task = job(configs[0], base, params.state_dir / "trl", *variant)
         runs["trl"].append(run_theirs(python, task, params.state_dir))
         runs["one"].append(run_ours(params, configs[:1], key))
         runs["three"].append(run_ours(params, configs, key))
@@ -249,8 +274,6 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--batch", type=int, default=128, help="samples in one forward of TRL")
-    parser.add_argument("--continuous", action="store_true", help="TRL generates by continuous batching")
     parser.add_argument("--params", type=Path, default=Path("params.yaml"))
     parser.add_argument("--out", type=Path, default=Path(".graftwork/bench"))
     given = parser.parse_args()

@@ -1,0 +1,253 @@
+"""Kills at chosen moments of a training run: planned by seed, carried out on real services, checked."""
+
+import contextlib
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import httpx
+import psutil
+
+from engine import services
+from engine.adapters.catalog import Catalog
+from engine.adapters.publishing import location
+from engine.adapters.revision import read_revision
+from engine.adapters.store import Store
+from engine.config import Params
+from engine.quality.ledger import Ledger
+from engine.training import state
+
+ROOT = Path(__file__).parent.parent
+# In the order in which a step goes through them.
+PHASES = ("open", "export", "rollouts", "reward", "forward_backward", "optim_step", "revision")
+# Where a kill of each process can break something off; the engine works in one phase alone.
+HIT = {
+    "engine": ("rollouts", "rollouts", "rollouts", "export", "forward_backward"),
+    "trainer": ("open", "export", "rollouts", "forward_backward", "optim_step", "optim_step", "revision"),
+    "flow": PHASES,
+}
+PATIENCE_S = 300.0
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Kill a process in a phase of a step, or of a later one, when `share` of its usual time has passed."""
+
+    victim: str
+    step: int
+    phase: str
+    share: float
+
+    @property
+    def moment(self) -> tuple[int, int, float]:
+        return self.step, PHASES.index(self.phase), self.share
+
+
+@dataclass(frozen=True)
+class Note:
+    """What a flow process said of itself: when (monotonic seconds), its session's step, its phase."""
+
+    at: float
+    step: int
+    phase: str
+    digest: str = ""
+
+    @staticmethod
+    def read(path: Path) -> list["Note"]:
+        lines = [line.split() for line in path.read_text().splitlines()] if path.is_file() else []
+        return [Note(float(at), int(step), *said) for at, step, *said in lines]
+
+
+def plan(draw: random.Random, victims: Sequence[str], steps: int) -> list[Kill]:
+    """Draw a moment for each victim, in the order in which one run meets them."""
+    kills = []
+    for victim in victims:
+        phase = draw.choice(HIT[victim])
+        step = {"open": 0, "revision": steps}.get(phase, draw.randrange(phase == "export", steps))
+        kills.append(Kill(victim, step, phase, draw.random()))
+    return sorted(kills, key=lambda kill: kill.moment)
+
+
+def durations(notes: Sequence[Note]) -> dict[str, float]:
+    """Return each phase's usual seconds in an uninterrupted run."""
+    found: dict[str, list[float]] = {}
+    for note, after in pairwise(notes):
+        found.setdefault(note.phase, []).append(after.at - note.at)
+    return {phase: statistics.median(values) for phase, values in found.items()}
+
+
+class Flow:
+    """A flow process that trains one policy, and that is started again when it was killed."""
+
+    def __init__(self, file: Path, policy: str):
+        self.file, self.policy = file, policy
+        self.notes = file.parent / f"{policy}.notes"
+        self.start()
+
+    def start(self) -> None:
+        command = [
+            sys.executable,
+            str(ROOT / "tests" / "watched_flow.py"),
+            self.file,
+            self.policy,
+            self.notes,
+        ]
+        with (self.file.parent / f"{self.policy}.log").open("ab") as log:
+            self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+
+    def await_phase(self, kill: Kill, since: float) -> bool:
+        """Wait until the flow is in the phase or has been since `since`; False when it has ended instead."""
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            ended = self.process.poll() is not None
+            notes = Note.read(self.notes)
+            later = [note for note in notes if note.at > since] or notes[-1:]
+            if any(note.phase == kill.phase and note.step >= kill.step for note in later):
+                return True
+            if ended:
+                return False
+            time.sleep(0.002)
+        raise AssertionError(f"The flow did not reach {kill}; see {self.file.parent}.")
+
+    def finish(self) -> str:
+        """Wait for the end; return the revision's digest."""
+        try:
+            assert self.process.wait(PATIENCE_S) == 0, self.notes.with_suffix(".log").read_text()[-3000:]
+        finally:
+            self.process.kill()
+        return Note.read(self.notes)[-1].digest
+
+
+def guard_of(params: Params, name: str) -> int | None:
+    return next(one.pid for one in services.status(params) if one.name == name)
+
+
+def processes_of(params: Params, name: str) -> list[psutil.Process]:
+    """Return a service's processes that do work: the server first, then the engine's core."""
+    found = psutil.Process(guard_of(params, name)).children(recursive=True)
+    return [found[0], *(one for one in found[1:] if "EngineCore" in one.name())]
+
+
+def await_return(params: Params, name: str, gone: int | None) -> None:
+    """Wait until the supervisor has put a new process in the place of the guard `gone`, and it answers.
+
+    Killed while it starts, a service would be given up after three times.
+    """
+    health = f"{params.url(name)}/health"
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(httpx.TransportError):
+            if guard_of(params, name) not in (None, gone) and httpx.get(health, timeout=5).is_success:
+                return
+        time.sleep(0.1)
+    raise AssertionError(f"The {name} service did not come back; see {params.paths.logs}.")
+
+
+def strike(params: Params, flow: Flow, kill: Kill) -> str:
+    """Kill the process with SIGKILL; return what was going on, as its traces show."""
+    if kill.victim == "flow":
+        flow.kill()
+        victim = "flow"
+    else:
+        chosen = random.Random(kill.share).choice(processes_of(params, kill.victim))
+        victim = chosen.name()
+        chosen.kill()
+    seen = Note.read(flow.notes)[-1]
+    drafts = [*params.paths.sessions.glob(f"{flow.policy}-*/*.draft"), *drafts_of(params, flow.policy)]
+    if kill.victim == "flow":
+        flow.start()
+    written = f", {drafts[0].name} half written" if drafts else ""
+    return f"{kill.victim:8} ({victim}) at step {seen.step} in {seen.phase}{written}"
+
+
+def drafts_of(params: Params, policy: str) -> Iterator[Path]:
+    return (params.paths.revisions / policy).glob(".draft*")
+
+
+def interrupted(
+    params: Params, file: Path, policy: str, kills: Sequence[Kill], usual: Mapping[str, float]
+) -> tuple[str, list[str]]:
+    """Train a policy and carry out the kills; return its digest and what was hit, one line a kill.
+
+    A service is killed again only when it has come back.
+    """
+    flow, since = Flow(file, policy), 0.0
+    hits: list[str] = []
+    gone: dict[str, int | None] = {}
+    try:
+        for kill in kills:
+            if kill.victim in gone:
+                await_return(params, kill.victim, gone.pop(kill.victim))
+                since = time.monotonic()
+            if not flow.await_phase(kill, since):
+                break
+            time.sleep(kill.share * usual.get(kill.phase, 0.0))
+            since = time.monotonic()
+            if kill.victim != "flow":
+                gone[kill.victim] = guard_of(params, kill.victim)
+            hits.append(strike(params, flow, kill))
+        return flow.finish(), hits
+    finally:
+        flow.process.kill()
+
+
+def assert_whole(params: Params, policy: str, steps: int, want: dict[int, str]) -> None:
+    """Every step once in session and ledger, and each one's revision whole and the uninterrupted run's."""
+    (file,) = params.paths.sessions.glob(f"{policy}-*/current.state")
+    header = state.read_header(file)
+    every = list(range(1, steps + 1))
+    assert header["step"] == steps
+    assert [row["step"] for row in header["history"]] == every
+    assert recorded(params, policy) == every
+    assert {path.name for path in file.parent.iterdir()} == {file.name}
+    assert revisions(params, policy) == want
+    (directory,) = (params.paths.revisions / policy).iterdir()
+    assert read_revision(directory)[1].digest == want[steps]
+
+
+def recorded(params: Params, policy: str) -> list[int]:
+    """Return the ledger's steps of a policy, after everything in the spool has been taken in."""
+    ledger = Ledger(params.paths.root / "chaos.duckdb")
+    ledger.ingest(params.paths.spool)
+    assert not (params.paths.spool / "rejected").exists()
+    query = "SELECT step FROM train_steps WHERE policy = ? ORDER BY step"
+    found = ledger.connection.execute(query, [policy]).fetchall()
+    ledger.close()
+    return [step for (step,) in found]
+
+
+def revisions(params: Params, policy: str) -> dict[int, str]:
+    """Return the digest after each step, of every revision that the catalog shows; their bytes are read."""
+    catalog, store = Catalog(params.paths.catalog_url), Store(params.paths.store)
+    rows = catalog.revisions(policy)
+    catalog.close()
+    for row in rows:
+        store.read(location(row))
+    found = {row.step: row.digest for row in rows}
+    assert len(found) == len(rows)
+    return found
+
+
+def members_alive(root: Path) -> list[str]:
+    """Return the command lines of live processes that name `root`."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        line = " ".join(process.info["cmdline"] or [])
+        if (
+            str(root) in line
+            and process.info["status"] != psutil.STATUS_ZOMBIE
+            and process.pid != os.getpid()
+        ):
+            found.append(line)
+    return found
