@@ -6,7 +6,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice, pairwise
 from pathlib import Path
@@ -113,10 +113,6 @@ class Flow:
         with (self.file.parent / f"{self.policy}.log").open("ab") as log:
             self.process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
 
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(10)
-
     def await_phase(self, kill: Kill) -> bool:
         """Wait until the flow is in the phase, or has just been; False when it has ended instead."""
         began = time.monotonic()
@@ -168,27 +164,6 @@ def await_return(params: Params, name: str, gone: int | None) -> None:
     raise AssertionError(f"The {name} service did not come back; see {params.paths.logs}.")
 
 
-def strike(params: Params, flow: Flow, kill: Kill) -> str:
-    """Kill the process with SIGKILL; return what was going on, as its traces show."""
-    if kill.victim == "flow":
-        flow.kill()
-        victim = "flow"
-    else:
-        chosen = random.Random(kill.share).choice(processes_of(params, kill.victim))
-        victim = chosen.name()
-        chosen.kill()
-    seen = Note.read(flow.notes)[-1]
-    drafts = [*params.paths.sessions.glob(f"{flow.policy}-*/*.draft"), *drafts_of(params, flow.policy)]
-    if kill.victim == "flow":
-        flow.start()
-    written = f", {drafts[0].name} half written" if drafts else ""
-    return f"{kill.victim:8} ({victim}) at step {seen.step} in {seen.phase}{written}"
-
-
-def drafts_of(params: Params, policy: str) -> Iterator[Path]:
-    return (params.paths.revisions / policy).glob(".draft*")
-
-
 def interrupted(
     params: Params, file: Path, policy: str, kills: Sequence[Kill], usual: Mapping[str, float]
 ) -> tuple[str, list[str]]:
@@ -200,17 +175,31 @@ def interrupted(
     gone: dict[str, int | None] = {}
     try:
         for kill in kills:
+            # Looked up before the wait: the moment itself may last milliseconds.
+            victim: subprocess.Popen[bytes] | psutil.Process = flow.process
             if kill.victim != "flow":
                 await_return(params, kill.victim, gone.get(kill.victim))
+                gone[kill.victim] = guard_of(params, kill.victim)
+                victim = random.Random(kill.share).choice(processes_of(params, kill.victim))
             if not flow.await_phase(kill):
                 break
             time.sleep(kill.share * usual.get(kill.phase, 0.0))
-            if kill.victim != "flow":
-                gone[kill.victim] = guard_of(params, kill.victim)
-            hits.append(strike(params, flow, kill))
+            victim.kill()
+            hits.append(f"{kill.victim:8} {traces(params, flow)}")
+            if kill.victim == "flow":
+                victim.wait(10)
+                flow.start()
         return flow.finish(), hits
     finally:
         flow.process.kill()
+
+
+def traces(params: Params, flow: Flow) -> str:
+    """Say what was going on: the flow's last note, and a file that is half written."""
+    seen = Note.read(flow.notes)[-1]
+    sessions, exported = params.paths.sessions, params.paths.revisions / flow.policy
+    drafts = [*sessions.glob(f"{flow.policy}-*/*.draft"), *exported.glob(".draft*")]
+    return f"at step {seen.step} in {seen.phase}" + (f", {drafts[0].name} half written" if drafts else "")
 
 
 def assert_whole(params: Params, policy: str, steps: int, want: dict[int, str]) -> None:

@@ -108,7 +108,7 @@ def survives(live: Live, policy: str, kills: list[Kill], tell: Callable[..., Non
 def test_one_kill_of_each_process(live: Live, tell: Callable[..., None]) -> None:
     """The flow's lease runs out while the engine starts again."""
     kills = [
-        Kill("engine", 2, "rollouts", 0.5),
+        Kill("engine", 2, "rollouts", 0.2),
         Kill("flow", 2, "rollouts", 0.9),
         Kill("trainer", 5, "optim_step", 0.5),
     ]
