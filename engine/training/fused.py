@@ -19,8 +19,8 @@ from engine.training.measures import Seen, measure
 from engine.training.microbatches import first_fit, stream_tokens
 from engine.training.update import Backward, Objective, adding_gradients, check, learn, refuse_infinite
 
-# Tokens of a session's stream up to which fusing has won; see `is_worth_fusing`.
-FEW_TOKENS = 256
+# Tokens of one session's stream up to which fusing wins clearly; see `is_worth_fusing`.
+FEW_TOKENS = 320
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,12 @@ class Piece:
 
 
 def is_worth_fusing(base: ResidentBase, calls: Sequence[Call]) -> bool:
-    """Say whether these calls are faster together than in turns; replayed experts are counted in turns.
+    """Say whether these calls are clearly faster together than in turns; what replays experts takes turns.
 
-    `graftwork bench fused` on a CPU: turns take 1.43 and 1.63 times the CPU seconds of one pass for 3 and 9
-    policies of 8 samples (about 130 tokens each) on tiny-dense, 1.14 and 1.20 for 32 samples (about 510);
-    1.05 and 1.45, and 1.04 and 1.15, on tiny-moe. What is saved is the cost of calls, which larger ones hide.
+    `graftwork bench fused` on a CPU, CPU seconds of turns over those of one pass, for 3 and 9 policies on
+    tiny-dense: 1.22 and 1.34 with 8 samples each (about 130 tokens), 1.28 and 1.29 with 16 (260), 1.06 and
+    1.07 with 32 (510), 1.01 and 0.99 with 128 (2000); on tiny-moe 1.08 and 1.26, 1.14 and 1.12, 0.96 and
+    1.12. What is saved is the cost of calls, which larger ones hide.
     """
     small = all(is_small([example.row for example in call.data]) for call in calls)
     return len(calls) > 1 and base.packs and small and not replays(calls)
