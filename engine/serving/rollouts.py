@@ -38,10 +38,14 @@ class Rollouts(BaseModel):
 async def rollouts(body: Rollouts, request: Request) -> Response:
     """Answer each prompt's samples, in the prompts' order.
 
-    A prompt that the model cannot take is a 400, a sample that the engine gave up a 500.
+    A prompt that the model cannot take is a 400, an adapter that the engine does not hold a 404, a sample
+    that it gave up a 500.
     """
     state = request.app.state
-    lora = state.openai_serving_models.lora_requests.get(body.model)
+    models = state.openai_serving_models
+    lora = models.lora_requests.get(body.model)
+    if lora is None and not models.is_base_model(body.model):
+        return _refused(404, f"The engine holds no adapter {body.model!r}. Ask again, or for another one.")
     try:
         groups = await asyncio.gather(
             *(_group(state.engine_client, body, lora, number) for number in range(len(body.prompts)))
