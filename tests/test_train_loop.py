@@ -14,12 +14,13 @@ import pytest
 from live import RunningEngine, free_port, stop_group
 
 from engine.config import Params, PolicyConfig, load_params
-from engine.errors import NotFound
+from engine.errors import ConfigError, NotFound
 from engine.quality.ledger import Ledger
 from engine.training.problems import Problem
 from engine.training.protocol import SessionInfo
-from engine.training.rollouts import Sample
+from engine.training.rollouts import Sample, sample_groups
 from engine.training.verifiers import Verifier
+from tasks import rollout_data
 from tasks.parallel import in_parallel
 from tasks.rollout_data import Drawn, Judged, Sampler, build_data, judge
 from tasks.train import Trained, sampler_of, samples_of, train
@@ -173,6 +174,22 @@ def test_an_answer_that_the_verifier_fails_on_drops_its_group(loop: Loop) -> Non
     for row in trained.curve:
         assert row["verifier_errors"] > 0
         assert row["groups_kept"] <= 4 - row["verifier_errors"]
+
+
+@pytest.mark.timeout(300)
+def test_a_question_that_is_too_long_is_asked_once_and_named(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+
+    def counted(*args: Any) -> Any:
+        asked.append(args)
+        return sample_groups(*args)
+
+    monkeypatch.setattr(rollout_data, "sample_groups", counted)
+    with pytest.raises(ConfigError, match=r"refused the rollouts of .* with 400: .*engine\.max_model_len"):
+        loop.train("too-long", system="word " * 400)
+    assert len(asked) == 1
 
 
 @pytest.mark.timeout(300)
