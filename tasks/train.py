@@ -199,7 +199,9 @@ def grpo_step(run: Run, session: SessionInfo) -> SessionInfo:
     adam = AdamParams(learning_rate=config.lr)
     # `handed` is for a run that goes on; the ledger has no use for it.
     record = {**row, "handed": newest.digest}
-    skip = not (kept or (config.loss_config.kl and judged.sound))
+    # Whether anything pulls is the loss's to say: to the base, or one's own without any spread. Of no
+    # gradient Adam would still make a step.
+    skip = not (judged.sound and metrics["learned_tokens"])
     done = run.client.optim_step(session, adam, position=drawn.position, record=record, skip=skip)
     return _advance(run, session, drawn.position, {**row, **done}, newest)
 
