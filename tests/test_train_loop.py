@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -241,10 +242,12 @@ def test_a_verifier_that_hangs_costs_its_group_one_limit(rules: None) -> None:
 
 def test_when_every_group_fails_nothing_is_learned(rules: None) -> None:
     drawn = answers(["a", "b"], ["c", "d"])
-    judged = Judged([None, None], {"KeyError": 2})  # type: ignore[arg-type]
+    judged = Judged([None, None], Counter({"KeyError": 2}))
     data, kept = build_data(drawn, judged, "dapo")
     assert kept == 0
     assert not judged.sound
+    # Nobody earned nothing: a reward of zero would be read as a collapse.
+    assert {judged.row()[name] for name in ("reward", "reward_std", "zero_spread")} == {None}
     assert {value for one in data for value in one.loss_fn_inputs["advantages"].data} == {0.0}
 
 
