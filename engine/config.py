@@ -161,9 +161,10 @@ class PolicyConfig(Settings):
     loss: LossName = "dapo"
     loss_config: LossConfig = LossConfig()
     max_tokens: int = Field(24, ge=1)
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, gt=0, description="1: samples must come from the distribution learned")
     router_replay: bool = Field(
-        False, description="on a mixture of experts: train each token on the experts that the engine chose"
+        False,
+        description="on a mixture of experts: train each token on the experts that the engine chose",
     )
     staleness: int = Field(
         0, ge=0, le=16, description="steps that a rollout's revision may be behind; 0: on-policy"
@@ -177,6 +178,16 @@ class PolicyConfig(Settings):
     drift_after_s: float | None = Field(
         None, gt=0, description="due when users' rewards stayed under the offline interval for so long"
     )
+
+    @field_validator("temperature")
+    @classmethod
+    def _as_learned(cls, value: float) -> float:
+        if value != 1:
+            raise ValueError(
+                "engine and trainer give log-probabilities at temperature 1, so samples drawn at another one "
+                "would bias the loss while the importance ratio reads 1; leave it at 1"
+            )
+        return value
 
     @model_validator(mode="after")
     def _loss_has_its_settings(self) -> Self:
