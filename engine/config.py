@@ -58,6 +58,9 @@ class EngineConfig(Settings):
     kv_cache_gib: float | None = Field(
         None, gt=0, description="empty: 0.25 on a CPU; on CUDA what max_num_seqs whole sequences need"
     )
+    routed_experts: bool = Field(
+        False, description="record each token's experts on a mixture of them, for policies with router_replay"
+    )
     speculative: int = Field(
         0, ge=0, le=16, description="tokens that vLLM drafts from n-grams of a request's own text; 0: none"
     )
@@ -164,7 +167,7 @@ class PolicyConfig(Settings):
     temperature: float = Field(1.0, gt=0, description="1: samples must come from the distribution learned")
     router_replay: bool = Field(
         False,
-        description="on a mixture of experts: train each token on the experts that the engine chose",
+        description="train each token on the experts that the engine chose; needs engine.routed_experts",
     )
     staleness: int = Field(
         0, ge=0, le=16, description="steps that a rollout's revision may be behind; 0: on-policy"
