@@ -158,7 +158,11 @@ class PolicyConfig(Settings):
         None, min_length=1, description="projections that carry LoRA; empty: all that the base has"
     )
     steps: int = Field(20, ge=1)
-    groups: int = Field(16, ge=1, description="problems a step")
+    groups: int = Field(
+        16,
+        ge=1,
+        description="problems a step; those that dapo and cispo leave out are not replaced by others",
+    )
     group_size: int = Field(8, ge=2, description="samples a problem")
     lr: float = Field(2e-3, gt=0)
     loss: LossName = "dapo"
