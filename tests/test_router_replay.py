@@ -11,13 +11,18 @@ import torch
 from mla_bases import deepseek_v3
 from moe_bases import qwen3_moe
 
+from engine.adapters.catalog import migrate
+from engine.base import BaseInfo
+from engine.config import EngineConfig, Params, Paths, PolicyConfig
 from engine.errors import ConfigError
+from engine.serving.server import route_arguments
 from engine.training import protocol
 from engine.training.lora import Example, ResidentBase
 from engine.training.packing import Row, pack
 from engine.training.replay import decode, mask_unknown
 from engine.training.trainer import example_of
 from engine.training.update import forward_backward
+from tasks.train import prepare
 
 KINDS = {"softmax": qwen3_moe, "sigmoid": deepseek_v3}
 LAYERS = 3
@@ -222,3 +227,32 @@ def test_ids_that_are_none_of_this_base_are_refused(bases):
     for text in ("no base64!", "YWJj", encoded(np.zeros((2, 3))), encoded(np.zeros((2, 3), dtype=np.uint8))):
         with pytest.raises(ConfigError, match="routed_experts"):
             decode(text)
+
+
+def test_experts_are_recorded_where_the_engine_is_asked_to_and_has_some(paths, tiny_base):
+    for base, asked, recorded in (
+        (paths["softmax"], True, True),
+        (paths["softmax"], False, False),
+        (tiny_base, True, False),
+    ):
+        given = route_arguments(EngineConfig(routed_experts=asked), BaseInfo("base", base, "b" * 64))
+        assert given == ["--enable-return-routed-experts"] * recorded
+    assert not EngineConfig().routed_experts
+
+
+def test_a_run_that_would_get_no_experts_is_refused_before_its_first_rollout(paths, tmp_path):
+    policy = PolicyConfig(task="addition", suite="s", verifier="exact", router_replay=True)
+    migrate(Paths(tmp_path).catalog_url)
+
+    def run(base: Path, recorded: bool) -> bool:
+        params = Params(
+            state_dir=tmp_path, base={"name": str(base)}, engine=EngineConfig(routed_experts=recorded),
+            policies={"sums": policy},
+        )  # fmt: skip
+        found = prepare(params, "sums", policy, "key")
+        found.close()
+        return found.source.replays
+
+    with pytest.raises(ConfigError, match=r"'sums' has router_replay, .* Set engine\.routed_experts to true"):
+        run(paths["softmax"], False)
+    assert run(paths["softmax"], True)

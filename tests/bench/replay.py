@@ -97,7 +97,7 @@ def measure(path: Path, dtype: str, problems: int, size: float, folder: Path) ->
     adapters = [random_adapter(modules, seed, size=size) for seed in range(ADAPTERS)]
     # Rounded once, so that both sides hold the same adapter.
     rounded = [{key: value.to(torch_dtype) for key, value in tensors.items()} for tensors in adapters]
-    engine = start_engine(path, folder / dtype, wait_s=600, slots=4, dtype=dtype)
+    engine = start_engine(path, folder / dtype, wait_s=600, slots=4, dtype=dtype, routed_experts=True)
     try:
         names = [engine.publish("bench", tensors, RANK, torch_dtype) for tensors in rounded]
         pairs = [draw(engine, name, prompts) for name in (*names, engine.base_name)]
