@@ -6,7 +6,7 @@ import sys
 from itertools import islice
 from pathlib import Path
 from statistics import mean, median
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -14,6 +14,7 @@ from engine.adapters.catalog import migrate
 from engine.config import Paths
 from engine.training.problems import Problem, stream
 from engine.training.problems import reward as earned
+from tasks import train
 from tasks.train import line_of
 
 BENCH = Path(__file__).parent / "bench"
@@ -86,3 +87,21 @@ def test_only_steps_after_the_warm_ones_are_timed(monkeypatch: pytest.MonkeyPatc
     together = bench.Run((10.0, 11.0, 12.0, 13.0, 14.0, 15.0, 16.0, 17.0), 2, (0.5,), (32.0,))
     # Each step of a policy counts: four steps in four seconds.
     assert together.seconds() == 1.0
+
+
+def test_our_runs_train_policies_that_their_settings_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    bench = load("trl", monkeypatch)
+    asked = []
+
+    def trained(params, name, config, key, on_step):
+        asked.append((name, params.policy(name)))
+        curve = [{"reward": 0.5, "length_mean": 30.0, "tokens": 3840, "groups_kept": 16}] * config.steps
+        for row in curve:
+            on_step(row)
+        return SimpleNamespace(curve=curve)
+
+    monkeypatch.setattr(train, "train", trained)
+    configs = [bench.policy(seed, steps=3) for seed in (1, 101, 201)]
+    run = bench.run_ours(bench.settings(tmp_path / "base", tmp_path), configs, "key")
+    assert sorted(asked) == [(f"p{c.seed}-of-3", c) for c in configs]
+    assert (run.policies, len(run.ends), set(run.lengths)) == (3, 9, {30.0})

@@ -178,12 +178,13 @@ def run_ours(params: Params, configs: Sequence[PolicyConfig], key: str) -> Run:
     from tasks.train import train
 
     ends: list[float] = []
+    named = {f"p{config.seed}-of-{len(configs)}": config for config in configs}
+    params = params.model_copy(update={"policies": named})
 
-    def one(config: PolicyConfig) -> Any:
-        name = f"p{config.seed}-of-{len(configs)}"
+    def one(name: str, config: PolicyConfig) -> Any:
         return train(params, name, config, key, lambda row: ends.append(time.monotonic()))
 
-    trained = in_parallel(*(partial(one, config) for config in configs))
+    trained = in_parallel(*(partial(one, name, config) for name, config in named.items()))
     rewards = [row["reward"] for row in trained[0].curve]
     lengths = [
         mean_length(config, row) for t, config in zip(trained, configs, strict=True) for row in t.curve
