@@ -12,6 +12,7 @@ import pytest
 
 from engine.adapters.catalog import migrate
 from engine.config import Paths
+from engine.training.grpo import LOSSES
 from engine.training.problems import Problem, stream
 from engine.training.problems import reward as earned
 from tasks import train
@@ -58,7 +59,7 @@ def test_both_sides_earn_the_same(text: str, monkeypatch: pytest.MonkeyPatch):
 def test_both_sides_take_the_same_steps(tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     bench, worker = load("trl", monkeypatch), load("_trl_worker", monkeypatch)
     config = bench.policy(seed=1, steps=3)
-    task = bench.job(config, tiny_base, tmp_path, batch=32, continuous=False)
+    task = bench.job(config, tiny_base, tmp_path, batch=32)
     theirs = worker.settings(task)
     samples = theirs["per_device_train_batch_size"] * theirs["gradient_accumulation_steps"]
     assert (samples, theirs["num_generations"]) == (config.groups * config.group_size, config.group_size)
@@ -101,7 +102,34 @@ def test_our_runs_train_policies_that_their_settings_know(tmp_path: Path, monkey
         return SimpleNamespace(curve=curve)
 
     monkeypatch.setattr(train, "train", trained)
-    configs = [bench.policy(seed, steps=3) for seed in (1, 101, 201)]
-    run = bench.run_ours(bench.settings(tmp_path / "base", tmp_path), configs, "key")
-    assert sorted(asked) == [(f"p{c.seed}-of-3", c) for c in configs]
-    assert (run.policies, len(run.ends), set(run.lengths)) == (3, 9, {30.0})
+    named = bench.ours(1, steps=3)["three"]
+    run = bench.run_ours(bench.settings(tmp_path / "base", tmp_path), named, "key")
+    assert dict(asked) == named
+    assert (run.policies, len(run.ends), run.rewards, run.lengths) == (3, 9, (0.5,) * 3, (30.0,) * 3)
+
+
+def test_both_losses_are_a_mean_over_the_same_tokens(monkeypatch: pytest.MonkeyPatch):
+    bench = load("trl", monkeypatch)
+    runs = bench.ours(1, steps=3)
+    (compared,), (own,) = runs["one"].values(), runs["dapo"].values()
+    assert (LOSSES[compared.loss].per, LOSSES[compared.loss].drops) == ("token", False)
+    assert (own.loss, LOSSES[own.loss].drops) == ("dapo", True)
+    assert own.loss_config.values(own.loss) == compared.loss_config.values(compared.loss)
+    assert [config.seed for config in runs["three"].values()] == [1, 101, 201]
+
+
+def test_sides_that_learn_worse_or_draw_other_lengths_are_not_compared(monkeypatch: pytest.MonkeyPatch):
+    bench = load("trl", monkeypatch)
+    ends, even = (1.0,) * 4, (32.0,) * 4
+    learned = bench.Run(ends, 1, (0.1, 0.6, 0.6, 0.6), even)
+    fair = {side: [learned] * 3 for side in ("trl", "one", "dapo", "three")}
+    assert bench.faults(fair) == []
+    # Two standard errors of 3 seeds x 3 steps x 128 answers are 0.042.
+    slower = bench.Run(ends, 1, (0.1, 0.55, 0.55, 0.55), even)
+    assert bench.faults(fair | {"three": [slower] * 3}) == ["three has a reward of 0.550, TRL one of 0.600."]
+    near = bench.Run(ends, 1, (0.1, 0.57, 0.57, 0.57), even)
+    assert bench.faults(fair | {"one": [near] * 3}) == []
+    still = [bench.Run(ends, 1, (0.6,) * 4, even)] * 3
+    assert len(bench.faults(dict.fromkeys(fair, still))) == 4
+    short = [bench.Run(ends, 1, learned.rewards, (20.0,) * 4)] * 3
+    assert bench.faults(fair | {"one": short}) == ["one drew a mean length of 20.0 tokens, not about 32."]
