@@ -1,14 +1,13 @@
 """The benchmark against TRL is fair: the same questions, rewards, settings and lengths. TRL is not needed."""
 
-import importlib.util
 import random
-import sys
 from itertools import islice
 from pathlib import Path
 from statistics import mean, median
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
+from bench_files import load
 
 from engine.adapters.catalog import migrate
 from engine.config import Paths
@@ -17,20 +16,6 @@ from engine.training.problems import Problem, stream
 from engine.training.problems import reward as earned
 from tasks import train
 from tasks.train import line_of
-
-BENCH = Path(__file__).parent / "bench"
-
-
-def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Import a file of tests/bench under another name: one is called as the library that it measures."""
-    monkeypatch.syspath_prepend(str(BENCH))
-    spec = importlib.util.spec_from_file_location(f"bench_{name}", BENCH / f"{name}.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_both_sides_ask_the_same_questions(tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
