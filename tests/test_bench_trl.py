@@ -26,7 +26,7 @@ def test_both_sides_ask_the_same_questions(tiny_base: Path, tmp_path: Path, monk
     migrate(Paths(tmp_path).catalog_url)
     seed = line_of(Paths(tmp_path), "new", config, ["q_proj"]).seed
     ours = [problem for _, problem in islice(stream(config.task, "train", seed), 2 * config.groups)]
-    theirs = bench.questions(config, tiny_base)
+    theirs = load("_trl_job", monkeypatch).questions(config, tiny_base)
     tokenizer = AutoTokenizer.from_pretrained(tiny_base)
     assert [row["expected"] for row in theirs] == [problem.answer for problem in ours]
     for row, problem in zip(theirs, ours, strict=True):

@@ -28,18 +28,17 @@ import subprocess
 import sys
 import tempfile
 import time
-import venv
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import _lengthy_base as lengthy
 import _record as record
+from _trl_job import environment, job
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from live import free_port
@@ -48,7 +47,6 @@ from engine import services
 from engine.config import Params, PolicyConfig, content_hash
 from engine.loss_config import LossConfig
 
-HERE = Path(__file__).parent
 WARM, LAST = 2, 3
 # Samples in one forward of TRL's.
 BATCHES = (128, 32)
@@ -97,59 +95,6 @@ def ours(seed: int, steps: int) -> dict[str, dict[str, PolicyConfig]]:
     }
 
 
-def job(config: PolicyConfig, base: Path, output: Path, batch: int) -> dict[str, Any]:
-    """Return a run of TRL with the settings that our loop has: from the policy, and from the trainer."""
-    from engine.adapters.families import BaseShapes
-    from engine.training.protocol import AdamParams
-
-    adam = AdamParams()
-    return {
-        **config.model_dump(include={"groups", "group_size", "lr", "rank", "alpha", "steps", "max_tokens"}),
-        **config.model_dump(include={"temperature", "seed"}),
-        **config.loss_config.values(config.loss),
-        "base": str(base),
-        "targets": list(BaseShapes.of(json.loads((base / "config.json").read_text())).targets),
-        "betas": [adam.beta1, adam.beta2],
-        "clip_norm": adam.grad_clip_norm,
-        "data": questions(config, base),
-        "output": str(output),
-        "batch": batch,
-    }
-
-
-def questions(config: PolicyConfig, base: Path) -> list[dict[str, Any]]:
-    """Return the problems that our loop draws in its steps, in its order, as text and as token ids."""
-    from transformers import AutoTokenizer
-
-    from engine.base import prompt_ids, prompt_text
-    from engine.training.problems import render, stream
-
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    drawn = islice(stream(config.task, "train", config.seed), config.groups * config.steps)
-    return [
-        {
-            "prompt": prompt_text(tokenizer, problem.question),
-            "ids": prompt_ids(tokenizer, problem.question),
-            "expected": render(config.contract, problem.answer),
-        }
-        for _, problem in drawn
-    ]
-
-
-def environment(directory: Path) -> Path:
-    """Install TRL into an environment of its own, once for each list of requirements; return its Python."""
-    requirements = HERE / "trl-requirements.txt"
-    root = directory / f"trl-env-{content_hash(requirements.read_text())[:12]}"
-    python, done = root / "bin" / "python", root / "installed"
-    if not done.exists():
-        print(f"Installing TRL into {root}; it takes minutes.", flush=True)
-        venv.create(root, clear=True, with_pip=True)
-        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
-        subprocess.run([*pip, "--requirement", requirements], check=True, timeout=1800)
-        done.touch()
-    return python
-
-
 def run_theirs(python: Path, task: dict[str, Any], scratch: Path, limit_s: float = 7200) -> Run:
     """Train with TRL in a process of its own; only what the trainer does in its steps is timed.
 
@@ -160,7 +105,7 @@ def run_theirs(python: Path, task: dict[str, Any], scratch: Path, limit_s: float
     offline = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false"}
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "OMP_"))}
     # Without -P its `import trl` would find this file.
-    command = [python, "-P", HERE / "_trl_worker.py", file]
+    command = [python, "-P", Path(__file__).with_name("_trl_worker.py"), file]
     log = file.with_suffix(".log")
     with log.open("w") as out:
         subprocess.run(command, env=clean | offline, stdout=out, stderr=out, timeout=limit_s, check=True)
