@@ -94,7 +94,9 @@ class Bench:
 
         client, config = TrainerClient(self.params.url("trainer")), config_of(0, 0, 1)
         fields = {"rank": config.rank, "alpha": config.alpha, "targets": ["q_proj"], "seed": 1, "holder": "x"}
-        opened = [client.create_session(f"switch-{i}", f"r2-p{i}", **fields) for i in range(2)]
+        known = {"policy_config": config.model_dump(mode="json")}
+        names = ("switch-1", "switch-2")
+        opened = [client.create_session(name, name, **fields, **known) for name in names]
         data = [datum([40, 41, 42], Sample((43,), (-1.0,), ""), 1.0)]
         orders = {"alone": opened[:1] * SWITCHES, "turns": opened * (SWITCHES // 2)}
 
