@@ -1,10 +1,35 @@
-"""What benchmarks compute of their rounds, and when no figure counts."""
+"""Every benchmark takes what `graftwork bench` gives it, and a figure counts only when its check is green."""
 
+import argparse
+import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
-from bench_files import load
+from bench_files import BENCH, load
+
+
+class Parsed(Exception):
+    """Stops a benchmark once it has read its arguments."""
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in BENCH.glob("[a-z]*.py")))
+def test_every_benchmark_takes_settings_and_a_folder(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_only(parser):
+        raise Parsed(vars(parse(parser)))
+
+    module = load(name, monkeypatch)
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
+    monkeypatch.setattr(sys, "argv", [name, "--params", str(tmp_path / "p.yaml"), "--out", str(tmp_path)])
+    with pytest.raises(Parsed) as stopped:
+        module.main()
+    (given,) = stopped.value.args
+    assert (str(given["params"]), given["out"]) == (str(tmp_path / "p.yaml"), tmp_path)
 
 
 def test_modes_that_do_other_work_are_not_compared(monkeypatch: pytest.MonkeyPatch):
