@@ -25,7 +25,7 @@ from parity import RANK, random_adapter
 
 from engine.adapters.families import BaseShapes
 from engine.base import ensure_base, prompt_ids
-from engine.config import BaseConfig, Paths
+from engine.config import BaseConfig, load_params
 from engine.training.lora import ResidentBase
 from engine.training.packing import Row
 from engine.training.problems import TASKS, stream
@@ -124,10 +124,10 @@ def main() -> None:
     parser.add_argument("--base", default="tiny-moe")
     parser.add_argument("--problems", type=int, default=64)
     parser.add_argument("--size", type=float, default=0.1, help="standard deviation of the adapters' B")
-    parser.add_argument("--params", help="taken from `graftwork bench`; engines have a state of their own")
+    parser.add_argument("--params", type=Path, default=Path("params.yaml"), help="whose built bases are used")
     parser.add_argument("--out", type=Path, default=Path(".graftwork/bench"))
     given = parser.parse_args()
-    found = ensure_base(BaseConfig(name=given.base), Paths(Path(".graftwork")))
+    found = ensure_base(BaseConfig(name=given.base), load_params(given.params).paths)
     folder = Path(tempfile.mkdtemp())
     figures: dict[str, float] = {}
     try:
