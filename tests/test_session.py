@@ -205,6 +205,25 @@ def test_a_request_repeated_after_a_full_disk_is_stored_and_applied_once(base, t
     assert same(factors(again), factors(once))
 
 
+def test_naming_and_going_back_are_done_when_repeated_after_a_full_disk(base, tmp_path, monkeypatch):
+    session = Session(tmp_path, base, BASE, opening())
+    train_one(session, 1)
+    want = factors(session)
+    requests = {"save": session.save_as, "load": session.load_from}
+    for request_id, request in requests.items():
+        with monkeypatch.context() as patch:
+            patch.setattr("engine.training.state.os.fsync", _full)
+            with pytest.raises(ServiceError, match="No space left on device"):
+                request("best", request_id)
+        request("best", request_id)
+        stored = Session(tmp_path, base, BASE, opening())
+        stored.load()
+        assert (stored.step, request_id in stored.done) == (1, True)
+        assert same(factors(stored), want)
+        assert (tmp_path / "best.state").is_file()
+        train_one(session, 2)
+
+
 @pytest.mark.parametrize(
     ("base_digest", "changes", "error", "sentence"),
     [
