@@ -248,6 +248,25 @@ def test_a_client_that_disappears_loses_its_lease_and_nothing_else(live):
         step(live.client, gone, 2)
 
 
+def test_a_look_at_a_stored_session_never_puts_an_older_writer_back(live, monkeypatch):
+    """The session is opened again while another thread has read its file and not yet noted it."""
+    old = live.client.create_session("one", "sums", **NEW)
+    known = live.trainer.sessions
+    del known._known["one"]
+    described, newer = known._described, []
+
+    def is_overtaken(file, header):
+        found = described(file, header)
+        newer.append(live.trainer.create_session(opening("one", request_id="newer", **NEW)))
+        return found
+
+    monkeypatch.setattr(known, "_described", is_overtaken)
+    assert not known.hear("one", old.fence)
+    assert live.known("one").fence == newer[0]["fence"] > old.fence
+    assert live.known("one").session
+    assert len(newer) == 1
+
+
 def test_a_writer_is_heard_while_it_asks_for_its_result(live):
     session = live.client.create_session("one", "sums", **NEW)
     release, known = threading.Event(), live.known("one")

@@ -71,7 +71,8 @@ class Sessions:
     def find(self, name: str) -> Known | None:
         """Return a session that is known or stored; None when there is none, or an older trainer's."""
         if name not in self._known and (stored := self._stored(name)):
-            self._known[name] = stored
+            # Whoever opened it while the file was read is newer than the file.
+            self._known.setdefault(name, stored)
         return self._known.get(name)
 
     def _stored(self, name: str) -> Known | None:
