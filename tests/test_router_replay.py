@@ -2,6 +2,7 @@
 
 import base64
 import io
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from engine.training.lora import Example, ResidentBase
 from engine.training.packing import Row, pack
 from engine.training.replay import decode, mask_unknown
 from engine.training.trainer import example_of
-from engine.training.update import forward_backward
+from engine.training.update import forward, forward_backward
 
 KINDS = {"softmax": qwen3_moe, "sigmoid": deepseek_v3}
 LAYERS = 3
@@ -155,6 +156,27 @@ def test_tokens_out_of_route_are_counted_with_and_without_following(bases):
     assert known == 3
     assert 1 <= strayed <= 3
     assert compared == base.score(None, [ROWS[1]]) != followed
+
+
+def test_only_a_call_s_own_tokens_are_counted(bases):
+    """What another session scored, or a call that failed, strayed; this session's own tokens do not."""
+    base, adapter, other = bases["softmax"], adapter_of(bases["softmax"]), adapter_of(bases["softmax"])
+    strays = [replace(row, routes=drawn_routes(base, row, i)) for i, row in enumerate(ROWS)]
+    own = examples([replace(row, routes=own_routes(base, row, adapter)) for row in ROWS])
+
+    def leaves_a_score() -> None:
+        forward(base, other, strays)
+
+    def leaves_a_failure() -> None:
+        broken = [replace(one, advantages=(math.nan,) * one.row.length) for one in examples(strays)]
+        with pytest.raises(ConfigError, match="not a finite number"):
+            forward_backward(base, other, broken, "dapo", {})
+
+    for leaves in (leaves_a_score, leaves_a_failure):
+        leaves()
+        found = forward_backward(base, adapter, own, "dapo", {})
+        assert found.metrics.out_of_route == 0.0
+    assert forward_backward(base, other, examples(strays), "dapo", {}).metrics.out_of_route > 0
 
 
 def test_what_has_no_known_experts_is_left_out_and_counted(bases):

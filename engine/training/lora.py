@@ -141,6 +141,7 @@ class ResidentBase:
 
     @contextmanager
     def _switched(self, parts: Sequence[Part]) -> Iterator[None]:
+        self.replay.forget()
         for name, slotted in self.slotted.items():
             slotted.switch(name, parts)
         try:

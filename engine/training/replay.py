@@ -93,10 +93,14 @@ class Replay:
             counts = torch.stack([(self._strayed_T[at] & known).sum(), known.sum()])
             self._counts = self._counts.to(counts.device) + counts
 
-    def take(self) -> tuple[int, int]:
-        """Return how many tokens went elsewhere since the last call, of how many with the engine's ids."""
-        strayed, known = self._counts.tolist()
+    def forget(self) -> None:
+        """Begin to count anew: what was counted belongs to another adapter, or to a call that failed."""
         self._counts = torch.zeros(2, dtype=torch.long)
+
+    def take(self) -> tuple[int, int]:
+        """Return how many tokens went elsewhere under the last adapter, of how many with the engine's ids."""
+        strayed, known = self._counts.tolist()
+        self.forget()
         return strayed, known
 
     def _choose(self, layer: int, gate: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:

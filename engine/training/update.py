@@ -119,7 +119,6 @@ def _microbatch(
     if objective.needs_base:
         with torch.no_grad(), base.using(None):
             base_T = base.logprobs(rows)
-            base.replay.take()
     with base.using(adapter):
         new_T, entropy_T = base.logprobs_and_entropy(rows)
         gradient_T, seen = learn(data, batch, shares, objective, new_T, entropy_T, base_T)
