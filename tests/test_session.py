@@ -1,5 +1,6 @@
 """Sessions: killed at any moment they go on bit for bit; a request is applied once."""
 
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -174,6 +175,17 @@ def test_a_state_of_the_version_before_is_read(base, tmp_path):
 
 def _full(*_: object) -> None:
     raise OSError(28, "No space left on device")
+
+
+def test_a_step_is_forced_to_the_disk_with_its_name(base, tmp_path, monkeypatch):
+    """First the bytes, then after the renames the directory that holds the names."""
+    session = Session(tmp_path, base, BASE, opening())
+    fsync, rename, seen = os.fsync, Path.replace, []
+    monkeypatch.setattr(os, "fsync", lambda handle: (seen.append(os.fstat(handle).st_ino), fsync(handle)))
+    monkeypatch.setattr(Path, "replace", lambda path, to: (seen.append(to.name), rename(path, to)))
+    session.save("best")
+    bytes_of, names = ((tmp_path / "best.state").stat().st_ino, tmp_path.stat().st_ino)
+    assert seen == [bytes_of, "best.state", "current.state", names]
 
 
 def test_a_full_disk_keeps_the_last_step(base, tmp_path, monkeypatch):

@@ -24,6 +24,7 @@ from safetensors.torch import save as save_safetensors
 from engine.adapters.families import PROJECTIONS
 from engine.adapters.manifests import MANIFEST
 from engine.errors import AdapterError, BaseModelError, Conflict
+from engine.files import sync
 from engine.version import code_version
 
 KEY = re.compile(r"(?P<module>.+)\.(?P<side>lora_[AB])")
@@ -201,7 +202,7 @@ def write_revision(directory: Path, tensors: Tensors, manifest: Manifest, probe:
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
-    _sync(directory.parent)
+    sync(directory.parent)
     return directory
 
 
@@ -211,9 +212,9 @@ def _add_probe(file: Path, probe: dict[str, Any]) -> None:
         return
     draft = file.with_name(f".{file.name}")
     draft.write_bytes(_json(probe))
-    _sync(draft)
+    sync(draft)
     os.replace(draft, file)
-    _sync(file.parent)
+    sync(file.parent)
 
 
 def _has_rows(file: Path, dtype: str | None) -> bool:
@@ -234,8 +235,8 @@ def _write_files(draft: Path, tensors: Tensors, manifest: Manifest, probe: dict[
     }
     for name, content in files.items():
         (draft / name).write_bytes(content)
-        _sync(draft / name)
-    _sync(draft)
+        sync(draft / name)
+    sync(draft)
 
 
 def _json(value: dict[str, Any]) -> bytes:
@@ -276,14 +277,6 @@ def _peft_path(module: str, routed: bool) -> str:
     """
     linear = routed and not EXPERT.search(module) and module.rpartition(".")[2] in PROJECTIONS
     return f"{module}.weight" if linear else module
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def read_revision(directory: Path, base_digest: str | None = None) -> tuple[Tensors, Manifest]:
