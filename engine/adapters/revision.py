@@ -5,13 +5,15 @@ Canonical tensors map a base module's path plus side, such as
 dtype with the scaling folded into B, so that alpha equals rank. Knows nothing of packed files.
 """
 
+import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -182,6 +184,23 @@ def write_revision(directory: Path, tensors: Tensors, manifest: Manifest, probe:
 
     A revision that is there already only gets the probe that it lacks; `Conflict` when another one is.
     """
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with _alone_in(directory.parent):
+        return _write_alone(directory, tensors, manifest, probe)
+
+
+@contextmanager
+def _alone_in(directory: Path) -> Iterator[None]:
+    """Wait until no other thread or process writes a revision here; a kill ends its turn too."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _write_alone(directory: Path, tensors: Tensors, manifest: Manifest, probe: dict[str, Any]) -> Path:
     if directory.exists():
         found = read_manifest(directory).digest
         if found != manifest.digest:
@@ -193,7 +212,6 @@ def write_revision(directory: Path, tensors: Tensors, manifest: Manifest, probe:
     # Under the revision's own name: what a kill left is replaced, and never added to.
     draft = directory.with_name(f".draft-{directory.name}")
     shutil.rmtree(draft, ignore_errors=True)
-    draft.parent.mkdir(parents=True, exist_ok=True)
     draft.mkdir(0o700)
     try:
         _write_files(draft, tensors, manifest, probe)
