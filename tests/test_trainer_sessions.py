@@ -503,6 +503,17 @@ def test_bad_data_is_a_sentence_and_changes_nothing(live, given, loss, sentence)
     assert live.client.optim_step(session, ADAM)["step"] == 1
 
 
+def test_with_router_replay_what_is_wrong_keeps_its_number_and_pairs_stay_pairs(live):
+    session = live.client.create_session("one", "sums", **NEW)
+    wrong = [*data(1), changed([5, 10**6, *[5] * 5])]
+    with pytest.raises(ConfigError, match="Sample 4 has the token 1000000"):
+        live.client.forward_backward(session, wrong, router_replay=True)
+    with pytest.raises(ConfigError, match="dpo takes its samples 2 by 2, not 3"):
+        live.client.forward_backward(session, data(1)[:3], "dpo", router_replay=True)
+    with pytest.raises(ConfigError, match="None of these samples carries the experts"):
+        live.client.forward_backward(session, data(1), "dpo", router_replay=True)
+
+
 def gradients(session: Session) -> dict[str, torch.Tensor]:
     found = {
         key: factor.grad.clone() for key, factor in session.adapter.factors.items() if factor.grad is not None
