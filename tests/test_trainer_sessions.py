@@ -234,6 +234,20 @@ def test_one_writer_a_policy(live):
         step(live.client, first, 1)
 
 
+def test_what_was_closed_is_free_after_a_restart_too(trainers):
+    live = trainers.start()
+    open_one = live.client.create_session("open", "others", **NEW)
+    closed = live.client.create_session("closed", "sums", **NEW)
+    live.client.close_session(closed)
+    again = trainers.start()
+    assert again.client.create_session("new", "sums", **{**NEW, "holder": "b"}).step == 0
+    with pytest.raises(Conflict, match="by 'b' in the session 'new'"):
+        step(again.client, closed, 1)
+    with pytest.raises(Conflict, match="by 'a' in the session 'open'"):
+        again.client.create_session("other", "others", **{**NEW, "holder": "b"})
+    assert step(again.client, open_one, 1)["step"] == 1
+
+
 def test_a_client_that_disappears_loses_its_lease_and_nothing_else(live):
     gone = live.client.create_session("gone", "sums", **NEW)
     step(live.client, gone, 1)

@@ -4,6 +4,7 @@ A session that is not needed lies in its state file alone and comes back at its 
 the trainer's one thread; other threads may look, and say that a holder was heard of.
 """
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -171,8 +172,11 @@ class Sessions:
         )
 
     def release(self, name: str) -> None:
-        """Let a session leave memory, and its policy to whoever comes."""
+        """Let a session leave memory, and its policy to whoever comes, also after a restart."""
         self._known[name].heard = NEVER
+        # After a restart the file's time says when its writer was last heard of.
+        long_ago = time.time() - LEASE_S
+        os.utime(state_file(self.directory / name), (long_ago, long_ago))
         self._leave(self._known[name])
 
     def make_room(self, opened: CreateSession) -> None:
