@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -452,6 +453,26 @@ def result_of(live: Live, id: str) -> dict:
     answer = live.client._http.get(f"/operations/{id}", params={"wait_s": 20}).json()
     assert answer["state"] == "done", answer
     return answer["result"]
+
+
+def test_others_poll_while_a_lost_operation_is_looked_for(live, monkeypatch):
+    session = live.client.create_session("one", "sums", **NEW)
+    live.client._http.post("/forward", json=_forward(session, "known"))
+    looking, polled = threading.Event(), threading.Event()
+    look = live.trainer._done_before
+
+    def looks_long(id: str):
+        looking.set()
+        assert polled.wait(20), "the poll had to wait for the look"
+        return look(id)
+
+    monkeypatch.setattr(live.trainer, "_done_before", looks_long)
+    with TestClient(make_app(live.trainer)) as http, ThreadPoolExecutor(1) as pool:
+        lost = pool.submit(http.get, "/operations/lost")
+        assert looking.wait(20)
+        assert http.get("/operations/known", params={"wait_s": 20}).json()["state"] == "done"
+        polled.set()
+        assert lost.result(20).status_code == 404
 
 
 def test_gradients_of_a_call_before_a_restart_are_missed(trainers):
