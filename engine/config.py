@@ -96,7 +96,9 @@ class TrainerConfig(Settings):
     queue: int = Field(256, ge=1, description="operations of all sessions that may wait")
     queue_of_session: int = Field(16, ge=1, description="operations of one session that may wait")
     microbatch_tokens: int = Field(8192, ge=64)
-    operation_timeout_s: float = Field(600, gt=0)
+    operation_timeout_s: float = Field(
+        600, gt=0, description="how long a training run waits for one operation"
+    )
 
     def checkpoints_on(self, cuda: bool) -> bool:
         """Say whether activations are computed again in the backward on CUDA, or on a CPU."""

@@ -122,7 +122,7 @@ def prepare(params: Params, policy: str, config: PolicyConfig, key: str) -> Run:
         )
     source = Source(policy, config, line, tokenizer, params.url("engine"), key, base_name, replays)
     spool = Spool(params.paths.spool, f"train-{policy}")
-    client = TrainerClient(params.url("trainer"))
+    client = TrainerClient(params.url("trainer"), timeout_s=params.trainer.operation_timeout_s)
     return Run(params, policy, config, line, source, Ahead(source), client, spool, Verifier(config))
 
 

@@ -23,7 +23,7 @@ from engine.training.replay import decode, mask_unknown
 from engine.training.session import Session, answer
 from engine.training.sessions import Sessions
 from engine.training.start import start_of
-from engine.training.update import forward
+from engine.training.update import Objective, check, forward
 
 # Stored sessions that are searched for a request's result.
 SEARCHED = 256
@@ -113,12 +113,20 @@ class Trainer:
         session.expect(request.gathered)
         given, operation = request.forward_backward_input, self.queue.operation(request.request_id)
         data = self._examples(given.data)
-        data, unknown = mask_unknown(data) if given.router_replay else (data, 0)
+        data, unknown = self._known(data, given) if given.router_replay else (data, 0)
         found = session.forward_backward(data, given.loss_fn, given.loss_fn_config, operation.go_on)
         metrics = {**asdict(found.metrics), "peak_memory": peak_memory()}
         if given.router_replay:
             metrics["masked"] |= {"router_replay": unknown}
         return {"loss_fn_outputs": _outputs(found.logprobs), "metrics": metrics}
+
+    def _known(
+        self, data: Sequence[Example], given: protocol.ForwardBackwardInput
+    ) -> tuple[list[Example], int]:
+        """Return what has known experts; what is wrong is refused by its number in all that was sent."""
+        loss = Objective.of(given.loss_fn, given.loss_fn_config).loss
+        check(self.base, data, given.loss_fn, loss)
+        return mask_unknown(data, loss.unit)
 
     def _examples(self, data: Sequence[protocol.Datum]) -> list[Example]:
         examples = [example_of(datum) for datum in data]
