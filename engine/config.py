@@ -58,6 +58,9 @@ class EngineConfig(Settings):
     kv_cache_gib: float | None = Field(
         None, gt=0, description="empty: 0.25 on a CPU; on CUDA what max_num_seqs whole sequences need"
     )
+    routed_experts: bool = Field(
+        False, description="record each token's experts on a mixture of them, for policies with router_replay"
+    )
     speculative: int = Field(
         0, ge=0, le=16, description="tokens that vLLM drafts from n-grams of a request's own text; 0: none"
     )
@@ -98,7 +101,9 @@ class TrainerConfig(Settings):
         description="auto: small batches of several sessions share a pass where it is faster, to rounding; "
         "never: turns, bit for bit as alone",
     )
-    operation_timeout_s: float = Field(600, gt=0)
+    operation_timeout_s: float = Field(
+        600, gt=0, description="how long a training run waits for one operation"
+    )
 
     def checkpoints_on(self, cuda: bool) -> bool:
         """Say whether activations are computed again in the backward on CUDA, or on a CPU."""
@@ -160,15 +165,20 @@ class PolicyConfig(Settings):
         None, min_length=1, description="projections that carry LoRA; empty: all that the base has"
     )
     steps: int = Field(20, ge=1)
-    groups: int = Field(16, ge=1, description="problems a step")
+    groups: int = Field(
+        16,
+        ge=1,
+        description="problems a step; those that dapo and cispo leave out are not replaced by others",
+    )
     group_size: int = Field(8, ge=2, description="samples a problem")
     lr: float = Field(2e-3, gt=0)
     loss: LossName = "dapo"
     loss_config: LossConfig = LossConfig()
     max_tokens: int = Field(24, ge=1)
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, gt=0, description="1: samples must come from the distribution learned")
     router_replay: bool = Field(
-        False, description="on a mixture of experts: train each token on the experts that the engine chose"
+        False,
+        description="train each token on the experts that the engine chose; needs engine.routed_experts",
     )
     staleness: int = Field(
         0, ge=0, le=16, description="steps that a rollout's revision may be behind; 0: on-policy"
@@ -182,6 +192,16 @@ class PolicyConfig(Settings):
     drift_after_s: float | None = Field(
         None, gt=0, description="due when users' rewards stayed under the offline interval for so long"
     )
+
+    @field_validator("temperature")
+    @classmethod
+    def _as_learned(cls, value: float) -> float:
+        if value != 1:
+            raise ValueError(
+                "engine and trainer give log-probabilities at temperature 1, so samples drawn at another one "
+                "would bias the loss while the importance ratio reads 1; leave it at 1"
+            )
+        return value
 
     @model_validator(mode="after")
     def _loss_has_its_settings(self) -> Self:

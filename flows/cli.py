@@ -9,9 +9,10 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -123,12 +124,22 @@ def adapt(
     from tasks.steps import preload
 
     preload()
-    with display.live():
-        runs = [partial(adapt_flow, AdaptForm(policy=name)) for name in chosen]
-        # Prefect ends a flow cleanly on SIGTERM only in the main thread.
-        adapted = in_parallel(*runs) if len(runs) > 1 else [runs[0]()]
-    for one in adapted:
-        display.print_row(one.row())
+    rows: dict[str, Mapping[str, Any]] = {}
+
+    def adapt_one(name: str) -> None:
+        rows[name] = adapt_flow(AdaptForm(policy=name)).row()
+
+    try:
+        with display.live():
+            # Prefect ends a flow cleanly on SIGTERM only in the main thread.
+            if len(chosen) > 1:
+                in_parallel(*(partial(adapt_one, name) for name in chosen))
+            else:
+                adapt_one(*chosen)
+    finally:
+        # Also beside one that failed: the others' revisions are there.
+        for name in filter(rows.get, chosen):
+            display.print_row(rows[name])
 
 
 for group in (cli_policy, cli_score, cli_decide, cli_look, cli_serve, cli_plan, cli_adapters, cli_admin):

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from engine.config import Params
 from tasks.outcome import Outcome, Stages
+from tasks.progress import told_reward
 
 console = Console(highlight=False)
 if not console.is_terminal:
@@ -94,14 +95,16 @@ def step_note(row: Mapping[str, Any]) -> str:
     """Return a training step in about 60 characters: reward, ratio, speed, staleness if any, seconds."""
     from engine.quality.report_data import Step
 
-    parts = [f"reward {row['reward']:.2f}"]
+    parts = [told_reward(row)]
     if row.get("importance_ratio") is not None:
         parts.append(f"ratio {row['importance_ratio']:.5f}")
     if row.get("tokens_per_s") is not None:
         parts.append(f"{row['tokens_per_s']:,.0f} tokens/s")
     if row.get("staleness"):
         parts.append(f"stale {row['staleness']:.2g}")
-    return "  ".join([*parts, f"{sum(Step.of(row).phases.values()):.1f} s"])
+    # A step without a reward has its seconds all the same.
+    seconds = sum(Step.of({**row, "reward": 0.0}).phases.values())
+    return "  ".join([*parts, f"{seconds:.1f} s"])
 
 
 def print_service(name: str, state: str) -> None:

@@ -70,7 +70,7 @@ def training_artifact(policy: str, total: int) -> OnStep:
     made: list[Any] = []
 
     def show(row: Mapping[str, Any]) -> None:
-        progress, text = 100 * row["step"] / total, f"step {row['step']}: reward {row['reward']:.2f}"
+        progress, text = 100 * row["step"] / total, f"step {row['step']}: {told_reward(row)}"
         # The next step shows it, if the server is away now.
         with contextlib.suppress(httpx.TransportError):
             if made:
@@ -79,6 +79,11 @@ def training_artifact(policy: str, total: int) -> OnStep:
                 made.append(create_progress_artifact(progress, f"training-{policy}", text))
 
     return show
+
+
+def told_reward(row: Mapping[str, Any]) -> str:
+    """Return a step's mean reward in words; it has none when the verifier failed on every group."""
+    return "no reward" if row["reward"] is None else f"reward {row['reward']:.2f}"
 
 
 def both(first: OnStep, second: OnStep) -> OnStep:

@@ -137,13 +137,13 @@ class Judged:
         return [rewards for rewards in self.rewards if rewards is not None]
 
     def row(self) -> dict[str, Any]:
-        """Return what the ledger's `train_steps` says of the rewards."""
+        """Return what the ledger's `train_steps` says of the rewards, None where no group counts."""
         sound = self.sound
         every = [reward for rewards in sound for reward in rewards]
         return {
-            "reward": fmean(every) if every else 0.0,
-            "reward_std": pstdev(every) if every else 0.0,
-            "zero_spread": fmean(min(rewards) == max(rewards) for rewards in sound) if sound else 0.0,
+            "reward": fmean(every) if every else None,
+            "reward_std": pstdev(every) if every else None,
+            "zero_spread": fmean(min(rewards) == max(rewards) for rewards in sound) if sound else None,
             "verifier_errors": self.errors.total(),
         }
 

@@ -19,7 +19,7 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, stop
 
 from engine.adapters.families import BaseShapes
 from engine.config import Params, PolicyConfig, content_hash
-from engine.errors import Conflict, NotFound, ServiceError
+from engine.errors import ConfigError, Conflict, NotFound, ServiceError
 from engine.gpu import cuda_bytes
 from engine.quality.spool import Spool
 from engine.training.client import TrainerClient
@@ -100,6 +100,7 @@ def train(
 
 
 def prepare(params: Params, policy: str, config: PolicyConfig, key: str) -> Run:
+    """Open what a run's steps need; `ConfigError` for settings that would fail only after rollouts."""
     from transformers import AutoTokenizer
 
     from engine.base import ensure_base
@@ -114,9 +115,14 @@ def prepare(params: Params, policy: str, config: PolicyConfig, key: str) -> Run:
     line = line_of(params.paths, policy, config, targets)
     base_name = Path(params.base.name).name
     replays = config.router_replay and bool(shapes.experts)
+    if replays and not params.engine.routed_experts:
+        raise ConfigError(
+            f"The policy {policy!r} has router_replay, and the engine does not record experts. Set "
+            "engine.routed_experts to true and start the services anew, or router_replay to false."
+        )
     source = Source(policy, config, line, tokenizer, params.url("engine"), key, base_name, replays)
     spool = Spool(params.paths.spool, f"train-{policy}")
-    client = TrainerClient(params.url("trainer"))
+    client = TrainerClient(params.url("trainer"), timeout_s=params.trainer.operation_timeout_s)
     return Run(params, policy, config, line, source, Ahead(source), client, spool, Verifier(config))
 
 
@@ -199,7 +205,9 @@ def grpo_step(run: Run, session: SessionInfo) -> SessionInfo:
     adam = AdamParams(learning_rate=config.lr)
     # `handed` is for a run that goes on; the ledger has no use for it.
     record = {**row, "handed": newest.digest}
-    skip = not (kept or (config.loss_config.kl and judged.sound))
+    # Whether anything pulls is the loss's to say: to the base, or one's own without any spread. Of no
+    # gradient Adam would still make a step.
+    skip = not (judged.sound and metrics["learned_tokens"])
     done = run.client.optim_step(session, adam, position=drawn.position, record=record, skip=skip)
     return _advance(run, session, drawn.position, {**row, **done}, newest)
 

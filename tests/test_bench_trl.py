@@ -1,34 +1,21 @@
 """The benchmark against TRL is fair: the same questions, rewards, settings and lengths. TRL is not needed."""
 
-import importlib.util
 import random
-import sys
 from itertools import islice
 from pathlib import Path
 from statistics import mean, median
-from types import ModuleType
+from types import SimpleNamespace
 
 import pytest
+from bench_files import load
 
 from engine.adapters.catalog import migrate
 from engine.config import Paths
+from engine.training.grpo import LOSSES
 from engine.training.problems import Problem, stream
 from engine.training.problems import reward as earned
+from tasks import train
 from tasks.train import line_of
-
-BENCH = Path(__file__).parent / "bench"
-
-
-def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Import a file of tests/bench under another name: one is called as the library that it measures."""
-    monkeypatch.syspath_prepend(str(BENCH))
-    spec = importlib.util.spec_from_file_location(f"bench_{name}", BENCH / f"{name}.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    return module
 
 
 def test_both_sides_ask_the_same_questions(tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -39,7 +26,7 @@ def test_both_sides_ask_the_same_questions(tiny_base: Path, tmp_path: Path, monk
     migrate(Paths(tmp_path).catalog_url)
     seed = line_of(Paths(tmp_path), "new", config, ["q_proj"]).seed
     ours = [problem for _, problem in islice(stream(config.task, "train", seed), 2 * config.groups)]
-    theirs = bench.questions(config, tiny_base)
+    theirs = load("_trl_job", monkeypatch).questions(config, tiny_base)
     tokenizer = AutoTokenizer.from_pretrained(tiny_base)
     assert [row["expected"] for row in theirs] == [problem.answer for problem in ours]
     for row, problem in zip(theirs, ours, strict=True):
@@ -57,7 +44,7 @@ def test_both_sides_earn_the_same(text: str, monkeypatch: pytest.MonkeyPatch):
 def test_both_sides_take_the_same_steps(tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     bench, worker = load("trl", monkeypatch), load("_trl_worker", monkeypatch)
     config = bench.policy(seed=1, steps=3)
-    task = bench.job(config, tiny_base, tmp_path, batch=32, continuous=False)
+    task = bench.job(config, tiny_base, tmp_path, batch=32)
     theirs = worker.settings(task)
     samples = theirs["per_device_train_batch_size"] * theirs["gradient_accumulation_steps"]
     assert (samples, theirs["num_generations"]) == (config.groups * config.group_size, config.group_size)
@@ -86,3 +73,48 @@ def test_only_steps_after_the_warm_ones_are_timed(monkeypatch: pytest.MonkeyPatc
     together = bench.Run((10.0, 11.0, 12.0, 13.0, 14.0, 15.0, 16.0, 17.0), 2, (0.5,), (32.0,))
     # Each step of a policy counts: four steps in four seconds.
     assert together.seconds() == 1.0
+
+
+def test_our_runs_train_policies_that_their_settings_know(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    bench = load("trl", monkeypatch)
+    asked = []
+
+    def trained(params, name, config, key, on_step):
+        asked.append((name, params.policy(name)))
+        curve = [{"reward": 0.5, "length_mean": 30.0, "tokens": 3840, "groups_kept": 16}] * config.steps
+        for row in curve:
+            on_step(row)
+        return SimpleNamespace(curve=curve)
+
+    monkeypatch.setattr(train, "train", trained)
+    named = bench.ours(1, steps=3)["three"]
+    run = bench.run_ours(bench.settings(tmp_path / "base", tmp_path), named, "key")
+    assert dict(asked) == named
+    assert (run.policies, len(run.ends), run.rewards, run.lengths) == (3, 9, (0.5,) * 3, (30.0,) * 3)
+
+
+def test_both_losses_are_a_mean_over_the_same_tokens(monkeypatch: pytest.MonkeyPatch):
+    bench = load("trl", monkeypatch)
+    runs = bench.ours(1, steps=3)
+    (compared,), (own,) = runs["one"].values(), runs["dapo"].values()
+    assert (LOSSES[compared.loss].per, LOSSES[compared.loss].drops) == ("token", False)
+    assert (own.loss, LOSSES[own.loss].drops) == ("dapo", True)
+    assert own.loss_config.values(own.loss) == compared.loss_config.values(compared.loss)
+    assert [config.seed for config in runs["three"].values()] == [1, 101, 201]
+
+
+def test_sides_that_learn_worse_or_draw_other_lengths_are_not_compared(monkeypatch: pytest.MonkeyPatch):
+    bench = load("trl", monkeypatch)
+    ends, even = (1.0,) * 4, (32.0,) * 4
+    learned = bench.Run(ends, 1, (0.1, 0.6, 0.6, 0.6), even)
+    fair = {side: [learned] * 3 for side in ("trl", "one", "dapo", "three")}
+    assert bench.faults(fair) == []
+    # Two standard errors of 3 seeds x 3 steps x 128 answers are 0.042.
+    slower = bench.Run(ends, 1, (0.1, 0.55, 0.55, 0.55), even)
+    assert bench.faults(fair | {"three": [slower] * 3}) == ["three has a reward of 0.550, TRL one of 0.600."]
+    near = bench.Run(ends, 1, (0.1, 0.57, 0.57, 0.57), even)
+    assert bench.faults(fair | {"one": [near] * 3}) == []
+    still = [bench.Run(ends, 1, (0.6,) * 4, even)] * 3
+    assert len(bench.faults(dict.fromkeys(fair, still))) == 4
+    short = [bench.Run(ends, 1, learned.rewards, (20.0,) * 4)] * 3
+    assert bench.faults(fair | {"one": short}) == ["one drew a mean length of 20.0 tokens, not about 32."]

@@ -4,10 +4,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from live import free_port
+
+from engine.config import load_params
+from engine.errors import ServiceError
+from engine.forms import AdaptForm
 
 ROOT = Path(__file__).parent.parent
 
@@ -138,3 +143,25 @@ def test_down_and_status_without_services(params: Path) -> None:
     shown = graftwork("status", *given)
     assert shown.returncode == 0
     assert shown.stdout.count("stopped") == 6
+
+
+def test_a_policy_that_fails_leaves_the_others_rows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], params: Path
+) -> None:
+    import flows.adapt
+    from flows import cli
+
+    def adapt(form: AdaptForm) -> SimpleNamespace:
+        if form.policy == "arithmetic":
+            raise ServiceError("The trainer is away.")
+        return SimpleNamespace(row=lambda: {"revision": f"{form.policy}@123456789abc"})
+
+    monkeypatch.setattr(flows.adapt, "adapt", adapt)
+    monkeypatch.setattr(cli, "enter", lambda params: load_params(params))
+    monkeypatch.setattr(cli, "require_services", lambda settings: None)
+    monkeypatch.setattr("tasks.steps.preload", lambda: None)
+    with pytest.raises(ServiceError, match="trainer is away"):
+        cli.adapt(None, ["arithmetic", "sorting"], params)
+    assert "sorting@123456789abc" in capsys.readouterr().out
+    cli.adapt(["sorting"], None, params)
+    assert "sorting@123456789abc" in capsys.readouterr().out

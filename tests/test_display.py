@@ -43,6 +43,8 @@ def test_a_step_is_told_in_one_note() -> None:
     assert display.step_note(old) == "reward 0.50  ratio 1.00000  1.5 s"
     # Where nothing was sampled there is no ratio.
     assert display.step_note(old | {"importance_ratio": None}) == "reward 0.50  1.5 s"
+    # Where every verifier failed there is no reward.
+    assert display.step_note(old | {"reward": None}) == "no reward  ratio 1.00000  1.5 s"
 
 
 def test_nine_policies_have_a_bar_each_in_a_hundred_columns(screen) -> None:

@@ -177,5 +177,15 @@ def test_only_small_calls_of_several_policies_are_fused(bases, monkeypatch):
     assert not is_worth_fusing(base, calls[:1])
     many = [Example(Row((1, *range(2, 80)), 1), (-1.0,) * 78, (1.0,) * 78)] * 60
     assert not is_worth_fusing(base, [replace(call, data=many) for call in calls])
+    # A small one beside a large one takes its turn too.
+    assert not is_worth_fusing(base, [calls[0], replace(calls[1], data=many)])
+    first = calls[0].data[0]
+    routed = replace(first, row=replace(first.row, routes=torch.zeros(1, 2, 2, dtype=torch.long)))
+    replaying = [replace(calls[0], data=[routed]), *calls[1:]]
+    assert not is_worth_fusing(base, replaying)
+    with pytest.raises(ConfigError, match="cannot share a pass: a sample has routed_experts"):
+        forward_backward_many(base, replaying)
     monkeypatch.setattr(base, "packs", False)
     assert not is_worth_fusing(base, calls)
+    with pytest.raises(ConfigError, match="cannot share a pass"):
+        forward_backward_many(base, calls)

@@ -134,6 +134,7 @@ async def test_the_session_header_is_a_unit_and_nobody_is_none(world):
         ("user", "/v1/completions", {"model": "sums@cccc"}, {}, 404, "no revision 'cccc'"),
         ("user", "/v1/completions", [1], {}, 400, "JSON object"),
         ("user", "/v1/completions", {"model": "sums"}, {"x-graftwork-purpose": "score"}, 403, "scope 'user'"),
+        ("user", "/graftwork/rollouts", {"model": "sums"}, {}, 403, "scope 'score' or 'admin'"),
         ("score", "/v1/completions", {"model": "sums"}, {"x-graftwork-purpose": "fun"}, 400, "not 'fun'"),
         ("admin", "/v1/load_lora_adapter", {}, {}, 404, "not served"),
     ],

@@ -157,10 +157,10 @@ def test_on_policy_the_ratio_is_one_and_the_gradient_is_finite_differences(base)
 def test_a_parent_is_continued_exactly(base):
     parent = moved(base, 7)
     child = base.new_adapter(4, 8.0, TARGETS, torch.Generator().manual_seed(9))
-    child.load_canonical(parent.canonical(torch.float32))
+    child.place(parent.canonical(torch.float32))
     assert close(base.score(child, ROWS), base.score(parent, ROWS), 1e-6)
-    with pytest.raises(AdapterError, match="this policy needs"):
-        base.new_adapter(2, 8.0, TARGETS, torch.Generator()).load_canonical(parent.canonical(torch.float32))
+    with pytest.raises(AdapterError, match="has rank 4, over the 2 here"):
+        base.new_adapter(2, 8.0, TARGETS, torch.Generator()).place(parent.canonical(torch.float32))
 
 
 def test_unknown_targets_and_losses_are_named(base):

@@ -131,6 +131,7 @@ def test_a_policy_carries_its_loss_to_the_trainer():
         ({"loss": "dpo"}, "loss"),
         ({"loss": "importance_sampling", "loss_config": {"clip_low": 0.1}}, "has no setting clip_low"),
         ({"loss_config": {"clip": 0.1}}, "clip"),
+        ({"temperature": 0.7}, "at temperature 1, so samples drawn at another one would bias the loss"),
     ],
 )
 def test_a_policy_with_a_loss_that_does_not_fit_is_refused(given, sentence):

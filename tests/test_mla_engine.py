@@ -38,7 +38,9 @@ def batches(kinds: dict[str, dict]) -> tuple[tuple[int, int], ...]:
 
 def start(base: Path, tmp_path_factory: pytest.TempPathFactory, dtype: str, slots: int) -> RunningEngine:
     state = tmp_path_factory.mktemp(f"engine-{dtype}")
-    return start_engine(base, state, wait_s=290, slots=slots, max_num_seqs=64, dtype=dtype)
+    return start_engine(
+        base, state, wait_s=290, slots=slots, max_num_seqs=64, dtype=dtype, routed_experts=True
+    )
 
 
 def kinds_of(base: Path) -> dict[str, dict]:

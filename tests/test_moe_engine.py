@@ -33,7 +33,7 @@ EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
 def start(base: Path, tmp_path_factory: pytest.TempPathFactory, dtype: str, slots: int = 8) -> RunningEngine:
     state = tmp_path_factory.mktemp(f"engine-{dtype}")
-    return start_engine(base, state, slots=slots, max_num_seqs=64, dtype=dtype)
+    return start_engine(base, state, slots=slots, max_num_seqs=64, dtype=dtype, routed_experts=True)
 
 
 @pytest.fixture(scope="module")

@@ -110,7 +110,7 @@ def test_peft_opens_the_revision_and_the_packed_form_keeps_every_rank(base, tmp_
 def test_a_parent_is_continued_and_a_larger_one_is_refused(base):
     tensors = mixed(base).canonical(torch.float32)
     child = base.new_adapter(4, 8.0, TARGETS, torch.Generator().manual_seed(3), RANKS, ALPHAS)
-    child.load_canonical(tensors)
+    child.place(tensors)
     assert all(torch.equal(value, tensors[key]) for key, value in child.canonical(torch.float32).items())
     small = base.new_adapter(4, 8.0, TARGETS, torch.Generator())
     with pytest.raises(AdapterError, match=r"up_proj\.lora_A has rank 6, over the 4 here"):

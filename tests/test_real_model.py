@@ -128,7 +128,7 @@ def test_a_bfloat16_trainer_sees_exactly_what_it_exports(narrow):
     """The revision's rounded factors give the trainer's own log-probabilities, to the last bit."""
     adapter = moved(narrow)
     exported = narrow.new_adapter(4, 8.0, TARGETS, torch.Generator().manual_seed(0))
-    exported.load_canonical(adapter.canonical(torch.bfloat16))
+    exported.place(adapter.canonical(torch.bfloat16))
     assert any(not torch.equal(adapter.factors[key], exported.factors[key]) for key in adapter.factors)
     assert narrow.score(exported, ROWS) == narrow.score(adapter, ROWS) != narrow.score(None, ROWS)
 

@@ -5,6 +5,9 @@ import json
 import math
 import os
 import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -130,6 +133,32 @@ def test_a_draft_that_a_kill_left_is_replaced(tmp_path, monkeypatch):
         assert len(list(tmp_path.iterdir())) == 1
     assert list(tmp_path.iterdir()) != [tmp_path / "x"]
     path = revision.write_revision(*given)
+    assert list(tmp_path.iterdir()) == [path]
+    assert revision.read_revision(path)[1] == given[2]
+
+
+def test_two_that_write_the_same_revision_leave_each_other_s_draft_alone(tmp_path, monkeypatch):
+    """The second comes while the first has written its files and not yet read them back."""
+    tensors = make_tensors()
+    given = tmp_path / "x", tensors, make_manifest(tensors), {}
+    write, ended, started = revision._write_files, threading.Event(), []
+
+    def second() -> Path:
+        try:
+            return revision.write_revision(*given)
+        finally:
+            ended.set()
+
+    def is_met(*arguments):
+        write(*arguments)
+        if not started:
+            started.append(pool.submit(second))
+            ended.wait(0.5)
+
+    monkeypatch.setattr(revision, "_write_files", is_met)
+    with ThreadPoolExecutor(1) as pool:
+        path = revision.write_revision(*given)
+        assert started[0].result(20) == path
     assert list(tmp_path.iterdir()) == [path]
     assert revision.read_revision(path)[1] == given[2]
 

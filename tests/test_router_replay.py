@@ -2,6 +2,7 @@
 
 import base64
 import io
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,13 +12,18 @@ import torch
 from mla_bases import deepseek_v3
 from moe_bases import qwen3_moe
 
+from engine.adapters.catalog import migrate
+from engine.base import BaseInfo
+from engine.config import EngineConfig, Params, Paths, PolicyConfig
 from engine.errors import ConfigError
+from engine.serving.server import route_arguments
 from engine.training import protocol
 from engine.training.lora import Example, ResidentBase
 from engine.training.packing import Row, pack
 from engine.training.replay import decode, mask_unknown
 from engine.training.trainer import example_of
-from engine.training.update import forward_backward
+from engine.training.update import forward, forward_backward
+from tasks.train import prepare
 
 KINDS = {"softmax": qwen3_moe, "sigmoid": deepseek_v3}
 LAYERS = 3
@@ -157,12 +163,33 @@ def test_tokens_out_of_route_are_counted_with_and_without_following(bases):
     assert compared == base.score(None, [ROWS[1]]) != followed
 
 
+def test_only_a_call_s_own_tokens_are_counted(bases):
+    """What another session scored, or a call that failed, strayed; this session's own tokens do not."""
+    base, adapter, other = bases["softmax"], adapter_of(bases["softmax"]), adapter_of(bases["softmax"])
+    strays = [replace(row, routes=drawn_routes(base, row, i)) for i, row in enumerate(ROWS)]
+    own = examples([replace(row, routes=own_routes(base, row, adapter)) for row in ROWS])
+
+    def leaves_a_score() -> None:
+        forward(base, other, strays)
+
+    def leaves_a_failure() -> None:
+        broken = [replace(one, advantages=(math.nan,) * one.row.length) for one in examples(strays)]
+        with pytest.raises(ConfigError, match="not a finite number"):
+            forward_backward(base, other, broken, "dapo", {})
+
+    for leaves in (leaves_a_score, leaves_a_failure):
+        leaves()
+        found = forward_backward(base, adapter, own, "dapo", {})
+        assert found.metrics.out_of_route == 0.0
+    assert forward_backward(base, other, examples(strays), "dapo", {}).metrics.out_of_route > 0
+
+
 def test_what_has_no_known_experts_is_left_out_and_counted(bases):
     base = bases["softmax"]
     whole = [replace(row, routes=own_routes(base, row)) for row in ROWS]
     kept, masked = mask_unknown(examples(whole))
     assert masked == 0
-    assert kept == examples(whole)
+    assert kept == [replace(example, number=i) for i, example in enumerate(examples(whole))]
     part = [replace(whole[0], routes=whole[0].routes[:4]), replace(whole[1], routes=None), whole[2]]
     kept, masked = mask_unknown(examples(part))
     # Of row 0, tokens 3 and 4 are drawn from the known states 2 and 3; token 5 is not.
@@ -172,6 +199,27 @@ def test_what_has_no_known_experts_is_left_out_and_counted(bases):
     assert base.score(None, [kept[0].row])[0] == pytest.approx(base.score(None, [ROWS[0]])[0][:2], abs=1e-6)
     with pytest.raises(ConfigError, match="None of these samples"):
         mask_unknown(examples([replace(ROWS[0], routes=whole[0].routes[:2])]))
+
+
+def test_a_pair_of_answers_is_left_out_whole(bases):
+    """The second of four answers has no experts: its chosen one would be compared with another's rejected."""
+    base = bases["softmax"]
+    rows = [replace(row, routes=own_routes(base, row)) for row in (*ROWS, ROWS[0])]
+    rows[1] = replace(rows[1], routes=None)
+    kept, masked = mask_unknown(examples(rows), unit=2)
+    assert [(example.number, example.row.tokens) for example in kept] == [
+        (2, ROWS[2].tokens), (3, ROWS[0].tokens),
+    ]  # fmt: skip
+    assert masked == ROWS[0].length + ROWS[1].length
+
+
+def test_a_sample_keeps_its_number_when_others_are_left_out(bases):
+    base, adapter = bases["softmax"], adapter_of(bases["softmax"])
+    whole = examples([replace(row, routes=own_routes(base, row)) for row in ROWS])
+    whole[0] = replace(whole[0], row=replace(whole[0].row, routes=None))
+    whole[2] = replace(whole[2], advantages=(math.inf,) * whole[2].row.length)
+    with pytest.raises(ConfigError, match="The loss of sample 2 is not a finite number"):
+        forward_backward(base, adapter, mask_unknown(whole)[0], "dapo", {})
 
 
 def test_samples_share_a_prompt_whose_experts_are_alike(bases):
@@ -222,3 +270,32 @@ def test_ids_that_are_none_of_this_base_are_refused(bases):
     for text in ("no base64!", "YWJj", encoded(np.zeros((2, 3))), encoded(np.zeros((2, 3), dtype=np.uint8))):
         with pytest.raises(ConfigError, match="routed_experts"):
             decode(text)
+
+
+def test_experts_are_recorded_where_the_engine_is_asked_to_and_has_some(paths, tiny_base):
+    for base, asked, recorded in (
+        (paths["softmax"], True, True),
+        (paths["softmax"], False, False),
+        (tiny_base, True, False),
+    ):
+        given = route_arguments(EngineConfig(routed_experts=asked), BaseInfo("base", base, "b" * 64))
+        assert given == ["--enable-return-routed-experts"] * recorded
+    assert not EngineConfig().routed_experts
+
+
+def test_a_run_that_would_get_no_experts_is_refused_before_its_first_rollout(paths, tmp_path):
+    policy = PolicyConfig(task="addition", suite="s", verifier="exact", router_replay=True)
+    migrate(Paths(tmp_path).catalog_url)
+
+    def run(base: Path, recorded: bool) -> bool:
+        params = Params(
+            state_dir=tmp_path, base={"name": str(base)}, engine=EngineConfig(routed_experts=recorded),
+            policies={"sums": policy},
+        )  # fmt: skip
+        found = prepare(params, "sums", policy, "key")
+        found.close()
+        return found.source.replays
+
+    with pytest.raises(ConfigError, match=r"'sums' has router_replay, .* Set engine\.routed_experts to true"):
+        run(paths["softmax"], False)
+    assert run(paths["softmax"], True)

@@ -1,5 +1,6 @@
 """Sessions: killed at any moment they go on bit for bit; a request is applied once."""
 
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -200,6 +201,17 @@ def _full(*_: object) -> None:
     raise OSError(28, "No space left on device")
 
 
+def test_a_step_is_forced_to_the_disk_with_its_name(base, tmp_path, monkeypatch):
+    """First the bytes, then after the renames the directory that holds the names."""
+    session = Session(tmp_path, base, BASE, opening())
+    fsync, rename, seen = os.fsync, Path.replace, []
+    monkeypatch.setattr(os, "fsync", lambda handle: (seen.append(os.fstat(handle).st_ino), fsync(handle)))
+    monkeypatch.setattr(Path, "replace", lambda path, to: (seen.append(to.name), rename(path, to)))
+    session.save("best")
+    bytes_of, names = ((tmp_path / "best.state").stat().st_ino, tmp_path.stat().st_ino)
+    assert seen == [bytes_of, "best.state", "current.state", names]
+
+
 def test_a_full_disk_keeps_the_last_step(base, tmp_path, monkeypatch):
     session = Session(tmp_path, base, BASE, opening())
     train_one(session, 1)
@@ -227,6 +239,25 @@ def test_a_request_repeated_after_a_full_disk_is_stored_and_applied_once(base, t
     train_one(once, 1)
     assert again.step == 1
     assert same(factors(again), factors(once))
+
+
+def test_naming_and_going_back_are_done_when_repeated_after_a_full_disk(base, tmp_path, monkeypatch):
+    session = Session(tmp_path, base, BASE, opening())
+    train_one(session, 1)
+    want = factors(session)
+    requests = {"save": session.save_as, "load": session.load_from}
+    for request_id, request in requests.items():
+        with monkeypatch.context() as patch:
+            patch.setattr("engine.training.state.os.fsync", _full)
+            with pytest.raises(ServiceError, match="No space left on device"):
+                request("best", request_id)
+        request("best", request_id)
+        stored = Session(tmp_path, base, BASE, opening())
+        stored.load()
+        assert (stored.step, request_id in stored.done) == (1, True)
+        assert same(factors(stored), want)
+        assert (tmp_path / "best.state").is_file()
+        train_one(session, 2)
 
 
 @pytest.mark.parametrize(

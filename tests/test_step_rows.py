@@ -1,6 +1,8 @@
 """A step's row, as the loop makes it, arrives whole in every place: trainer, ledger, MLflow, terminal."""
 
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +12,11 @@ from fastapi.testclient import TestClient
 from history import step_row
 
 from engine.config import Params, PolicyConfig
+from engine.loss_config import LossConfig
 from engine.quality.ledger import Ledger, Spool
 from engine.quality.report_data import Step
 from engine.training.client import TrainerClient
+from engine.training.protocol import SessionInfo
 from engine.training.rollouts import Sample
 from engine.training.service import load_trainer, make_app
 from flows.display import step_note
@@ -25,6 +29,11 @@ CONFIG = PolicyConfig(
     task="addition", suite="s", verifier="exact", groups=2, group_size=2, steps=2, loss_config={"kl": 0.01}
 )
 REWARDS = [1.0, 0.0, 0.25, 0.25]
+# Of one's own: it learns from every answer, whatever the group's rewards.
+IMITATION = """
+def imitation(tokens, settings):
+    return -tokens.new_T
+"""
 
 
 class Draws:
@@ -42,11 +51,12 @@ class Draws:
 class Judge:
     """Gives the rewards above, whatever was answered."""
 
-    def __init__(self) -> None:
-        self.left = iter(REWARDS * 2)
+    def __init__(self, rewards: Sequence[float | None] = REWARDS * 2) -> None:
+        self.left = iter(rewards)
 
     def judge(self, answers: Any, whole: bool = False) -> Any:
-        return SimpleNamespace(scores=[next(self.left) for _ in answers], errors=Counter())
+        scores = [next(self.left) for _ in answers]
+        return SimpleNamespace(scores=scores, errors=+Counter({"KeyError": scores.count(None)}))
 
 
 @pytest.fixture
@@ -64,11 +74,36 @@ def run(tiny_base: Path, tmp_path: Path):
     trainer.close()
 
 
-def test_every_metric_of_the_loops_steps_is_in_every_place(run: Run) -> None:
-    session = run.client.create_session(
+def opened(run: Run) -> SessionInfo:
+    return run.client.create_session(
         "sums-1", "sums", holder="me", rank=4, alpha=8.0, targets=["q_proj", "down_proj"], seed=3,
         policy_config=CONFIG.model_dump(mode="json"),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("loss", "rewards", "learns"),
+    [
+        ("dapo", [1.0, 0.0, 0.25, 0.25], True),
+        ("dapo", [0.5] * 4, False),
+        ("grpo", [0.5] * 4, False),
+        # A loss of one's own says itself what teaches, but not of answers that nobody could judge.
+        ("python:step_losses:imitation", [0.5] * 4, True),
+        ("python:step_losses:imitation", [None] * 4, False),
+    ],
+)
+def test_a_step_is_taken_where_the_loss_has_a_gradient(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str, rewards: list[Any], learns: bool
+) -> None:
+    (tmp_path / "step_losses.py").write_text(IMITATION)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = CONFIG.model_copy(update={"loss": loss, "loss_config": LossConfig()})
+    session = grpo_step(replace(run, config=config, verifier=Judge(rewards)), opened(run))
+    assert (session.history[-1]["grad_norm"] > 0) is learns
+
+
+def test_every_metric_of_the_loops_steps_is_in_every_place(run: Run) -> None:
+    session = opened(run)
     run.client.backpressure_s["sums-1"] = 0.75
     for _ in range(2):
         session = grpo_step(run, session)

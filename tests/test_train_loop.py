@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,17 +15,20 @@ import pytest
 from live import RunningEngine, free_port, stop_group
 
 from engine.config import Params, PolicyConfig, load_params
-from engine.errors import NotFound
+from engine.errors import ConfigError, NotFound
 from engine.quality.ledger import Ledger
 from engine.training.problems import Problem
 from engine.training.protocol import SessionInfo
-from engine.training.rollouts import Sample
+from engine.training.rollouts import Sample, sample_groups
 from engine.training.verifiers import Verifier
+from tasks import rollout_data
 from tasks.parallel import in_parallel
 from tasks.rollout_data import Drawn, Judged, Sampler, build_data, judge
 from tasks.train import Trained, sampler_of, samples_of, train
 
 STEPS = 4
+# Of one token's ratio in float32: measured 1e-6, over 4 handoffs and over 100.
+TOKEN_TOLERANCE = 1e-4
 # The base has hardly been trained: what it says earns by its form, so that groups differ.
 RULES = """
 import time
@@ -95,6 +99,12 @@ def ratios(trained: Trained) -> list[float]:
     return [row["importance_ratio"] for row in trained.curve]
 
 
+def furthest(trained: Trained) -> float:
+    """Return how far from 1 any token's ratio was in any step: means hide one that is wrong."""
+    extremes = [row[name] for row in trained.curve for name in ("ratio_min", "ratio_max")]
+    return max(abs(ratio - 1) for ratio in extremes)
+
+
 @pytest.mark.timeout(600)
 def test_beside_others_a_policy_becomes_what_it_is_alone(loop: Loop, alone: Trained) -> None:
     """Three in threads, of other ranks, places, seeds and losses; one has the settings of the one alone."""
@@ -123,6 +133,7 @@ def test_beside_eight_others_it_is_the_same_after_five_steps(loop: Loop) -> None
 @pytest.mark.timeout(300)
 def test_sampler_and_trainer_agree(alone: Trained) -> None:
     assert ratios(alone) == pytest.approx([1.0] * STEPS, abs=1e-3)
+    assert furthest(alone) < TOKEN_TOLERANCE
     # Two implementations round differently somewhere; a constant would not.
     assert any(row["ratio_min"] < 1 < row["ratio_max"] for row in alone.curve)
 
@@ -133,6 +144,7 @@ def test_sampler_and_trainer_agree_over_a_hundred_handoffs(loop: Loop) -> None:
     trained = loop.train("long", steps=101, lr=2e-3)
     assert sum(row["handoff_s"] > 0 for row in trained.curve) == 100
     assert ratios(trained) == pytest.approx([1.0] * 101, abs=1e-3)
+    assert furthest(trained) < TOKEN_TOLERANCE
 
 
 @pytest.mark.timeout(300)
@@ -173,6 +185,22 @@ def test_an_answer_that_the_verifier_fails_on_drops_its_group(loop: Loop) -> Non
     for row in trained.curve:
         assert row["verifier_errors"] > 0
         assert row["groups_kept"] <= 4 - row["verifier_errors"]
+
+
+@pytest.mark.timeout(300)
+def test_a_question_that_is_too_long_is_asked_once_and_named(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+
+    def counted(*args: Any) -> Any:
+        asked.append(args)
+        return sample_groups(*args)
+
+    monkeypatch.setattr(rollout_data, "sample_groups", counted)
+    with pytest.raises(ConfigError, match=r"refused the rollouts of .* with 400: .*engine\.max_model_len"):
+        loop.train("too-long", system="word " * 400)
+    assert len(asked) == 1
 
 
 @pytest.mark.timeout(300)
@@ -224,10 +252,12 @@ def test_a_verifier_that_hangs_costs_its_group_one_limit(rules: None) -> None:
 
 def test_when_every_group_fails_nothing_is_learned(rules: None) -> None:
     drawn = answers(["a", "b"], ["c", "d"])
-    judged = Judged([None, None], {"KeyError": 2})  # type: ignore[arg-type]
+    judged = Judged([None, None], Counter({"KeyError": 2}))
     data, kept = build_data(drawn, judged, "dapo")
     assert kept == 0
     assert not judged.sound
+    # Nobody earned nothing: a reward of zero would be read as a collapse.
+    assert {judged.row()[name] for name in ("reward", "reward_std", "zero_spread")} == {None}
     assert {value for one in data for value in one.loss_fn_inputs["advantages"].data} == {0.0}
 
 

@@ -12,9 +12,12 @@ from history import step_row
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.errors import Busy, Conflict
+from engine.loss_config import CORRECTIONS, LossConfig
+from engine.training.corrections import masks
+from engine.training.grpo import Tokens
 from engine.training.lora import Example, ResidentBase, Row
 from engine.training.measures import Metrics
-from engine.training.metrics import LAST, PHASES, TrainerMetrics, adapter_bytes, peak_memory
+from engine.training.metrics import LAST, MASKS, PHASES, TrainerMetrics, adapter_bytes, peak_memory
 from engine.training.protocol import AdamParams, CreateSession, OptimStep, Request
 from engine.training.queue import Queue
 from engine.training.session import Session
@@ -105,12 +108,17 @@ def test_bytes_are_factors_gradients_and_moments(base, tmp_path, queue):
 
 def test_steps_add_up_and_what_is_no_number_is_passed_over(queue):
     metrics = TrainerMetrics()
-    rows = [step_row(1), step_row(2, "words", wait_s=2.0), step_row(3, "words", masked=None)]
+    masked = {"outlier": 3, "router_replay": 5}
+    rows = [
+        step_row(1, masked=masked),
+        step_row(2, "words", masked=masked, wait_s=2.0),
+        step_row(3, "words", masked=None),
+    ]
     strange = {
         "tokens": "many",
         "wait_s": float("nan"),
         "update_s": -1.0,
-        "masked": {"x": None},
+        "masked": {"icepop": None, "of a client": 7},
         "reward": None,
     }
     for row in (*rows, strange, {}):
@@ -118,7 +126,8 @@ def test_steps_add_up_and_what_is_no_number_is_passed_over(queue):
     seen = parsed(metrics.render([], queue))
     assert value(seen, "trainer_steps_total") == 5
     assert value(seen, "trainer_tokens_total") == sum(row["tokens"] for row in rows)
-    assert value(seen, "trainer_masked_tokens_total") == 2 * (3 + 5)
+    counted = {reason: value(seen, "trainer_masked_tokens_total", reason=reason) for reason in MASKS}
+    assert counted == {"outlier": 2 * 3, "geometric": 0, "icepop": 0, "router_replay": 2 * 5}
     for phase in PHASES:
         expected = sum(row[f"{phase}_s"] for row in rows)
         assert value(seen, "trainer_step_seconds_total", phase=phase) == pytest.approx(expected, rel=1e-12)
@@ -150,6 +159,15 @@ def test_every_metric_of_a_batch_has_its_place_in_a_steps_row():
     # The ledger refuses a row with a column that it does not know: `test_ledger` puts this very row in.
     assert {field.name for field in fields(Metrics)} | set(LAST) <= set(step_row(1))
     assert {f"{phase}_s" for phase in PHASES} <= set(step_row(1))
+
+
+def test_every_correction_that_masks_has_its_label():
+    ratio_T = torch.tensor([1.0, 1e9])
+    tokens = Tokens(
+        torch.log(ratio_T), torch.zeros(2), torch.ones(2), torch.tensor([0, 1]), 2, torch.full((2,), 0.5)
+    )
+    every = LossConfig.model_validate(dict.fromkeys(CORRECTIONS, True))
+    assert {*masks(tokens, tokens.new_T, every), "router_replay"} == set(MASKS)
 
 
 def test_what_waits_runs_and_was_refused_is_counted(queue):

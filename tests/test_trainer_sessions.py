@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -234,6 +235,20 @@ def test_one_writer_a_policy(live):
         step(live.client, first, 1)
 
 
+def test_what_was_closed_is_free_after_a_restart_too(trainers):
+    live = trainers.start()
+    open_one = live.client.create_session("open", "others", **NEW)
+    closed = live.client.create_session("closed", "sums", **NEW)
+    live.client.close_session(closed)
+    again = trainers.start()
+    assert again.client.create_session("new", "sums", **{**NEW, "holder": "b"}).step == 0
+    with pytest.raises(Conflict, match="by 'b' in the session 'new'"):
+        step(again.client, closed, 1)
+    with pytest.raises(Conflict, match="by 'a' in the session 'open'"):
+        again.client.create_session("other", "others", **{**NEW, "holder": "b"})
+    assert step(again.client, open_one, 1)["step"] == 1
+
+
 def test_a_client_that_disappears_loses_its_lease_and_nothing_else(live):
     gone = live.client.create_session("gone", "sums", **NEW)
     step(live.client, gone, 1)
@@ -246,6 +261,25 @@ def test_a_client_that_disappears_loses_its_lease_and_nothing_else(live):
     assert taken.step == 1
     with pytest.raises(Conflict, match="has another writer now"):
         step(live.client, gone, 2)
+
+
+def test_a_look_at_a_stored_session_never_puts_an_older_writer_back(live, monkeypatch):
+    """The session is opened again while another thread has read its file and not yet noted it."""
+    old = live.client.create_session("one", "sums", **NEW)
+    known = live.trainer.sessions
+    del known._known["one"]
+    described, newer = known._described, []
+
+    def is_overtaken(file, header):
+        found = described(file, header)
+        newer.append(live.trainer.create_session(opening("one", request_id="newer", **NEW)))
+        return found
+
+    monkeypatch.setattr(known, "_described", is_overtaken)
+    assert not known.hear("one", old.fence)
+    assert live.known("one").fence == newer[0]["fence"] > old.fence
+    assert live.known("one").session
+    assert len(newer) == 1
 
 
 def test_a_writer_is_heard_while_it_asks_for_its_result(live):
@@ -421,6 +455,26 @@ def result_of(live: Live, id: str) -> dict:
     return answer["result"]
 
 
+def test_others_poll_while_a_lost_operation_is_looked_for(live, monkeypatch):
+    session = live.client.create_session("one", "sums", **NEW)
+    live.client._http.post("/forward", json=_forward(session, "known"))
+    looking, polled = threading.Event(), threading.Event()
+    look = live.trainer._done_before
+
+    def looks_long(id: str):
+        looking.set()
+        assert polled.wait(20), "the poll had to wait for the look"
+        return look(id)
+
+    monkeypatch.setattr(live.trainer, "_done_before", looks_long)
+    with TestClient(make_app(live.trainer)) as http, ThreadPoolExecutor(1) as pool:
+        lost = pool.submit(http.get, "/operations/lost")
+        assert looking.wait(20)
+        assert http.get("/operations/known", params={"wait_s": 20}).json()["state"] == "done"
+        polled.set()
+        assert lost.result(20).status_code == 404
+
+
 def test_gradients_of_a_call_before_a_restart_are_missed(trainers):
     live = trainers.start()
     session = live.client.create_session("one", "sums", **NEW)
@@ -482,6 +536,17 @@ def test_bad_data_is_a_sentence_and_changes_nothing(live, given, loss, sentence)
     assert same(gradients(live.session(session)), before)
     live.client.forward_backward(session, [long(31)])
     assert live.client.optim_step(session, ADAM)["step"] == 1
+
+
+def test_with_router_replay_what_is_wrong_keeps_its_number_and_pairs_stay_pairs(live):
+    session = live.client.create_session("one", "sums", **NEW)
+    wrong = [*data(1), changed([5, 10**6, *[5] * 5])]
+    with pytest.raises(ConfigError, match="Sample 4 has the token 1000000"):
+        live.client.forward_backward(session, wrong, router_replay=True)
+    with pytest.raises(ConfigError, match="dpo takes its samples 2 by 2, not 3"):
+        live.client.forward_backward(session, data(1)[:3], "dpo", router_replay=True)
+    with pytest.raises(ConfigError, match="None of these samples carries the experts"):
+        live.client.forward_backward(session, data(1), "dpo", router_replay=True)
 
 
 def gradients(session: Session) -> dict[str, torch.Tensor]:

@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from engine.errors import ConfigError
 from engine.loss_config import CORRECTIONS
 from engine.training.grpo import LOSSES
 from engine.training.lora import Example, ResidentBase, Row
+from engine.training.measures import Seen, measure
 from engine.training.protocol import AdamParams, CreateSession, OptimStep
 from engine.training.session import Session
 from engine.training.update import forward, forward_backward
@@ -275,6 +276,21 @@ def test_metrics_are_those_of_the_whole_batch(base, adapter, data, monkeypatch):
     assert metrics.masked == {"outlier": count - learned}
     assert metrics.learned_tokens == learned
     assert metrics.correction_weight == pytest.approx(learned / count)
+
+
+def test_metrics_are_finite_however_far_the_base_and_the_sampler_are():
+    """JSON has no infinity. A token that the base knows and the adapter has forgotten is e^200 apart."""
+    new_T, far_T = torch.tensor([-200.0, -1.0]), torch.tensor([0.0, -1.5])
+    ones, none = torch.ones(2), torch.zeros(2, dtype=torch.bool)
+    seen = Seen(
+        new_T=new_T, old_T=-far_T - 300, base_T=far_T, loss_T=ones, entropy_T=ones, clipped_T=none,
+        learned_T=~none, factor_T=ones, capped_T=none, masked={}, strayed=0, routed=0,
+    )  # fmt: skip
+    metrics = measure([seen], sampled=True)
+    json.dumps(asdict(metrics), allow_nan=False)
+    near = measure([replace(seen, new_T=new_T[1:], old_T=far_T[1:], base_T=far_T[1:])], sampled=True)
+    assert near.kl == pytest.approx(math.exp(-0.5) + 0.5 - 1)
+    assert metrics.kl == pytest.approx((math.exp(60) - 61 + near.kl) / 2)
 
 
 def test_the_share_of_clipped_tokens(base, adapter, data):

@@ -5,13 +5,15 @@ Canonical tensors map a base module's path plus side, such as
 dtype with the scaling folded into B, so that alpha equals rank. Knows nothing of packed files.
 """
 
+import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from safetensors.torch import save as save_safetensors
 from engine.adapters.families import PROJECTIONS
 from engine.adapters.manifests import MANIFEST
 from engine.errors import AdapterError, BaseModelError, Conflict
+from engine.files import sync
 from engine.version import code_version
 
 KEY = re.compile(r"(?P<module>.+)\.(?P<side>lora_[AB])")
@@ -181,6 +184,23 @@ def write_revision(directory: Path, tensors: Tensors, manifest: Manifest, probe:
 
     A revision that is there already only gets the probe that it lacks; `Conflict` when another one is.
     """
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with _alone_in(directory.parent):
+        return _write_alone(directory, tensors, manifest, probe)
+
+
+@contextmanager
+def _alone_in(directory: Path) -> Iterator[None]:
+    """Wait until no other thread or process writes a revision here; a kill ends its turn too."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _write_alone(directory: Path, tensors: Tensors, manifest: Manifest, probe: dict[str, Any]) -> Path:
     if directory.exists():
         found = read_manifest(directory).digest
         if found != manifest.digest:
@@ -192,7 +212,6 @@ def write_revision(directory: Path, tensors: Tensors, manifest: Manifest, probe:
     # Under the revision's own name: what a kill left is replaced, and never added to.
     draft = directory.with_name(f".draft-{directory.name}")
     shutil.rmtree(draft, ignore_errors=True)
-    draft.parent.mkdir(parents=True, exist_ok=True)
     draft.mkdir(0o700)
     try:
         _write_files(draft, tensors, manifest, probe)
@@ -201,7 +220,7 @@ def write_revision(directory: Path, tensors: Tensors, manifest: Manifest, probe:
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
-    _sync(directory.parent)
+    sync(directory.parent)
     return directory
 
 
@@ -211,9 +230,9 @@ def _add_probe(file: Path, probe: dict[str, Any]) -> None:
         return
     draft = file.with_name(f".{file.name}")
     draft.write_bytes(_json(probe))
-    _sync(draft)
+    sync(draft)
     os.replace(draft, file)
-    _sync(file.parent)
+    sync(file.parent)
 
 
 def _has_rows(file: Path, dtype: str | None) -> bool:
@@ -234,8 +253,8 @@ def _write_files(draft: Path, tensors: Tensors, manifest: Manifest, probe: dict[
     }
     for name, content in files.items():
         (draft / name).write_bytes(content)
-        _sync(draft / name)
-    _sync(draft)
+        sync(draft / name)
+    sync(draft)
 
 
 def _json(value: dict[str, Any]) -> bytes:
@@ -276,14 +295,6 @@ def _peft_path(module: str, routed: bool) -> str:
     """
     linear = routed and not EXPERT.search(module) and module.rpartition(".")[2] in PROJECTIONS
     return f"{module}.weight" if linear else module
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def read_revision(directory: Path, base_digest: str | None = None) -> tuple[Tensors, Manifest]:

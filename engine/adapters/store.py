@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import AdapterError, ServiceError
+from engine.files import sync
 
 ALIGNMENT = 64
 PAGE = 4096
@@ -94,6 +95,4 @@ class Store:
         self._segment = f"{uuid.uuid4().hex}.seg"
         self._file = os.open(self.path(self._segment), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         self._end = 0
-        directory = os.open(self.root, os.O_RDONLY)
-        os.fsync(directory)
-        os.close(directory)
+        sync(self.root)

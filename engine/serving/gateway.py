@@ -31,6 +31,8 @@ GENERATING = {
     "/v1/chat/completions": "chatcmpl-",
     "/graftwork/rollouts": "rollouts-",
 }
+# One request of this asks for thousands of samples.
+NOT_FOR_USERS = frozenset({"/graftwork/rollouts"})
 # vLLM's server has more routes, some of which load adapters or generate past every gate of ours.
 PASSED_PATHS = frozenset(
     {
@@ -127,6 +129,8 @@ class Gateway:
                 return await self._app(scope, receive, send)
             if scope["path"] not in GENERATING:
                 raise Refused(404, f"{scope['path']} is not served; ask {' or '.join(GENERATING)}.")
+            if scope["path"] in NOT_FOR_USERS and key.scope == "user":
+                raise Refused(403, f"{scope['path']} needs a key of scope 'score' or 'admin'.")
             await self._generate(state, key, headers, scope, receive, send)
         except GraftworkError as error:
             await send_error(send, error)

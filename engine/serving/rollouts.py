@@ -2,16 +2,18 @@
 
 Talks to vLLM's engine as its OpenAI routes do, without what a rollout has no use for: one request a prompt,
 top alternatives, each token's text. A prompt's group has a seed of its own, so that a request is the same
-whatever is asked beside it. Knows nothing of training.
+whatever is asked beside it. A prompt that is refused, or a client that goes away, ends the whole request.
+Knows nothing of training.
 """
 
 import asyncio
 import uuid
-from typing import Any
+from typing import Any, Self
 
 import orjson
 from fastapi import Request, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from vllm.entrypoints.serve.utils.api_utils import with_cancellation
 from vllm.inputs import TokensPrompt
 from vllm.logprobs import FlatLogprobs
 from vllm.lora.request import LoRARequest
@@ -20,6 +22,9 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils.serial_utils import numpy2base64
 
 from engine.serving.plugin import ROUTES_ASKED
+
+# Samples of one request: all of them are in the engine's queue, and in its answer, at once.
+MAX_SAMPLES = 1 << 14
 
 
 class Rollouts(BaseModel):
@@ -34,20 +39,37 @@ class Rollouts(BaseModel):
     seed: int = Field(0, ge=0)
     routed_experts: bool = False
 
+    @model_validator(mode="after")
+    def _bounded(self) -> Self:
+        if (samples := len(self.prompts) * self.n) > MAX_SAMPLES:
+            raise ValueError(f"{samples} samples are asked for, and a request may have {MAX_SAMPLES}")
+        return self
 
-async def rollouts(body: Rollouts, request: Request) -> Response:
+
+@with_cancellation
+async def rollouts(body: Rollouts, raw_request: Request) -> Response:
     """Answer each prompt's samples, in the prompts' order.
 
-    A prompt that the model cannot take is a 400, a sample that the engine gave up a 500.
+    A prompt that the model cannot take is a 400, an adapter that the engine does not hold a 404, a sample
+    that it gave up a 500.
     """
-    state = request.app.state
-    lora = state.openai_serving_models.lora_requests.get(body.model)
+    state = raw_request.app.state
+    models = state.openai_serving_models
+    lora = models.lora_requests.get(body.model)
+    if lora is None and not models.is_base_model(body.model):
+        return _refused(404, f"The engine holds no adapter {body.model!r}. Ask again, or for another one.")
+    asked = [
+        asyncio.create_task(_group(state.engine_client, body, lora, number))
+        for number in range(len(body.prompts))
+    ]
     try:
-        groups = await asyncio.gather(
-            *(_group(state.engine_client, body, lora, number) for number in range(len(body.prompts)))
-        )
+        groups = await asyncio.gather(*asked)
     except ValueError as error:
         return _refused(400, str(error))
+    finally:
+        # What is still under way when one is refused would be drawn for nobody.
+        for task in asked:
+            task.cancel()
     samples = [sample for group in groups for sample in group.outputs]
     if any(sample.finish_reason == "error" for sample in samples):
         return _refused(500, f"The engine gave up a sample of {body.model}; its log says why.")

@@ -115,7 +115,7 @@ def server_arguments(
         "--lora-target-modules", *lora_targets(base),
         *attention_arguments(base, plan),
         *executor_arguments(config, plan),
-        *route_arguments(base),
+        *route_arguments(config, base),
         *speculative_arguments(config, plan),
         "--worker-extension-cls", "engine.serving.loader.LoaderExtension",
         "--middleware", "engine.serving.gateway.Gateway",
@@ -150,12 +150,12 @@ def executor_arguments(config: EngineConfig, plan: "Plan | None") -> list[str]:
     return ["--distributed-executor-backend", "engine.serving.executor.InProcessExecutor"] if alone else []
 
 
-def route_arguments(base: "BaseInfo") -> list[str]:
-    """Record the experts of every token of a mixture of experts; a request asks for its own."""
+def route_arguments(config: EngineConfig, base: "BaseInfo") -> list[str]:
+    """Record the experts of every token of a mixture of experts, if asked to; a request asks for its own."""
     from engine.adapters.families import BaseShapes
 
-    shapes = BaseShapes.read(base.path)
-    return ["--enable-return-routed-experts"] if shapes.experts else []
+    recorded = config.routed_experts and BaseShapes.read(base.path).experts
+    return ["--enable-return-routed-experts"] if recorded else []
 
 
 def speculative_arguments(config: EngineConfig, plan: "Plan | None") -> list[str]:

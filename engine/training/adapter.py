@@ -151,18 +151,6 @@ class Adapter:
             tensors |= zip(site.keys(side), whole.unbind(0) if site.experts else (whole,), strict=True)
         return tensors
 
-    def load_canonical(self, tensors: Mapping[str, Tensor]) -> None:
-        """Start from a revision's tensors; `AdapterError` when they are for other modules or another rank."""
-        parts = self._parts()
-        for key, part in parts.items():
-            found = tensors.get(key)
-            if found is None or found.shape != part.shape or len(tensors) != len(parts):
-                shape = None if found is None else tuple(found.shape)
-                raise AdapterError(
-                    f"The parent's tensor {key} is {shape}; this policy needs {tuple(part.shape)}."
-                )
-        self.place(tensors)
-
     def place(self, tensors: Mapping[str, Tensor]) -> None:
         """Write canonical tensors into the first ranks of their places; what is not given stays.
 
@@ -192,13 +180,6 @@ class Adapter:
             a, b = (self.factors[f"{name}.{side}"].detach() for side in ("lora_A", "lora_B"))
             yield "lora_A", a, site
             yield "lora_B", b.transpose(-1, -2) if site.experts else b, site
-
-    def _parts(self) -> dict[str, Tensor]:
-        """Return a view on every canonical tensor's place."""
-        parts: dict[str, Tensor] = {}
-        for side, factor, site in self._stacks():
-            parts |= _by_key(side, factor, site)
-        return parts
 
     def step(
         self, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, clip: float

@@ -217,6 +217,7 @@ def group_advantages(rewards_PG: Tensor, by_spread: bool = True, eps: float = 1e
 def groups_that_teach(rewards_PG: Tensor) -> Tensor:
     """Return a mask (P,) of the groups whose samples differ in reward; the others have no gradient.
 
-    Dynamic sampling of DAPO (arXiv 2503.14476), section 3.2, without sampling again.
+    The filter of DAPO's dynamic sampling (arXiv 2503.14476, section 3.2). The paper then samples until the
+    batch is full again; here a step learns from what is left.
     """
     return rewards_PG.amax(dim=1) > rewards_PG.amin(dim=1)

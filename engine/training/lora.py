@@ -35,12 +35,14 @@ from engine.training.replay import Replay
 class Example:
     """A row with what its completion tokens were sampled at and are worth, one value a token.
 
-    Both are empty where the loss needs no samples.
+    Both are empty where the loss needs no samples. `number` is what errors call it where others of its call
+    were left out.
     """
 
     row: Row
     old_logprobs: tuple[float, ...] = ()
     advantages: tuple[float, ...] = ()
+    number: int | None = None
 
 
 Slotted = SlottedLinear | SlottedExperts
@@ -141,6 +143,7 @@ class ResidentBase:
 
     @contextmanager
     def _switched(self, parts: Sequence[Part]) -> Iterator[None]:
+        self.replay.forget()
         for name, slotted in self.slotted.items():
             slotted.switch(name, parts)
         try:

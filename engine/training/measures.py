@@ -72,6 +72,7 @@ def measure(seen: Sequence[Seen], sampled: bool) -> Metrics:
     new_T, base_T = whole("new_T"), whole("base_T")
     routed = sum(one.routed for one in seen)
     gap_T = (new_T - whole("old_T")).clamp(max=LARGEST_GAP)
+    base_T = torch.minimum(base_T, new_T + LARGEST_GAP) if len(base_T) else base_T
     ratio_T = gap_T.exp()
     return Metrics(
         loss=whole("loss_T").sum().item(),

@@ -20,6 +20,9 @@ from engine.training.session import Session
 
 # Seconds of a step by what they were spent on: `<phase>_s` of its row.
 PHASES = ("rollout", "wait", "reward", "update", "handoff", "backpressure")
+# Why tokens are left out: `masks` of corrections.py, and answers without their experts. A record may hold
+# other names, but a client must not make labels.
+MASKS = ("outlier", "geometric", "icepop", "router_replay")
 BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 LAST = {
     "step": "Steps done.",
@@ -30,13 +33,16 @@ LAST = {
     "ratio_min": "Smallest importance ratio of the last step.",
     "ratio_max": "Largest importance ratio of the last step.",
     "clip_fraction": "Share of the last step's tokens that the loss clipped.",
+    "capped": "Tokens of the last step whose weight a correction cut.",
     "correction_weight": "Mean weight that corrections gave the last step's tokens.",
     "kl": "KL divergence to the base in the last step, nats.",
     "kl_old": "KL divergence between engine and trainer in the last step, nats.",
     "entropy": "Mean entropy of a token in the last step, nats.",
+    "out_of_route": "Share of the last step's tokens whose experts the trainer would have chosen otherwise.",
     "loss": "Loss of the last step.",
     "grad_norm": "Norm of the last step's gradients before clipping.",
     "length_mean": "Mean length of the last step's answers, tokens.",
+    "length_max": "Length of the last step's longest answer, tokens.",
     "truncated": "Share of the last step's answers that were cut off.",
     "staleness": "Steps between the revision that sampled and the one that learned.",
     "tokens_per_s": "Tokens of the last step by its seconds.",
@@ -61,7 +67,7 @@ class TrainerMetrics:
         self.unfused = counter("failed_passes", "Shared passes that failed; their operations took turns.")
         self.steps = counter("steps", "Training steps of all policies.")
         self.tokens = counter("tokens", "Tokens that were trained on.")
-        self.masked = counter("masked_tokens", "Tokens that a correction or a route left out.")
+        self.masked = counter("masked_tokens", "Tokens that a correction or a route left out.", "reason")
         self.phases = counter("step_seconds", "Seconds of training steps by what they went to.", "phase")
 
     def timed(self, work: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -85,10 +91,11 @@ class TrainerMetrics:
 
     def observe_step(self, row: Mapping[str, Any]) -> None:
         """Count a step, given its row of the ledger's `train_steps`."""
-        masked = row.get("masked")
+        masked = row["masked"] if isinstance(row.get("masked"), dict) else {}
         self.steps.inc()
         self.tokens.inc(_count(row, "tokens"))
-        self.masked.inc(sum(_count(masked, reason) for reason in masked) if isinstance(masked, dict) else 0.0)
+        for reason in MASKS:
+            self.masked.labels(reason).inc(_count(masked, reason))
         for phase in PHASES:
             self.phases.labels(phase).inc(_count(row, f"{phase}_s"))
 

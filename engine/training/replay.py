@@ -93,10 +93,14 @@ class Replay:
             counts = torch.stack([(self._strayed_T[at] & known).sum(), known.sum()])
             self._counts = self._counts.to(counts.device) + counts
 
-    def take(self) -> tuple[int, int]:
-        """Return how many tokens went elsewhere since the last call, of how many with the engine's ids."""
-        strayed, known = self._counts.tolist()
+    def forget(self) -> None:
+        """Begin to count anew: what was counted belongs to another adapter, or to a call that failed."""
         self._counts = torch.zeros(2, dtype=torch.long)
+
+    def take(self) -> tuple[int, int]:
+        """Return how many tokens went elsewhere under the last adapter, of how many with the engine's ids."""
+        strayed, known = self._counts.tolist()
+        self.forget()
         return strayed, known
 
     def _choose(self, layer: int, gate: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
@@ -125,25 +129,31 @@ def weights_at(gate: Any, logits: Tensor, ids: Tensor) -> Tensor:
     return weights / weights.sum(dim=-1, keepdim=True) if getattr(gate, "norm_topk_prob", True) else weights
 
 
-def mask_unknown(data: Sequence["Example"]) -> tuple[list["Example"], int]:
+def mask_unknown(data: Sequence["Example"], unit: int = 1) -> tuple[list["Example"], int]:
     """Return the examples up to their last token with known experts, and how many tokens that leaves out.
 
     A token is drawn from the states of all tokens before it, so what follows the first unknown one is left
-    out, and an example without ids altogether. What is left out has no gradient and counts for no mean.
-    Raises `ConfigError` when nothing is left.
+    out, and where nothing of an example is left, all the `unit` consecutive ones that it belongs to. What is
+    left out has no gradient and counts for no mean; what is kept has its number in `data`. Raises
+    `ConfigError` when nothing is left.
     """
-    kept = []
-    for example in data:
-        row = example.row
-        known = 0 if row.routes is None else len(row.routes)
-        count = min(row.length, known - row.start + 1)
-        if count > 0:
-            cut = replace(row, tokens=row.tokens[: row.start + count])
-            logprobs, advantages = example.old_logprobs[:count], example.advantages[:count]
-            kept.append(replace(example, row=cut, old_logprobs=logprobs, advantages=advantages))
+    kept: list[Example] = []
+    for begin in range(0, len(data), unit):
+        cut = [_known_part(data[i], i) for i in range(begin, begin + unit)]
+        if all(example.row.length > 0 for example in cut):
+            kept += cut
     if not kept:
         raise ConfigError(
             "None of these samples carries the experts that its tokens took. Sample from an engine that "
             "records them (--enable-return-routed-experts), or set the policy's router_replay to false."
         )
     return kept, sum(example.row.length for example in data) - sum(example.row.length for example in kept)
+
+
+def _known_part(example: "Example", number: int) -> "Example":
+    row = example.row
+    known = 0 if row.routes is None else len(row.routes)
+    count = max(0, min(row.length, known - row.start + 1))
+    cut = replace(row, tokens=row.tokens[: row.start + count])
+    logprobs, advantages = example.old_logprobs[:count], example.advantages[:count]
+    return replace(example, row=cut, old_logprobs=logprobs, advantages=advantages, number=number)

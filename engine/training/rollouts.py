@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
 
-from engine.errors import Busy, NotFound, ServiceError
+from engine.errors import Busy, ConfigError, NotFound, ServiceError
 
 AWAY = {429, 500, 502, 503, 504}
 
@@ -51,7 +51,8 @@ def sample_groups(
 ) -> list[list[Sample]]:
     """Return `group_size` samples for each prompt, in the prompts' order.
 
-    Raises `NotFound` for an unknown model and `ServiceError` when the engine stays away for `patience_s`.
+    Raises `NotFound` for an unknown model, `ConfigError` for what the engine refuses however often it is
+    asked, such as a prompt that is too long, and `ServiceError` when it stays away for `patience_s`.
     """
     headers = {"Authorization": f"Bearer {key}", "x-graftwork-purpose": "rollout"}
     retrying = Retrying(
@@ -93,7 +94,10 @@ def _request(client: httpx.Client, body: dict[str, Any]) -> list[list[Sample]]:
     if response.status_code == 404:
         raise NotFound(f"The engine does not know {body['model']!r}: {response.text[:300]}")
     if response.status_code != 200:
-        raise ServiceError(f"The engine refused a rollout with {response.status_code}: {response.text[:300]}")
+        raise ConfigError(
+            f"The engine refused the rollouts of {body['model']!r} with {response.status_code}: "
+            f"{response.text[:300]} Look at the policy's questions and sampling, and at engine.max_model_len."
+        )
     return [[_sample(told) for told in group] for group in response.json()["groups"]]
 
 

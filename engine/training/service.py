@@ -96,7 +96,8 @@ def make_app(trainer: "Trainer") -> FastAPI:
     @app.get("/operations/{id}")
     async def operation(id: str, wait_s: float = 0.0) -> dict[str, Any]:
         """Answer `pending`, `done` with the result, or `failed` with the error, after at most `wait_s`."""
-        future = trainer.operation(id)
+        # In a thread: one of before a restart is looked for in many files, and others poll meanwhile.
+        future = await asyncio.to_thread(trainer.operation, id)
         waiting = asyncio.wrap_future(future)
         # Looked at, so that asyncio does not log an error that its client was told.
         waiting.add_done_callback(lambda ended: ended.cancelled() or ended.exception())

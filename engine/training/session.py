@@ -150,8 +150,7 @@ class Session:
     def save_as(self, name: str, request_id: str) -> dict[str, Any]:
         """Store the session under a name of its own, once for each request."""
         if request_id not in self.done:
-            self.remember(request_id, {"path": str(state_file(self.directory, name))})
-            self.save(name)
+            self._save_with(request_id, {"path": str(state_file(self.directory, name))}, name)
         return self.answer(request_id)
 
     def load(self, name: str = CURRENT) -> None:
@@ -178,9 +177,17 @@ class Session:
         """Go back to what was stored under a name, once for each request."""
         if request_id not in self.done:
             self.load(name)
-            self.remember(request_id)
-            self.save()
+            self._save_with(request_id)
         return self.answer(request_id)
+
+    def _save_with(self, request_id: str, result: dict[str, Any] | None = None, *names: str) -> None:
+        """Remember a request's result and store it with the session; what is not stored was not done."""
+        self.remember(request_id, result)
+        try:
+            self.save(*names)
+        except ServiceError:
+            del self.done[request_id]
+            raise
 
     def _state(self) -> dict[str, Any]:
         return {

@@ -4,6 +4,7 @@ A session that is not needed lies in its state file alone and comes back at its 
 the trainer's one thread; other threads may look, and say that a holder was heard of.
 """
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -71,7 +72,8 @@ class Sessions:
     def find(self, name: str) -> Known | None:
         """Return a session that is known or stored; None when there is none, or an older trainer's."""
         if name not in self._known and (stored := self._stored(name)):
-            self._known[name] = stored
+            # Whoever opened it while the file was read is newer than the file.
+            self._known.setdefault(name, stored)
         return self._known.get(name)
 
     def _stored(self, name: str) -> Known | None:
@@ -170,8 +172,11 @@ class Sessions:
         )
 
     def release(self, name: str) -> None:
-        """Let a session leave memory, and its policy to whoever comes."""
+        """Let a session leave memory, and its policy to whoever comes, also after a restart."""
         self._known[name].heard = NEVER
+        # After a restart the file's time says when its writer was last heard of.
+        long_ago = time.time() - LEASE_S
+        os.utime(state_file(self.directory / name), (long_ago, long_ago))
         self._leave(self._known[name])
 
     def make_room(self, opened: CreateSession) -> None:

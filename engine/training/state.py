@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from engine.errors import ServiceError
+from engine.files import sync
 
 # Stands in a flattened tree where the tensor of this number belongs.
 PLACE = "tensor"
 
 
 def write(state: Mapping[str, Any], paths: Sequence[Path]) -> None:
-    """Store a state under every path, the last one last: fsynced beside it, then renamed.
+    """Store a state under every path, the last one last: fsynced beside it, renamed, the names fsynced.
 
     Raises `ServiceError` when the disk does not take it; what was stored before is then intact.
     """
@@ -37,6 +38,8 @@ def write(state: Mapping[str, Any], paths: Sequence[Path]) -> None:
             link.hardlink_to(draft)
             link.replace(path)
         draft.replace(last)
+        # Without it a power cut could still take back a step that was answered.
+        sync(directory)
     except OSError as error:
         draft.unlink(missing_ok=True)
         raise ServiceError(

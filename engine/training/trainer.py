@@ -26,7 +26,7 @@ from engine.training.replay import decode, mask_unknown
 from engine.training.session import Session, answer
 from engine.training.sessions import Sessions
 from engine.training.start import start_of
-from engine.training.update import Backward, forward
+from engine.training.update import Backward, Objective, check, forward
 
 # Stored sessions that are searched for a request's result.
 SEARCHED = 256
@@ -120,7 +120,7 @@ class Trainer:
         session.expect(request.gathered)
         given, operation = request.forward_backward_input, self.queue.operation(request.request_id)
         data = self._examples(given.data)
-        data, unknown = mask_unknown(data) if given.router_replay else (data, 0)
+        data, unknown = self._known(data, given) if given.router_replay else (data, 0)
         found = session.forward_backward(data, given.loss_fn, given.loss_fn_config, operation.go_on)
         result = _learned(found)
         if given.router_replay:
@@ -173,6 +173,14 @@ class Trainer:
                 data = self._examples(given.data)
                 calls[operation] = session, Call(session.adapter, data, given.loss_fn, given.loss_fn_config)
         return calls
+
+    def _known(
+        self, data: Sequence[Example], given: protocol.ForwardBackwardInput
+    ) -> tuple[list[Example], int]:
+        """Return what has known experts; what is wrong is refused by its number in all that was sent."""
+        loss = Objective.of(given.loss_fn, given.loss_fn_config).loss
+        check(self.base, data, given.loss_fn, loss)
+        return mask_unknown(data, loss.unit)
 
     def _examples(self, data: Sequence[protocol.Datum]) -> list[Example]:
         examples = [example_of(datum) for datum in data]

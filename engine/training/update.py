@@ -119,7 +119,6 @@ def _microbatch(
     if objective.needs_base:
         with torch.no_grad(), base.using(None):
             base_T = base.logprobs(rows)
-            base.replay.take()
     with base.using(adapter):
         new_T, entropy_T = base.logprobs_and_entropy(rows)
         gradient_T, seen = learn(data, batch, shares, objective, new_T, entropy_T, base_T)
@@ -145,7 +144,7 @@ def learn(
     tokens = tokens_of([data[i] for i in batch], [shares[i] for i in batch], leaf_T, base_T)
     loss_T, clipped_T, corrected = objective.terms(tokens)
     (gradient_T,) = torch.autograd.grad(loss_T.sum(), leaf_T)
-    refuse_broken(loss_T, gradient_T, tokens, batch)
+    refuse_broken(loss_T, gradient_T, tokens, [number_of(data, i) for i in batch])
     return gradient_T, Seen(
         new_T=new_T.detach(),
         old_T=tokens.old_T,
@@ -160,6 +159,12 @@ def learn(
         strayed=0,
         routed=0,
     )
+
+
+def number_of(data: Sequence[Example], i: int) -> int:
+    """Return which sample of the client's this example is."""
+    number = data[i].number
+    return i if number is None else number
 
 
 def tokens_of(
@@ -200,13 +205,13 @@ def adding_gradients(adapter: Adapter) -> Iterator[None]:
             factor.grad = gradient if factor.grad is None else factor.grad.add_(gradient)
 
 
-def refuse_broken(loss_T: Tensor, gradient_T: Tensor, tokens: Tokens, batch: Sequence[int]) -> None:
-    """Raise `ConfigError` that names the first sample whose loss, or its gradient, is no finite number."""
+def refuse_broken(loss_T: Tensor, gradient_T: Tensor, tokens: Tokens, numbers: Sequence[int]) -> None:
+    """Raise `ConfigError` with the number of the first sample whose loss, or its gradient, is not finite."""
     broken_T = ~(loss_T.isfinite() & gradient_T.isfinite())
     if broken_T.any():
         places = broken_T.nonzero()[:, 0].tolist()
-        first = min(places, key=lambda place: batch[int(tokens.sequence_T[place])])
-        sample = batch[int(tokens.sequence_T[first])]
+        first = min(places, key=lambda place: numbers[int(tokens.sequence_T[place])])
+        sample = numbers[int(tokens.sequence_T[first])]
         raise ConfigError(
             f"The loss of sample {sample} is not a finite number (trainer {tokens.new_T[first].item():.4g}, "
             f"sampler {tokens.old_T[first].item():.4g}, advantage {tokens.advantage_T[first].item():.4g}). "

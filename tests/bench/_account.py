@@ -15,11 +15,12 @@ import psutil
 SAMPLE_S = 0.02
 # What no phase covers: preparation, and what waits for nobody's turn.
 OTHER = "other"
+FLOWS = "flows"
 
 
 def members(roots: Mapping[str, int]) -> dict[str, list[psutil.Process]]:
-    """Return each service's processes, and this one as `flows`."""
-    found = {"flows": [psutil.Process()]}
+    """Return each service's processes, and this one as `FLOWS`."""
+    found = {FLOWS: [psutil.Process()]}
     for name, pid in roots.items():
         root = psutil.Process(pid)
         found[name] = [root, *root.children(recursive=True)]
@@ -65,11 +66,15 @@ class Account:
             thread.join()
 
     def _sample(self) -> None:
-        while True:
-            self.samples.append((time.monotonic(), cpu_seconds(self.processes)))
-            if self._done.wait(SAMPLE_S):
-                self.samples.append((time.monotonic(), cpu_seconds(self.processes)))
-                return
+        self.samples.append(self._now())
+        while not self._done.wait(SAMPLE_S):
+            self.samples.append(self._now())
+        self.samples.append(self._now())
+
+    def _now(self) -> tuple[float, dict[str, float]]:
+        """Return the time and what each group has used; what this thread used is no work of the flows."""
+        used = cpu_seconds(self.processes)
+        return time.monotonic(), used | {FLOWS: used[FLOWS] - time.thread_time()}
 
     def watched(self, call: Callable[..., Any], phase: str) -> Callable[..., Any]:
         """Return the call with its time counted to a phase."""

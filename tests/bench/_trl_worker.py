@@ -67,13 +67,6 @@ def settings(job: dict[str, Any]) -> dict[str, Any]:
         "seed": job["seed"],
         "bf16": False,
         "gradient_checkpointing": False,
-        "use_transformers_continuous_batching": job["continuous"],
-        # Left to itself its cache takes most of the machine's memory. Enough for every sample at once.
-        "transformers_continuous_batching_config": {
-            "page_size": 32,
-            "num_blocks": 16 * samples,
-            "max_batch_tokens": 4 * samples,
-        },
         "use_cpu": True,
         "dataloader_pin_memory": False,
         "disable_tqdm": True,

@@ -4,8 +4,9 @@
 
 Real engine and trainer, started by the supervisor as `graftwork up` does, and the flow's own steps: `train`,
 then `score` on the policy's frozen suite. Both modes use the same processes, settings and code; they
-alternate, and every round has sessions of its own. A repeat's seeds are the same in both modes, so that
-both draw the same samples: in float32 on a dense base their adapters must be equal, which is the check.
+alternate, in the other order in every other repeat, and every round has sessions of its own. A repeat's seeds
+are the same in both modes, so that both draw the same samples: in float32 on a dense base their adapters must
+be equal. On every base the modes' scores must be, within what seeds or so few items do to them.
 """
 
 import argparse
@@ -15,9 +16,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,8 @@ from unittest.mock import patch
 
 import _record as record
 import httpx
-from _account import OTHER, Account, members, peak_bytes, reset_peaks
+from _account import Account, members, peak_bytes, reset_peaks
+from _rounds import Round, compared, faults, where_time_goes
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from live import free_port
@@ -36,27 +37,9 @@ from engine.config import Params, PolicyConfig, load_params
 
 LEAST = {"tiny-dense": 1.5, "tiny-moe": 1.3}
 TASKS = (("addition", "terse", "addition-terse"), ("sorting", "json", "sorting-json"))
-PHASES = ("rollout", "reward", "update", "handoff", "score")
 # As many policies as the largest round has, and their samples in one engine step.
 SLOTS, SEQUENCES = 16, 512
-SWITCHES = 40
-
-
-@dataclass(frozen=True)
-class Round:
-    """What one mode needed for one repeat; `scores` and `digests` are each policy's."""
-
-    seconds: float
-    account: Account
-    peak: int
-    steps: float
-    scheduled: float
-    scores: tuple[float, ...]
-    digests: tuple[str, ...]
-
-    @property
-    def cpu(self) -> float:
-        return sum(self.account.used().values())
+SWITCHES, SWITCH_ROUNDS = 40, 10
 
 
 class Bench:
@@ -100,27 +83,39 @@ class Bench:
         ]
         return found[0], found[1]
 
-    def switch_seconds(self) -> float:
-        """Return by how much a forward takes longer when another policy had the last one; both resident."""
+    def switch_seconds(self) -> list[float]:
+        """Return by how much a call takes longer when another policy had the last one, of each round.
+
+        Both policies are resident.
+        """
         from engine.training.client import TrainerClient
         from engine.training.rollouts import Sample
         from tasks.rollout_data import datum
 
         client, config = TrainerClient(self.params.url("trainer")), config_of(0, 0, 1)
         fields = {"rank": config.rank, "alpha": config.alpha, "targets": ["q_proj"], "seed": 1, "holder": "x"}
-        opened = [client.create_session(f"switch-{i}", f"r2-p{i}", **fields) for i in range(2)]
+        known = {"policy_config": config.model_dump(mode="json")}
+        names = ("switch-1", "switch-2")
+        opened = [client.create_session(name, name, **fields, **known) for name in names]
         data = [datum([40, 41, 42], Sample((43,), (-1.0,), ""), 1.0)]
+        orders = {"alone": opened[:1] * SWITCHES, "turns": opened * (SWITCHES // 2)}
 
-        def seconds(sessions: Sequence[Any]) -> float:
+        def seconds(mode: str) -> float:
             times = []
-            for session in sessions:
+            for session in orders[mode]:
                 clock = time.perf_counter()
                 client.forward_backward(session, data)
                 times.append(time.perf_counter() - clock)
             return statistics.median(times)
 
-        seconds(opened)
-        return seconds(opened * (SWITCHES // 2)) - seconds(opened[:1] * SWITCHES)
+        seconds("turns")
+        rounds = [{mode: seconds(mode) for mode in in_turn(orders, n)} for n in range(SWITCH_ROUNDS)]
+        return [took["turns"] - took["alone"] for took in rounds]
+
+
+def in_turn(modes: Iterable[str], number: int) -> list[str]:
+    """Return the order of a round: whoever goes second finds warmer caches, so each one does."""
+    return list(modes)[:: -1 if number % 2 else 1]
 
 
 def config_of(number: int, repeat: int, steps: int) -> PolicyConfig:
@@ -161,52 +156,6 @@ def one_by_one(*calls: Callable[[], Any]) -> list[Any]:
     return [call() for call in calls]
 
 
-def compared(sequential: Sequence[Round], concurrent: Sequence[Round]) -> dict[str, list[float]]:
-    """Return each figure's values over the repeats, by the definitions of docs/benchmarks.md."""
-    pairs = list(zip(sequential, concurrent, strict=True))
-    cores = len(os.sched_getaffinity(0))
-    idle = [s.cpu / (cores * s.seconds) for s in sequential]
-    speedup = [s.seconds / c.seconds for s, c in pairs]
-    engines = [(s.account.used()["engine"], c.account.used()["engine"]) for s, c in pairs]
-    return {
-        "sequential_s": [s.seconds for s in sequential],
-        "concurrent_s": [c.seconds for c in concurrent],
-        "speedup": speedup,
-        "utilisation_sequential": idle,
-        "utilisation_concurrent": [c.cpu / (cores * c.seconds) for c in concurrent],
-        "share_of_bound": [one * u for one, u in zip(speedup, idle, strict=True)],
-        # By this the work of all processes shrank, because engine steps held more rows.
-        "speedup_by_shared_steps": [
-            s.cpu / (s.cpu - before + after) for (s, _), (before, after) in zip(pairs, engines, strict=True)
-        ],
-        "tokens_a_step_sequential": [s.scheduled / s.steps for s in sequential],
-        "tokens_a_step_concurrent": [c.scheduled / c.steps for c in concurrent],
-        # The allocator keeps what the largest round took, so the least of one side counts.
-        "peak_memory_ratio": [max(c.peak for c in concurrent) / min(s.peak for s in sequential)],
-        "reward_gap": [abs(statistics.fmean(s.scores) - statistics.fmean(c.scores)) for s, c in pairs],
-        "reward_spread_of_seeds": [spread_of([statistics.fmean(s.scores) for s in sequential])],
-    }
-
-
-def spread_of(values: Sequence[float]) -> float:
-    return max(values) - min(values)
-
-
-def where_time_goes(mode: str, rounds: Sequence[Round]) -> dict[str, float]:
-    """Return each phase's wall and CPU seconds, and each process's CPU seconds; medians over the repeats."""
-    found: dict[str, list[float]] = {}
-    for one in rounds:
-        wall, cpu = one.account.wall(), one.account.by_phase()
-        # What no phase of any policy covers: preparation, imports, what waits for a turn.
-        for phase in PHASES:
-            found.setdefault(f"{mode}.{phase}.wall_s", []).append(wall.get(phase, 0.0))
-            found.setdefault(f"{mode}.{phase}.cpu_s", []).append(cpu.get(phase, 0.0))
-        found.setdefault(f"{mode}.{OTHER}.cpu_s", []).append(cpu.get(OTHER, 0.0))
-        for name, seconds in one.account.used().items():
-            found.setdefault(f"{mode}.process.{name}.cpu_s", []).append(seconds)
-    return {name: record.median(values) for name, values in found.items()}
-
-
 def settings(given: Params, base: str, state: Path) -> Params:
     """Return settings for services of their own, on a base that is built in the given state directory."""
     (state / "bases").symlink_to(given.paths.bases)
@@ -230,7 +179,6 @@ def settings(given: Params, base: str, state: Path) -> Params:
 
 
 def run(given: Params, base: str, arguments: argparse.Namespace, root: Path) -> None:
-    from tasks.parallel import in_parallel
     from tasks.steps import preload
 
     params = settings(given, base, root)
@@ -238,38 +186,61 @@ def run(given: Params, base: str, arguments: argparse.Namespace, root: Path) -> 
     preload()
     figures: dict[str, float] = {}
     spreads: dict[str, str] = {}
-    same = True
-    with services.session(
-        params, lambda: ensure_base(params.base, params.paths), told, ("engine", "trainer")
-    ):
+    wrong: list[str] = []
+    build = partial(ensure_base, params.base, params.paths)
+    with services.session(params, build, told, ("engine", "trainer")):
         bench = Bench(params, arguments.steps)
         # The first round warms up: imports, allocators, the engine's first shapes.
         bench.round(1, -1, one_by_one)
         for policies in arguments.policies:
-            rounds = [
-                (bench.round(policies, repeat, one_by_one), bench.round(policies, repeat, in_parallel))
-                for repeat in range(arguments.repeats)
-            ]
-            sequential, concurrent = zip(*rounds, strict=True)
+            modes = rounds_of(bench, policies, arguments.repeats)
             name = f"{base}.n{policies}"
-            for figure, values in compared(sequential, concurrent).items():
+            for figure, values in compared(**modes).items():
                 figures[f"{figure}.{name}"] = record.median(values)
                 spreads[f"{figure}.{name}"] = record.spread(values)
-            for mode, one in (("sequential", sequential), ("concurrent", concurrent)):
+            for mode, one in modes.items():
                 figures |= {f"{figure}.{name}": value for figure, value in where_time_goes(mode, one).items()}
-            equal = [s.digests == c.digests for s, c in rounds]
-            figures[f"equal_adapters.{name}"] = statistics.fmean(equal)
-            same &= all(equal) or base != "tiny-dense"
-        figures["switch_s"] = bench.switch_seconds()
-    for figure, worst in (("speedup", min), ("share_of_bound", min), ("peak_memory_ratio", max)):
-        figures[figure] = worst(value for name, value in figures.items() if name.startswith(f"{figure}."))
-    targets = {
-        **{f"speedup.{base}.n{n}": f">= {LEAST[base]}" for n in arguments.policies},
-        **{f"peak_memory_ratio.{base}.n{n}": "<= 1.05" for n in arguments.policies},
-        **{f"reward_gap.{base}.n{n}": "<= reward_spread_of_seeds" for n in arguments.policies},
-        "speedup": f">= {LEAST[base]}, or share_of_bound >= 0.9",
+            wrong += faults(base, **modes)
+        switches = bench.switch_seconds()
+    figures["switch_s"], spreads["switch_s"] = record.median(switches), record.spread(switches)
+    print(*wrong, sep="\n")
+    figures |= overall(figures, base, arguments.policies)
+    targets = targets_of(base, arguments.policies)
+    record.report(f"concurrency-{base}", figures, targets, spreads, not wrong, arguments.out)
+
+
+def rounds_of(bench: Bench, policies: int, repeats: int) -> dict[str, list[Round]]:
+    """Return each mode's rounds, one for each repeat."""
+    from tasks.parallel import in_parallel
+
+    modes = {"sequential": one_by_one, "concurrent": in_parallel}
+    found: dict[str, list[Round]] = {mode: [] for mode in modes}
+    for repeat in range(repeats):
+        for mode in in_turn(modes, repeat):
+            found[mode].append(bench.round(policies, repeat, modes[mode]))
+    return found
+
+
+def overall(figures: Mapping[str, float], base: str, policies: Sequence[int]) -> dict[str, float]:
+    """Return the worst of every number of policies, and what the most of them gain over the fewest."""
+    worst = {"speedup": min, "share_of_bound": min, "peak_memory_ratio": max}
+    found = {
+        figure: least(value for name, value in figures.items() if name.startswith(f"{figure}."))
+        for figure, least in worst.items()
     }
-    record.report(f"concurrency-{base}", figures, targets, spreads, same, arguments.out)
+    few, many = min(policies), max(policies)
+    speedup = {n: figures[f"speedup.{base}.n{n}"] for n in (few, many)}
+    return found | {f"speedup_n{many}_over_n{few}": speedup[many] / speedup[few]}
+
+
+def targets_of(base: str, policies: Sequence[int]) -> dict[str, str]:
+    return {
+        **{f"speedup.{base}.n{n}": f">= {LEAST[base]}" for n in policies},
+        **{f"peak_memory_ratio.{base}.n{n}": "<= 1.05" for n in policies},
+        **{f"reward_gap.{base}.n{n}": "<= reward_spread_of_seeds" for n in policies},
+        "speedup": f">= {LEAST[base]}, or share_of_bound >= 0.9",
+        f"speedup_n{max(policies)}_over_n{min(policies)}": ">= 1.0",
+    }
 
 
 def told(name: str, state: str) -> None:

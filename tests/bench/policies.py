@@ -133,7 +133,7 @@ def main() -> None:
     given = parser.parse_args()
     base = ensure_base(BaseConfig(name=given.base), Paths(load_params(given.params).state_dir))
     shapes = BaseShapes.read(base.path)
-    computed = bytes_of(sites_of(shapes).values(), given.rank)
+    computed = sum(bytes_of(site, given.rank) for site in sites_of(shapes).values())
     folder = Path(tempfile.mkdtemp())
     service = start(base.path, folder)
     try:

@@ -25,7 +25,7 @@ from parity import RANK, random_adapter
 
 from engine.adapters.families import BaseShapes
 from engine.base import ensure_base, prompt_ids
-from engine.config import BaseConfig, Paths
+from engine.config import BaseConfig, load_params
 from engine.training.lora import ResidentBase
 from engine.training.packing import Row
 from engine.training.problems import TASKS, stream
@@ -97,7 +97,7 @@ def measure(path: Path, dtype: str, problems: int, size: float, folder: Path) ->
     adapters = [random_adapter(modules, seed, size=size) for seed in range(ADAPTERS)]
     # Rounded once, so that both sides hold the same adapter.
     rounded = [{key: value.to(torch_dtype) for key, value in tensors.items()} for tensors in adapters]
-    engine = start_engine(path, folder / dtype, wait_s=600, slots=4, dtype=dtype)
+    engine = start_engine(path, folder / dtype, wait_s=600, slots=4, dtype=dtype, routed_experts=True)
     try:
         names = [engine.publish("bench", tensors, RANK, torch_dtype) for tensors in rounded]
         pairs = [draw(engine, name, prompts) for name in (*names, engine.base_name)]
@@ -124,10 +124,10 @@ def main() -> None:
     parser.add_argument("--base", default="tiny-moe")
     parser.add_argument("--problems", type=int, default=64)
     parser.add_argument("--size", type=float, default=0.1, help="standard deviation of the adapters' B")
-    parser.add_argument("--params", help="taken from `graftwork bench`; engines have a state of their own")
+    parser.add_argument("--params", type=Path, default=Path("params.yaml"), help="whose built bases are used")
     parser.add_argument("--out", type=Path, default=Path(".graftwork/bench"))
     given = parser.parse_args()
-    found = ensure_base(BaseConfig(name=given.base), Paths(Path(".graftwork")))
+    found = ensure_base(BaseConfig(name=given.base), load_params(given.params).paths)
     folder = Path(tempfile.mkdtemp())
     figures: dict[str, float] = {}
     try:

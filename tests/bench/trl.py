@@ -2,23 +2,22 @@
 
     graftwork bench trl [--seeds 3] [--steps 12]
 
-Both sides train LoRA of the same rank, alpha and targets by DAPO's loss on the same base, in float32: the
-same problems in the same order, group size, groups a step, learning rate, Adam settings, clipping of
-gradients and ratios, temperature, and limit of tokens. Completions have a long tail, and it is the base's own
-(`_lengthy_base.py`), so that neither side is told a length: `length_*` reports what each side drew.
+Both sides train LoRA of the same rank, alpha and targets on the same base, in float32: the same problems in
+the same order, group size, groups a step, learning rate, Adam settings, clipping of gradients and ratios,
+temperature, and limit of tokens. Both losses are a mean over all tokens of all groups with DAPO's bounds:
+TRL calls it `dapo`, we `ppo`. Completions have a long tail, and it is the base's own (`_lengthy_base.py`), so
+that neither side is told a length: `length_*` reports what each side drew.
 
-TRL runs in an environment of its own, without gradient checkpointing, on all cores, and in whichever of
-`VARIANTS` was fastest for it in a short run before: samples of one forward, and whether it generates by
-continuous batching. Ours is the loop as `graftwork up` starts it: engine and trainer in processes of their
-own, the adapter handed over at every step, with one policy and with three at once. The first steps of each
-run warm it up and are not counted.
+TRL runs alone, in an environment of its own, without gradient checkpointing, on all cores, and with as many
+samples in one forward (`BATCHES`) as was fastest for it in a short run before. Ours is the loop as
+`graftwork up` starts it: engine and trainer in processes of their own, the adapter handed over at every
+step, with one policy and with three at once. The first steps of each run warm it up and are not counted.
 
 `step_ratio_1`: mean seconds a step, ours with one policy / TRL's. `step_ratio_3`: seconds for each step of
 a policy with three at once (elapsed / steps of all three) / TRL's; `round_ratio_3` is the same without the
-division by three. Rewards are means of the last `LAST` steps.
-
-What TRL does not have: we leave samples of groups whose rewards are all equal out of the update, and the
-sum over tokens is divided by the tokens that are left; theirs is divided by all.
+division by three. `step_ratio_1_dapo` is `step_ratio_1` with our own `dapo`, which leaves samples of groups
+whose rewards are all equal out of the update: less work than TRL's, so no target is set on it. Rewards are
+means of the last `LAST` steps, of three policies over all three.
 """
 
 import argparse
@@ -29,39 +28,41 @@ import subprocess
 import sys
 import tempfile
 import time
-import venv
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import _lengthy_base as lengthy
 import _record as record
+from _trl_job import environment, job
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from live import free_port
 
 from engine import services
 from engine.config import Params, PolicyConfig, content_hash
+from engine.loss_config import LossConfig
 
-HERE = Path(__file__).parent
 WARM, LAST = 2, 3
-# Samples in one forward of TRL's, and whether it generates by continuous batching.
-VARIANTS = ((128, False), (32, False), (128, True))
+# Samples in one forward of TRL's.
+BATCHES = (128, 32)
 TRIAL_S = 900
+# Of both sides' mean length; tails are heavy, and training may move them a little.
+LENGTHS = (0.75 * lengthy.MEAN, 1.25 * lengthy.MEAN)
 TARGETS = {
     "step_ratio_1": "<= 1.0", "step_ratio_3": "<= 0.5", "reward_gap": "no worse, within the spread",
-    "length_trl": "about 32", "length_ours": "about 32",
+    "reward_gap_3": "no worse, within the spread",
+    "length_trl": "about 32", "length_one": "about 32", "length_three": "about 32",
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Run:
-    """One side's run: when each step ended (seconds; of all policies), each step's reward and lengths."""
+    """One side's run: when each step ended (s; of all policies), and each step's means over policies."""
 
     ends: tuple[float, ...]
     policies: int
@@ -77,66 +78,21 @@ class Run:
         return mean(self.rewards[-LAST:])
 
 
-def policy(seed: int, steps: int) -> PolicyConfig:
+def policy(seed: int, steps: int, loss: str = "ppo") -> PolicyConfig:
     """Return the settings of both sides: the main job's recipe, with room for long answers."""
     return PolicyConfig(
         task="addition", contract="terse", suite="addition-terse", seed=seed, steps=steps,
-        max_tokens=lengthy.LIMIT,
+        max_tokens=lengthy.LIMIT, loss=loss, loss_config=LossConfig(clip_low=0.2, clip_high=0.28),
     )  # fmt: skip
 
 
-def job(config: PolicyConfig, base: Path, output: Path, batch: int, continuous: bool) -> dict[str, Any]:
-    """Return a run of TRL with the settings that our loop has: from the policy, and from the trainer."""
-    from engine.adapters.families import BaseShapes
-    from engine.training.protocol import AdamParams
-
-    adam = AdamParams()
+def ours(seed: int, steps: int) -> dict[str, dict[str, PolicyConfig]]:
+    """Return our runs of a seed, each with its policies by name; the first of each asks what TRL asks."""
     return {
-        **config.model_dump(include={"groups", "group_size", "lr", "rank", "alpha", "steps", "max_tokens"}),
-        **config.model_dump(include={"temperature", "seed"}),
-        **config.loss_config.values(config.loss),
-        "base": str(base),
-        "targets": list(BaseShapes.of(json.loads((base / "config.json").read_text())).targets),
-        "betas": [adam.beta1, adam.beta2],
-        "clip_norm": adam.grad_clip_norm,
-        "data": questions(config, base),
-        "output": str(output),
-        "batch": batch,
-        "continuous": continuous,
+        "one": {f"one-{seed}": policy(seed, steps)},
+        "dapo": {f"dapo-{seed}": policy(seed, steps, "dapo")},
+        "three": {f"three-{number}": policy(number, steps) for number in (seed, seed + 100, seed + 200)},
     }
-
-
-def questions(config: PolicyConfig, base: Path) -> list[dict[str, Any]]:
-    """Return the problems that our loop draws in its steps, in its order, as text and as token ids."""
-    from transformers import AutoTokenizer
-
-    from engine.base import prompt_ids, prompt_text
-    from engine.training.problems import render, stream
-
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    drawn = islice(stream(config.task, "train", config.seed), config.groups * config.steps)
-    return [
-        {
-            "prompt": prompt_text(tokenizer, problem.question),
-            "ids": prompt_ids(tokenizer, problem.question),
-            "expected": render(config.contract, problem.answer),
-        }
-        for _, problem in drawn
-    ]
-
-
-def environment(directory: Path) -> Path:
-    """Install TRL into an environment of its own, once for each list of requirements; return its Python."""
-    requirements = HERE / "trl-requirements.txt"
-    root = directory / f"trl-env-{content_hash(requirements.read_text())[:12]}"
-    python, done = root / "bin" / "python", root / "installed"
-    if not done.exists():
-        print(f"Installing TRL into {root}; it takes minutes.", flush=True)
-        venv.create(root, clear=True, with_pip=True)
-        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
-        subprocess.run([*pip, "--requirement", requirements], check=True, timeout=1800)
-        done.touch()
-    return python
 
 
 def run_theirs(python: Path, task: dict[str, Any], scratch: Path, limit_s: float = 7200) -> Run:
@@ -149,7 +105,7 @@ def run_theirs(python: Path, task: dict[str, Any], scratch: Path, limit_s: float
     offline = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false"}
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "OMP_"))}
     # Without -P its `import trl` would find this file.
-    command = [python, "-P", HERE / "_trl_worker.py", file]
+    command = [python, "-P", Path(__file__).with_name("_trl_worker.py"), file]
     log = file.with_suffix(".log")
     with log.open("w") as out:
         subprocess.run(command, env=clean | offline, stdout=out, stderr=out, timeout=limit_s, check=True)
@@ -159,41 +115,34 @@ def run_theirs(python: Path, task: dict[str, Any], scratch: Path, limit_s: float
     return Run(ends, 1, tuple(step["reward"] for step in steps), lengths)
 
 
-def fastest(python: Path, base: Path, scratch: Path) -> tuple[int, bool]:
-    """Return the variant of TRL that takes the fewest seconds a step; one that fails does not count."""
-    found: dict[tuple[int, bool], float] = {}
-    for variant in VARIANTS:
-        task = job(policy(0, WARM + 2), base, scratch / "trial", *variant)
+def fastest(python: Path, base: Path, scratch: Path) -> int:
+    """Return the batch with which TRL takes the fewest seconds a step; one that fails does not count."""
+    found: dict[int, float] = {}
+    for batch in BATCHES:
         with suppress(subprocess.SubprocessError):
-            found[variant] = run_theirs(python, task, scratch, TRIAL_S).seconds()
-        print(
-            f"TRL, samples a forward and continuous batching {variant}: {found.get(variant, math.nan):.2f} s"
-        )
-    return min(found, key=lambda variant: found[variant])
+            task = job(policy(0, WARM + 2), base, scratch / "trial", batch)
+            found[batch] = run_theirs(python, task, scratch, TRIAL_S).seconds()
+            print(f"TRL, {batch} samples a forward: {found[batch]:.2f} s", flush=True)
+    return min(found, key=lambda batch: found[batch])
 
 
-def run_ours(params: Params, configs: Sequence[PolicyConfig], key: str) -> Run:
+def run_ours(params: Params, named: Mapping[str, PolicyConfig], key: str) -> Run:
     """Train one policy, or several at once, with the services that run."""
     from tasks.parallel import in_parallel
     from tasks.train import train
 
     ends: list[float] = []
+    known = params.model_copy(update={"policies": named})
 
-    def one(config: PolicyConfig) -> Any:
-        name = f"p{config.seed}-of-{len(configs)}"
-        return train(params, name, config, key, lambda row: ends.append(time.monotonic()))
+    def one(name: str, config: PolicyConfig) -> Any:
+        return train(known, name, config, key, lambda row: ends.append(time.monotonic()))
 
-    trained = in_parallel(*(partial(one, config) for config in configs))
-    rewards = [row["reward"] for row in trained[0].curve]
-    lengths = [
-        mean_length(config, row) for t, config in zip(trained, configs, strict=True) for row in t.curve
-    ]
-    return Run(tuple(ends), len(configs), tuple(rewards), tuple(lengths))
-
-
-def mean_length(config: PolicyConfig, row: Mapping[str, Any]) -> float:
-    """Return the mean length of the completions that were learned from; a step learns from some groups."""
-    return float(row["tokens"] / ((row["groups_kept"] or config.groups) * config.group_size))
+    trained = in_parallel(*(partial(one, name, config) for name, config in named.items()))
+    steps = list(zip(*(t.curve for t in trained), strict=True))
+    rewards, lengths = (
+        tuple(mean(row[figure] for row in rows) for rows in steps) for figure in ("reward", "length_mean")
+    )
+    return Run(tuple(ends), len(named), rewards, lengths)
 
 
 def settings(base: Path, state: Path) -> Params:
@@ -220,48 +169,74 @@ def lengthy_base(directory: Path, params: Path) -> Path:
 
 
 def measure(params: Params, base: Path, python: Path, given: argparse.Namespace) -> dict[str, list[Run]]:
-    """Return each side's runs, one for each seed, in turns: TRL, one policy, three policies."""
+    """Return each side's runs, one for each seed, in turns; TRL's while no service of ours runs."""
+    batch = fastest(python, base, params.state_dir)
+    runs: dict[str, list[Run]] = {"trl": []}
+    for seed in range(1, given.seeds + 1):
+        task = job(policy(seed, given.steps), base, params.state_dir / "trl", batch)
+        runs["trl"].append(run_theirs(python, task, params.state_dir))
+        with services.session(params, lambda: None, tell, ("engine", "trainer")):
+            key = local_key(params)
+            for side, named in ours(seed, given.steps).items():
+                runs.setdefault(side, []).append(run_ours(params, named, key))
+        print(f"seed {seed}: " + ", ".join(f"{side} {found[-1]}" for side, found in runs.items()), flush=True)
+    return runs
+
+
+def local_key(params: Params) -> str:
     from engine.adapters.catalog import Catalog, ensure_local_key
 
     catalog = Catalog(params.paths.catalog_url)
     key = ensure_local_key(catalog, params.paths.local_key)
     catalog.close()
-    variant = fastest(python, base, params.state_dir)
-    runs: dict[str, list[Run]] = {"trl": [], "one": [], "three": []}
-    for seed in range(1, given.seeds + 1):
-        configs = [policy(number, given.steps) for number in (seed, seed + 100, seed + 200)]
-        task = job(configs[0], base, params.state_dir / "trl", *variant)
-        runs["trl"].append(run_theirs(python, task, params.state_dir))
-        runs["one"].append(run_ours(params, configs[:1], key))
-        runs["three"].append(run_ours(params, configs, key))
-        print(f"seed {seed}: " + ", ".join(f"{name} {r[-1].seconds():.2f} s" for name, r in runs.items()))
-    return runs
+    return key
+
+
+def faults(runs: Mapping[str, Sequence[Run]]) -> list[str]:
+    """Return what makes the two sides incomparable, a sentence each.
+
+    A side is worse when its rewards are lower by more than two standard errors of a difference of two shares
+    of so many answers, sqrt(2 p (1 - p) / n), at most sqrt(0.5 / n).
+    """
+    config = policy(0, 1)
+    answers = len(runs["trl"]) * LAST * config.groups * config.group_size
+    noise = 2 * math.sqrt(0.5 / answers)
+    theirs = mean(run.reward() for run in runs["trl"])
+    found = []
+    for side, each in runs.items():
+        first, last = mean(run.rewards[0] for run in each), mean(run.reward() for run in each)
+        length = mean(mean(run.lengths) for run in each)
+        if last < first + noise:
+            found.append(f"{side} has not learned: rewards went from {first:.3f} to {last:.3f}.")
+        if last < theirs - noise:
+            found.append(f"{side} has a reward of {last:.3f}, TRL one of {theirs:.3f}.")
+        if not LENGTHS[0] <= length <= LENGTHS[1]:
+            found.append(f"{side} drew a mean length of {length:.1f} tokens, not about {lengthy.MEAN}.")
+    return found
 
 
 def report(runs: Mapping[str, Sequence[Run]], out: Path) -> None:
-    theirs, one, three = runs["trl"], runs["one"], runs["three"]
-
-    def ratios(ours: Sequence[Run], factor: float = 1) -> list[float]:
-        return [factor * o.seconds() / t.seconds() for o, t in zip(ours, theirs, strict=True)]
+    def ratios(side: str, factor: float = 1) -> list[float]:
+        pairs = zip(runs[side], runs["trl"], strict=True)
+        return [factor * mine.seconds() / theirs.seconds() for mine, theirs in pairs]
 
     values = {
-        "step_ratio_1": ratios(one),
-        "step_ratio_3": ratios(three),
-        "round_ratio_3": ratios(three, 3),
-        "trl_step_s": [run.seconds() for run in theirs],
-        "one_step_s": [run.seconds() for run in one],
-        "three_step_s": [run.seconds() for run in three],
-        "reward_first": [run.rewards[0] for run in one],
-        "reward_trl": [run.reward() for run in theirs],
-        "reward_ours": [run.reward() for run in one],
-        "length_trl": [mean(run.lengths) for run in theirs],
-        "length_ours": [mean(run.lengths) for run in one],
+        "step_ratio_1": ratios("one"),
+        "step_ratio_1_dapo": ratios("dapo"),
+        "step_ratio_3": ratios("three"),
+        "round_ratio_3": ratios("three", 3),
+        **{f"{side}_step_s": [run.seconds() for run in each] for side, each in runs.items()},
+        "reward_first": [run.rewards[0] for run in runs["one"]],
+        **{f"reward_{side}": [run.reward() for run in each] for side, each in runs.items()},
+        **{f"length_{side}": [mean(run.lengths) for run in each] for side, each in runs.items()},
     }
     figures = {name: mean(found) for name, found in values.items()}
-    gap = figures["reward_ours"] - figures["reward_trl"]
-    apart = max(max(values[name]) - min(values[name]) for name in ("reward_trl", "reward_ours"))
+    figures["reward_gap"] = figures["reward_one"] - figures["reward_trl"]
+    figures["reward_gap_3"] = figures["reward_three"] - figures["reward_trl"]
     spreads = {name: record.spread(found) for name, found in values.items()}
-    record.report("trl", {**figures, "reward_gap": gap}, TARGETS, spreads, gap >= -apart, out)
+    wrong = faults(runs)
+    print(*wrong, sep="\n")
+    record.report("trl", figures, TARGETS, spreads, not wrong, out)
 
 
 def tell(service: str, line: str) -> None:
@@ -283,8 +258,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="graftwork-trl-") as state:
         params = settings(base, Path(state))
         os.environ.update(services.environment(params))
-        with services.session(params, lambda: None, tell, ("engine", "trainer")):
-            runs = measure(params, base, python, given)
+        runs = measure(params, base, python, given)
     report(runs, out)
 
 

@@ -40,7 +40,15 @@ def test_served_adapters_are_the_trained_ones(tiny_base: Path, tmp_path: Path):
     tensors = random_adapter(shapes.modules(), 5, leaves, size=0.05)
     rounded = {key: value.bfloat16() for key, value in tensors.items()}
     asked = [*prompts(4), torch.randint(5, 300, (2500,)).tolist()]
-    engine = start_engine(base, tmp_path / "engine", wait_s=600, slots=4, max_model_len=4096, max_num_seqs=16)
+    engine = start_engine(
+        base,
+        tmp_path / "engine",
+        wait_s=600,
+        slots=4,
+        max_model_len=4096,
+        max_num_seqs=16,
+        routed_experts=True,
+    )
     try:
         name = engine.publish("dsa", rounded, RANK, torch.bfloat16)
         sampling = Sampling(group_size=2, max_tokens=24, routed_experts=True)

@@ -1,0 +1,90 @@
+"""The route for rollouts before a fake engine: what it refuses, and what it gives up."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi import Response
+from pydantic import ValidationError
+from vllm.lora.request import LoRARequest
+
+from engine.serving.rollouts import MAX_SAMPLES, Rollouts, rollouts
+
+ADAPTER = LoRARequest(lora_name="sums@123456789abc", lora_int_id=1, lora_path="graftwork:sums")
+ENDLESS, WRONG = 8, 9
+
+
+class Engine:
+    """Notes by which adapter it is asked, and what was ended; some first tokens are endless or wrong."""
+
+    def __init__(self) -> None:
+        self.asked: list[str | None] = []
+        self.ended = 0
+
+    async def generate(
+        self, prompt: Any, params: Any, name: str, lora_request: LoRARequest | None
+    ) -> AsyncIterator[Any]:
+        self.asked.append(lora_request and lora_request.lora_name)
+        first = prompt["prompt_token_ids"][0]
+        try:
+            await asyncio.sleep(600 if first == ENDLESS else 0)
+        except asyncio.CancelledError:
+            self.ended += 1
+            raise
+        if first == WRONG:
+            raise ValueError("Token id 9 is out of vocabulary.")
+        sample = SimpleNamespace(token_ids=[5], logprobs=None, finish_reason="error", routed_experts=None)
+        yield SimpleNamespace(outputs=[sample] * params.n)
+
+
+async def ask(engine: Engine, model: str, *prompts: list[int], leaves: float = 60) -> Response | None:
+    """Ask, as a client that goes away after `leaves` seconds."""
+    models = SimpleNamespace(
+        lora_requests={ADAPTER.lora_name: ADAPTER}, is_base_model=lambda name: name == "tiny"
+    )
+
+    async def receive() -> dict[str, str]:
+        await asyncio.sleep(leaves)
+        return {"type": "http.disconnect"}
+
+    app = SimpleNamespace(state=SimpleNamespace(openai_serving_models=models, engine_client=engine))
+    body = Rollouts(model=model, prompts=list(prompts), n=2, max_tokens=4)
+    answer = await rollouts(body, SimpleNamespace(app=app, receive=receive))
+    # What was cancelled ends in the loop's next round.
+    await asyncio.sleep(0)
+    return answer
+
+
+async def test_an_adapter_that_is_not_there_is_not_the_base() -> None:
+    engine = Engine()
+    answer = await ask(engine, "sums@000000000000", [40, 41])
+    assert answer is not None
+    assert (answer.status_code, engine.asked) == (404, [])
+    assert b"holds no adapter 'sums@000000000000'" in answer.body
+    for model in (ADAPTER.lora_name, "tiny"):
+        await ask(engine, model, [40, 41])
+    assert engine.asked == [ADAPTER.lora_name, None]
+
+
+async def test_a_refused_prompt_ends_the_others() -> None:
+    engine = Engine()
+    answer = await asyncio.wait_for(ask(engine, "tiny", [ENDLESS], [WRONG], [ENDLESS]), 5)
+    assert answer is not None
+    assert (answer.status_code, engine.ended) == (400, 2)
+    assert b"out of vocabulary" in answer.body
+
+
+async def test_a_client_that_goes_away_ends_its_samples() -> None:
+    engine = Engine()
+    answer = await asyncio.wait_for(ask(engine, "tiny", [ENDLESS], [ENDLESS], leaves=0.05), 5)
+    assert (answer, engine.ended) == (None, 2)
+
+
+def test_a_request_has_so_many_samples_and_no_more() -> None:
+    each = MAX_SAMPLES // 4
+    Rollouts(model="tiny", prompts=[[1]] * 4, n=each, max_tokens=1)
+    for prompts, n in (([[1]] * 5, each), ([[1]] * 4, each + 1)):
+        with pytest.raises(ValidationError, match=f"a request may have {MAX_SAMPLES}"):
+            Rollouts(model="tiny", prompts=prompts, n=n, max_tokens=1)
