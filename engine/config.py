@@ -96,6 +96,11 @@ class TrainerConfig(Settings):
     queue: int = Field(256, ge=1, description="operations of all sessions that may wait")
     queue_of_session: int = Field(16, ge=1, description="operations of one session that may wait")
     microbatch_tokens: int = Field(8192, ge=64)
+    fuse: Literal["auto", "never"] = Field(
+        "auto",
+        description="auto: small batches of several sessions share a pass where it is faster, to rounding; "
+        "never: turns, bit for bit as alone",
+    )
     operation_timeout_s: float = Field(
         600, gt=0, description="how long a training run waits for one operation"
     )

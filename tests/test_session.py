@@ -11,6 +11,8 @@ from engine.errors import BaseModelError, Conflict, NotFound, ServiceError
 from engine.training.lora import Example, ResidentBase, Row
 from engine.training.protocol import AdamParams, CreateSession, OptimStep
 from engine.training.session import CURRENT, Session
+from engine.training.sessions import Sessions
+from engine.training.start import start_of
 
 BASE = "b" * 64
 ADAM = AdamParams(learning_rate=1e-2)
@@ -170,6 +172,28 @@ def test_a_state_of_the_version_before_is_read(base, tmp_path):
     again = Session(tmp_path, base, BASE, opening())
     again.load()
     assert (again.step, again.fence) == (1, 0)
+    assert same(factors(again), factors(session))
+
+
+@pytest.mark.parametrize("opened_again", ["load", "resume", "fork"])
+def test_a_state_from_before_ranks_could_differ_is_read(base, tmp_path, opened_again):
+    session = Session(tmp_path / "sums-1", base, BASE, opening())
+    train_one(session, 1)
+    kept = session._state()
+    kept["settings"] = {
+        name: value for name, value in kept["settings"].items() if name not in ("ranks", "alphas")
+    }
+    torch.save(kept, tmp_path / "sums-1" / "current.state")
+    if opened_again == "load":
+        again = Session(tmp_path / "sums-1", base, BASE, opening())
+        again.load()
+    elif opened_again == "resume":
+        again = Sessions(tmp_path, base, BASE, 1 << 30, lambda _: 0).resume(opening())
+    else:
+        start = start_of(opening("fork", fork_session="sums-1"), base, BASE, None, tmp_path)
+        again = Session(tmp_path / "fork", base, BASE, start.opened)
+        start.fill(again.adapter)
+    assert again.settings["ranks"] == again.settings["alphas"] == {}
     assert same(factors(again), factors(session))
 
 

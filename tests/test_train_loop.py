@@ -78,10 +78,10 @@ def rules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def loop(engine: RunningEngine, rules: None) -> Iterator[Loop]:
-    """The trainer beside the engine of all tests, on its state."""
+    """The trainer beside the engine of all tests, on its state. It never fuses: digests are compared."""
     given = json.loads((engine.state / "params.json").read_text())
     file = engine.state / "trainer.json"
-    file.write_text(json.dumps(given | {"trainer": {"port": free_port()}}))
+    file.write_text(json.dumps(given | {"trainer": {"port": free_port(), "fuse": "never"}}))
     command = [sys.executable, "-m", "engine.training.service", "--params", str(file)]
     with (engine.state / "trainer.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)

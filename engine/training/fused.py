@@ -4,7 +4,7 @@ Each projection reads the base's weight once for all of them, and each adapter's
 at its own rank. The losses stay apart: each session's terms see its own tokens alone.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.errors import ConfigError
 from engine.training.adapter import Adapter
-from engine.training.lora import Example, ResidentBase
+from engine.training.lora import Example, ResidentBase, Row
 from engine.training.measures import Seen, measure
 from engine.training.microbatches import first_fit, stream_tokens
 from engine.training.update import Backward, Objective, adding_gradients, check, learn, refuse_infinite
 
-# Tokens of a session's stream up to which fusing has won; see `is_worth_fusing`.
-FEW_TOKENS = 512
+# Tokens of one session's stream up to which fusing wins clearly; see `is_worth_fusing`.
+FEW_TOKENS = 320
 
 
 @dataclass(frozen=True)
@@ -41,24 +42,44 @@ class Piece:
 
 
 def is_worth_fusing(base: ResidentBase, calls: Sequence[Call]) -> bool:
-    """Say whether these calls are faster together than in turns; replayed experts are counted in turns.
+    """Say whether these calls are clearly faster together than in turns; what replays experts takes turns.
 
-    `graftwork bench fused` on a CPU: turns take 1.43 and 1.63 times the CPU seconds of one pass for 3 and 9
-    policies of 8 samples (about 130 tokens each) on tiny-dense, 1.14 and 1.20 for 32 samples (about 510);
-    1.05 and 1.45, and 1.04 and 1.15, on tiny-moe. What is saved is the cost of calls, which larger ones hide.
+    `graftwork bench fused` on a CPU, CPU seconds of turns over those of one pass, for 3 and 9 policies on
+    tiny-dense: 1.22 and 1.34 with 8 samples each (about 130 tokens), 1.28 and 1.29 with 16 (260), 1.06 and
+    1.07 with 32 (510), 1.01 and 0.99 with 128 (2000); on tiny-moe 1.08 and 1.26, 1.14 and 1.12, 0.96 and
+    1.12. What is saved is the cost of calls, which larger ones hide.
     """
-    rows = [[example.row for example in call.data] for call in calls]
-    if not base.packs or len(calls) < 2 or any(row.routes is not None for part in rows for row in part):
-        return False
-    return sum(map(stream_tokens, rows)) <= FEW_TOKENS * len(calls)
+    small = all(is_small([example.row for example in call.data]) for call in calls)
+    return len(calls) > 1 and base.packs and small and not replays(calls)
 
 
-def forward_backward_many(base: ResidentBase, calls: Sequence[Call]) -> list[Backward]:
+def is_small(rows: Sequence[Row]) -> bool:
+    """Say whether one session's rows are few enough tokens to go together with others."""
+    return stream_tokens(rows) <= FEW_TOKENS
+
+
+def replays(calls: Sequence[Call]) -> bool:
+    """Say whether any example brings the experts that its tokens take."""
+    return any(example.row.routes is not None for call in calls for example in call.data)
+
+
+def forward_backward_many(
+    base: ResidentBase, calls: Sequence[Call], between: Callable[[], None] = lambda: None
+) -> list[Backward]:
     """Add each call's gradients to its own adapter's; the results are those of each call alone, to rounding.
 
-    Raises what the first call that fails would raise; then all gathered gradients stay as they were, and the
-    calls may be made in turns.
+    On a dense base in float32 they are equal to the last bit wherever matrix products treat rows alike (MKL,
+    one thread, from four rows on): attention is bucketed for each call, and gradients are summed for each.
+
+    `between` is called before each microbatch and may raise to end all calls. Raises what the first call
+    that fails would raise, and `ConfigError` for calls that cannot share a pass; then all gathered gradients
+    stay as they were, and the calls may be made in turns.
     """
+    if not base.packs or replays(calls):
+        raise ConfigError(
+            "These calls cannot share a pass: a sample has routed_experts, or the base's attention takes no "
+            "packed stream. Make them one after another."
+        )
     objectives = [Objective.of(call.loss, call.config) for call in calls]
     for call, objective in zip(calls, objectives, strict=True):
         check(base, call.data, call.loss, objective.loss)
@@ -72,6 +93,7 @@ def forward_backward_many(base: ResidentBase, calls: Sequence[Call]) -> list[Bac
         for adapter in {id(call.adapter): call.adapter for call in calls}.values():
             kept.enter_context(adding_gradients(adapter))
         for pieces in _together(base, calls, objectives):
+            between()
             for piece, found in zip(
                 pieces, _microbatch(base, calls, pieces, objectives, shares), strict=True
             ):

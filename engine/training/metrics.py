@@ -63,6 +63,8 @@ class TrainerMetrics:
             "graftwork_trainer_operation_seconds", "Seconds of an operation, its wait left out.", ["kind"],
             registry=self.registry, buckets=BUCKETS_S,
         )  # fmt: skip
+        self.fused = counter("fused_operations", "Operations that shared a pass of the base with others.")
+        self.unfused = counter("failed_passes", "Shared passes that failed; their operations took turns.")
         self.steps = counter("steps", "Training steps of all policies.")
         self.tokens = counter("tokens", "Tokens that were trained on.")
         self.masked = counter("masked_tokens", "Tokens that a correction or a route left out.", "reason")

@@ -138,7 +138,7 @@ def pack(parts: Sequence[Sequence[Row]], device: torch.device, dtype: torch.dtyp
     tokens: list[int] = []
     positions: list[int] = []
     before: list[int] = []
-    runs: list[Run] = []
+    buckets: list[list[Run]] = []
     routes: list[tuple[Tensor | None, int]] = []
     ends = [0]
 
@@ -150,6 +150,7 @@ def pack(parts: Sequence[Sequence[Row]], device: torch.device, dtype: torch.dtyp
 
     for rows in parts:
         named = [row.shared for row in rows]
+        runs: list[Run] = []
         samples, prompts = Counter(named), dict[Any, int]()
         for row, prompt in zip(rows, named, strict=True):
             alone = samples[prompt] == 1
@@ -162,12 +163,14 @@ def pack(parts: Sequence[Sequence[Row]], device: torch.device, dtype: torch.dtyp
             if not alone and first < len(tokens):
                 runs.append(Run(first, len(tokens) - first, prompts[prompt], row.start))
         ends.append(len(tokens))
+        # Of each part alone: attention then rounds as it does without the others.
+        buckets += _bucketed(runs)
     chosen = [token for rows in parts for row in rows for token in row.tokens[row.start :]]
     tokens_T, positions_T, before_N, chosen_N = (
         torch.tensor(values).to(device) for values in (tokens, positions, before, chosen)
     )
     counts = tuple(end - begin for begin, end in pairwise(ends))
-    layout = _layout(runs, len(tokens), device, dtype)
+    layout = _layout(buckets, len(tokens), device, dtype)
     return Stream(tokens_T, positions_T, before_N, chosen_N, counts, layout, tuple(routes))
 
 
@@ -201,9 +204,9 @@ def _places(runs: Sequence[Run], dtype: torch.dtype) -> tuple[Bucket, Tensor, Te
     return Bucket(len(runs), len(query_Q), len(key_K), mask), query_BQ, key_BK
 
 
-def _layout(runs: Sequence[Run], total: int, device: torch.device, dtype: torch.dtype) -> Layout:
+def _layout(runs: Sequence[Sequence[Run]], total: int, device: torch.device, dtype: torch.dtype) -> Layout:
     """Place runs in buckets. Everything is found on the CPU, so that a GPU does not wait."""
-    buckets, queries, keys = zip(*(_places(bucket, dtype) for bucket in _bucketed(runs)), strict=True)
+    buckets, queries, keys = zip(*(_places(bucket, dtype) for bucket in runs), strict=True)
     query_P, key_P = (torch.cat([part.flatten() for part in parts]) for parts in (queries, keys))
     read = (query_P >= 0).nonzero()[:, 0]
     place_T = torch.empty(total, dtype=torch.long).index_copy_(0, query_P[read], read)

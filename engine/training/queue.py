@@ -28,13 +28,15 @@ Work = Callable[[Any], Any]
 class Operation:
     """One request and its result to come; `line` is its session. One that `can_stop` looks at `stop`.
 
-    The request is given up when the operation ends: its data may be large.
+    One that `can_join` may be carried out together with such of other lines. The request is given up when the
+    operation ends: its data may be large.
     """
 
     request: Request | None
     line: str
     work: Work
     can_stop: bool = False
+    can_join: bool = False
     stop: threading.Event = field(default_factory=threading.Event)
     future: "Future[Any]" = field(default_factory=Future)
 
@@ -58,6 +60,11 @@ class Operation:
 def alone(first: Sequence[Operation]) -> Sequence[Operation]:
     """Take turns: of the first operation of every line, in the order of their turns, the first one."""
     return first[:1]
+
+
+def joined(first: Sequence[Operation]) -> Sequence[Operation]:
+    """Take the first one, and if it can join others, all that can: none waits for longer than in turns."""
+    return [one for one in first if one.can_join] if first[0].can_join else first[:1]
 
 
 def perform_each(operations: Sequence[Operation]) -> None:
@@ -92,13 +99,15 @@ class Queue:
         self._thread = threading.Thread(target=self._work, name="trainer", daemon=True)
         self._thread.start()
 
-    def submit(self, request: Request, line: str, work: Work, can_stop: bool = False) -> str:
+    def submit(
+        self, request: Request, line: str, work: Work, can_stop: bool = False, can_join: bool = False
+    ) -> str:
         """Queue an operation and return its id. Raises `Busy` with the queue's state when it is full."""
         with self._changed:
             known = self._known.get(request.request_id)
             if known is None or _failed(known.future):
                 self._refuse_when_full(line)
-                operation = Operation(request, line, work, can_stop)
+                operation = Operation(request, line, work, can_stop, can_join)
                 self._known[request.request_id] = operation
                 self._lines.setdefault(line, deque()).append(operation)
                 self._changed.notify()

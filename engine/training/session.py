@@ -160,9 +160,10 @@ class Session:
             raise NotFound(f"Session {self.name!r} has no state {name!r}.")
         stored = state.read(path)
         check_base(self.name, stored, self.base_digest)
-        if stored["settings"] != self.settings or stored["policy"] != self.policy:
+        settings = settings_of(stored)
+        if settings != self.settings or stored["policy"] != self.policy:
             raise Conflict(
-                f"Session {self.name!r} exists with the settings {stored['settings']}, not {self.settings}. "
+                f"Session {self.name!r} exists with the settings {settings}, not {self.settings}. "
                 "Give the new line of training another session name."
             )
         self.adapter.load_state_dict(stored["adapter"])
@@ -204,6 +205,11 @@ class Session:
             "generator": self.generator.get_state(),
             "adapter": self.adapter.state_dict(),
         }
+
+
+def settings_of(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a stored state's settings; older states have one rank and one alpha everywhere."""
+    return {"ranks": {}, "alphas": {}, **stored["settings"]}
 
 
 def check_base(name: str, stored: Mapping[str, Any], base_digest: str) -> None:

@@ -19,7 +19,7 @@ from engine.training.adapter import by_pattern, chosen_sites
 from engine.training.capacity import bytes_of
 from engine.training.lora import ResidentBase
 from engine.training.protocol import CreateSession, SessionRequest
-from engine.training.session import CURRENT, SHAPE, Session, state_file
+from engine.training.session import CURRENT, SHAPE, Session, settings_of, state_file
 
 LEASE_S = 30.0
 NEVER = float("-inf")
@@ -150,7 +150,7 @@ class Sessions:
         if not file.is_file():
             return None
         header = state.read_header(file)
-        settings = {name: header["settings"][name] for name in SHAPE}
+        settings = {name: settings_of(header)[name] for name in SHAPE}
         left_open = {name: value for name, value in settings.items() if getattr(request, name) is None}
         return self._bring(request.model_copy(update={**left_open, "parent": header["parent"]}))
 

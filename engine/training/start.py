@@ -21,7 +21,7 @@ from engine.training.adapter import Adapter, chosen_sites, ranks_at
 from engine.training.export import Exporter
 from engine.training.lora import ResidentBase
 from engine.training.protocol import CreateSession
-from engine.training.session import SHAPE, check_base, state_file
+from engine.training.session import SHAPE, check_base, settings_of, state_file
 
 SOURCES = ("parent", "adapter", "fork", "fork_session")
 
@@ -87,7 +87,7 @@ def _fork_of_session(request: CreateSession, base_digest: str, directory: Path) 
         raise NotFound(f"There is no session {directory.name!r} to fork.")
     stored = state.read(file)
     check_base(directory.name, stored, base_digest)
-    settings = {name: stored["settings"][name] for name in SHAPE}
+    settings = {name: settings_of(stored)[name] for name in SHAPE}
     for name, value in settings.items():
         wanted = getattr(request, name)
         if wanted is not None and (sorted(wanted) if name == "targets" else wanted) != value:

@@ -1,29 +1,32 @@
 """The trainer's operations: sessions on one base, each carried out by the queue's one thread.
 
 Knows what an operation does. Who may write and what is in memory is known by `sessions`, order and turns
-by `queue`. Knows nothing of HTTP.
+by `queue`. Small `forward_backward` of several sessions share a pass. Knows nothing of HTTP.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from itertools import islice
 from typing import Any
 
 from engine.adapters.catalog import Policy
 from engine.config import Params
-from engine.errors import ConfigError, NotFound
+from engine.errors import ConfigError, GraftworkError, NotFound
 from engine.training import protocol
 from engine.training.export import Exporter
+from engine.training.fused import Call, forward_backward_many, is_small, is_worth_fusing
 from engine.training.lora import Example, ResidentBase, Row
 from engine.training.metrics import TrainerMetrics, peak_memory
-from engine.training.queue import Queue
+from engine.training.queue import Operation, Queue, alone, joined
 from engine.training.replay import decode, mask_unknown
 from engine.training.session import Session, answer
 from engine.training.sessions import Sessions
 from engine.training.start import start_of
-from engine.training.update import Objective, check, forward
+from engine.training.update import Backward, Objective, check, forward
 
 # Stored sessions that are searched for a request's result.
 SEARCHED = 256
@@ -36,7 +39,10 @@ class Trainer:
         self, params: Params, base: ResidentBase, base_digest: str, exporter: Exporter, session_bytes: int
     ):
         self.params, self.base, self.base_digest, self.exporter = params, base, base_digest, exporter
-        self.queue = Queue(params.trainer.queue_of_session, params.trainer.queue)
+        # Measured on a CPU alone.
+        self.fuses = params.trainer.fuse == "auto" and base.packs and base.device.type == "cpu"
+        choose = joined if self.fuses else alone
+        self.queue = Queue(params.trainer.queue_of_session, params.trainer.queue, choose, self._perform)
         self.sessions = Sessions(params.paths.sessions, base, base_digest, session_bytes, self.queue.waiting)
         self.metrics = TrainerMetrics()
         # Grows over restarts too, so that a fence of an earlier process is never accepted again.
@@ -49,7 +55,8 @@ class Trainer:
         # What belongs to no session stands in one line of its own.
         line = getattr(request, "session", "")
         can_stop = isinstance(request, protocol.ForwardBackward)
-        return self.queue.submit(request, line, self.metrics.timed(work), can_stop)
+        can_join = self.fuses and isinstance(request, protocol.ForwardBackward) and is_joinable(request)
+        return self.queue.submit(request, line, self.metrics.timed(work), can_stop, can_join)
 
     def operation(self, id: str) -> "Future[Any]":
         """Return an operation's result to come, also of one that was done and stored before a restart."""
@@ -115,10 +122,57 @@ class Trainer:
         data = self._examples(given.data)
         data, unknown = self._known(data, given) if given.router_replay else (data, 0)
         found = session.forward_backward(data, given.loss_fn, given.loss_fn_config, operation.go_on)
-        metrics = {**asdict(found.metrics), "peak_memory": peak_memory()}
+        result = _learned(found)
         if given.router_replay:
-            metrics["masked"] |= {"router_replay": unknown}
-        return {"loss_fn_outputs": _outputs(found.logprobs), "metrics": metrics}
+            result["metrics"]["masked"] |= {"router_replay": unknown}
+        return result
+
+    def _perform(self, operations: Sequence[Operation]) -> None:
+        """Carry out operations of different sessions: in one pass what can, the others by turns."""
+        found = self._in_one_pass(operations) if len(operations) > 1 else {}
+        for operation in operations:
+            if operation in found:
+                operation.future.set_result(found[operation])
+            else:
+                operation.perform()
+
+    def _in_one_pass(self, operations: Sequence[Operation]) -> dict[Operation, dict[str, Any]]:
+        """Return the results of those that shared a pass: none if anything is wrong or one is cancelled.
+
+        The pass has then changed nothing, and in its own turn each operation is told its own fault alone.
+        """
+        began = time.monotonic()
+        try:
+            prepared = self._calls(operations)
+            calls = [call for _, call in prepared.values()]
+            if not is_worth_fusing(self.base, calls):
+                return {}
+            found = forward_backward_many(self.base, calls, partial(_all_go_on, list(prepared)))
+        except Exception:
+            # A loss by import path may raise anything.
+            self.metrics.unfused.inc()
+            return {}
+        for session, _ in prepared.values():
+            session.calls += 1
+            self.metrics.observe_operation("forward_backward", (time.monotonic() - began) / len(calls))
+        self.metrics.fused.inc(len(calls))
+        return {operation: _learned(one) for operation, one in zip(prepared, found, strict=True)}
+
+    def _calls(self, operations: Sequence[Operation]) -> dict[Operation, tuple[Session, Call]]:
+        """Return what can share a pass now: writable, and in memory, so that none leaves for another."""
+        calls = {}
+        for operation in operations:
+            known, request = self.sessions.find(operation.line), operation.request
+            assert isinstance(request, protocol.ForwardBackward)
+            if known is None or known.session is None:
+                continue
+            # Its own turn says what is wrong.
+            with suppress(GraftworkError):
+                session, given = self.sessions.writable(request), request.forward_backward_input
+                session.expect(request.gathered)
+                data = self._examples(given.data)
+                calls[operation] = session, Call(session.adapter, data, given.loss_fn, given.loss_fn_config)
+        return calls
 
     def _known(
         self, data: Sequence[Example], given: protocol.ForwardBackwardInput
@@ -171,6 +225,29 @@ class Trainer:
 
     def close(self) -> None:
         self.queue.close()
+
+
+def _all_go_on(operations: Sequence[Operation]) -> None:
+    for operation in operations:
+        operation.go_on()
+
+
+def is_joinable(request: protocol.ForwardBackward) -> bool:
+    """Say whether a call may share a pass with others': small, and the first of its step.
+
+    Gradients from before would be in memory twice, for all sessions at once. Bad data take a turn.
+    """
+    given = request.forward_backward_input
+    if request.gathered or given.router_replay or any(datum.routed_experts for datum in given.data):
+        return False
+    with suppress(ConfigError, ValueError, OverflowError):
+        return is_small([example_of(datum).row for datum in given.data])
+    return False
+
+
+def _learned(found: Backward) -> dict[str, Any]:
+    metrics = {**asdict(found.metrics), "peak_memory": peak_memory()}
+    return {"loss_fn_outputs": _outputs(found.logprobs), "metrics": metrics}
 
 
 def _outputs(logprobs: Sequence[Sequence[float]]) -> list[dict[str, Any]]:

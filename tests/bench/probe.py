@@ -26,7 +26,7 @@ from parity import RANK, prompts, random_adapter
 from engine.adapters.families import BaseShapes
 from engine.adapters.revision import make_manifest, write_revision
 from engine.base import ensure_base
-from engine.config import BaseConfig, Paths
+from engine.config import BaseConfig, Paths, load_params
 from engine.quality.blame import place
 from engine.quality.probe import TOLERANCE, Probe, ProbeResult, check
 from engine.training.export import Exporter
@@ -145,8 +145,10 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=sorted(TOLERANCE))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--params", type=Path, default=Path("params.yaml"))
+    parser.add_argument("--out", type=Path, default=Path(".graftwork/bench"))
     given = parser.parse_args()
-    found = ensure_base(BaseConfig(name=given.base), Paths(Path(".graftwork")))
+    found = ensure_base(BaseConfig(name=given.base), load_params(given.params).paths)
     folder = Path(tempfile.mkdtemp())
     engine = start_engine(found.path, folder / "engine", slots=4, dtype=given.dtype)
     seeds = range(given.first_seed, given.first_seed + given.seeds)
@@ -156,7 +158,7 @@ def main() -> None:
         stop_engine(engine)
         shutil.rmtree(folder, ignore_errors=True)
     right = figures["right_accepted"] == 1.0
-    record.report(f"probe-{given.base}-{given.dtype}", figures, {}, {}, correct=right)
+    record.report(f"probe-{given.base}-{given.dtype}", figures, {}, {}, right, given.out)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Rollouts with drafted tokens against rollouts without: `engine.speculative`, vLLM's n-gram lookup.
 
-On a GPU alone: on a CPU the engine refuses the setting, and says why.
+On a GPU alone: on a CPU the engine refuses the setting; then its reason is printed and nothing is measured.
 
     graftwork bench speculative [--base tiny-dense|tiny-moe] [--drafts 4] [--repeats 5]
 
@@ -32,7 +32,10 @@ from parity import ask, random_adapter
 
 from engine.adapters.families import BaseShapes
 from engine.base import ensure_base, prompt_ids
-from engine.config import BaseConfig, load_params
+from engine.config import BaseConfig, EngineConfig, load_params
+from engine.errors import ConfigError
+from engine.gpu import cuda_bytes
+from engine.serving.server import speculative_arguments
 from engine.training.problems import TASKS, stream
 from engine.training.rollouts import Sampling, sample_groups
 
@@ -113,6 +116,17 @@ def measure(
     return found, right
 
 
+def refusal(drafts: int) -> str | None:
+    """Return why the engine does not draft on this machine, in its own words; None where it does."""
+    if cuda_bytes() is not None:
+        return None
+    try:
+        speculative_arguments(EngineConfig(speculative=drafts), None)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -123,6 +137,9 @@ def main() -> None:
     parser.add_argument("--params", type=Path, default=Path("params.yaml"))
     parser.add_argument("--out", type=Path, default=Path(".graftwork/bench"))
     given = parser.parse_args()
+    if reason := refusal(given.drafts):
+        print(f"bench speculative: nothing to measure here. {reason}")
+        return
     base = ensure_base(BaseConfig(name=given.base), load_params(given.params).paths).path
     engines: dict[str, RunningEngine] = {}
     with tempfile.TemporaryDirectory(prefix="graftwork-speculative-") as root:
