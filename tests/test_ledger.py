@@ -154,6 +154,26 @@ def test_a_forked_writer_has_a_file_of_its_own(spool: Spool, ledger: Ledger) -> 
     assert spool.root.joinpath("rejected").exists() is False
 
 
+def test_rotate_waits_for_a_thread_that_is_handing_over(
+    spool: Spool, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on, whole = threading.Event(), threading.Event(), os.fsync
+
+    def slow(fd: int) -> None:
+        begun.set()
+        assert go_on.wait(20)
+        whole(fd)
+
+    spool.emit("feedback", id="a", request_id="r", reward=1.0, key="k")
+    monkeypatch.setattr("engine.quality.spool.os.fsync", slow)
+    other = threading.Thread(target=spool.rotate)
+    other.start()
+    assert begun.wait(20)
+    threading.Timer(0.2, go_on.set).start()
+    assert take_in(ledger, spool) == 1
+    other.join()
+
+
 def test_a_full_file_is_handed_over_at_once(spool: Spool) -> None:
     for _ in range(11):
         spool.emit("scores", answer="x" * 100_000)

@@ -28,7 +28,7 @@ class Spool:
         self.root = Path(root)
         self.root.mkdir(parents=True, exist_ok=True)
         self._writer = writer
-        self._lock = threading.Lock()
+        self._lock, self._handing = threading.Lock(), threading.Lock()
         self._fd: int | None = None
         self._path = self.root
         self._size = 0
@@ -50,11 +50,17 @@ class Spool:
         return str(event["id"])
 
     def rotate(self) -> None:
-        """Hand what has been written to the reader."""
+        """Hand what has been written to the reader; also what another thread is handing over just now."""
+        # After a fork the open file is the parent's.
+        if self._pid == os.getpid():
+            with self._handing:
+                self._hand_over()
+
+    def _hand_over(self) -> None:
         with self._lock:
             fd, path = self._fd, self._path
             self._fd = None
-        if fd is None or self._pid != os.getpid():
+        if fd is None:
             return
         try:
             os.fsync(fd)
@@ -69,8 +75,8 @@ class Spool:
 
     def _append(self, line: bytes) -> None:
         if self._pid != os.getpid():
-            # After a fork the open file and the thread are the parent's.
-            self._fd, self._pid = None, os.getpid()
+            # After a fork the open file and the thread are the parent's, who may have held the lock.
+            self._fd, self._pid, self._handing = None, os.getpid(), threading.Lock()
             threading.Thread(target=self._rotate_often, name="spool", daemon=True).start()
         if self._fd is None:
             self._open()
