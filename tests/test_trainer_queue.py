@@ -7,7 +7,7 @@ import pytest
 
 from engine.errors import Busy, Cancelled, ConfigError, Conflict, NotFound, ServiceError
 from engine.training.protocol import Request
-from engine.training.queue import KEPT, Operation, Queue
+from engine.training.queue import BRIEF_IN_A_ROW, KEPT, Operation, Queue
 
 WAIT_S = 20
 
@@ -39,8 +39,8 @@ def queue(worker: Worker) -> Iterator[Queue]:
     queue.close()
 
 
-def send(queue: Queue, line: str, *numbers: int, work) -> list[str]:
-    return [queue.submit(Request(request_id=f"{line}{n}"), line, work) for n in numbers]
+def send(queue: Queue, line: str, *numbers: int, work, **marks: bool) -> list[str]:
+    return [queue.submit(Request(request_id=f"{line}{n}"), line, work, **marks) for n in numbers]
 
 
 def results(queue: Queue, ids: list[str]) -> list[str]:
@@ -56,6 +56,57 @@ def test_a_session_that_floods_the_queue_waits_for_its_turns(queue, worker):
     assert results(queue, ids) == [id.upper() for id in ids]
     # First in, first out within each session; and no session is served twice while another waits.
     assert worker.order == ["a0", "a1", "b1", "c1", "a2", "b2", "a3", "a4"]
+
+
+def test_what_is_brief_goes_before_what_is_long_but_not_for_ever(queue, worker):
+    send(queue, "a", 0, work=worker)
+    assert worker.begun.wait(WAIT_S)
+    ids = send(queue, "b", 1, work=worker) + send(queue, "c", 1, work=worker, brief=True)
+    ids += send(queue, "a", 1, work=worker) + send(queue, "a", 2, work=worker, brief=True)
+    foretold = [queue.place(id)["position"] for id in ids]
+    worker.go.set()
+    results(queue, ids)
+    # Within its session a brief one stays behind the long one before it.
+    assert worker.order == ["a0", "c1", "b1", "a1", "a2"]
+    assert foretold == [2, 1, 3, 4]
+
+
+def test_so_many_brief_ones_in_a_row_and_then_a_long_one(worker):
+    queue = Queue(of_line=40, of_all=80)
+    try:
+        send(queue, "a", 0, work=worker)
+        assert worker.begun.wait(WAIT_S)
+        ids = send(queue, "b", 1, work=worker)
+        ids += send(queue, "c", *range(BRIEF_IN_A_ROW + 2), work=worker, brief=True)
+        foretold = queue.place("b1")["position"]
+        worker.go.set()
+        results(queue, ids)
+        assert worker.order.index("b1") == foretold == BRIEF_IN_A_ROW + 1
+    finally:
+        queue.close()
+
+
+def test_a_step_that_is_under_way_is_waited_for_a_moment(queue, worker, monkeypatch):
+    monkeypatch.setattr("engine.training.queue.LINGER_S", WAIT_S)
+    send(queue, "a", 0, work=worker, leads=True)
+    assert worker.begun.wait(WAIT_S)
+    send(queue, "b", 1, work=worker)
+    # The client of `a` sends what follows when it has its answer, not before.
+    later = threading.Timer(0.01, send, (queue, "a", 1), {"work": worker, "brief": True})
+    queue.operation("a0").future.add_done_callback(lambda _: later.start())
+    worker.go.set()
+    results(queue, ["b1"])
+    assert worker.order == ["a0", "a1", "b1"]
+
+
+def test_a_session_that_was_waited_for_in_vain_is_not_again(queue, worker):
+    worker.go.set()
+    for number, line in enumerate("aba"):
+        results(queue, send(queue, line, number, work=worker, leads=True))
+    assert queue._in_vain == {"a", "b"}
+    assert queue._need_not_linger()
+    results(queue, send(queue, "a", 9, work=worker, brief=True))
+    assert queue._in_vain == {"b"}
 
 
 def test_a_queue_that_is_full_says_so_with_its_state(queue, worker):

@@ -1,4 +1,4 @@
-"""The trainer's queue: one thread, a line for each session, a turn for each line.
+"""The trainer's queue: one thread, a line for each session, a turn for each line, brief operations between.
 
 Knows operations, their order, how many may wait and how one is called off. Knows nothing of what they do.
 """
@@ -6,7 +6,7 @@ Knows operations, their order, how many may wait and how one is called off. Know
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +18,10 @@ from engine.training.protocol import Request
 KEPT = 16
 KEPT_OF_ALL = 512
 SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.05, 30.0
+# Brief operations that may come, one after another, before a long one whose turn it is.
+BRIEF_IN_A_ROW = 8
+# How long a long operation waits for what ends the step of the session that was served before.
+LINGER_S = 0.02
 # How much of the mean duration the newest operation makes up.
 NEWEST = 0.2
 
@@ -28,8 +32,9 @@ Work = Callable[[Any], Any]
 class Operation:
     """One request and its result to come; `line` is its session. One that `can_stop` looks at `stop`.
 
-    One that `can_join` may be carried out together with such of other lines. The request is given up when the
-    operation ends: its data may be large.
+    One that `can_join` may be carried out together with such of other lines. A `brief` one goes before the
+    long ones of other lines, one that `leads` is soon followed by another of its line. The request is given
+    up when the operation ends: its data may be large.
     """
 
     request: Request | None
@@ -37,6 +42,8 @@ class Operation:
     work: Work
     can_stop: bool = False
     can_join: bool = False
+    brief: bool = False
+    leads: bool = False
     stop: threading.Event = field(default_factory=threading.Event)
     future: "Future[Any]" = field(default_factory=Future)
 
@@ -75,6 +82,10 @@ def perform_each(operations: Sequence[Operation]) -> None:
 class Queue:
     """Operations of many sessions. Within a session first in, first out; between sessions round robin.
 
+    Brief operations are the end of a step, and its policy samples again once they are done: in turns they
+    would wait for the gradients of every other policy, and all of them would sample, then all learn. For what
+    follows one that `leads` the others wait a moment (anticipatory scheduling, Iyer & Druschel, SOSP 2001).
+
     `choose` gets the first operation of every line, in the order of turns, and says which of them `perform`
     carries out together. A request's id is its operation's: one that waits, runs or is done stays as it is,
     one that failed is tried again. At most `of_line` wait of one session and `of_all` altogether.
@@ -90,7 +101,11 @@ class Queue:
         self.of_line, self.of_all, self.choose, self.perform = of_line, of_all, choose, perform
         # In the order of their turns: the line that was served goes to the end.
         self._lines: dict[str, deque[Operation]] = {}
+        self._brief_served = 0
         self._running: Sequence[Operation] = ()
+        self._before: Sequence[Operation] = ()
+        # Lines that were waited for and sent nothing brief since: they only gather gradients, say.
+        self._in_vain: set[str] = set()
         self._known: dict[str, Operation] = {}
         self._done: deque[Operation] = deque()
         self._mean_s, self._began, self._closed = SHORTEST_WAIT_S, 0.0, False
@@ -100,16 +115,29 @@ class Queue:
         self._thread.start()
 
     def submit(
-        self, request: Request, line: str, work: Work, can_stop: bool = False, can_join: bool = False
+        self,
+        request: Request,
+        line: str,
+        work: Work,
+        *,
+        can_stop: bool = False,
+        can_join: bool = False,
+        brief: bool = False,
+        leads: bool = False,
     ) -> str:
-        """Queue an operation and return its id. Raises `Busy` with the queue's state when it is full."""
+        """Queue an operation and return its id; for its marks see `Operation`.
+
+        Raises `Busy` with the queue's state when it is full.
+        """
         with self._changed:
             known = self._known.get(request.request_id)
             if known is None or _failed(known.future):
                 self._refuse_when_full(line)
-                operation = Operation(request, line, work, can_stop, can_join)
+                operation = Operation(request, line, work, can_stop, can_join, brief, leads)
                 self._known[request.request_id] = operation
                 self._lines.setdefault(line, deque()).append(operation)
+                if brief:
+                    self._in_vain.discard(line)
                 self._changed.notify()
         return request.request_id
 
@@ -177,9 +205,13 @@ class Queue:
     def _next(self) -> Sequence[Operation]:
         with self._changed:
             self._changed.wait_for(lambda: self._lines or self._closed)
+            if not self._changed.wait_for(self._need_not_linger, LINGER_S):
+                self._in_vain |= {operation.line for operation in self._before}
             if self._closed:
                 return ()
-            chosen = self.choose([line[0] for line in self._lines.values()])
+            briefs = {name: line[0].brief for name, line in self._lines.items()}
+            order, self._brief_served = in_order(briefs, self._brief_served)
+            chosen = self.choose([self._lines[name][0] for name in order])
             for operation in chosen:
                 line = self._lines.pop(operation.line)
                 line.popleft()
@@ -188,11 +220,17 @@ class Queue:
             self._running, self._began = chosen, time.monotonic()
             return chosen
 
+    def _need_not_linger(self) -> bool:
+        """Say whether one that leads was followed, something brief has come, or nobody led."""
+        leads = [one.line for one in self._before if one.leads and one.line not in self._in_vain]
+        came = any(line in self._lines for line in leads)
+        return not leads or came or self._closed or any(line[0].brief for line in self._lines.values())
+
     def _ended(self, chosen: Sequence[Operation]) -> None:
         with self._changed:
             seconds = (time.monotonic() - self._began) / len(chosen)
             self._mean_s += NEWEST * (seconds - self._mean_s)
-            self._running = ()
+            self._running, self._before = (), chosen
             for operation in chosen:
                 self._remember(operation)
 
@@ -227,13 +265,11 @@ class Queue:
 
     def _state(self, line: str, before: int) -> dict[str, Any]:
         """Return counts, and the position of an operation with `before` others ahead of it in its line."""
-        names = list(self._lines)
-        turn = names.index(line) if line in names else len(names)
-        # A line whose turn comes first is served once more before this operation is.
-        ahead = sum(
-            min(len(self._lines[name]), before + (i < turn)) for i, name in enumerate(names) if name != line
-        )
-        position = before + ahead + 1
+        waiting = {name: deque(one.brief for one in line) for name, line in self._lines.items()}
+        # A new one may be long.
+        waiting.setdefault(line, deque()).append(False)
+        served = list(_turns(waiting, self._brief_served))
+        position = [place for place, name in enumerate(served, 1) if name == line][before]
         spent = time.monotonic() - self._began if self._running else self._mean_s
         wait_s = max((position - 1) * self._mean_s + max(self._mean_s - spent, 0.0), 0.0)
         return {"position": position, **self._counts(line), "estimated_wait_s": round(wait_s, 3)}
@@ -241,6 +277,31 @@ class Queue:
     def _counts(self, line: str) -> dict[str, int]:
         waiting = sum(map(len, self._lines.values()))
         return {"queued": waiting, "queued_of_session": len(self._lines.get(line, ()))}
+
+
+def in_order(briefs: Mapping[str, bool], served: int) -> tuple[list[str], int]:
+    """Return the lines in the order in which they are served, and how many brief ones in a row that makes.
+
+    `briefs` says of each line, in the order of turns, whether its first operation is brief; `served` brief
+    ones came before a long one that waits.
+    """
+    names = list(briefs)
+    if not all(briefs.values()) and served < BRIEF_IN_A_ROW:
+        names.sort(key=lambda name: not briefs[name])
+        return names, served + 1 if briefs[names[0]] else 0
+    names.sort(key=lambda name: briefs[name])
+    return names, 0
+
+
+def _turns(lines: dict[str, deque[bool]], served: int) -> Iterator[str]:
+    """Yield the lines as they will be served one operation at a time; consumes `lines`."""
+    while lines:
+        (first, *_), served = in_order({name: line[0] for name, line in lines.items()}, served)
+        yield first
+        line = lines.pop(first)
+        line.popleft()
+        if line:
+            lines[first] = line
 
 
 def _failed(future: "Future[Any]") -> bool:

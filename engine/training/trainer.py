@@ -56,7 +56,16 @@ class Trainer:
         line = getattr(request, "session", "")
         can_stop = isinstance(request, protocol.ForwardBackward)
         can_join = self.fuses and isinstance(request, protocol.ForwardBackward) and is_joinable(request)
-        return self.queue.submit(request, line, self.metrics.timed(work), can_stop, can_join)
+        return self.queue.submit(
+            request,
+            line,
+            self.metrics.timed(work),
+            can_stop=can_stop,
+            can_join=can_join,
+            brief=is_brief(request),
+            # Gradients are applied, and what they made of the adapter is handed over.
+            leads=isinstance(request, protocol.ForwardBackward | protocol.OptimStep),
+        )
 
     def operation(self, id: str) -> "Future[Any]":
         """Return an operation's result to come, also of one that was done and stored before a restart."""
@@ -230,6 +239,12 @@ class Trainer:
 def _all_go_on(operations: Sequence[Operation]) -> None:
     for operation in operations:
         operation.go_on()
+
+
+def is_brief(request: protocol.Request) -> bool:
+    """Say whether an operation only ends a step: no pass through the model."""
+    snapshot = isinstance(request, protocol.Export) and request.kind == "snapshot"
+    return snapshot or isinstance(request, protocol.OptimStep | protocol.CloseSession)
 
 
 def is_joinable(request: protocol.ForwardBackward) -> bool:
