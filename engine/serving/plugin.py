@@ -19,6 +19,7 @@ def register() -> None:
     replace_cpu_operations()
     fail_requests_of_lost_adapters()
     keep_generators_of_partial_prompts()
+    tell_answers_whole()
     rotate_heads_on_cpu()
     replace_latent_attention()
     serve_experts_on_cpu()
@@ -107,6 +108,39 @@ def keep_generators_of_partial_prompts() -> None:
 
     sample_tokens.keeps_generators = True  # type: ignore[attr-defined]
     GPUModelRunner.sample_tokens = sample_tokens  # type: ignore[method-assign,assignment]
+
+
+def tell_answers_whole() -> None:
+    """Tell the frontend of a request that asks for it only once, when it has ended, as rollouts do.
+
+    Stock sends and books each token of each request, also where nothing is answered before the end.
+    Bound: 0.32.0. Goes when vLLM holds back what `RequestOutputKind.FINAL_ONLY` has no use for.
+    """
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    from engine.serving.whole import hold_back
+
+    update, finish = Scheduler.update_from_output, Scheduler.finish_requests
+    if hasattr(finish, "__wrapped__"):
+        return
+
+    @wraps(update)
+    def update_from_output(self: Any, scheduler_output: Any, output: Any) -> Any:
+        outputs = update(self, scheduler_output, output)
+        held = self.__dict__.setdefault("graftwork_held", {})
+        for told in outputs.values():
+            told.outputs = hold_back(told.outputs, held, self.requests)
+        return outputs
+
+    @wraps(finish)
+    def finish_requests(self: Any, request_ids: Any, status: Any) -> Any:
+        ended = finish(self, request_ids, status)
+        for request in ended:
+            self.__dict__.get("graftwork_held", {}).pop(request.request_id, None)
+        return ended
+
+    Scheduler.update_from_output = update_from_output  # type: ignore[method-assign,assignment]
+    Scheduler.finish_requests = finish_requests  # type: ignore[method-assign,assignment]
 
 
 def rotate_heads_on_cpu() -> None:
