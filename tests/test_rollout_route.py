@@ -10,7 +10,7 @@ from fastapi import Response
 from pydantic import ValidationError
 from vllm.lora.request import LoRARequest
 
-from engine.serving.rollouts import MAX_SAMPLES, Rollouts, rollouts
+from engine.serving.rollouts import MAX_SAMPLES, Gate, Rollouts, rollouts
 
 ADAPTER = LoRARequest(lora_name="sums@123456789abc", lora_int_id=1, lora_path="graftwork:sums")
 ENDLESS, WRONG = 8, 9
@@ -39,7 +39,9 @@ class Engine:
         yield SimpleNamespace(outputs=[sample] * params.n)
 
 
-async def ask(engine: Engine, model: str, *prompts: list[int], leaves: float = 60) -> Response | None:
+async def ask(
+    engine: Engine, model: str, *prompts: list[int], leaves: float = 60, gate: Gate | None = None
+) -> Response | None:
     """Ask, as a client that goes away after `leaves` seconds."""
     models = SimpleNamespace(
         lora_requests={ADAPTER.lora_name: ADAPTER}, is_base_model=lambda name: name == "tiny"
@@ -49,7 +51,8 @@ async def ask(engine: Engine, model: str, *prompts: list[int], leaves: float = 6
         await asyncio.sleep(leaves)
         return {"type": "http.disconnect"}
 
-    app = SimpleNamespace(state=SimpleNamespace(openai_serving_models=models, engine_client=engine))
+    parts = {"openai_serving_models": models, "engine_client": engine, "graftwork_gate": gate or Gate(4)}
+    app = SimpleNamespace(state=SimpleNamespace(**parts))
     body = Rollouts(model=model, prompts=list(prompts), n=2, max_tokens=4)
     answer = await rollouts(body, SimpleNamespace(app=app, receive=receive))
     # What was cancelled ends in the loop's next round.
@@ -80,6 +83,27 @@ async def test_a_client_that_goes_away_ends_its_samples() -> None:
     engine = Engine()
     answer = await asyncio.wait_for(ask(engine, "tiny", [ENDLESS], [ENDLESS], leaves=0.05), 5)
     assert (answer, engine.ended) == (None, 2)
+
+
+async def test_requests_wait_until_few_samples_of_those_before_are_left() -> None:
+    engine, gate = Engine(), Gate(4)
+    # Two samples each: six of the first are more than four, so that the others wait until it is gone.
+    first = asyncio.create_task(ask(engine, "tiny", *[[ENDLESS]] * 3, leaves=0.3, gate=gate))
+    await asyncio.sleep(0.1)
+    others = [
+        asyncio.create_task(ask(engine, "tiny", *[[ENDLESS]] * n, leaves=0.6, gate=gate)) for n in (3, 1)
+    ]
+    gone = asyncio.create_task(ask(engine, "tiny", [ENDLESS], leaves=0.1, gate=gate))
+    await asyncio.sleep(0.15)
+    assert (len(engine.asked), engine.ended) == (3, 0)
+    await first
+    # Those that waited came in together, also those that would not have come after one another.
+    await asyncio.sleep(0.05)
+    assert (len(engine.asked), engine.ended) == (7, 3)
+    await asyncio.gather(*others, gone)
+    # Who went away while waiting takes no place.
+    assert await asyncio.wait_for(ask(engine, "tiny", [1], gate=gate), 5)
+    assert (len(engine.asked), engine.ended) == (8, 7)
 
 
 def test_a_request_has_so_many_samples_and_no_more() -> None:

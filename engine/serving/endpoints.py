@@ -25,7 +25,7 @@ from engine.quality.spool import Spool
 from engine.serving.gateway import GatewayState, send_error
 from engine.serving.plugin import vllm_version
 from engine.serving.residency import Residency
-from engine.serving.rollouts import rollouts
+from engine.serving.rollouts import gate_of_platform, rollouts
 from engine.serving.routing import Router
 
 RPC_TIMEOUT_S = 60.0
@@ -113,6 +113,7 @@ class GraftworkEndpoints:
         app.get("/graftwork/residency")(residency)
         app.get("/graftwork/loads")(loads)
         app.get("/v1/models")(models)
+        app.state.graftwork_gate = gate_of_platform()
         app.post("/graftwork/rollouts")(rollouts)
         app.post("/v1/feedback", status_code=202)(feedback)
         app.post("/v1/prewarm", status_code=202)(prewarm)
