@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 
+from engine import tls
 from engine.adapters.revision import code_version
 from engine.config import Params, content_hash, served_name
 from engine.errors import ServiceError
@@ -113,7 +114,7 @@ def recorded(
 def _engine_base(params: Params) -> str:
     url = f"{params.url('engine')}/graftwork/marker"
     try:
-        answer = httpx.get(url, timeout=10, trust_env=False).raise_for_status()
+        answer = httpx.get(url, timeout=10, trust_env=False, verify=tls.context()).raise_for_status()
     except httpx.HTTPError as error:
         raise ServiceError(
             f"The engine does not answer at {url} ({error}). Start it with `graftwork up`."

@@ -17,7 +17,7 @@ import httpx
 from pydantic import ValidationError
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
 
-from engine import errors
+from engine import errors, tls
 from engine.config import explain
 from engine.errors import Busy, ConfigError, GraftworkError, ServiceError
 from engine.quality.probe import Probe, from_json
@@ -49,7 +49,7 @@ class TrainerClient:
         self._writing: dict[str, int] = {}
         self._closed = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="trainer-heartbeat", daemon=True)
-        self._http = httpx.Client(base_url=url, timeout=POLL_S + 10)
+        self._http = httpx.Client(base_url=url, timeout=POLL_S + 10, verify=tls.context())
 
     def health(self) -> dict[str, Any]:
         return dict(self._retrying(lambda: self._answer(self._http.get("/health"))))

@@ -4,15 +4,14 @@ One request for all groups of a step, prompts as token ids. A full or absent eng
 takes it some 40 s, and the step goes on when it is back.
 """
 
-import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import httpx
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
 
+from engine import tls
 from engine.errors import Busy, ConfigError, NotFound, ServiceError
 
 AWAY = {429, 500, 502, 503, 504}
@@ -62,17 +61,11 @@ def sample_groups(
         reraise=True,
     )
     timeout = sampling.timeout_s
-    with httpx.Client(base_url=engine_url, headers=headers, timeout=timeout, verify=_tls()) as client:
+    with httpx.Client(base_url=engine_url, headers=headers, timeout=timeout, verify=tls.context()) as client:
         try:
             return retrying(_request, client, _body(model, prompts, sampling))
         except httpx.TransportError as error:
             raise ServiceError(f"The engine at {engine_url} does not answer ({error!r}).") from None
-
-
-@cache
-def _tls() -> ssl.SSLContext:
-    """Return the certificates that every request trusts: to read them anew takes longer than to ask."""
-    return httpx.create_ssl_context()
 
 
 def _body(model: str, prompts: Sequence[Sequence[int]], sampling: Sampling) -> dict[str, Any]:
