@@ -1,6 +1,6 @@
 """Many policies on one resident base: one after another against all at once, evaluation included.
 
-    graftwork bench concurrency [--base tiny-dense|tiny-moe] [--policies 3 5 9] [--steps 5] [--repeats 3]
+    graftwork bench concurrency [--base tiny-dense|tiny-moe] [--policies 3 5 9] [--steps 5] [--repeats 5]
 
 Real engine and trainer, started by the supervisor as `graftwork up` does, and the flow's own steps: `train`,
 then `score` on the policy's frozen suite. Both modes use the same processes, settings and code; they
@@ -34,6 +34,7 @@ from live import free_port
 from engine import services
 from engine.base import ensure_base
 from engine.config import Params, PolicyConfig, load_params
+from tasks.parallel import in_parallel
 
 LEAST = {"tiny-dense": 1.5, "tiny-moe": 1.3}
 TASKS = (("addition", "terse", "addition-terse"), ("sorting", "json", "sorting-json"))
@@ -156,6 +157,9 @@ def one_by_one(*calls: Callable[[], Any]) -> list[Any]:
     return [call() for call in calls]
 
 
+MODES = {"sequential": one_by_one, "concurrent": in_parallel}
+
+
 def settings(given: Params, base: str, state: Path) -> Params:
     """Return settings for services of their own, on a base that is built in the given state directory."""
     (state / "bases").symlink_to(given.paths.bases)
@@ -190,8 +194,9 @@ def run(given: Params, base: str, arguments: argparse.Namespace, root: Path) -> 
     build = partial(ensure_base, params.base, params.paths)
     with services.session(params, build, told, ("engine", "trainer")):
         bench = Bench(params, arguments.steps)
-        # The first round warms up: imports, allocators, the engine's first shapes.
-        bench.round(1, -1, one_by_one)
+        # The first rounds warm up: imports, allocators, the engine's first shapes of either mode.
+        for mode in MODES.values():
+            bench.round(min(arguments.policies), -1, mode)
         for policies in arguments.policies:
             modes = rounds_of(bench, policies, arguments.repeats)
             name = f"{base}.n{policies}"
@@ -211,13 +216,10 @@ def run(given: Params, base: str, arguments: argparse.Namespace, root: Path) -> 
 
 def rounds_of(bench: Bench, policies: int, repeats: int) -> dict[str, list[Round]]:
     """Return each mode's rounds, one for each repeat."""
-    from tasks.parallel import in_parallel
-
-    modes = {"sequential": one_by_one, "concurrent": in_parallel}
-    found: dict[str, list[Round]] = {mode: [] for mode in modes}
+    found: dict[str, list[Round]] = {mode: [] for mode in MODES}
     for repeat in range(repeats):
-        for mode in in_turn(modes, repeat):
-            found[mode].append(bench.round(policies, repeat, modes[mode]))
+        for mode in in_turn(MODES, repeat):
+            found[mode].append(bench.round(policies, repeat, MODES[mode]))
     return found
 
 
@@ -254,7 +256,7 @@ def main() -> None:
     parser.add_argument("--base", choices=list(LEAST), action="append")
     parser.add_argument("--policies", type=int, nargs="+", default=[3, 5, 9])
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--params", type=Path, default=Path("params.yaml"), help="whose built bases are used")
     parser.add_argument("--out", type=Path, default=Path(".graftwork/bench"))
     arguments = parser.parse_args()
