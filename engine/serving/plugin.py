@@ -9,8 +9,8 @@ from typing import Any
 
 # The newest vLLM that these patches were read against; a test fails when the pinned one moves past.
 VLLM_READ_AGAINST = "0.32.0"
-# Of a request's `vllm_xargs`.
-ROUTES_ASKED = "routed_experts"
+# Of a request's `vllm_xargs`: return the experts of its tokens; tell the frontend of it once, at its end.
+ROUTES_ASKED, WHOLE = "routed_experts", "whole"
 
 
 def register() -> None:
@@ -111,7 +111,8 @@ def keep_generators_of_partial_prompts() -> None:
 
 
 def tell_answers_whole() -> None:
-    """Tell the frontend of a request that asks for it only once, when it has ended, as rollouts do.
+    """Tell the frontend of a request that asks for it only once, when it has ended, as
+    rollouts and scores do.
 
     Stock sends and books each token of each request, also where nothing is answered before the end.
     Bound: 0.32.0. Goes when vLLM holds back what `RequestOutputKind.FINAL_ONLY` has no use for.

@@ -12,8 +12,7 @@ import numpy as np
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.outputs import LogprobsLists
 
-# Of a request's `extra_args`.
-WHOLE = "whole"
+from engine.serving.plugin import WHOLE
 
 # What each request has sampled so far, by its id.
 Held = dict[str, list[EngineCoreOutput]]
