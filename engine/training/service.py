@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 STATUS: dict[type[GraftworkError], int] = {NotFound: 404, Conflict: 409, Busy: 503}
 LONGEST_WAIT_S = 30.0
+NICENESS = 10
 # Sessions that are listed unless more are asked for.
 NEWEST = 100
 
@@ -203,6 +204,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--params", required=True, type=Path, help="resolved settings (YAML or JSON)")
     params = load_params(parser.parse_args().params)
+    # Beside an engine on the same cores training waits, not those who ask: its steps are long, theirs short.
+    os.nice(NICENESS)
     trainer = load_trainer(params)
     uvicorn.run(make_app(trainer), host="127.0.0.1", port=params.trainer.port, access_log=False)
     trainer.close()
