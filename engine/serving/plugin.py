@@ -114,7 +114,9 @@ def tell_answers_whole() -> None:
     """Tell the frontend of a request that asks for it only once, when it has ended, as
     rollouts and scores do.
 
-    Stock sends and books each token of each request, also where nothing is answered before the end.
+    Stock sends and books each token of each request, also where nothing is answered before the end. Here
+    vLLM's own metrics know of such requests only their ends: the first token comes with the last, and a step
+    that ends none is no iteration.
     Bound: 0.32.0. Goes when vLLM holds back what `RequestOutputKind.FINAL_ONLY` has no use for.
     """
     from vllm.v1.core.sched.scheduler import Scheduler

@@ -144,8 +144,8 @@ def mask_unknown(data: Sequence["Example"], unit: int = 1) -> tuple[list["Exampl
             kept += cut
     if not kept:
         raise ConfigError(
-            "None of these samples carries the experts that its tokens took. Sample from an engine that "
-            "records them (--enable-return-routed-experts), or set the policy's router_replay to false."
+            "None of these samples carries the experts that its tokens took. Set engine.routed_experts to "
+            "true and start the engine anew, or set the policy's router_replay to false."
         )
     return kept, sum(example.row.length for example in data) - sum(example.row.length for example in kept)
 

@@ -21,8 +21,6 @@ class Round:
     seconds: float
     account: Account
     peak: int
-    steps: float
-    scheduled: float
     scores: tuple[float, ...]
     digests: tuple[str, ...]
 
@@ -49,8 +47,6 @@ def compared(sequential: Sequence[Round], concurrent: Sequence[Round]) -> dict[s
         "speedup_by_shared_steps": [
             s.cpu / (s.cpu - before + after) for (s, _), (before, after) in zip(pairs, engines, strict=True)
         ],
-        "tokens_a_step_sequential": [s.scheduled / s.steps for s in sequential],
-        "tokens_a_step_concurrent": [c.scheduled / c.steps for c in concurrent],
         # Memory grows with the rounds (the KV cache is touched page by page), in either order by turns.
         "peak_memory_ratio": [c.peak / s.peak for s, c in pairs],
         "equal_adapters": [float(s.digests == c.digests) for s, c in pairs],

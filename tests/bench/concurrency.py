@@ -11,7 +11,6 @@ be equal. On every base the modes' scores must be, within what seeds or so few i
 
 import argparse
 import os
-import re
 import statistics
 import sys
 import tempfile
@@ -24,7 +23,6 @@ from typing import Any
 from unittest.mock import patch
 
 import _record as record
-import httpx
 from _account import Account, members, peak_bytes, reset_peaks
 from _rounds import Round, compared, faults, where_time_goes
 
@@ -66,23 +64,12 @@ class Bench:
         params = self.params.model_copy(update={"policies": named})
         account = Account(self.processes)
         reset_peaks(self.resident)
-        before = self.engine_steps()
         with watching(account), account.sampling():
             clock = time.monotonic()
             found = run(*(partial(adapted, params, name, config, self.key) for name, config in named.items()))
             seconds = time.monotonic() - clock
-        steps, scheduled = (now - was for now, was in zip(self.engine_steps(), before, strict=True))
         scores, digests = zip(*found, strict=True)
-        return Round(seconds, account, peak_bytes(self.resident), steps, scheduled, scores, digests)
-
-    def engine_steps(self) -> tuple[float, float]:
-        """Return how many steps the engine has made, and how many tokens they held."""
-        text = httpx.get(f"{self.params.url('engine')}/metrics", timeout=30).text
-        found = [
-            sum(map(float, re.findall(rf"vllm:iteration_tokens_total_{what}{{.*}} (\S+)", text)))
-            for what in ("count", "sum")
-        ]
-        return found[0], found[1]
+        return Round(seconds, account, peak_bytes(self.resident), scores, digests)
 
     def switch_seconds(self) -> list[float]:
         """Return by how much a call takes longer when another policy had the last one, of each round.
