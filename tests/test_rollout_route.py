@@ -1,7 +1,7 @@
 """The route for rollouts before a fake engine: what it refuses, and what it gives up."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,15 +40,19 @@ class Engine:
 
 
 async def ask(
-    engine: Engine, model: str, *prompts: list[int], leaves: float = 60, gate: Gate | None = None
+    engine: Engine,
+    model: str,
+    *prompts: list[int],
+    gone: asyncio.Event | None = None,
+    gate: Gate | None = None,
 ) -> Response | None:
-    """Ask, as a client that goes away after `leaves` seconds."""
+    """Ask, as a client that goes away once `gone` is set."""
     models = SimpleNamespace(
         lora_requests={ADAPTER.lora_name: ADAPTER}, is_base_model=lambda name: name == "tiny"
     )
 
     async def receive() -> dict[str, str]:
-        await asyncio.sleep(leaves)
+        await (gone or asyncio.Event()).wait()
         return {"type": "http.disconnect"}
 
     parts = {"openai_serving_models": models, "engine_client": engine, "graftwork_gate": gate or Gate(4)}
@@ -58,6 +62,13 @@ async def ask(
     # What was cancelled ends in the loop's next round.
     await asyncio.sleep(0)
     return answer
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Wait until something holds, at most 20 seconds."""
+    async with asyncio.timeout(20):
+        while not holds():
+            await asyncio.sleep(0.001)
 
 
 async def test_an_adapter_that_is_not_there_is_not_the_base() -> None:
@@ -80,30 +91,49 @@ async def test_a_refused_prompt_ends_the_others() -> None:
 
 
 async def test_a_client_that_goes_away_ends_its_samples() -> None:
-    engine = Engine()
-    answer = await asyncio.wait_for(ask(engine, "tiny", [ENDLESS], [ENDLESS], leaves=0.05), 5)
-    assert (answer, engine.ended) == (None, 2)
+    engine, gone = Engine(), asyncio.Event()
+    asked = asyncio.create_task(ask(engine, "tiny", [ENDLESS], [ENDLESS], gone=gone))
+    await until(lambda: len(engine.asked) == 2)
+    gone.set()
+    assert await asyncio.wait_for(asked, 20) is None
+    await until(lambda: engine.ended == 2)
 
 
 async def test_requests_wait_until_few_samples_of_those_before_are_left() -> None:
-    engine, gate = Engine(), Gate(4)
-    # Two samples each: six of the first are more than four, so that the others wait until it is gone.
-    first = asyncio.create_task(ask(engine, "tiny", *[[ENDLESS]] * 3, leaves=0.3, gate=gate))
-    await asyncio.sleep(0.1)
-    others = [
-        asyncio.create_task(ask(engine, "tiny", *[[ENDLESS]] * n, leaves=0.6, gate=gate)) for n in (3, 1)
-    ]
-    gone = asyncio.create_task(ask(engine, "tiny", [ENDLESS], leaves=0.1, gate=gate))
-    await asyncio.sleep(0.15)
-    assert (len(engine.asked), engine.ended) == (3, 0)
-    await first
-    # Those that waited came in together, also those that would not have come after one another.
-    await asyncio.sleep(0.05)
-    assert (len(engine.asked), engine.ended) == (7, 3)
-    await asyncio.gather(*others, gone)
-    # Who went away while waiting takes no place.
-    assert await asyncio.wait_for(ask(engine, "tiny", [1], gate=gate), 5)
-    assert (len(engine.asked), engine.ended) == (8, 7)
+    engine, gate, gone = Engine(), Gate(4), [asyncio.Event() for _ in range(4)]
+
+    def start(number: int, groups: int) -> "asyncio.Task[Response | None]":
+        prompts = [[ENDLESS]] * groups
+        return asyncio.create_task(ask(engine, "tiny", *prompts, gone=gone[number], gate=gate))
+
+    # Two samples a group: six of the first are more than four, so that the others wait until it is gone.
+    tasks = [start(0, 3)]
+    await until(lambda: len(engine.asked) == 3)
+    tasks += [start(1, 3), start(2, 1), start(3, 4)]
+    await until(lambda: len(gate._open._waiters) == 3)
+    # Who goes away while waiting takes no place.
+    gone[3].set()
+    await until(lambda: len(gate._open._waiters) == 2)
+    assert (len(engine.asked), gate.groups, gate.samples) == (3, 3, 6)
+    # Those that wait come in together, also those that would not have come after one another.
+    gone[0].set()
+    await until(lambda: len(engine.asked) == 7)
+    assert (engine.ended, gate.groups, gate.samples) == (3, 4, 8)
+    for event in gone:
+        event.set()
+    await asyncio.gather(*tasks)
+    await until(lambda: engine.ended == 7)
+    assert (gate.groups, gate.samples) == (0, 0)
+
+
+async def test_a_group_alone_keeps_nobody_out() -> None:
+    gate = Gate(4)
+    await gate.enter(1, 64)
+    async with asyncio.timeout(20):
+        await gate.enter(2, 1)
+    assert not gate._open.is_set()
+    gate.leave(64)
+    assert gate._open.is_set()
 
 
 def test_a_request_has_so_many_samples_and_no_more() -> None:

@@ -1,5 +1,6 @@
 """The trainer's queue: turns between sessions, limits, what a client may ask of an operation, cancelling."""
 
+import itertools
 import threading
 from collections.abc import Iterator
 
@@ -7,7 +8,7 @@ import pytest
 
 from engine.errors import Busy, Cancelled, ConfigError, Conflict, NotFound, ServiceError
 from engine.training.protocol import Request
-from engine.training.queue import BRIEF_IN_A_ROW, KEPT, Operation, Queue
+from engine.training.queue import BRIEF_IN_A_ROW, KEPT, SKIPPED, Operation, Queue, alone, joined
 
 WAIT_S = 20
 
@@ -58,7 +59,7 @@ def test_a_session_that_floods_the_queue_waits_for_its_turns(queue, worker):
     assert worker.order == ["a0", "a1", "b1", "c1", "a2", "b2", "a3", "a4"]
 
 
-def test_what_is_brief_goes_before_what_is_long_but_not_for_ever(queue, worker):
+def test_what_is_brief_goes_before_what_is_long_of_others(queue, worker):
     send(queue, "a", 0, work=worker)
     assert worker.begun.wait(WAIT_S)
     ids = send(queue, "b", 1, work=worker) + send(queue, "c", 1, work=worker, brief=True)
@@ -99,14 +100,54 @@ def test_a_step_that_is_under_way_is_waited_for_a_moment(queue, worker, monkeypa
     assert worker.order == ["a0", "a1", "b1"]
 
 
-def test_a_session_that_was_waited_for_in_vain_is_not_again(queue, worker):
+def test_what_followed_nothing_is_not_waited_for_at_once_again(queue, worker, monkeypatch):
+    waits: list[float] = []
+    stock = queue._changed.wait_for
+
+    def wait_for(predicate, timeout=None):
+        if timeout is not None:
+            waits.append(timeout)
+        return stock(predicate, timeout)
+
+    monkeypatch.setattr(queue._changed, "wait_for", wait_for)
     worker.go.set()
-    for number, line in enumerate("aba"):
-        results(queue, send(queue, line, number, work=worker, leads=True))
-    assert queue._in_vain == {"a", "b"}
-    assert queue._need_not_linger()
-    results(queue, send(queue, "a", 9, work=worker, brief=True))
-    assert queue._in_vain == {"b"}
+
+    def alternate(times: int) -> None:
+        """Let another line wait whenever a leading operation of `a` ends."""
+        for _ in range(times):
+            number = next(numbers)
+            queue.submit(Request(request_id=f"a{number}"), "a", leads_on, leads=True)
+            results(queue, [f"a{number}", f"b{number}"])
+
+    def leads_on(request: Request) -> None:
+        send(queue, "b", int(request.request_id[1:]), work=worker)
+
+    numbers = itertools.count()
+    alternate(1)
+    assert len(waits) == 1
+    alternate(SKIPPED)
+    assert len(waits) == 1
+    alternate(1)
+    assert len(waits) == 2
+
+
+@pytest.mark.parametrize("choose", [alone, joined])
+def test_what_is_cancelled_while_a_step_is_waited_for_ends_nothing_else(worker, monkeypatch, choose):
+    monkeypatch.setattr("engine.training.queue.LINGER_S", WAIT_S)
+    queue = Queue(4, 8, choose=choose)
+    try:
+        send(queue, "a", 0, work=worker, leads=True)
+        assert worker.begun.wait(WAIT_S)
+        send(queue, "b", 1, work=worker)
+        queue.operation("a0").future.add_done_callback(lambda _: ended.set())
+        ended = threading.Event()
+        worker.go.set()
+        assert ended.wait(WAIT_S)
+        queue.cancel("b1")
+        assert results(queue, send(queue, "a", 2, work=worker)) == ["A2"]
+        assert worker.order == ["a0", "a2"]
+    finally:
+        queue.close()
 
 
 def test_a_queue_that_is_full_says_so_with_its_state(queue, worker):

@@ -129,10 +129,12 @@ def tell_answers_whole() -> None:
 
     @wraps(update)
     def update_from_output(self: Any, scheduler_output: Any, output: Any) -> Any:
+        # Out of reach of `finish_requests`: what fails in this step is told with what it had.
+        held = self.__dict__.pop("graftwork_held", {})
         outputs = update(self, scheduler_output, output)
-        held = self.__dict__.setdefault("graftwork_held", {})
         for told in outputs.values():
             told.outputs = hold_back(told.outputs, held, self.requests)
+        self.graftwork_held = held
         return outputs
 
     @wraps(finish)

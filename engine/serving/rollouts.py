@@ -56,21 +56,27 @@ class Gate:
 
     Where a step's time grows with its rows, requests that run side by side end side by side: every policy
     samples, then every one learns, and the engine waits. So those that run come first, and their few long
-    samples share steps with those that come next. Nobody is passed: all that wait are let in at once.
+    samples share steps with those that come next. Nobody is passed: all that wait are let in at once. A
+    group ends as a whole, so its samples count until its last one; one group alone keeps nobody out.
     """
 
     def __init__(self, few: float):
-        self.few, self._samples, self._open = few, 0, asyncio.Event()
+        self.few, self.groups, self.samples, self._open = few, 0, 0, asyncio.Event()
         self._open.set()
 
-    async def enter(self, samples: int) -> None:
+    async def enter(self, groups: int, each: int) -> None:
+        """Wait for one's turn and count so many groups of so many samples."""
         await self._open.wait()
-        self.leave(-samples)
+        self._count(groups, each)
 
-    def leave(self, samples: int) -> None:
-        """Count samples that have ended."""
-        self._samples -= samples
-        if self._samples <= self.few:
+    def leave(self, each: int) -> None:
+        """Count off a group that has ended."""
+        self._count(-1, each)
+
+    def _count(self, groups: int, each: int) -> None:
+        self.groups += groups
+        self.samples += groups * each
+        if self.samples <= self.few or self.groups <= 1:
             self._open.set()
         else:
             self._open.clear()
@@ -94,7 +100,7 @@ async def rollouts(body: Rollouts, raw_request: Request) -> Response:
     if lora is None and not models.is_base_model(body.model):
         return _refused(404, f"The engine holds no adapter {body.model!r}. Ask again, or for another one.")
     gate: Gate = state.graftwork_gate
-    await gate.enter(len(body.prompts) * body.n)
+    await gate.enter(len(body.prompts), body.n)
     asked = [
         asyncio.create_task(_group(state.engine_client, body, lora, number))
         for number in range(len(body.prompts))

@@ -27,7 +27,7 @@ def hold_back(
         if output.finished:
             parts = held.pop(output.request_id, None)
             told.append(joined([*parts, output]) if parts else output)
-        elif (requests[output.request_id].sampling_params.extra_args or {}).get(WHOLE):
+        elif output.new_sampling_mask is None and _is_asked(requests[output.request_id]):
             held.setdefault(output.request_id, []).append(output)
         else:
             told.append(output)
@@ -36,18 +36,28 @@ def hold_back(
 
 def joined(parts: list[EngineCoreOutput]) -> EngineCoreOutput:
     """Return one output for several of a request; the last one says how it ended."""
-    whole = parts[-1]
+    first, whole = parts[0], parts[-1]
     whole.new_token_ids = [token for part in parts for token in part.new_token_ids]
     logprobs = [part.new_logprobs for part in parts if part.new_logprobs is not None]
     if logprobs:
         tokens, values, ranks = zip(*(one[:3] for one in logprobs), strict=True)
+        # A step has as many columns as the request of its batch that wants most.
+        width = min(one.shape[1] for one in tokens)
         whole.new_logprobs = LogprobsLists(
-            np.concatenate(tokens), np.concatenate(values), np.concatenate(ranks)
+            np.concatenate([one[:, :width] for one in tokens]),
+            np.concatenate([one[:, :width] for one in values]),
+            np.concatenate(ranks),
         )
     routes = [part.routed_experts for part in parts if part.routed_experts is not None]
     if routes:
         whole.routed_experts = np.concatenate(routes)
     whole.events = [event for part in parts for event in part.events or ()] or None
     # Said with the first token alone.
-    whole.prefill_stats = parts[0].prefill_stats
+    whole.prefill_stats = first.prefill_stats
+    whole.new_prompt_logprobs_tensors = first.new_prompt_logprobs_tensors
+    whole.prompt_token_id_logprobs = first.prompt_token_id_logprobs
     return whole
+
+
+def _is_asked(request: Any) -> bool:
+    return bool((request.sampling_params.extra_args or {}).get(WHOLE))

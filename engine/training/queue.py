@@ -6,9 +6,11 @@ Knows operations, their order, how many may wait and how one is called off. Know
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from typing import Any
 
 from engine.errors import Busy, Cancelled, Conflict, NotFound, ServiceError
@@ -18,10 +20,14 @@ from engine.training.protocol import Request
 KEPT = 16
 KEPT_OF_ALL = 512
 SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.05, 30.0
-# Brief operations that may come, one after another, before a long one whose turn it is.
+# Brief operations that may come, one after another, before a long one whose turn it is, whatever they take.
 BRIEF_IN_A_ROW = 8
 # How long a long operation waits for what ends the step of the session that was served before.
 LINGER_S = 0.02
+# Where that was in vain, so often it is not tried again: a client may be slow, or only gather gradients.
+SKIPPED = 8
+# Lines that this is remembered of.
+REMEMBERED = 1024
 # How much of the mean duration the newest operation makes up.
 NEWEST = 0.2
 
@@ -104,8 +110,9 @@ class Queue:
         self._brief_served = 0
         self._running: Sequence[Operation] = ()
         self._before: Sequence[Operation] = ()
-        # Lines that were waited for and sent nothing brief since: they only gather gradients, say.
-        self._in_vain: set[str] = set()
+        self._ended_at = 0.0
+        # How often not to linger again for a line, after its brief or its long ones.
+        self._skips: dict[tuple[str, bool], int] = {}
         self._known: dict[str, Operation] = {}
         self._done: deque[Operation] = deque()
         self._mean_s, self._began, self._closed = SHORTEST_WAIT_S, 0.0, False
@@ -136,8 +143,6 @@ class Queue:
                 operation = Operation(request, line, work, can_stop, can_join, brief, leads)
                 self._known[request.request_id] = operation
                 self._lines.setdefault(line, deque()).append(operation)
-                if brief:
-                    self._in_vain.discard(line)
                 self._changed.notify()
         return request.request_id
 
@@ -205,12 +210,14 @@ class Queue:
     def _next(self) -> Sequence[Operation]:
         with self._changed:
             self._changed.wait_for(lambda: self._lines or self._closed)
-            if not self._changed.wait_for(self._need_not_linger, LINGER_S):
-                self._in_vain |= {operation.line for operation in self._before}
+            self._linger()
+            # What waited may have been cancelled meanwhile.
+            self._changed.wait_for(lambda: self._lines or self._closed)
             if self._closed:
                 return ()
             briefs = {name: line[0].brief for name, line in self._lines.items()}
-            order, self._brief_served = in_order(briefs, self._brief_served)
+            brief_first, self._brief_served = turn(briefs.values(), self._brief_served)
+            order = sorted(briefs, key=lambda name: briefs[name] != brief_first)
             chosen = self.choose([self._lines[name][0] for name in order])
             for operation in chosen:
                 line = self._lines.pop(operation.line)
@@ -220,17 +227,31 @@ class Queue:
             self._running, self._began = chosen, time.monotonic()
             return chosen
 
-    def _need_not_linger(self) -> bool:
-        """Say whether one that leads was followed, something brief has come, or nobody led."""
-        leads = [one.line for one in self._before if one.leads and one.line not in self._in_vain]
-        came = any(line in self._lines for line in leads)
-        return not leads or came or self._closed or any(line[0].brief for line in self._lines.values())
+    def _linger(self) -> None:
+        """Wait a moment for what follows the operations before, unless something brief or of theirs waits."""
+        left_s = self._ended_at + LINGER_S - time.monotonic()
+        if left_s <= 0:
+            return
+        leads = [(one.line, one.brief) for one in self._before if one.leads]
+        expected = [key for key in leads if not self._skips.get(key)]
+        for key in leads:
+            if key not in expected:
+                self._skips[key] -= 1
+        if not expected or self._changed.wait_for(partial(self._came, expected), left_s):
+            return
+        if len(self._skips) > REMEMBERED:
+            self._skips.clear()
+        self._skips |= dict.fromkeys(expected, SKIPPED)
+
+    def _came(self, expected: Sequence[tuple[str, bool]]) -> bool:
+        brief = any(line[0].brief for line in self._lines.values())
+        return self._closed or brief or any(line in self._lines for line, _ in expected)
 
     def _ended(self, chosen: Sequence[Operation]) -> None:
         with self._changed:
             seconds = (time.monotonic() - self._began) / len(chosen)
             self._mean_s += NEWEST * (seconds - self._mean_s)
-            self._running, self._before = (), chosen
+            self._running, self._before, self._ended_at = (), chosen, time.monotonic()
             for operation in chosen:
                 self._remember(operation)
 
@@ -268,8 +289,9 @@ class Queue:
         waiting = {name: deque(one.brief for one in line) for name, line in self._lines.items()}
         # A new one may be long.
         waiting.setdefault(line, deque()).append(False)
-        served = list(_turns(waiting, self._brief_served))
-        position = [place for place, name in enumerate(served, 1) if name == line][before]
+        served = _turns(waiting, self._brief_served)
+        mine = (place for place, name in enumerate(served, 1) if name == line)
+        position = next(islice(mine, before, None))
         spent = time.monotonic() - self._began if self._running else self._mean_s
         wait_s = max((position - 1) * self._mean_s + max(self._mean_s - spent, 0.0), 0.0)
         return {"position": position, **self._counts(line), "estimated_wait_s": round(wait_s, 3)}
@@ -279,24 +301,22 @@ class Queue:
         return {"queued": waiting, "queued_of_session": len(self._lines.get(line, ()))}
 
 
-def in_order(briefs: Mapping[str, bool], served: int) -> tuple[list[str], int]:
-    """Return the lines in the order in which they are served, and how many brief ones in a row that makes.
+def turn(briefs: Collection[bool], served: int) -> tuple[bool, int]:
+    """Return whether a brief operation is next, and how many have then come before a long one that waits.
 
-    `briefs` says of each line, in the order of turns, whether its first operation is brief; `served` brief
-    ones came before a long one that waits.
+    `briefs` says of each line whether its first operation is brief, `served` how many brief ones came so.
     """
-    names = list(briefs)
-    if not all(briefs.values()) and served < BRIEF_IN_A_ROW:
-        names.sort(key=lambda name: not briefs[name])
-        return names, served + 1 if briefs[names[0]] else 0
-    names.sort(key=lambda name: briefs[name])
-    return names, 0
+    if all(briefs):
+        return True, 0
+    is_brief = any(briefs) and served < BRIEF_IN_A_ROW
+    return is_brief, served + 1 if is_brief else 0
 
 
 def _turns(lines: dict[str, deque[bool]], served: int) -> Iterator[str]:
     """Yield the lines as they will be served one operation at a time; consumes `lines`."""
     while lines:
-        (first, *_), served = in_order({name: line[0] for name, line in lines.items()}, served)
+        is_brief, served = turn([line[0] for line in lines.values()], served)
+        first = next(name for name, line in lines.items() if line[0] == is_brief)
         yield first
         line = lines.pop(first)
         line.popleft()

@@ -47,8 +47,6 @@ def compared(sequential: Sequence[Round], concurrent: Sequence[Round]) -> dict[s
         "speedup_by_shared_steps": [
             s.cpu / (s.cpu - before + after) for (s, _), (before, after) in zip(pairs, engines, strict=True)
         ],
-        # Memory grows with the rounds (the KV cache is touched page by page), in either order by turns.
-        "peak_memory_ratio": [c.peak / s.peak for s, c in pairs],
         "equal_adapters": [float(s.digests == c.digests) for s, c in pairs],
         "reward_gap": [abs(statistics.fmean(s.scores) - statistics.fmean(c.scores)) for s, c in pairs],
         "reward_spread_of_seeds": [spread_of([statistics.fmean(s.scores) for s in sequential])],

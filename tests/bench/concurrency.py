@@ -169,18 +169,25 @@ def settings(given: Params, base: str, state: Path) -> Params:
     )
 
 
-def run(given: Params, base: str, arguments: argparse.Namespace, root: Path) -> None:
+@contextmanager
+def live(given: Params, base: str, steps: int) -> Iterator[Bench]:
+    """Start engine and trainer, with nothing trained so far."""
     from tasks.steps import preload
 
-    params = settings(given, base, root)
-    os.environ.update(services.environment(params))
-    preload()
+    with tempfile.TemporaryDirectory(prefix="graftwork-concurrency-") as root:
+        params = settings(given, base, Path(root))
+        os.environ.update(services.environment(params))
+        preload()
+        build = partial(ensure_base, params.base, params.paths)
+        with services.session(params, build, told, ("engine", "trainer")):
+            yield Bench(params, steps)
+
+
+def run(given: Params, base: str, arguments: argparse.Namespace) -> None:
     figures: dict[str, float] = {}
     spreads: dict[str, str] = {}
     wrong: list[str] = []
-    build = partial(ensure_base, params.base, params.paths)
-    with services.session(params, build, told, ("engine", "trainer")):
-        bench = Bench(params, arguments.steps)
+    with live(given, base, arguments.steps) as bench:
         # The first rounds warm up: imports, allocators, the engine's first shapes of either mode.
         for mode in MODES.values():
             bench.round(min(arguments.policies), -1, mode)
@@ -197,8 +204,21 @@ def run(given: Params, base: str, arguments: argparse.Namespace, root: Path) -> 
     figures["switch_s"], spreads["switch_s"] = record.median(switches), record.spread(switches)
     print(*wrong, sep="\n")
     figures |= overall(figures, base, arguments.policies)
+    figures["peak_memory_ratio"] = peak_memory_ratio(given, base, arguments)
     targets = targets_of(base, arguments.policies)
     record.report(f"concurrency-{base}", figures, targets, spreads, not wrong, arguments.out)
+
+
+def peak_memory_ratio(given: Params, base: str, arguments: argparse.Namespace) -> float:
+    """Return concurrent / sequential peaks of engine and trainer, with the most policies.
+
+    Each mode in fresh processes: what an allocator has had once, it keeps.
+    """
+    peaks = {}
+    for name, mode in MODES.items():
+        with live(given, base, arguments.steps) as bench:
+            peaks[name] = bench.round(max(arguments.policies), 0, mode).peak
+    return peaks["concurrent"] / peaks["sequential"]
 
 
 def rounds_of(bench: Bench, policies: int, repeats: int) -> dict[str, list[Round]]:
@@ -212,10 +232,9 @@ def rounds_of(bench: Bench, policies: int, repeats: int) -> dict[str, list[Round
 
 def overall(figures: Mapping[str, float], base: str, policies: Sequence[int]) -> dict[str, float]:
     """Return the worst of every number of policies, and what the most of them gain over the fewest."""
-    worst = {"speedup": min, "share_of_bound": min, "peak_memory_ratio": max}
     found = {
-        figure: least(value for name, value in figures.items() if name.startswith(f"{figure}."))
-        for figure, least in worst.items()
+        figure: min(value for name, value in figures.items() if name.startswith(f"{figure}."))
+        for figure in ("speedup", "share_of_bound")
     }
     few, many = min(policies), max(policies)
     speedup = {n: figures[f"speedup.{base}.n{n}"] for n in (few, many)}
@@ -225,8 +244,8 @@ def overall(figures: Mapping[str, float], base: str, policies: Sequence[int]) ->
 def targets_of(base: str, policies: Sequence[int]) -> dict[str, str]:
     return {
         **{f"speedup.{base}.n{n}": f">= {LEAST[base]}" for n in policies},
-        **{f"peak_memory_ratio.{base}.n{n}": "<= 1.05" for n in policies},
         **{f"reward_gap.{base}.n{n}": "<= reward_spread_of_seeds" for n in policies},
+        "peak_memory_ratio": "<= 1.05",
         "speedup": f">= {LEAST[base]}, or share_of_bound >= 0.9",
         f"speedup_n{max(policies)}_over_n{min(policies)}": ">= 1.0",
     }
@@ -248,8 +267,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(".graftwork/bench"))
     arguments = parser.parse_args()
     for base in arguments.base or list(LEAST):
-        with tempfile.TemporaryDirectory(prefix="graftwork-concurrency-") as root:
-            run(load_params(arguments.params), base, arguments, Path(root))
+        run(load_params(arguments.params), base, arguments)
 
 
 if __name__ == "__main__":
