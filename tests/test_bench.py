@@ -36,7 +36,7 @@ def test_modes_that_do_other_work_are_not_compared(monkeypatch: pytest.MonkeyPat
     rounds, account = load("_rounds", monkeypatch), load("_account", monkeypatch).Account({})
 
     def of(score: float, digest: str = "a"):
-        return rounds.Round(1.0, account, 1, 1.0, 1.0, (score,) * 3, (digest,) * 3)
+        return rounds.Round(1.0, account, 1, (score,) * 3, (digest,) * 3)
 
     assert rounds.faults("tiny-dense", [of(0.5)], [of(0.5)]) == []
     changed = rounds.faults("tiny-dense", [of(0.5)], [of(0.5, "b")])
@@ -56,11 +56,10 @@ def test_every_other_round_begins_with_the_other_mode(monkeypatch: pytest.Monkey
         ["one", "other"],
     ]
     figures = {"speedup.b.n3": 1.5, "speedup.b.n9": 1.8}
-    figures |= {f"{name}.b.n{n}": n / 10 for name in ("share_of_bound", "peak_memory_ratio") for n in (3, 9)}
+    figures |= {f"share_of_bound.b.n{n}": n / 10 for n in (3, 9)}
     assert bench.overall(figures, "b", [3, 9]) == {
         "speedup": 1.5,
         "share_of_bound": 0.3,
-        "peak_memory_ratio": 0.9,
         "speedup_n9_over_n3": pytest.approx(1.2),
     }
 
