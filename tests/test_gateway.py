@@ -161,17 +161,6 @@ async def test_a_tombstone_answers_410_but_not_to_the_scorer(world):
     assert world.events.rows[0][1]["purpose"] == "score"
 
 
-async def test_a_score_is_told_whole_unless_something_looks_at_each_token(world):
-    asked = [{}, {"stop": ["\n"]}, {"stream": True}, {"vllm_xargs": {"x": 1}}, {"stop": []}]
-    async with world.client("score") as client:
-        for body in asked:
-            headers = {"x-graftwork-purpose": "score"}
-            await client.post("/v1/completions", json={"model": "tiny", **body}, headers=headers)
-        await client.post("/v1/completions", json={"model": "tiny"})
-    found = [body.get("vllm_xargs") for _, body, _ in world.server.seen]
-    assert found == [{"whole": 1}, None, None, {"x": 1}, {"whole": 1}, None]
-
-
 async def test_a_revoked_key_is_refused_at_once(world):
     async with world.client() as client:
         assert (await client.post("/v1/completions", json={"model": "tiny"})).status_code == 200

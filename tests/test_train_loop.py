@@ -24,7 +24,7 @@ from engine.training.verifiers import Verifier
 from tasks import rollout_data
 from tasks.parallel import in_parallel
 from tasks.rollout_data import Drawn, Judged, Sampler, build_data, judge
-from tasks.train import Trained, sampler_of, samples_of, train
+from tasks.train import PROBE_PROMPTS, PROBE_TOKENS, Trained, export_revision, sampler_of, samples_of, train
 
 STEPS = 4
 # Of one token's ratio in float32: measured 1e-6, over 4 handoffs and over 100.
@@ -291,3 +291,17 @@ def test_an_expired_revision_is_replaced_by_the_newest_and_the_row_says_so() -> 
     assert samples_of(run, session, newest) == newest  # type: ignore[arg-type]
     # What can still be drawn as it was to be is left so.
     assert begun == {4: Sampler(2, "old"), 5: newest}
+
+
+@pytest.mark.parametrize(("longest", "asked"), [(8, 8), (256, PROBE_TOKENS)])
+def test_a_probe_of_long_answers_is_short(longest, asked):
+    exports = []
+    run = SimpleNamespace(
+        config=SimpleNamespace(task="addition", max_tokens=longest),
+        line=SimpleNamespace(seed=1),
+        source=SimpleNamespace(prompt_ids=lambda question: [len(question)]),
+        client=SimpleNamespace(export=lambda session, kind, **fields: exports.append((kind, fields))),
+    )
+    export_revision(run, None)
+    ((kind, fields),) = exports
+    assert (kind, fields["probe_tokens"], len(fields["probe_prompts"])) == ("revision", asked, PROBE_PROMPTS)

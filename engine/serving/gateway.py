@@ -17,7 +17,6 @@ import orjson
 from engine.adapters.catalog import Key
 from engine.errors import AdapterError, Busy, GraftworkError, NotFound
 from engine.quality.spool import Spool
-from engine.serving.plugin import WHOLE
 from engine.serving.residency import Residency
 from engine.serving.routing import Gone, Router, Target
 
@@ -145,9 +144,6 @@ class Gateway:
         request_id = uuid.uuid4().hex
         unit = body.get("user") or headers.get("x-session-id")
         target = state.router.resolve(str(body.get("model") or ""), str(unit or request_id), purpose)
-        if purpose == "score" and not (body.get("stream") or body.get("stop")):
-            # Its client reads nothing before the end. A stop text is looked for in each token as it comes.
-            body.setdefault("vllm_xargs", {WHOLE: 1})
         exchange = Exchange(
             id=GENERATING[scope["path"]] + request_id,
             key=key,

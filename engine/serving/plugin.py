@@ -111,8 +111,7 @@ def keep_generators_of_partial_prompts() -> None:
 
 
 def tell_answers_whole() -> None:
-    """Tell the frontend of a request that asks for it only once, when it has ended, as
-    rollouts and scores do.
+    """Tell the frontend of a request that asks for it only once, when it has ended, as rollouts do.
 
     Stock sends and books each token of each request, also where nothing is answered before the end. Here
     vLLM's own metrics know of such requests only their ends: the first token comes with the last, and a step

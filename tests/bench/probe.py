@@ -32,7 +32,7 @@ from engine.quality.probe import TOLERANCE, Probe, ProbeResult, check
 from engine.training.export import Exporter
 from engine.training.lora import ResidentBase
 from engine.training.protocol import ProbeRevision
-from tasks.train import PROBE_PROMPTS
+from tasks.train import PROBE_PROMPTS, PROBE_TOKENS
 
 FAULTS = (1.0, 0.5, 0.3, 0.1, 0.03, 0.01)
 SIZES = (0.02, 0.05, 0.15)
@@ -49,7 +49,7 @@ def probe_of(engine: RunningEngine, base: ResidentBase, tensors: dict, folder: P
     directory = write_revision(folder / manifest.digest, tensors, manifest, {})
     request = ProbeRevision(
         request_id=uuid.uuid4().hex, policy="bench", digest=manifest.digest, directory=str(directory),
-        prompts=prompts(PROBE_PROMPTS), tokens=24,
+        prompts=prompts(PROBE_PROMPTS), tokens=PROBE_TOKENS,
     )  # fmt: skip
     dtype = next(iter(tensors.values())).dtype
     exporter = Exporter(Paths(engine.state), engine.catalog, dtype, ())
