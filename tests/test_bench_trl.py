@@ -106,13 +106,13 @@ def test_both_losses_are_a_mean_over_the_same_tokens(monkeypatch: pytest.MonkeyP
 def test_sides_that_learn_worse_or_draw_other_lengths_are_not_compared(monkeypatch: pytest.MonkeyPatch):
     bench = load("trl", monkeypatch)
     ends, even = (1.0,) * 4, (32.0,) * 4
-    learned = bench.Run(ends, 1, (0.1, 0.6, 0.6, 0.6), even)
+    learned = bench.Run(ends, 1, (*[0.1] * bench.LAST, *[0.6] * bench.LAST), even)
     fair = {side: [learned] * 3 for side in ("trl", "one", "dapo", "three")}
     assert bench.faults(fair) == []
     # Two standard errors of 3 seeds x 3 steps x 128 answers are 0.042.
-    slower = bench.Run(ends, 1, (0.1, 0.55, 0.55, 0.55), even)
+    slower = bench.Run(ends, 1, (*[0.1] * bench.LAST, *[0.55] * bench.LAST), even)
     assert bench.faults(fair | {"three": [slower] * 3}) == ["three has a reward of 0.550, TRL one of 0.600."]
-    near = bench.Run(ends, 1, (0.1, 0.57, 0.57, 0.57), even)
+    near = bench.Run(ends, 1, (*[0.1] * bench.LAST, *[0.57] * bench.LAST), even)
     assert bench.faults(fair | {"one": [near] * 3}) == []
     still = [bench.Run(ends, 1, (0.6,) * 4, even)] * 3
     assert len(bench.faults(dict.fromkeys(fair, still))) == 4
