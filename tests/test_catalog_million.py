@@ -21,20 +21,6 @@ from engine.errors import AdapterError, Ambiguous, Conflict, Moved, NotFound
 spawn = multiprocessing.get_context("spawn")
 
 
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    url = f"sqlite:///{tmp_path}/catalog.db"
-    migrate(url)
-    return url
-
-
-@pytest.fixture
-def catalog(url: str) -> Catalog:
-    catalog = Catalog(url)
-    catalog.add_policy(Policy("sorting", "base", {"rank": 8}, "me", 1.0))
-    return catalog
-
-
 MIGRATIONS = Path(catalog_module.__file__).parent / "migrations"
 
 
@@ -88,9 +74,9 @@ def register(url: str, start: int, policy: str) -> None:
         catalog.add_revisions([row(i, policy=policy, owner=f"owner-{i % 7}") for i in range(at, at + 100)])
 
 
-def test_two_processes_that_register_at_once_lose_nothing(url: str, catalog: Catalog) -> None:
+def test_two_processes_that_register_at_once_lose_nothing(catalog_url: str, catalog: Catalog) -> None:
     """The ranges overlap by half, so the same rows are raced for too."""
-    workers = [spawn.Process(target=register, args=(url, start, "sorting")) for start in (0, 500)]
+    workers = [spawn.Process(target=register, args=(catalog_url, start, "sorting")) for start in (0, 500)]
     for worker in workers:
         worker.start()
     for worker in workers:
