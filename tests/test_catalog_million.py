@@ -314,3 +314,39 @@ def test_a_catalog_of_schema_0002_is_carried_over(tmp_path: Path) -> None:
         tables = {name for (name,) in new.execute("SELECT name FROM sqlite_master")}
         assert new.execute("SELECT COUNT(*) FROM names").fetchone() == (8,)
     assert "revisions_0002" not in tables
+
+
+def test_gateways_hear_of_what_changed_alone(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.adapters.catalog_access.CHANGES", 20)
+    at, changed = catalog.changes(0)
+    assert changed == {"sorting"}
+    catalog.add_revisions([row(i) for i in range(5)])
+    catalog.set_switch("freeze", True)
+    assert catalog.changes(at) == (at, frozenset())
+    steps = {
+        "set_route": lambda: catalog.set_route(Route("sorting", champion=digest(0)), 0),
+        "bury": lambda: catalog.bury("sorting", digest(1), "Bad.", "ann"),
+        "lift": lambda: catalog.lift("sorting", digest(1), "ann", "Good."),
+        "add_release": lambda: catalog.add_release(make_release("r1", digest(1))),
+        "update_release": lambda: catalog.update_release("r1", 0, state="held"),
+        "retire": lambda: catalog.retire("sorting", digest(2), "ann", "Old."),
+        "unretire": lambda: catalog.unretire("sorting", digest(2), "ann", "Good."),
+        "expire": lambda: (catalog.set_expiry("sorting", digest(3), 1.0), catalog.expire(2.0)),
+        "purge": lambda: catalog.purge("sorting", "ann", 3.0),
+    }
+    for step, change in steps.items():
+        change()
+        newest, changed = catalog.changes(at)
+        assert (step, changed) == (step, {"sorting"})
+        assert newest > at
+        at = newest
+    key = catalog.create_key("me", "user")
+    assert catalog.changes(at)[1] == {None}
+    catalog.revoke_key(key)
+    for i in range(25):
+        catalog.add_policy(Policy(f"p{i}", "base", {}, "me", 1.0))
+    newest, changed = catalog.changes(at)
+    assert changed is None
+    # A catalog from a backup is behind.
+    assert catalog.changes(newest + 100) == (newest, None)
+    assert catalog.changes(newest - 3)[1] == {"p22", "p23", "p24"}

@@ -31,6 +31,7 @@ WRITE_LOCK = 0x67726166
 WORDS = 200_000
 # Changes kept for gateways; one that is further behind reads everything again.
 CHANGES = 10_000
+POLL_S = 0.2
 Row = TypeVar("Row")
 
 
@@ -114,6 +115,8 @@ class Access:
         address = database(url)
         self.label = str(address.database if sqlite_path(url) else address.render_as_string())
         self._is_sqlite = address.get_backend_name() == "sqlite"
+        # How often to look for changes, at most: elsewhere than here a look is a round trip.
+        self.poll_s = 0.0 if self._is_sqlite else POLL_S
         if self._is_sqlite and not Path(self.label).is_file():
             raise NotFound(f"There is no catalog at {self.label}. Start the services with `graftwork up`.")
         self._engine = open_engine(url)
@@ -211,8 +214,25 @@ class Access:
         with self._read() as connection:
             return [kind(**row._mapping) for row in connection.execute(query)]
 
+    def changes(self, after: int) -> tuple[int, frozenset[str | None] | None]:
+        """Return the number of the newest change, and which policies have changed after number `after`.
+
+        That is what gateways route by: routes, stones, releases, revisions that are gone; None among
+        the policies stands for the keys. None instead of policies: too much has changed to tell.
+        """
+        table = tables.changes.c
+        with self._read(self._moment) as connection:
+            ends = select(func.min(table.id), func.max(table.id))
+            oldest, newest = connection.execute(ends).one()
+            if newest is None:
+                return 0, frozenset() if after == 0 else None
+            if after + 1 < oldest or after > newest:
+                return newest, None
+            found = select(table.policy).where(table.id > after).distinct()
+            return newest, frozenset(connection.execute(found).scalars())
+
     def _tell(self, connection: Connection, policy: str | None) -> None:
-        """Note in a write transaction that a policy's route or stones have changed; None: the keys."""
+        """Note in a write transaction that what gateways know of a policy has changed; None: the keys."""
         done = connection.execute(tables.changes.insert().values(policy=policy))
         assert done.inserted_primary_key is not None
         old = tables.changes.c.id <= done.inserted_primary_key[0] - CHANGES
