@@ -318,11 +318,11 @@ def test_a_catalog_of_schema_0002_is_carried_over(tmp_path: Path) -> None:
 
 def test_gateways_hear_of_what_changed_alone(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.adapters.catalog_access.CHANGES", 20)
-    at, changed = catalog.changes(0)
+    at, changed = catalog.changed_since(0)
     assert changed == {"sorting"}
     catalog.add_revisions([row(i) for i in range(5)])
     catalog.set_switch("freeze", True)
-    assert catalog.changes(at) == (at, frozenset())
+    assert catalog.changed_since(at) == (at, set())
     steps = {
         "set_route": lambda: catalog.set_route(Route("sorting", champion=digest(0)), 0),
         "bury": lambda: catalog.bury("sorting", digest(1), "Bad.", "ann"),
@@ -336,17 +336,17 @@ def test_gateways_hear_of_what_changed_alone(catalog: Catalog, monkeypatch: pyte
     }
     for step, change in steps.items():
         change()
-        newest, changed = catalog.changes(at)
+        newest, changed = catalog.changed_since(at)
         assert (step, changed) == (step, {"sorting"})
         assert newest > at
         at = newest
     key = catalog.create_key("me", "user")
-    assert catalog.changes(at)[1] == {None}
+    assert catalog.changed_since(at)[1] == {None}
     catalog.revoke_key(key)
     for i in range(25):
         catalog.add_policy(Policy(f"p{i}", "base", {}, "me", 1.0))
-    newest, changed = catalog.changes(at)
+    newest, changed = catalog.changed_since(at)
     assert changed is None
     # A catalog from a backup is behind.
-    assert catalog.changes(newest + 100) == (newest, None)
-    assert catalog.changes(newest - 3)[1] == {"p22", "p23", "p24"}
+    assert catalog.changed_since(newest + 100) == (newest, None)
+    assert catalog.changed_since(newest - 3)[1] == {"p22", "p23", "p24"}

@@ -214,23 +214,6 @@ class Access:
         with self._read() as connection:
             return [kind(**row._mapping) for row in connection.execute(query)]
 
-    def changes(self, after: int) -> tuple[int, frozenset[str | None] | None]:
-        """Return the number of the newest change, and which policies have changed after number `after`.
-
-        That is what gateways route by: routes, stones, releases, revisions that are gone; None among
-        the policies stands for the keys. None instead of policies: too much has changed to tell.
-        """
-        table = tables.changes.c
-        with self._read(self._moment) as connection:
-            ends = select(func.min(table.id), func.max(table.id))
-            oldest, newest = connection.execute(ends).one()
-            if newest is None:
-                return 0, frozenset() if after == 0 else None
-            if after + 1 < oldest or after > newest:
-                return newest, None
-            found = select(table.policy).where(table.id > after).distinct()
-            return newest, frozenset(connection.execute(found).scalars())
-
     def _tell(self, connection: Connection, policy: str | None) -> None:
         """Note in a write transaction that what gateways know of a policy has changed; None: the keys."""
         done = connection.execute(tables.changes.insert().values(policy=policy))
