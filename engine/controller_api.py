@@ -11,7 +11,7 @@ import uuid
 from dataclasses import asdict
 from typing import Annotated, Any
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from prometheus_client import generate_latest
@@ -121,9 +121,11 @@ def _add_policies_and_releases(app: FastAPI, controller: Controller) -> None:
     catalog, desk = controller.catalog, controller.desk
 
     @app.get("/policies")
-    def policies() -> list[dict[str, Any]]:
-        routes = {route.policy: asdict(route) for route in catalog.routes()}
-        return [asdict(policy) | {"route": routes[policy.name]} for policy in catalog.policies()]
+    def policies(after: str = "", limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> list[dict[str, Any]]:
+        return [
+            asdict(policy) | {"route": asdict(catalog.route(policy.name))}
+            for policy in catalog.policies(after, limit)
+        ]
 
     @app.post("/policies")
     def add_policy(body: PolicyBody, _key: Admin) -> dict[str, Any]:

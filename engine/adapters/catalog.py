@@ -124,8 +124,11 @@ class Catalog(Guards, Notes, Routes, Looks, Lifecycle):
             raise NotFound(f"There is no policy {name!r} in the catalog. Known policies: {known}.", near)
         return policy
 
-    def policies(self) -> list[Policy]:
-        return self._all(Policy, select(tables.policies).order_by(tables.policies.c.name))
+    def policies(self, after: str = "", limit: int = 1000) -> list[Policy]:
+        """Return a page of policies by name; `after` is the last name of the page before."""
+        table = tables.policies.c
+        query = select(tables.policies).where(table.name > after).order_by(table.name).limit(limit)
+        return self._all(Policy, query)
 
     def add_layout(self, digest: str, body: str) -> None:
         with self._write() as connection:

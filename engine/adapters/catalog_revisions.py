@@ -170,12 +170,12 @@ class Revisions(Nearest):
         last, digest, places = (b"", ""), b"", set[tuple[int, int]]()
         with self._read() as connection:
             while rows := connection.execute(query.where(tuple_(table.digest, table.policy) > last)).all():
-                for row in rows:
-                    if row.digest != digest:
-                        digest, places = row.digest, set()
-                    if (row.segment, row.offset) not in places:
-                        places.add((row.segment, row.offset))
-                        used[row.segment] += row.length
+                for found, _, segment, offset, length in rows:
+                    if found != digest:
+                        digest, places = found, set()
+                    if (segment, offset) not in places:
+                        places.add((segment, offset))
+                        used[segment] += length
                 last = (rows[-1].digest, rows[-1].policy)
         segments = self._words(used.keys())
         return {segments[id]: size for id, size in used.items()}
