@@ -3,6 +3,7 @@
 import atexit
 import os
 import shutil
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -74,3 +75,15 @@ def engine(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     running = start_engine(tiny_base, tmp_path_factory.mktemp("engine"), wait_s=600, slots=4, max_num_seqs=64)
     yield running
     stop_engine(running)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MiB; skipped where nobody may mount one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", disk]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small file system needs root")
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
