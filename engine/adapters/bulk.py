@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from engine.adapters.store import Location, Store
 
 # A batch: few enough adapters for a short transaction, enough to share the wait for two fsyncs.
-BATCH = 1024
-BATCH_BYTES = 32 << 20
+BATCH = 8192
+BATCH_BYTES = 64 << 20
 # What may wait for more of its shape, all shapes together.
 HELD_BYTES = 2 * BATCH_BYTES
 # How often bytes that were known may be moved away before a batch is written.
