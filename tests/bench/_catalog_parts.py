@@ -11,12 +11,14 @@ import random
 import sys
 import time
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from _memory import peak_bytes
 
-# Entries that are made while the clock stands still.
-CHUNK = 16_384
+# What is made ahead while the clock stands still.
+AHEAD_BYTES = 512 << 20
 SEGMENT_BYTES = 1 << 30
 WARM_UP = 200
 QUANTILES = {"50": 0.5, "99": 0.99, "999": 0.999}
@@ -24,9 +26,12 @@ QUANTILES = {"50": 0.5, "99": 0.99, "999": 0.999}
 
 def register(
     state: str, url: str, config: str, base_digest: str, kind: str, dtype: str, entries: int, policies: int,
-    sample: int,
+    sample: int, streamed: bool = False,
 ) -> dict:  # fmt: skip
-    """Register so many adapters; `names` are a random sample of (number, policy, digest)."""
+    """Register so many adapters; `names` are a random sample of (number, policy, digest).
+
+    Unless `streamed`, adapters are made ahead of each call, while the clock stands still.
+    """
     import torch
     from _catalog_adapters import KINDS, Maker
 
@@ -35,8 +40,10 @@ def register(
     from engine.adapters.families import BaseShapes
     from engine.adapters.store import Store
 
-    base = BaseShapes.read(Path(config))
-    maker = Maker(base, KINDS[kind], getattr(torch, dtype))
+    # The other cores are the hashes' and the writer's.
+    torch.set_num_threads(1)
+    base, serving = BaseShapes.read(Path(config)), getattr(torch, dtype)
+    maker = Maker(base, KINDS[kind], serving)
     migrate(url)
     catalog, store, now = Catalog(url), Store(Path(state) / "store"), time.time()
     catalog.add_base(Base(base_digest, "bench", config, now))
@@ -44,23 +51,23 @@ def register(
         catalog.add_policy(Policy(f"bulk-{i}", base_digest, {}, "bench", now))
     wanted = set(random.Random(entries).sample(range(entries), min(sample, entries)))
     names, counted, seconds, made = [], {"new": 0, "refused": 0}, 0.0, 0.0
-    for start in range(0, entries, CHUNK):
-        end = min(entries, start + CHUNK)
+    ahead = entries if streamed else max(1, AHEAD_BYTES // maker.nbytes)
+    for start in range(0, entries, ahead):
+        end = min(entries, start + ahead)
         began = time.perf_counter()
-        chunk = [
-            Entry(f"bulk-{i % policies}", tensors)
-            for i, tensors in zip(range(start, end), maker.many(start, end), strict=True)
-        ]
+        adapters = zip(range(start, end), maker.many(start, end), strict=True)
+        given: Any = (Entry(f"bulk-{i % policies}", tensors) for i, tensors in adapters)
+        given = given if streamed else list(given)
         done = time.perf_counter()
-        made += done - began
-        for one in register_many(
-            catalog, store, base, base_digest, chunk, "bench", now, getattr(torch, dtype)
-        ):
+        for one in register_many(catalog, store, base, base_digest, given, "bench", now, serving):
             counted["new"] += one.new
             counted["refused"] += one.refused is not None
             if start + one.position in wanted:
                 names.append((start + one.position, one.policy, one.digest))
-        seconds += time.perf_counter() - done
+        made, seconds = made + done - began, seconds + time.perf_counter() - done
+        del given, adapters
+    # While it is open, so that the write-ahead log counts.
+    taken = on_disk(Path(state))
     store.close()
     catalog.close()
     return {
@@ -70,7 +77,17 @@ def register(
         "names": names,
         "peak_bytes": peak_bytes(),
         **counted,
+        **taken,
     }
+
+
+def on_disk(state: Path) -> dict[str, int]:
+    """Return the bytes that store and database take on the disk, the write-ahead log with the database."""
+
+    def taken(paths: Iterable[Path]) -> int:
+        return sum(path.stat().st_blocks * 512 for path in paths if path.is_file())
+
+    return {"store": taken((state / "store").rglob("*")), "database": taken(state.glob("catalog.db*"))}
 
 
 def write(state: str, nbytes: int, batch_bytes: int) -> dict:

@@ -7,6 +7,7 @@ behind the revision directory: `peft` opens it and transformers computes.
 
 import asyncio
 import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ import _memory as memory
 import psutil
 import torch
 from _catalog_adapters import Maker
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from live import RunningEngine
 from parity import ask, prompts
 

@@ -31,6 +31,7 @@ from _catalog_adapters import KINDS, Maker, adapter_bytes
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from live import start_engine, stop_engine
 
+from engine.adapters import bulk
 from engine.adapters.families import BaseShapes
 from engine.base import BaseInfo, ensure_base
 from engine.config import BaseConfig, load_params
@@ -49,7 +50,6 @@ TARGETS = {
 POLICIES = 1000
 LOOKUPS = 20_000
 RESTARTS = 5
-BATCH_BYTES = 32 << 20
 WAIT_S = 3600
 # Of log-probabilities: what bfloat16 may be off, and what an adapter must change, or nothing is shown.
 TOLERANCE_NATS, EFFECT_NATS = 0.25, 0.5
@@ -62,15 +62,6 @@ def part(name: str, **arguments: Any) -> dict[str, Any]:
         check=True, timeout=WAIT_S,
     )  # fmt: skip
     return dict(json.loads(run.stdout))
-
-
-def on_disk(state: Path) -> dict[str, int]:
-    """Return the bytes that store and database take on the disk, the write-ahead log with the database."""
-
-    def taken(paths: Any) -> int:
-        return sum(path.stat().st_blocks * 512 for path in paths)
-
-    return {"store": taken((state / "store").rglob("*")), "database": taken(state.glob("catalog.db*"))}
 
 
 def catalog_url(state: Path) -> str:
@@ -92,7 +83,6 @@ def size_of(state: Path, base: BaseInfo, entries: int, url: str) -> tuple[dict[s
         part("resolve", **lookups, names=names[i : i + 2], rounds=1, spawned=time.time())
         for i in range(RESTARTS)
     ]
-    taken = on_disk(state)
     figures = {
         "register_per_s": entries / registered["seconds"],
         "register_with_making_per_s": entries / (registered["seconds"] + registered["made_s"]),
@@ -103,8 +93,8 @@ def size_of(state: Path, base: BaseInfo, entries: int, url: str) -> tuple[dict[s
         "restart_s": record.median([one["restart_s"] for one in restarts]),
         "restart_import_s": record.median([one["interpreter_s"] + one["import_s"] for one in restarts]),
         "restart_open_and_first_s": record.median([one["open_and_first_s"] for one in restarts]),
-        "bytes_over_payload": sum(taken.values()) / registered["payload_bytes"],
-        "database_bytes_a_row": taken["database"] / entries,
+        "bytes_over_payload": (registered["store"] + registered["database"]) / registered["payload_bytes"],
+        "database_bytes_a_row": registered["database"] / entries,
         "register_peak_mb": registered["peak_bytes"] / 1e6,
         "resolve_peak_mb": found["peak_bytes"] / 1e6,
     }
@@ -119,7 +109,7 @@ def larger(root: Path, base: BaseInfo, entries: int) -> tuple[dict[str, float], 
     nbytes = entries * adapter_bytes(BaseShapes.read(base.path), KINDS["38kb"], getattr(torch, DTYPE))
 
     def bare() -> float:
-        return float(part("write", state=str(state), nbytes=nbytes, batch_bytes=BATCH_BYTES)["seconds"])
+        return float(part("write", state=str(state), nbytes=nbytes, batch_bytes=bulk.BATCH_BYTES)["seconds"])
 
     before = bare()
     registered = part(
@@ -133,6 +123,21 @@ def larger(root: Path, base: BaseInfo, entries: int) -> tuple[dict[str, float], 
         "written_per_s_38kb": entries / written_s,
         "share_of_written_38kb": written_s / registered["seconds"],
         "register_peak_mb_38kb": registered["peak_bytes"] / 1e6,
+    }, registered["new"] == entries
+
+
+def streamed(root: Path, base: BaseInfo, entries: int) -> tuple[dict[str, float], bool]:
+    """Register adapters that an iterator makes meanwhile, none of them ahead."""
+    state = root / "streamed"
+    state.mkdir()
+    registered = part(
+        "register", state=str(state), url=catalog_url(state), config=str(base.path), base_digest=base.digest,
+        kind="7kb", dtype=DTYPE, entries=entries, policies=100, sample=1, streamed=True,
+    )  # fmt: skip
+    shutil.rmtree(state)
+    return {
+        "register_streamed_per_s": entries / registered["seconds"],
+        "register_streamed_peak_mb": registered["peak_bytes"] / 1e6,
     }, registered["new"] == entries
 
 
@@ -179,6 +184,10 @@ def measure(given: argparse.Namespace, base: BaseInfo, root: Path) -> tuple[dict
         answered, agree = through_engine(state, base, sample, given.served, root / "revisions")
         figures |= answered
         correct &= agree
+    if given.streamed:
+        found, whole = streamed(root, base, given.streamed)
+        figures |= found
+        correct &= whole
     if given.larger:
         found, whole = larger(root, base, given.larger)
         figures |= found
@@ -191,6 +200,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--entries", type=int, nargs="+", default=[10**3, 10**4, 10**5, 10**6])
+    parser.add_argument(
+        "--streamed", type=int, default=10**5, help="made while they are registered; 0 leaves it out"
+    )
     parser.add_argument("--larger", type=int, default=10**5, help="adapters of 38 kB; 0 leaves them out")
     parser.add_argument("--served", type=int, default=1000, help="asked of a real engine; 0 starts none")
     parser.add_argument("--keep", action="store_true", help="leave the largest catalog where it was made")
