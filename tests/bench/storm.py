@@ -31,7 +31,9 @@ from _traffic import Answer, Ask, Client, Server, arrivals, prompt
 
 from engine.config import Params, load_params
 
-SHARE, WARM, PROMPT, TOKENS = 0.4, 16, 24, 8
+SHARE, WARM = 0.4, 16
+# Tokens of a prompt and of its answer; a step of many-moe reads a gigabyte of experts.
+LENGTHS = {"tiny-dense": (24, 8), "many-moe": (8, 4)}
 # Requests before the burst, so that it meets traffic; they are not counted.
 LEAD_S = 0.5
 # Closed-loop requests that find what the engine can do.
@@ -63,6 +65,7 @@ class Side:
     make: Callable[[int], list[str]]
     chance: random.Random
     residents: int
+    lengths: tuple[int, int]
     answers: list[Answer] = field(default_factory=list)
     rate: float = 0.0
     saturation: float = 0.0
@@ -89,10 +92,13 @@ class Side:
 
     def settle(self, names: Sequence[str]) -> None:
         """Ask each name for one token, so that it is resident and its slot is not the next to be taken."""
-        self.ask([Ask(0.0, name, prompt(self.chance, PROMPT), 1) for name in names], UNDER_WAY // 2)
+        self.ask([Ask(0.0, name, self.prompt(), 1) for name in names], UNDER_WAY // 2)
+
+    def prompt(self) -> tuple[int, ...]:
+        return prompt(self.chance, self.lengths[0])
 
     def warm_ask(self, at: float) -> Ask:
-        return Ask(at, self.chance.choice(self.warm), prompt(self.chance, PROMPT), TOKENS)
+        return Ask(at, self.chance.choice(self.warm), self.prompt(), self.lengths[1])
 
     def alternate(self, cold: int, repeats: int, least: int, before_storm: Callable[[], None]) -> Arms:
         """Alternate until there are `repeats`, with `least` warm requests counted in each arm."""
@@ -121,14 +127,14 @@ class Side:
         """Run a storm and its control, in the other order every other time, and then neither."""
         times = arrivals(self.chance, self.rate, LEAD_S + seconds)
         traffic = [self.warm_ask(at) for at in times]
-        prompts = [prompt(self.chance, PROMPT) for _ in range(cold)]
+        prompts = [self.prompt() for _ in range(cold)]
         names = {"storm": self.make(cold), "control": resident}
         before_storm()
         found: dict[str, list[Answer]] = {}
         for arm in in_turn(names, number):
-            self.settle([*resident, *self.warm])
+            self.settle([*resident, *self.warm] if arm == "control" else self.warm)
             burst = [
-                Ask(LEAD_S, name, each, TOKENS, burst=True)
+                Ask(LEAD_S, name, each, self.lengths[1], burst=True)
                 for name, each in zip(names[arm], prompts, strict=True)
             ]
             found[arm] = self.ask([*traffic, *burst])
@@ -145,9 +151,9 @@ class Side:
         no adapter was applied.
         """
         cold = [answer for answer in arms.alternations[-1].storm if answer.ask.burst][:CHECKED]
-        alone = self.ask([Ask(0.0, a.ask.model, a.ask.prompt, TOKENS) for a in cold], under_way=1)
+        alone = self.ask([Ask(0.0, a.ask.model, a.ask.prompt, self.lengths[1]) for a in cold], under_way=1)
         same = sum(one.ids == again.ids for one, again in zip(cold, alone, strict=True))
-        one_prompt = [Ask(0.0, a.ask.model, cold[0].ask.prompt, TOKENS) for a in cold]
+        one_prompt = [Ask(0.0, a.ask.model, cold[0].ask.prompt, self.lengths[1]) for a in cold]
         return same / len(cold), len({answer.ids for answer in self.ask(one_prompt)})
 
 
@@ -185,7 +191,7 @@ def ours(given: Params, base: str, client: Client, arguments: argparse.Namespace
         )
         maker = _made.Maker(engine.params, engine.base, "storm", shape.rank, shape.torch_dtype)
         stack.callback(maker.close)
-        side = Side("ours", client, engine.server, maker.make, random.Random(1), most)
+        side = Side("ours", client, engine.server, maker.make, random.Random(1), most, LENGTHS[base])
         kept = len(maker.segments)
         side.find_rate()
 
@@ -250,7 +256,9 @@ def beside(given: Params, base: str, client: Client, arguments: argparse.Namespa
         server = stack.enter_context(
             _served.stock(info, shape, Path(root), slots(most), WARM + 2 * most + 32)
         )
-        side = Side("stock", client, Server(server.url, server.key), maker.make, random.Random(1), most)
+        side = Side(
+            "stock", client, Server(server.url, server.key), maker.make, random.Random(1), most, LENGTHS[base]
+        )
         side.find_rate()
         for cold in arguments.cold:
             arms = side.alternate(cold, min(STOCK_REPEATS, arguments.repeats), 0, lambda: None)
