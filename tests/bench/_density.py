@@ -17,7 +17,7 @@ from _traffic import Ask, Client
 
 from engine.config import Params
 
-SLOTS, BEYOND, HELD = 4, 6, 24
+SLOTS, BEYOND, HELD = 4, 6, 16
 PROMPT = tuple(range(40, 48))
 LIBC = ctypes.CDLL(None, use_errno=True)
 

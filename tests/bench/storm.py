@@ -38,7 +38,9 @@ LENGTHS = {"tiny-dense": (24, 8), "many-moe": (8, 4)}
 LEAD_S = 0.5
 # Closed-loop requests that find what the engine can do.
 UNDER_WAY, PROBED = 64, 384
-LEAST, LIMIT_S = 500, 420.0
+LEAST, LIMIT_S = 500, 600.0
+# For so many times the longest storm so far warm traffic goes on.
+MARGIN = 1.3
 STOCK_REPEATS, CHECKED = 3, 8
 # Of written adapters that stay on the disk; older ones are asked for no more.
 KEPT_BYTES = 12 << 30
@@ -69,6 +71,7 @@ class Side:
     answers: list[Answer] = field(default_factory=list)
     rate: float = 0.0
     saturation: float = 0.0
+    seconds_a_cold: float = 0.0
 
     def __post_init__(self) -> None:
         names = self.make(WARM + self.residents)
@@ -103,15 +106,18 @@ class Side:
     def alternate(self, cold: int, repeats: int, least: int, before_storm: Callable[[], None]) -> Arms:
         """Alternate until there are `repeats`, with `least` warm requests counted in each arm."""
         arms, resident = Arms(), self.resident[:cold]
-        # The first one warms up, and says how long a storm takes.
-        seconds = self.window_s(self.alternation(cold, resident, 2.0, 0, 0.0, before_storm))
+        if not self.seconds_a_cold:
+            # The first one warms up, and says how long a storm takes.
+            warm_up = self.alternation(cold, resident, 2.0, 0, 0.0, before_storm)
+            self.seconds_a_cold = self.window_s(warm_up) / cold
+        seconds = self.seconds_a_cold * cold
         began = time.monotonic()
         calm_s = max(2.0, least / repeats / self.rate)
         while len(arms.alternations) < repeats or arms.counted < least:
             if time.monotonic() - began > LIMIT_S:
                 break
             number = len(arms.alternations)
-            one = self.alternation(cold, resident, 1.5 * seconds, number, calm_s, before_storm)
+            one = self.alternation(cold, resident, MARGIN * seconds, number, calm_s, before_storm)
             arms.alternations.append(one)
             seconds = max(seconds, self.window_s(one))
         return arms
