@@ -68,7 +68,9 @@ def world(tmp_path):
     catalog.add_layout("layout", "{}")
     for digest in (CHAMPION, CANARY):
         catalog.add_revision(
-            Revision("sums", digest, "base", None, 1, 8, 10, "layout", "s", 0, 10, "c", "exported", "me", 0.0)
+            Revision(
+                "sums", digest, "base", None, 1, 8, 10, "layout", "s", 0, 10, "cc", "exported", "me", 0.0
+            )
         )
     route = catalog.route("sums")
     catalog.set_route(replace(route, champion=CHAMPION, canary=CANARY, weight=0.5), route.version)

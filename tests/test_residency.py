@@ -56,7 +56,7 @@ class FakeCatalog:
 def revision(i: int, size: int = 100) -> Revision:
     digest = f"{i:064x}"[::-1]
     return Revision(
-        "sums", digest, "base", None, 1, 8, size, "layout", "s", 0, size, "c", "exported", "me", 0.0
+        "sums", digest, "base", None, 1, 8, size, "layout", "s", 0, size, "cc", "exported", "me", 0.0
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from engine.adapters.catalog import Catalog, Key, Revision, Route, ServingState
-from engine.adapters.catalog_access import hash_key
+from engine.adapters.catalog_guards import hash_key
 from engine.config import served_name, split_served_name
 from engine.errors import AdapterError, GraftworkError, NotFound, ServiceError
 
