@@ -132,3 +132,15 @@ def test_the_page_cache_of_a_file_is_counted_in_pages(monkeypatch: pytest.Monkey
     made.drop_cache([file])
     # tmpfs has no other place for its pages.
     assert density.cached_bytes([file]) in (0, 5 * mmap.PAGESIZE)
+
+
+def test_processes_are_told_by_what_they_are(monkeypatch: pytest.MonkeyPatch):
+    flat = load("_flat", monkeypatch)
+    server = ["python", "-m", "engine.serving.server", "--params", "p.json"]
+    lines = [
+        ["python", "-m", "engine.guard", "pid", "9", *server],
+        server,
+        ["VLLM::EngineCore"],
+        ["python", "-c"],
+    ]
+    assert [flat.title_of(line) for line in lines] == ["guard", "api_server", "EngineCore", "helper"]

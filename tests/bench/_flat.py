@@ -48,10 +48,18 @@ class Memory:
 
 
 def titled(processes: Sequence[psutil.Process]) -> dict[str, psutil.Process]:
-    """Return processes by a short name each: the server, and its children by their titles."""
-    server, *children = processes
-    found = {"server": server}
-    for child in children:
-        title = (child.cmdline() or [child.name()])[0].rpartition("::")[2].rpartition("/")[2]
-        found[title if title not in found else f"{title}-{child.pid}"] = child
+    """Return an engine's processes by what each of them is."""
+    found: dict[str, psutil.Process] = {}
+    for process in processes:
+        title = title_of(process.cmdline() or [process.name()])
+        found[title if title not in found else f"{title}_{process.pid}"] = process
     return found
+
+
+def title_of(command: Sequence[str]) -> str:
+    """Return what a process with this command line is."""
+    if "::" in command[0]:
+        return command[0].rpartition("::")[2]
+    # The guard's command line has the server's in it.
+    known = {"engine.guard": "guard", "engine.serving.server": "api_server"}
+    return next((title for module, title in known.items() if module in command), "helper")
