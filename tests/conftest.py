@@ -3,6 +3,7 @@
 import atexit
 import os
 import shutil
+import subprocess
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -115,3 +116,15 @@ def catalog(catalog_url: str) -> Iterator[Catalog]:
     with closing(Catalog(catalog_url)) as catalog:
         catalog.add_policy(Policy("sorting", "base", {"rank": 8}, "me", 1.0))
         yield catalog
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MiB; skipped where nobody may mount one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", disk]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small file system needs root")
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)

@@ -115,6 +115,16 @@ class Lifecycle(Revisions):
             reason: str | None = connection.execute(query).scalar()
         return reason
 
+    def in_quarantine(self, digests: Sequence[str]) -> set[tuple[str, str]]:
+        """Return which revisions (policy, digest) with these digests are in quarantine."""
+        stones = tables.quarantine.c
+        query = select(stones.policy, stones.digest)
+        if not digests:
+            return set()
+        with self._read(self._single) as connection:
+            between = query.where(stones.digest.between(min(digests), max(digests)))
+            return {(policy, digest) for policy, digest in connection.execute(between)}
+
     def release_quarantine(self, policy: str, digest: str) -> None:
         stones = tables.quarantine
         mine = (stones.c.policy == policy) & (stones.c.digest == digest)
