@@ -162,6 +162,7 @@ class Catalog(Guards, Notes, Routes, Looks, Lifecycle):
             with self._write() as connection:
                 refuse_retired(connection, release.policy, [release.revision])
                 connection.execute(tables.releases.insert().values(**vars(release)))
+                self._tell(connection, release.policy)
         except IntegrityError:
             raise Conflict(
                 f"Another release of {release.policy!r} is running. Wait for its verdict, or hold it."
@@ -190,6 +191,8 @@ class Catalog(Guards, Notes, Routes, Looks, Lifecycle):
         change = update(tables.releases).where(table.id == id, table.version == expected_version)
         with self._write() as connection:
             row = connection.execute(change.values(**values).returning(tables.releases)).one_or_none()
+            if row:
+                self._tell(connection, row.policy)
         if row is None:
             raise Conflict(f"Release {id} has changed since version {expected_version}.")
         return Release(**row._mapping)

@@ -95,6 +95,8 @@ class Lifecycle(Revisions):
                     )
                     if connection.execute(gone).rowcount:
                         removed.append(row)
+            for policy in {row.policy for row in removed}:
+                self._tell(connection, policy)
         return removed
 
     # Bytes
