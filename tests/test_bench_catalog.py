@@ -12,7 +12,7 @@ import pytest
 import torch
 from bench_files import BENCH, load
 
-from engine.adapters.catalog import Catalog
+from engine.adapters.catalog import Catalog, migrate
 from engine.adapters.families import BaseShapes
 from engine.adapters.publishing import stored_tensors
 from engine.adapters.store import Store
@@ -116,3 +116,13 @@ def test_registered_adapters_answer_as_those_published_one_by_one(
     assert found.peft_nats < 2e-4
     assert found.effect_nats > 0.1
     assert served.session_peak_bytes(engine.process.pid) > 1 << 28
+
+
+def test_a_command_runs_with_its_peak_memory(tmp_path: Path):
+    settings, url = tmp_path / "params.yaml", f"sqlite:///{tmp_path / 'catalog.db'}"
+    settings.write_text(json.dumps({"state_dir": str(tmp_path)}))
+    migrate(url)
+    found = part("command", words=["store", "verify", "--params", str(settings)])
+    assert found["code"] == 0
+    assert found["peak_bytes"] > 1 << 20
+    assert part("command", words=["store", "no-such-command"])["code"] != 0

@@ -146,16 +146,20 @@ def resolve(url: str, base_digest: str, names: list[str], rounds: int, spawned: 
 
 def command(words: list[str]) -> dict:
     """Run a `graftwork` command in this process; what it prints is thrown away."""
-    from flows.cli import main
+    from engine.errors import GraftworkError
+    from flows.cli import app
 
     began = time.perf_counter()
-    sys.argv, code = ["graftwork", *words], 0
+    code: Any = 0
     with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
         try:
-            main()
+            app(words)
+        except GraftworkError as error:
+            print(error, file=sys.stderr)
+            code = error.exit_code
         except SystemExit as ended:
             code = ended.code
-    return {"seconds": time.perf_counter() - began, "code": code, "peak_bytes": peak_bytes()}
+    return {"seconds": time.perf_counter() - began, "code": code or 0, "peak_bytes": peak_bytes()}
 
 
 PARTS = {"register": register, "resolve": resolve, "write": write, "command": command}

@@ -256,6 +256,10 @@ def main() -> None:
     given = parser.parse_args()
     base = ensure_base(BaseConfig(name="tiny-dense"), load_params(given.params).paths)
     given.out.mkdir(parents=True, exist_ok=True)
+    needed = int(1.1 * max(7_680 * sum(sorted(given.entries)[-2:]), 37_632 * given.larger))
+    free = shutil.disk_usage(given.out).free
+    if free < needed:
+        sys.exit(f"bench catalog needs {needed >> 20} MB beside {given.out}, and {free >> 20} MB are free.")
     root = Path(tempfile.mkdtemp(prefix="catalog-", dir=given.out.parent))
     try:
         figures, faults = measure(given, base, root)
