@@ -18,7 +18,17 @@ import typer
 
 from engine.errors import ConfigError, GraftworkError
 from engine.forms import AdaptForm
-from flows import cli_adapters, cli_admin, cli_decide, cli_look, cli_plan, cli_policy, cli_score, cli_serve
+from flows import (
+    cli_adapters,
+    cli_admin,
+    cli_decide,
+    cli_look,
+    cli_plan,
+    cli_policy,
+    cli_residency,
+    cli_score,
+    cli_serve,
+)
 from flows.entry import PARAMS, ParamsFile, check, enter, load_flows, require_services
 
 app = typer.Typer(
@@ -142,7 +152,18 @@ def adapt(
             display.print_row(rows[name])
 
 
-for group in (cli_policy, cli_score, cli_decide, cli_look, cli_serve, cli_plan, cli_adapters, cli_admin):
+GROUPS = (
+    cli_policy,
+    cli_score,
+    cli_decide,
+    cli_look,
+    cli_residency,
+    cli_serve,
+    cli_plan,
+    cli_adapters,
+    cli_admin,
+)
+for group in GROUPS:
     app.add_typer(group.app)
 
 

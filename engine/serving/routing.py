@@ -1,28 +1,32 @@
-"""Which revision answers a request: the catalog's routes, read again whenever they change.
+"""Which revision answers a request: the catalog's rows, read again when they may have changed.
 
-The split between champion and canary is a hash of policy, unit and salt, so that any number of
-gateways agree without talking. Knows neither HTTP nor vLLM.
+A row is read when it is asked for and kept until anything in the catalog changes, so that neither start nor
+change costs more with a million policies than with one. The split between champion and canary is a hash of
+policy, unit and salt, so that any number of gateways agree without talking. Knows neither HTTP nor vLLM.
 """
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
+from typing import Any
 
-from engine.adapters.catalog import Catalog, Key, Revision, Route, ServingState
+from engine.adapters.catalog import Catalog, Key, Revision, Route
 from engine.adapters.catalog_access import hash_key
 from engine.config import served_name, split_served_name
-from engine.errors import AdapterError, GraftworkError, NotFound, ServiceError
+from engine.errors import AdapterError, Conflict, GraftworkError, NotFound, ServiceError
 
 # A gateway that could not read the catalog for this long answers from champions alone.
 STALE_S = 0.8
-PINNED_CACHE = 100_000
+# Rows that are kept, some 2 kB each.
+KEPT = 8192
 # Purposes that may still reach a revision with a tombstone: judging it is not serving it.
 JUDGING = frozenset({"score", "probe"})
 
 
 class Gone(GraftworkError):
-    """The pinned revision has a tombstone; the message is its reason."""
+    """The pinned revision is served to nobody any more; the message is the reason."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class Target:
 
 
 class Router:
-    """Resolve model names. For one thread; every call sees the newest committed routes."""
+    """Resolve model names. For one thread; every call sees the newest committed rows."""
 
     def __init__(
         self,
@@ -55,73 +59,149 @@ class Router:
         self._catalog = catalog
         self._clock = clock
         self._version: int | None = None
-        self._state = ServingState({}, frozenset(), {}, {})
         self._read_at = clock()
-        self._pinned: dict[tuple[str, str], Revision] = {}
-
-    def refresh(self) -> ServingState:
-        """Read the routes again if the catalog has changed; keep the last ones while it cannot be read."""
-        try:
-            # Asking for the version costs microseconds, so that every request can ask.
-            version = self._catalog.data_version()
-            if version != self._version:
-                self._state = self._catalog.serving_state()
-                self._version = version
-            self._read_at = self._clock()
-        except Exception as error:
-            if self._version is None:
-                raise ServiceError(f"The catalog cannot be read: {error}. Requests wait for it.") from None
-        return self._state
+        # What was read, and at which version of the catalog; the one used least recently first.
+        self._rows: OrderedDict[Hashable, tuple[int | None, Any]] = OrderedDict()
 
     def key(self, plaintext: str) -> Key | None:
         """Return the key in force with this plaintext."""
-        return self.refresh().keys.get(hash_key(plaintext))
+        self._look()
+        found: Key | None = self._read(("key", hash_key(plaintext)), lambda: self._catalog.key(plaintext))
+        return found
 
     def resolve(self, model: str, unit: str, purpose: str = "user") -> Target:
         """Return who answers `model` for this unit.
 
-        Raises `NotFound` for an unknown policy or revision and `Gone` for a pinned tombstone.
+        Raises `NotFound` for an unknown policy or revision, `Ambiguous` for a prefix of several, and `Gone`
+        for a pinned revision that is retired or has a tombstone.
         """
-        state = self.refresh()
+        self._look()
         if model == self.base_name:
             return Target(None, None, "base")
         policy, digest = split_served_name(model)
-        if policy not in state.routes:
-            known = ", ".join([self.base_name, *sorted(state.routes)[:20]])
-            raise NotFound(f"There is no model {model!r}. Known: {known}.")
         if digest is None:
-            return self._follow(state, state.routes[policy], unit)
-        pinned = self.revision(policy, digest)
-        reason = state.reasons.get((policy, pinned.digest))
+            route = self._route(policy)
+            if route is None:
+                raise self._unknown(model, policy)
+            return self._follow(route, unit)
+        try:
+            pinned = self._revision(policy, digest)
+        except NotFound as missing:
+            raise self._purged(model, policy) or missing from None
+        reason = self._reason(pinned)
         if reason is not None and purpose not in JUDGING:
-            raise Gone(f"{model} was rolled back: {reason} `graftwork lift` puts it back.")
+            raise Gone(f"{model} {reason}")
         return Target(policy, pinned.digest, "pinned")
 
     def revision(self, policy: str, digest: str) -> Revision:
         """Return a revision by its digest or a prefix of it.
 
-        Rows are kept: all but the place of the bytes is immutable, and a load reads that anew.
         Raises `AdapterError` when it belongs to another base: the same shapes would load and be wrong.
         """
-        known = self._pinned.get((policy, digest))
-        if known is None:
-            known = self._catalog.revision(policy, digest)
-            if known.base != self._base_digest:
-                raise AdapterError(
-                    f"{served_name(policy, known.digest)} belongs to base {known.base[:12]}, and this engine "
-                    f"serves {self._base_digest[:12]}. Start an engine with that base, or train it again."
-                )
-            if len(self._pinned) >= PINNED_CACHE:
-                self._pinned.clear()
-            self._pinned[policy, digest] = known
-        return known
+        self._look()
+        return self._revision(policy, digest)
 
-    def _follow(self, state: ServingState, route: Route, unit: str) -> Target:
+    def under_release(self) -> frozenset[tuple[str, str]]:
+        """Return (policy, digest) of what must stay resident: canaries, and champions and baselines beside.
+
+        As many as releases run, whatever the number of routes.
+        """
+        self._look()
+        found: frozenset[tuple[str, str]] = self._read(("release",), self._find_under_release)
+        return found
+
+    def _find_under_release(self) -> frozenset[tuple[str, str]]:
+        found = set()
+        for release in self._catalog.releases(open_only=True):
+            route = self._route(release.policy)
+            champion = route.champion if route else None
+            # Before its canary a candidate is asked for by probe and scorer alone, who can wait.
+            canary = route.canary if route else None
+            found |= {(release.policy, digest) for digest in (canary, champion, release.baseline) if digest}
+        return frozenset(found)
+
+    def _look(self) -> None:
+        """Ask whether anything has changed: microseconds, so that every request can ask."""
+        try:
+            self._version = self._catalog.data_version()
+            self._read_at = self._clock()
+        except Exception as error:
+            if self._version is None:
+                raise ServiceError(f"The catalog cannot be read: {error}. Requests wait for it.") from None
+
+    def _read(self, key: Hashable, read: Callable[[], Any]) -> Any:
+        """Return what is kept, or read it anew; what was last read holds while the catalog cannot be read."""
+        kept = self._rows.get(key)
+        if kept is None or kept[0] != self._version:
+            version = self._version
+            try:
+                kept = version, read()
+            except (NotFound, Conflict):
+                # An answer, not a failure: nobody has it, or several have.
+                self._rows.pop(key, None)
+                raise
+            except Exception as error:
+                if kept is None:
+                    raise ServiceError(f"The catalog cannot be read: {error}. Try again.") from None
+            self._rows[key] = kept
+            if len(self._rows) > KEPT:
+                self._rows.popitem(last=False)
+        self._rows.move_to_end(key)
+        return kept[1]
+
+    def _route(self, policy: str) -> Route | None:
+        def read() -> Route | None:
+            try:
+                return self._catalog.route(policy)
+            except NotFound:
+                return None
+
+        found: Route | None = self._read(("route", policy), read)
+        return found
+
+    def _revision(self, policy: str, digest: str) -> Revision:
+        found: Revision = self._read(
+            ("revision", policy, digest), lambda: self._catalog.revision(policy, digest)
+        )
+        if found.base != self._base_digest:
+            raise AdapterError(
+                f"{served_name(policy, found.digest)} belongs to base {found.base[:12]}, and this engine "
+                f"serves {self._base_digest[:12]}. Start an engine with that base, or train it again."
+            )
+        return found
+
+    def _is_buried(self, policy: str, digest: str) -> bool:
+        return self._stone(policy, digest) is not None
+
+    def _stone(self, policy: str, digest: str) -> Any:
+        return self._read(("tombstone", policy, digest), lambda: self._catalog.tombstone(policy, digest))
+
+    def _reason(self, revision: Revision) -> str | None:
+        """Return why a revision is served to nobody, None if it is served."""
+        stone = self._stone(revision.policy, revision.digest)
+        if stone is not None:
+            return f"was rolled back: {stone.reason} `graftwork lift` puts it back."
+        if revision.retired_at is not None:
+            return f"was retired: {revision.retired_reason} `graftwork adapters unretire` puts it back."
+        return None
+
+    def _purged(self, model: str, policy: str) -> Gone | None:
+        purged = self._catalog.purged(policy)
+        return Gone(f"{model} was purged by {purged.by}; its adapters are gone for good.") if purged else None
+
+    def _unknown(self, model: str, policy: str) -> GraftworkError:
+        """Return why there is no such model: its name was purged, or never known."""
+        if (gone := self._purged(model, policy)) is not None:
+            return gone
+        nearest = [self.base_name, *self._catalog.nearest_policies(policy)]
+        return NotFound(f"There is no model {model!r}. Known: {', '.join(nearest)}.", nearest)
+
+    def _follow(self, route: Route, unit: str) -> Target:
         if self._clock() - self._read_at > STALE_S:
             route = replace(route, canary=None)
         arms = [("canary", route.canary)] if in_canary(route, unit) else []
         for arm, digest in [*arms, ("champion", route.champion)]:
-            if digest and (route.policy, digest) not in state.tombstones:
+            if digest and not self._is_buried(route.policy, digest):
                 return Target(route.policy, digest, arm, route.version)
         return Target(route.policy, None, "base", route.version)
 
