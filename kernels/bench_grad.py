@@ -3,8 +3,8 @@
     python -m kernels.bench_grad [--tokens 4096] [--ranks 8 16 32] [--repeats 20]
 
 One projection of Qwen3-30B-A3B's experts: 128 experts, 8 a token, hidden 2048, width 768. On a GPU ours are
-the Triton kernels, on a CPU the batched products. All three do forward and backward from the same leaves, for
-one adapter and for four, and must agree, or no figure counts.
+the Triton kernels, on a CPU `experts_grouped`, which shares one sorting among all products. All three do
+forward and backward from the same leaves, for one adapter and for four, and must agree, or no figure counts.
 
 `share` is how near ours comes to the machine: the longer of two times, over ours. One is for the bytes that
 every way must move (rows, factors and gradients, once each, at what a copy reaches in the same run), the
@@ -20,7 +20,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from kernels import experts, experts_grad, experts_triton, testing
+from kernels import experts_grad, experts_grouped, experts_triton, testing
 
 EXPERTS, TOP_K, HIDDEN, WIDTH = 128, 8, 2048, 768
 ADAPTERS = (1, 4)
@@ -64,7 +64,7 @@ def layer(
 
 
 def ours(given: Layer) -> Tensor:
-    ops = experts_triton if given.x.is_cuda else experts
+    ops = experts_triton if given.x.is_cuda else experts_grouped
     return experts_grad.lora(*given.leaves, given.slots, given.experts, ops=ops)
 
 

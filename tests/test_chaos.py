@@ -17,7 +17,7 @@ from chaos import (
     recorded,
     revisions,
 )
-from live import left_behind
+from live import free_port, left_behind
 from operated import write_settings
 
 from engine import services
@@ -32,6 +32,7 @@ RUNS = 10
 VICTIMS = ("engine", "flow", "flow", "trainer", "trainer")
 SEED = 20
 RECIPE = {"task": "addition", "contract": "terse", "suite": "addition-terse", "steps": STEPS, "groups": 8}
+BESIDE = ("beside-0", "beside-1")
 # On-policy, and with the samples of a step drawn while the one before it is learned.
 STALENESS = (0, 1)
 
@@ -65,12 +66,14 @@ class Live:
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     state = tmp_path_factory.mktemp("chaos")
-    policies: dict[str, dict] = dict.fromkeys(("sample", "unrecorded"), RECIPE)
+    policies: dict[str, dict] = dict.fromkeys(("sample", "unrecorded", "among", *BESIDE), RECIPE)
     for number in range(RUNS):
         policies[f"run-{number}"] = RECIPE | {"staleness": STALENESS[number % len(STALENESS)]}
     for staleness in STALENESS:
         policies[f"whole-{staleness}"] = RECIPE | {"staleness": staleness}
-    file = write_settings(state, policies=policies)
+    # Several policies may share a pass, which rounds in another order: the check is equal digests.
+    trainer = {"port": free_port(), "fuse": "never"}
+    file = write_settings(state, policies=policies, trainer=trainer)
     params = load_params(file)
     migrate(params.paths.catalog_url)
     catalog = Catalog(params.paths.catalog_url)
@@ -134,3 +137,19 @@ def test_a_step_that_was_stored_just_before_its_flow_died_is_recorded_by_the_nex
 @pytest.mark.parametrize("number", range(RUNS))
 def test_kills_at_random_moments(live: Live, number: int, tell: Callable[..., None]) -> None:
     survives(live, f"run-{number}", plans(SEED, VICTIMS, STEPS, RUNS)[number], tell)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_kills_with_three_policies_at_once(live: Live, tell: Callable[..., None]) -> None:
+    """One recipe, so one digest: whoever is killed, and whoever only waits beside it."""
+    whole = live.whole(0)
+    flows = [Flow(live.file, policy) for policy in BESIDE]
+    try:
+        survives(live, "among", plans(SEED + 1, VICTIMS, STEPS, 1)[0], tell)
+        for flow in flows:
+            assert flow.finish() == whole.digests[STEPS]
+            assert_whole(live.params, flow.policy, STEPS, whole.digests)
+    finally:
+        for flow in flows:
+            flow.process.kill()

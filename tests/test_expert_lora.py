@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import experts, experts_grad, naive, scatter, testing
+from kernels import experts, experts_grad, experts_grouped, naive, scatter, testing
 
 ROOT = Path(__file__).parent.parent
 MIXES = {
@@ -69,6 +69,22 @@ def test_equals_the_reference(mix: str, rows: str, shared: str, dtype: torch.dty
             assert testing.error(y, want) <= LIMITS[dtype] * testing.EPS[dtype]
             # Not even the sign of a zero may change.
             assert torch.equal(y[batch.slots < 0], before[batch.slots < 0])
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize("shared", ["", "A", "B", "AB"])
+@pytest.mark.parametrize("rows", ["token", "pair"])
+@pytest.mark.parametrize("mix", MIXES)
+def test_grouped_products_equal_the_reference(mix: str, rows: str, shared: str, dtype: torch.dtype):
+    batch = testing.routed(MIXES[mix], shared=shared, rows=rows, dtype=dtype)
+    plan = experts_grouped.plan(batch.slots, batch.experts)
+    for reduce in (False, True):
+        y = blank(batch, reduce)
+        want, before = reference(batch, y), y.clone()
+        h = experts_grouped.shrink(batch.x, batch.a, plan)
+        experts_grouped.expand(y, h, batch.b.transpose(-1, -2), plan, batch.weights)
+        assert testing.error(y, want) <= LIMITS[dtype] * testing.EPS[dtype]
+        assert torch.equal(y[batch.slots < 0], before[batch.slots < 0])
 
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
@@ -169,19 +185,21 @@ def test_tiles_are_used_where_they_are_cheaper():
 @pytest.mark.parametrize("reduce", [False, True])
 @pytest.mark.parametrize("shared", ["", "A", "B", "AB"])
 @pytest.mark.parametrize("rows", ["token", "pair"])
-@pytest.mark.parametrize("tiles", [False, True])
+@pytest.mark.parametrize("way", ["pairs", "tiles", "grouped"])
 def test_gradients_equal_the_reference(
-    tiles: bool, rows: str, shared: str, reduce: bool, monkeypatch: pytest.MonkeyPatch
+    way: str, rows: str, shared: str, reduce: bool, monkeypatch: pytest.MonkeyPatch
 ):
     slots = MIXES["with base rows"] + [1] * 31
-    if tiles:
+    ops = experts_grouped if way == "grouped" else experts
+    if way == "tiles":
         monkeypatch.setattr(experts, "COPIED_WITHOUT_TILES", 0)
         assert experts.cheapest(torch.tensor(slots[9:])) > 1
     for dtype in LIMITS:
         batch = testing.routed(slots, shared=shared, rows=rows, dtype=dtype)
         exact = batch.to(torch.float64)
         inputs = [v.requires_grad_() for v in (batch.x, batch.a, batch.b, batch.weights)]
-        y = experts_grad.lora(batch.x, batch.a, batch.b, batch.slots, batch.experts, batch.weights, reduce)
+        given = (batch.x, batch.a, batch.b, batch.slots, batch.experts, batch.weights, reduce)
+        y = experts_grad.lora(*given, ops=ops)
         dy = torch.randn(y.shape).to(dtype)
         got = torch.autograd.grad(y, inputs, dy)
         h = naive.shrink_experts(exact.x, exact.a, exact.slots, exact.experts)

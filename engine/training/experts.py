@@ -69,7 +69,7 @@ class SlottedExperts(nn.Module):
         self.base = base
         self.parts: Sequence[Part] = ()
         self.pairs: dict[str, dict[int, tuple[Tensor, Tensor, float]]] = {}
-        name = "kernels.experts_triton" if base.down_proj.is_cuda else "kernels.experts"
+        name = "kernels.experts_triton" if base.down_proj.is_cuda else "kernels.experts_grouped"
         # Triton is imported on a GPU alone.
         self.ops = import_module(name)
 

@@ -1,12 +1,14 @@
 """Many policies on one resident base: one after another against all at once, evaluation included.
 
-    graftwork bench concurrency [--base tiny-dense|tiny-moe] [--policies 3 5 9] [--steps 5] [--repeats 5]
+    graftwork bench concurrency [--base tiny-dense|tiny-moe|qwen3-4b|...] [--policies 3 5 9] [--repeats 5]
 
 Real engine and trainer, started by the supervisor as `graftwork up` does, and the flow's own steps: `train`,
 then `score` on the policy's frozen suite. Both modes use the same processes, settings and code; they
 alternate, in the other order in every other repeat, and every round has sessions of its own. A repeat's seeds
 are the same in both modes, so that both draw the same samples: in float32 on a dense base their adapters must
 be equal. On every base the modes' scores must be, within what seeds or so few items do to them.
+
+The shapes of Qwen3 are random weights for a GPU. They know nothing, so their reward is `_shapes.by_length`.
 """
 
 import argparse
@@ -25,16 +27,20 @@ from unittest.mock import patch
 import _record as record
 from _account import Account, members, peak_bytes, reset_peaks
 from _rounds import Round, compared, faults, where_time_goes
+from _shapes import SHAPES, shaped_base
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from live import free_port
 
 from engine import services
 from engine.base import ensure_base
-from engine.config import Params, PolicyConfig, load_params
+from engine.config import BaseConfig, Params, PolicyConfig, load_params
 from tasks.parallel import in_parallel
 
-LEAST = {"tiny-dense": 1.5, "tiny-moe": 1.3}
+LEAST = {"tiny-dense": 1.5, "tiny-moe": 1.3, "qwen3-0.6b": 2.81, "qwen3-4b": 2.81, "qwen3-30b-a3b": 2.0}
+TINY = ("tiny-dense", "tiny-moe")
+# Answers of a base that knows nothing go on to the limit.
+SHAPED = {"verifier": "python:_shapes:by_length", "max_tokens": 64}
 TASKS = (("addition", "terse", "addition-terse"), ("sorting", "json", "sorting-json"))
 # As many policies as the largest round has, and their samples in one engine step.
 SLOTS, SEQUENCES = 16, 512
@@ -48,6 +54,7 @@ class Bench:
         from engine.adapters.catalog import Catalog, ensure_local_key
 
         self.params, self.steps = params, steps
+        self.recipe: dict[str, Any] = {} if params.base.name in TINY else SHAPED
         catalog = Catalog(params.paths.catalog_url)
         self.key = ensure_local_key(catalog, params.paths.local_key)
         catalog.close()
@@ -60,7 +67,7 @@ class Bench:
     def round(self, policies: int, repeat: int, run: Callable[..., list[Any]]) -> Round:
         """Train and score `policies` fresh policies; `run` takes the calls and says in which order."""
         self.rounds += 1
-        named = {f"r{self.rounds}-p{i}": config_of(i, repeat, self.steps) for i in range(policies)}
+        named = {f"r{self.rounds}-p{i}": self.config(i, repeat) for i in range(policies)}
         params = self.params.model_copy(update={"policies": named})
         account = Account(self.processes)
         reset_peaks(self.resident)
@@ -71,6 +78,14 @@ class Bench:
         scores, digests = zip(*found, strict=True)
         return Round(seconds, account, peak_bytes(self.resident), scores, digests)
 
+    def config(self, number: int, repeat: int) -> PolicyConfig:
+        task, contract, suite = TASKS[number % len(TASKS)]
+        seed = 100 * (repeat + 1) + number
+        return PolicyConfig.model_validate(
+            {"task": task, "contract": contract, "suite": suite, "steps": self.steps, "seed": seed}
+            | self.recipe
+        )
+
     def switch_seconds(self) -> list[float]:
         """Return by how much a call takes longer when another policy had the last one, of each round.
 
@@ -80,7 +95,7 @@ class Bench:
         from engine.training.rollouts import Sample
         from tasks.rollout_data import datum
 
-        client, config = TrainerClient(self.params.url("trainer")), config_of(0, 0, 1)
+        client, config = TrainerClient(self.params.url("trainer")), self.config(0, 0)
         fields = {"rank": config.rank, "alpha": config.alpha, "targets": ["q_proj"], "seed": 1, "holder": "x"}
         known = {"policy_config": config.model_dump(mode="json")}
         names = ("switch-1", "switch-2")
@@ -104,13 +119,6 @@ class Bench:
 def in_turn(modes: Iterable[str], number: int) -> list[str]:
     """Return the order of a round: whoever goes second finds warmer caches, so each one does."""
     return list(modes)[:: -1 if number % 2 else 1]
-
-
-def config_of(number: int, repeat: int, steps: int) -> PolicyConfig:
-    task, contract, suite = TASKS[number % len(TASKS)]
-    return PolicyConfig(
-        task=task, contract=contract, suite=suite, steps=steps, seed=100 * (repeat + 1) + number
-    )
 
 
 def adapted(params: Params, policy: str, config: PolicyConfig, key: str) -> tuple[float, str]:
@@ -149,12 +157,17 @@ MODES = {"sequential": one_by_one, "concurrent": in_parallel}
 
 def settings(given: Params, base: str, state: Path) -> Params:
     """Return settings for services of their own, on a base that is built in the given state directory."""
+    given.paths.bases.mkdir(parents=True, exist_ok=True)
     (state / "bases").symlink_to(given.paths.bases)
+    name = base
+    if base in SHAPES:
+        tokenizer = ensure_base(BaseConfig(name="tiny-dense"), given.paths).path
+        name = str(shaped_base(SHAPES[base], given.paths.bases / f"random-{base}", tokenizer))
     ports = {name: {"port": free_port()} for name in ("controller", "mlflow", "prefect")}
     return Params.model_validate(
         {
             "state_dir": state,
-            "base": {"name": base},
+            "base": {"name": name},
             "engine": {
                 "port": free_port(),
                 "slots": SLOTS,
@@ -162,8 +175,8 @@ def settings(given: Params, base: str, state: Path) -> Params:
                 # A start beside other work is slow, and not what is measured.
                 "start_timeout_s": 900,
             },
-            # Equal digests are the check: a shared pass rounds in another order.
-            "trainer": {"port": free_port(), "fuse": "never"},
+            # Where equal digests are the check: a shared pass rounds in another order.
+            "trainer": {"port": free_port(), "fuse": "never" if base in TINY else "auto"},
             **ports,
         }
     )
@@ -266,7 +279,7 @@ def main() -> None:
     parser.add_argument("--params", type=Path, default=Path("params.yaml"), help="whose built bases are used")
     parser.add_argument("--out", type=Path, default=Path(".graftwork/bench"))
     arguments = parser.parse_args()
-    for base in arguments.base or list(LEAST):
+    for base in arguments.base or TINY:
         run(load_params(arguments.params), base, arguments)
 
 

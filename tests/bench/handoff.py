@@ -20,6 +20,7 @@ from pathlib import Path
 import _record as record
 import httpx
 import torch
+from _shapes import QWEN3_06B, QWEN3_4B, SHAPES, shaped_base
 from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -27,18 +28,6 @@ from live import RunningEngine, StockServer, start_engine, stop_engine
 
 from engine.adapters.families import BaseShapes
 
-# Parameters of the bases, and a rank-1 adapter on every linear layer of each, by arithmetic.
-QWEN3_06B = {
-    "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
-    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
-}  # fmt: skip
-QWEN3_4B = {
-    **QWEN3_06B,
-    "hidden_size": 2560,
-    "intermediate_size": 9728,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-}
 LENGTHS = (1, 64, 305)
 TARGETS = {
     "tiny-dense": {"ratio_first_token": ">= 30.7", "ratio_64": ">= 18.3"},
@@ -91,8 +80,6 @@ def adapter_shares() -> dict[str, float]:
 
 def make_base(name: str, root: Path) -> tuple[Path, str]:
     """Build the base once; return its directory and serving dtype."""
-    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
-
     from engine.base import build
     from engine.recipes import RECIPES
 
@@ -103,12 +90,7 @@ def make_base(name: str, root: Path) -> tuple[Path, str]:
     build(recipe, 1, built, lambda *_: None)
     if name in RECIPES:
         return built, recipe.dtype
-    path = root / name
-    torch.manual_seed(0)
-    config = Qwen3Config(**QWEN3_06B, max_position_embeddings=512, tie_word_embeddings=True, eos_token_id=1)
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
-    AutoTokenizer.from_pretrained(built).save_pretrained(path)
-    return path, "bfloat16"
+    return shaped_base(SHAPES[name], root / name, built), "bfloat16"
 
 
 def adapter(shapes: dict[str, tuple[int, int]], seed: int) -> dict[str, torch.Tensor]:
