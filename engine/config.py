@@ -120,6 +120,18 @@ class ControllerConfig(Settings):
     snapshot_s: float = Field(2, gt=0, description="how often readers get a new ledger snapshot")
 
 
+class StoreConfig(Settings):
+    """Where packed bytes lie: in the state directory, or behind a URL with a local cache."""
+
+    url: str | None = Field(
+        None,
+        pattern=r"^[a-z][a-z0-9+.]*://[^?#]+$",
+        description="any fsspec URL such as s3://bucket/prefix, credentials from its own environment; "
+        "None: the state dir",
+    )
+    cache_bytes: int = Field(10 << 30, ge=0, description="of local copies of what lies behind the URL")
+
+
 class MlflowConfig(Settings):
     port: Port = 8463
     backend: str | None = Field(None, description="database URL; None is SQLite in the state dir")
@@ -290,6 +302,7 @@ class Params(Settings):
     engine: EngineConfig = EngineConfig()
     trainer: TrainerConfig = TrainerConfig()
     controller: ControllerConfig = ControllerConfig()
+    store: StoreConfig = StoreConfig()
     mlflow: MlflowConfig = MlflowConfig()
     prefect: PrefectConfig = PrefectConfig()
     policies: dict[PolicyName, PolicyConfig] = Field(default_factory=dict)
@@ -370,6 +383,8 @@ class Paths:
         self.root = root
         self.bases = root / "bases"
         self.store = root / "store"
+        self.cache = root / "cache"
+        self.holds = root / "holds"
         self.revisions = root / "revisions"
         self.sessions = root / "sessions"
         self.catalog = root / "catalog.db"

@@ -82,7 +82,7 @@ def _search(
     from engine.adapters.families import BaseShapes
     from engine.adapters.publishing import stored_tensors
     from engine.adapters.revision import read_revision
-    from engine.adapters.store import Store
+    from engine.adapters.store import open_store
     from engine.quality.blame import Blame, find_module
     from engine.quality.parts import Parts, trainer_reference
     from engine.quality.probe import UNKNOWN, asking
@@ -92,7 +92,7 @@ def _search(
         base = BaseShapes.read(Path(catalog.base(revision.base).path))
         with (
             tempfile.TemporaryDirectory(dir=params.state_dir) as scratch,
-            closing(Store(params.paths.store)) as store,
+            closing(open_store(params)) as store,
             closing(TrainerClient(params.url("trainer"), patience_s=PATIENCE_S)) as trainer,
             asking(params.url("engine"), key) as engine,
         ):

@@ -11,7 +11,7 @@ from test_services import own_ports
 
 from engine import gpu, services
 from engine.adapters.catalog import Catalog, Policy, migrate
-from engine.config import Paths
+from engine.config import Params
 from engine.errors import ConfigError
 from engine.quality.probe import from_json
 from engine.training.export import Exporter
@@ -75,13 +75,14 @@ def test_a_session_learns_given_answers_and_its_revision_opens_in_peft(base, pat
         session.optim_step(OptimStep(request_id=str(step), session="dsa-1", fence=0, adam_params=adam))
     assert losses[-1] < 0.5 * losses[0], losses
 
-    paths = Paths(tmp_path / "state")
+    params = Params(state_dir=tmp_path / "state")
+    paths = params.paths
     paths.root.mkdir()
     migrate(paths.catalog_url)
     catalog = Catalog(paths.catalog_url)
     catalog.add_policy(Policy("dsa", "b" * 64, {}, "test", time.time()))
     export = Export(request_id="e", session="dsa-1", fence=0, kind="revision", probe_prompts=PROMPTS)
-    exported = Exporter(paths, catalog, torch.float32, (1,)).export(session, export)
+    exported = Exporter(params, catalog, torch.float32, (1,)).export(session, export)
     catalog.close()
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path), str(exported.directory))
     probe = json.loads((exported.directory / "probe.json").read_text())

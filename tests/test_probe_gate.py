@@ -231,7 +231,7 @@ def test_another_base_is_refused_as_that(gate: Gate, tmp_path):
     model.save_pretrained(tmp_path / "base")
     tensors = random_adapter(gate.shapes.modules(), 92)
     digest, _ = gate.ship(tensors, "draft")
-    with_it = Exporter(gate.params.paths, gate.engine.catalog, torch.float32, ()).probe_revision(
+    with_it = Exporter(gate.params, gate.engine.catalog, torch.float32, ()).probe_revision(
         ResidentBase(tmp_path / "base", 1, 512), gate.engine.base_digest,
         ProbeRevision(
             request_id="x", policy="draft", digest=digest, prompts=PROMPTS, tokens=8,

@@ -77,7 +77,7 @@ class Trainers:
         """Start a trainer, with room for `held` sessions of `NEW`; the one before ends as by a kill."""
         self.stop()
         params = Params.model_validate({"state_dir": self.state, "trainer": settings})
-        exporter = Exporter(params.paths, Catalog(params.paths.catalog_url), torch.float32, ())
+        exporter = Exporter(params, Catalog(params.paths.catalog_url), torch.float32, ())
         trainer = Trainer(params, self.base, DIGEST, exporter, int(held * bytes_of_new(self.base)))
         client = TrainerClient("http://trainer", patience_s=1, busy_s=0.0)
         client._http = TestClient(make_app(trainer), base_url="http://trainer")

@@ -27,7 +27,7 @@ from engine.adapters.revision import (
     validate,
     write_revision,
 )
-from engine.adapters.store import Store
+from engine.adapters.store import open_store
 from engine.base import ensure_base
 from engine.config import POLICY_NAME, Params
 from engine.errors import AdapterError, NotFound
@@ -103,7 +103,8 @@ def directory_from_store(params: Params, policy: str, digest: str, target: Path)
     catalog = Catalog(params.paths.catalog_url)
     try:
         row = catalog.revision(policy, digest)
-        tensors = stored_tensors(catalog, Store(params.paths.store), row)
+        with closing(open_store(params)) as store:
+            tensors = stored_tensors(catalog, store, row)
     finally:
         catalog.close()
     return write_revision(target, tensors, _manifest(row, tensors), {})
@@ -160,14 +161,14 @@ def _publish(
     """Write bytes, then the directory with its probe, then the catalog's row, which commits both."""
     now, config = time.time(), manifest.config
     dtype = getattr(torch, serving_dtype(params))
-    with closing(Store(params.paths.store)) as store:
+    with closing(open_store(params)) as store:
         row = put(catalog, store, tensors, manifest, dtype, BaseShapes.read(base.path), owner, now)
-    if probe:
-        write_revision(params.paths.revision(manifest.policy, manifest.digest), tensors, manifest, probe)
-    catalog.add_base(Base(base.digest, base.name, str(base.path), now))
-    with suppress(NotFound):
-        # What a policy is set to here outlives an import of one of its revisions.
-        config = catalog.policy(manifest.policy).config
-    catalog.add_policy(Policy(manifest.policy, base.digest, config, owner, now))
-    # A snapshot that is imported by name is an exported revision from now on.
-    catalog.add_revision(replace(row, state="exported", expires_at=None))
+        if probe:
+            write_revision(params.paths.revision(manifest.policy, manifest.digest), tensors, manifest, probe)
+        catalog.add_base(Base(base.digest, base.name, str(base.path), now))
+        with suppress(NotFound):
+            # What a policy is set to here outlives an import of one of its revisions.
+            config = catalog.policy(manifest.policy).config
+        catalog.add_policy(Policy(manifest.policy, base.digest, config, owner, now))
+        # A snapshot that is imported by name is an exported revision from now on.
+        catalog.add_revision(replace(row, state="exported", expires_at=None))

@@ -14,8 +14,8 @@ from torch import Tensor
 from engine.adapters.catalog import Catalog, Revision
 from engine.adapters.publishing import put, stored_tensors
 from engine.adapters.revision import Manifest, make_manifest, read_revision, validate, write_revision
-from engine.adapters.store import Store
-from engine.config import Paths, served_name
+from engine.adapters.store import open_store
+from engine.config import Params, served_name
 from engine.errors import AdapterError, ConfigError
 from engine.quality.probe import Probe, ProbeRow
 from engine.training.adapter import Adapter
@@ -27,9 +27,9 @@ from engine.training.session import Session
 class Exporter:
     """Publish revisions in `dtype`, which is the engine's. One instance for the thread that trains."""
 
-    def __init__(self, paths: Paths, catalog: Catalog, dtype: torch.dtype, ends: Collection[int]):
-        self.paths, self.catalog, self.dtype, self.ends = paths, catalog, dtype, ends
-        self.store = Store(paths.store)
+    def __init__(self, params: Params, catalog: Catalog, dtype: torch.dtype, ends: Collection[int]):
+        self.paths, self.catalog, self.dtype, self.ends = params.paths, catalog, dtype, ends
+        self.store = open_store(params)
 
     def export(self, session: Session, request: Export) -> Exported:
         """Publish the session's adapter as it is now. Raises `AdapterError` when it holds NaN or Inf."""
@@ -134,3 +134,4 @@ class Exporter:
         state = "exported" if exported else "snapshot"
         expires_at = None if exported else now + session.opened.snapshot_ttl_s
         self.catalog.add_revision(Revision(**{**vars(row), "state": state, "expires_at": expires_at}))
+        self.store.committed()

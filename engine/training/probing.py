@@ -84,6 +84,6 @@ def _computed_here(
     dtype = getattr(torch, serving_dtype(params))
     migrate(params.paths.catalog_url)
     with closing(Catalog(params.paths.catalog_url)) as catalog:
-        exporter = Exporter(params.paths, catalog, dtype, end_tokens(base.path))
+        exporter = Exporter(params, catalog, dtype, end_tokens(base.path))
         resident = load_base(params, base.path, planned(params))
         return exporter.probe_revision(resident, base.digest, request)

@@ -167,7 +167,7 @@ def load_trainer(params: Params) -> "Trainer":
     catalog = Catalog(params.paths.catalog_url)
     catalog.add_base(Base(info.digest, info.name, str(info.path), time.time()))
     dtype = getattr(torch, params.engine.dtype_on(plan is not None))
-    exporter = Exporter(params.paths, catalog, dtype, end_tokens(info.path))
+    exporter = Exporter(params, catalog, dtype, end_tokens(info.path))
     base = load_base(params, info.path, plan)
     on_gpu = plan.trainer_adapters if plan else 0
     session_bytes = params.trainer.session_bytes or on_gpu or int(free_bytes() * FREE_SHARE)

@@ -26,7 +26,7 @@ from parity import RANK, prompts, random_adapter
 from engine.adapters.families import BaseShapes
 from engine.adapters.revision import make_manifest, write_revision
 from engine.base import ensure_base
-from engine.config import BaseConfig, Paths, load_params
+from engine.config import BaseConfig, Params, load_params
 from engine.quality.blame import place
 from engine.quality.probe import TOLERANCE, Probe, ProbeResult, check
 from engine.training.export import Exporter
@@ -52,7 +52,7 @@ def probe_of(engine: RunningEngine, base: ResidentBase, tensors: dict, folder: P
         prompts=prompts(PROBE_PROMPTS), tokens=PROBE_TOKENS,
     )  # fmt: skip
     dtype = next(iter(tensors.values())).dtype
-    exporter = Exporter(Paths(engine.state), engine.catalog, dtype, ())
+    exporter = Exporter(Params(state_dir=engine.state), engine.catalog, dtype, ())
     return exporter.probe_revision(base, engine.base_digest, request)
 
 
