@@ -1,6 +1,7 @@
 """What Prometheus reads of the host tier. No label names a revision: there may be a million of them."""
 
 from collections.abc import Callable
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -42,4 +43,4 @@ class LoadMetrics:
         self.adapters.labels("host").set_function(adapters)
         self.bytes.labels("host").set_function(size)
         for priority in PRIORITIES:
-            self.queue.labels(priority).set_function(lambda priority=priority: waiting(priority))
+            self.queue.labels(priority).set_function(partial(waiting, priority))

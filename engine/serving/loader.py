@@ -84,7 +84,8 @@ class SlotManager(LRUCacheLoRAModelManager):
 
     def names(self) -> list[str]:
         """Return the names of the adapters that have a slot."""
-        registered = (self._registered_adapters.get(lora_id) for lora_id in list(self._active_adapters))
+        ids = list(self._active_adapters)
+        registered: list[Any] = [self._registered_adapters.get(lora_id) for lora_id in ids]
         return [found.adapter.name for found in registered if found is not None and found.adapter is not None]
 
     def _fill(self, slot: int, adapter: PackedAdapter | None) -> None:

@@ -84,7 +84,8 @@ class Prewarmer:
     def popular(self, now: float) -> list[tuple[str, str]]:
         """Return (policy, digest) of the last hour's most used, as many as half of the tier holds."""
         tier = self._residency.tier
-        names, size = [], 0
+        names: list[tuple[str, str]] = []
+        size = 0
         rows = [row for row in self._read() if now - row["used_at"] <= RECENT_S]
         for row in sorted(rows, key=lambda row: -row["hits"]):
             size += row["bytes"]
