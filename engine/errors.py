@@ -7,8 +7,10 @@
     │   ├── EffectError          4  the engine does not reproduce the trainer's log-probabilities
     │   ├── DamagedBytes         4  its bytes in the store are not those that its checksum was taken of
     │   └── MissingBytes         4  its bytes are not where its row says
-    ├── NotFound                 5  no such policy, revision, suite, key or release
+    ├── NotFound                 5  no such policy, revision, suite, key or release; carries `nearest` names
     ├── Conflict                 6  somebody else holds it: a lease, a name, a newer version
+    │   ├── Ambiguous            6  a prefix that several names share; carries `candidates`
+    │   ├── Moved                6  bytes that were to be shared lie elsewhere by now
     │   └── Cancelled            6  the operation was called off
     └── ServiceError             7  a service is down, full, or answered with a fault
         ├── PortInUse            7
@@ -18,7 +20,7 @@ A message is a full sentence: what is wrong, then what to do. Errors hold string
 only, so that they cross process borders by pickle.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 
 class GraftworkError(Exception):
@@ -52,9 +54,23 @@ class MissingBytes(AdapterError):
 class NotFound(GraftworkError):
     exit_code = 5
 
+    def __init__(self, message: str, nearest: Iterable[str] = ()):
+        super().__init__(message)
+        self.nearest = tuple(nearest)
+
 
 class Conflict(GraftworkError):
     exit_code = 6
+
+
+class Ambiguous(Conflict):
+    def __init__(self, message: str, candidates: Iterable[str] = ()):
+        super().__init__(message)
+        self.candidates = tuple(candidates)
+
+
+class Moved(Conflict):
+    pass
 
 
 class Cancelled(Conflict):

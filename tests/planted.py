@@ -176,7 +176,7 @@ PLANTED |= {
     "a tail": (lambda made: made.payload.extend(b"\0" * 64), "bytes, found"),
     "0 bytes": (lambda made: made.payload.clear(), "bytes, found 0"),
     "wrong checksum": (row(checksum="0" * 64), "damaged"),
-    "a checksum of another kind": (row(checksum="crc:1"), "damaged"),
+    "a checksum of another kind": (row(checksum="ab" * 20), "damaged"),
     "a length of another kind": (row(length=1 << 40), "bytes, found"),
     "a negative length": (row(length=-1), "bytes, found"),
     "a negative start": (row(offset=-4096), "are not in"),

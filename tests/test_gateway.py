@@ -1,5 +1,6 @@
 """The gateway in front of a fake server: who may ask, what is passed on, what is observed."""
 
+import asyncio
 import json
 import time
 from dataclasses import replace
@@ -9,6 +10,7 @@ import httpx
 import pytest
 
 from engine.adapters.catalog import Base, Catalog, Policy, Revision, migrate
+from engine.adapters.store import Store
 from engine.config import EngineConfig
 from engine.serving.gateway import Gateway, GatewayState
 from engine.serving.residency import Residency
@@ -25,13 +27,17 @@ class Events:
         self.rows.append((table, fields))
 
 
-class InstantEngine:
-    async def prepare(self, name, address): ...
+class Engine:
+    """Loads take `seconds`; `faults` are raised one after the other."""
 
-    async def poll(self, name):
-        return "ready"
+    def __init__(self):
+        self.seconds, self.faults, self.prepared = 0.0, [], []
 
-    async def register(self, name): ...
+    async def prepare(self, name, address):
+        self.prepared.append(name)
+        await asyncio.sleep(self.seconds)
+        if self.faults:
+            raise self.faults.pop(0)
 
     async def forget(self, name): ...
 
@@ -68,14 +74,16 @@ def world(tmp_path):
     catalog.add_layout("layout", "{}")
     for digest in (CHAMPION, CANARY):
         catalog.add_revision(
-            Revision("sums", digest, "base", None, 1, 8, 10, "layout", "s", 0, 10, "c", "exported", "me", 0.0)
+            Revision(
+                "sums", digest, "base", None, 1, 8, 10, "layout", "s", 0, 10, "cc", "exported", "me", 0.0
+            )
         )
     route = catalog.route("sums")
     catalog.set_route(replace(route, champion=CHAMPION, canary=CANARY, weight=0.5), route.version)
-    server, events = Server(), Events()
+    server, events, engine = Server(), Events(), Engine()
     state = GatewayState(
         Router(catalog, "tiny", "base"),
-        Residency(InstantEngine(), catalog, tmp_path, EngineConfig()),
+        Residency(engine, catalog, Store(tmp_path), EngineConfig(load_queue=4)),
         events,
         "here",
     )
@@ -93,7 +101,10 @@ def world(tmp_path):
             transport=httpx.ASGITransport(with_app), base_url="http://gateway", headers=headers
         )
 
-    return SimpleNamespace(catalog=catalog, server=server, events=events, client=client, keys=keys, app=app)
+    return SimpleNamespace(
+        catalog=catalog, server=server, events=events, client=client, keys=keys, app=app, engine=engine,
+        state=state, call=with_app,
+    )  # fmt: skip
 
 
 async def test_the_route_is_followed_and_observed(world):

@@ -29,7 +29,9 @@ def catalog(tmp_path) -> Catalog:
     catalog.add_policy(Policy("sums", "base", {}, "me", 0.0))
     for digest in (CHAMPION, CANARY):
         catalog.add_revision(
-            Revision("sums", digest, "base", None, 1, 8, 10, "layout", "s", 0, 10, "c", "exported", "me", 0.0)
+            Revision(
+                "sums", digest, "base", None, 1, 8, 10, "layout", "s", 0, 10, "cc", "exported", "me", 0.0
+            )
         )
     return catalog
 

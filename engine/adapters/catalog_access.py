@@ -1,82 +1,155 @@
-"""Opening the catalog, and what guards it: leases, keys and switches.
+"""Opening the catalog, in SQLite or Postgres.
 
-Knows how a SQLite connection must be set up and how one transaction is made. A key's plaintext is
-returned once, by `create_key`; only its sha256 is stored.
+Knows how a connection must be set up, how one transaction is made in each of the two, and how long
+words become short ids in rows.
 """
 
-import hashlib
-import os
-import secrets
 import sqlite3
-import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Engine, Select, create_engine, event, select, update
-from sqlalchemy.dialects.sqlite import insert
+from sqlalchemy import URL, Connection, Engine, Select, Table, create_engine, delete, event, func, select
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import OperationalError
+from sqlalchemy.exc import ArgumentError, DatabaseError, OperationalError
 
-from engine.adapters import catalog_schema as schema
-from engine.adapters.catalog_schema import SCHEMA_VERSION, Key, Lease
-from engine.errors import ConfigError, Conflict, NotFound, ServiceError
+from engine.adapters import catalog_tables as tables
+from engine.adapters.catalog_rows import BASE, LAYOUT, OWNER, SEGMENT, decode
+from engine.adapters.catalog_schema import SCHEMA_VERSION, Revision
+from engine.errors import ConfigError, NotFound, ServiceError
 
 BUSY_TIMEOUT_MS = 15_000
-SCOPES = ("admin", "user", "score")
+STATEMENT_TIMEOUT_MS = 120_000
+CACHE_KIB = 32 << 10
+# Random digests touch a page each: the log is copied into the database in larger parts than by default.
+CHECKPOINT_PAGES = 4000
+# The advisory lock that makes writers of one Postgres database take turns, as SQLite's do.
+WRITE_LOCK = 0x67726166
+# Words kept in memory; owners may be many.
+WORDS = 200_000
+# Changes kept for gateways; one that is further behind reads everything again.
+CHANGES = 10_000
 Row = TypeVar("Row")
 
 
-def sqlite_path(url: str) -> Path:
-    """Return the file of a SQLite URL; `ConfigError` for any other database."""
-    parsed = make_url(url)
-    if parsed.get_backend_name() != "sqlite" or not parsed.database:
-        raise ConfigError(f"The catalog's address must be sqlite:///FILE, not {parsed.render_as_string()}.")
-    return Path(parsed.database)
+def database(url: str) -> URL:
+    """Return a catalog's address; `ConfigError` when it names neither SQLite nor Postgres."""
+    try:
+        address = make_url(url)
+    except ArgumentError:
+        raise ConfigError(
+            f"{url!r} is no address of a catalog. It is sqlite:///FILE or postgresql://USER@HOST/NAME."
+        ) from None
+    backend = address.get_backend_name()
+    if backend == "postgresql":
+        return address.set(drivername="postgresql+psycopg")
+    if backend != "sqlite" or not address.database:
+        raise ConfigError(
+            "The catalog's address must be sqlite:///FILE or postgresql://USER@HOST/NAME, "
+            f"not {address.render_as_string()}."
+        )
+    return address
+
+
+def sqlite_path(url: str) -> Path | None:
+    """Return the file of a SQLite URL; None for Postgres."""
+    address = database(url)
+    return Path(address.database or "") if address.get_backend_name() == "sqlite" else None
 
 
 def open_engine(url: str) -> Engine:
-    """Return an engine whose transactions begin when SQLAlchemy's do.
+    """Return an engine whose transactions begin when SQLAlchemy's do, and wait for a lock 15 s at most.
 
-    Writers take SQLite's write lock at once (BEGIN IMMEDIATE): two of them queue up instead of
-    failing when they both try to upgrade a read lock. A commit is on disk (synchronous=FULL).
+    Writers take their lock at once (SQLite: BEGIN IMMEDIATE; Postgres: an advisory lock): two of them
+    queue up instead of failing when both try to upgrade a read lock. A commit is on disk.
     """
-    engine = create_engine(url)
+    address = database(url)
+    return _open_sqlite(address) if address.get_backend_name() == "sqlite" else _open_postgres(address)
+
+
+def _open_sqlite(address: URL) -> Engine:
+    engine = create_engine(address)
 
     @event.listens_for(engine, "connect")
     def _on_connect(connection: sqlite3.Connection, _record: object) -> None:
         connection.isolation_level = None
         connection.execute(f"PRAGMA busy_timeout={BUSY_TIMEOUT_MS}")
         connection.execute("PRAGMA synchronous=FULL")
+        connection.execute(f"PRAGMA cache_size=-{CACHE_KIB}")
+        connection.execute(f"PRAGMA wal_autocheckpoint={CHECKPOINT_PAGES}")
 
     @event.listens_for(engine, "begin")
     def _on_begin(connection: Connection) -> None:
-        write = connection.get_execution_options().get("write", False)
-        connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
+        options = connection.get_execution_options()
+        # A single SELECT is a transaction by itself.
+        if not options.get("single", False):
+            connection.exec_driver_sql("BEGIN IMMEDIATE" if options.get("write", False) else "BEGIN")
+
+    return engine
+
+
+def _open_postgres(address: URL) -> Engine:
+    limits = f"-c lock_timeout={BUSY_TIMEOUT_MS} -c statement_timeout={STATEMENT_TIMEOUT_MS}"
+    try:
+        engine = create_engine(address, connect_args={"connect_timeout": 10, "options": limits})
+    except ModuleNotFoundError:
+        raise ConfigError(
+            f"The catalog {address.render_as_string()} needs psycopg: pip install 'graftwork[postgres]'."
+        ) from None
+
+    @event.listens_for(engine, "begin")
+    def _on_begin(connection: Connection) -> None:
+        if connection.get_execution_options().get("write", False):
+            connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({WRITE_LOCK})")
 
     return engine
 
 
 class Access:
-    """One open catalog: its connections, and its leases, keys and switches."""
+    """One open catalog: its connections, its transactions, and the words of its rows."""
 
     def __init__(self, url: str):
-        self.path = sqlite_path(url)
-        if not self.path.is_file():
-            raise NotFound(f"There is no catalog at {self.path}. Start the services with `graftwork up`.")
+        address = database(url)
+        self.label = str(address.database if sqlite_path(url) else address.render_as_string())
+        self._is_sqlite = address.get_backend_name() == "sqlite"
+        if self._is_sqlite and not Path(self.label).is_file():
+            raise NotFound(f"There is no catalog at {self.label}. Start the services with `graftwork up`.")
         self._engine = open_engine(url)
+        self._single = self._engine.execution_options(single=True)
         self._writer = self._engine.execution_options(write=True)
-        self._watch = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
+        # Several queries of one transaction see one moment: always so in SQLite.
+        self._moment = (
+            self._engine
+            if self._is_sqlite
+            else self._engine.execution_options(isolation_level="REPEATABLE READ")
+        )
+        self._dialect: Any = sqlite if self._is_sqlite else postgresql
+        self._mark = "?" if self._is_sqlite else "%s"
+        self._watch = (
+            sqlite3.connect(self.label, isolation_level=None, check_same_thread=False)
+            if self._is_sqlite
+            else None
+        )
+        self._ids: dict[str, int] = {}
+        self._names: dict[int, str] = {}
         self._check_schema()
 
     def close(self) -> None:
-        self._watch.close()
+        if self._watch:
+            self._watch.close()
         self._engine.dispose()
 
     def data_version(self) -> int:
-        """Return a number that changes when another connection commits. For one thread at a time."""
-        return int(self._watch.execute("PRAGMA data_version").fetchone()[0])
+        """Return a number that changes when another connection changes what gateways route by.
+
+        On SQLite it costs microseconds and changes with every commit. For one thread at a time.
+        """
+        if self._watch:
+            return int(self._watch.execute("PRAGMA data_version").fetchone()[0])
+        with self._read() as connection:
+            return int(connection.execute(select(func.max(tables.changes.c.id))).scalar() or 0)
 
     @contextmanager
     def _write(self) -> Iterator[Connection]:
@@ -85,122 +158,102 @@ class Access:
             with self._writer.begin() as connection:
                 yield connection
         except OperationalError as error:
-            raise ServiceError(f"The catalog {self.path} cannot be written: {error.orig}.") from error
+            raise ServiceError(f"The catalog {self.label} cannot be written: {error.orig}.") from error
+
+    @contextmanager
+    def _read(self, engine: Engine | None = None) -> Iterator[Connection]:
+        """One connection for queries; `ServiceError` when the database does not answer."""
+        try:
+            with (engine or self._engine).connect() as connection:
+                yield connection
+        except OperationalError as error:
+            raise ServiceError(f"The catalog {self.label} cannot be read: {error.orig}.") from error
 
     def _check_schema(self) -> None:
         query = "SELECT version_num FROM alembic_version"
         try:
-            row = self._watch.execute(query).fetchone()
-        except sqlite3.DatabaseError as error:
-            raise ConfigError(f"{self.path} is not a catalog of Graftwork: {error}.") from None
+            if self._watch:
+                row = self._watch.execute(query).fetchone()
+            else:
+                with self._read() as connection:
+                    row = connection.exec_driver_sql(query).first()
+        except (sqlite3.DatabaseError, DatabaseError) as error:
+            raise ConfigError(f"{self.label} is not a catalog of Graftwork: {error}.") from None
         found = row[0] if row else "none"
         if found != SCHEMA_VERSION:
             raise ConfigError(
-                f"The catalog {self.path} has schema {found}, this code wants {SCHEMA_VERSION}. "
+                f"The catalog {self.label} has schema {found}, this code wants {SCHEMA_VERSION}. "
                 "Start the services once with the newer of the two installations."
             )
 
-    # Leases
+    # Rows
 
-    def acquire(self, name: str, holder: str, ttl_s: float) -> int | None:
-        """Take the lease if it is free, expired or ours; return its fence, which only grows."""
-        with self._write() as connection:
-            now = time.time()
-            row = connection.execute(select(schema.leases).where(schema.leases.c.name == name)).one_or_none()
-            if row and row.until > now and row.holder != holder:
-                return None
-            lease = Lease(name, holder, now + ttl_s, row.fence + 1 if row else 1)
-            connection.execute(insert(schema.leases).prefix_with("OR REPLACE").values(**vars(lease)))
-        return lease.fence
+    def _insert(self, table: Table) -> Any:
+        return self._dialect.insert(table)
 
-    def renew(self, name: str, holder: str, fence: int, ttl_s: float) -> bool:
-        """Prolong a lease; False when another holder has taken it since."""
-        table = schema.leases.c
-        change = update(schema.leases).values(until=time.time() + ttl_s)
-        mine = (table.name == name) & (table.holder == holder) & (table.fence == fence)
-        with self._write() as connection:
-            return connection.execute(change.where(mine)).rowcount == 1
+    def _new(self, table: Table, row: Any) -> Any:
+        """Return an insert that leaves a known row as it is."""
+        return self._insert(table).values(**vars(row)).on_conflict_do_nothing()
 
-    def release_lease(self, name: str, holder: str) -> None:
-        table = schema.leases.c
-        free = update(schema.leases).values(until=0.0)
-        with self._write() as connection:
-            connection.execute(free.where(table.name == name, table.holder == holder))
-
-    def lease(self, name: str) -> Lease | None:
-        return self._one(Lease, select(schema.leases).where(schema.leases.c.name == name))
-
-    # Keys
-
-    def create_key(self, owner: str, scope: str) -> str:
-        """Return a new key's plaintext; `ConfigError` for an unknown scope."""
-        if scope not in SCOPES:
-            raise ConfigError(f"A key's scope is one of {', '.join(SCOPES)}, not {scope!r}.")
-        plaintext = f"gw-{secrets.token_hex(20)}"
-        key = Key(hash_key(plaintext), owner, scope, time.time())
-        with self._write() as connection:
-            connection.execute(insert(schema.keys).values(**vars(key)))
-        return plaintext
-
-    def keys(self) -> list[Key]:
-        with self._engine.connect() as connection:
-            rows = connection.execute(select(schema.keys).order_by(schema.keys.c.created_at))
-            return [Key(**row._mapping) for row in rows]
-
-    def key(self, plaintext: str) -> Key | None:
-        """Return the key in force with this plaintext."""
-        table = schema.keys.c
-        query = select(schema.keys).where(table.hash == hash_key(plaintext), table.revoked_at.is_(None))
-        return self._one(Key, query)
-
-    def revoke_key(self, prefix: str) -> Key:
-        """Revoke the one key whose hash begins with `prefix` (or whose plaintext it is)."""
-        wanted = hash_key(prefix) if prefix.startswith("gw-") else prefix
-        found = [key for key in self.keys() if key.hash.startswith(wanted) and key.revoked_at is None]
-        if not found:
-            raise NotFound(f"No key in force begins with {prefix[:12]!r}. `graftwork key ls` lists them.")
-        if len(found) > 1:
-            raise Conflict(f"{len(found)} keys begin with {prefix!r}; give more of its characters.")
-        table = schema.keys.c
-        with self._write() as connection:
-            change = update(schema.keys).where(table.hash == found[0].hash)
-            connection.execute(change.values(revoked_at=time.time()))
-        return found[0]
-
-    # Switches
-
-    def switch(self, name: str) -> bool:
-        query = select(schema.switches.c.on).where(schema.switches.c.name == name)
-        with self._engine.connect() as connection:
-            return bool(connection.execute(query).scalar())
-
-    def set_switch(self, name: str, on: bool) -> None:
-        row = insert(schema.switches).prefix_with("OR REPLACE").values(name=name, on=on)
-        with self._write() as connection:
-            connection.execute(row)
+    def _put(self, table: Table, row: Any) -> Any:
+        """Return an insert that replaces the row with the same key."""
+        key = [column.name for column in table.primary_key]
+        values = vars(row)
+        changed = {name: value for name, value in values.items() if name not in key}
+        return self._insert(table).values(**values).on_conflict_do_update(index_elements=key, set_=changed)
 
     def _one(self, kind: type[Row], query: Select[Any]) -> Row | None:
-        with self._engine.connect() as connection:
+        with self._read() as connection:
             row = connection.execute(query).one_or_none()
         return kind(**row._mapping) if row else None
 
+    def _all(self, kind: type[Row], query: Select[Any]) -> list[Row]:
+        with self._read() as connection:
+            return [kind(**row._mapping) for row in connection.execute(query)]
 
-def hash_key(plaintext: str) -> str:
-    return hashlib.sha256(plaintext.encode()).hexdigest()
+    def _tell(self, connection: Connection, policy: str | None) -> None:
+        """Note in a write transaction that a policy's route or stones have changed; None: the keys."""
+        done = connection.execute(tables.changes.insert().values(policy=policy))
+        assert done.inserted_primary_key is not None
+        old = tables.changes.c.id <= done.inserted_primary_key[0] - CHANGES
+        connection.execute(delete(tables.changes).where(old))
 
+    # Words
 
-def ensure_local_key(catalog: Access, path: Path) -> str:
-    """Return the installation's own admin key, kept in `path` for its owner only.
+    def _intern(self, wanted: Iterable[str]) -> dict[str, int]:
+        """Return the ids of words, adding those that are new. Not within a write transaction."""
+        words, known, table = set(wanted), self._ids, tables.names
+        ids = {word: known[word] for word in words if word in known}
+        missing = [word for word in words if word not in ids]
+        if missing:
+            with self._write() as connection:
+                new = self._insert(table).on_conflict_do_nothing()
+                connection.execute(new, [{"name": word} for word in missing])
+                found = connection.execute(select(table).where(table.c.name.in_(missing))).all()
+            ids |= self._remember(found)
+        return ids
 
-    A key that was revoked, or belongs to a catalog that is gone, is replaced.
-    """
-    if path.is_file():
-        plaintext = path.read_text().strip()
-        if catalog.key(plaintext):
-            return plaintext
-    plaintext = catalog.create_key("local", "admin")
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    temporary.touch(mode=0o600)
-    temporary.write_text(plaintext + "\n")
-    temporary.rename(path)
-    return plaintext
+    def _words(self, ids: Collection[int]) -> dict[int, str]:
+        """Return the words of ids."""
+        known, table = self._names, tables.names
+        words = {id: known[id] for id in ids if id in known}
+        if len(words) < len(ids):
+            with self._read() as connection:
+                missing = [id for id in ids if id not in words]
+                found = connection.execute(select(table).where(table.c.id.in_(missing))).all()
+            self._remember(found)
+            words |= {row.id: row.name for row in found}
+        return words
+
+    def _revisions(self, rows: Sequence[Any]) -> list[Revision]:
+        """Return the revisions of rows whose values are in the order of `COLUMNS`."""
+        words = self._words({row[at] for row in rows for at in (BASE, LAYOUT, SEGMENT, OWNER)})
+        return [decode(row, words) for row in rows]
+
+    def _remember(self, found: Sequence[Any]) -> dict[str, int]:
+        ids = {row.name: row.id for row in found}
+        if len(self._names) + len(ids) > WORDS:
+            self._ids, self._names = {}, {}
+        self._ids |= ids
+        self._names |= {row.id: row.name for row in found}
+        return ids

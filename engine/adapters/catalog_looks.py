@@ -5,63 +5,48 @@ All of them are bounded or counted in the database: a catalog may hold a million
 
 from sqlalchemy import func, select
 
-from engine.adapters import catalog_schema as schema
-from engine.adapters.catalog_notes import Notes
+from engine.adapters import catalog_tables as tables
+from engine.adapters.catalog_revisions import EXPORTED, Revisions, table
+from engine.adapters.catalog_rows import COLUMNS, prefix_range
 from engine.adapters.catalog_schema import Revision, Route
 
 
-class Looks(Notes):
+class Looks(Revisions):
     """The catalog's queries for looking; part of `Catalog`."""
 
     def base_names(self) -> dict[str, str]:
         """Return the names of the known bases by digest."""
-        query = select(schema.bases.c.digest, schema.bases.c.name)
-        with self._engine.connect() as connection:
+        query = select(tables.bases.c.digest, tables.bases.c.name)
+        with self._read() as connection:
             return {row.digest: row.name for row in connection.execute(query)}
 
     def latest_routes(self, limit: int) -> list[Route]:
         """Return the routes that changed last, newest first."""
-        table = schema.routes.c
-        query = select(schema.routes).order_by(table.updated_at.desc(), table.policy).limit(limit)
-        with self._engine.connect() as connection:
-            return [Route(**row._mapping) for row in connection.execute(query)]
+        routes = tables.routes.c
+        query = select(tables.routes).order_by(routes.updated_at.desc(), routes.policy).limit(limit)
+        return self._all(Route, query)
 
     def count_policies(self) -> int:
-        with self._engine.connect() as connection:
-            return int(connection.execute(select(func.count()).select_from(schema.policies)).scalar_one())
+        with self._read() as connection:
+            return int(connection.execute(select(func.count()).select_from(tables.policies)).scalar_one())
 
     def exported(self, policy: str, limit: int) -> list[Revision]:
         """Return a policy's exported revisions, newest first."""
-        table = schema.revisions.c
-        query = select(schema.revisions).where(table.policy == policy, table.state == "exported")
-        newest = query.order_by(table.created_at.desc(), table.digest.desc()).limit(limit)
-        with self._engine.connect() as connection:
-            return [Revision(**row._mapping) for row in connection.execute(newest)]
+        query = select(*COLUMNS).where(table.policy == policy, table.state == EXPORTED)
+        return self._rows(query.order_by(table.created_at.desc(), table.digest.desc()).limit(limit))
 
     def newest_exported(self, policy: str) -> Revision | None:
         return next(iter(self.exported(policy, 1)), None)
 
-    def children(self, policy: str, digest: str) -> list[Revision]:
-        """Return the exported revisions that were trained from this one, oldest first."""
-        table = schema.revisions.c
-        query = select(schema.revisions).where(
-            table.policy == policy, table.parent == digest, table.state == "exported"
-        )
-        with self._engine.connect() as connection:
-            found = connection.execute(query.order_by(table.created_at))
-            return [Revision(**row._mapping) for row in found]
-
     def count_exported(self, policy: str) -> int:
-        table = schema.revisions.c
-        query = select(func.count()).where(table.policy == policy, table.state == "exported")
-        with self._engine.connect() as connection:
+        query = select(func.count()).where(table.policy == policy, table.state == EXPORTED)
+        with self._read() as connection:
             return int(connection.execute(query).scalar_one())
 
     def revisions_like(self, digest_prefix: str, limit: int) -> list[Revision]:
-        """Return revisions of any policy whose digest begins so; it reads the whole table."""
-        table = schema.revisions.c
-        query = select(schema.revisions).where(
-            table.digest >= digest_prefix, table.digest < digest_prefix + "g"
-        )
-        with self._engine.connect() as connection:
-            return [Revision(**row._mapping) for row in connection.execute(query.limit(limit))]
+        """Return revisions of any policy whose digest begins so."""
+        between = prefix_range(digest_prefix)
+        if between is None:
+            return []
+        query = select(*COLUMNS).where(table.digest >= between[0], table.digest <= between[1])
+        return self._rows(query.order_by(table.digest, table.policy).limit(limit))

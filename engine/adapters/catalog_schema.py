@@ -8,10 +8,10 @@ the base itself.
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import JSON, Boolean, Column, Float, Index, Integer, MetaData, String, Table, Text, text
-
 # The newest file of engine/adapters/migrations/versions.
-SCHEMA_VERSION = "0002"
+SCHEMA_VERSION = "0003"
+# What `Revision.state` may be; a row holds the index.
+STATES = ("snapshot", "exported")
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,9 @@ class Revision:
     created_at: float
     expires_at: float | None = None
     probe: dict[str, Any] | None = None
+    retired_at: float | None = None
+    retired_by: str | None = None
+    retired_reason: str | None = None
 
 
 @dataclass(frozen=True)
@@ -178,162 +181,3 @@ class ServingState:
     tombstones: frozenset[tuple[str, str]]
     reasons: dict[tuple[str, str], str]
     keys: dict[str, Key]
-
-
-metadata = MetaData()
-
-bases = Table(
-    "bases",
-    metadata,
-    Column("digest", String, primary_key=True),
-    Column("name", String, nullable=False),
-    Column("path", String, nullable=False),
-    Column("created_at", Float, nullable=False),
-)
-
-policies = Table(
-    "policies",
-    metadata,
-    Column("name", String, primary_key=True),
-    Column("base", String, nullable=False),
-    Column("config", JSON, nullable=False),
-    Column("owner", String, nullable=False),
-    Column("created_at", Float, nullable=False),
-)
-
-layouts = Table(
-    "layouts",
-    metadata,
-    Column("digest", String, primary_key=True),
-    Column("body", Text, nullable=False),
-)
-
-# Without a row id the primary key is the table: one lookup finds the row, also by digest prefix.
-revisions = Table(
-    "revisions",
-    metadata,
-    Column("policy", String, primary_key=True),
-    Column("digest", String, primary_key=True),
-    Column("base", String, nullable=False),
-    Column("parent", String),
-    Column("step", Integer, nullable=False),
-    Column("rank", Integer, nullable=False),
-    Column("bytes", Integer, nullable=False),
-    Column("layout", String, nullable=False),
-    Column("segment", String, nullable=False),
-    Column("offset", Integer, nullable=False),
-    Column("length", Integer, nullable=False),
-    Column("checksum", String, nullable=False),
-    Column("state", String, nullable=False),
-    Column("owner", String, nullable=False),
-    Column("created_at", Float, nullable=False),
-    Column("expires_at", Float),
-    Column("probe", JSON(none_as_null=True)),
-    Index("revisions_newest", "policy", "created_at", "digest"),
-    Index("revisions_expiring", "expires_at", sqlite_where=text("expires_at IS NOT NULL")),
-    sqlite_with_rowid=False,
-)
-
-routes = Table(
-    "routes",
-    metadata,
-    Column("policy", String, primary_key=True),
-    Column("champion", String),
-    Column("previous", String),
-    Column("canary", String),
-    Column("weight", Float, nullable=False),
-    Column("salt", String, nullable=False),
-    Column("version", Integer, nullable=False),
-    Column("updated_at", Float, nullable=False),
-)
-
-releases = Table(
-    "releases",
-    metadata,
-    Column("id", String, primary_key=True),
-    Column("policy", String, nullable=False),
-    Column("revision", String, nullable=False),
-    Column("baseline", String),
-    Column("step", String, nullable=False),
-    Column("weight", Float, nullable=False),
-    Column("state", String, nullable=False),
-    Column("settings", JSON, nullable=False),
-    Column("created_at", Float, nullable=False),
-    Column("updated_at", Float, nullable=False),
-    Column("approval", String),
-    Column("reason", String, nullable=False),
-    Column("version", Integer, nullable=False),
-    Column("canary_started_at", Float),
-    Column("skip_gates", JSON, nullable=False),
-    Column("evidence", JSON, nullable=False),
-    Column("approved", JSON(none_as_null=True)),
-    Index("releases_newest", "policy", "created_at"),
-    # The lock of a policy: at most one release of it runs.
-    Index("releases_running", "policy", unique=True, sqlite_where=text("state = 'running'")),
-)
-
-tombstones = Table(
-    "tombstones",
-    metadata,
-    Column("id", Integer, primary_key=True),
-    Column("policy", String, nullable=False),
-    Column("digest", String, nullable=False),
-    Column("reason", String, nullable=False),
-    Column("by", String, nullable=False),
-    Column("at", Float, nullable=False),
-    Column("lifted_by", String),
-    Column("lifted_at", Float),
-    Column("lifted_reason", String),
-    Index("tombstones_active", "policy", "digest", unique=True, sqlite_where=text("lifted_at IS NULL")),
-)
-
-leases = Table(
-    "leases",
-    metadata,
-    Column("name", String, primary_key=True),
-    Column("holder", String, nullable=False),
-    Column("until", Float, nullable=False),
-    Column("fence", Integer, nullable=False),
-)
-
-keys = Table(
-    "keys",
-    metadata,
-    Column("hash", String, primary_key=True),
-    Column("owner", String, nullable=False),
-    Column("scope", String, nullable=False),
-    Column("created_at", Float, nullable=False),
-    Column("revoked_at", Float),
-)
-
-switches = Table(
-    "switches",
-    metadata,
-    Column("name", String, primary_key=True),
-    Column("on", Boolean, nullable=False),
-)
-
-aliases = Table(
-    "aliases",
-    metadata,
-    Column("policy", String, primary_key=True),
-    Column("alias", String, primary_key=True),
-    Column("version", String),
-    Column("digest", String),
-    Column("at", Float, nullable=False),
-)
-
-notices = Table(
-    "notices",
-    metadata,
-    Column("id", String, primary_key=True),
-    Column("name", String, nullable=False),
-    Column("policy", String, nullable=False),
-    Column("revision", String),
-    Column("reason", String, nullable=False),
-    Column("link", String, nullable=False),
-    Column("at", Float, nullable=False),
-    Column("sent_at", Float),
-    Index("notices_newest", "at"),
-    Index("notices_unsent", "at", sqlite_where=text("sent_at IS NULL")),
-)

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.adapters.catalog import Catalog, Key, Revision, Route
-from engine.adapters.catalog_access import hash_key
-from engine.config import served_name, split_served_name
+from engine.adapters.catalog_guards import hash_key
+from engine.config import DIGEST12, served_name, split_served_name
 from engine.errors import AdapterError, Conflict, GraftworkError, NotFound, ServiceError
 
 # A gateway that could not read the catalog for this long answers from champions alone.
@@ -44,6 +44,44 @@ class Target:
         return served_name(self.policy, self.digest) if self.policy and self.digest else None
 
 
+class Rows:
+    """Rows of the catalog as they were read, each with the change that it was read after. Bounded."""
+
+    def __init__(self) -> None:
+        self._rows: OrderedDict[Hashable, tuple[int, Any]] = OrderedDict()
+        # Whose rows were read too early: the change that made them old, and one for all who are not named.
+        self._changed: OrderedDict[str | None, int] = OrderedDict()
+        self._all_changed = 0
+
+    def get(self, key: Hashable) -> tuple[int, Any] | None:
+        if key in self._rows:
+            self._rows.move_to_end(key)
+        return self._rows.get(key)
+
+    def put(self, key: Hashable, seen: int, value: Any) -> None:
+        self._rows[key] = seen, value
+        self._rows.move_to_end(key)
+        if len(self._rows) > KEPT:
+            self._rows.popitem(last=False)
+
+    def drop(self, key: Hashable) -> None:
+        self._rows.pop(key, None)
+
+    def is_fresh(self, whose: str | None, seen: int) -> bool:
+        return seen >= max(self._all_changed, self._changed.get(whose, 0))
+
+    def note(self, change: int, names: set[str | None] | None) -> None:
+        """Take the rows of these names (None: of everybody) for old if they were read before this change."""
+        if names is None:
+            self._all_changed = change
+            return
+        for name in names:
+            self._changed[name] = change
+            self._changed.move_to_end(name)
+        while len(self._changed) > KEPT:
+            self._all_changed = max(self._all_changed, self._changed.popitem(last=False)[1])
+
+
 class Router:
     """Resolve model names. For one thread; every call sees the newest committed rows."""
 
@@ -58,15 +96,19 @@ class Router:
         self._base_digest = base_digest
         self._catalog = catalog
         self._clock = clock
+        # Of the whole catalog, and the last change to what is routed by.
         self._version: int | None = None
+        self._seen = 0
         self._read_at = clock()
-        # What was read, and at which version of the catalog; the one used least recently first.
-        self._rows: OrderedDict[Hashable, tuple[int | None, Any]] = OrderedDict()
+        self._rows = Rows()
+        self._released: tuple[int | None, frozenset[tuple[str, str]]] = None, frozenset()
 
     def key(self, plaintext: str) -> Key | None:
         """Return the key in force with this plaintext."""
         self._look()
-        found: Key | None = self._read(("key", hash_key(plaintext)), lambda: self._catalog.key(plaintext))
+        found: Key | None = self._read(
+            None, ("key", hash_key(plaintext)), lambda: self._catalog.key(plaintext)
+        )
         return found
 
     def resolve(self, model: str, unit: str, purpose: str = "user") -> Target:
@@ -101,53 +143,56 @@ class Router:
         self._look()
         return self._revision(policy, digest)
 
+    def policies(self, limit: int) -> list[str]:
+        """Return the names of so many policies, in their order."""
+        return self._catalog.first_policies(limit)
+
     def under_release(self) -> frozenset[tuple[str, str]]:
         """Return (policy, digest) of what must stay resident: canaries, and champions and baselines beside.
 
         As many as releases run, whatever the number of routes.
         """
         self._look()
-        found: frozenset[tuple[str, str]] = self._read(("release",), self._find_under_release)
-        return found
-
-    def _find_under_release(self) -> frozenset[tuple[str, str]]:
-        found = set()
-        for release in self._catalog.releases(open_only=True):
-            route = self._route(release.policy)
-            champion = route.champion if route else None
-            # Before its canary a candidate is asked for by probe and scorer alone, who can wait.
-            canary = route.canary if route else None
-            found |= {(release.policy, digest) for digest in (canary, champion, release.baseline) if digest}
-        return frozenset(found)
+        if self._released[0] != self._version:
+            version, found = self._version, set()
+            for release in self._catalog.releases(open_only=True):
+                route = self._route(release.policy)
+                # Before its canary a candidate is asked for by probe and scorer alone, who can wait.
+                digests = (route.canary, route.champion, release.baseline) if route else ()
+                found |= {(release.policy, digest) for digest in digests if digest}
+            self._released = version, frozenset(found)
+        return self._released[1]
 
     def _look(self) -> None:
         """Ask whether anything has changed: microseconds, so that every request can ask."""
         try:
-            self._version = self._catalog.data_version()
+            version = self._catalog.data_version()
+            if version != self._version:
+                self._seen, names = self._catalog.changed_since(self._seen)
+                self._rows.note(self._seen, names)
+                self._version = version
             self._read_at = self._clock()
         except Exception as error:
             if self._version is None:
                 raise ServiceError(f"The catalog cannot be read: {error}. Requests wait for it.") from None
 
-    def _read(self, key: Hashable, read: Callable[[], Any]) -> Any:
+    def _read(self, whose: str | None, key: Hashable, read: Callable[[], Any]) -> Any:
         """Return what is kept, or read it anew; what was last read holds while the catalog cannot be read."""
         kept = self._rows.get(key)
-        if kept is None or kept[0] != self._version:
-            version = self._version
-            try:
-                kept = version, read()
-            except (NotFound, Conflict):
-                # An answer, not a failure: nobody has it, or several have.
-                self._rows.pop(key, None)
-                raise
-            except Exception as error:
-                if kept is None:
-                    raise ServiceError(f"The catalog cannot be read: {error}. Try again.") from None
-            self._rows[key] = kept
-            if len(self._rows) > KEPT:
-                self._rows.popitem(last=False)
-        self._rows.move_to_end(key)
-        return kept[1]
+        if kept is not None and self._rows.is_fresh(whose, kept[0]):
+            return kept[1]
+        try:
+            value = read()
+        except (NotFound, Conflict):
+            # An answer, not a failure: nobody has it, or several have.
+            self._rows.drop(key)
+            raise
+        except Exception as error:
+            if kept is None:
+                raise ServiceError(f"The catalog cannot be read: {error}. Try again.") from None
+            return kept[1]
+        self._rows.put(key, self._seen, value)
+        return value
 
     def _route(self, policy: str) -> Route | None:
         def read() -> Route | None:
@@ -156,13 +201,16 @@ class Router:
             except NotFound:
                 return None
 
-        found: Route | None = self._read(("route", policy), read)
+        found: Route | None = self._read(policy, ("route", policy), read)
         return found
 
     def _revision(self, policy: str, digest: str) -> Revision:
-        found: Revision = self._read(
-            ("revision", policy, digest), lambda: self._catalog.revision(policy, digest)
-        )
+        if len(digest) < DIGEST12:
+            # Any new revision may begin with so few digits, too.
+            found = self._catalog.revision(policy, digest)
+        else:
+            key = ("revision", policy, digest)
+            found = self._read(policy, key, lambda: self._catalog.revision(policy, digest))
         if found.base != self._base_digest:
             raise AdapterError(
                 f"{served_name(policy, found.digest)} belongs to base {found.base[:12]}, and this engine "
@@ -174,7 +222,8 @@ class Router:
         return self._stone(policy, digest) is not None
 
     def _stone(self, policy: str, digest: str) -> Any:
-        return self._read(("tombstone", policy, digest), lambda: self._catalog.tombstone(policy, digest))
+        key = ("tombstone", policy, digest)
+        return self._read(policy, key, lambda: self._catalog.tombstone(policy, digest))
 
     def _reason(self, revision: Revision) -> str | None:
         """Return why a revision is served to nobody, None if it is served."""
@@ -182,12 +231,14 @@ class Router:
         if stone is not None:
             return f"was rolled back: {stone.reason} `graftwork lift` puts it back."
         if revision.retired_at is not None:
-            return f"was retired: {revision.retired_reason} `graftwork adapters unretire` puts it back."
+            return f"was retired: {revision.retired_reason} `graftwork adapters retire --undo` puts it back."
         return None
 
     def _purged(self, model: str, policy: str) -> Gone | None:
         purged = self._catalog.purged(policy)
-        return Gone(f"{model} was purged by {purged.by}; its adapters are gone for good.") if purged else None
+        return (
+            Gone(f"{model} was purged by {purged['by']}; its adapters are gone for good.") if purged else None
+        )
 
     def _unknown(self, model: str, policy: str) -> GraftworkError:
         """Return why there is no such model: its name was purged, or never known."""

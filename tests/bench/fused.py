@@ -5,8 +5,8 @@
 Each policy has so many samples in groups of eight, prompts of 16 to 24 tokens, completions of 3 to 24, an
 adapter of its own on every projection, rank 8, 4 or 16 in turn. Both ways run in turn on the same examples;
 figures are medians of the CPU's seconds. `rule` says how often `is_worth_fusing` picks the faster way, or one
-within 10% of it: for less it keeps to turns. Gradients must agree to 32 units of float32's last place of a
-factor's largest, as in `kernels.bench_grad`, or no figure counts.
+within 10% of it: for less it keeps to turns. Gradients must agree to 32 units of float32's last place of the
+largest one of the policy, or no figure counts.
 """
 
 import argparse
@@ -65,8 +65,9 @@ def in_turns(base: ResidentBase, calls: list[Call]) -> None:
 
 
 def gradients(calls: list[Call], run: Callable[[], object]) -> list[torch.Tensor]:
+    """Return each policy's gradients, all factors one behind the other."""
     run()
-    found = [factor.grad.clone() for call in calls for factor in call.adapter.factors.values()]
+    found = [torch.cat([f.grad.flatten() for f in call.adapter.factors.values()]) for call in calls]
     for call in calls:
         call.adapter.clear_gradients()
     return found

@@ -2,7 +2,7 @@
 
 from alembic import context
 
-from engine.adapters.catalog_schema import metadata
+from engine.adapters.catalog_tables import metadata
 
 context.configure(
     connection=context.config.attributes["connection"],

@@ -70,7 +70,12 @@ def upgrade() -> None:
     )
     op.create_index("releases_newest", "releases", ["policy", "created_at"], unique=False)
     op.create_index(
-        "releases_running", "releases", ["policy"], unique=True, sqlite_where=sa.text("state = 'running'")
+        "releases_running",
+        "releases",
+        ["policy"],
+        unique=True,
+        sqlite_where=sa.text("state = 'running'"),
+        postgresql_where=sa.text("state = 'running'"),
     )
     op.create_table(
         "revisions",
@@ -100,6 +105,7 @@ def upgrade() -> None:
         ["expires_at"],
         unique=False,
         sqlite_where=sa.text("expires_at IS NOT NULL"),
+        postgresql_where=sa.text("expires_at IS NOT NULL"),
     )
     op.create_index("revisions_newest", "revisions", ["policy", "created_at", "digest"], unique=False)
     op.create_table(
@@ -139,4 +145,5 @@ def upgrade() -> None:
         ["policy", "digest"],
         unique=True,
         sqlite_where=sa.text("lifted_at IS NULL"),
+        postgresql_where=sa.text("lifted_at IS NULL"),
     )

@@ -31,4 +31,10 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("id"),
     )
     op.create_index("notices_newest", "notices", ["at"])
-    op.create_index("notices_unsent", "notices", ["at"], sqlite_where=sa.text("sent_at IS NULL"))
+    op.create_index(
+        "notices_unsent",
+        "notices",
+        ["at"],
+        sqlite_where=sa.text("sent_at IS NULL"),
+        postgresql_where=sa.text("sent_at IS NULL"),
+    )

@@ -1,0 +1,247 @@
+"""The end of revisions: retirement, expiry, quarantine, new places of their bytes, purge of a policy.
+
+Knows what protects a row: a route, a release, a tombstone in force. Knows nothing of files.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sqlalchemy import Connection, bindparam, delete, select, tuple_, update
+
+from engine.adapters import catalog_tables as tables
+from engine.adapters.catalog_revisions import Revisions, key_of, table
+from engine.adapters.catalog_rows import COLUMNS
+from engine.adapters.catalog_schema import Revision
+from engine.adapters.store import Location
+from engine.errors import Conflict, NotFound
+
+# Rows of one write transaction: others wait for it.
+CHUNK = 10_000
+EXPIRE_CHUNK = 1_000
+# Columns of a route and of a release that name a revision.
+ROUTED = ("champion", "previous", "canary")
+RELEASED = ("revision", "baseline")
+
+
+class Lifecycle(Revisions):
+    """The catalog's changes to what a revision may still do; part of `Catalog`."""
+
+    # Retirement, expiry and owners
+
+    def retire(self, policy: str, digest: str, by: str, reason: str) -> Revision:
+        """Serve a revision to nobody but scoring from now on; keeps the first reason.
+
+        Raises `Conflict` while a route or a running release names it.
+        """
+        with self._write() as connection:
+            named = _routed(connection, {policy}) | _released(connection, {policy}, running=True)
+            if (policy, digest) in named:
+                raise Conflict(
+                    f"Revision {digest[:12]} of {policy!r} is routed or in a running release. Put another "
+                    "one in its place first (`graftwork restore`)."
+                )
+            values = {"retired_at": time.time(), "retired_by": by, "retired_reason": reason}
+            change = update(tables.revisions).where(*key_of(policy, digest), table.retired_at.is_(None))
+            if connection.execute(change.values(values)).rowcount:
+                self._tell(connection, policy)
+        return self._found(policy, digest)
+
+    def unretire(self, policy: str, digest: str, by: str, reason: str) -> Revision:
+        """Let a retired revision be served again; its row keeps who did it, and why."""
+        with self._write() as connection:
+            values: dict[str, Any] = {"retired_at": None, "retired_by": by, "retired_reason": reason}
+            change = update(tables.revisions).where(*key_of(policy, digest), table.retired_at.is_not(None))
+            if connection.execute(change.values(values)).rowcount:
+                self._tell(connection, policy)
+        return self._found(policy, digest)
+
+    def set_expiry(self, policy: str, digest: str, expires_at: float | None) -> None:
+        """Let a revision expire at a time (epoch seconds), or never."""
+        self._change(policy, digest, expires_at=expires_at)
+
+    def set_owner(self, policy: str, digest: str, owner: str) -> None:
+        self._change(policy, digest, owner=self._intern([owner])[owner])
+
+    def expire(self, now: float, limit: int = CHUNK) -> list[Revision]:
+        """Remove and return at most `limit` revisions that have expired and that nothing names.
+
+        What names one is a route, a release, running or not, or a tombstone in force.
+        """
+        key = (table.expires_at, table.digest, table.policy)
+        after: tuple[Any, ...] | None = None
+        removed: list[Revision] = []
+        while len(removed) < limit:
+            query = select(*COLUMNS).where(table.expires_at < now).order_by(*key).limit(EXPIRE_CHUNK)
+            with self._read() as connection:
+                rows = connection.execute(query.where(tuple_(*key) > after) if after else query).all()
+            if not rows:
+                break
+            after = (rows[-1].expires_at, rows[-1].digest, rows[-1].policy)
+            removed += self._remove_unnamed(self._revisions(rows), now)
+        return removed
+
+    def _remove_unnamed(self, rows: Sequence[Revision], now: float) -> list[Revision]:
+        policies = {row.policy for row in rows}
+        with self._write() as connection:
+            named = _routed(connection, policies) | _released(connection, policies, running=False)
+            named |= _buried(connection, policies)
+            removed = []
+            for row in rows:
+                if (row.policy, row.digest) not in named:
+                    # Its time may have been set anew since it was read.
+                    gone = delete(tables.revisions).where(
+                        *key_of(row.policy, row.digest), table.expires_at < now
+                    )
+                    if connection.execute(gone).rowcount:
+                        removed.append(row)
+        return removed
+
+    # Bytes
+
+    def quarantine(self, policy: str, digest: str, reason: str) -> None:
+        """Keep a revision from being loaded: its bytes are damaged. The first reason stays."""
+        row = {"policy": policy, "digest": digest, "reason": reason, "at": time.time()}
+        with self._write() as connection:
+            connection.execute(self._insert(tables.quarantine).values(row).on_conflict_do_nothing())
+
+    def quarantined(self, policy: str, digest: str) -> str | None:
+        """Return why a revision is in quarantine; None when it is not."""
+        stones = tables.quarantine.c
+        query = select(stones.reason).where(stones.policy == policy, stones.digest == digest)
+        with self._read(self._single) as connection:
+            reason: str | None = connection.execute(query).scalar()
+        return reason
+
+    def release_quarantine(self, policy: str, digest: str) -> None:
+        stones = tables.quarantine
+        mine = (stones.c.policy == policy) & (stones.c.digest == digest)
+        with self._write() as connection:
+            connection.execute(delete(stones).where(mine))
+
+    def move_revisions(
+        self, moves: Sequence[tuple[Location, Location]], digests: Sequence[str] | None = None
+    ) -> int:
+        """Let every row that names the first place of a move name the second, in one transaction.
+
+        `digests` (one for each move: whose bytes they are) spares reading the whole table. Returns
+        how many rows have changed.
+        """
+        ids = self._intern(place.segment for move in moves for place in move)
+        targets = {(ids[old.segment], old.offset): new for old, new in moves}
+        columns = (table.digest, table.policy, table.segment, table.offset)
+        query = select(*columns).where(table.segment.in_({segment for segment, _ in targets}))
+        queries = [query]
+        if digests is not None:
+            wanted = [bytes.fromhex(digest) for digest in set(digests)]
+            chunks = (wanted[at : at + CHUNK] for at in range(0, len(wanted), CHUNK))
+            queries = [query.where(table.digest.in_(chunk)) for chunk in chunks]
+        place = update(tables.revisions).where(
+            table.digest == bindparam("key"), table.policy == bindparam("of")
+        )
+        values: dict[str, Any] = {
+            name: bindparam(f"new_{name}") for name in ("segment", "offset", "length", "checksum")
+        }
+        with self._write() as connection:
+            rows = [row for query in queries for row in connection.execute(query)]
+            changes = [
+                {
+                    "key": row.digest,
+                    "of": row.policy,
+                    "new_segment": ids[new.segment],
+                    "new_offset": new.offset,
+                    "new_length": new.length,
+                    "new_checksum": bytes.fromhex(new.checksum),
+                }
+                for row in rows
+                if (new := targets.get((row.segment, row.offset)))
+            ]
+            if changes:
+                connection.execute(place.values(values), changes)
+        return len(changes)
+
+    def drop_segment_if_unused(self, segment: str, remove: Callable[[], None]) -> bool:
+        """Call `remove` while nobody can name the segment, if no row names it; return whether it was."""
+        names = tables.names.c
+        id = select(names.id).where(names.name == segment).scalar_subquery()
+        named = select(table.digest).where(table.segment == id).limit(1)
+        # Most segments are in use, and that needs no lock.
+        with self._read() as connection:
+            if connection.execute(named).first():
+                return False
+        with self._write() as connection:
+            if connection.execute(named).first():
+                return False
+            remove()
+        return True
+
+    # Purge
+
+    def purge(self, policy: str, by: str, now: float) -> dict[str, int]:
+        """Remove every row of a policy and mark its name as purged; return rows removed by table.
+
+        Going on after a crash is safe: the mark comes first, so that nothing new is published, and
+        tombstones go last, so that nothing buried is served meanwhile.
+        """
+        mark = {"policy": policy, "by": by, "at": now}
+        removed: dict[str, int] = {}
+        with self._write() as connection:
+            connection.execute(self._insert(tables.purged).values(mark).on_conflict_do_nothing())
+            for name, column in (("policies", "name"), ("routes", "policy")):
+                removed[name] = _delete(connection, name, column, policy)
+            self._tell(connection, policy)
+        removed["revisions"] = 0
+        while rows := self._purge_revisions(policy):
+            removed["revisions"] += rows
+        for name in ("releases", "aliases", "notices", "quarantine", "tombstones"):
+            with self._write() as connection:
+                removed[name] = _delete(connection, name, "policy", policy)
+        return removed
+
+    def purged(self, policy: str) -> dict[str, Any] | None:
+        """Return who purged a policy (`by`) and when (`at`); None when nobody did."""
+        query = select(tables.purged).where(tables.purged.c.policy == policy)
+        with self._read() as connection:
+            row = connection.execute(query).one_or_none()
+        return dict(row._mapping) if row else None
+
+    def _purge_revisions(self, policy: str) -> int:
+        some = select(table.digest).where(table.policy == policy).limit(CHUNK)
+        gone = delete(tables.revisions).where(table.digest == bindparam("key"), table.policy == policy)
+        with self._write() as connection:
+            digests = connection.execute(some).scalars().all()
+            if digests:
+                connection.execute(gone, [{"key": digest} for digest in digests])
+        return len(digests)
+
+    def _found(self, policy: str, digest: str) -> Revision:
+        row = self.find(policy, digest)
+        if row is None:
+            raise NotFound(f"Policy {policy!r} has no revision {digest[:12]!r} in the catalog.")
+        return row
+
+
+def _routed(connection: Connection, policies: set[str]) -> set[tuple[str, str]]:
+    routes = tables.routes.c
+    columns = [routes[name] for name in ROUTED]
+    found = connection.execute(select(routes.policy, *columns).where(routes.policy.in_(policies)))
+    return {(row.policy, digest) for row in found for digest in row[1:] if digest}
+
+
+def _released(connection: Connection, policies: set[str], running: bool) -> set[tuple[str, str]]:
+    releases = tables.releases.c
+    columns = [releases[name] for name in RELEASED]
+    query = select(releases.policy, *columns).where(releases.policy.in_(policies)).distinct()
+    found = connection.execute(query.where(releases.state == "running") if running else query)
+    return {(row.policy, digest) for row in found for digest in row[1:] if digest}
+
+
+def _buried(connection: Connection, policies: set[str]) -> set[tuple[str, str]]:
+    stones = tables.tombstones.c
+    in_force = stones.policy.in_(policies) & stones.lifted_at.is_(None)
+    return {tuple(row) for row in connection.execute(select(stones.policy, stones.digest).where(in_force))}
+
+
+def _delete(connection: Connection, name: str, column: str, policy: str) -> int:
+    rows = tables.metadata.tables[name]
+    return connection.execute(delete(rows).where(rows.c[column] == policy)).rowcount

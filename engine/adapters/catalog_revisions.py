@@ -1,0 +1,272 @@
+"""Revisions: published in batches, found by digest prefix, walked page by page.
+
+A revision's row is the commit point of its bytes. Every walk is in pages by key, so that no caller
+holds a million rows.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from sqlalchemy import Connection, bindparam, select, tuple_, update
+
+from engine.adapters import catalog_tables as tables
+from engine.adapters.catalog_nearest import Nearest
+from engine.adapters.catalog_rows import COLUMNS, PLACE, SEGMENT, blob, encode, prefix_range, words
+from engine.adapters.catalog_schema import STATES, Revision
+from engine.adapters.store import Location
+from engine.config import POLICY_NAME, served_name
+from engine.errors import Conflict, Moved, NotFound
+
+SNAPSHOT, EXPORTED = (STATES.index(state) for state in ("snapshot", "exported"))
+# Digests for one query.
+CHUNK = 1024
+# Up to so few digits a policy's own index is read, since many digests begin so.
+SHORT_PREFIX = 3
+CANDIDATES = 10
+table = tables.revisions.c
+
+
+class Revisions(Nearest):
+    """The catalog's revisions; part of `Catalog`."""
+
+    def __init__(self, url: str):
+        super().__init__(url)
+        mark, names = self._mark, ", ".join(f'"{column.name}"' for column in COLUMNS)
+        self._add = f"INSERT INTO revisions ({names}) VALUES ({', '.join([mark] * len(COLUMNS))})"
+        find = f"SELECT {names} FROM revisions WHERE digest >= {mark} AND digest <= {mark}"
+        # With the expression no index on policies can be taken, so it is the primary key's range.
+        self._find = f"{find} AND policy || '' = {mark} LIMIT {CANDIDATES + 1}"
+        self._find_short = f"{find} AND policy = {mark} LIMIT {CANDIDATES + 1}"
+
+    def add_revision(self, revision: Revision) -> bool:
+        """Publish a revision; its bytes must be in the store already. Return whether it is new.
+
+        A known snapshot that comes again as `exported` is one from now on and expires when that one
+        does; as a snapshot it expires at the later of the two times.
+        """
+        return self.add_revisions([revision])[0]
+
+    def add_revisions(self, rows: Sequence[Revision], shared: Collection[str] = ()) -> list[bool]:
+        """Publish revisions in one transaction; return which of them are new.
+
+        `shared` holds the digests whose bytes were not appended but found by `places`. Raises `Moved`
+        when no row names such a place any more, and `Conflict` for a purged policy: nothing is written.
+        """
+        ids = self._intern(word for row in rows for word in words(row))
+        values = [encode(row, ids) for row in rows]
+        with self._write() as connection:
+            _refuse_purged(connection, {row.policy for row in rows})
+            if shared:
+                _refuse_moved(connection, rows, values, set(shared))
+            known = self._known(connection, values)
+            fresh = {value[:2]: value for value in reversed(values) if value[:2] not in known}
+            if fresh:
+                # In the order of the primary key: neighbours lie on the same pages.
+                ordered = sorted(fresh.values(), key=lambda value: value[1])
+                connection.exec_driver_sql(self._add, ordered)
+            is_new = [fresh.pop(value[:2], None) is not None for value in values]
+            if not all(is_new):
+                _publish_again(connection, [row for row, new in zip(rows, is_new, strict=True) if not new])
+        return is_new
+
+    def places(self, digests: Sequence[str]) -> dict[str, Location]:
+        """Return where bytes of these digests lie already, whatever their policy; no quarantined ones."""
+        columns = (table.policy, table.digest, table.segment, table.offset, table.length, table.checksum)
+        stones = tables.quarantine.c
+        found: list[Any] = []
+        with self._read() as connection:
+            for at in range(0, len(digests), CHUNK):
+                wanted = [blob(digest) for digest in digests[at : at + CHUNK]]
+                rows = connection.execute(select(*columns).where(table.digest.in_(wanted))).all()
+                named = {row.digest.hex() for row in rows}
+                held = select(stones.policy, stones.digest).where(stones.digest.in_(named))
+                damaged = {tuple(row) for row in connection.execute(held)} if rows else set()
+                bad = {row[2:4] for row in rows if (row.policy, row.digest.hex()) in damaged}
+                found += [row for row in rows if row[2:4] not in bad]
+        segments = self._words({row.segment for row in found})
+        return {
+            row.digest.hex(): Location(segments[row.segment], row.offset, row.length, row.checksum.hex())
+            for row in found
+        }
+
+    def move_revision(self, revision: Revision) -> Revision:
+        """Let a known revision's row name the whole bytes that this one names; it leaves quarantine.
+
+        Return the row, or this one when the catalog does not know it.
+        """
+        ids = self._intern(words(revision))
+        values = dict(zip((column.name for column in COLUMNS), encode(revision, ids), strict=True))
+        change = update(tables.revisions).where(*key_of(revision.policy, revision.digest))
+        stones = tables.quarantine
+        mine = (stones.c.policy == revision.policy) & (stones.c.digest == revision.digest)
+        with self._write() as connection:
+            moved = change.values({name: values[name] for name in PLACE}).returning(*COLUMNS)
+            rows = connection.execute(moved).all()
+            connection.execute(stones.delete().where(mine))
+        return self._revisions(rows)[0] if rows else revision
+
+    def revision(self, policy: str, digest_prefix: str) -> Revision:
+        """Return the one revision whose digest begins so.
+
+        Raises `NotFound` with the nearest names, or `Ambiguous` with the candidates when several do.
+        """
+        between = prefix_range(digest_prefix)
+        if between is None or not POLICY_NAME.fullmatch(policy):
+            raise self.missing(policy, digest_prefix)
+        query = self._find if len(digest_prefix) > SHORT_PREFIX else self._find_short
+        with self._read(self._single) as connection:
+            rows = connection.exec_driver_sql(query, (*between, policy)).all()
+        if not rows:
+            raise self.missing(policy, digest_prefix)
+        found = self._revisions(rows)
+        if len(found) > 1:
+            raise self.ambiguous(policy, digest_prefix, [row.digest for row in found[:CANDIDATES]])
+        return found[0]
+
+    def find(self, policy: str, digest: str) -> Revision | None:
+        """Return the revision with this whole digest."""
+        rows = self._rows(select(*COLUMNS).where(*key_of(policy, digest)))
+        return rows[0] if rows else None
+
+    def revisions(
+        self,
+        policy: str,
+        after: Revision | None = None,
+        limit: int = 100,
+        owner: str | None = None,
+        retired: bool = False,
+    ) -> list[Revision]:
+        """Return a page of revisions, newest first; `after` is the last one of the page before.
+
+        `retired` takes those in that are; `owner` leaves all others' out.
+        """
+        query = select(*COLUMNS).where(table.policy == policy)
+        if after is not None:
+            last = (after.created_at, blob(after.digest))
+            query = query.where(tuple_(table.created_at, table.digest) < last)
+        if owner is not None:
+            names = tables.names.c
+            query = query.where(table.owner == select(names.id).where(names.name == owner).scalar_subquery())
+        if not retired:
+            query = query.where(table.retired_at.is_(None))
+        return self._rows(query.order_by(table.created_at.desc(), table.digest.desc()).limit(limit))
+
+    def every_revision(self, after: tuple[str, str] | None = None, limit: int = 1000) -> list[Revision]:
+        """Return a page of all revisions, in the order of digest and policy.
+
+        `after` is (digest, policy) of the last one of the page before.
+        """
+        query = select(*COLUMNS).order_by(table.digest, table.policy).limit(limit)
+        if after is not None:
+            query = query.where(tuple_(table.digest, table.policy) > (blob(after[0]), after[1]))
+        return self._rows(query)
+
+    def used_bytes_by_segment(self, page: int = 10_000) -> dict[str, int]:
+        """Return how many bytes of each segment rows name; what several rows share counts once."""
+        columns = (table.digest, table.policy, table.segment, table.offset, table.length)
+        query = select(*columns).order_by(table.digest, table.policy).limit(page)
+        used: dict[int, int] = defaultdict(int)
+        last, digest, places = (b"", ""), b"", set[tuple[int, int]]()
+        with self._read() as connection:
+            while rows := connection.execute(query.where(tuple_(table.digest, table.policy) > last)).all():
+                for row in rows:
+                    if row.digest != digest:
+                        digest, places = row.digest, set()
+                    if (row.segment, row.offset) not in places:
+                        places.add((row.segment, row.offset))
+                        used[row.segment] += row.length
+                last = (rows[-1].digest, rows[-1].policy)
+        segments = self._words(used.keys())
+        return {segments[id]: size for id, size in used.items()}
+
+    def parents(self, policy: str, digest: str, limit: int = 100) -> list[Revision]:
+        """Return the known revisions that this one was trained from, its parent first."""
+        found: list[Revision] = []
+        row = self.find(policy, digest)
+        while row and row.parent and len(found) < limit:
+            if row := self.find(policy, row.parent):
+                found.append(row)
+        return found
+
+    def children(self, policy: str, digest: str, limit: int = 100) -> list[Revision]:
+        """Return the exported revisions that were trained from this one, oldest first."""
+        query = select(*COLUMNS).where(
+            table.parent == blob(digest), table.policy == policy, table.state == EXPORTED
+        )
+        return self._rows(query.order_by(table.created_at, table.digest).limit(limit))
+
+    def set_probe(self, policy: str, digest: str, result: dict[str, Any]) -> None:
+        self._change(policy, digest, probe=result)
+
+    def _known(self, connection: Connection, values: Sequence[tuple[Any, ...]]) -> set[tuple[str, bytes]]:
+        """Return which (policy, digest) of rows to be written are there already."""
+        known: set[tuple[str, bytes]] = set()
+        for at in range(0, len(values), CHUNK):
+            wanted = tuple(value[1] for value in values[at : at + CHUNK])
+            marks = ", ".join([self._mark] * len(wanted))
+            query = f"SELECT policy, digest FROM revisions WHERE digest IN ({marks})"
+            known |= {tuple(row) for row in connection.exec_driver_sql(query, wanted)}
+        return known
+
+    def _change(self, policy: str, digest: str, **values: Any) -> None:
+        """Change a revision's row; `NotFound` when there is none."""
+        with self._write() as connection:
+            change = update(tables.revisions).where(*key_of(policy, digest)).values(values)
+            done = connection.execute(change).rowcount
+        if not done:
+            raise NotFound(f"Policy {policy!r} has no revision {digest[:12]!r} in the catalog.")
+
+    def _rows(self, query: Any) -> list[Revision]:
+        with self._read(self._single) as connection:
+            rows = connection.execute(query).all()
+        return self._revisions(rows)
+
+
+def key_of(policy: str, digest: str) -> tuple[Any, Any]:
+    return table.digest == blob(digest), table.policy == policy
+
+
+def _publish_again(connection: Connection, rows: Sequence[Revision]) -> None:
+    snapshots = update(tables.revisions).where(
+        table.digest == bindparam("key"), table.policy == bindparam("of"), table.state == SNAPSHOT
+    )
+    changes: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+    for row in rows:
+        if row.state == "exported" or row.expires_at is not None:
+            key = {"key": blob(row.digest), "of": row.policy, "until": row.expires_at}
+            changes[row.state == "exported"].append(key)
+    if changes[True]:
+        connection.execute(snapshots.values(state=EXPORTED, expires_at=bindparam("until")), changes[True])
+    if changes[False]:
+        sooner = snapshots.where(table.expires_at < bindparam("until"))
+        connection.execute(sooner.values(expires_at=bindparam("until")), changes[False])
+
+
+def _refuse_moved(
+    connection: Connection, rows: Sequence[Revision], values: Sequence[tuple[Any, ...]], shared: set[str]
+) -> None:
+    wanted = [blob(digest) for digest in shared]
+    named: set[tuple[bytes, int, int]] = set()
+    for at in range(0, len(wanted), CHUNK):
+        chunk = table.digest.in_(wanted[at : at + CHUNK])
+        named |= {
+            tuple(row)
+            for row in connection.execute(select(table.digest, table.segment, table.offset).where(chunk))
+        }
+    for row, value in zip(rows, values, strict=True):
+        if row.digest in shared and (value[1], *value[SEGMENT : SEGMENT + 2]) not in named:
+            raise Moved(
+                f"The bytes that {served_name(row.policy, row.digest)} was to share lie elsewhere by now. "
+                "Look them up and register again."
+            )
+
+
+def _refuse_purged(connection: Connection, policies: Collection[str]) -> None:
+    gone, known = tables.purged.c, tables.policies.c
+    if connection.execute(select(gone.policy).limit(1)).first() is None:
+        return
+    there = select(known.name).where(known.name == gone.policy)
+    found = connection.execute(select(gone.policy).where(gone.policy.in_(policies), ~there.exists())).first()
+    if found:
+        raise Conflict(f"Policy {found.policy!r} was purged. Create it again to publish revisions of it.")

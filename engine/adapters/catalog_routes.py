@@ -1,0 +1,144 @@
+"""What gateways route by: routes, and tombstones that are stronger than routes."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import Connection, Table, select, update
+
+from engine.adapters import catalog_tables as tables
+from engine.adapters.catalog_access import Access
+from engine.adapters.catalog_rows import blob
+from engine.adapters.catalog_schema import Key, Route, ServingState, Tombstone
+from engine.errors import Conflict, NotFound
+
+
+class Routes(Access):
+    """The catalog's routes and tombstones; part of `Catalog`."""
+
+    def route(self, policy: str) -> Route:
+        route = self._one(Route, select(tables.routes).where(tables.routes.c.policy == policy))
+        if route is None:
+            raise NotFound(f"There is no policy {policy!r} in the catalog.")
+        return route
+
+    def routes(self) -> list[Route]:
+        return self._all(Route, select(tables.routes).order_by(tables.routes.c.policy))
+
+    def set_route(self, route: Route, expected_version: int) -> Route:
+        """Replace a route that still has `expected_version`; return it with its new version.
+
+        Raises `Conflict` when it has changed since, or names a tombstoned or retired champion or canary.
+        """
+        table = tables.routes.c
+        values = vars(route) | {"version": expected_version + 1, "updated_at": time.time()}
+        change = update(tables.routes).where(table.policy == route.policy, table.version == expected_version)
+        with self._write() as connection:
+            refuse_buried(connection, route.policy, [route.champion, route.canary])
+            refuse_retired(connection, route.policy, [route.champion, route.canary])
+            if not connection.execute(change.values(**values)).rowcount:
+                raise Conflict(f"The route of {route.policy!r} has changed since version {expected_version}.")
+            self._tell(connection, route.policy)
+        return Route(**values)
+
+    def bury(self, policy: str, digest: str, reason: str, by: str) -> Tombstone:
+        """Serve a revision to nobody from now on; keeps the first reason when it is buried already."""
+        stone = Tombstone(policy, digest, reason, by, time.time())
+        with self._write() as connection:
+            if connection.execute(self._new(tables.tombstones, stone)).rowcount:
+                self._tell(connection, policy)
+        return self.tombstone(policy, digest) or stone
+
+    def lift(self, policy: str, digest: str, by: str, reason: str) -> Tombstone:
+        """End a revision's tombstone, in a person's name; `NotFound` when there is none."""
+        table = tables.tombstones.c
+        values = {"lifted_by": by, "lifted_at": time.time(), "lifted_reason": reason}
+        change = update(tables.tombstones).where(
+            table.policy == policy, table.digest == digest, table.lifted_at.is_(None)
+        )
+        with self._write() as connection:
+            row = connection.execute(
+                change.values(**values).returning(*_columns(tables.tombstones))
+            ).one_or_none()
+            if row:
+                self._tell(connection, policy)
+        if row is None:
+            raise NotFound(f"Revision {digest[:12]} of {policy!r} has no tombstone.")
+        return Tombstone(**row._mapping)
+
+    def tombstone(self, policy: str, digest: str) -> Tombstone | None:
+        table = tables.tombstones.c
+        return self._one(
+            Tombstone, _active_tombstones().where(table.policy == policy, table.digest == digest)
+        )
+
+    def tombstones(self) -> list[Tombstone]:
+        """Return the tombstones in force, oldest first."""
+        return self._all(Tombstone, _active_tombstones().order_by(tables.tombstones.c.at))
+
+    def changed_since(self, seen: int) -> tuple[int, set[str | None] | None]:
+        """Return the newest change's number, and whose routes and stones changed after the one `seen`.
+
+        A name of None: the keys. None in place of the names: more changes than are kept, so anything may have.
+        """
+        table = tables.changes.c
+        with self._read() as connection:
+            rows = connection.execute(select(table.id, table.policy).where(table.id > seen)).all()
+        newest = max((row.id for row in rows), default=seen)
+        whole = newest - seen == len(rows)
+        return newest, {row.policy for row in rows} if whole else None
+
+    def first_policies(self, limit: int) -> list[str]:
+        """Return the names of so many policies, in their order."""
+        table = tables.routes.c
+        with self._read() as connection:
+            return list(
+                connection.execute(select(table.policy).order_by(table.policy).limit(limit)).scalars()
+            )
+
+    def serving_state(self) -> ServingState:
+        """Return everything that a gateway routes by, as of one moment."""
+        keys = select(tables.keys).where(tables.keys.c.revoked_at.is_(None))
+        with self._read(self._moment) as connection:
+            routes = {row.policy: Route(**row._mapping) for row in connection.execute(select(tables.routes))}
+            reasons = {
+                (row.policy, row.digest): row.reason for row in connection.execute(_active_tombstones())
+            }
+            in_force = {row.hash: Key(**row._mapping) for row in connection.execute(keys)}
+        return ServingState(routes, frozenset(reasons), reasons, in_force)
+
+
+def _columns(table: Table) -> list[Any]:
+    return [column for column in table.c if column.name != "id"]
+
+
+def _active_tombstones() -> Any:
+    return select(*_columns(tables.tombstones)).where(tables.tombstones.c.lifted_at.is_(None))
+
+
+def refuse_buried(connection: Connection, policy: str, digests: Sequence[str | None]) -> None:
+    """Raise `Conflict` when one of these revisions has a tombstone."""
+    table = tables.tombstones.c
+
+    query = _active_tombstones().where(table.policy == policy, table.digest.in_(digests))
+    buried = connection.execute(query).first()
+    if buried:
+        raise Conflict(
+            f"Revision {buried.digest[:12]} of {policy!r} has a tombstone: {buried.reason} "
+            "Lift it first (`graftwork lift`)."
+        )
+
+
+def refuse_retired(connection: Connection, policy: str, digests: Sequence[str | None]) -> None:
+    """Raise `Conflict` when one of these revisions is retired."""
+    table = tables.revisions.c
+    wanted = [blob(digest) for digest in digests if digest]
+    query = select(table.digest, table.retired_reason).where(
+        table.digest.in_(wanted), table.policy == policy, table.retired_at.is_not(None)
+    )
+    retired = connection.execute(query).first()
+    if retired:
+        raise Conflict(
+            f"Revision {retired.digest.hex()[:12]} of {policy!r} is retired: {retired.retired_reason} "
+            "Take it back first (`graftwork adapters retire --undo`)."
+        )

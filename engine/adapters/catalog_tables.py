@@ -1,0 +1,229 @@
+"""The catalog's tables.
+
+Knows columns and indexes only; `catalog_rows.py` turns rows of `revisions` into dataclasses and back.
+"""
+
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Boolean,
+    Column,
+    Float,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    SmallInteger,
+    String,
+    Table,
+    Text,
+    text,
+)
+
+metadata = MetaData()
+
+
+def partial_index(name: str, *columns: str, where: str, unique: bool = False) -> Index:
+    """Return an index over the rows for which `where` holds, in both dialects."""
+    return Index(name, *columns, unique=unique, sqlite_where=text(where), postgresql_where=text(where))
+
+
+bases = Table(
+    "bases",
+    metadata,
+    Column("digest", String, primary_key=True),
+    Column("name", String, nullable=False),
+    Column("path", String, nullable=False),
+    Column("created_at", Float, nullable=False),
+)
+
+policies = Table(
+    "policies",
+    metadata,
+    Column("name", String, primary_key=True),
+    Column("base", String, nullable=False),
+    Column("config", JSON, nullable=False),
+    Column("owner", String, nullable=False),
+    Column("created_at", Float, nullable=False),
+)
+
+layouts = Table(
+    "layouts",
+    metadata,
+    Column("digest", String, primary_key=True),
+    Column("body", Text, nullable=False),
+)
+
+# Long words that many revisions share, once: digests of bases and layouts, segments, owners.
+# Rows are only ever added, so that every process may keep what it has read.
+names = Table(
+    "names",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("name", String, nullable=False, unique=True),
+)
+
+# Digests and checksums are 32 bytes; base, layout, segment and owner are ids of `names`; state is an
+# index of `STATES`. Without a row id the primary key is the table: one lookup finds the row, also by
+# digest prefix, and all that hold the same bytes lie together.
+revisions = Table(
+    "revisions",
+    metadata,
+    Column("digest", LargeBinary, primary_key=True),
+    Column("policy", String, primary_key=True),
+    Column("base", Integer, nullable=False),
+    Column("parent", LargeBinary),
+    Column("step", Integer, nullable=False),
+    Column("rank", Integer, nullable=False),
+    Column("bytes", BigInteger, nullable=False),
+    Column("layout", Integer, nullable=False),
+    Column("segment", Integer, nullable=False),
+    Column("offset", BigInteger, nullable=False),
+    Column("length", BigInteger, nullable=False),
+    Column("checksum", LargeBinary, nullable=False),
+    Column("state", SmallInteger, nullable=False),
+    Column("owner", Integer, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("expires_at", Float),
+    Column("probe", JSON(none_as_null=True)),
+    Column("retired_at", Float),
+    Column("retired_by", String),
+    Column("retired_reason", String),
+    Index("revisions_newest", "policy", "created_at", "digest"),
+    partial_index("revisions_expiring", "expires_at", where="expires_at IS NOT NULL"),
+    partial_index("revisions_children", "parent", "policy", where="parent IS NOT NULL"),
+    sqlite_with_rowid=False,
+)
+
+# Revisions whose bytes are not what their checksum says; nobody loads them until whole bytes are there.
+quarantine = Table(
+    "quarantine",
+    metadata,
+    Column("policy", String, primary_key=True),
+    Column("digest", String, primary_key=True),
+    Column("reason", String, nullable=False),
+    Column("at", Float, nullable=False),
+)
+
+# Names of policies that were purged: what had them is gone for good.
+purged = Table(
+    "purged",
+    metadata,
+    Column("policy", String, primary_key=True),
+    Column("by", String, nullable=False),
+    Column("at", Float, nullable=False),
+)
+
+# What changed of that which gateways route by, in the order of commits; the newest rows only. A
+# policy of None: the keys.
+changes = Table(
+    "changes",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("policy", String),
+)
+
+routes = Table(
+    "routes",
+    metadata,
+    Column("policy", String, primary_key=True),
+    Column("champion", String),
+    Column("previous", String),
+    Column("canary", String),
+    Column("weight", Float, nullable=False),
+    Column("salt", String, nullable=False),
+    Column("version", Integer, nullable=False),
+    Column("updated_at", Float, nullable=False),
+    Index("routes_newest", "updated_at"),
+)
+
+releases = Table(
+    "releases",
+    metadata,
+    Column("id", String, primary_key=True),
+    Column("policy", String, nullable=False),
+    Column("revision", String, nullable=False),
+    Column("baseline", String),
+    Column("step", String, nullable=False),
+    Column("weight", Float, nullable=False),
+    Column("state", String, nullable=False),
+    Column("settings", JSON, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("updated_at", Float, nullable=False),
+    Column("approval", String),
+    Column("reason", String, nullable=False),
+    Column("version", Integer, nullable=False),
+    Column("canary_started_at", Float),
+    Column("skip_gates", JSON, nullable=False),
+    Column("evidence", JSON, nullable=False),
+    Column("approved", JSON(none_as_null=True)),
+    Index("releases_newest", "policy", "created_at"),
+    # The lock of a policy: at most one release of it runs.
+    partial_index("releases_running", "policy", where="state = 'running'", unique=True),
+)
+
+tombstones = Table(
+    "tombstones",
+    metadata,
+    Column("id", Integer, primary_key=True),
+    Column("policy", String, nullable=False),
+    Column("digest", String, nullable=False),
+    Column("reason", String, nullable=False),
+    Column("by", String, nullable=False),
+    Column("at", Float, nullable=False),
+    Column("lifted_by", String),
+    Column("lifted_at", Float),
+    Column("lifted_reason", String),
+    partial_index("tombstones_active", "policy", "digest", where="lifted_at IS NULL", unique=True),
+)
+
+leases = Table(
+    "leases",
+    metadata,
+    Column("name", String, primary_key=True),
+    Column("holder", String, nullable=False),
+    Column("until", Float, nullable=False),
+    Column("fence", Integer, nullable=False),
+)
+
+keys = Table(
+    "keys",
+    metadata,
+    Column("hash", String, primary_key=True),
+    Column("owner", String, nullable=False),
+    Column("scope", String, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("revoked_at", Float),
+)
+
+switches = Table(
+    "switches",
+    metadata,
+    Column("name", String, primary_key=True),
+    Column("on", Boolean, nullable=False),
+)
+
+aliases = Table(
+    "aliases",
+    metadata,
+    Column("policy", String, primary_key=True),
+    Column("alias", String, primary_key=True),
+    Column("version", String),
+    Column("digest", String),
+    Column("at", Float, nullable=False),
+)
+
+notices = Table(
+    "notices",
+    metadata,
+    Column("id", String, primary_key=True),
+    Column("name", String, nullable=False),
+    Column("policy", String, nullable=False),
+    Column("revision", String),
+    Column("reason", String, nullable=False),
+    Column("link", String, nullable=False),
+    Column("at", Float, nullable=False),
+    Column("sent_at", Float),
+    Index("notices_newest", "at"),
+    partial_index("notices_unsent", "at", where="sent_at IS NULL"),
+)

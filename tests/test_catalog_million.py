@@ -1,0 +1,330 @@
+"""The catalog of many revisions: batches, names that are near, retirement, expiry, bytes, purge, 0002."""
+
+import hashlib
+import json
+import multiprocessing
+import pickle
+import sqlite3
+from pathlib import Path
+
+import pytest
+from alembic import command
+from alembic.config import Config
+from rows import make_release, make_revision
+
+import engine.adapters.catalog as catalog_module
+from engine.adapters.catalog import Catalog, Policy, Revision, Route, migrate
+from engine.adapters.catalog_access import open_engine
+from engine.adapters.store import Location
+from engine.errors import AdapterError, Ambiguous, Conflict, Moved, NotFound
+
+spawn = multiprocessing.get_context("spawn")
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    url = f"sqlite:///{tmp_path}/catalog.db"
+    migrate(url)
+    return url
+
+
+@pytest.fixture
+def catalog(url: str) -> Catalog:
+    catalog = Catalog(url)
+    catalog.add_policy(Policy("sorting", "base", {"rank": 8}, "me", 1.0))
+    return catalog
+
+
+MIGRATIONS = Path(catalog_module.__file__).parent / "migrations"
+
+
+def digest(number: int) -> str:
+    return hashlib.sha256(str(number).encode()).hexdigest()
+
+
+def row(number: int, **changes: object) -> Revision:
+    """A bulk row: exported, whole digests, a place of its own."""
+    place = {"segment": "s1", "offset": 64 * number, "length": 64, "checksum": digest(-number - 1)}
+    given = {"state": "exported", "expires_at": None, "created_at": float(number)} | place | changes
+    return make_revision(digest(number), **given)
+
+
+def place(revision: Revision) -> Location:
+    return Location(revision.segment, revision.offset, revision.length, revision.checksum)
+
+
+def test_a_batch_says_which_of_its_rows_are_new(catalog: Catalog) -> None:
+    first = [row(i) for i in range(2500)]
+    assert catalog.add_revisions([]) == []
+    assert catalog.add_revisions(first) == [True] * 2500
+    again = [row(2499), row(2500), row(2500), row(7, policy="other"), row(0)]
+    assert catalog.add_revisions(again) == [False, True, False, True, False]
+    assert catalog.revision("sorting", digest(1234)) == row(1234)
+    assert catalog.revision("other", digest(7)) == row(7, policy="other")
+
+
+def test_known_rows_of_a_batch_are_upgraded_as_single_ones_are(catalog: Catalog) -> None:
+    snapshot = {"state": "snapshot", "expires_at": 10.0}
+    catalog.add_revisions([row(i, **snapshot) for i in range(3)])
+    catalog.add_revisions([row(0), row(1, state="snapshot", expires_at=20.0), row(2, **snapshot)])
+    found = [catalog.revision("sorting", digest(i)) for i in range(3)]
+    assert [(r.state, r.expires_at) for r in found] == [
+        ("exported", None),
+        ("snapshot", 20.0),
+        ("snapshot", 10.0),
+    ]
+
+
+def test_a_batch_with_what_is_no_digest_writes_nothing(catalog: Catalog) -> None:
+    for bad in ({"checksum": "crc:1"}, {"parent": "it's"}, {"state": "draft"}):
+        with pytest.raises(AdapterError, match="hexadecimal"):
+            catalog.add_revisions([row(1), row(2, **bad)])
+    assert catalog.every_revision() == []
+
+
+def register(url: str, start: int, policy: str) -> None:
+    catalog = Catalog(url)
+    for at in range(start, start + 1000, 100):
+        catalog.add_revisions([row(i, policy=policy, owner=f"owner-{i % 7}") for i in range(at, at + 100)])
+
+
+def test_two_processes_that_register_at_once_lose_nothing(url: str, catalog: Catalog) -> None:
+    """The ranges overlap by half, so the same rows are raced for too."""
+    workers = [spawn.Process(target=register, args=(url, start, "sorting")) for start in (0, 500)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    assert [worker.exitcode for worker in workers] == [0, 0]
+    found: list[Revision] = []
+    while page := catalog.every_revision(after=(found[-1].digest, "sorting") if found else None, limit=333):
+        found += page
+    assert sorted(r.created_at for r in found) == list(range(1500))
+    assert {r.owner for r in found} == {f"owner-{i}" for i in range(7)}
+    assert [r.digest for r in found] == sorted(r.digest for r in found)
+
+
+def test_what_is_stored_already_is_found_whatever_its_policy(catalog: Catalog) -> None:
+    catalog.add_revisions([row(1), row(2, policy="other"), row(3)])
+    wanted = [digest(i) for i in range(3000)]
+    assert catalog.places(wanted) == {digest(i): place(row(i)) for i in (1, 2, 3)}
+    catalog.quarantine("sorting", digest(1), "Damaged.")
+    # Whoever shares the damaged bytes is no better off.
+    catalog.add_revision(row(1, policy="other"))
+    assert set(catalog.places(wanted)) == {digest(2), digest(3)}
+    assert catalog.places([]) == {}
+
+
+def test_bytes_that_moved_meanwhile_are_not_shared(catalog: Catalog) -> None:
+    catalog.add_revision(row(1))
+    moved = Location("s2", 128, 64, row(1).checksum)
+    assert catalog.move_revisions([(place(row(1)), moved)], digests=[digest(1)]) == 1
+    with pytest.raises(Moved):
+        catalog.add_revisions([row(5), row(1, policy="other")], shared=[digest(1)])
+    assert len(catalog.every_revision()) == 1
+    shared = row(1, policy="other", segment="s2", offset=128)
+    assert catalog.add_revisions([shared], shared=[digest(1)]) == [True]
+
+
+def test_every_row_of_a_place_moves_with_it(catalog: Catalog) -> None:
+    catalog.add_revisions([row(1), row(1, policy="other"), row(2), row(3, offset=64, segment="s9")])
+    moves = [
+        (place(row(1)), Location("s2", 0, 64, digest(-2))),
+        (place(row(4)), Location("s2", 64, 64, "aa")),
+    ]
+    assert catalog.move_revisions(moves) == 2
+    assert {place(r) for r in catalog.revisions_like(digest(1), 9)} == {moves[0][1]}
+    assert catalog.revision("sorting", digest(2)) == row(2)
+    assert catalog.revision("sorting", digest(3)).segment == "s9"
+
+
+def test_shared_bytes_count_once(catalog: Catalog) -> None:
+    catalog.add_revisions([row(i) for i in range(10)] + [row(i, policy="other") for i in range(5)])
+    catalog.add_revision(row(1, policy="third", segment="s2"))
+    assert catalog.used_bytes_by_segment(page=3) == {"s1": 640, "s2": 64}
+
+
+def test_a_segment_goes_only_when_no_row_names_it(catalog: Catalog) -> None:
+    gone: list[str] = []
+    catalog.add_revision(row(1))
+    assert not catalog.drop_segment_if_unused("s1", lambda: gone.append("s1"))
+    assert catalog.drop_segment_if_unused("never seen", lambda: gone.append("never seen"))
+    catalog.move_revisions([(place(row(1)), Location("s2", 0, 64, "aa"))])
+    assert catalog.drop_segment_if_unused("s1", lambda: gone.append("s1"))
+    assert gone == ["never seen", "s1"]
+
+
+def test_quarantine_ends_with_whole_bytes_or_by_hand(catalog: Catalog) -> None:
+    catalog.add_revisions([row(1), row(2)])
+    catalog.quarantine("sorting", digest(1), "The checksum differs.")
+    catalog.quarantine("sorting", digest(1), "Another reason.")
+    catalog.quarantine("sorting", digest(2), "Missing.")
+    assert catalog.quarantined("sorting", digest(1)) == "The checksum differs."
+    catalog.move_revision(row(1, segment="s2"))
+    catalog.release_quarantine("sorting", digest(2))
+    assert [catalog.quarantined("sorting", digest(i)) for i in (1, 2, 3)] == [None, None, None]
+
+
+def test_a_name_that_names_nothing_has_near_ones(catalog: Catalog) -> None:
+    catalog.add_revisions([row(i) for i in range(300)])
+    with pytest.raises(NotFound, match="Nearest") as caught:
+        catalog.revision("sorting", digest(7)[:11] + "x")
+    assert caught.value.nearest[0] == f"sorting@{digest(7)[:12]}"
+    assert len(caught.value.nearest) == 5
+    for policy in ("sortin", "Sorting", "so rting'; DROP TABLE revisions; --"):
+        with pytest.raises(NotFound) as caught:
+            catalog.revision(policy, digest(7)[:12])
+        assert caught.value.nearest == ("sorting",)
+    catalog.add_policy(Policy("sums", "base", {}, "me", 1.0))
+    with pytest.raises(NotFound, match="has no revisions"):
+        catalog.revision("sums", "aa")
+    assert pickle.loads(pickle.dumps(caught.value)).nearest == ("sorting",)
+
+
+def test_no_digit_is_taken_for_another(catalog: Catalog) -> None:
+    catalog.add_revision(row(1))
+    for prefix in (
+        "' OR 1=1 --",
+        "%",
+        "_" * 12,
+        digest(1).upper(),
+        digest(1) + "0",
+        "\0",
+        digest(1)[:8] + "\n",
+    ):
+        with pytest.raises(NotFound):
+            catalog.revision("sorting", prefix)
+    for digits in (0, 1, 2, 3, 4, 5, 12, 63, 64):
+        assert catalog.revision("sorting", digest(1)[:digits]) == row(1)
+
+
+def test_an_ambiguous_prefix_has_candidates_that_differ(catalog: Catalog) -> None:
+    alike = ["ab" * 8 + f"{i:048x}" for i in range(20)]
+    catalog.add_revisions([make_revision(one) for one in alike])
+    with pytest.raises(Ambiguous, match="more digits") as caught:
+        catalog.revision("sorting", "ab" * 6)
+    found = caught.value.candidates
+    assert len(found) == len(set(found)) == 10
+    assert all(catalog.revision(*name.split("@")) for name in found)
+    assert pickle.loads(pickle.dumps(caught.value)).candidates == found
+
+
+def test_pages_of_an_owner_leave_the_retired_out(catalog: Catalog) -> None:
+    catalog.add_revisions([row(i, owner="you" if i % 2 else "me") for i in range(20)])
+    catalog.retire("sorting", digest(3), "ann", "Old.")
+    mine = catalog.revisions("sorting", limit=4, owner="you")
+    mine += catalog.revisions("sorting", after=mine[-1], owner="you")
+    assert [r.created_at for r in mine] == [19, 17, 15, 13, 11, 9, 7, 5, 1]
+    assert len(catalog.revisions("sorting", owner="you", retired=True)) == 10
+    assert catalog.revisions("sorting", owner="nobody") == []
+    catalog.set_owner("sorting", digest(3), "nobody")
+    assert [r.owner for r in catalog.revisions("sorting", owner="nobody", retired=True)] == ["nobody"]
+
+
+def test_lineage_is_walked_both_ways(catalog: Catalog) -> None:
+    catalog.add_revisions([row(i, parent=digest(i - 1) if i else None) for i in range(6)])
+    catalog.add_revision(row(9, parent=digest(2)))
+    parents = catalog.parents("sorting", digest(5))
+    assert [r.digest for r in parents] == [digest(i) for i in (4, 3, 2, 1, 0)]
+    assert len(catalog.parents("sorting", digest(5), limit=2)) == 2
+    assert [r.digest for r in catalog.children("sorting", digest(2))] == [digest(3), digest(9)]
+    assert catalog.children("sorting", digest(2), limit=1) == [row(3, parent=digest(2))]
+
+
+def test_a_retired_revision_is_not_routed(catalog: Catalog) -> None:
+    catalog.add_revisions([row(i) for i in range(4)])
+    catalog.set_route(Route("sorting", champion=digest(0)), 0)
+    catalog.add_release(make_release("r1", digest(1)))
+    for named in (0, 1):
+        with pytest.raises(Conflict, match="routed or in a running release"):
+            catalog.retire("sorting", digest(named), "ann", "Old.")
+    retired = catalog.retire("sorting", digest(2), "ann", "Old.")
+    assert (retired.retired_by, retired.retired_reason) == ("ann", "Old.")
+    assert catalog.retire("sorting", digest(2), "ben", "Older.") == retired
+    with pytest.raises(Conflict, match="is retired: Old"):
+        catalog.set_route(Route("sorting", champion=digest(0), canary=digest(2)), 1)
+    catalog.update_release("r1", 0, state="held")
+    with pytest.raises(Conflict, match="is retired"):
+        catalog.add_release(make_release("r2", digest(2)))
+    back = catalog.unretire("sorting", digest(2), "ben", "Still good.")
+    assert (back.retired_at, back.retired_by, back.retired_reason) == (None, "ben", "Still good.")
+    catalog.set_route(Route("sorting", champion=digest(2)), 1)
+    with pytest.raises(NotFound):
+        catalog.retire("sorting", digest(8), "ann", "Old.")
+
+
+def test_any_revision_may_expire_but_not_what_is_buried(catalog: Catalog) -> None:
+    catalog.add_revisions([row(i, expires_at=10.0 + i) for i in range(8)])
+    catalog.set_route(Route("sorting", previous=digest(0)), 0)
+    catalog.bury("sorting", digest(1), "Bad.", "ann")
+    catalog.set_expiry("sorting", digest(2), None)
+    catalog.set_expiry("sorting", digest(3), 99.0)
+    assert [r.digest for r in catalog.expire(now=50.0, limit=2)] == [digest(i) for i in (4, 5, 6, 7)]
+    assert catalog.expire(now=50.0) == []
+    assert len(catalog.every_revision()) == 4
+    with pytest.raises(NotFound):
+        catalog.set_expiry("sorting", digest(9), None)
+
+
+def test_a_purge_leaves_a_mark_and_nothing_else(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.adapters.catalog_lifecycle.CHUNK", 10)
+    catalog.add_revisions([row(i) for i in range(25)] + [row(1, policy="other")])
+    catalog.bury("sorting", digest(1), "Bad.", "ann")
+    catalog.add_release(make_release("r1", digest(2)))
+    catalog.note_alias("sorting", "champion", "1", digest(3))
+    catalog.quarantine("sorting", digest(4), "Damaged.")
+    removed = catalog.purge("sorting", "ann", now=7.0)
+    assert removed == {
+        "policies": 1, "routes": 1, "revisions": 25, "releases": 1, "aliases": 1, "notices": 0,
+        "quarantine": 1, "tombstones": 1,
+    }  # fmt: skip
+    assert not any(catalog.purge("sorting", "ben", now=8.0).values())
+    assert catalog.purged("sorting") == {"policy": "sorting", "by": "ann", "at": 7.0}
+    assert catalog.purged("other") is None
+    assert catalog.every_revision() == [row(1, policy="other")]
+    with pytest.raises(Conflict, match="was purged"):
+        catalog.add_revisions([row(1)])
+    with pytest.raises(Conflict, match="purged by 'ann'"):
+        catalog.add_policy(Policy("sorting", "base", {}, "me", 1.0))
+    catalog.add_policy(Policy("sorting", "base", {}, "me", 1.0), again=True)
+    catalog.add_policy(Policy("sorting", "base", {"rank": 1}, "me", 1.0))
+    assert catalog.add_revision(row(1))
+    assert catalog.purged("sorting") is not None
+
+
+def upgrade_to(url: str, version: str) -> None:
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS))
+    with open_engine(url).execution_options(write=True).begin() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, version)
+
+
+def test_a_catalog_of_schema_0002_is_carried_over(tmp_path: Path) -> None:
+    """Its rows were words: digests in hexadecimal digits, and each with its base, layout and owner."""
+    url = f"sqlite:///{tmp_path}/old.db"
+    upgrade_to(url, "0002")
+    probe = {"accepted": True, "max_error": 1e-4}
+    rows = [row(i, parent=digest(i - 1) if i else None, layout=f"l{i % 3}") for i in range(2500)]
+    rows[1] = row(1, state="snapshot", expires_at=5.0, segment="s2", probe=probe)
+    names = [name for name in vars(rows[0]) if not name.startswith("retired")]
+    marks = ", ".join("?" * len(names))
+    columns = ", ".join(f'"{name}"' for name in names)
+    with sqlite3.connect(tmp_path / "old.db") as old:
+        values = [[getattr(r, name) for name in names[:-1]] + [r.probe and json.dumps(r.probe)] for r in rows]
+        assert names[-1] == "probe"
+        old.executemany(f"INSERT INTO revisions ({columns}) VALUES ({marks})", values)
+        old.execute("INSERT INTO routes VALUES ('sorting', ?, NULL, NULL, 0, 'salt', 3, 1.0)", [digest(0)])
+    migrate(url)
+    migrate(url)
+    catalog = Catalog(url)
+    found: list[Revision] = []
+    while page := catalog.every_revision(after=(found[-1].digest, "sorting") if found else None):
+        found += page
+    assert sorted(found, key=lambda r: r.created_at) == rows
+    assert catalog.route("sorting").champion == digest(0)
+    assert [r.digest for r in catalog.expire(now=9.0)] == [digest(1)]
+    with sqlite3.connect(tmp_path / "old.db") as new:
+        tables = {name for (name,) in new.execute("SELECT name FROM sqlite_master")}
+        assert new.execute("SELECT COUNT(*) FROM names").fetchone() == (8,)
+    assert "revisions_0002" not in tables
