@@ -79,7 +79,7 @@ class Routes(Access):
     def changed_since(self, seen: int) -> tuple[int, set[str | None] | None]:
         """Return the newest change's number, and whose routes and stones changed after the one `seen`.
 
-        A name of None: the keys. None in place of the names: more changes than are kept, so anything may have.
+        A name of None: the keys. None for the names: more changes than are kept, so anything may have.
         """
         table = tables.changes.c
         with self._read() as connection:
