@@ -102,15 +102,17 @@ class PackedAdapter:
 
     def bring_in(self) -> None:
         """Have every page that `fill` will map in memory, or raise `OSError`."""
-        if not self._is_read():
+        if not self.is_read:
             self.bytes.bring_in()
 
-    def _is_read(self) -> bool:
+    @property
+    def is_read(self) -> bool:
+        """Say whether slots are filled from the file, without a look at the mapping."""
         return self.plan.can_read and self.bytes.file is not None
 
     def fill(self, slot: int, before: Plan | None) -> None:
         """Put the adapter into a slot. Raises `OSError` when its bytes are lost; then the slot is clear."""
-        if self._is_read():
+        if self.is_read:
             assert self.bytes.file is not None
             self.plan.read(slot, self.bytes.file.fileno(), self.bytes.offset, before)
         else:
@@ -183,10 +185,19 @@ class HostTier:
             if hashlib.sha256(memoryview(payload)).hexdigest() != address["checksum"]:
                 raise DamagedBytes(f"its bytes in {address['path']} are damaged; export the revision again.")
             self.verified_bytes += adapter.bytes.payload.numel()
+        if not adapter.is_read:
+            # Laid out here rather than by the step that first uses them.
+            _ = adapter.sources
+        # Where every byte is needed, one look at all of them is much less work than one at each region.
+        plan, payload = adapter.plan, adapter.bytes.payload
+        if not (plan.can_read and is_finite(payload.view(plan.layout.dtype))):
+            self._name_what_is_not_finite(adapter)
+        self.validated_bytes += adapter.plan.bytes
+
+    def _name_what_is_not_finite(self, adapter: PackedAdapter) -> None:
         for region, values in zip(adapter.plan.regions, adapter.sources, strict=True):
             if not is_finite(values):
                 raise AdapterError(f"{region.block.module}.lora_{region.block.side} holds NaN or Inf.")
-        self.validated_bytes += adapter.plan.bytes
 
     def _prepare(self, name: str, address: dict[str, Any], mark: object) -> None:
         adapter, refused = None, None

@@ -23,7 +23,7 @@ from engine.adapters.publishing import location
 from engine.adapters.store import Store
 from engine.config import EngineConfig, served_name
 from engine.errors import AdapterError, Busy, DamagedBytes, GraftworkError, MissingBytes, ServiceError
-from engine.serving.load_metrics import LoadMetrics
+from engine.serving.load_metrics import LoadLog, LoadMetrics
 from engine.serving.load_queue import BACKGROUND, INTERACTIVE, Load, LoadQueue
 from engine.serving.warm_set import Resident, WarmSet
 
@@ -62,7 +62,6 @@ class Residency:
         self._catalog = catalog
         self._store = store
         self._timeout_s = config.load_timeout_s
-        self._on_load = on_load
         self._pinned = pinned
         self._leaving: dict[str, asyncio.Task[None]] = {}
         # asyncio keeps only weak references to tasks.
@@ -70,9 +69,8 @@ class Residency:
         self._threads = ThreadPoolExecutor(config.load_concurrency, "graftwork-fetch")
         self._layout = lru_cache(LAYOUTS)(catalog.layout)
         self._metrics = metrics or LoadMetrics(CollectorRegistry())
-        self._metrics.watch(
-            lambda: len(self.residents), lambda: self.tier.bytes, lambda line: len(self.queue.waiting[line])
-        )
+        self._metrics.watch(self.tier, self.queue)
+        self._log = LoadLog(self._metrics, on_load, self.tier)
 
     @property
     def residents(self) -> dict[str, Resident]:
@@ -194,7 +192,7 @@ class Residency:
         if load.task is not None:
             load.task.cancel()
             self._let_go(load.name, load.task)
-        self._note(load, "cancelled", "Nobody waited for it any more.")
+        self._log.ended(load, "cancelled", "Nobody waited for it any more.")
         self._start()
 
     def _start(self) -> None:
@@ -229,7 +227,7 @@ class Residency:
                 waiter.set_result(None)
             else:
                 waiter.set_exception(fault)
-        self._note(load, "refused" if fault else "ready", str(fault) if fault else None)
+        self._log.ended(load, "refused" if fault else "ready", str(fault) if fault else None)
         self._evict()
         self._start()
 
@@ -276,9 +274,8 @@ class Residency:
         """Let those go that the tier has no room for."""
         for name, resident in self.tier.evict(self._pinned):
             self.evictions += 1
-            self._metrics.evictions.inc()
             self._let_go(name)
-            self._emit(resident.revision, "stored", time.monotonic() - resident.loaded_at)
+            self._log.evicted(resident)
 
     def _let_go(self, name: str, after: "asyncio.Task[None] | None" = None) -> None:
         """Have the engine forget a name, after what is under way for it."""
@@ -300,27 +297,4 @@ class Residency:
     def _too_late(self, load: Load) -> ServiceError:
         return ServiceError(
             f"{load.name} was not loaded within {self._timeout_s:g} s; {self.loading} others wait or run."
-        )
-
-    def _note(self, load: Load, outcome: str, error: str | None) -> None:
-        """Count a load that has ended, and tell the ledger."""
-        seconds = time.monotonic() - (load.started_at or time.monotonic())
-        self._metrics.loads.labels(load.priority, outcome).inc()
-        if load.started_at is not None:
-            self._metrics.load_s.labels(load.priority).observe(seconds)
-        self._emit(
-            load.revision, "host", seconds, error=error, wait_s=load.waited_s, priority=load.priority,
-            waiters=load.asked_by,
-        )  # fmt: skip
-
-    def _emit(self, revision: Revision, tier: str, seconds: float, **more: Any) -> None:
-        self._on_load(
-            policy=revision.policy,
-            digest=revision.digest,
-            tier=tier,
-            bytes=revision.length,
-            seconds=seconds,
-            tier_adapters=len(self.residents),
-            tier_bytes=self.tier.bytes,
-            **more,
         )

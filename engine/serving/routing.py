@@ -126,6 +126,8 @@ class Router:
             if route is None:
                 raise self._unknown(model, policy)
             return self._follow(route, unit)
+        if not digest:
+            raise NotFound(f"{model!r} names no digest; ask for {policy!r} or {policy}@DIGEST.", [policy])
         try:
             pinned = self._revision(policy, digest)
         except NotFound as missing:
