@@ -261,6 +261,18 @@ def test_what_is_forgotten_on_its_way_never_arrives(tmp_path):
     assert (host.adapters, host.poll("p@0")) == ({}, UNKNOWN)
 
 
+def test_what_a_failed_disk_lost_is_remembered_within_bounds(tmp_path, monkeypatch):
+    monkeypatch.setattr("engine.serving.host_tier.MOST_LOST", 3)
+    host, given = worker().host, addresses(tmp_path, 2)
+    ready(host, "p@1", given["p@1"])
+    for i in range(3):
+        host.lose(f"lost@{i}", "Its bytes were lost.")
+    host.prepare("p@0", given["p@0"])
+    kind, sentence = host.poll("p@0")
+    assert (kind, "Restart it" in sentence) == ("refused", True)
+    assert host.poll("p@1") == READY
+
+
 async def test_each_replica_loads_for_itself():
     """No call makes an adapter known to a server: its row does, to every one that reads the catalog."""
     catalog, engines = FakeCatalog(), [FakeEngine(0), FakeEngine(0)]

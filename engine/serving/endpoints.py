@@ -5,6 +5,7 @@ our marker there, or the server refuses to start: vLLM only logs when a plugin f
 """
 
 import asyncio
+import logging
 import time
 from argparse import Namespace
 from typing import Any
@@ -32,6 +33,9 @@ from engine.serving.vllm_engine import VllmEngine
 
 # Of `/v1/models`: a catalog may have a million policies.
 MODELS = 1000
+# Between two looks at the slots; each is a call into the engine.
+SLOTS_S = 5.0
+log = logging.getLogger("graftwork.endpoints")
 
 
 class Feedback(BaseModel):
@@ -81,6 +85,7 @@ class GraftworkEndpoints:
         catalog = Catalog(params.paths.catalog_url)
         router = Router(catalog, settings["base_name"], settings["base"])
         spool = Spool(params.paths.spool, "gateway")
+        metrics = LoadMetrics(REGISTRY)
         tier = Residency(
             engine,
             catalog,
@@ -88,11 +93,12 @@ class GraftworkEndpoints:
             params.engine,
             on_load=lambda **fields: spool.emit("loads", **fields),
             pinned=lambda: names_under_release(router),
-            metrics=LoadMetrics(REGISTRY),
+            metrics=metrics,
         )
         state.graftwork = GatewayState(router, tier, spool, name=f"127.0.0.1:{params.engine.port}")
-        prewarmer = Prewarmer(tier, router, params.paths.warm / f"{params.engine.port}.json")
         # Held here, since asyncio keeps only weak references to tasks.
+        state.graftwork_slots_counted = asyncio.create_task(count_slots(engine, tier, metrics))
+        prewarmer = Prewarmer(tier, router, params.paths.warm / f"{params.engine.port}.json")
         state.graftwork_prewarming = asyncio.create_task(prewarmer.run())
 
 
@@ -106,6 +112,20 @@ def check_marker(workers: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "The engine runs vLLM's own CPU LoRA operations, which are wrong for base rows."
             )
     return workers
+
+
+async def count_slots(engine: VllmEngine, tier: Residency, metrics: LoadMetrics) -> None:
+    """Keep Prometheus's figures of the slots, which the worker alone knows."""
+    while True:
+        try:
+            names = await engine.slots()
+        except Exception as error:
+            log.warning("The slots are not counted for the moment: %r", error)
+        else:
+            size = sum(tier.residents[name].bytes for name in names if name in tier.residents)
+            metrics.adapters.labels("slot").set(len(names))
+            metrics.bytes.labels("slot").set(size)
+        await asyncio.sleep(SLOTS_S)
 
 
 async def marker(request: Request) -> Response:

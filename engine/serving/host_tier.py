@@ -33,6 +33,8 @@ LAYOUT_LIMIT = 16 << 20
 # Adapters of one shape share a layout and a plan; more shapes than this are parsed again.
 LAYOUTS = 16
 MADV_POPULATE_READ = 22
+# Adapters whose disk failed, by which nothing more is loaded.
+MOST_LOST = 1000
 # What is to be told of an adapter: a kind of `KINDS`, and a sentence with the kinds that refuse.
 State = tuple[str, str]
 READY, LOADING, UNKNOWN = ("ready", ""), ("loading", ""), ("unknown", "")
@@ -132,8 +134,7 @@ class HostTier:
         # What loads, by a mark of its own, and what was refused until it is forgotten.
         self._loading: dict[str, object] = {}
         self._refused: dict[str, State] = {}
-        # Never emptied: blocks of the prefix cache may carry the name until the engine ends. It holds a
-        # sentence for each adapter whose disk failed, no bytes.
+        # Never emptied: blocks of the prefix cache may carry the name until the engine ends. Sentences only.
         self._lost: dict[str, str] = {}
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(PREPARE_THREADS, thread_name_prefix="graftwork-prepare")
@@ -143,6 +144,15 @@ class HostTier:
             if name in self.adapters or name in self._lost or name in self._loading:
                 return
             self._refused.pop(name, None)
+            if len(self._lost) >= MOST_LOST:
+                self._refused[name] = (
+                    "refused",
+                    (
+                        f"{name} cannot be loaded: {MOST_LOST} adapters have lost their bytes since the engine "
+                        "started, so its disk is not to be trusted. Restart it once the disk is whole."
+                    ),
+                )
+                return
             mark = self._loading[name] = object()
         self._pool.submit(self._prepare, name, address, mark)
 
