@@ -28,6 +28,7 @@ from flows import (
     cli_residency,
     cli_score,
     cli_serve,
+    cli_store,
 )
 from flows.entry import PARAMS, ParamsFile, check, enter, load_flows, require_services
 
@@ -161,6 +162,7 @@ GROUPS = (
     cli_serve,
     cli_plan,
     cli_adapters,
+    cli_store,
     cli_admin,
 )
 for group in GROUPS:

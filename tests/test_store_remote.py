@@ -10,10 +10,13 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from stored import opened, prepare
 
 from engine.adapters import cache as cache_module
 from engine.adapters import remote
 from engine.adapters.cache import DRAFT, Cache
+from engine.adapters.maintenance import compact, gc, repack, verify
+from engine.adapters.publishing import location
 from engine.adapters.remote import RemoteStore
 from engine.adapters.store import Location, open_store
 from engine.config import Params, StoreConfig
@@ -152,6 +155,27 @@ def test_a_service_that_is_away_is_one_sentence(tmp_path, monkeypatch):
 def test_a_scheme_without_its_library_is_one_sentence(tmp_path):
     with pytest.raises(ConfigError, match=r"begins with nothing://"):
         open_store(Params(state_dir=tmp_path, store=StoreConfig(url="nothing://there")))
+
+
+def test_the_store_behind_a_url_is_kept_whole_and_small(params):
+    prepare(params, "here", "there")
+    with opened(params) as state:
+        rows = [state.publish("here", seed, expires_at=1.0 if seed else None) for seed in range(3)]
+        older = [state.publish_older(policy, 9) for policy in ("here", "there")]
+        assert location(state.publish("there", 0)) == location(rows[0])
+        assert verify(state.catalog, state.store).damaged == 0
+        state.catalog.expire(time.time())
+        assert gc(state.catalog, state.store).removed == 2
+        assert repack(state.catalog, state.store).moved == 2
+        report = compact(state.catalog, state.store, everything=True)
+        assert (report.damaged, report.moved) == (0, 2)
+        assert len(objects(state.store)) == 1
+        assert all(state.is_whole(row) for row in [rows[0], *older])
+        assert verify(state.catalog, state.store).damaged == 0
+        state.store._client.pipe_file(objects(state.store)[0], b"")
+        assert verify(state.catalog, state.store).damaged == 4
+        assert state.catalog.quarantined("here", rows[0].digest) is not None
+    assert not list((params.paths.holds).glob("*.seg"))
 
 
 # The cache by itself

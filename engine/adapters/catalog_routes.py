@@ -4,12 +4,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Connection, Table, select, update
+from sqlalchemy import Connection, Table, func, select, update
 
 from engine.adapters import catalog_tables as tables
 from engine.adapters.catalog_access import Access
 from engine.adapters.catalog_rows import blob
-from engine.adapters.catalog_schema import Key, Route, ServingState, Tombstone
+from engine.adapters.catalog_schema import Route, Tombstone
 from engine.errors import Conflict, NotFound
 
 
@@ -77,35 +77,27 @@ class Routes(Access):
         return self._all(Tombstone, _active_tombstones().order_by(tables.tombstones.c.at))
 
     def changed_since(self, seen: int) -> tuple[int, set[str | None] | None]:
-        """Return the newest change's number, and whose routes and stones changed after the one `seen`.
+        """Return the newest change's number, and of which policies something changed after the one `seen`.
 
-        A name of None: the keys. None for the names: more changes than are kept, so anything may have.
+        That is what gateways route by: routes, stones, releases, revisions that are gone. A name of
+        None: the keys. None for the names: more changes than are kept, so anything may have.
         """
         table = tables.changes.c
-        with self._read() as connection:
-            rows = connection.execute(select(table.id, table.policy).where(table.id > seen)).all()
-        newest = max((row.id for row in rows), default=seen)
-        whole = newest - seen == len(rows)
-        return newest, {row.policy for row in rows} if whole else None
+        with self._read(self._moment) as connection:
+            oldest, newest = connection.execute(select(func.min(table.id), func.max(table.id))).one()
+            if newest is None:
+                return 0, set() if seen == 0 else None
+            if seen + 1 < oldest or seen > newest:
+                return newest, None
+            found = select(table.policy).where(table.id > seen).distinct()
+            return newest, set(connection.execute(found).scalars())
 
     def first_policies(self, limit: int) -> list[str]:
         """Return the names of so many policies, in their order."""
         table = tables.routes.c
         with self._read() as connection:
-            return list(
-                connection.execute(select(table.policy).order_by(table.policy).limit(limit)).scalars()
-            )
-
-    def serving_state(self) -> ServingState:
-        """Return everything that a gateway routes by, as of one moment."""
-        keys = select(tables.keys).where(tables.keys.c.revoked_at.is_(None))
-        with self._read(self._moment) as connection:
-            routes = {row.policy: Route(**row._mapping) for row in connection.execute(select(tables.routes))}
-            reasons = {
-                (row.policy, row.digest): row.reason for row in connection.execute(_active_tombstones())
-            }
-            in_force = {row.hash: Key(**row._mapping) for row in connection.execute(keys)}
-        return ServingState(routes, frozenset(reasons), reasons, in_force)
+            found = connection.execute(select(table.policy).order_by(table.policy).limit(limit))
+            return list(found.scalars())
 
 
 def _columns(table: Table) -> list[Any]:

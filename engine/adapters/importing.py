@@ -7,7 +7,7 @@ dtype. Trusts nothing that the directory says of itself. Does not know where the
 import json
 import time
 from contextlib import closing, suppress
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ import torch
 from engine.adapters.catalog import Base, Catalog, Policy, Revision, migrate
 from engine.adapters.families import DROPPED_ON_CUDA, BaseShapes
 from engine.adapters.manifests import MANIFEST
-from engine.adapters.publishing import put, stored_tensors
+from engine.adapters.publishing import publish, put, stored_tensors
 from engine.adapters.revision import (
     PROBE,
     Manifest,
@@ -158,17 +158,18 @@ def _publish(
     owner: str,
     probe: dict[str, Any],
 ) -> None:
-    """Write bytes, then the directory with its probe, then the catalog's row, which commits both."""
+    """Write the directory with its probe, then the bytes, then the catalog's row, which commits both."""
     now, config = time.time(), manifest.config
     dtype = getattr(torch, serving_dtype(params))
+    if probe:
+        write_revision(params.paths.revision(manifest.policy, manifest.digest), tensors, manifest, probe)
+    catalog.add_base(Base(base.digest, base.name, str(base.path), now))
+    with suppress(NotFound):
+        # What a policy is set to here outlives an import of one of its revisions.
+        config = catalog.policy(manifest.policy).config
+    catalog.add_policy(Policy(manifest.policy, base.digest, config, owner, now))
+    shapes = BaseShapes.read(base.path)
     with closing(open_store(params)) as store:
-        row = put(catalog, store, tensors, manifest, dtype, BaseShapes.read(base.path), owner, now)
-        if probe:
-            write_revision(params.paths.revision(manifest.policy, manifest.digest), tensors, manifest, probe)
-        catalog.add_base(Base(base.digest, base.name, str(base.path), now))
-        with suppress(NotFound):
-            # What a policy is set to here outlives an import of one of its revisions.
-            config = catalog.policy(manifest.policy).config
-        catalog.add_policy(Policy(manifest.policy, base.digest, config, owner, now))
+        place = partial(put, catalog, store, tensors, manifest, dtype, shapes, owner, now)
         # A snapshot that is imported by name is an exported revision from now on.
-        catalog.add_revision(replace(row, state="exported", expires_at=None))
+        publish(catalog, store, place, state="exported", expires_at=None)

@@ -1,20 +1,54 @@
 """A revision's bytes into the store, and the catalog row that would commit them."""
 
+from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from engine.adapters import packed
 from engine.adapters.catalog_schema import Revision
-from engine.adapters.store import Location
-from engine.errors import AdapterError, NotFound
+from engine.adapters.store import Location, sums
+from engine.config import served_name
+from engine.errors import AdapterError, Conflict, Moved, NotFound
 
 if TYPE_CHECKING:
     from engine.adapters.catalog import Catalog
     from engine.adapters.families import BaseShapes
     from engine.adapters.revision import Manifest, Tensors
     from engine.adapters.store import Store
+
+# How often bytes may move under a row that is about to share them.
+ATTEMPTS = 5
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A revision's row that is not committed yet; `is_shared`: another row named its bytes already."""
+
+    row: Revision
+    is_shared: bool
+
+
+def publish(catalog: "Catalog", store: "Store", place: Callable[[], Placed], **changes: Any) -> Revision:
+    """Commit the row of what `place` puts into the store, with `changes` to its fields.
+
+    Bytes that were to be shared may have moved meanwhile; then `place` is called again.
+    """
+    try:
+        for _ in range(ATTEMPTS):
+            placed = place()
+            row = replace(placed.row, **changes)
+            with suppress(Moved):
+                catalog.add_revisions([row], [row.digest] if placed.is_shared else [])
+                return row
+    finally:
+        store.committed()
+    raise Conflict(
+        f"The bytes of {served_name(row.policy, row.digest)} moved {ATTEMPTS} times while it was published. "
+        "Run this again."
+    )
 
 
 def put(
@@ -26,7 +60,7 @@ def put(
     base: "BaseShapes",
     owner: str,
     now: float,
-) -> Revision:
+) -> Placed:
     """Return the row of a revision whose bytes in the store are whole; append them where they are not.
 
     A known revision whose bytes are damaged or missing is moved to new ones. A new one's row is not
@@ -37,10 +71,12 @@ def put(
         known = catalog.revision(manifest.policy, manifest.digest)
     except NotFound:
         return append(*given)
-    with suppress(AdapterError):
-        store.read(location(known))
-        return known
-    return catalog.move_revision(append(*given))
+    if store.check([location(known)]) == [None]:
+        if catalog.quarantined(known.policy, known.digest):
+            catalog.release_quarantine(known.policy, known.digest)
+        return Placed(known, is_shared=True)
+    # Another row's place could be gone before this one names it, so the bytes are its own.
+    return Placed(catalog.move_revision(append(*given, shares=False).row), is_shared=True)
 
 
 def append(
@@ -52,15 +88,22 @@ def append(
     base: "BaseShapes",
     owner: str,
     now: float,
-) -> Revision:
-    """Pack the tensors of an adapter of `base` in `dtype`, append them and add their layout.
+    shares: bool = True,
+) -> Placed:
+    """Pack the tensors of an adapter of `base` in `dtype`, have them in the store and add their layout.
 
-    Return the row that would commit them: an exported revision's, made at `now` (epoch seconds).
+    Identical bytes that are there already are shared. Return the row that would commit them: an
+    exported revision's, made at `now` (epoch seconds).
     """
     whole = packed.pack(tensors, dtype, base.fused)
-    at = store.append(whole.tobytes())
+    payload = whole.tobytes()
+    (checksum,) = sums([payload])
+    at = catalog.places([manifest.digest]).get(manifest.digest) if shares else None
+    is_shared = at is not None and at.checksum == checksum and store.check([at]) == [None]
+    if at is None or not is_shared:
+        (at,) = store.append_many([payload], [checksum])
     catalog.add_layout(whole.layout.digest, whole.layout.to_json())
-    return Revision(
+    row = Revision(
         policy=manifest.policy,
         digest=manifest.digest,
         base=manifest.base_digest,
@@ -77,6 +120,7 @@ def append(
         owner=owner,
         created_at=now,
     )
+    return Placed(row, is_shared)
 
 
 def stored_tensors(catalog: "Catalog", store: "Store", row: Revision) -> "Tensors":
@@ -84,7 +128,14 @@ def stored_tensors(catalog: "Catalog", store: "Store", row: Revision) -> "Tensor
 
     Raises `AdapterError` when the bytes are missing or damaged.
     """
-    payload = store.read(location(row))
+    try:
+        payload = store.read(location(row))
+    except AdapterError:
+        # They may have been moved since the row was read.
+        found, row = row, catalog.revision(row.policy, row.digest)
+        if location(row) == location(found):
+            raise
+        payload = store.read(location(row))
     layout = packed.Layout.from_json(catalog.layout(row.layout))
     return packed.unpack(packed.Packed(layout, torch.frombuffer(bytearray(payload), dtype=torch.uint8)))
 

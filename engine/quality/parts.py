@@ -6,14 +6,15 @@ snapshots. To the trainer it is a revision directory. Does not know which parts 
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import httpx
 
 from engine.adapters.catalog import Catalog, Revision
 from engine.adapters.families import BaseShapes
-from engine.adapters.publishing import append
+from engine.adapters.publishing import append, publish
 from engine.adapters.revision import Manifest, Tensors, make_manifest, split_key, write_revision
 from engine.adapters.store import Store
 from engine.config import served_name
@@ -51,8 +52,9 @@ class Parts:
     def _publish(self, tensors: Tensors) -> str:
         manifest, now = describe(self.row, tensors), time.time()
         dtype = next(iter(tensors.values())).dtype
-        made = append(self.catalog, self.store, tensors, manifest, dtype, self.base, self.row.owner, now)
-        self.catalog.add_revision(replace(made, state="snapshot", expires_at=now + KEPT_S))
+        given = (self.catalog, self.store, tensors, manifest, dtype, self.base, self.row.owner, now)
+        expires_at = now + KEPT_S
+        publish(self.catalog, self.store, partial(append, *given), state="snapshot", expires_at=expires_at)
         return served_name(self.row.policy, manifest.digest)
 
 

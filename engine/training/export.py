@@ -6,13 +6,14 @@ catalog row is the commit point. Everything is idempotent by digest.
 
 import time
 from collections.abc import Collection, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from engine.adapters.catalog import Catalog, Revision
-from engine.adapters.publishing import put, stored_tensors
+from engine.adapters.catalog import Catalog
+from engine.adapters.publishing import publish, put, stored_tensors
 from engine.adapters.revision import Manifest, make_manifest, read_revision, validate, write_revision
 from engine.adapters.store import open_store
 from engine.config import Params, served_name
@@ -121,7 +122,8 @@ class Exporter:
         exported: bool,
     ) -> None:
         now = time.time()
-        row = put(
+        place = partial(
+            put,
             self.catalog,
             self.store,
             tensors,
@@ -133,5 +135,4 @@ class Exporter:
         )
         state = "exported" if exported else "snapshot"
         expires_at = None if exported else now + session.opened.snapshot_ttl_s
-        self.catalog.add_revision(Revision(**{**vars(row), "state": state, "expires_at": expires_at}))
-        self.store.committed()
+        publish(self.catalog, self.store, place, state=state, expires_at=expires_at)

@@ -1,0 +1,293 @@
+"""Keeping a store whole and small: verify, gc, compact and repack.
+
+Each goes through catalog and store page by page, may be killed at any byte, and can be run again and beside
+writers and readers. Bytes come first and are fsynced, rows move in one transaction, and a segment goes
+only when no writer holds it and, within the transaction that asks, no row names it. Nothing asks a clock.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache, partial
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine.adapters import packed
+from engine.adapters.catalog_rows import PLACE
+from engine.adapters.catalog_schema import Revision
+from engine.adapters.families import BaseShapes
+from engine.adapters.packed_check import check_layout
+from engine.adapters.publishing import location, stored_tensors
+from engine.adapters.store import Location
+from engine.config import served_name
+from engine.errors import AdapterError, GraftworkError, NotFound
+
+if TYPE_CHECKING:
+    from engine.adapters.catalog import Catalog
+    from engine.adapters.store import Store
+
+PAGE_ROWS = 1_000
+# What is copied between two fsyncs, and how many rows one transaction moves at most.
+BATCH_BYTES = 64 << 20
+BATCH_ROWS = 4_096
+# Damaged revisions that a report names; it counts them all.
+LISTED = 100
+LAYOUTS = 64
+
+
+@dataclass
+class Report:
+    """What was looked at and done. `bytes` were read, `freed` are those of the `removed` segments.
+
+    `held` counts segments that a living writer keeps from us; the next run takes them.
+    """
+
+    operation: str
+    revisions: int = 0
+    bytes: int = 0
+    moved: int = 0
+    removed: int = 0
+    freed: int = 0
+    held: int = 0
+    drafts: int = 0
+    healed: int = 0
+    damaged: int = 0
+    examples: list[dict[str, str]] = field(default_factory=list)
+
+    def add_damage(self, row: Revision, fault: str) -> None:
+        self.damaged += 1
+        if len(self.examples) < LISTED:
+            self.examples.append({"revision": served_name(row.policy, row.digest), "fault": fault})
+
+
+OnPage = Callable[[Report], object]
+
+
+def silent(report: Report) -> None:
+    """Show nobody how far it is."""
+
+
+def verify(catalog: "Catalog", store: "Store", on_page: OnPage = silent) -> Report:
+    """Read every revision's bytes where they lie; quarantine what is damaged, release what is whole again."""
+    report, layout_fault = Report("verify"), _layout_faults(catalog)
+    for rows in pages(catalog):
+        faults = store.check([location(row) for row in rows])
+        held = catalog.in_quarantine([row.digest for row in rows])
+        for row, fault in zip(rows, faults, strict=True):
+            found = fault or layout_fault(row.layout, row.length)
+            if found:
+                _quarantine(catalog, store, row, found, report)
+            elif (row.policy, row.digest) in held:
+                catalog.release_quarantine(row.policy, row.digest)
+                report.healed += 1
+            report.revisions += 1
+            report.bytes += row.length
+        on_page(report)
+    return report
+
+
+def gc(catalog: "Catalog", store: "Store", on_page: OnPage = silent) -> Report:
+    """Remove segments that no row names and no living writer holds, and drafts that a crash left."""
+    report = Report("gc")
+    used = catalog.used_bytes_by_segment().keys()
+    for segment, size in store.segments():
+        if segment not in used:
+            _drop(catalog, store, segment, size, report)
+            on_page(report)
+    report.drafts = store.clean()
+    return report
+
+
+def compact(
+    catalog: "Catalog",
+    store: "Store",
+    threshold: float = 0.5,
+    everything: bool = False,
+    on_page: OnPage = silent,
+) -> Report:
+    """Rewrite segments of which less than `threshold` is live, or `everything`; then remove them."""
+    report = Report("compact")
+    # What is copied goes to a segment of its own, never to the end of one that is to leave.
+    store.close()
+    used = catalog.used_bytes_by_segment()
+    chosen = {}
+    for segment, size in store.segments():
+        if everything or used.get(segment, 0) < threshold * size:
+            with store.claim(segment) as is_free:
+                if is_free:
+                    chosen[segment] = size
+                else:
+                    report.held += 1
+    if any(segment in used for segment in chosen):
+        _move_out(catalog, store, chosen, report, on_page)
+    for segment, size in chosen.items():
+        _drop(catalog, store, segment, size, report)
+        on_page(report)
+    return report
+
+
+def repack(catalog: "Catalog", store: "Store", on_page: OnPage = silent) -> Report:
+    """Derive the packed form anew where today's would be another one; the digests stay."""
+    report, differs = Report("repack"), _differs(catalog)
+    for rows in pages(catalog):
+        # Rows of one adapter lie next to each other and share its bytes; ours until the page has moved.
+        made: tuple[str, str, Revision] | None = None
+        try:
+            for row in rows:
+                report.revisions += 1
+                try:
+                    if (fused := differs(row.base, row.layout)) is None:
+                        continue
+                    if made is None or made[:2] != (row.digest, row.layout):
+                        made = row.digest, row.layout, _packed_anew(catalog, store, row, fused)
+                        report.bytes += row.length
+                    place = {name: getattr(made[2], name) for name in PLACE}
+                    catalog.move_revision(replace(row, **place))
+                    report.moved += 1
+                except AdapterError as error:
+                    _quarantine(catalog, store, row, str(error), report)
+                except NotFound as error:
+                    report.add_damage(row, str(error))
+        finally:
+            store.committed()
+        on_page(report)
+    return report
+
+
+def pages(catalog: "Catalog") -> Iterator[list[Revision]]:
+    """Yield every revision, a page at a time, those of one digest next to each other."""
+    after: tuple[str, str] | None = None
+    while rows := catalog.every_revision(after, PAGE_ROWS):
+        yield rows
+        after = rows[-1].digest, rows[-1].policy
+
+
+def _drop(catalog: "Catalog", store: "Store", segment: str, size: int, report: Report) -> None:
+    with store.claim(segment) as is_free:
+        if not is_free:
+            report.held += 1
+        elif catalog.drop_segment_if_unused(segment, partial(store.remove, segment)):
+            report.removed += 1
+            report.freed += size
+
+
+def _move_out(
+    catalog: "Catalog", store: "Store", chosen: dict[str, int], report: Report, on_page: OnPage
+) -> None:
+    """Copy what rows name in the chosen segments to new ones, and let the rows name that."""
+    batch: dict[Location, Revision] = {}
+    size = 0
+    # Its other rows have moved with it, whatever the page that was read before says.
+    last: Location | None = None
+    for rows in pages(catalog):
+        for row in rows:
+            report.revisions += 1
+            at = location(row)
+            if row.segment not in chosen or at == last or at in batch:
+                continue
+            batch[at] = row
+            size += row.length
+            if size >= BATCH_BYTES or len(batch) >= BATCH_ROWS:
+                _move(catalog, store, batch, report)
+                batch, size, last = {}, 0, at
+        on_page(report)
+    _move(catalog, store, batch, report)
+
+
+def _move(catalog: "Catalog", store: "Store", batch: dict[Location, Revision], report: Report) -> None:
+    # Identical bytes are written once, wherever they lay.
+    payloads: dict[str, bytes] = {}
+    whole = []
+    for at, row in batch.items():
+        try:
+            if at.checksum not in payloads:
+                payloads[at.checksum] = store.read(at)
+                report.bytes += at.length
+            whole.append(at)
+        except AdapterError as error:
+            _quarantine(catalog, store, row, str(error), report)
+    if not whole:
+        return
+    try:
+        placed = store.append_many(list(payloads.values()), list(payloads))
+        new = {at.checksum: at for at in placed}
+        moves = [(at, new[at.checksum]) for at in whole]
+        catalog.move_revisions(moves, [batch[at].digest for at in whole])
+    finally:
+        store.committed()
+    report.moved += len(whole)
+
+
+def _packed_anew(
+    catalog: "Catalog", store: "Store", row: Revision, fused: dict[str, tuple[str, ...]]
+) -> Revision:
+    """Append a revision's bytes as they would be packed today; return the row that would name them."""
+    tensors = stored_tensors(catalog, store, row)
+    whole = packed.pack(tensors, next(iter(tensors.values())).dtype, fused)
+    at = store.append(whole.tobytes())
+    catalog.add_layout(whole.layout.digest, whole.layout.to_json())
+    return replace(row, layout=whole.layout.digest, **vars(at))
+
+
+def _quarantine(catalog: "Catalog", store: "Store", row: Revision, fault: str, report: Report) -> None:
+    """Keep a damaged revision from being served, unless its row is gone or names other bytes by now."""
+    try:
+        now = catalog.revision(row.policy, row.digest)
+    except NotFound:
+        return
+    if location(now) != location(row):
+        (moved_fault,) = store.check([location(now)])
+        if moved_fault is None:
+            return
+        row, fault = now, moved_fault
+    catalog.quarantine(row.policy, row.digest, fault)
+    report.add_damage(row, fault)
+
+
+def _layout_faults(catalog: "Catalog") -> Callable[[str, int], str | None]:
+    """Return what says why a layout, or a length under it, cannot be right; None when it is."""
+
+    @lru_cache(LAYOUTS)
+    def nbytes(digest: str) -> int | str:
+        try:
+            body = catalog.layout(digest)
+            if sha256(body.encode()).hexdigest() != digest:
+                raise AdapterError(f"The layout {digest[:12]} is damaged. Export the revision again.")
+            layout = packed.Layout.from_json(body)
+            check_layout(layout)
+            return layout.nbytes
+        except (AdapterError, NotFound) as error:
+            return str(error)
+
+    def fault(digest: str, length: int) -> str | None:
+        found = nbytes(digest)
+        if isinstance(found, str):
+            return found
+        return None if found == length else f"expected {found} bytes by its layout, found {length}."
+
+    return fault
+
+
+def _differs(catalog: "Catalog") -> Callable[[str, str], dict[str, tuple[str, ...]] | None]:
+    """Return what gives a base's fused modules when a layout is not today's for it; None when it is."""
+
+    @cache
+    def shapes(base: str) -> BaseShapes:
+        path = Path(catalog.base(base).path)
+        try:
+            return BaseShapes.read(path)
+        except (GraftworkError, OSError) as error:
+            raise NotFound(f"The base {base[:12]} cannot be read at {path}: {error}") from None
+
+    @lru_cache(LAYOUTS)
+    def differs(base: str, digest: str) -> dict[str, tuple[str, ...]] | None:
+        layout = packed.Layout.from_json(catalog.layout(digest))
+        check_layout(layout)
+        fused = dict(shapes(base).fused)
+        zeros = packed.Packed(layout, torch.zeros(layout.nbytes, dtype=torch.uint8))
+        today = packed.pack(packed.unpack(zeros), layout.dtype, fused)
+        return fused if today.layout != layout else None
+
+    return differs
