@@ -147,10 +147,8 @@ class HostTier:
             if len(self._lost) >= MOST_LOST:
                 self._refused[name] = (
                     "refused",
-                    (
-                        f"{name} cannot be loaded: {MOST_LOST} adapters have lost their bytes since the engine "
-                        "started, so its disk is not to be trusted. Restart it once the disk is whole."
-                    ),
+                    f"{name} cannot be loaded: {MOST_LOST} adapters have lost their bytes on the disk since the "
+                    "engine started. Restart it once the disk is whole.",
                 )
                 return
             mark = self._loading[name] = object()
