@@ -147,7 +147,7 @@ class HostTier:
             if len(self._lost) >= MOST_LOST:
                 self._refused[name] = (
                     "refused",
-                    f"{name} cannot be loaded: {MOST_LOST} adapters have lost their bytes on the disk since the "
+                    f"{name} cannot be loaded: {MOST_LOST} adapters have lost their bytes since the "
                     "engine started. Restart it once the disk is whole.",
                 )
                 return
