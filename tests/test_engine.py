@@ -13,6 +13,8 @@ from parity import RANK, Reference, ask, base_rows, prompts, random_adapter
 
 from engine.adapters.families import BaseShapes
 from engine.adapters.publishing import location
+from engine.config import load_params
+from tasks.residency import residency
 
 # Log-probabilities in float32 by two implementations: measured 2e-6 to 2e-5, see docs/benchmarks.md.
 TOLERANCE = 2e-4
@@ -157,6 +159,9 @@ def test_where_adapters_are_is_shown_without_a_label_for_any(engine: RunningEngi
             assert missing.status_code == status
             assert field in missing.json().get("error", missing.json())
     assert told["adapters"][name]["tier"] == "slot"
+    shown = residency(load_params(engine.state / "params.json"), 100)
+    assert shown["engine"]
+    assert {row["revision"]: row["tier"] for row in shown["revisions"]}[name] == "slot"
     assert told["tiers"]["slot"]["adapters"] <= 4 < told["tiers"]["host"]["max_adapters"]
     assert (told["queue"]["running"], told["queue"]["loads"]) == (0, {})
     for figure in ("graftwork_loads_total", "graftwork_load_wait_seconds", "graftwork_evictions_total"):
