@@ -17,10 +17,15 @@ class FakeRouter:
 
     def __init__(self, known: int = 1000, size: int = 100):
         self.released: frozenset[tuple[str, str]] = frozenset()
+        self.changed: set[str] = set()
         self.rows = {revision(i).digest: revision(i, size) for i in range(known)}
 
     def under_release(self):
         return self.released
+
+    def take_changed(self):
+        changed, self.changed = self.changed, set()
+        return changed
 
     def revision(self, policy, digest):
         if digest not in self.rows:
@@ -37,7 +42,7 @@ async def test_a_release_brings_its_canary_and_champion(tmp_path):
     router.released = frozenset(("sums", revision(i).digest) for i in (1, 2))
     assert names_under_release(router) == {name_of(1), name_of(2)}
     prewarmer.look()
-    await settle(lambda: len(tier.residents) == 2)
+    await settle(lambda: [resident.users for resident in tier.residents.values()] == [0, 0])
     prewarmer.look()
     assert sorted(engine.prepared) == [name_of(1), name_of(2)]
     assert all(resident.users == 0 for resident in tier.residents.values())
@@ -75,6 +80,26 @@ async def test_a_restart_brings_back_the_popular_of_the_last_hour(tmp_path):
     assert again.popular(now + 4000) == []
     # A clock that was put back makes no difference.
     assert len(again.popular(now - 86400)) == 10
+
+
+async def test_what_was_purged_leaves_once_its_last_request_has(tmp_path):
+    engine, router = FakeEngine(0), FakeRouter()
+    tier = residency(engine)
+    for i in range(3):
+        await use(tier, revision(i))
+    prewarmer = Prewarmer(tier, router, tmp_path / "warm.json")
+    busy = asyncio.create_task(use(tier, revision(2), 0.05))
+    await asyncio.sleep(0)
+    for i in (1, 2):
+        del router.rows[revision(i).digest]
+    prewarmer.look()
+    assert len(tier.residents) == 3
+    router.changed = {"sums"}
+    prewarmer.look()
+    assert set(tier.residents) == {name_of(0), name_of(2)}
+    await busy
+    prewarmer.look()
+    await settle(lambda: engine.held == {name_of(0)})
 
 
 async def test_a_file_that_is_no_list_of_names_prewarms_nothing(tmp_path):

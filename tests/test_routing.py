@@ -233,6 +233,18 @@ def test_what_is_under_release_is_named_and_nothing_else(catalog):
     assert router.under_release() == frozenset()
 
 
+def test_what_has_changed_is_told_once(catalog):
+    router = Router(catalog, "tiny", "base")
+    router.take_changed()
+    set_route(catalog, champion=CHAMPION)
+    catalog.create_key("ann", "user")
+    router.resolve("sums", "ann")
+    assert router.take_changed() == {"sums"}
+    assert router.take_changed() == set()
+    catalog.purge("sums", "ann", 1.0)
+    assert router.take_changed() == {"sums"}
+
+
 def test_the_catalog_is_asked_of_what_is_asked_for_alone(catalog):
     """A thousand policies: no route is read before its own request."""
     for number in range(1000):

@@ -1,7 +1,7 @@
 """What is loaded before anybody asks: who was popular when the engine last ran, and what a release brings.
 
-Also notes who is popular, in a small file for each engine. Everything here is in the background: people's
-requests go first. Knows served revisions and when they were used; knows no HTTP.
+Notes who is popular, in a small file for each engine, and lets go what is gone from the catalog. All of it
+is in the background: people's requests go first. Knows served revisions and when they were used; no HTTP.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import served_name
-from engine.errors import Busy, GraftworkError
+from engine.errors import Busy, GraftworkError, NotFound
 from engine.serving.residency import Residency
 from engine.serving.routing import Router
 
@@ -34,6 +34,8 @@ class Prewarmer:
         self._file = file
         self._pending: list[tuple[str, str]] = []
         self._seen: frozenset[tuple[str, str]] = frozenset()
+        # Policies of which something is gone that a request still uses.
+        self._in_use: set[str] = set()
 
     async def run(self) -> None:
         """Prewarm what was popular, then whatever a release brings; note who is popular every 15 s."""
@@ -52,6 +54,7 @@ class Prewarmer:
 
     def look(self) -> None:
         """Prewarm what came under release since the last look, and as much of the rest as the queue takes."""
+        self._drop_what_is_gone(self._router.take_changed() | self._in_use)
         released = self._router.under_release()
         self._pending = [*(released - self._seen), *self._pending]
         self._seen = released
@@ -65,6 +68,20 @@ class Prewarmer:
                 # It may be gone, or of another base; whoever asks for it hears why.
                 log.info("%s is not prewarmed: %s", served_name(policy, digest), error)
             self._pending.pop(0)
+
+    def _drop_what_is_gone(self, policies: set[str]) -> None:
+        """Let adapters go whose rows were purged or have expired: nobody can ask for them any more."""
+        self._in_use = set()
+        if not policies:
+            return
+        for name, resident in list(self._residency.residents.items()):
+            row = resident.revision
+            if row.policy in policies:
+                try:
+                    self._router.revision(row.policy, row.digest)
+                except NotFound:
+                    if not self._residency.drop(name):
+                        self._in_use.add(row.policy)
 
     def rows(self, now: float) -> list[dict[str, Any]]:
         """Return the residents that were used within an hour, with the time and how often they were used."""

@@ -124,6 +124,13 @@ class Residency:
         self.tier.release(name)
         self._evict()
 
+    def drop(self, name: str) -> bool:
+        """Let an adapter go that is gone from the catalog; False while a request still runs on it."""
+        resident = self.tier.drop(name)
+        if resident is not None:
+            self._take_out(name, resident)
+        return resident is not None
+
     def prewarm(self, revision: Revision) -> float:
         """Bring a revision into the host tier in the background; return in how many seconds it is there.
 
@@ -273,9 +280,12 @@ class Residency:
     def _evict(self) -> None:
         """Let those go that the tier has no room for."""
         for name, resident in self.tier.evict(self._pinned):
-            self.evictions += 1
-            self._let_go(name)
-            self._log.evicted(resident)
+            self._take_out(name, resident)
+
+    def _take_out(self, name: str, resident: Resident) -> None:
+        self.evictions += 1
+        self._let_go(name)
+        self._log.evicted(resident)
 
     def _let_go(self, name: str, after: "asyncio.Task[None] | None" = None) -> None:
         """Have the engine forget a name, after what is under way for it."""

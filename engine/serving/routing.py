@@ -101,6 +101,7 @@ class Router:
         self._seen = 0
         self._read_at = clock()
         self._rows = Rows()
+        self._changed: set[str] = set()
         self._released: tuple[int | None, frozenset[tuple[str, str]]] = None, frozenset()
 
     def key(self, plaintext: str) -> Key | None:
@@ -149,6 +150,12 @@ class Router:
         """Return the names of so many policies, in their order."""
         return self._catalog.first_policies(limit)
 
+    def take_changed(self) -> set[str]:
+        """Return the policies of which something has changed since the last call; thousands at most."""
+        self._look()
+        changed, self._changed = self._changed, set()
+        return changed
+
     def under_release(self) -> frozenset[tuple[str, str]]:
         """Return (policy, digest) of what must stay resident: canaries, and champions and baselines beside.
 
@@ -172,6 +179,8 @@ class Router:
             if version != self._version:
                 self._seen, names = self._catalog.changed_since(self._seen)
                 self._rows.note(self._seen, names)
+                if len(self._changed) < KEPT:
+                    self._changed |= {name for name in names or () if name is not None}
                 self._version = version
             self._read_at = self._clock()
         except Exception as error:

@@ -118,6 +118,11 @@ class WarmSet:
         if resident.users == 0:
             (self._idle_warm if resident.is_warm else self._idle_new)[name] = resident
 
+    def drop(self, name: str) -> Resident | None:
+        """Remove and return an adapter that nobody uses, whatever its merit."""
+        resident = self.residents.get(name)
+        return self._remove(name) if resident is not None and resident.users == 0 else None
+
     def evict(self, pinned: Callable[[], Collection[str]]) -> list[tuple[str, Resident]]:
         """Remove and return who has to go; those in `pinned` and those in use stay."""
         while self._window_is_over() and not self._is_over() and self._idle_new:
