@@ -242,7 +242,7 @@ class Router:
         if stone is not None:
             return f"was rolled back: {stone.reason} `graftwork lift` puts it back."
         if revision.retired_at is not None:
-            return f"was retired: {revision.retired_reason} `graftwork adapters retire --undo` puts it back."
+            return f"was retired: {revision.retired_reason} `graftwork adapters unretire` puts it back."
         return None
 
     def _purged(self, model: str, policy: str) -> Gone | None:
