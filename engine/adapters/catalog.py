@@ -31,7 +31,6 @@ from engine.adapters.catalog_schema import (
     Release,
     Revision,
     Route,
-    ServingState,
     Tombstone,
 )
 from engine.errors import Conflict, NotFound, ServiceError
@@ -47,7 +46,6 @@ __all__ = [
     "Release",
     "Revision",
     "Route",
-    "ServingState",
     "Tombstone",
     "ensure_local_key",
     "migrate",
