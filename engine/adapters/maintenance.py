@@ -5,7 +5,7 @@ writers and readers. Bytes come first and are fsynced, rows move in one transact
 only when no writer holds it and, within the transaction that asks, no row names it. Nothing asks a clock.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
 from hashlib import sha256
@@ -105,15 +105,20 @@ def compact(
     threshold: float = 0.5,
     everything: bool = False,
     on_page: OnPage = silent,
+    segments: Collection[str] | None = None,
 ) -> Report:
-    """Rewrite segments of which less than `threshold` is live, or `everything`; then remove them."""
+    """Rewrite segments of which less than `threshold` is live, or `everything`; then remove them.
+
+    With `segments` those, and no others, however much of them is live.
+    """
     report = Report("compact")
     # What is copied goes to a segment of its own, never to the end of one that is to leave.
     store.close()
     used = catalog.used_bytes_by_segment()
     chosen = {}
     for segment, size in store.segments():
-        if everything or used.get(segment, 0) < threshold * size:
+        sparse = everything or used.get(segment, 0) < threshold * size
+        if sparse if segments is None else segment in segments:
             with store.claim(segment) as is_free:
                 if is_free:
                     chosen[segment] = size
