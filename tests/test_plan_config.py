@@ -242,3 +242,18 @@ def test_bad_input_is_one_sentence(tmp_path, arguments, sentence):
     error = ask(tmp_path, *arguments).exception
     assert isinstance(error, ConfigError)
     assert sentence in str(error)
+
+
+def test_the_pages_plan_is_what_the_command_says(tmp_path):
+    import re
+    import shlex
+
+    from test_real_model import DOC, doc_settings
+
+    line = re.search(r"^ {4}\.venv/bin/graftwork (plan --config .+)$", DOC, re.MULTILINE)
+    shown = re.search(r"<!-- plan --config -->\n```text\n(.*?)\n```", DOC, re.DOTALL)
+    assert line is not None
+    assert shown is not None
+    words = shlex.split(line[1].replace("tests/kimi_k2.json", str(KIMI_K2)))[:-1]
+    said = CliRunner().invoke(app, [*words, str(doc_settings(tmp_path))])
+    assert [line.rstrip() for line in said.output.rstrip().splitlines()] == shown[1].splitlines()
