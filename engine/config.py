@@ -119,6 +119,14 @@ class ControllerConfig(Settings):
     snapshot_s: float = Field(2, gt=0, description="how often readers get a new ledger snapshot")
 
 
+class CatalogConfig(Settings):
+    """The durable index of bases, policies, revisions, routes and releases."""
+
+    url: str | None = Field(
+        None, description="postgresql://USER@HOST/NAME; empty is SQLite in the state dir, for one machine"
+    )
+
+
 class StoreConfig(Settings):
     """Where packed bytes lie: in the state directory, or behind a URL with a local cache."""
 
@@ -301,6 +309,7 @@ class Params(Settings):
     engine: EngineConfig = EngineConfig()
     trainer: TrainerConfig = TrainerConfig()
     controller: ControllerConfig = ControllerConfig()
+    catalog: CatalogConfig = CatalogConfig()
     store: StoreConfig = StoreConfig()
     mlflow: MlflowConfig = MlflowConfig()
     prefect: PrefectConfig = PrefectConfig()
@@ -317,7 +326,7 @@ class Params(Settings):
 
     @property
     def paths(self) -> "Paths":
-        return Paths(self.state_dir)
+        return Paths(self.state_dir, self.catalog.url)
 
     def policy(self, name: str) -> PolicyConfig:
         """Return a policy's settings, from here and from its own file; `ConfigError` names the known ones."""
@@ -376,10 +385,14 @@ def resolve_policy(params: Params, name: str, changes: Mapping[str, Any] | None 
 
 
 class Paths:
-    """Where everything lies under the state directory. Creates nothing."""
+    """Where everything lies under the state directory. Creates nothing.
 
-    def __init__(self, root: Path):
+    The catalog alone may lie elsewhere: at `catalog_url`.
+    """
+
+    def __init__(self, root: Path, catalog_url: str | None = None):
         self.root = root
+        self._catalog_url = catalog_url
         self.bases = root / "bases"
         self.store = root / "store"
         self.cache = root / "cache"
@@ -404,7 +417,12 @@ class Paths:
 
     @property
     def catalog_url(self) -> str:
-        return f"sqlite:///{self.catalog}"
+        return self._catalog_url or f"sqlite:///{self.catalog}"
+
+    @property
+    def has_catalog(self) -> bool:
+        """Say whether a catalog was made here, or is named by its address."""
+        return self._catalog_url is not None or self.catalog.is_file()
 
 
 def load_params(path: Path | str = "params.yaml", **overrides: Any) -> Params:

@@ -69,7 +69,7 @@ def revisions(params: Params, policy: str, limit: int) -> tuple[list[RevisionRow
 
 def standing(params: Params) -> dict[str, Any]:
     """Return what holds beside the services: alarms, frozen or not, running releases, newest notices."""
-    if not params.paths.catalog.is_file():
+    if not params.paths.has_catalog:
         return {"alarms": [], "frozen": False, "releases": [], "notices": []}
     catalog = Catalog(params.paths.catalog_url)
     try:
@@ -170,7 +170,7 @@ def plain(value: Any) -> Any:
 
 def require_catalog(params: Params) -> None:
     """Raise `NotFound` with the way out when nothing was ever started here."""
-    if not params.paths.catalog.is_file():
+    if not params.paths.has_catalog:
         raise NotFound(
             f"There is nothing to show: {params.state_dir} holds no catalog. Start with `graftwork up`."
         )

@@ -170,7 +170,7 @@ def _refuse_other_owner(params: Params, name: str, owner: str) -> None:
     from engine.adapters.catalog import Catalog
 
     known = _own(params, name).get("owner", "local") if policy_file(params, name).is_file() else None
-    if known is None and params.paths.catalog.is_file():
+    if known is None and params.paths.has_catalog:
         catalog = Catalog(params.paths.catalog_url)
         with suppress(NotFound):
             known = catalog.policy(name).owner

@@ -55,7 +55,7 @@ def _owner(params: Params, policy: str) -> str:
     """Return whose policy it is here; serving one of its revisions changes nothing of that."""
     from engine.adapters.catalog import Catalog
 
-    if not params.paths.catalog.is_file():
+    if not params.paths.has_catalog:
         return "local"
     catalog = Catalog(params.paths.catalog_url)
     try:
@@ -70,7 +70,7 @@ def _known(params: Params, policy: str, digest: str) -> tuple[str, str]:
     from engine.adapters.catalog import Catalog
 
     found = []
-    if params.paths.catalog.is_file():
+    if params.paths.has_catalog:
         catalog = Catalog(params.paths.catalog_url)
         found = [row for row in catalog.revisions_like(digest, 100) if policy in ("", row.policy)]
         catalog.close()

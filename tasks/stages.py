@@ -196,7 +196,7 @@ def find_revision(params: Params, policy: str, digest: str, scratch: Path) -> Pa
     known = params.paths.revision(policy, digest)
     if known.is_dir():
         return known
-    if params.paths.catalog.is_file():
+    if params.paths.has_catalog:
         with suppress(NotFound):
             return directory_from_store(params, policy, digest, scratch / digest[:DIGEST12])
     if version_number := _registered(params, policy, digest):

@@ -3,12 +3,17 @@
 import atexit
 import os
 import shutil
+import subprocess
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from live import RunningEngine, start_engine, stop_engine
+from postgres import fresh_database, postgres
+
+from engine.adapters.catalog import Catalog, Policy, migrate
 
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",
@@ -74,3 +79,52 @@ def engine(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     running = start_engine(tiny_base, tmp_path_factory.mktemp("engine"), wait_s=600, slots=4, max_num_seqs=64)
     yield running
     stop_engine(running)
+
+
+@pytest.fixture(scope="module")
+def postgres_server() -> Iterator[str]:
+    with postgres() as url:
+        yield url
+
+
+@pytest.fixture
+def sqlite_catalog_url(tmp_path: Path) -> str:
+    """The address of a catalog without rows."""
+    url = f"sqlite:///{tmp_path}/catalog.db"
+    migrate(url)
+    return url
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def empty_catalog_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The address of what is not a catalog yet, in each database."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/new/catalog.db"
+    return fresh_database(request.getfixturevalue("postgres_server"))
+
+
+@pytest.fixture
+def catalog_url(empty_catalog_url: str) -> str:
+    """The address of a catalog without rows, in each database."""
+    migrate(empty_catalog_url)
+    return empty_catalog_url
+
+
+@pytest.fixture
+def catalog(catalog_url: str) -> Iterator[Catalog]:
+    """A catalog with one policy, in each database."""
+    with closing(Catalog(catalog_url)) as catalog:
+        catalog.add_policy(Policy("sorting", "base", {"rank": 8}, "me", 1.0))
+        yield catalog
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MiB; skipped where nobody may mount one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", disk]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small file system needs root")
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)

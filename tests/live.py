@@ -7,10 +7,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -139,7 +140,8 @@ def stop_group(process: subprocess.Popen[bytes]) -> None:
 class StockServer:
     """vLLM's own server on a checkpoint, without LoRA unless `more` asks for it; ready in the `with` block.
 
-    `threads` as in our engine's settings: 0 takes every core but one.
+    `threads` as in our engine's settings: 0 takes every core but one. `program` is another server's, with the
+    same arguments; `variables` are added to its environment.
     """
 
     def __init__(
@@ -149,6 +151,8 @@ class StockServer:
         max_model_len: int = 512,
         threads: int = 0,
         more: Sequence[str] = (),
+        program: Sequence[str] = ("-m", "vllm.entrypoints.openai.api_server"),
+        variables: Mapping[str, str] = MappingProxyType({}),
     ):
         self.port = free_port()
         self.url, self.key = f"http://127.0.0.1:{self.port}", "none"
@@ -163,9 +167,10 @@ class StockServer:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_NO_USAGE_STATS": "1",
             "OMP_NUM_THREADS": str(threads or max(1, len(os.sched_getaffinity(0)) - 1)),
+            **variables,
         }
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments],
+            [sys.executable, *program, *arguments],
             env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         self.client = httpx.Client(base_url=self.url, timeout=600)

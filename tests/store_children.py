@@ -18,10 +18,10 @@ from types import FrameType
 from typing import Any
 
 import torch
-from engine.adapters.bulk import Entry, register_many
 from made_adapters import canonical
 from stored import BASE, SHAPES, Stored, opened
 
+from engine.adapters.bulk import Entry, register_many
 from engine.adapters.families import BaseShapes
 from engine.adapters.importing import import_revision
 from engine.adapters.maintenance import compact, gc, repack, verify

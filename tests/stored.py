@@ -7,6 +7,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from made_adapters import CONFIGS, canonical, shapes
@@ -31,12 +32,9 @@ class Stored:
     store: Store
 
     def publish(self, policy: str, seed: int, expires_at: float | None = None, rank: int = 2) -> Revision:
-        tensors = canonical(SHAPES, seed=seed, default=rank)
-        manifest = manifest_of(policy, tensors, seed, rank)
-
-        given = (self.catalog, self.store, tensors, manifest, torch.float32, SHAPES, "me", time.time())
         state = "exported" if expires_at is None else "snapshot"
-        return publish(self.catalog, self.store, partial(put, *given), state=state, expires_at=expires_at)
+        place = partial(put, *placing(self, policy, seed, rank))
+        return publish(self.catalog, self.store, place, state=state, expires_at=expires_at)
 
     def publish_older(self, policy: str, seed: int) -> Revision:
         """Publish a revision as an engine packed it that fuses nothing."""
@@ -70,6 +68,13 @@ class Stored:
             byte = file.read(1)
             file.seek(at.offset + 5)
             file.write(bytes([byte[0] ^ 1]))
+
+
+def placing(state: Stored, policy: str, seed: int, rank: int = 2) -> tuple[Any, ...]:
+    """Return what `put` takes of the adapter of a seed."""
+    tensors = canonical(SHAPES, seed=seed, default=rank)
+    manifest = manifest_of(policy, tensors, seed, rank)
+    return state.catalog, state.store, tensors, manifest, torch.float32, SHAPES, "me", time.time()
 
 
 def manifest_of(policy: str, tensors: revision.Tensors, seed: int, rank: int) -> revision.Manifest:

@@ -5,6 +5,8 @@ import sqlite3
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from rows import make_release, make_revision
+from sqlalchemy import Connection, select
 
 from engine.adapters.catalog import (
     Base,
@@ -29,31 +32,28 @@ from engine.errors import ConfigError, Conflict, NotFound, ServiceError
 spawn = multiprocessing.get_context("spawn")
 
 
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    url = f"sqlite:///{tmp_path}/catalog.db"
-    migrate(url)
-    return url
-
-
-@pytest.fixture
-def catalog(url: str) -> Catalog:
-    catalog = Catalog(url)
-    catalog.add_policy(Policy("sorting", "base", {"rank": 8}, "me", 1.0))
-    return catalog
-
-
-def test_migrations_and_tables_agree(url: str) -> None:
-    with open_engine(url).connect() as connection:
+def test_migrations_and_tables_agree(catalog_url: str) -> None:
+    with closing_connection(catalog_url) as connection:
         assert compare_metadata(MigrationContext.configure(connection), metadata) == []
-    written = sqlite3.connect(url.removeprefix("sqlite:///"))
+
+
+def test_the_tables_of_sqlite_are_as_meant(sqlite_catalog_url: str) -> None:
+    written = sqlite3.connect(sqlite_catalog_url.removeprefix("sqlite:///"))
     assert written.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     revisions = written.execute("SELECT sql FROM sqlite_master WHERE name = 'revisions'").fetchone()[0]
     assert "WITHOUT ROWID" in revisions
 
 
-def test_several_processes_may_migrate_at_once(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path}/new/catalog.db"
+@contextmanager
+def closing_connection(url: str, write: bool = False) -> Iterator[Connection]:
+    engine = open_engine(url)
+    with engine.execution_options(write=write).begin() as connection:
+        yield connection
+    engine.dispose()
+
+
+def test_several_processes_may_migrate_at_once(empty_catalog_url: str) -> None:
+    url = empty_catalog_url
     workers = [spawn.Process(target=migrate, args=(url,)) for _ in range(3)]
     for worker in workers:
         worker.start()
@@ -73,14 +73,22 @@ def test_a_file_that_is_no_catalog_is_refused(tmp_path: Path) -> None:
         Catalog("mysql://somewhere/db")
 
 
-def test_another_schema_version_is_refused(url: str) -> None:
-    with sqlite3.connect(url.removeprefix("sqlite:///")) as connection:
-        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+def test_another_schema_version_is_refused(catalog_url: str) -> None:
+    with closing_connection(catalog_url, write=True) as connection:
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
     with pytest.raises(ConfigError, match="schema 9999"):
-        Catalog(url)
+        Catalog(catalog_url)
 
 
-def test_a_full_disk_is_a_sentence(catalog: Catalog) -> None:
+def test_a_database_that_is_empty_or_gone_is_a_sentence(empty_catalog_url: str) -> None:
+    with pytest.raises((ConfigError, NotFound), match=r"no catalog|not a catalog"):
+        Catalog(empty_catalog_url)
+    with pytest.raises(ServiceError, match="cannot be read"):
+        Catalog("postgresql://postgres@127.0.0.1:9/none")
+
+
+def test_a_full_disk_is_a_sentence(sqlite_catalog_url: str) -> None:
+    catalog = Catalog(sqlite_catalog_url)
     with catalog._write() as connection:
         pages = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
     with pytest.raises(ServiceError, match="cannot be written"):
@@ -210,8 +218,8 @@ def raise_weight(url: str, times: int) -> None:
                 continue
 
 
-def test_no_change_of_several_processes_is_lost(url: str, catalog: Catalog) -> None:
-    workers = [spawn.Process(target=raise_weight, args=(url, 25)) for _ in range(3)]
+def test_no_change_of_several_processes_is_lost(catalog_url: str, catalog: Catalog) -> None:
+    workers = [spawn.Process(target=raise_weight, args=(catalog_url, 25)) for _ in range(3)]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -267,13 +275,14 @@ def test_a_lease_has_one_holder_and_a_growing_fence(catalog: Catalog) -> None:
     assert catalog.acquire("controller", "a", ttl_s=60) == 3
 
 
-def test_keys_are_stored_as_hashes(catalog: Catalog, url: str) -> None:
+def test_keys_are_stored_as_hashes(catalog: Catalog, catalog_url: str) -> None:
     plaintext = catalog.create_key("me", "user")
     assert len(plaintext) == 43
     key = catalog.key(plaintext)
     assert key is not None
     assert (key.owner, key.scope) == ("me", "user")
-    assert plaintext[3:].encode() not in Path(url.removeprefix("sqlite:///")).read_bytes()
+    with closing_connection(catalog_url) as connection:
+        assert plaintext not in str(connection.execute(select(metadata.tables["keys"])).all())
     assert catalog.serving_state().keys == {key.hash: key}
     catalog.revoke_key(key.hash[:8])
     assert catalog.key(plaintext) is None
@@ -302,12 +311,13 @@ def test_switches(catalog: Catalog) -> None:
     assert not catalog.switch("freeze")
 
 
-def test_data_version_tells_of_changes(catalog: Catalog, url: str) -> None:
-    other = Catalog(url)
+def test_data_version_tells_of_changes(catalog: Catalog, catalog_url: str) -> None:
+    other = Catalog(catalog_url)
     before = catalog.data_version()
     assert catalog.data_version() == before
-    other.set_switch("freeze", True)
+    other.bury("sorting", "aa", "Bad.", "me")
     assert catalog.data_version() != before
+    other.close()
 
 
 def test_a_revision_is_found_fast_among_many(catalog: Catalog) -> None:

@@ -21,20 +21,6 @@ from engine.errors import AdapterError, Ambiguous, Conflict, Moved, NotFound
 spawn = multiprocessing.get_context("spawn")
 
 
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    url = f"sqlite:///{tmp_path}/catalog.db"
-    migrate(url)
-    return url
-
-
-@pytest.fixture
-def catalog(url: str) -> Catalog:
-    catalog = Catalog(url)
-    catalog.add_policy(Policy("sorting", "base", {"rank": 8}, "me", 1.0))
-    return catalog
-
-
 MIGRATIONS = Path(catalog_module.__file__).parent / "migrations"
 
 
@@ -88,9 +74,9 @@ def register(url: str, start: int, policy: str) -> None:
         catalog.add_revisions([row(i, policy=policy, owner=f"owner-{i % 7}") for i in range(at, at + 100)])
 
 
-def test_two_processes_that_register_at_once_lose_nothing(url: str, catalog: Catalog) -> None:
+def test_two_processes_that_register_at_once_lose_nothing(catalog_url: str, catalog: Catalog) -> None:
     """The ranges overlap by half, so the same rows are raced for too."""
-    workers = [spawn.Process(target=register, args=(url, start, "sorting")) for start in (0, 500)]
+    workers = [spawn.Process(target=register, args=(catalog_url, start, "sorting")) for start in (0, 500)]
     for worker in workers:
         worker.start()
     for worker in workers:
@@ -328,3 +314,39 @@ def test_a_catalog_of_schema_0002_is_carried_over(tmp_path: Path) -> None:
         tables = {name for (name,) in new.execute("SELECT name FROM sqlite_master")}
         assert new.execute("SELECT COUNT(*) FROM names").fetchone() == (8,)
     assert "revisions_0002" not in tables
+
+
+def test_gateways_hear_of_what_changed_alone(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.adapters.catalog_access.CHANGES", 20)
+    at, changed = catalog.changed_since(0)
+    assert changed == {"sorting"}
+    catalog.add_revisions([row(i) for i in range(5)])
+    catalog.set_switch("freeze", True)
+    assert catalog.changed_since(at) == (at, set())
+    steps = {
+        "set_route": lambda: catalog.set_route(Route("sorting", champion=digest(0)), 0),
+        "bury": lambda: catalog.bury("sorting", digest(1), "Bad.", "ann"),
+        "lift": lambda: catalog.lift("sorting", digest(1), "ann", "Good."),
+        "add_release": lambda: catalog.add_release(make_release("r1", digest(1))),
+        "update_release": lambda: catalog.update_release("r1", 0, state="held"),
+        "retire": lambda: catalog.retire("sorting", digest(2), "ann", "Old."),
+        "unretire": lambda: catalog.unretire("sorting", digest(2), "ann", "Good."),
+        "expire": lambda: (catalog.set_expiry("sorting", digest(3), 1.0), catalog.expire(2.0)),
+        "purge": lambda: catalog.purge("sorting", "ann", 3.0),
+    }
+    for step, change in steps.items():
+        change()
+        newest, changed = catalog.changed_since(at)
+        assert (step, changed) == (step, {"sorting"})
+        assert newest > at
+        at = newest
+    key = catalog.create_key("me", "user")
+    assert catalog.changed_since(at)[1] == {None}
+    catalog.revoke_key(key)
+    for i in range(25):
+        catalog.add_policy(Policy(f"p{i}", "base", {}, "me", 1.0))
+    newest, changed = catalog.changed_since(at)
+    assert changed is None
+    # A catalog from a backup is behind.
+    assert catalog.changed_since(newest + 100) == (newest, None)
+    assert catalog.changed_since(newest - 3)[1] == {"p22", "p23", "p24"}

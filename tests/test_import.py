@@ -167,11 +167,12 @@ def test_the_row_comes_last_so_that_a_crash_leaves_nothing_to_serve(tiny_base, t
     source = write(tmp_path / "source", canonical(base), "plain", base)
     foreign, info = inspect(params, source)
 
-    def crash(self, row) -> None:
+    def crash(self, rows, shared=()) -> None:
+        (row,) = rows
         assert (params.paths.revision("afar", row.digest) / "probe.json").is_file()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(importing.Catalog, "add_revision", crash)
+    monkeypatch.setattr(importing.Catalog, "add_revisions", crash)
     with pytest.raises(KeyboardInterrupt):
         publish(params, source, foreign, info, "afar", "local", one_row)
     monkeypatch.undo()

@@ -1,5 +1,6 @@
 """verify, gc, compact and repack: what a row names stays whole, and everything else goes."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -9,11 +10,11 @@ from contextlib import closing
 from dataclasses import asdict
 
 import pytest
-from stored import BASE, KIND, SHAPES, Stored, opened, prepare
+from stored import BASE, KIND, SHAPES, Stored, opened, placing, prepare
 
 from engine.adapters import maintenance, packed
 from engine.adapters.maintenance import compact, gc, repack, verify
-from engine.adapters.publishing import location, stored_tensors
+from engine.adapters.publishing import location, publish, put, stored_tensors
 from engine.adapters.store import open_store
 from engine.config import Params
 from engine.errors import AdapterError, ServiceError
@@ -55,6 +56,42 @@ def test_damaged_bytes_are_not_shared_and_are_replaced_when_the_revision_comes_a
     state.publish("here", 1)
     assert state.is_whole(first)
     assert state.is_whole(beside)
+
+
+def test_bytes_that_move_while_they_are_about_to_be_shared_are_looked_up_again(state):
+    first = state.publish("here", 1)
+    given = placing(state, "there", 1)
+    calls = []
+
+    def place():
+        calls.append(put(*given))
+        if len(calls) == 1:
+            with closing(open_store(state.params)) as other:
+                assert compact(state.catalog, other, everything=True).removed == 1
+        return calls[-1]
+
+    row = publish(state.catalog, state.store, place)
+    assert [placed.is_shared for placed in calls] == [True, True]
+    assert location(row) == location(state.row(first)) != location(first)
+    assert state.is_whole(row)
+
+
+def test_a_known_revision_that_expires_meanwhile_is_written_anew(state):
+    first = state.publish("here", 1, expires_at=1.0)
+    given = placing(state, "here", 1)
+    calls = []
+
+    def place():
+        calls.append(put(*given))
+        if len(calls) == 1:
+            state.store.close()
+            state.catalog.expire(time.time())
+            assert gc(state.catalog, state.store).removed == 1
+        return calls[-1]
+
+    assert publish(state.catalog, state.store, place, state="exported").segment != first.segment
+    assert [placed.is_shared for placed in calls] == [True, False]
+    assert state.is_whole(first)
 
 
 def test_verify_quarantines_what_is_damaged_and_nothing_else(state):
@@ -193,6 +230,38 @@ def test_repack_without_its_base_or_bytes_goes_on_with_the_others(state):
     report = repack(state.catalog, state.store)
     assert report.moved == 0
     assert any(BASE[:12] in example["fault"] for example in report.examples)
+
+
+def test_a_read_only_and_a_full_disk_are_one_sentence_each_and_lose_nothing(small_disk, tmp_path):
+    params = Params(state_dir=small_disk)
+    prepare(params, *POLICIES)
+    with opened(params) as state:
+        rows = [state.publish("here", seed) for seed in range(3)]
+    file = tmp_path / "params.yaml"
+    file.write_text(json.dumps({"state_dir": str(small_disk)}))
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    said = command_fault(file, "compact", "--all")
+    assert "Read-only file system" in said
+    subprocess.run(["mount", "-o", "remount,rw", small_disk], check=True)
+    filler = small_disk / "filler"
+    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as hole:
+        while True:
+            hole.write(bytes(512))
+    said = command_fault(file, "compact", "--all")
+    assert "room on its disk" in said or "Free some space" in said
+    filler.unlink()
+    with opened(params) as state:
+        assert all(state.is_whole(row) for row in rows)
+        assert compact(state.catalog, state.store, everything=True).moved == 3
+
+
+def command_fault(file, *arguments):
+    line = [sys.executable, "-m", "flows.cli", "store", *arguments, "--params", str(file)]
+    run = subprocess.run(line, capture_output=True, text=True, timeout=120)
+    assert run.returncode == ServiceError.exit_code, run.stderr
+    assert "Traceback" not in run.stderr
+    assert len(run.stderr.strip().splitlines()) == 1
+    return run.stderr
 
 
 def test_the_commands_say_what_they_did_and_fail_when_something_is_damaged(state, tmp_path):

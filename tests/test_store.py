@@ -125,24 +125,11 @@ def test_after_a_failed_fsync_the_segment_is_not_written_again(tmp_path, monkeyp
     assert store.read(kept) == b"kept"
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 1 MiB; skipped where nobody may mount one."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True
-    ).returncode:
-        pytest.skip("mounting a small file system needs root")
-    yield disk
-    subprocess.run(["umount", "-l", disk], check=True)
-
-
 def test_a_real_full_disk_and_a_read_only_one_lose_nothing(small_disk):
     store = Store(small_disk / "store")
     kept = store.append(b"kept" * 1000)
     with pytest.raises(ServiceError, match=r"No space left on device.*nothing was published"):
-        store.append_many([os.urandom(600_000)] * 2)
+        store.append_many([os.urandom(5_000_000)] * 2)
     after = store.append(b"after" * 1000)
     store.close()
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 from filelock import FileLock
 from sqlalchemy import Connection, select, update
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.exc import IntegrityError, OperationalError
 
 from engine.adapters import catalog_tables as tables
 from engine.adapters.catalog_access import open_engine, sqlite_path
@@ -34,7 +34,7 @@ from engine.adapters.catalog_schema import (
     ServingState,
     Tombstone,
 )
-from engine.errors import Conflict, NotFound
+from engine.errors import Conflict, NotFound, ServiceError
 
 __all__ = [
     "AliasNote",
@@ -55,7 +55,21 @@ __all__ = [
 
 
 def migrate(url: str) -> None:
-    """Create the catalog or bring it to the newest schema; safe when several processes do it."""
+    """Create the catalog or bring it to the newest schema; safe when several processes do it.
+
+    Raises `ServiceError` when its disk is full or read-only, or the database does not answer.
+    """
+    try:
+        _migrate(url)
+    except (OSError, OperationalError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error.orig
+        raise ServiceError(
+            f"The catalog {sqlite_path(url) or 'in Postgres'} cannot be opened for writing: {reason}. "
+            "See that it answers, is writable and has room on its disk; nothing was changed."
+        ) from None
+
+
+def _migrate(url: str) -> None:
     path = sqlite_path(url)
     if path is None:
         _upgrade(url)
@@ -148,6 +162,7 @@ class Catalog(Guards, Notes, Routes, Looks, Lifecycle):
             with self._write() as connection:
                 refuse_retired(connection, release.policy, [release.revision])
                 connection.execute(tables.releases.insert().values(**vars(release)))
+                self._tell(connection, release.policy)
         except IntegrityError:
             raise Conflict(
                 f"Another release of {release.policy!r} is running. Wait for its verdict, or hold it."
@@ -176,6 +191,8 @@ class Catalog(Guards, Notes, Routes, Looks, Lifecycle):
         change = update(tables.releases).where(table.id == id, table.version == expected_version)
         with self._write() as connection:
             row = connection.execute(change.values(**values).returning(tables.releases)).one_or_none()
+            if row:
+                self._tell(connection, row.policy)
         if row is None:
             raise Conflict(f"Release {id} has changed since version {expected_version}.")
         return Release(**row._mapping)

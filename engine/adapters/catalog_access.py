@@ -31,6 +31,7 @@ WRITE_LOCK = 0x67726166
 WORDS = 200_000
 # Changes kept for gateways; one that is further behind reads everything again.
 CHANGES = 10_000
+POLL_S = 0.2
 Row = TypeVar("Row")
 
 
@@ -114,6 +115,8 @@ class Access:
         address = database(url)
         self.label = str(address.database if sqlite_path(url) else address.render_as_string())
         self._is_sqlite = address.get_backend_name() == "sqlite"
+        # How often to look for changes, at most: elsewhere than here a look is a round trip.
+        self.poll_s = 0.0 if self._is_sqlite else POLL_S
         if self._is_sqlite and not Path(self.label).is_file():
             raise NotFound(f"There is no catalog at {self.label}. Start the services with `graftwork up`.")
         self._engine = open_engine(url)
@@ -212,7 +215,7 @@ class Access:
             return [kind(**row._mapping) for row in connection.execute(query)]
 
     def _tell(self, connection: Connection, policy: str | None) -> None:
-        """Note in a write transaction that a policy's route or stones have changed; None: the keys."""
+        """Note in a write transaction that what gateways know of a policy has changed; None: the keys."""
         done = connection.execute(tables.changes.insert().values(policy=policy))
         assert done.inserted_primary_key is not None
         old = tables.changes.c.id <= done.inserted_primary_key[0] - CHANGES

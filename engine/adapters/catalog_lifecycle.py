@@ -95,6 +95,8 @@ class Lifecycle(Revisions):
                     )
                     if connection.execute(gone).rowcount:
                         removed.append(row)
+            for policy in {row.policy for row in removed}:
+                self._tell(connection, policy)
         return removed
 
     # Bytes
@@ -112,6 +114,16 @@ class Lifecycle(Revisions):
         with self._read(self._single) as connection:
             reason: str | None = connection.execute(query).scalar()
         return reason
+
+    def in_quarantine(self, digests: Sequence[str]) -> set[tuple[str, str]]:
+        """Return which revisions (policy, digest) with these digests are in quarantine."""
+        stones = tables.quarantine.c
+        query = select(stones.policy, stones.digest)
+        if not digests:
+            return set()
+        with self._read(self._single) as connection:
+            between = query.where(stones.digest.between(min(digests), max(digests)))
+            return {(policy, digest) for policy, digest in connection.execute(between)}
 
     def release_quarantine(self, policy: str, digest: str) -> None:
         stones = tables.quarantine

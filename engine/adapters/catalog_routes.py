@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Connection, Table, select, update
+from sqlalchemy import Connection, Table, func, select, update
 
 from engine.adapters import catalog_tables as tables
 from engine.adapters.catalog_access import Access
@@ -75,6 +75,22 @@ class Routes(Access):
     def tombstones(self) -> list[Tombstone]:
         """Return the tombstones in force, oldest first."""
         return self._all(Tombstone, _active_tombstones().order_by(tables.tombstones.c.at))
+
+    def changed_since(self, seen: int) -> tuple[int, set[str | None] | None]:
+        """Return the newest change's number, and of which policies something changed after the one `seen`.
+
+        That is what gateways route by: routes, stones, releases, revisions that are gone. A name of
+        None: the keys. None for the names: more changes than are kept, so anything may have.
+        """
+        table = tables.changes.c
+        with self._read(self._moment) as connection:
+            oldest, newest = connection.execute(select(func.min(table.id), func.max(table.id))).one()
+            if newest is None:
+                return 0, set() if seen == 0 else None
+            if seen + 1 < oldest or seen > newest:
+                return newest, None
+            found = select(table.policy).where(table.id > seen).distinct()
+            return newest, set(connection.execute(found).scalars())
 
     def serving_state(self) -> ServingState:
         """Return everything that a gateway routes by, as of one moment."""

@@ -74,11 +74,12 @@ def verify(catalog: "Catalog", store: "Store", on_page: OnPage = silent) -> Repo
     report, layout_fault = Report("verify"), _layout_faults(catalog)
     for rows in pages(catalog):
         faults = store.check([location(row) for row in rows])
+        held = catalog.in_quarantine([row.digest for row in rows])
         for row, fault in zip(rows, faults, strict=True):
             found = fault or layout_fault(row.layout, row.length)
             if found:
                 _quarantine(catalog, store, row, found, report)
-            elif catalog.quarantined(row.policy, row.digest) is not None:
+            elif (row.policy, row.digest) in held:
                 catalog.release_quarantine(row.policy, row.digest)
                 report.healed += 1
             report.revisions += 1

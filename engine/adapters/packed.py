@@ -172,7 +172,7 @@ def unpack(packed: Packed) -> dict[str, Tensor]:
     """Return the canonical tensors of a packed adapter; the exact inverse of `pack`."""
     tensors = {}
     for block in packed.layout.blocks:
-        for name, value in _parts(block, packed.block(block)):
+        for name, value in projections(block, packed.block(block)):
             tensors[f"{name}.lora_{block.side}"] = (
                 (value if block.side == "A" else value.T).contiguous().clone()
             )
@@ -282,15 +282,18 @@ def _adjacent(values: Mapping[int, Any]) -> list[list[int]]:
     return [[number for _, number in group] for _, group in groups]
 
 
-def _parts(block: Block, values: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield each projection's name and its factor, rank before width."""
+def projections(block: Block, values: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield each projection's name and its factor, rank before width, as views on a block's `values`.
+
+    `values` is of the block's shape; axes before it, such as one of adapters, stay in each factor.
+    """
     parent, _, leaf = block.module.rpartition(".")
     leaves = FUSED.get(leaf, (leaf,))[block.first_slice : block.first_slice + block.slices]
     if block.experts:
         for i in range(block.experts):
             for j, part in enumerate(leaves):
-                yield f"{parent}.{block.first_expert + i}.{part}", values[i, j]
+                yield f"{parent}.{block.first_expert + i}.{part}", values[..., i, j, :, :]
         return
-    split = values.unbind(0) if block.side == "A" else values.split(block.widths, dim=1)
+    split = values.unbind(-3) if block.side == "A" else values.split(block.widths, dim=-1)
     for part, value in zip(leaves, split, strict=True):
         yield f"{parent}.{part}", value

@@ -65,18 +65,22 @@ def digest(tensors: Tensors, rank: int, targets: Iterable[str], base_digest: str
     sha256 over a header (rank, alpha, targets, base digest, and each tensor's module, side, expert,
     shape and dtype) and then the tensors' bytes, both in the order of the sorted keys.
     """
-    keys = sorted(tensors)
+    state = hashlib.sha256(digest_header(tensors, rank, targets, base_digest))
+    for key in sorted(tensors):
+        state.update(tensor_bytes(tensors[key]))
+    return state.hexdigest()
+
+
+def digest_header(tensors: Tensors, rank: int, targets: Iterable[str], base_digest: str) -> bytes:
+    """Return what a digest covers before the values; adapters of the same shapes share it."""
     header = {
         "rank": rank,
         "alpha": rank,
         "targets": sorted(targets),
         "base": base_digest,
-        "tensors": [_describe(key, tensors[key]) for key in keys],
+        "tensors": [_describe(key, tensors[key]) for key in sorted(tensors)],
     }
-    state = hashlib.sha256(json.dumps(header, separators=(",", ":")).encode())
-    for key in keys:
-        state.update(tensor_bytes(tensors[key]))
-    return state.hexdigest()
+    return json.dumps(header, separators=(",", ":")).encode()
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:

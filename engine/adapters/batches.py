@@ -1,0 +1,154 @@
+"""Adapters of the same names, shapes and dtype, hundreds at once: checked, named and packed.
+
+Gives byte for byte what `revision.digest` and `packed.pack` give for each adapter alone. Knows tensors and
+bytes; knows no catalog and no store.
+
+Shapes: N adapters, D elements of an adapter, B bytes of a packed one, R rank, I inputs, O outputs.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.adapters import packed
+from engine.adapters.families import BaseShapes
+from engine.adapters.revision import Shapes, digest_header, is_finite, split_key, validate
+from engine.errors import AdapterError
+
+# Adapters stacked at once: what is copied twice stays in the processor's cache.
+STACKED = 512
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """What adapters of the same shapes share. `keys` are sorted, `nbytes` counts an adapter's tensors."""
+
+    keys: tuple[str, ...]
+    shapes: tuple[torch.Size, ...]
+    dtype: torch.dtype
+    rank: int
+    nbytes: int
+    header: bytes
+    layout: packed.Layout
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Adapters of one form; `digests` name them, `checksums` are those of the rows of `payload_NB`."""
+
+    form: Form
+    digests: list[str]
+    payload_NB: Tensor
+    checksums: list[str]
+
+    def payloads(self) -> list[memoryview]:
+        return list(_rows(self.payload_NB))
+
+
+def form_of(
+    tensors: Mapping[str, Tensor], base: BaseShapes, modules: Shapes, base_digest: str, dtype: torch.dtype
+) -> Form:
+    """Return the form of an adapter whose values nobody has looked at yet.
+
+    `modules` is `base.modules()`. Raises `AdapterError` as `revision.validate` does, and when the adapter is
+    not in the serving `dtype`, in which its values would be others.
+    """
+    found = {tensor.dtype for tensor in tensors.values()}
+    if len(found) == 1 and found != {dtype}:
+        raise AdapterError(
+            f"The adapter is in {_name(found.pop())}, the engine serves {_name(dtype)}. Convert it, or set "
+            "`engine.dtype`."
+        )
+    keys = tuple(sorted(tensors))
+    # No memory and no values of its own, so that only names and shapes can be found wrong.
+    empty = {key: torch.zeros((), dtype=dtype).expand(tensors[key].shape) for key in keys}
+    validate({key: value.to(tensors[key].dtype) for key, value in empty.items()}, None, modules)
+    targets = {split_key(key)[0].rpartition(".")[2] for key in keys}
+    rank = max(value.shape[0] for key, value in empty.items() if key.endswith("lora_A"))
+    return Form(
+        keys=keys,
+        shapes=tuple(value.shape for value in empty.values()),
+        dtype=dtype,
+        rank=rank,
+        nbytes=sum(value.numel() for value in empty.values()) * dtype.itemsize,
+        header=digest_header(empty, rank, targets, base_digest),
+        layout=packed.pack(empty, dtype, base.fused).layout,
+    )
+
+
+def stack(form: Form, adapters: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Return the adapters' canonical values, (N, D); `adapters` hold tensors in the order of `form.keys`."""
+    sizes = [shape.numel() for shape in form.shapes]
+    values_ND = torch.empty(len(adapters), sum(sizes), dtype=form.dtype)
+    with torch.no_grad():
+        for start in range(0, len(adapters), STACKED):
+            some = adapters[start : start + STACKED]
+            columns = values_ND[start : start + STACKED].split(sizes, dim=1)
+            for column, tensors in zip(columns, zip(*some, strict=True), strict=True):
+                column.copy_(torch.stack(tensors).flatten(1))
+    return values_ND
+
+
+def finite_rows(values_ND: Tensor) -> Tensor:
+    """Say of each adapter whether no value is NaN or infinite."""
+    if is_finite(values_ND):
+        # Nearly always, and told in a fiftieth of the time.
+        return torch.ones(len(values_ND), dtype=torch.bool)
+    return values_ND.isfinite().all(dim=1)
+
+
+def first_fault(form: Form, values_D: Tensor) -> str:
+    """Say which tensor of an adapter makes it unfit to be served."""
+    sizes = [shape.numel() for shape in form.shapes]
+    for key, values in zip(form.keys, values_D.split(sizes), strict=True):
+        if not is_finite(values):
+            return f"The tensor {key} holds NaN or Inf; this adapter cannot be served."
+    raise AssertionError("every value is finite")
+
+
+def batch_of(form: Form, values_ND: Tensor, helper: Executor) -> Batch:
+    """Name and pack adapters that were found fit; `helper` hashes half of the bytes beside this thread."""
+    names = helper.submit(_hash_rows, form.header, values_ND.view(torch.uint8))
+    payload_NB = pack_rows(form, values_ND)
+    checksums = _hash_rows(b"", payload_NB)
+    return Batch(form, names.result(), payload_NB, checksums)
+
+
+def pack_rows(form: Form, values_ND: Tensor) -> Tensor:
+    """Return each adapter's packed bytes, (N, B), laid out as `form.layout` says."""
+    sizes = [shape.numel() for shape in form.shapes]
+    columns = zip(form.keys, form.shapes, values_ND.split(sizes, dim=1), strict=True)
+    factors = {key: column.unflatten(1, shape) for key, shape, column in columns}
+    payload_NB = torch.zeros(len(values_ND), form.layout.nbytes, dtype=torch.uint8)
+    packed_values = payload_NB.view(form.dtype)
+    for block in form.layout.blocks:
+        start = block.offset // form.dtype.itemsize
+        values = packed_values[:, start : start + block.count].unflatten(1, block.shape)
+        for module, target in packed.projections(block, values):
+            factor = factors[f"{module}.lora_{block.side}"]
+            target.copy_(factor if block.side == "A" else factor.mT)
+    return payload_NB
+
+
+def _hash_rows(header: bytes, rows_NB: Tensor) -> list[str]:
+    """Return the sha256 of `header` followed by each row; over 2047 bytes a row, other threads run."""
+    start, found = hashlib.sha256(header), []
+    for row in _rows(rows_NB):
+        state = start.copy()
+        state.update(row)
+        found.append(state.hexdigest())
+    return found
+
+
+def _rows(rows_NB: Tensor) -> Iterator[memoryview]:
+    count, size = rows_NB.shape
+    data = memoryview(rows_NB.view(-1).numpy())  # type: ignore[arg-type]
+    return (data[start : start + size] for start in range(0, count * size, size))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,119 @@
+"""Entries of a bulk registration, and which of them can be registered, by all but their values.
+
+Remembers what it found of shapes and of policies, so that a million entries of few kinds cost little each.
+"""
+
+import re
+from collections.abc import Callable
+from operator import attrgetter, itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from engine.adapters.batches import Form, form_of
+from engine.config import POLICY_NAME
+from engine.errors import AdapterError, NotFound
+
+if TYPE_CHECKING:
+    from engine.adapters.catalog import Catalog
+    from engine.adapters.families import BaseShapes
+    from engine.adapters.revision import Tensors
+
+# What is remembered: an iterator without end may bring ever new shapes and policies.
+FORMS, POLICIES = 256, 100_000
+DIGEST = re.compile(r"[0-9a-f]{64}")
+SHAPE, DTYPE = attrgetter("shape"), attrgetter("dtype")
+InOrder = Callable[[Any], tuple[Tensor, ...]]
+Thing = TypeVar("Thing")
+Name = TypeVar("Name")
+
+
+class Entry(NamedTuple):
+    """An adapter to be registered: canonical tensors in serving dtype, alpha equal to rank."""
+
+    policy: str
+    tensors: "Tensors"
+    parent: str | None = None
+    step: int = 0
+
+
+class Gate:
+    """Decides which entries can be registered, by all but their values."""
+
+    def __init__(
+        self, catalog: "Catalog", base: "BaseShapes", base_digest: str, owner: str, dtype: torch.dtype
+    ):
+        self._catalog = catalog
+        self._base, self._base_digest, self._modules = base, base_digest, base.modules()
+        self._owner, self._dtype = owner, dtype
+        # Shapes or a policy -> what is known of them; a text says why they are refused.
+        self._forms: dict[object, Form | str] = {}
+        self._policies: dict[str, str | None] = {}
+        # Names as an entry has them -> the same in order, and what takes the tensors out in this order.
+        self._orders: dict[tuple[str, ...], tuple[tuple[str, ...], InOrder]] = {}
+
+    def admit(self, entry: Entry) -> tuple[Form, tuple[Tensor, ...]]:
+        """Return an entry's form, and its tensors in the form's order; `AdapterError` when it is unfit."""
+        if fault := self._fault(entry):
+            raise AdapterError(fault)
+        try:
+            names = tuple(entry.tensors)
+            keys, in_order = self._orders.get(names) or self._order(names)
+            tensors = in_order(entry.tensors)
+            shapes = keys, tuple(map(SHAPE, tensors)), tuple(map(DTYPE, tensors))
+        except (TypeError, AttributeError):
+            raise AdapterError("The entry's tensors must be a dict of tensors by their names.") from None
+        form = self._forms.get(shapes)
+        if form is None:
+            form = _remember(self._forms, shapes, self._form(entry.tensors), FORMS)
+        if isinstance(form, str):
+            raise AdapterError(form)
+        return form, tensors
+
+    def _order(self, names: tuple[str, ...]) -> tuple[tuple[str, ...], InOrder]:
+        keys = tuple(sorted(names))
+        # With fewer names than two, `itemgetter` returns no tuple.
+        in_order = itemgetter(*keys) if len(keys) > 1 else lambda tensors: tuple(map(tensors.get, keys))
+        return _remember(self._orders, names, (keys, in_order), FORMS)
+
+    def _form(self, tensors: "Tensors") -> Form | str:
+        try:
+            return form_of(tensors, self._base, self._modules, self._base_digest, self._dtype)
+        except AdapterError as error:
+            return str(error)
+
+    def _fault(self, entry: Entry) -> str | None:
+        policy, _, parent, step = entry
+        if parent is not None and not (isinstance(parent, str) and DIGEST.fullmatch(parent)):
+            return f"The parent {str(parent)[:80]!r} is no digest of 64 hex digits."
+        if type(step) is not int or not 0 <= step < 1 << 63:
+            return f"The step {str(step)[:80]} is no number of a step."
+        if not isinstance(policy, str):
+            return f"{str(policy)[:80]!r} is no policy's name."
+        if policy in self._policies:
+            return self._policies[policy]
+        return _remember(self._policies, policy, self._fault_of_policy(policy), POLICIES)
+
+    def _fault_of_policy(self, name: str) -> str | None:
+        if not POLICY_NAME.fullmatch(name):
+            return f"{name[:80]!r} is no policy's name."
+        try:
+            policy = self._catalog.policy(name)
+        except NotFound as error:
+            return str(error)
+        if policy.owner != self._owner:
+            return f"Policy {name!r} belongs to {policy.owner!r}; choose another name."
+        if policy.base != self._base_digest:
+            return (
+                f"Policy {name!r} is a line of training on base {policy.base[:12]}, not on "
+                f"{self._base_digest[:12]}; choose another name."
+            )
+        return None
+
+
+def _remember(known: dict[Name, Thing], name: Name, thing: Thing, most: int) -> Thing:
+    if len(known) >= most:
+        known.clear()
+    known[name] = thing
+    return thing

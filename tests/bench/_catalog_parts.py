@@ -1,0 +1,148 @@
+"""What `bench catalog` measures in processes of their own, so that each has its own imports and peak memory.
+
+    python _catalog_parts.py register|resolve|write
+
+Reads its arguments from standard input and prints what it found, both one line of JSON.
+"""
+
+import json
+import os
+import random
+import sys
+import time
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from _memory import peak_bytes
+
+# What is made ahead while the clock stands still.
+AHEAD_BYTES = 512 << 20
+SEGMENT_BYTES = 1 << 30
+WARM_UP = 200
+QUANTILES = {"50": 0.5, "99": 0.99, "999": 0.999}
+
+
+def register(
+    state: str, url: str, config: str, base_digest: str, kind: str, dtype: str, entries: int, policies: int,
+    sample: int, streamed: bool = False,
+) -> dict:  # fmt: skip
+    """Register so many adapters; `names` are a random sample of (number, policy, digest).
+
+    Unless `streamed`, adapters are made ahead of each call, while the clock stands still.
+    """
+    import torch
+    from _catalog_adapters import KINDS, Maker
+
+    from engine.adapters.bulk import Entry, register_many
+    from engine.adapters.catalog import Base, Catalog, Policy, migrate
+    from engine.adapters.families import BaseShapes
+    from engine.adapters.store import Store
+
+    # The other cores are the hashes' and the writer's.
+    torch.set_num_threads(1)
+    base, serving = BaseShapes.read(Path(config)), getattr(torch, dtype)
+    maker = Maker(base, KINDS[kind], serving)
+    migrate(url)
+    catalog, store, now = Catalog(url), Store(Path(state) / "store"), time.time()
+    catalog.add_base(Base(base_digest, "bench", config, now))
+    for i in range(policies):
+        catalog.add_policy(Policy(f"bulk-{i}", base_digest, {}, "bench", now))
+    wanted = set(random.Random(entries).sample(range(entries), min(sample, entries)))
+    names, counted, seconds, made = [], {"new": 0, "refused": 0}, 0.0, 0.0
+    ahead = entries if streamed else max(1, AHEAD_BYTES // maker.nbytes)
+    for start in range(0, entries, ahead):
+        end = min(entries, start + ahead)
+        began = time.perf_counter()
+        adapters = zip(range(start, end), maker.many(start, end), strict=True)
+        given: Any = (Entry(f"bulk-{i % policies}", tensors) for i, tensors in adapters)
+        given = given if streamed else list(given)
+        done = time.perf_counter()
+        for one in register_many(catalog, store, base, base_digest, given, "bench", now, serving):
+            counted["new"] += one.new
+            counted["refused"] += one.refused is not None
+            if start + one.position in wanted:
+                names.append((start + one.position, one.policy, one.digest))
+        made, seconds = made + done - began, seconds + time.perf_counter() - done
+        del given, adapters
+    # While it is open, so that the write-ahead log counts.
+    taken = on_disk(Path(state))
+    store.close()
+    catalog.close()
+    return {
+        "seconds": seconds,
+        "made_s": made,
+        "payload_bytes": entries * maker.nbytes,
+        "names": names,
+        "peak_bytes": peak_bytes(),
+        **counted,
+        **taken,
+    }
+
+
+def on_disk(state: Path) -> dict[str, int]:
+    """Return the bytes that store and database take on the disk, the write-ahead log with the database."""
+
+    def taken(paths: Iterable[Path]) -> int:
+        return sum(path.stat().st_blocks * 512 for path in paths if path.is_file())
+
+    return {"store": taken((state / "store").rglob("*")), "database": taken(state.glob("catalog.db*"))}
+
+
+def write(state: str, nbytes: int, batch_bytes: int) -> dict:
+    """Write so many bytes as the store does, a batch and its fsync after another; nothing else."""
+    buffer, left, segment = os.urandom(batch_bytes), nbytes, -1
+    made: list[Path] = []
+    end = SEGMENT_BYTES
+    began = time.perf_counter()
+    while left > 0:
+        if end >= SEGMENT_BYTES:
+            if segment >= 0:
+                os.close(segment)
+            made.append(Path(state) / f"{uuid.uuid4().hex}.written")
+            segment, end = os.open(made[-1], os.O_RDWR | os.O_CREAT | os.O_EXCL), 0
+        count = os.pwrite(segment, memoryview(buffer)[: min(left, batch_bytes)], end)
+        os.fdatasync(segment)
+        left, end = left - count, end + count
+    seconds = time.perf_counter() - began
+    os.close(segment)
+    for path in made:
+        path.unlink()
+    return {"seconds": seconds, "peak_bytes": peak_bytes()}
+
+
+def resolve(url: str, base_digest: str, names: list[str], rounds: int, spawned: float) -> dict:
+    """Resolve names through a gateway's router; `spawned` is when this process was asked for."""
+    began = time.time()
+    from engine.adapters.catalog import Catalog
+    from engine.serving.routing import Router
+
+    imported = time.time()
+    catalog = Catalog(url)
+    Router(catalog, "bench", base_digest).resolve(names[0], "unit")
+    first = time.time()
+    found: list[int] = []
+    for _ in range(rounds):
+        # A new router each time: it remembers the names that it was asked.
+        router = Router(catalog, "bench", base_digest)
+        router.refresh()
+        for name in names:
+            asked = time.perf_counter_ns()
+            router.resolve(name, "unit")
+            found.append(time.perf_counter_ns() - asked)
+    found = sorted(found[WARM_UP:] or found)
+    return {
+        "restart_s": first - spawned,
+        "interpreter_s": began - spawned,
+        "import_s": imported - began,
+        "open_and_first_s": first - imported,
+        **{f"p{name}_us": found[int(len(found) * share)] / 1000 for name, share in QUANTILES.items()},
+        "lookups": len(found),
+        "peak_bytes": peak_bytes(),
+    }
+
+
+if __name__ == "__main__":
+    part = {"register": register, "resolve": resolve, "write": write}[sys.argv[1]]
+    print(json.dumps(part(**json.loads(sys.stdin.read()))))

@@ -1,0 +1,153 @@
+"""Live engines for benchmarks under load: ours as `graftwork up` starts it, and vLLM's own beside it."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import torch
+from _traffic import Server
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from live import StockServer, free_port, stop_group
+
+from engine import services
+from engine.adapters.catalog import Catalog, ensure_local_key
+from engine.adapters.families import BaseShapes
+from engine.base import BaseInfo, ensure_base
+from engine.config import Params
+from engine.serving.server import lora_targets
+
+START_S = 900
+CONTEXT, SEQUENCES = 256, 128
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a base is served here: dtype, and the rank of its adapters."""
+
+    dtype: str
+    rank: int
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
+
+SHAPES = {"tiny-dense": Shape("float32", 8), "many-moe": Shape("bfloat16", 1)}
+
+
+@dataclass(frozen=True)
+class Live:
+    """One running engine of ours."""
+
+    params: Params
+    base: BaseInfo
+    server: Server
+    roots: tuple[int, ...]
+
+    def processes(self) -> list[psutil.Process]:
+        """Return the engine's processes: the API server, the engine core and whatever they started."""
+        found = [psutil.Process(pid) for pid in self.roots]
+        return [*found, *(child for root in found for child in root.children(recursive=True))]
+
+
+@contextmanager
+def live(given: Params, base: str, **engine: Any) -> Iterator[Live]:
+    """Start an engine with a state directory of its own, on the bases that `given` has built."""
+    shape = SHAPES[base]
+    with tempfile.TemporaryDirectory(prefix="graftwork-bench-") as root:
+        given.paths.bases.mkdir(parents=True, exist_ok=True)
+        (Path(root) / "bases").symlink_to(given.paths.bases)
+        fields = {
+            "port": free_port(), "dtype": shape.dtype, "max_rank": shape.rank, "max_model_len": CONTEXT,
+            "max_num_seqs": SEQUENCES, "start_timeout_s": START_S, **engine,
+        }  # fmt: skip
+        params = Params.model_validate({"state_dir": root, "base": {"name": base}, "engine": fields})
+        os.environ.update(services.environment(params))
+        built: list[BaseInfo] = []
+
+        def build() -> None:
+            built.append(ensure_base(params.base, params.paths))
+
+        with services.session(params, build, told, ("engine",)):
+            catalog = Catalog(params.paths.catalog_url)
+            key = ensure_local_key(catalog, params.paths.local_key)
+            catalog.close()
+            roots = tuple(state.pid for state in services.status(params) if state.pid)
+            yield Live(params, built[0], Server(params.url("engine"), key), roots)
+
+
+@contextmanager
+def second(first: Live) -> Iterator[Live]:
+    """Start one more engine on the same catalog and store."""
+    port = free_port()
+    engine = first.params.engine.model_copy(update={"port": port})
+    params = first.params.model_copy(update={"engine": engine})
+    file = params.paths.root / "second.json"
+    file.write_text(json.dumps(params.model_dump(mode="json")))
+    with (params.paths.logs / "second.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "engine.serving.server", "--params", str(file)],
+            stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+    try:
+        url = params.url("engine")
+        deadline = time.monotonic() + START_S
+        while not _shows_marker(url):
+            if process.poll() is not None or time.monotonic() > deadline:
+                end = (params.paths.logs / "second.log").read_text(errors="replace")[-4000:]
+                raise RuntimeError(f"The second engine did not start:\n{end}")
+            time.sleep(0.5)
+        yield Live(params, first.base, Server(url, first.server.key), (process.pid,))
+    finally:
+        stop_group(process)
+
+
+def _shows_marker(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/graftwork/marker", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def stock(base: BaseInfo, shape: Shape, folder: Path, slots: int, cached: int) -> StockServer:
+    """Return vLLM's own server over a folder of adapters in PEFT's form, which it loads when it is asked.
+
+    For a mixture of experts it is vLLM's loader with our experts, and with our executor, so that the loader
+    alone differs; the adapters are in PEFT's fused form, the faster of the two that vLLM reads.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    more = [
+        "--enable-lora", "--max-loras", str(slots), "--max-cpu-loras", str(cached), "--max-lora-rank",
+        str(shape.rank), "--max-num-seqs", str(SEQUENCES), "--lora-target-modules", *lora_targets(base),
+    ]  # fmt: skip
+    variables = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    if not BaseShapes.read(base.path).experts:
+        variables |= {
+            "VLLM_PLUGINS": "lora_filesystem_resolver",
+            "VLLM_LORA_RESOLVER_CACHE_DIR": str(folder),
+        }
+        return StockServer(base.path, shape.dtype, CONTEXT, more=more, variables=variables)
+    more += [
+        "--enable-mixed-moe-lora-format",
+        "--distributed-executor-backend",
+        "engine.serving.executor.InProcessExecutor",
+    ]
+    variables |= {"OMP_WAIT_POLICY": "passive", "THP_MEM_ALLOC_ENABLE": "1"}
+    program = (str(Path(__file__).with_name("_stock_moe.py")), str(folder))
+    return StockServer(base.path, shape.dtype, CONTEXT, more=more, program=program, variables=variables)
+
+
+def told(name: str, state: str) -> None:
+    print(f"  {name:<12}{state}", flush=True)

@@ -1,0 +1,145 @@
+"""What phases of a storm say: which warm requests count, their latencies, and the ratios of both arms.
+
+A phase is one plan's answers: warm requests that arrive all the time and, in a storm or its control, a
+burst of N, cold in the one and resident in the other, at the same times with the same prompts.
+"""
+
+import math
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import _record as record
+from _traffic import Answer
+
+LEVEL = 0.95
+RESAMPLES = 400
+
+
+def percentile(values: Sequence[float], level: float = LEVEL) -> float:
+    """Return the smallest value that at least a share `level` of the values does not exceed."""
+    return sorted(values)[max(0, math.ceil(level * len(values)) - 1)]
+
+
+def burst_of(phase: Sequence[Answer]) -> list[Answer]:
+    return [answer for answer in phase if answer.ask.burst]
+
+
+def window(phase: Sequence[Answer]) -> tuple[float, float]:
+    """Return when the burst's first request arrived, and when its last first token came."""
+    burst = burst_of(phase)
+    return min(answer.ask.at for answer in burst), max(answer.first or answer.done for answer in burst)
+
+
+def seconds_of(phase: Sequence[Answer]) -> float:
+    """Return how long the burst took until each of its requests had its first token."""
+    start, end = window(phase)
+    return end - start
+
+
+@dataclass(frozen=True)
+class Alternation:
+    """A storm, its control and traffic without either, one after another."""
+
+    storm: Sequence[Answer]
+    control: Sequence[Answer]
+    calm: Sequence[Answer]
+
+    def counted(self) -> tuple[list[float], list[float]]:
+        """Return the warm requests' times to the first token in both arms, of the same requests.
+
+        Those count that arrive between the first cold arrival and the last cold first token.
+        """
+        start, end = window(self.storm)
+        arms = (self.storm, self.control)
+        return tuple(  # type: ignore[return-value]
+            [a.ttft for a in arm if not a.ask.burst and start <= a.ask.at <= end] for arm in arms
+        )
+
+    def answers(self) -> list[Answer]:
+        return [*self.storm, *self.control, *self.calm]
+
+
+@dataclass
+class Arms:
+    """All alternations with one number of cold adapters."""
+
+    alternations: list[Alternation] = field(default_factory=list)
+
+    @property
+    def counted(self) -> int:
+        """Return how many warm requests count in each arm."""
+        return sum(len(one.counted()[0]) for one in self.alternations)
+
+    def ratio(self, chosen: Sequence[Alternation]) -> float:
+        """Return warm p95 in storms over warm p95 in their controls."""
+        pairs = [one.counted() for one in chosen]
+        storm, control = ([value for pair in pairs for value in pair[side]] for side in (0, 1))
+        return percentile(storm) / percentile(control) if storm else math.nan
+
+    def paced(self, chosen: Sequence[Alternation]) -> float:
+        """Return warm p95 in storms over warm p95 without any."""
+        storm = [value for one in chosen for value in one.counted()[0]]
+        calm = [answer.ttft for one in chosen for answer in one.calm]
+        return percentile(storm) / percentile(calm) if storm else math.nan
+
+    def ready(self, chosen: Sequence[Alternation]) -> float:
+        """Return the median of the alternations' cold seconds over resident seconds to all first tokens."""
+        return record.median([seconds_of(one.storm) / seconds_of(one.control) for one in chosen])
+
+    def spread(self, figure: Callable[[Sequence[Alternation]], float]) -> str:
+        """Return the 5th and 95th percentile of a figure over alternations drawn with replacement."""
+        chance, known = random.Random(1), self.alternations
+        drawn = [figure(chance.choices(known, k=len(known))) for _ in range(RESAMPLES)]
+        drawn = [value for value in drawn if not math.isnan(value)]
+        return record.spread([percentile(drawn, 0.05), percentile(drawn, 0.95)]) if drawn else ""
+
+    def figures(self) -> tuple[dict[str, float], dict[str, str]]:
+        """Return each figure's value and its spread, by plain names."""
+        found = {"ratio": self.ratio, "ratio_paced": self.paced, "ready_over_warm": self.ready}
+        values = {name: figure(self.alternations) for name, figure in found.items()}
+        spreads = {name: self.spread(figure) for name, figure in found.items()}
+        cold = [answer.ttft for one in self.alternations for answer in burst_of(one.storm)]
+        resident = [answer.ttft for one in self.alternations for answer in burst_of(one.control)]
+        storm, control = ([v for one in self.alternations for v in one.counted()[side]] for side in (0, 1))
+        calm = [answer.ttft for one in self.alternations for answer in one.calm]
+        times = {"storm": storm, "control": control, "calm": calm}
+        for name, each in times.items():
+            if each:
+                values[f"warm_p50_s_{name}"], values[f"warm_p95_s_{name}"] = (
+                    percentile(each, level) for level in (0.5, LEVEL)
+                )
+        values |= {
+            "ready_cold_s": record.median([seconds_of(one.storm) for one in self.alternations]),
+            "ready_resident_s": record.median([seconds_of(one.control) for one in self.alternations]),
+            "longest_cold_s": max(cold),
+            "longest_resident_s": max(resident),
+            "median_cold_s": percentile(cold, 0.5),
+            "counted": float(self.counted),
+            "alternations": float(len(self.alternations)),
+        }
+        return values, spreads
+
+
+def errors(answers: Iterable[Answer]) -> int:
+    """Return how many requests did not end in 200 with every token."""
+    return sum(not answer.is_right for answer in answers)
+
+
+def refusals(answers: Iterable[Answer]) -> int:
+    """Return how many 429s there were; each request went on until it was answered."""
+    return sum(answer.refused for answer in answers)
+
+
+def faults(name: str, arms: Arms, alternations: int, least: int) -> list[str]:
+    """Return why a run's figures do not count, a sentence each."""
+    found = []
+    if len(arms.alternations) < alternations:
+        found.append(f"{name}: {len(arms.alternations)} alternations in the time, not {alternations}.")
+    if arms.counted < least:
+        found.append(f"{name}: {arms.counted} warm requests arrived while adapters came, not {least}.")
+    for one in arms.alternations:
+        asked = [[(a.ask.at, a.ask.prompt, a.ask.tokens) for a in arm] for arm in (one.storm, one.control)]
+        if asked[0] != asked[1]:
+            found.append(f"{name}: a storm and its control were not the same requests.")
+    return found

@@ -1,0 +1,226 @@
+"""A catalog of up to a million real adapters: how fast they are registered and found, and what they take.
+
+    graftwork bench catalog [--entries 1000 10000 100000 1000000] [--served 1000] [--postgres URL] [--keep]
+
+Entries are rank-1 adapters of tiny-dense with real bytes, every one different, 7,680 bytes each in bfloat16;
+they are made while the clock stands still. Names are looked up through a gateway's router in a process of
+its own, none twice by the same router. `register_per_s_38kb` is of 10^5 adapters of 37,632 bytes, beside the
+same bytes written and fsynced before and after. 10^6 entries need 10 GB beside --out.
+
+A random sample of the largest catalog is served by a real engine, once as registered in bulk, once made
+anew and published one by one: tokens and log-probabilities must be equal. `peft` and transformers, in
+float32 on the same revisions' directories, are the third route, within bfloat16's tolerance.
+"""
+
+import argparse
+import json
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import _catalog_served as served
+import _record as record
+import torch
+from _catalog_adapters import KINDS, Maker, adapter_bytes
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from live import start_engine, stop_engine
+
+from engine.adapters import bulk
+from engine.adapters.families import BaseShapes
+from engine.base import BaseInfo, ensure_base
+from engine.config import BaseConfig, load_params
+
+PARTS = Path(__file__).with_name("_catalog_parts.py")
+DTYPE = "bfloat16"
+TARGETS = {
+    "register_per_s": ">= 20000",
+    "resolve_p99_us": "< 300",
+    "resolve_p50_over_least": "<= 2",
+    "restart_s": "< 2",
+    "bytes_over_payload": "<= 1.05",
+    "register_per_s_38kb": ">= 6000, or the next >= 0.7",
+    "share_of_written_38kb": ">= 0.7, or the last >= 6000",
+}
+POLICIES = 1000
+LOOKUPS = 20_000
+RESTARTS = 5
+WAIT_S = 3600
+# Of log-probabilities: what bfloat16 may be off, and what an adapter must change, or nothing is shown.
+TOLERANCE_NATS, EFFECT_NATS = 0.25, 0.5
+
+
+def part(name: str, **arguments: Any) -> dict[str, Any]:
+    """Run one part in a process of its own; return what it found."""
+    run = subprocess.run(
+        [sys.executable, str(PARTS), name], input=json.dumps(arguments), stdout=subprocess.PIPE, text=True,
+        check=True, timeout=WAIT_S,
+    )  # fmt: skip
+    return dict(json.loads(run.stdout))
+
+
+def catalog_url(state: Path) -> str:
+    return f"sqlite:///{state / 'catalog.db'}"
+
+
+def size_of(state: Path, base: BaseInfo, entries: int, url: str) -> tuple[dict[str, float], list, bool]:
+    """Register so many entries and look them up; return figures, a sample and whether all are there."""
+    state.mkdir()
+    registered = part(
+        "register", state=str(state), url=url, config=str(base.path), base_digest=base.digest, kind="7kb",
+        dtype=DTYPE, entries=entries, policies=min(POLICIES, max(1, entries // 100)), sample=LOOKUPS,
+    )  # fmt: skip
+    sample = registered["names"]
+    names = [f"{policy}@{digest[:12]}" for _, policy, digest in sample]
+    lookups = {"url": url, "base_digest": base.digest}
+    found = part("resolve", **lookups, names=names, rounds=max(1, LOOKUPS // len(names)), spawned=time.time())
+    restarts = [
+        part("resolve", **lookups, names=names[i : i + 2], rounds=1, spawned=time.time())
+        for i in range(RESTARTS)
+    ]
+    figures = {
+        "register_per_s": entries / registered["seconds"],
+        "register_with_making_per_s": entries / (registered["seconds"] + registered["made_s"]),
+        "made_s": registered["made_s"],
+        "resolve_p50_us": found["p50_us"],
+        "resolve_p99_us": found["p99_us"],
+        "resolve_p999_us": found["p999_us"],
+        "restart_s": record.median([one["restart_s"] for one in restarts]),
+        "restart_import_s": record.median([one["interpreter_s"] + one["import_s"] for one in restarts]),
+        "restart_open_and_first_s": record.median([one["open_and_first_s"] for one in restarts]),
+        "bytes_over_payload": (registered["store"] + registered["database"]) / registered["payload_bytes"],
+        "database_bytes_a_row": registered["database"] / entries,
+        "register_peak_mb": registered["peak_bytes"] / 1e6,
+        "resolve_peak_mb": found["peak_bytes"] / 1e6,
+    }
+    whole = registered["new"] == entries and registered["refused"] == 0
+    return figures, sample, whole
+
+
+def larger(root: Path, base: BaseInfo, entries: int) -> tuple[dict[str, float], bool]:
+    """Register adapters of 38 kB beside the same bytes only written and fsynced, before and after."""
+    state = root / "38kb"
+    state.mkdir()
+    nbytes = entries * adapter_bytes(BaseShapes.read(base.path), KINDS["38kb"], getattr(torch, DTYPE))
+
+    def bare() -> float:
+        return float(part("write", state=str(state), nbytes=nbytes, batch_bytes=bulk.BATCH_BYTES)["seconds"])
+
+    before = bare()
+    registered = part(
+        "register", state=str(state), url=catalog_url(state), config=str(base.path), base_digest=base.digest,
+        kind="38kb", dtype=DTYPE, entries=entries, policies=100, sample=1,
+    )  # fmt: skip
+    written_s = (before + bare()) / 2
+    shutil.rmtree(state)
+    return {
+        "register_per_s_38kb": entries / registered["seconds"],
+        "written_per_s_38kb": entries / written_s,
+        "share_of_written_38kb": written_s / registered["seconds"],
+        "register_peak_mb_38kb": registered["peak_bytes"] / 1e6,
+    }, registered["new"] == entries
+
+
+def streamed(root: Path, base: BaseInfo, entries: int) -> tuple[dict[str, float], bool]:
+    """Register adapters that an iterator makes meanwhile, none of them ahead."""
+    state = root / "streamed"
+    state.mkdir()
+    registered = part(
+        "register", state=str(state), url=catalog_url(state), config=str(base.path), base_digest=base.digest,
+        kind="7kb", dtype=DTYPE, entries=entries, policies=100, sample=1, streamed=True,
+    )  # fmt: skip
+    shutil.rmtree(state)
+    return {
+        "register_streamed_per_s": entries / registered["seconds"],
+        "register_streamed_peak_mb": registered["peak_bytes"] / 1e6,
+    }, registered["new"] == entries
+
+
+def through_engine(
+    state: Path, base: BaseInfo, sample: list, count: int, scratch: Path
+) -> tuple[dict[str, float], bool]:
+    """Serve a random part of the sample by every route; return figures and whether all answers agree."""
+    engine = start_engine(base.path, state, wait_s=600, slots=16, max_num_seqs=64, dtype=DTYPE)
+    try:
+        maker = Maker(BaseShapes.read(base.path), KINDS["7kb"], getattr(torch, DTYPE))
+        chosen = random.Random(1).sample(sample, min(count, len(sample)))
+        found = served.serve(engine, maker, chosen, scratch)
+        peak = served.session_peak_bytes(engine.process.pid)
+    finally:
+        stop_engine(engine)
+    figures = {
+        "served": found.asked,
+        "served_unlike_direct": found.unlike_direct,
+        "served_off_peft_nats": found.peft_nats,
+        "served_off_peft_median_nats": found.peft_median_nats,
+        "served_effect_median_nats": found.effect_nats,
+        "engine_peak_mb": peak / 1e6,
+    }
+    agree = not found.unlike_direct and found.peft_nats < TOLERANCE_NATS and found.effect_nats > EFFECT_NATS
+    return figures, agree
+
+
+def measure(given: argparse.Namespace, base: BaseInfo, root: Path) -> tuple[dict[str, float], bool]:
+    """Measure every size; figures of the largest bear no size in their names."""
+    figures: dict[str, float] = {}
+    correct = True
+    sizes = sorted(given.entries)
+    for entries in sizes:
+        state = root / f"{entries}"
+        found, sample, whole = size_of(state, base, entries, catalog_url(state))
+        correct &= whole
+        figures |= {f"{key}.n{entries}": value for key, value in found.items()}
+        if entries != sizes[-1]:
+            shutil.rmtree(state)
+    figures |= found
+    least = figures[f"resolve_p50_us.n{sizes[0]}"]
+    figures["resolve_p50_over_least"] = figures["resolve_p50_us"] / least
+    if given.served:
+        answered, agree = through_engine(state, base, sample, given.served, root / "revisions")
+        figures |= answered
+        correct &= agree
+    if given.streamed:
+        found, whole = streamed(root, base, given.streamed)
+        figures |= found
+        correct &= whole
+    if given.larger:
+        found, whole = larger(root, base, given.larger)
+        figures |= found
+        correct &= whole
+    return figures, correct
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--entries", type=int, nargs="+", default=[10**3, 10**4, 10**5, 10**6])
+    parser.add_argument(
+        "--streamed", type=int, default=10**5, help="made while they are registered; 0 leaves it out"
+    )
+    parser.add_argument("--larger", type=int, default=10**5, help="adapters of 38 kB; 0 leaves them out")
+    parser.add_argument("--served", type=int, default=1000, help="asked of a real engine; 0 starts none")
+    parser.add_argument("--keep", action="store_true", help="leave the largest catalog where it was made")
+    parser.add_argument("--params", type=Path, default=Path("params.yaml"))
+    parser.add_argument("--out", type=Path, default=Path(".graftwork/bench"))
+    given = parser.parse_args()
+    base = ensure_base(BaseConfig(name="tiny-dense"), load_params(given.params).paths)
+    given.out.mkdir(parents=True, exist_ok=True)
+    root = Path(tempfile.mkdtemp(prefix="catalog-", dir=given.out.parent))
+    try:
+        figures, correct = measure(given, base, root)
+    finally:
+        if given.keep:
+            print(f"The catalogs are in {root}.")
+        else:
+            shutil.rmtree(root)
+    record.report("catalog", figures, TARGETS, {}, correct, given.out)
+
+
+if __name__ == "__main__":
+    main()

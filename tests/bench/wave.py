@@ -1,0 +1,175 @@
+"""Thousands of distinct adapters in flight on one engine, and a hundred thousand names one after another.
+
+    graftwork bench wave [--sizes 1000 4000] [--names 100000]
+
+A wave is so many requests at once, each for an adapter of its own that nobody asked for before; the
+gateway's queue refuses some with a `Retry-After`, which the client honours and counts. Every answer must be
+the one that the same adapter gives when it is asked alone, later. `share_of_one` is the wave's throughput
+over that of the same requests on one adapter, `share_of_one_resident` the same once the adapters are in the
+host tier. Then names, each asked for one token, through a host tier that holds some hundreds of them: no
+errors, and the memory (PSS) of every process stays flat.
+"""
+
+import argparse
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import _made
+import _record as record
+import _served
+from _flat import Memory, titled
+from _storm_figures import errors, percentile, refusals
+from _traffic import Answer, Ask, Client, Server, prompt
+
+from engine.config import Params, load_params
+
+BASE, SLOTS = "tiny-dense", 64
+RANKS = (1, 2, 4, 8)
+PROMPT, TOKENS = 16, 8
+# Names in one plan; memory is looked at between plans.
+CHUNK, UNDER_WAY = 1000, 64
+# Of the names: small ones, as a policy for each user has them, and a host tier of some 800.
+SMALL = ("q_proj", "k_proj", "v_proj", "o_proj")
+NAMES_HOST_BYTES = 8 << 20
+TARGETS = {"errors": "== 0", "wrong_answers": "== 0", "growing_processes": "== 0"}
+
+
+def waves(given: Params, client: Client, sizes: Sequence[int]) -> tuple[dict[str, float], list[str]]:
+    """Return figures of each size, and what was wrong."""
+    figures: dict[str, float] = {"wrong_answers": 0.0, "errors_waves": 0.0}
+    wrong: list[str] = []
+    with _served.live(given, BASE, slots=SLOTS) as engine:
+        makers = [
+            _made.Maker(engine.params, engine.base, f"wave-{rank}", rank, _served.SHAPES[BASE].torch_dtype)
+            for rank in RANKS
+        ]
+        for size in sizes:
+            chance = random.Random(size)
+            fresh = [name for maker in makers for name in maker.make(size // len(makers))]
+            chance.shuffle(fresh)
+            asks = [Ask(0.0, name, prompt(chance, PROMPT), TOKENS) for name in fresh]
+            answers, seconds = wave(client, engine.server, asks)
+            figures |= figures_of(answers, seconds, size)
+            figures["errors_waves"] += sum(map(errors, answers.values()))
+            differing = differ(answers)
+            figures["wrong_answers"] += differing
+            if differing:
+                wrong.append(f"{size} at once: {differing} answers are not those of their adapters alone.")
+            if len({answer.ids for answer in answers["one"]}) < 2:
+                wrong.append(f"{size} at once: one adapter gave one answer to every prompt.")
+            print(
+                f"  {size} at once: {figures[f'per_s_cold.n{size}']:.0f} a second, on one adapter "
+                f"{figures[f'per_s_one.n{size}']:.0f}, {differing} wrong",
+                flush=True,
+            )
+        for maker in makers:
+            maker.close()
+    return figures, wrong
+
+
+def wave(
+    client: Client, server: Server, asks: Sequence[Ask]
+) -> tuple[dict[str, list[Answer]], dict[str, float]]:
+    """Return answers and seconds of the wave, of its requests on one adapter, of it again, and one by one."""
+    one = [replace(ask, model=asks[0].model) for ask in asks]
+    answers, seconds = {}, {}
+    for kind, each in (("cold", asks), ("one", one), ("resident", asks), ("alone", asks)):
+        began = time.monotonic()
+        answers[kind] = client.ask(server, each, under_way=int(kind == "alone"))
+        seconds[kind] = time.monotonic() - began
+        say(answers[kind])
+    return answers, seconds
+
+
+def differ(answers: Mapping[str, Sequence[Answer]]) -> int:
+    """Return how many answers are not what their adapter gives alone."""
+    return sum(
+        one.ids != alone.ids
+        for kind in ("cold", "resident")
+        for one, alone in zip(answers[kind], answers["alone"], strict=True)
+    )
+
+
+def figures_of(
+    answers: Mapping[str, Sequence[Answer]], seconds: Mapping[str, float], size: int
+) -> dict[str, float]:
+    found = {f"per_s_{kind}.n{size}": size / seconds[kind] for kind in ("cold", "one", "resident")}
+    done = [answer.done for answer in answers["cold"]]
+    return found | {
+        f"share_of_one.n{size}": seconds["one"] / seconds["cold"],
+        f"share_of_one_resident.n{size}": seconds["one"] / seconds["resident"],
+        f"refusals_429.n{size}": float(refusals(answers["cold"])),
+        f"longest_s.n{size}": max(done),
+        f"median_s.n{size}": percentile(done, 0.5),
+    }
+
+
+def names(given: Params, client: Client, count: int) -> tuple[dict[str, float], list[str]]:
+    """Ask `count` distinct names for one token each; return figures, and what was wrong."""
+    memory, failed, refused, seconds = Memory(), 0, 0, 0.0
+    chance = random.Random(2)
+    with _served.live(given, BASE, slots=SLOTS, host_bytes=NAMES_HOST_BYTES) as engine:
+        maker = _made.Maker(engine.params, engine.base, "names", 1, _served.SHAPES[BASE].torch_dtype, SMALL)
+        processes = titled(engine.processes())
+        done = 0
+        for first in range(0, count, CHUNK):
+            asks = [
+                Ask(0.0, name, prompt(chance, PROMPT), 1) for name in maker.make(min(CHUNK, count - first))
+            ]
+            began = time.monotonic()
+            answers = client.ask(engine.server, asks, UNDER_WAY)
+            seconds += time.monotonic() - began
+            done += len(asks)
+            failed += errors(answers)
+            refused += refusals(answers)
+            say(answers)
+            memory.sample(done, processes)
+            if done % (10 * CHUNK) == 0:
+                told = ", ".join(f"{key} {values[-1] >> 20} MiB" for key, values in memory.bytes.items())
+                print(f"  {done} names: {told}", flush=True)
+        maker.close()
+    growing = memory.growing()
+    figures = {
+        "names": float(done), "names_per_s": done / seconds, "errors_names": float(failed),
+        "refusals_429_names": float(refused), "growing_processes": float(len(growing)),
+        **{f"bytes_a_name.{process}": slope for process, slope in memory.slopes().items()},
+        **{f"memory_mib.{process}": values[-1] / 2**20 for process, values in memory.bytes.items()},
+    }  # fmt: skip
+    return figures, [f"{process} grows by {slope:.0f} bytes a name." for process, slope in growing.items()]
+
+
+def say(answers: Sequence[Answer]) -> None:
+    for answer in [one for one in answers if not one.is_right][:3]:
+        print(f"  {answer.ask.model}: {answer.status} {answer.fault}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sizes", type=int, nargs="*", default=[1000, 4000])
+    parser.add_argument("--names", type=int, default=100_000)
+    parser.add_argument("--params", type=Path, default=Path("params.yaml"), help="whose built bases are used")
+    parser.add_argument("--out", type=Path, default=Path(".graftwork/bench"))
+    arguments = parser.parse_args()
+    given = load_params(arguments.params)
+    figures: dict[str, float] = {"errors": 0.0}
+    wrong: list[str] = []
+    with Client() as client:
+        if arguments.sizes:
+            found, faults = waves(given, client, arguments.sizes)
+            figures, wrong = figures | found, wrong + faults
+        if arguments.names:
+            found, faults = names(given, client, arguments.names)
+            figures, wrong = figures | found, wrong + faults
+        figures["client_cpu_share"] = client.cpu_share
+    figures["errors"] = figures.get("errors_waves", 0.0) + figures.get("errors_names", 0.0)
+    print(*wrong, sep="\n")
+    record.report("wave", figures, TARGETS, {}, not wrong, arguments.out)
+
+
+if __name__ == "__main__":
+    main()

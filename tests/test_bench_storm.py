@@ -1,0 +1,146 @@
+"""What the benchmarks of cold adapters compute from answers: which requests count, and when they are red."""
+
+import math
+import mmap
+import random
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+from bench_files import load
+
+TOKENS = (1, 2)
+
+
+@pytest.fixture
+def traffic(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return load("_traffic", monkeypatch)
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return load("_storm_figures", monkeypatch)
+
+
+def answer(traffic: ModuleType, at: float, ttft: float, burst: bool = False, **changed):
+    ask = traffic.Ask(at, "model", (7, 8), len(TOKENS), burst)
+    return replace(traffic.Answer(ask, at, at + ttft, at + ttft + 0.1, 200, 0, TOKENS, ""), **changed)
+
+
+def phase(traffic: ModuleType, warm: dict[float, float], burst: list[float], start: float = 1.0) -> list:
+    """Warm requests by arrival with their time to the first token, and a burst at `start`."""
+    found = [answer(traffic, at, ttft) for at, ttft in warm.items()]
+    return found + [answer(traffic, start, ttft, burst=True) for ttft in burst]
+
+
+def test_requests_count_from_the_first_cold_arrival_to_the_last_cold_first_token(traffic, counts):
+    # The same arrivals in both arms; the control's burst is over at 1.5, the storm's at 3.
+    storm = phase(traffic, {0.5: 9.0, 1.0: 0.2, 2.0: 0.4, 3.0: 0.6, 3.1: 9.0}, [0.5, 2.0])
+    control = phase(traffic, {0.5: 9.0, 1.0: 0.1, 2.0: 0.2, 3.0: 0.3, 3.1: 9.0}, [0.5, 0.5])
+    calm = [answer(traffic, at, 0.15) for at in (0.0, 1.0)]
+    one = counts.Alternation(storm, control, calm)
+    assert one.counted() == tuple(map(pytest.approx, ([0.2, 0.4, 0.6], [0.1, 0.2, 0.3])))
+    arms = counts.Arms([one, one])
+    values, spreads = arms.figures()
+    assert arms.counted == values["counted"] == 6
+    assert values["ratio"] == pytest.approx(2.0)
+    assert values["ratio_paced"] == pytest.approx(4.0)
+    assert values["ready_over_warm"] == pytest.approx(4.0)
+    assert values["longest_cold_s"] == pytest.approx(2.0)
+    assert spreads["ratio"] == "2..2"
+
+
+def test_a_percentile_is_one_of_the_values(counts):
+    values = list(range(1, 101))
+    random.Random(0).shuffle(values)
+    assert [counts.percentile(values, level) for level in (0.05, 0.5, 0.95, 1.0)] == [5, 50, 95, 100]
+    assert counts.percentile([3.0]) == 3.0
+
+
+def test_a_request_without_a_first_token_is_the_slowest(traffic, counts):
+    lost = answer(traffic, 1.0, 0.0, first=0.0, status=500, ids=(), fault="gone")
+    assert lost.ttft == math.inf
+    short = answer(traffic, 1.0, 0.1, ids=(1,))
+    again = answer(traffic, 1.0, 0.1, refused=3)
+    assert [one.is_right for one in (lost, short, again)] == [False, False, True]
+    assert counts.errors([lost, short, again]) == 2
+    assert counts.refusals([lost, short, again]) == 3
+
+
+def test_a_short_run_or_an_unequal_pair_is_red(traffic, counts):
+    storm, control = phase(traffic, {1.0: 0.2}, [0.5]), phase(traffic, {1.0: 0.2}, [0.5])
+    arms = counts.Arms([counts.Alternation(storm, control, [])])
+    assert counts.faults("b", arms, 1, 1) == []
+    assert counts.faults("b", arms, 2, 5) == [
+        "b: 1 alternations in the time, not 2.",
+        "b: 1 warm requests arrived while adapters came, not 5.",
+    ]
+    other = counts.Arms([counts.Alternation(storm, control[1:], [])])
+    assert counts.faults("b", other, 1, 1) == ["b: a storm and its control were not the same requests."]
+
+
+def test_arrivals_are_the_same_for_a_seed_and_have_their_rate(traffic):
+    times = traffic.arrivals(random.Random(5), 20.0, 500.0)
+    assert times == traffic.arrivals(random.Random(5), 20.0, 500.0)
+    assert times == sorted(times)
+    assert 0 < times[0] < times[-1] < 500
+    assert len(times) / 500 == pytest.approx(20, rel=0.05)
+
+
+def test_every_other_alternation_begins_with_the_control(monkeypatch: pytest.MonkeyPatch):
+    storm = load("storm", monkeypatch)
+    orders = [storm.in_turn({"storm": 1, "control": 2}, number) for number in range(3)]
+    assert orders == [["storm", "control"], ["control", "storm"], ["storm", "control"]]
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_made_adapters_differ_in_signs_alone(monkeypatch: pytest.MonkeyPatch, itemsize: int):
+    made = load("_made", monkeypatch)
+    payload = np.random.default_rng(0).bytes(256)
+    given = np.frombuffer(payload, np.uint8)
+    one, again, other = (made.with_signs(given, itemsize, number) for number in (1, 1, 2))
+    assert one.tobytes() == again.tobytes() != other.tobytes()
+    # The sign is the top bit of each little-endian word.
+    rest = np.array([0xFF] * (itemsize - 1) + [0x7F], np.uint8)
+    assert ((one ^ given).reshape(-1, itemsize) & rest).sum() == 0
+    assert (one != given).any()
+
+
+def test_memory_that_grows_with_names_is_red(monkeypatch: pytest.MonkeyPatch):
+    flat = load("_flat", monkeypatch)
+    memory = flat.Memory()
+    for count in range(1000, 101_000, 1000):
+        memory.names.append(count)
+        # One fills a cache first, one wanders, one keeps 400 bytes of every name.
+        for name, value in {
+            "fills": min(count, 20_000) * 2000,
+            "wanders": 10**8 + (count % 7000) * 500,
+            "keeps": 10**8 + 400 * count,
+        }.items():
+            memory.bytes.setdefault(name, []).append(value)
+    assert memory.growing() == {"keeps": pytest.approx(400)}
+
+
+def test_the_page_cache_of_a_file_is_counted_in_pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    density, made = load("_density", monkeypatch), load("_made", monkeypatch)
+    file = tmp_path / "file"
+    file.write_bytes(b"x" * (5 * mmap.PAGESIZE - 1))
+    assert density.cached_bytes([file]) == 5 * mmap.PAGESIZE
+    assert density.cached_bytes([tmp_path / "file", tmp_path / "file"]) == 10 * mmap.PAGESIZE
+    made.drop_cache([file])
+    # tmpfs has no other place for its pages.
+    assert density.cached_bytes([file]) in (0, 5 * mmap.PAGESIZE)
+
+
+def test_processes_are_told_by_what_they_are(monkeypatch: pytest.MonkeyPatch):
+    flat = load("_flat", monkeypatch)
+    server = ["python", "-m", "engine.serving.server", "--params", "p.json"]
+    lines = [
+        ["python", "-m", "engine.guard", "pid", "9", *server],
+        server,
+        ["VLLM::EngineCore"],
+        ["python", "-c"],
+    ]
+    assert [flat.title_of(line) for line in lines] == ["guard", "api_server", "EngineCore", "helper"]

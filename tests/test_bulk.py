@@ -1,0 +1,268 @@
+"""Registration in bulk gives what one adapter at a time gives, and an entry that is unfit stops no other."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import made_adapters
+import pytest
+import torch
+
+from engine.adapters import bulk, packed, revision
+from engine.adapters.bulk import Registered, register_many
+from engine.adapters.bulk_entries import Entry
+from engine.adapters.catalog import Catalog, Policy, migrate
+from engine.adapters.families import BaseShapes
+from engine.adapters.publishing import location, stored_tensors
+from engine.adapters.revision import make_manifest
+from engine.adapters.store import Store
+from engine.errors import Moved, ServiceError
+
+BASE, OWNER, NOW = "ba" * 32, "me", 1000.0
+DENSE = made_adapters.shapes("qwen3")
+
+
+def adapter(seed: int, base: BaseShapes = DENSE, dtype=torch.float32, **kwargs) -> dict[str, torch.Tensor]:
+    return made_adapters.canonical(base, seed=seed, dtype=dtype, **kwargs)
+
+
+def alone(tensors: dict, base: BaseShapes, dtype: torch.dtype) -> tuple[str, packed.Packed]:
+    """Return the digest and the packed form of one adapter by the ordinary way."""
+    targets = {key.rpartition(".lora_")[0].rpartition(".")[2] for key in tensors}
+    rank = max(tensor.shape[0] for key, tensor in tensors.items() if key.endswith("lora_A"))
+    return revision.digest(tensors, rank, targets, BASE), packed.pack(tensors, dtype, base.fused)
+
+
+@pytest.fixture
+def catalog(tmp_path: Path) -> Iterator[Catalog]:
+    url = f"sqlite:///{tmp_path / 'catalog.db'}"
+    migrate(url)
+    catalog = Catalog(url)
+    for name in ("one", "two"):
+        catalog.add_policy(Policy(name, BASE, {}, OWNER, NOW))
+    yield catalog
+    catalog.close()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    store = Store(tmp_path / "store")
+    yield store
+    store.close()
+
+
+def register(catalog: Catalog, store: Store, entries, base=DENSE, dtype=torch.float32) -> list[Registered]:
+    found = register_many(catalog, store, base, BASE, entries, OWNER, NOW, dtype)
+    return sorted(found, key=lambda one: one.position)
+
+
+def stored_bytes(store: Store) -> int:
+    return sum(path.stat().st_size for path in store.root.iterdir()) if store.root.exists() else 0
+
+
+def test_every_entry_is_in_the_catalog_with_its_own_bytes(catalog: Catalog, store: Store):
+    made = [
+        adapter(seed, default=rank) for seed, rank in enumerate([1, 2, 1, 1, 2])
+    ]  # two shapes, one batch each
+    found = register(catalog, store, [Entry("one", one, step=i) for i, one in enumerate(made)])
+    assert [(one.position, one.new, one.refused) for one in found] == [(i, True, None) for i in range(5)]
+    for i, (one, tensors) in enumerate(zip(found, made, strict=True)):
+        digest, whole = alone(tensors, DENSE, torch.float32)
+        assert one.digest == digest
+        row = catalog.revision("one", digest)
+        manifest = make_manifest(
+            tensors, policy="one", base_digest=BASE, rank=row.rank, targets=DENSE.targets, step=i
+        )
+        assert (row.digest, row.bytes, row.step) == (manifest.digest, manifest.bytes, i)
+        assert store.read(location(row)) == bytes(whole.tobytes())
+        back = stored_tensors(catalog, store, row)
+        assert all(torch.equal(back[key], tensors[key]) for key in tensors)
+
+
+def test_an_unfit_entry_stops_no_other(catalog: Catalog, store: Store):
+    nan, wide, q = adapter(1), adapter(2), "model.layers.0.self_attn.q_proj.lora_B"
+    nan[q][0, 0] = torch.nan
+    wide[q] = torch.zeros(3, 2)
+    unfit = {
+        f"{q} holds NaN": Entry("one", nan),
+        f"{q} has the shape": Entry("one", wide),
+        "no policy's name": Entry("../one", adapter(3)),
+        "There is no policy 'three'": Entry("three", adapter(3)),
+        "is no digest": Entry("one", adapter(3), parent="abc"),
+        "number of a step": Entry("one", adapter(3), step=-1),
+        "a dict of tensors": Entry("one", None),  # type: ignore[arg-type]
+        "values cannot be read": Entry("one", {k: v.to("meta") for k, v in adapter(3).items()}),
+        "serves float32": Entry("one", {k: v.numpy() for k, v in adapter(3, dtype=torch.float16).items()}),
+    }
+    entries = [Entry("one", adapter(10))]
+    for i, entry in enumerate(unfit.values()):
+        entries += [entry, Entry("two", adapter(11 + i))]
+    found = register(catalog, store, entries)
+    assert [one.new for one in found] == [True] + [False, True] * len(unfit)
+    for reason, one in zip(unfit, found[1::2], strict=True):
+        assert one.refused is not None
+        assert reason in one.refused
+    assert len(catalog.revisions("two", limit=100)) == len(unfit)
+
+
+def test_policies_of_others_are_left_alone(catalog: Catalog, store: Store):
+    catalog.add_policy(Policy("theirs", BASE, {}, "they", NOW))
+    catalog.add_policy(Policy("elsewhere", "ef" * 32, {}, OWNER, NOW))
+    found = register(catalog, store, [Entry("theirs", adapter(0)), Entry("elsewhere", adapter(0))])
+    assert [one.refused is None for one in found] == [False, False]
+    assert "belongs to 'they'" in str(found[0].refused)
+    assert "on base efefefefefef" in str(found[1].refused)
+
+
+def test_known_bytes_are_not_appended_again(catalog: Catalog, store: Store):
+    entries = [Entry("one", adapter(seed)) for seed in range(4)]
+    # Twice in one batch, too.
+    first = register(catalog, store, [*entries, entries[0]])
+    assert [one.new for one in first] == [True] * 4 + [False]
+    took = stored_bytes(store)
+    assert took <= 4 * packed.pack(adapter(0), torch.float32, DENSE.fused).layout.nbytes
+    again = register(catalog, store, [*entries, Entry("two", adapter(1)), Entry("two", adapter(9))])
+    assert [one.new for one in again] == [False] * 4 + [True, True]
+    digest = again[4].digest
+    assert location(catalog.revision("two", digest)) == location(catalog.revision("one", digest))
+    assert stored_bytes(store) - took <= took / 4 + 64
+
+
+def test_batches_are_bounded_whatever_comes(catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bulk, "BATCH", 8)
+    sizes: list[int] = []
+    ahead: list[int] = []
+    write = bulk._Writer.write
+
+    def recorded(self, batch, rows):
+        sizes.append(len(rows))
+        return write(self, batch, rows)
+
+    monkeypatch.setattr(bulk._Writer, "write", recorded)
+    done = 0
+
+    def endless() -> Iterator[Entry]:
+        for number in range(100):
+            ahead.append(number - done)
+            yield Entry("one", adapter(number, default=1))
+
+    for one in register_many(catalog, store, DENSE, BASE, endless(), OWNER, NOW, torch.float32):
+        assert one.new
+        done += 1
+    assert done == 100
+    assert max(sizes) == 8
+    # One batch that is collected, one that is written and one that waits for it.
+    assert max(ahead) <= 3 * 8
+
+
+def test_many_shapes_do_not_add_up(catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch):
+    nbytes = sum(tensor.nbytes for tensor in adapter(0, default=1).values())
+    monkeypatch.setattr(bulk, "HELD_BYTES", 10 * nbytes)
+    pulled = 0
+
+    def entries() -> Iterator[Entry]:
+        nonlocal pulled
+        for number in range(60):
+            pulled += 1
+            yield Entry("one", adapter(number, default=1 + number % 3))
+
+    results = register_many(catalog, store, DENSE, BASE, entries(), OWNER, NOW, torch.float32)
+    next(results)
+    assert pulled <= 30
+    assert sum(1 for _ in results) == 59
+
+
+def test_bytes_that_move_meanwhile_are_found_again(
+    catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch
+):
+    add, calls = catalog.add_revisions, []
+
+    def moved_once(rows, shared=()):
+        calls.append(len(rows))
+        if len(calls) == 1:
+            raise Moved("The bytes were moved.")
+        return add(rows, shared)
+
+    monkeypatch.setattr(catalog, "add_revisions", moved_once)
+    found = register(catalog, store, [Entry("one", adapter(seed)) for seed in range(3)])
+    assert [one.new for one in found] == [True] * 3
+    # What was appended the first time is used, not appended again.
+    assert stored_bytes(store) <= 3 * packed.pack(adapter(0), torch.float32, DENSE.fused).layout.nbytes
+
+
+def test_a_full_disk_loses_nothing_that_was_told(
+    catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(bulk, "BATCH", 4)
+    append, calls = store.append_many, []
+
+    def full(payloads, checksums=None):
+        calls.append(len(payloads))
+        if len(calls) == 3:
+            raise ServiceError("Could not write: No space left on device.")
+        return append(payloads, checksums)
+
+    monkeypatch.setattr(store, "append_many", full)
+    entries = (Entry("one", adapter(i)) for i in range(40))
+    results = register_many(catalog, store, DENSE, BASE, entries, OWNER, NOW, torch.float32)
+    told: list[str | None] = []
+    with pytest.raises(ServiceError, match="No space left"):
+        told.extend(one.digest for one in results)
+    assert len(told) == 8
+    rows = {row.digest: row for row in catalog.revisions("one", limit=100)}
+    assert set(told) <= rows.keys()
+    for row in rows.values():
+        store.read(location(row))
+
+
+def test_a_caller_who_stops_leaves_whole_batches(
+    catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(bulk, "BATCH", 4)
+    results = register_many(
+        catalog, store, DENSE, BASE, (Entry("one", adapter(i)) for i in range(40)), OWNER, NOW, torch.float32
+    )
+    next(results)
+    results.close()
+    rows = catalog.revisions("one", limit=100)
+    assert len(rows) % 4 == 0
+    for row in rows:
+        store.read(location(row))
+
+
+KILLED = """
+import sys, torch
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+import made_adapters
+from engine.adapters import bulk
+from engine.adapters.bulk_entries import Entry
+from engine.adapters.catalog import Catalog
+from engine.adapters.store import Store
+bulk.BATCH = 16
+base = made_adapters.shapes("qwen3")
+state = Path(sys.argv[1])
+entries = (Entry("one", made_adapters.canonical(base, seed=i)) for i in range(1_000_000))
+for one in bulk.register_many(
+    Catalog(f"sqlite:///{state / 'catalog.db'}"), Store(state / "store"), base, "ba" * 32, entries, "me",
+    1000.0, torch.float32,
+):
+    print(one.digest, flush=True)
+"""
+
+
+@pytest.mark.parametrize("told", [1, 40, 133])
+def test_a_kill_loses_nothing_that_was_told(catalog: Catalog, store: Store, told: int):
+    state = store.root.parent
+    command = [sys.executable, "-c", KILLED, str(state), str(Path(__file__).parent)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        digests = [process.stdout.readline().strip() for _ in range(told)]
+        process.kill()
+        digests += [line.strip() for line in process.stdout if len(line) == 65]
+    rows = {row.digest: row for row in catalog.revisions("one", limit=100_000)}
+    assert set(digests) <= rows.keys()
+    for digest, row in rows.items():
+        tensors = stored_tensors(catalog, store, row)
+        assert alone(tensors, DENSE, torch.float32)[0] == digest
