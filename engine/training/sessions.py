@@ -184,7 +184,7 @@ class Sessions:
 
         Return how many there were on disk, and their bytes.
         """
-        mine = [name for name, one in self._known.items() if one.opened.policy == policy]
+        mine = [name for name, one in dict(self._known).items() if one.opened.policy == policy]
         for name in mine:
             if self._known[name].is_active:
                 raise Conflict(open_sentence(policy, name, self._known[name].opened.holder))
