@@ -384,3 +384,24 @@ def test_a_read_through_cache_drops_its_copies(tmp_path, catalog, params, monkey
     monkeypatch.setattr(purging, "_cache", cached)
     assert purge(params).places["cache"] == {"copies": 3}
     assert sorted(dropped) == wanted
+
+
+def test_what_is_asked_of_a_loop_is_done_there_or_called_off():
+    from engine.asked import Asked
+
+    asked, done = Asked(), []
+    with pytest.raises(ServiceError, match=r"not done within 0 s\. .*ask again"):
+        asked.ask(lambda: done.append("late"), 0.05)
+    asked.carry_out()
+    assert done == []
+    loop = threading.Timer(0.2, asked.carry_out)
+    loop.start()
+    assert asked.ask(threading.get_ident, 20) == loop.ident
+    loop = threading.Timer(0.2, asked.carry_out)
+    loop.start()
+    with pytest.raises(NotFound, match="nothing here"):
+        asked.ask(nothing_here, 20)
+
+
+def nothing_here() -> None:
+    raise NotFound("There is nothing here.")
