@@ -46,6 +46,10 @@ class ReleaseBody(Settings):
     by: str | None = None
 
 
+class PurgeBody(Settings):
+    policy: PolicyName
+
+
 class HoldBody(Settings):
     reason: Reason
     by: str | None = None
@@ -184,6 +188,11 @@ def _add_switches(app: FastAPI, controller: Controller) -> None:
     def restore(body: RestoreBody, key: Admin) -> dict[str, Any]:
         with controller.lock:
             return asdict(desk.restore(body.policy, body.digest, body.by or key.owner, body.reason))
+
+    @app.post("/purge")
+    def purge(body: PurgeBody, _key: Admin) -> dict[str, int]:
+        """Remove a policy's rows from the ledger; `graftwork purge` sees to everything else."""
+        return controller.purge(body.policy)
 
     @app.post("/freeze")
     def freeze(body: HoldBody, key: Admin) -> dict[str, Any]:
