@@ -25,11 +25,8 @@ from flows import (
     cli_look,
     cli_plan,
     cli_policy,
-<<<<<<< HEAD
-    cli_residency,
-=======
     cli_purge,
->>>>>>> adapters-cli
+    cli_residency,
     cli_score,
     cli_serve,
     cli_store,
