@@ -226,7 +226,6 @@ def _ask_controller(params: Params, policy: str) -> Counts:
 def _store(params: Params, catalog: Catalog, record: Record) -> Counts:
     """Rewrite the segments that held the policy's bytes without them."""
     from engine.adapters.maintenance import compact
-
     from engine.adapters.store import open_store
 
     with closing(open_store(params)) as store:
