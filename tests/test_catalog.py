@@ -2,6 +2,7 @@
 
 import multiprocessing
 import sqlite3
+import statistics
 import subprocess
 import sys
 import time
@@ -323,11 +324,13 @@ def test_data_version_tells_of_changes(catalog: Catalog, catalog_url: str) -> No
 
 def test_a_revision_is_found_fast_among_many(catalog: Catalog) -> None:
     catalog.add_revisions([make_revision(f"{i:08x}") for i in range(20_000)])
-    started = time.perf_counter()
+    seconds = []
     for i in range(0, 20_000, 100):
+        started = time.perf_counter()
         assert catalog.revision("sorting", f"{i:08x}").digest == f"{i:08x}"
-    # Measured 0.2 ms; the bound leaves room for a loaded machine, a scan would take 10 ms.
-    assert (time.perf_counter() - started) / 200 < 0.003
+        seconds.append(time.perf_counter() - started)
+    # Measured 0.07 ms, and 0.3 ms on Postgres; a scan would take 10 ms. A busy machine delays some of them.
+    assert statistics.median(seconds) < 0.003
 
 
 def test_importing_the_catalog_is_light() -> None:
