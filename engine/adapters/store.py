@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.errors import AdapterError, ServiceError
+from engine.errors import AdapterError, DamagedBytes, MissingBytes, ServiceError
 from engine.files import sync
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ class Store:
         try:
             file = os.open(path, os.O_RDONLY)
         except OSError as error:
-            raise AdapterError(
+            raise MissingBytes(
                 f"The segment {path} is missing from the store ({error.strerror}). "
                 "Restore it, or export again."
             ) from None
@@ -264,8 +264,8 @@ def checked(location: Location, data: bytes) -> bytes:
     return data
 
 
-def damaged(location: Location, size: int) -> AdapterError:
-    return AdapterError(
+def damaged(location: Location, size: int) -> DamagedBytes:
+    return DamagedBytes(
         f"The bytes at {location.segment}:{location.offset} are damaged: {size} of "
         f"{location.length} bytes, and the checksum differs. Export the revision again."
     )
