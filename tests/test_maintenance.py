@@ -3,16 +3,18 @@
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from stored import BASE, KIND, SHAPES, Stored, opened, placing, prepare
 
 from engine.adapters import maintenance, packed
+from engine.adapters.catalog import Catalog
 from engine.adapters.maintenance import compact, gc, repack, verify
 from engine.adapters.publishing import location, publish, put, stored_tensors
 from engine.adapters.store import open_store
@@ -129,6 +131,41 @@ def test_gc_takes_what_no_row_names_and_no_living_writer_holds(state, monkeypatc
     assert gc(state.catalog, state.store).removed == 1
     assert set(segments(state)) == {kept.segment}
     assert state.is_whole(kept)
+
+
+def test_a_commit_that_a_kill_cut_short_never_comes_back_to_bytes_that_gc_took(state, tmp_path):
+    """Killed in its fsync, a commit's frames are in the log and unseen, until somebody recovers the log."""
+    state.publish("here", 1)
+    new_segment(state)
+    database = state.params.paths.catalog
+    log = database.with_name(f"{database.name}-wal")
+    dying = tmp_path / "dying"
+    dying.mkdir()
+    for file in (database, log):
+        shutil.copy(file, dying / file.name)
+    before = log.stat().st_size
+    with closing(open_store(state.params)) as store:
+        # Its rows go to a copy of the catalog, whose log goes on where the true one ends.
+        with closing(Catalog(f"sqlite:///{dying / database.name}")) as catalog:
+            ghost = replace(state, catalog=catalog, store=store).publish("here", 2)
+            frames = (dying / log.name).read_bytes()[before:]
+    with log.open("r+b") as file:
+        file.seek(before)
+        file.write(frames)
+    assert recovered(state, tmp_path / "seen") == 2
+    assert gc(state.catalog, state.store).removed == 1
+    assert ghost.segment not in segments(state)
+    assert recovered(state, tmp_path / "after") == 1
+
+
+def recovered(state: Stored, folder) -> int:
+    """Count the revisions that a catalog shows after a recovery of its log."""
+    folder.mkdir()
+    database = state.params.paths.catalog
+    for file in (database, database.with_name(f"{database.name}-wal")):
+        shutil.copy(file, folder / file.name)
+    with closing(Catalog(f"sqlite:///{folder / database.name}")) as catalog:
+        return len(catalog.every_revision(None, 100))
 
 
 def test_compact_rewrites_what_is_mostly_garbage(state):

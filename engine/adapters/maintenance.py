@@ -63,6 +63,8 @@ class Report:
 
 
 OnPage = Callable[[Report], object]
+# Where bytes lie and whose digest they are; one revision of those that name them so.
+Batch = dict[tuple[Location, str], Revision]
 
 
 def silent(report: Report) -> None:
@@ -154,7 +156,9 @@ def repack(catalog: "Catalog", store: "Store", on_page: OnPage = silent) -> Repo
                 except AdapterError as error:
                     _quarantine(catalog, store, row, str(error), report)
                 except NotFound as error:
-                    report.add_damage(row, str(error))
+                    # Its base cannot be read; or the row itself has expired meanwhile.
+                    if catalog.find(row.policy, row.digest):
+                        report.add_damage(row, str(error))
         finally:
             store.committed()
         on_page(report)
@@ -182,14 +186,14 @@ def _move_out(
     catalog: "Catalog", store: "Store", chosen: dict[str, int], report: Report, on_page: OnPage
 ) -> None:
     """Copy what rows name in the chosen segments to new ones, and let the rows name that."""
-    batch: dict[Location, Revision] = {}
+    batch: Batch = {}
     size = 0
-    # Its other rows have moved with it, whatever the page that was read before says.
-    last: Location | None = None
+    # Its digest's other rows have moved with it, whatever the page that was read before says.
+    last: tuple[Location, str] | None = None
     for rows in pages(catalog):
         for row in rows:
             report.revisions += 1
-            at = location(row)
+            at = location(row), row.digest
             if row.segment not in chosen or at == last or at in batch:
                 continue
             batch[at] = row
@@ -201,16 +205,16 @@ def _move_out(
     _move(catalog, store, batch, report)
 
 
-def _move(catalog: "Catalog", store: "Store", batch: dict[Location, Revision], report: Report) -> None:
+def _move(catalog: "Catalog", store: "Store", batch: Batch, report: Report) -> None:
     # Identical bytes are written once, wherever they lay.
     payloads: dict[str, bytes] = {}
-    whole = []
-    for at, row in batch.items():
+    whole: list[tuple[Location, str]] = []
+    for (at, digest), row in batch.items():
         try:
             if at.checksum not in payloads:
                 payloads[at.checksum] = store.read(at)
                 report.bytes += at.length
-            whole.append(at)
+            whole.append((at, digest))
         except AdapterError as error:
             _quarantine(catalog, store, row, str(error), report)
     if not whole:
@@ -218,8 +222,8 @@ def _move(catalog: "Catalog", store: "Store", batch: dict[Location, Revision], r
     try:
         placed = store.append_many(list(payloads.values()), list(payloads))
         new = {at.checksum: at for at in placed}
-        moves = [(at, new[at.checksum]) for at in whole]
-        catalog.move_revisions(moves, [batch[at].digest for at in whole])
+        moves = [(at, new[at.checksum]) for at, _ in whole]
+        catalog.move_revisions(moves, [digest for _, digest in whole])
     finally:
         store.committed()
     report.moved += len(whole)
