@@ -90,8 +90,8 @@ def test_arrivals_are_the_same_for_a_seed_and_have_their_rate(traffic):
 
 
 def test_every_other_alternation_begins_with_the_control(monkeypatch: pytest.MonkeyPatch):
-    storm = load("storm", monkeypatch)
-    orders = [storm.in_turn({"storm": 1, "control": 2}, number) for number in range(3)]
+    side = load("_storm_side", monkeypatch)
+    orders = [side.in_turn({"storm": 1, "control": 2}, number) for number in range(3)]
     assert orders == [["storm", "control"], ["control", "storm"], ["storm", "control"]]
 
 

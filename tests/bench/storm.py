@@ -16,8 +16,6 @@ loader runs the same storms in the same run, at 40% of its own saturation.
 import argparse
 import random
 import tempfile
-import time
-from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,22 +24,15 @@ import _density
 import _made
 import _record as record
 import _served
-from _storm_figures import Alternation, Arms, errors, faults, refusals, window
-from _traffic import Answer, Ask, Client, Server, arrivals, prompt
+from _storm_figures import Arms, errors, faults, refusals
+from _storm_side import WARM, Side
+from _traffic import Client, Server
 
 from engine.config import Params, load_params
 
-SHARE, WARM = 0.4, 16
 # Tokens of a prompt and of its answer; a step of many-moe reads a gigabyte of experts.
 LENGTHS = {"tiny-dense": (24, 8), "many-moe": (8, 4)}
-# Requests before the burst, so that it meets traffic; they are not counted.
-LEAD_S = 0.5
-# Closed-loop requests that find what the engine can do.
-UNDER_WAY, PROBED = 64, 384
-LEAST, LIMIT_S = 500, 600.0
-# For so many times the longest storm so far warm traffic goes on.
-MARGIN = 1.3
-STOCK_REPEATS, CHECKED = 3, 8
+LEAST, STOCK_REPEATS = 500, 3
 # Of written adapters that stay on the disk; older ones are asked for no more.
 KEPT_BYTES = 12 << 30
 TARGETS = {
@@ -53,119 +44,8 @@ TARGETS = {
     "errors": "== 0",
     "density": "<= 1.1",
 }
-# In float32 a dense base gives the same tokens in any batch; a mixture of experts in bfloat16 rounds anew.
-LEAST_AGREED = {"tiny-dense": 1.0, "many-moe": 0.0}
-
-
-@dataclass
-class Side:
-    """A server under storms: ours or vLLM's own; `make` gives names of adapters that nobody asked for."""
-
-    name: str
-    client: Client
-    server: Server
-    make: Callable[[int], list[str]]
-    chance: random.Random
-    residents: int
-    lengths: tuple[int, int]
-    answers: list[Answer] = field(default_factory=list)
-    rate: float = 0.0
-    saturation: float = 0.0
-    seconds_a_cold: float = 0.0
-
-    def __post_init__(self) -> None:
-        names = self.make(WARM + self.residents)
-        self.warm, self.resident = names[:WARM], names[WARM:]
-
-    def ask(self, asks: Sequence[Ask], under_way: int = 0) -> list[Answer]:
-        found = self.client.ask(self.server, asks, under_way)
-        self.answers += found
-        return found
-
-    def find_rate(self) -> None:
-        """Find how many warm requests a second the server can do, and take a share of it."""
-        self.settle(self.warm)
-        asks = [self.warm_ask(0.0) for _ in range(PROBED)]
-        for _ in range(2):
-            began = time.monotonic()
-            self.ask(asks, UNDER_WAY)
-            self.saturation = PROBED / (time.monotonic() - began)
-        self.rate = SHARE * self.saturation
-        print(f"  {self.name}: saturation {self.saturation:.1f} a second, rate {self.rate:.1f}", flush=True)
-
-    def settle(self, names: Sequence[str]) -> None:
-        """Ask each name for one token, so that it is resident and its slot is not the next to be taken."""
-        self.ask([Ask(0.0, name, self.prompt(), 1) for name in names], UNDER_WAY // 2)
-
-    def prompt(self) -> tuple[int, ...]:
-        return prompt(self.chance, self.lengths[0])
-
-    def warm_ask(self, at: float) -> Ask:
-        return Ask(at, self.chance.choice(self.warm), self.prompt(), self.lengths[1])
-
-    def alternate(self, cold: int, repeats: int, least: int, before_storm: Callable[[], None]) -> Arms:
-        """Alternate until there are `repeats`, with `least` warm requests counted in each arm."""
-        arms, resident = Arms(), self.resident[:cold]
-        if not self.seconds_a_cold:
-            # The first one warms up, and says how long a storm takes.
-            warm_up = self.alternation(cold, resident, 2.0, 0, 0.0, before_storm)
-            self.seconds_a_cold = self.window_s(warm_up) / cold
-        seconds = self.seconds_a_cold * cold
-        began = time.monotonic()
-        calm_s = max(2.0, least / repeats / self.rate)
-        while len(arms.alternations) < repeats or arms.counted < least:
-            if time.monotonic() - began > LIMIT_S:
-                break
-            number = len(arms.alternations)
-            one = self.alternation(cold, resident, MARGIN * seconds, number, calm_s, before_storm)
-            arms.alternations.append(one)
-            seconds = max(seconds, self.window_s(one))
-        return arms
-
-    @staticmethod
-    def window_s(one: Alternation) -> float:
-        return max(end - start for start, end in (window(one.storm), window(one.control)))
-
-    def alternation(
-        self, cold: int, resident: list[str], seconds: float, number: int, calm_s: float,
-        before_storm: Callable[[], None],
-    ) -> Alternation:  # fmt: skip
-        """Run a storm and its control, in the other order every other time, and then neither."""
-        times = arrivals(self.chance, self.rate, LEAD_S + seconds)
-        traffic = [self.warm_ask(at) for at in times]
-        prompts = [self.prompt() for _ in range(cold)]
-        names = {"storm": self.make(cold), "control": resident}
-        before_storm()
-        found: dict[str, list[Answer]] = {}
-        for arm in in_turn(names, number):
-            self.settle([*resident, *self.warm] if arm == "control" else self.warm)
-            burst = [
-                Ask(LEAD_S, name, each, self.lengths[1], burst=True)
-                for name, each in zip(names[arm], prompts, strict=True)
-            ]
-            found[arm] = self.ask([*traffic, *burst])
-        calm = []
-        if calm_s:
-            times = arrivals(self.chance, self.rate, LEAD_S + calm_s)
-            calm = [a for a in self.ask([self.warm_ask(at) for at in times]) if a.ask.at >= LEAD_S]
-        return Alternation(found["storm"], found["control"], calm)
-
-    def agreed(self, arms: Arms) -> tuple[float, int]:
-        """Return the share of some cold answers that come again when asked alone, and how many differ.
-
-        The second is how many answers there are to one prompt, each from another adapter: one would mean that
-        no adapter was applied.
-        """
-        cold = [answer for answer in arms.alternations[-1].storm if answer.ask.burst][:CHECKED]
-        alone = self.ask([Ask(0.0, a.ask.model, a.ask.prompt, self.lengths[1]) for a in cold], under_way=1)
-        same = sum(one.ids == again.ids for one, again in zip(cold, alone, strict=True))
-        one_prompt = [Ask(0.0, a.ask.model, cold[0].ask.prompt, self.lengths[1]) for a in cold]
-        return same / len(cold), len({answer.ids for answer in self.ask(one_prompt)})
-
-
-def in_turn(arms: Iterable[str], number: int) -> list[str]:
-    """Return the order of an alternation: whoever goes second finds another state, so each one does."""
-    return list(arms)[:: -1 if number % 2 else 1]
+# In float32 a dense base gives the same tokens in any batch; bfloat16 experts round anew in each.
+LEAST_AGREED = {"tiny-dense": 1.0, "many-moe": 0.5}
 
 
 @dataclass
