@@ -6,6 +6,7 @@ Reads its arguments from standard input and prints what it found, both one line 
 """
 
 import contextlib
+import gc
 import json
 import os
 import random
@@ -58,7 +59,11 @@ def register(
         began = time.perf_counter()
         adapters = zip(range(start, end), maker.many(start, end), strict=True)
         given: Any = (Entry(f"bulk-{i % policies}", tensors) for i, tensors in adapters)
-        given = given if streamed else list(given)
+        if not streamed:
+            given = list(given)
+            # An iterator would not hold a million tensors, over which the garbage collector goes.
+            gc.collect()
+            gc.freeze()
         done = time.perf_counter()
         for one in register_many(catalog, store, base, base_digest, given, "bench", now, serving):
             counted["new"] += one.new
@@ -66,6 +71,7 @@ def register(
             if start + one.position in wanted:
                 names.append((start + one.position, one.policy, one.digest))
         made, seconds = made + done - began, seconds + time.perf_counter() - done
+        gc.unfreeze()
         del given, adapters
     # While it is open, so that the write-ahead log counts.
     taken = on_disk(Path(state))
@@ -127,7 +133,7 @@ def resolve(url: str, base_digest: str, names: list[str], rounds: int, spawned: 
     for _ in range(rounds):
         # A new router each time: it remembers the names that it was asked.
         router = Router(catalog, "bench", base_digest)
-        router.refresh()
+        router.resolve("bench", "unit")
         for name in names:
             asked = time.perf_counter_ns()
             router.resolve(name, "unit")
