@@ -109,11 +109,13 @@ class AliasMirror(threading.Thread):
 
     def mirror(self) -> None:
         """Bring every registered policy's aliases and route together; raises `httpx.HTTPError`."""
-        routes = {route.policy: route for route in self._catalog.routes()}
         notes: dict[str, dict[str, AliasNote]] = {}
         for (policy, alias), note in self._catalog.alias_notes().items():
             notes.setdefault(policy, {})[alias] = note
-        models = {model.name: model for model in self._registry.models() if model.name in routes}
+        models = {model.name: model for model in self._registry.models()}
+        # Policies may be many more than models.
+        ours = self._catalog.routed(models)
+        models = {name: model for name, model in models.items() if name in ours}
         for name, model in models.items():
             try:
                 self._reconcile(model, notes.get(name, {}))

@@ -22,6 +22,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "qwen3_moe": (*INPUTS, "o_proj"),
     "mixtral": (),
     "deepseek_v3": ("q_a_proj", "kv_a_proj_with_mqa", "o_proj"),
+    "kimi_k2": ("q_a_proj", "kv_a_proj_with_mqa", "o_proj"),
     "deepseek_v32": ("q_a_proj", "kv_a_proj_with_mqa", "o_proj"),
     "glm4_moe": INPUTS,
     "gpt_oss": (*INPUTS, "o_proj"),

@@ -66,9 +66,10 @@ class EngineConfig(Settings):
     )
     start_timeout_s: float = Field(300, gt=0, description="for engine and trainer, each, to load the base")
     host_bytes: int = Field(1 << 30, ge=1 << 20, description="budget of the host tier, bytes")
-    load_concurrency: int = Field(2, ge=1)
-    load_queue: int = Field(256, ge=1, description="cold loads waiting before clients get 429")
-    load_timeout_s: float = Field(60, gt=0)
+    host_adapters: int = Field(4096, ge=1, description="adapters that the host tier holds at most")
+    load_concurrency: int = Field(8, ge=1, description="cold loads under way at once")
+    load_queue: int = Field(1024, ge=1, description="cold loads that wait or run before clients get 429")
+    load_timeout_s: float = Field(60, gt=0, description="for one cold load, its wait in the queue included")
 
     def dtype_on(self, cuda: bool) -> Literal["float32", "bfloat16"]:
         """Return the dtype of base and served adapters on CUDA, or on a CPU."""
@@ -403,6 +404,7 @@ class Paths:
         self.ledger = root / "ledger.duckdb"
         self.ledger_snapshot = root / "ledger.snapshot.duckdb"
         self.spool = root / "spool"
+        self.warm = root / "warm"
         self.mlflow_db = root / "mlflow.db"
         self.mlartifacts = root / "mlartifacts"
         self.prefect = root / "prefect"

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from engine.adapters.catalog import Catalog, Release, ensure_local_key, migrate
 from engine.aliases import AliasMirror
+from engine.asked import Asked
 from engine.config import Params, load_params
 from engine.errors import Conflict, GraftworkError, PortInUse, ServiceError
 from engine.notices import NoticeSender
@@ -30,12 +32,14 @@ from engine.quality.apply import Applier
 from engine.quality.desk import Desk
 from engine.quality.evidence import EvidenceReader
 from engine.quality.ledger import Ledger, Spool
+from engine.quality.ledger_purge import purge
 from engine.quality.release import Evidence, advance
 from engine.registry import Registry
 from engine.watch import Watch
 
 LEASE = "controller"
 EXPIRE_S = 10.0
+PURGE_S = 300.0
 STALLED_S = 5.0
 log = logging.getLogger("graftwork.controller")
 
@@ -74,6 +78,7 @@ class Controller:
         self.last_tick = time.monotonic()
         # Between the loop and people's requests: each sees the other's changes whole.
         self.lock = threading.Lock()
+        self.asked = Asked()
         self._reader = EvidenceReader(self.catalog)
         self._holder = holder
         self._fence = self._take_lease()
@@ -109,10 +114,15 @@ class Controller:
             # Not at every turn: each commit makes gateways look at the catalog.
             self._part("lease", self._renew_lease, self.params.controller.lease_s / 3)
             self._part("ingest", self._ingest)
+            self._part("asked", self.asked.carry_out)
             self._part("releases", self._advance_all)
             self._part("expire", self._expire, EXPIRE_S)
             self._part("snapshot", self._snapshot, self.params.controller.snapshot_s)
         self.last_tick = time.monotonic()
+
+    def purge(self, policy: str) -> dict[str, int]:
+        """Remove a policy's rows from ledger, spool and snapshot, in the loop's own thread."""
+        return self.asked.ask(partial(self._purge, policy), PURGE_S)
 
     def is_stalled(self) -> bool:
         return time.monotonic() - self.last_tick > max(STALLED_S, 4 * self.params.controller.tick_s)
@@ -203,6 +213,18 @@ class Controller:
 
     def _expire(self) -> None:
         self.catalog.expire(time.time())
+
+    def _purge(self, policy: str) -> dict[str, int]:
+        if self.ledger is None:
+            raise ServiceError("The ledger cannot be opened now. See `graftwork status`, then purge again.")
+        try:
+            return purge(self.ledger, self.params.paths.spool, self.params.paths.ledger_snapshot, policy)
+        except (duckdb.Error, OSError):
+            # The next turn opens it again, whichever file is in its place.
+            with suppress(duckdb.Error, OSError):
+                self.ledger.close()
+            self.ledger = None
+            raise
 
     def _snapshot(self) -> None:
         if self.ledger:

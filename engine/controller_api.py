@@ -11,7 +11,7 @@ import uuid
 from dataclasses import asdict
 from typing import Annotated, Any
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from prometheus_client import generate_latest
@@ -44,6 +44,10 @@ class ReleaseBody(Settings):
     settings: dict[str, Any] = Field(default_factory=dict)
     skip_gates: dict[str, str] = Field(default_factory=dict)
     by: str | None = None
+
+
+class PurgeBody(Settings):
+    policy: PolicyName
 
 
 class HoldBody(Settings):
@@ -121,9 +125,11 @@ def _add_policies_and_releases(app: FastAPI, controller: Controller) -> None:
     catalog, desk = controller.catalog, controller.desk
 
     @app.get("/policies")
-    def policies() -> list[dict[str, Any]]:
-        routes = {route.policy: asdict(route) for route in catalog.routes()}
-        return [asdict(policy) | {"route": routes[policy.name]} for policy in catalog.policies()]
+    def policies(after: str = "", limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> list[dict[str, Any]]:
+        return [
+            asdict(policy) | {"route": asdict(catalog.route(policy.name))}
+            for policy in catalog.policies(after, limit)
+        ]
 
     @app.post("/policies")
     def add_policy(body: PolicyBody, _key: Admin) -> dict[str, Any]:
@@ -182,6 +188,11 @@ def _add_switches(app: FastAPI, controller: Controller) -> None:
     def restore(body: RestoreBody, key: Admin) -> dict[str, Any]:
         with controller.lock:
             return asdict(desk.restore(body.policy, body.digest, body.by or key.owner, body.reason))
+
+    @app.post("/purge")
+    def purge(body: PurgeBody, _key: Admin) -> dict[str, int]:
+        """Remove a policy's rows from the ledger; `graftwork purge` sees to everything else."""
+        return controller.purge(body.policy)
 
     @app.post("/freeze")
     def freeze(body: HoldBody, key: Admin) -> dict[str, Any]:

@@ -4,7 +4,9 @@
     ├── ConfigError              2  a setting, a form or a file of settings is wrong
     ├── BaseModelError           3  the base is missing, incomplete or another one
     ├── AdapterError             4  an adapter cannot be accepted: format, shape, values
-    │   └── EffectError          4  the engine does not reproduce the trainer's log-probabilities
+    │   ├── EffectError          4  the engine does not reproduce the trainer's log-probabilities
+    │   ├── DamagedBytes         4  its bytes in the store are not those that its checksum was taken of
+    │   └── MissingBytes         4  its bytes are not where its row says
     ├── NotFound                 5  no such policy, revision, suite, key or release; carries `nearest` names
     ├── Conflict                 6  somebody else holds it: a lease, a name, a newer version
     │   ├── Ambiguous            6  a prefix that several names share; carries `candidates`
@@ -38,6 +40,14 @@ class AdapterError(GraftworkError):
 
 
 class EffectError(AdapterError):
+    pass
+
+
+class DamagedBytes(AdapterError):
+    pass
+
+
+class MissingBytes(AdapterError):
     pass
 
 

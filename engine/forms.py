@@ -136,6 +136,7 @@ class CreatePolicyForm(Form):
     few_shot: tuple[Example, ...] | None = Field(None, description="worked questions before every question")
     steps: int | None = Field(None, ge=1, le=100_000, description="training steps")
     max_tokens: int | None = Field(None, ge=1, le=100_000, description="longest answer, tokens")
+    again: bool = Field(False, description="take a name again that was purged once")
     items: int = Field(200, ge=10, le=10_000, description="frozen items at most")
     scheduled: bool | None = Field(None, description="adapted by the nightly flow when it is due")
     max_age_hours: float | None = Field(

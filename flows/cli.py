@@ -25,6 +25,8 @@ from flows import (
     cli_look,
     cli_plan,
     cli_policy,
+    cli_purge,
+    cli_residency,
     cli_score,
     cli_serve,
     cli_store,
@@ -119,6 +121,7 @@ def down(params: ParamsFile = PARAMS) -> None:
 def adapt(
     names: Annotated[list[str] | None, typer.Argument(metavar="[POLICY]...", show_default=False)] = None,
     policy: Annotated[list[str] | None, typer.Option(help="A policy; may be given several times.")] = None,
+    again: Annotated[bool, typer.Option("--again", help="Also names that were purged once.")] = False,
     params: ParamsFile = PARAMS,
 ) -> None:
     """Train policies side by side, then export, register, verify and score their revisions."""
@@ -128,6 +131,10 @@ def adapt(
         raise ConfigError("Say which policy to adapt: `graftwork adapt --policy NAME`, once for each.")
     check(settings, chosen)
     require_services(settings)
+    from tasks.again import allow_again
+
+    for name in chosen:
+        allow_again(settings, name, settings.policy(name).owner, again)
     from flows import display
     from flows.adapt import adapt as adapt_flow
     from tasks.parallel import in_parallel
@@ -157,9 +164,11 @@ GROUPS = (
     cli_score,
     cli_decide,
     cli_look,
+    cli_residency,
     cli_serve,
     cli_plan,
     cli_adapters,
+    cli_purge,
     cli_store,
     cli_admin,
 )

@@ -35,6 +35,7 @@ def create(
     drift_after_hours: Annotated[
         float | None, typer.Option(help="Due when users' rewards stayed under the score for so long.")
     ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Take a name again that was purged once.")] = False,
     params: ParamsFile = PARAMS,
 ) -> None:
     """Split your data into training and frozen items, and make a policy of it.
@@ -53,7 +54,7 @@ def create(
     )  # fmt: skip
     created = create_policy(
         settings, name, data, verifier, owner, base, form.settings(), items,
-        lambda lines: typer.echo(f"  {lines} lines", err=True),
+        lambda lines: typer.echo(f"  {lines} lines", err=True), again,
     )  # fmt: skip
     typer.echo(describe(created))
 

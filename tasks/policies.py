@@ -27,6 +27,7 @@ from engine.settings import explain
 from engine.training.jsonl import Check, Import, import_file, prompt_hash, read_rows
 from engine.training.problems import Problem
 from engine.training.verifiers import NUMBER, Verifier
+from tasks.again import allow_again
 from tasks.suites import Suite, freeze, load_suite
 
 TRAINING = "train.jsonl"
@@ -68,15 +69,17 @@ def create_policy(
     settings: Mapping[str, Any] | None = None,
     items: int = 200,
     on_progress: Callable[[int], None] = lambda lines: None,
+    again: bool = False,
 ) -> Created:
     """Create the policy `name` from the JSONL file `data`, or bring it to newer data.
 
     Raises `ConfigError` for a name, setting, line or verifier that is wrong, and `Conflict` when the
-    name is another owner's.
+    name is another owner's, or was purged and is not taken `again`.
     """
     _refuse_taken(params, name, owner, base)
     config = _settings(params, name, verifier, owner, settings or {})
     Verifier(config).close()
+    allow_again(params, name, owner, again)
     params.suites_dir.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=params.suites_dir))
     try:

@@ -181,7 +181,15 @@ def create_policy(params: Params, form: CreatePolicyForm) -> dict[str, Any]:
     from tasks import policies as plain
 
     created = plain.create_policy(
-        params, form.name, form.data, form.verifier, form.owner, form.base, form.settings(), form.items
+        params,
+        form.name,
+        form.data,
+        form.verifier,
+        form.owner,
+        form.base,
+        form.settings(),
+        form.items,
+        again=form.again,
     )
     return asdict(created)
 

@@ -350,3 +350,15 @@ def test_gateways_hear_of_what_changed_alone(catalog: Catalog, monkeypatch: pyte
     # A catalog from a backup is behind.
     assert catalog.changed_since(newest + 100) == (newest, None)
     assert catalog.changed_since(newest - 3)[1] == {"p22", "p23", "p24"}
+
+
+def test_policies_and_routes_come_in_pages(catalog: Catalog) -> None:
+    for i in range(9):
+        catalog.add_policy(Policy(f"p{i}", "base", {}, "me", 1.0))
+    names = [f"p{i}" for i in range(9)] + ["sorting"]
+    assert [p.name for p in catalog.policies(limit=4)] == names[:4]
+    assert [p.name for p in catalog.policies(after="p3", limit=4)] == names[4:8]
+    assert [r.policy for r in catalog.routes(after="p3")] == names[4:]
+    catalog.set_route(Route("p5", weight=0.5), 0)
+    assert [r.policy for r in catalog.routes(changed=True)] == ["p5"]
+    assert catalog.routed(["p1", "sorting", "unknown"]) == {"p1", "sorting"}

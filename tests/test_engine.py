@@ -1,6 +1,7 @@
 """The live engine: adapters served equal PEFT's, base rows stay the base's, bad adapters hurt nobody."""
 
 import asyncio
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from parity import RANK, Reference, ask, base_rows, prompts, random_adapter
 
 from engine.adapters.families import BaseShapes
 from engine.adapters.publishing import location
+from engine.config import load_params
+from tasks.residency import residency
 
 # Log-probabilities in float32 by two implementations: measured 2e-6 to 2e-5, see docs/benchmarks.md.
 TOLERANCE = 2e-4
@@ -133,6 +136,50 @@ def test_bad_adapters_fail_their_requests_alone(engine: RunningEngine, shapes):
         assert response.status_code == 200, response.text
         response = client.post("/v1/completions", json={"model": good, "prompt": [7], "max_tokens": 2})
         assert response.status_code == 200
+
+
+def test_where_adapters_are_is_shown_without_a_label_for_any(engine: RunningEngine, shapes):
+    """Prewarmed, then in a slot; Prometheus counts loads and tiers, and has no name of a revision."""
+    name = engine.publish("shown", random_adapter(shapes, 70), RANK)
+    with engine.client() as client:
+        response = client.post("/v1/prewarm", json={"model": name})
+        assert response.status_code == 202
+        assert 0 < response.json()["estimate_s"] < 60
+        deadline = time.monotonic() + 30
+        while name not in (told := client.get("/graftwork/residency").json())["adapters"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert told["adapters"][name]["tier"] == "host"
+        asked = client.post("/v1/completions", json={"model": name, "prompt": [7], "max_tokens": 2})
+        assert asked.status_code == 200
+        told = client.get("/graftwork/residency").json()
+        metrics = httpx.get(f"{engine.url}/metrics").text
+        for model, status, field in (("shown@xyz", 404, "nearest"), ("shown@", 404, "nearest")):
+            missing = client.post("/v1/completions", json={"model": model, "prompt": [7], "max_tokens": 2})
+            assert missing.status_code == status
+            assert field in missing.json().get("error", missing.json())
+    assert told["adapters"][name]["tier"] == "slot"
+    shown = residency(load_params(engine.state / "params.json"), 100)
+    assert shown["engine"]
+    assert {row["revision"]: row["tier"] for row in shown["revisions"]}[name] == "slot"
+    assert told["tiers"]["slot"]["adapters"] <= 4 < told["tiers"]["host"]["max_adapters"]
+    assert (told["queue"]["running"], told["queue"]["loads"]) == (0, {})
+    for figure in ("graftwork_loads_total", "graftwork_load_wait_seconds", "graftwork_evictions_total"):
+        assert figure in metrics
+    assert 'graftwork_tier_adapters{tier="host"}' in metrics
+    assert "shown@" not in metrics
+
+
+def test_one_prompt_under_every_adapter_is_cached_for_each(engine: RunningEngine, shapes):
+    """Whoever comes second on a prompt finds the blocks of the first one, if they are its adapter's."""
+    kinds = [None, *(random_adapter(shapes, 80 + i) for i in range(2))]
+    names = [engine.publish("cached", kind, RANK) if kind else engine.base_name for kind in kinds]
+    prompt = prompts(1)[0] * 4
+    for _ in range(2):
+        for name, kind in zip(names, kinds, strict=True):
+            (answer,) = asyncio.run(ask(engine, [(name, prompt)]))
+            want = Reference(engine.base_path, kind).logprobs(prompt, answer["ids"])
+            torch.testing.assert_close(torch.tensor(answer["logprobs"]), want, rtol=0, atol=TOLERANCE)
 
 
 def test_other_ways_in_are_closed(engine: RunningEngine):

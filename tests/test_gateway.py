@@ -1,5 +1,6 @@
 """The gateway in front of a fake server: who may ask, what is passed on, what is observed."""
 
+import asyncio
 import json
 import time
 from dataclasses import replace
@@ -9,7 +10,9 @@ import httpx
 import pytest
 
 from engine.adapters.catalog import Base, Catalog, Policy, Revision, migrate
+from engine.adapters.store import Store
 from engine.config import EngineConfig
+from engine.errors import DamagedBytes
 from engine.serving.gateway import Gateway, GatewayState
 from engine.serving.residency import Residency
 from engine.serving.routing import Router
@@ -25,13 +28,17 @@ class Events:
         self.rows.append((table, fields))
 
 
-class InstantEngine:
-    async def prepare(self, name, address): ...
+class Engine:
+    """Loads take `seconds`; `faults` are raised one after the other."""
 
-    async def poll(self, name):
-        return "ready"
+    def __init__(self):
+        self.seconds, self.faults, self.prepared = 0.0, [], []
 
-    async def register(self, name): ...
+    async def prepare(self, name, address):
+        self.prepared.append(name)
+        await asyncio.sleep(self.seconds)
+        if self.faults:
+            raise self.faults.pop(0)
 
     async def forget(self, name): ...
 
@@ -74,10 +81,16 @@ def world(tmp_path):
         )
     route = catalog.route("sums")
     catalog.set_route(replace(route, champion=CHAMPION, canary=CANARY, weight=0.5), route.version)
-    server, events = Server(), Events()
+    server, events, engine, loads = Server(), Events(), Engine(), []
     state = GatewayState(
         Router(catalog, "tiny", "base"),
-        Residency(InstantEngine(), catalog, tmp_path, EngineConfig()),
+        Residency(
+            engine,
+            catalog,
+            Store(tmp_path),
+            EngineConfig(load_queue=4),
+            on_load=lambda **fields: loads.append(fields["priority"]),
+        ),
         events,
         "here",
     )
@@ -95,7 +108,10 @@ def world(tmp_path):
             transport=httpx.ASGITransport(with_app), base_url="http://gateway", headers=headers
         )
 
-    return SimpleNamespace(catalog=catalog, server=server, events=events, client=client, keys=keys, app=app)
+    return SimpleNamespace(
+        catalog=catalog, server=server, events=events, client=client, keys=keys, app=app, engine=engine,
+        state=state, call=with_app, loads=loads,
+    )  # fmt: skip
 
 
 async def test_the_route_is_followed_and_observed(world):
@@ -186,3 +202,80 @@ async def test_health_needs_no_key_and_a_starting_engine_says_so(world):
         response = await client.post("/v1/completions", json={"model": "tiny"})
     assert response.status_code == 503
     assert "starting" in response.json()["error"]["message"]
+
+
+PINNED = {"model": f"sums@{CHAMPION[:12]}"}
+
+
+async def test_a_full_queue_answers_429_and_when_to_come_again(world):
+    world.engine.seconds = 0.2
+    digests = [f"{number:x}" * 64 for number in range(6)]
+    row = world.catalog.revision("sums", CHAMPION)
+    for digest in digests:
+        world.catalog.add_revision(replace(row, digest=digest))
+    async with world.client() as client:
+        asked = [client.post("/v1/completions", json={"model": f"sums@{d[:12]}"}) for d in digests]
+        responses = await asyncio.gather(*asked)
+    codes = sorted(response.status_code for response in responses)
+    assert codes == [200] * 4 + [429] * 2
+    full = next(response for response in responses if response.status_code == 429)
+    assert int(full.headers["retry-after"]) >= 1
+    assert "again later" in full.json()["error"]["message"]
+
+
+async def test_a_client_that_leaves_ends_its_load(world):
+    world.engine.seconds = 30
+    messages = [{"type": "http.request", "body": json.dumps(PINNED).encode(), "more_body": False}]
+    headers = [(b"authorization", f"Bearer {world.keys['user']}".encode())]
+    scope = {"type": "http", "path": "/v1/completions", "headers": headers, "method": "POST"}
+
+    async def receive():
+        if messages:
+            return messages.pop()
+        while not world.engine.prepared:
+            await asyncio.sleep(0.001)
+        return {"type": "http.disconnect"}
+
+    async def send(message): ...
+
+    await asyncio.wait_for(world.call(scope, receive, send), 5)
+    assert world.state.residency.loading == 0
+    assert world.server.seen == []
+    assert world.events.rows[-1][1]["status"] == 499
+
+
+async def test_a_damaged_adapter_is_a_422_until_its_bytes_come_again(world):
+    world.engine.faults = [DamagedBytes("its bytes are damaged; export the revision again.")]
+    async with world.client() as client:
+        first = await client.post("/v1/completions", json=PINNED)
+        second = await client.post("/v1/completions", json=PINNED)
+        other = await client.post("/v1/completions", json={"model": f"sums@{CANARY[:12]}"})
+        row = world.catalog.revision("sums", CHAMPION)
+        world.catalog.move_revision(replace(row, segment="whole.seg"))
+        repaired = await client.post("/v1/completions", json=PINNED)
+    assert [first.status_code, second.status_code, other.status_code] == [422, 422, 200]
+    assert "damaged" in first.json()["error"]["message"]
+    assert "quarantine" in second.json()["error"]["message"]
+    assert repaired.status_code == 200
+
+
+async def test_names_that_name_nothing_or_too_much_are_told_the_near_ones(world):
+    row = world.catalog.revision("sums", CANARY)
+    world.catalog.add_revision(replace(row, digest="b" * 30 + "c" * 34))
+    async with world.client() as client:
+        missing = await client.post("/v1/completions", json={"model": "sums@aab"})
+        several = await client.post("/v1/completions", json={"model": "sums@bb"})
+        unknown = await client.post("/v1/completions", json={"model": "sum"})
+    assert (missing.status_code, several.status_code, unknown.status_code) == (404, 409, 404)
+    assert missing.json()["error"]["nearest"][0] == f"sums@{CHAMPION[:12]}"
+    assert len(several.json()["error"]["candidates"]) == 2
+    assert "sums" in unknown.json()["error"]["nearest"]
+
+
+async def test_scores_wait_in_the_background(world):
+    async with world.client("score") as client:
+        for purpose, model in (("score", CHAMPION), ("user", CANARY)):
+            headers = {"x-graftwork-purpose": purpose}
+            body = {"model": f"sums@{model[:12]}"}
+            assert (await client.post("/v1/completions", json=body, headers=headers)).status_code == 200
+    assert world.loads == ["background", "interactive"]

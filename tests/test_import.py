@@ -87,6 +87,30 @@ def test_an_adapter_from_elsewhere_becomes_a_revision_by_the_command(tiny_base, 
     assert max(gaps(merged(tiny_base, {}, probe), [row.base for row in probe.rows])) < 1e-4
 
 
+def test_an_import_as_json_and_into_a_name_that_was_purged(tiny_base, tmp_path):
+    """A purged name is refused before the probe is computed, and taken again on purpose."""
+    from tasks.purge import purge
+
+    base = BaseShapes.read(tiny_base)
+    source = write(tmp_path / "source", canonical(base), "plain", base, 2.0)
+    (tmp_path / "params.yaml").write_text(
+        f"state_dir: state\nbase: {{name: {tiny_base}}}\ntrainer: {{port: {free_port()}}}"
+    )
+    looked = json.loads(command(tmp_path, "adapters", "import", str(source), "--json"))
+    assert (looked["found"]["layout"], looked["imported"]) == ("plain", None)
+    given = ["adapters", "import", str(source), "--policy", "afar", "--json"]
+    imported = json.loads(command(tmp_path, *given))
+    name = f"afar@{imported['digest'][:12]}"
+    assert (imported["imported"], imported["digest"]) == (name, looked["digest"])
+    params = load_params(tmp_path / "params.yaml")
+    purge(params, "afar", "ann", "asked for it", lambda place, counts: None)
+    assert not list(tmp_path.glob("state/revisions/*"))
+    with pytest.raises(AssertionError, match=r"was purged by 'ann'.*--again"):
+        command(tmp_path, *given)
+    assert not list(tmp_path.glob("state/revisions/*"))
+    assert json.loads(command(tmp_path, *given, "--again"))["imported"] == name
+
+
 def command(folder, *arguments):
     line = [sys.executable, "-m", "flows.cli", *arguments, "--params", str(folder / "params.yaml")]
     run = subprocess.run(line, capture_output=True, text=True)

@@ -152,6 +152,18 @@ def test_compact_rewrites_what_is_mostly_garbage(state):
     assert gc(state.catalog, state.store).removed == 0
 
 
+def test_compact_rewrites_the_segments_that_are_named_and_no_other(state):
+    rows = []
+    for seed in range(3):
+        rows.append(state.publish("here", seed))
+        new_segment(state)
+    named = {rows[1].segment, "0" * 32 + ".seg"}
+    report = compact(state.catalog, state.store, segments=named)
+    assert (report.moved, report.removed) == (1, 1)
+    assert {rows[0].segment, rows[2].segment} < set(segments(state))
+    assert all(state.is_whole(row) for row in rows)
+
+
 def test_compact_in_small_batches_keeps_shared_places_shared(state, monkeypatch):
     monkeypatch.setattr(maintenance, "PAGE_ROWS", 2)
     monkeypatch.setattr(maintenance, "BATCH_ROWS", 2)

@@ -1,99 +1,109 @@
-"""Residency: shared loads, a bounded queue, deadlines, and eviction that spares who is in use."""
+"""Cold loads: shared, bounded, in order, with a deadline on every wait, and ended with their last waiter."""
 
 import asyncio
-from dataclasses import replace
+import time
 
 import pytest
+from adapters_cold import (
+    FakeCatalog,
+    FakeEngine,
+    FakeStore,
+    name_of,
+    refusal,
+    residency,
+    revision,
+    settle,
+    use,
+)
 
-from engine.adapters.catalog import Revision
-from engine.config import EngineConfig
-from engine.errors import AdapterError, Busy, ServiceError
-from engine.serving.residency import Residency
-
-
-class FakeEngine:
-    """The four calls; a load takes `seconds`, and names in `bad` are refused."""
-
-    def __init__(self, seconds: float = 0.01):
-        self.seconds = seconds
-        self.prepared: list[str] = []
-        self.running = 0
-        self.peak = 0
-        self.registered: set[str] = set()
-        self.bad: set[str] = set()
-        self._ready: dict[str, float] = {}
-
-    async def prepare(self, name, address):
-        self.prepared.append(name)
-        self.running += 1
-        self.peak = max(self.peak, self.running)
-        self._ready[name] = asyncio.get_running_loop().time() + self.seconds
-
-    async def poll(self, name):
-        if name in self.bad:
-            self.running -= 1
-            return f"{name} cannot be loaded: its bytes are damaged."
-        if asyncio.get_running_loop().time() < self._ready[name]:
-            return "loading"
-        self.running -= 1
-        return "ready"
-
-    async def register(self, name):
-        self.registered.add(name)
-
-    async def forget(self, name):
-        self.registered.discard(name)
+from engine.errors import AdapterError, Busy, DamagedBytes, MissingBytes, ServiceError
+from engine.serving.load_queue import BACKGROUND, INTERACTIVE, SHARE
 
 
-class FakeCatalog:
-    def revision(self, policy, digest):
-        return replace(revision(0), policy=policy, digest=digest)
-
-    def layout(self, digest):
-        return "{}"
-
-
-def revision(i: int, size: int = 100) -> Revision:
-    digest = f"{i:064x}"[::-1]
-    return Revision(
-        "sums", digest, "base", None, 1, 8, size, "layout", "s", 0, size, "cc", "exported", "me", 0.0
-    )
-
-
-def residency(engine, tmp_path, events=None, **settings) -> Residency:
-    config = EngineConfig(**settings)
-    on_load = (lambda **fields: events.append(fields)) if events is not None else (lambda **fields: None)
-    return Residency(engine, FakeCatalog(), tmp_path, config, on_load)
-
-
-async def use(residency, revision, seconds=0.0):
-    async with residency.use(revision) as name:
-        await asyncio.sleep(seconds)
-        return name
-
-
-async def test_identical_misses_share_one_load(tmp_path):
+async def test_identical_misses_share_one_load():
     engine, events = FakeEngine(), []
-    tier = residency(engine, tmp_path, events)
+    tier = residency(engine, events)
     names = await asyncio.gather(*(use(tier, revision(1)) for _ in range(20)))
-    assert len(set(names)) == 1
+    assert set(names) == {name_of(1)}
     assert engine.prepared == names[:1]
-    assert [(event["tier"], event["bytes"], event["error"]) for event in events] == [("host", 100, None)]
+    (event,) = events
+    assert (event["tier"], event["bytes"], event["error"], event["waiters"]) == ("host", 100, None, 20)
+    assert (event["priority"], event["tier_adapters"], event["tier_bytes"]) == (INTERACTIVE, 1, 100)
 
 
-async def test_loads_are_bounded_and_the_queue_is_full_at_last(tmp_path):
+async def test_loads_are_bounded_and_a_full_queue_says_when_to_come_again():
     engine = FakeEngine(0.05)
-    tier = residency(engine, tmp_path, load_concurrency=2, load_queue=5)
+    tier = residency(engine, load_concurrency=2, load_queue=5)
     results = await asyncio.gather(*(use(tier, revision(i)) for i in range(8)), return_exceptions=True)
     assert sum(isinstance(result, str) for result in results) == 5
-    assert {type(result) for result in results} == {str, Busy}
+    refused = [result for result in results if isinstance(result, Busy)]
+    assert len(refused) == 3
+    assert all(1 <= busy.retry_after_s < 10 and "again later" in str(busy) for busy in refused)
     assert engine.peak <= 2
     assert tier.loading == 0
 
 
-async def test_a_waiter_that_leaves_does_not_end_the_load(tmp_path):
+async def test_retry_after_follows_the_queue_and_how_long_loads_took():
+    tier = residency(FakeEngine(0.2), load_concurrency=1, load_queue=40)
+    await use(tier, revision(1))
+    few = tier.queue.estimate_s()
+    waiting = [asyncio.create_task(use(tier, revision(i))) for i in range(2, 40)]
+    await asyncio.sleep(0.01)
+    assert tier.queue.estimate_s() > 30 * few
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def test_people_come_before_the_background_which_goes_on_all_the_same():
+    engine = FakeEngine(0.002)
+    tier = residency(engine, load_concurrency=1, load_queue=100)
+    first = asyncio.create_task(use(tier, revision(0)))
+    await asyncio.sleep(0)
+    scores = [asyncio.create_task(use(tier, revision(i), priority=BACKGROUND)) for i in range(1, 6)]
+    await asyncio.sleep(0)
+    people = [asyncio.create_task(use(tier, revision(i))) for i in range(10, 40)]
+    await asyncio.gather(first, *scores, *people)
+    background = {name_of(i) for i in range(1, 6)}
+    turns = [i for i, name in enumerate(engine.prepared) if name in background]
+    # One after every `SHARE` of the people's, and no earlier.
+    assert turns == [(SHARE + 1) * (i + 1) for i in range(5)]
+
+
+async def test_the_background_leaves_places_to_people():
     engine = FakeEngine(0.05)
-    tier = residency(engine, tmp_path)
+    tier = residency(engine, load_concurrency=2, load_queue=10)
+    for i in range(6):
+        tier.prewarm(revision(i))
+    with pytest.raises(Busy):
+        tier.prewarm(revision(6))
+    assert len(tier.queue.running) == 1
+    began = time.monotonic()
+    await use(tier, revision(20))
+    assert time.monotonic() - began < 0.09
+
+
+async def test_a_person_who_asks_for_what_is_prewarmed_waits_like_a_person():
+    engine = FakeEngine(0.01)
+    tier = residency(engine, load_concurrency=1, load_queue=40)
+    for i in range(8):
+        tier.prewarm(revision(i))
+    await asyncio.sleep(0)
+    await use(tier, revision(7))
+    assert engine.prepared == [name_of(0), name_of(7)]
+
+
+async def test_prewarm_says_how_long_it_takes():
+    tier = residency(FakeEngine(0.01))
+    assert 0 < tier.prewarm(revision(1)) < 5
+    await settle(lambda: tier.state(name_of(1)) == "host" and tier.residents[name_of(1)].users == 0)
+    assert tier.prewarm(revision(1)) == 0
+    assert tier.residents[name_of(1)].users == 0
+
+
+async def test_a_waiter_that_leaves_does_not_end_the_load():
+    engine = FakeEngine(0.05)
+    tier = residency(engine)
     first, second = asyncio.create_task(use(tier, revision(1))), asyncio.create_task(use(tier, revision(1)))
     await asyncio.sleep(0.01)
     first.cancel()
@@ -101,62 +111,112 @@ async def test_a_waiter_that_leaves_does_not_end_the_load(tmp_path):
     assert len(engine.prepared) == 1
 
 
-async def test_refused_adapters_can_be_asked_for_again(tmp_path):
-    engine, events = FakeEngine(), []
-    tier = residency(engine, tmp_path, events)
-    name = await use(tier, revision(2))
-    engine.bad.add(name.replace(revision(2).digest[:12], revision(1).digest[:12]))
-    with pytest.raises(AdapterError, match="damaged"):
-        await use(tier, revision(1))
-    assert "damaged" in events[-1]["error"]
-    engine.bad.clear()
+async def test_a_load_ends_with_its_last_waiter():
+    engine, events = FakeEngine(30), []
+    tier = residency(engine, events, load_concurrency=1)
+    waiters = [asyncio.create_task(use(tier, revision(1))) for _ in range(2)]
+    queued = asyncio.create_task(use(tier, revision(2)))
+    await settle(lambda: engine.running)
+    assert (tier.state(name_of(1)), tier.state(name_of(2))) == ("loading", "queued")
+    # The one in the queue first, or it would begin in the moment in which the other ends.
+    for task in (queued, *waiters):
+        task.cancel()
+    await asyncio.gather(*waiters, queued, return_exceptions=True)
+    await settle(lambda: engine.forgotten)
+    assert (engine.running, tier.loading, tier.residents) == (0, 0, {})
+    # The one that was still in the queue has never reached the engine.
+    assert engine.prepared == engine.forgotten == [name_of(1)]
+    assert [event["error"] for event in events] == ["Nobody waited for it any more."] * 2
+    engine.seconds = 0
     assert await use(tier, revision(1))
 
 
-async def test_nothing_waits_without_a_limit(tmp_path):
-    tier = residency(FakeEngine(10), tmp_path, load_timeout_s=0.05)
-    with pytest.raises(ServiceError, match=r"not loaded within 0\.05 s"):
-        await use(tier, revision(1))
-
-
-async def test_the_least_recently_used_leaves_and_comes_back(tmp_path):
-    engine = FakeEngine(0)
-    size = 1 << 20
-    tier = residency(engine, tmp_path, host_bytes=3 * size)
-    rows = [revision(i, size) for i in range(5)]
-    for row in rows[:3]:
-        await use(tier, row)
-    await use(tier, rows[0])
-    await use(tier, rows[3])
+async def test_whoever_asks_while_a_load_is_called_off_gets_a_new_one():
+    engine = FakeEngine(0.05)
+    tier = residency(engine)
+    first = asyncio.create_task(use(tier, revision(1)))
+    await settle(lambda: engine.running)
+    first.cancel()
     await asyncio.sleep(0)
-    kept = {name.partition("@")[2] for name in tier.residents}
-    assert kept == {rows[i].digest[:12] for i in (0, 2, 3)}
-    assert engine.registered == set(tier.residents)
-    await use(tier, rows[1])
-    assert engine.prepared.count(f"sums@{rows[1].digest[:12]}") == 2
+    assert await use(tier, revision(1)) == name_of(1)
+    assert engine.held == {name_of(1)}
+    assert len(engine.prepared) == 2
 
 
-async def test_who_is_in_use_stays(tmp_path):
-    engine = FakeEngine(0)
-    size = 1 << 20
-    tier = residency(engine, tmp_path, host_bytes=size)
-    busy = asyncio.create_task(use(tier, revision(1, size), 0.1))
-    await asyncio.sleep(0.02)
-    await use(tier, revision(2, size))
-    await use(tier, revision(3, size))
-    assert f"sums@{revision(1).digest[:12]}" in tier.residents
-    await busy
+async def test_who_leaves_in_the_moment_of_its_load_holds_nothing():
+    engine = FakeEngine(0.01)
+    tier = residency(engine)
+    for delay in range(40):
+        task = asyncio.create_task(use(tier, revision(delay)))
+        await asyncio.sleep(0.0095 + delay * 5e-5)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
     assert all(resident.users == 0 for resident in tier.residents.values())
 
 
-async def test_who_was_pushed_out_before_it_could_begin_is_loaded_again(tmp_path):
-    """Loads that end together, in a tier for one: each request runs on an adapter that the engine has."""
-    engine, size = FakeEngine(0), 1 << 20
-    tier = residency(engine, tmp_path, host_bytes=size, load_concurrency=4)
+async def test_refused_adapters_can_be_asked_for_again():
+    engine, events = FakeEngine(), []
+    tier = residency(engine, events)
+    engine.faults[name_of(1)] = [refusal()]
+    with pytest.raises(AdapterError, match="rank 16"):
+        await use(tier, revision(1))
+    assert "rank 16" in events[-1]["error"]
+    assert await use(tier, revision(1))
+    assert engine.forgotten == [name_of(1)]
 
-    async def check(i: int) -> None:
-        async with tier.use(revision(i, size)) as name:
-            assert name in engine.registered
 
-    await asyncio.gather(*(check(i) for i in range(4)))
-    assert len(engine.prepared) > 4
+async def test_nothing_waits_without_a_limit():
+    tier = residency(FakeEngine(10), load_timeout_s=0.05, load_concurrency=1)
+    results = await asyncio.gather(*(use(tier, revision(i)) for i in range(3)), return_exceptions=True)
+    assert all(isinstance(result, ServiceError) for result in results)
+    assert all("not loaded within 0.05 s" in str(result) for result in results)
+    assert tier.loading == 0
+
+
+async def test_an_engine_that_fails_is_said_to_whoever_waits():
+    engine = FakeEngine()
+    engine.faults[name_of(1)] = [RuntimeError("EngineDeadError")]
+    with pytest.raises(ServiceError, match="EngineDeadError"):
+        await use(residency(engine), revision(1))
+
+
+async def test_damaged_bytes_are_put_in_quarantine_and_others_are_not():
+    engine, catalog = FakeEngine(), FakeCatalog()
+    tier = residency(engine, catalog=catalog)
+    engine.faults[name_of(1)] = [DamagedBytes("its bytes are damaged.")]
+    with pytest.raises(DamagedBytes):
+        await use(tier, revision(1))
+    assert catalog.in_quarantine == {revision(1).digest: "its bytes are damaged."}
+    with pytest.raises(AdapterError, match=r"in quarantine: its bytes are damaged\. Export"):
+        await use(tier, revision(1))
+    assert engine.prepared == [name_of(1)]
+    assert await use(tier, revision(2))
+    # Its bytes came again: whoever asks is served.
+    catalog.in_quarantine.clear()
+    assert await use(tier, revision(1))
+
+
+async def test_a_damaged_copy_is_fetched_once_more():
+    engine, catalog, store = FakeEngine(), FakeCatalog(), FakeStore(copies=True)
+    tier = residency(engine, catalog=catalog, store=store)
+    engine.faults[name_of(1)] = [DamagedBytes("its bytes are damaged.")]
+    assert await use(tier, revision(1))
+    assert (store.dropped, catalog.in_quarantine) == (["s"], {})
+    engine.faults[name_of(2)] = [DamagedBytes("its bytes are damaged.") for _ in range(2)]
+    with pytest.raises(DamagedBytes):
+        await use(tier, revision(2))
+    assert list(catalog.in_quarantine) == [revision(2).digest]
+
+
+async def test_bytes_that_were_moved_meanwhile_are_found():
+    engine, catalog = FakeEngine(), FakeCatalog()
+    tier = residency(engine, catalog=catalog)
+    catalog.moved[revision(1).digest] = ["old.seg", "new.seg"]
+    engine.faults[name_of(1)] = [MissingBytes("its segment is missing.")]
+    assert await use(tier, revision(1))
+    assert [address["path"] for address in engine.addresses] == ["/store/old.seg", "/store/new.seg"]
+    # Gone where the row still names them: refused, but bytes that are not there are no damage.
+    engine.faults[name_of(2)] = [MissingBytes("its segment is missing.")]
+    with pytest.raises(MissingBytes):
+        await use(tier, revision(2))
+    assert catalog.in_quarantine == {}

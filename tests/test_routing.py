@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from engine.adapters.catalog import Base, Catalog, Policy, Revision, Route, migrate
-from engine.errors import AdapterError, NotFound, ServiceError
+from engine.adapters.catalog import Base, Catalog, Policy, Release, Revision, Route, migrate
+from engine.config import ReleaseConfig
+from engine.errors import AdapterError, Ambiguous, NotFound, ServiceError
 from engine.serving.routing import STALE_S, Gone, Router, in_canary
 
 CHAMPION, CANARY = "a" * 64, "b" * 64
@@ -137,3 +138,118 @@ def test_resolving_costs_microseconds(catalog):
         router.resolve("sums", f"user-{i}")
     # Some 10 us here; the bound leaves room for a busy machine, not for a query per request.
     assert (time.perf_counter() - started) / 2000 < 100e-6
+
+
+def test_a_retired_revision_is_gone_but_not_to_the_scorer(catalog):
+    router = Router(catalog, "tiny", "base")
+    pinned = f"sums@{CANARY[:12]}"
+    assert router.resolve(pinned, "ann").arm == "pinned"
+    catalog.retire("sums", CANARY, "ann", "Nobody needs it.")
+    with pytest.raises(Gone, match=r"was retired: Nobody needs it\."):
+        router.resolve(pinned, "ann")
+    assert router.resolve(pinned, "ann", purpose="score").digest == CANARY
+    catalog.unretire("sums", CANARY, "ann", "Somebody does.")
+    assert router.resolve(pinned, "ann").digest == CANARY
+
+
+def test_a_purged_name_is_gone(catalog):
+    router = Router(catalog, "tiny", "base")
+    router.resolve("sums", "ann")
+    router.resolve(f"sums@{CANARY[:12]}", "ann")
+    catalog.purge("sums", "ann", 1.0)
+    for model in ("sums", f"sums@{CANARY[:12]}"):
+        with pytest.raises(Gone, match="purged by ann"):
+            router.resolve(model, "ann")
+
+
+def test_names_that_name_nothing_or_too_much_are_told_the_near_ones(catalog):
+    router = Router(catalog, "tiny", "base")
+    other = CANARY[:20] + "f" * 44
+    catalog.add_revision(replace(catalog.revision("sums", CANARY), digest=other))
+    with pytest.raises(Ambiguous) as several:
+        router.resolve(f"sums@{CANARY[:5]}", "ann")
+    assert set(several.value.candidates) == {f"sums@{CANARY[:21]}", f"sums@{other[:21]}"}
+    with pytest.raises(NotFound) as missing:
+        router.resolve("sums@bbbc", "ann")
+    assert missing.value.nearest[0].startswith("sums@bbb")
+    for name in ("sum", "", "../sums", "sums@", "Sums@@", "x" * 500):
+        with pytest.raises((NotFound, Ambiguous)):
+            router.resolve(name, "ann")
+
+
+def test_a_change_elsewhere_reads_nothing_again(catalog, monkeypatch):
+    """Leases, registrations and other policies' routes change every second; these rows did not."""
+    set_route(catalog, champion=CHAMPION)
+    router = Router(catalog, "tiny", "base")
+    router.resolve("sums", "ann")
+    reads = []
+    for name in ("route", "tombstone"):
+        read = getattr(catalog, name)
+        monkeypatch.setattr(catalog, name, lambda *args, read=read: (reads.append(args), read(*args))[1])
+    catalog.acquire("controller", "me", 5)
+    catalog.add_policy(Policy("others", "base", {}, "me", 0.0))
+    assert router.resolve("sums", "ann").digest == CHAMPION
+    assert reads == []
+    catalog.bury("sums", CHAMPION, "It was bad.", "controller")
+    reads.clear()
+    assert router.resolve("sums", "ann").arm == "base"
+    assert len(reads) == 2
+
+
+def test_more_changes_than_are_kept_make_everything_old(catalog, monkeypatch):
+    monkeypatch.setattr("engine.adapters.catalog_access.CHANGES", 3)
+    monkeypatch.setattr("engine.serving.routing.KEPT", 2)
+    router = Router(catalog, "tiny", "base")
+    assert router.resolve("sums", "ann").arm == "base"
+    set_route(catalog, champion=CHAMPION)
+    for number in range(9):
+        catalog.add_policy(Policy(f"other-{number}", "base", {}, "me", 0.0))
+    assert router.resolve("sums", "ann").arm == "champion"
+    for number in range(9):
+        catalog.add_policy(Policy(f"another-{number}", "base", {}, "me", 0.0))
+        router.resolve(f"another-{number}", "ann")
+    catalog.bury("sums", CHAMPION, "It was bad.", "controller")
+    for number in range(9):
+        catalog.add_policy(Policy(f"third-{number}", "base", {}, "me", 0.0))
+        router.key("gw-nobody")
+    assert router.resolve("sums", "ann").arm == "base"
+    assert len(router._rows._rows) <= 2
+    assert len(router._rows._changed) <= 2
+
+
+def test_what_is_under_release_is_named_and_nothing_else(catalog):
+    router = Router(catalog, "tiny", "base")
+    set_route(catalog, champion=CHAMPION)
+    for number in range(50):
+        catalog.add_policy(Policy(f"user-{number}", "base", {}, "me", 0.0))
+    assert router.under_release() == frozenset()
+    settings = ReleaseConfig().model_dump()
+    release = Release("r1", "sums", CANARY, CHAMPION, "score", 0.2, "running", settings, 0.0, 0.0)
+    catalog.add_release(release)
+    assert router.under_release() == {("sums", CHAMPION)}
+    set_route(catalog, canary=CANARY, weight=0.2)
+    assert router.under_release() == {("sums", CHAMPION), ("sums", CANARY)}
+    catalog.update_release("r1", 0, state="promoted")
+    assert router.under_release() == frozenset()
+
+
+def test_what_has_changed_is_told_once(catalog):
+    router = Router(catalog, "tiny", "base")
+    router.take_changed()
+    set_route(catalog, champion=CHAMPION)
+    catalog.create_key("ann", "user")
+    router.resolve("sums", "ann")
+    assert router.take_changed() == {"sums"}
+    assert router.take_changed() == set()
+    catalog.purge("sums", "ann", 1.0)
+    assert router.take_changed() == {"sums"}
+
+
+def test_the_catalog_is_asked_of_what_is_asked_for_alone(catalog):
+    """A thousand policies: no route is read before its own request."""
+    for number in range(1000):
+        catalog.add_policy(Policy(f"user-{number}", "base", {}, "me", 0.0))
+    router = Router(catalog, "tiny", "base")
+    router.resolve("user-7", "ann")
+    assert len(router._rows._rows) == 1
+    assert router.policies(3) == ["sums", "user-0", "user-1"]

@@ -106,6 +106,17 @@ def test_a_copy_that_the_disk_damaged_is_fetched_anew(store):
     assert store.fetch(location)[0].read_bytes() == b"y" * 100
 
 
+def test_one_blob_behind_many_addresses_is_one_copy(params):
+    """Signed addresses change with every request: as keys of a cache they would fill the disk."""
+    copies = set()
+    for number in range(4):
+        elsewhere = StoreConfig(url=f"{params.store.url}-signature-{number}")
+        with closing(open_store(params.model_copy(update={"store": elsewhere}))) as opened_store:
+            copies.add(opened_store.fetch(opened_store.append(b"s" * 5000)))
+            assert opened_store.cache.bytes() == 5000
+    assert len(copies) == len(list(params.paths.cache.glob("??/*"))) == 1
+
+
 def test_a_writer_holds_its_object_and_gc_takes_a_dead_writers(store, params, tmp_path):
     location = store.append(b"mine")
     with closing(open_store(params)) as other:

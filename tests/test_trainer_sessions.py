@@ -652,3 +652,27 @@ def test_a_loss_without_a_number_is_refused_and_changes_nothing(live):
     assert same(gradients(live.session(session)), before)
     assert same(factors(live.session(session)), stored)
     assert live.client.optim_step(session, ADAM)["step"] == 1
+
+
+# A policy that is purged
+
+
+def test_a_policys_sessions_are_forgotten_in_memory_and_on_disk(live, tmp_path):
+    open_one = live.client.create_session("first", "sums", **NEW)
+    other = live.client.create_session("other", "sorting", **NEW)
+    step(live.client, open_one, 1)
+    live.client.save_state(open_one, "kept")
+    with pytest.raises(Conflict, match="The session 'first' of 'sums' is open by 'a'"):
+        live.client.forget_policy("sums")
+    assert live.resident() == {"first", "other"}
+    live.client.close_session(open_one)
+    folder = live.trainer.sessions.directory / "first"
+    found = live.client.forget_policy("sums")
+    assert found["sessions"] == 1
+    assert found["bytes"] > 0
+    assert not folder.exists()
+    assert {row["session"] for row in live.client.sessions()} == {"other"}
+    assert live.client.forget_policy("sums") == {"sessions": 0, "bytes": 0}
+    # The name begins anew; nobody else lost anything.
+    assert live.client.create_session("first", "sums", **NEW).step == 0
+    step(live.client, other, 1)

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from engine.adapters.families import BaseShapes
     from engine.adapters.store import Location, Store
 
+__all__ = ["Entry", "Registered", "register_many"]
+
 # A batch: few enough adapters for a short transaction, enough to share the wait for two fsyncs.
 BATCH = 8192
 BATCH_BYTES = 64 << 20

@@ -31,7 +31,6 @@ from engine.adapters.catalog_schema import (
     Release,
     Revision,
     Route,
-    ServingState,
     Tombstone,
 )
 from engine.errors import Conflict, NotFound, ServiceError
@@ -47,7 +46,6 @@ __all__ = [
     "Release",
     "Revision",
     "Route",
-    "ServingState",
     "Tombstone",
     "ensure_local_key",
     "migrate",
@@ -138,8 +136,11 @@ class Catalog(Guards, Notes, Routes, Looks, Lifecycle):
             raise NotFound(f"There is no policy {name!r} in the catalog. Known policies: {known}.", near)
         return policy
 
-    def policies(self) -> list[Policy]:
-        return self._all(Policy, select(tables.policies).order_by(tables.policies.c.name))
+    def policies(self, after: str = "", limit: int = 1000) -> list[Policy]:
+        """Return a page of policies by name; `after` is the last name of the page before."""
+        table = tables.policies.c
+        query = select(tables.policies).where(table.name > after).order_by(table.name).limit(limit)
+        return self._all(Policy, query)
 
     def add_layout(self, digest: str, body: str) -> None:
         with self._write() as connection:

@@ -5,6 +5,7 @@ words become short ids in rows.
 """
 
 import sqlite3
+import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -115,8 +116,8 @@ class Access:
         address = database(url)
         self.label = str(address.database if sqlite_path(url) else address.render_as_string())
         self._is_sqlite = address.get_backend_name() == "sqlite"
-        # How often to look for changes, at most: elsewhere than here a look is a round trip.
-        self.poll_s = 0.0 if self._is_sqlite else POLL_S
+        # When `data_version` last asked a server, and what it answered.
+        self._looked: tuple[float, int] | None = None
         if self._is_sqlite and not Path(self.label).is_file():
             raise NotFound(f"There is no catalog at {self.label}. Start the services with `graftwork up`.")
         self._engine = open_engine(url)
@@ -147,12 +148,17 @@ class Access:
     def data_version(self) -> int:
         """Return a number that changes when another connection changes what gateways route by.
 
-        On SQLite it costs microseconds and changes with every commit. For one thread at a time.
+        Every request may ask: on SQLite that costs microseconds, and it changes with every commit; a
+        Postgres server is asked five times a second. For one thread at a time.
         """
         if self._watch:
             return int(self._watch.execute("PRAGMA data_version").fetchone()[0])
-        with self._read() as connection:
-            return int(connection.execute(select(func.max(tables.changes.c.id))).scalar() or 0)
+        now = time.monotonic()
+        if self._looked is None or now - self._looked[0] >= POLL_S:
+            with self._read(self._single) as connection:
+                newest = connection.execute(select(func.max(tables.changes.c.id))).scalar()
+            self._looked = now, int(newest or 0)
+        return self._looked[1]
 
     @contextmanager
     def _write(self) -> Iterator[Connection]:

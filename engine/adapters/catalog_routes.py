@@ -1,7 +1,7 @@
 """What gateways route by: routes, and tombstones that are stronger than routes."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from sqlalchemy import Connection, Table, func, select, update
@@ -9,8 +9,11 @@ from sqlalchemy import Connection, Table, func, select, update
 from engine.adapters import catalog_tables as tables
 from engine.adapters.catalog_access import Access
 from engine.adapters.catalog_rows import blob
-from engine.adapters.catalog_schema import Key, Route, ServingState, Tombstone
+from engine.adapters.catalog_schema import Route, Tombstone
 from engine.errors import Conflict, NotFound
+
+# Names for one query.
+CHUNK = 1000
 
 
 class Routes(Access):
@@ -22,8 +25,23 @@ class Routes(Access):
             raise NotFound(f"There is no policy {policy!r} in the catalog.")
         return route
 
-    def routes(self) -> list[Route]:
-        return self._all(Route, select(tables.routes).order_by(tables.routes.c.policy))
+    def routes(self, after: str = "", limit: int = 1000, changed: bool = False) -> list[Route]:
+        """Return a page of routes by policy; `after` is the last policy of the page before.
+
+        `changed` leaves out those that are still as their policy was made with.
+        """
+        table = tables.routes.c
+        query = select(tables.routes).where(table.policy > after).order_by(table.policy).limit(limit)
+        return self._all(Route, query.where(table.version > 0) if changed else query)
+
+    def routed(self, policies: Collection[str]) -> set[str]:
+        """Return which of these names have a route here."""
+        table, names, found = tables.routes.c, list(policies), set[str]()
+        with self._read() as connection:
+            for at in range(0, len(names), CHUNK):
+                wanted = table.policy.in_(names[at : at + CHUNK])
+                found |= set(connection.execute(select(table.policy).where(wanted)).scalars())
+        return found
 
     def set_route(self, route: Route, expected_version: int) -> Route:
         """Replace a route that still has `expected_version`; return it with its new version.
@@ -92,16 +110,12 @@ class Routes(Access):
             found = select(table.policy).where(table.id > seen).distinct()
             return newest, set(connection.execute(found).scalars())
 
-    def serving_state(self) -> ServingState:
-        """Return everything that a gateway routes by, as of one moment."""
-        keys = select(tables.keys).where(tables.keys.c.revoked_at.is_(None))
-        with self._read(self._moment) as connection:
-            routes = {row.policy: Route(**row._mapping) for row in connection.execute(select(tables.routes))}
-            reasons = {
-                (row.policy, row.digest): row.reason for row in connection.execute(_active_tombstones())
-            }
-            in_force = {row.hash: Key(**row._mapping) for row in connection.execute(keys)}
-        return ServingState(routes, frozenset(reasons), reasons, in_force)
+    def first_policies(self, limit: int) -> list[str]:
+        """Return the names of so many policies, in their order."""
+        table = tables.routes.c
+        with self._read() as connection:
+            found = connection.execute(select(table.policy).order_by(table.policy).limit(limit))
+            return list(found.scalars())
 
 
 def _columns(table: Table) -> list[Any]:
@@ -136,5 +150,5 @@ def refuse_retired(connection: Connection, policy: str, digests: Sequence[str | 
     if retired:
         raise Conflict(
             f"Revision {retired.digest.hex()[:12]} of {policy!r} is retired: {retired.retired_reason} "
-            "Take it back first (`graftwork adapters retire --undo`)."
+            "Take it back first (`graftwork adapters unretire`)."
         )

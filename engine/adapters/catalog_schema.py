@@ -167,17 +167,3 @@ class Key:
     scope: str
     created_at: float
     revoked_at: float | None = None
-
-
-@dataclass(frozen=True)
-class ServingState:
-    """All that a gateway needs to route: read in one transaction.
-
-    `reasons` says why each (policy, digest) of `tombstones` is buried; `keys` holds the keys in
-    force by their hash.
-    """
-
-    routes: dict[str, Route]
-    tombstones: frozenset[tuple[str, str]]
-    reasons: dict[tuple[str, str], str]
-    keys: dict[str, Key]

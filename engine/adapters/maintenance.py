@@ -5,7 +5,7 @@ writers and readers. Bytes come first and are fsynced, rows move in one transact
 only when no writer holds it and, within the transaction that asks, no row names it. Nothing asks a clock.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
 from hashlib import sha256
@@ -105,16 +105,21 @@ def compact(
     store: "Store",
     threshold: float = 0.5,
     everything: bool = False,
+    segments: Collection[str] | None = None,
     on_page: OnPage = silent,
 ) -> Report:
-    """Rewrite segments of which less than `threshold` is live, or `everything`; then remove them."""
+    """Rewrite segments and remove them: those of which less than `threshold` is live, or `everything`.
+
+    `segments` names those that may be rewritten, and then they are, however much of them is live.
+    """
     report = Report("compact")
     # What is copied goes to a segment of its own, never to the end of one that is to leave.
     store.close()
     used = catalog.used_bytes_by_segment()
     chosen = {}
     for segment, size in store.segments():
-        if everything or used.get(segment, 0) < threshold * size:
+        is_sparse = everything or used.get(segment, 0) < threshold * size
+        if segment in segments if segments is not None else is_sparse:
             with store.claim(segment) as is_free:
                 if is_free:
                     chosen[segment] = size

@@ -27,7 +27,7 @@ from engine.adapters.store import (
     lock,
     sums,
 )
-from engine.errors import AdapterError, ConfigError, GraftworkError, ServiceError
+from engine.errors import AdapterError, ConfigError, GraftworkError, MissingBytes, ServiceError
 
 INSTALLATION = "installation"
 # How long another installation may take from an upload to its commit.
@@ -265,8 +265,8 @@ class RemoteStore(Store):
             ) from error
 
 
-def _missing(location: Location) -> AdapterError:
-    return AdapterError(f"The segment {location.segment} is missing from the store. Restore it.")
+def _missing(location: Location) -> MissingBytes:
+    return MissingBytes(f"The segment {location.segment} is missing from the store. Restore it.")
 
 
 def _client(url: str) -> tuple[Any, str]:

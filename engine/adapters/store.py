@@ -7,8 +7,10 @@ commit point, and bytes that no row names are garbage to be compacted away.
 A writer holds a lock (flock) on its segments from the append until it says that the rows are committed,
 so that nobody takes bytes whose row is on its way; a crash frees the lock. No clock is asked.
 
-Segments rather than LMDB, for two reasons that no measurement changes: LMDB has one writer at a time
-for the whole store, and its single growing file cannot live on object storage.
+Segments rather than LMDB: LMDB has one writer at a time for the whole store, its single growing file cannot
+live on object storage, and it rounds values up to whole pages. Measured (lmdb 3.0, 1,024 values in a
+transaction): 1.13 bytes on the disk for each byte of 7,424-byte adapters and 1.07 at 38 kB, in 1.2 to 2
+times the time of segments, which take 1.00.
 """
 
 import fcntl
@@ -22,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.errors import AdapterError, ServiceError
+from engine.errors import AdapterError, DamagedBytes, MissingBytes, ServiceError
 from engine.files import sync
 
 if TYPE_CHECKING:
@@ -226,7 +228,7 @@ class Store:
         try:
             file = os.open(path, os.O_RDONLY)
         except OSError as error:
-            raise AdapterError(
+            raise MissingBytes(
                 f"The segment {path} is missing from the store ({error.strerror}). "
                 "Restore it, or export again."
             ) from None
@@ -262,8 +264,8 @@ def checked(location: Location, data: bytes) -> bytes:
     return data
 
 
-def damaged(location: Location, size: int) -> AdapterError:
-    return AdapterError(
+def damaged(location: Location, size: int) -> DamagedBytes:
+    return DamagedBytes(
         f"The bytes at {location.segment}:{location.offset} are damaged: {size} of "
         f"{location.length} bytes, and the checksum differs. Export the revision again."
     )

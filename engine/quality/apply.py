@@ -109,9 +109,12 @@ class Applier:
             if release.state != "running" and verdict_id(release) not in said:
                 self.say_verdict(release)
         said = {row[0] for row in ledger.connection.execute("SELECT id FROM route_changes").fetchall()}
-        for route in self._catalog.routes():
-            if route.version and _route_change_id(route) not in said:
-                self._say_route(route, "controller", "Found after a restart.")
+        after = ""
+        while routes := self._catalog.routes(after, changed=True):
+            for route in routes:
+                if _route_change_id(route) not in said:
+                    self._say_route(route, "controller", "Found after a restart.")
+            after = routes[-1].policy
 
     def _start_canary(self, release: Release, action: Action, evidence: Evidence) -> Release:
         route = replace(evidence.route, canary=release.revision, weight=release.weight)

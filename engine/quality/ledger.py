@@ -15,6 +15,7 @@ from typing import Any
 import duckdb
 
 from engine.errors import ConfigError, Conflict, NotFound
+from engine.files import sync
 from engine.quality.spool import Spool, read_lines, ready_files
 
 __all__ = ["Ledger", "Spool", "open_snapshot"]
@@ -32,7 +33,7 @@ JSON_TYPES: dict[str, tuple[type, ...]] = {
 
 
 class Ledger:
-    """The one writing end. For one thread at a time.
+    """The one writing end. For one thread at a time. `columns` are the types of each table's columns.
 
     Raises `Conflict` when another process has the file open, `ConfigError` when the file comes
     from a newer version.
@@ -41,17 +42,31 @@ class Ledger:
     def __init__(self, path: Path | str):
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._open()
+        self._changed = True
+
+    def _open(self) -> None:
         self.connection = _connect(self.path)
         _migrate(self.connection, self.path)
         # DuckDB's lock ends when this process closes any descriptor of the file. The one that
         # snapshots are copied from therefore stays open as long as the ledger.
         self._source = os.open(self.path, os.O_RDONLY)
-        self._columns = _columns(self.connection)
-        self._changed = True
+        self.columns = _columns(self.connection)
 
     def close(self) -> None:
         self.connection.close()
         os.close(self._source)
+
+    def become(self, path: Path) -> None:
+        """Go on with another file of the same schema, which takes this one's place and name."""
+        self.close()
+        path.replace(self.path)
+        sync(self.path.parent)
+        self._open()
+
+    def touch(self) -> None:
+        """Let the next `snapshot` write a copy whatever has changed."""
+        self._changed = True
 
     def ingest(self, spool_root: Path) -> int:
         """Insert the events that are ready and return how many were new.
@@ -84,7 +99,7 @@ class Ledger:
         for path in files:
             bad = []
             for line in read_lines(path):
-                event = _parse(line, self._columns)
+                event = _parse(line, self.columns)
                 if event is None:
                     bad.append(line)
                 else:
@@ -109,7 +124,7 @@ class Ledger:
         try:
             for table, rows in events.items():
                 query = f"INSERT INTO {table} BY NAME SELECT unnest(from_json(?::JSON, ?), max_depth := 2)"
-                shape = json.dumps([self._columns[table]])
+                shape = json.dumps([self.columns[table]])
                 self.connection.execute(query, [json.dumps(list(rows.values())), shape])
             self.connection.commit()
         except duckdb.Error:
@@ -123,6 +138,13 @@ class Ledger:
             known = {row[0] for row in self.connection.execute(query, [list(rows)]).fetchall()}
             unknown[table] = {id: row for id, row in rows.items() if id not in known}
         return unknown
+
+
+def create(path: Path) -> None:
+    """Write an empty ledger of the newest schema."""
+    connection = _connect(path)
+    _migrate(connection, path)
+    connection.close()
 
 
 def open_snapshot(path: Path) -> duckdb.DuckDBPyConnection:

@@ -5,30 +5,37 @@ our marker there, or the server refuses to start: vLLM only logs when a plugin f
 """
 
 import asyncio
+import logging
 import time
 from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from prometheus_client import REGISTRY
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.datastructures import State
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
-from vllm.lora.request import LoRARequest
-from vllm.lora.resolver import LoRAResolver, LoRAResolverRegistry
 
 from engine.adapters.catalog import Catalog
-from engine.config import load_params, served_name
-from engine.errors import AdapterError, GraftworkError, ServiceError
+from engine.adapters.store import open_store
+from engine.config import load_params
+from engine.errors import GraftworkError, ServiceError
 from engine.quality.spool import Spool
 from engine.serving.gateway import GatewayState, send_error
+from engine.serving.load_metrics import LoadMetrics
 from engine.serving.plugin import vllm_version
+from engine.serving.prewarming import Prewarmer, names_under_release
 from engine.serving.residency import Residency
 from engine.serving.rollouts import gate_of_platform, rollouts
 from engine.serving.routing import Router
+from engine.serving.vllm_engine import VllmEngine
 
-RPC_TIMEOUT_S = 60.0
+# Of `/v1/models`: a catalog may have a million policies.
+MODELS = 1000
+# Between two looks at the slots; each is a call into the engine.
+SLOTS_S = 5.0
+log = logging.getLogger("graftwork.endpoints")
 
 
 class Feedback(BaseModel):
@@ -44,62 +51,6 @@ class Prewarm(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     model: str
-
-
-class CatalogResolver(LoRAResolver):
-    """Tell vLLM of adapters that the host tier already holds; it never loads one by itself."""
-
-    def __init__(self) -> None:
-        self.expected: set[str] = set()
-
-    async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
-        if lora_name not in self.expected:
-            return None
-        # vLLM sets the id. The path is constant for each name: the prefix cache is keyed by both.
-        return LoRARequest(lora_name=lora_name, lora_int_id=1, lora_path=f"graftwork:{lora_name}")
-
-
-class VllmEngine:
-    """The four calls of `residency.Engine` on vLLM's client."""
-
-    def __init__(self, client: Any, models: OpenAIServingModels, resolver: CatalogResolver):
-        self._client = client
-        self._models = models
-        self._resolver = resolver
-
-    async def marker(self) -> list[dict[str, Any]]:
-        return await self._call("graftwork_marker")
-
-    async def loads(self) -> list[dict[str, Any]]:
-        """Return what each worker has read and copied."""
-        return await self._call("graftwork_loads")
-
-    async def prepare(self, name: str, address: dict[str, Any]) -> None:
-        await self._call("graftwork_prepare", name, address)
-
-    async def poll(self, name: str) -> str:
-        """Return the slowest worker's state; a refusal by any of them counts for all."""
-        states = await self._call("graftwork_poll", name)
-        return next((state for state in states if state != "ready"), "ready")
-
-    async def register(self, name: str) -> None:
-        self._resolver.expected.add(name)
-        result = await self._models.resolve_lora(name)
-        if not isinstance(result, LoRARequest):
-            self._resolver.expected.discard(name)
-            raise AdapterError(f"The engine refused {name}: {result.error.message}")
-
-    async def forget(self, name: str) -> None:
-        """Drop every trace of a name, in the server too, which would keep it for ever."""
-        self._resolver.expected.discard(name)
-        request = self._models.lora_requests.pop(name, None)
-        self._models.lora_resolver_lock.pop(name, None)
-        if request is not None:
-            await self._client.remove_lora(request.lora_int_id)
-        await self._call("graftwork_forget", name)
-
-    async def _call(self, method: str, *args: Any) -> list[Any]:
-        return await self._client.collective_rpc(method, timeout=RPC_TIMEOUT_S, args=args)
 
 
 class GraftworkEndpoints:
@@ -122,10 +73,7 @@ class GraftworkEndpoints:
         settings = engine_client.vllm_config.additional_config["graftwork"]
         params = load_params(settings["params"])
         serving_models: OpenAIServingModels = state.openai_serving_models
-        resolver = CatalogResolver()
-        LoRAResolverRegistry.register_resolver("graftwork", resolver)
-        serving_models.lora_resolvers = [resolver]
-        engine = VllmEngine(engine_client, serving_models, resolver)
+        engine = VllmEngine(engine_client, serving_models)
         state.graftwork_marker = {
             "plugin": settings["version"],
             "vllm": vllm_version(),
@@ -133,23 +81,25 @@ class GraftworkEndpoints:
             "base_name": settings["base_name"],
             "workers": check_marker(await engine.marker()),
         }
-        state.graftwork_loads = engine.loads
+        state.graftwork_loads, state.graftwork_slots = engine.loads, engine.slots
         catalog = Catalog(params.paths.catalog_url)
         router = Router(catalog, settings["base_name"], settings["base"])
         spool = Spool(params.paths.spool, "gateway")
-        state.graftwork = GatewayState(
-            router=router,
-            residency=Residency(
-                engine,
-                catalog,
-                Path(params.paths.store),
-                params.engine,
-                on_load=lambda **fields: spool.emit("loads", **fields),
-                pinned=lambda: served(router),
-            ),
-            spool=spool,
-            name=f"127.0.0.1:{params.engine.port}",
+        metrics = LoadMetrics(REGISTRY)
+        tier = Residency(
+            engine,
+            catalog,
+            open_store(params),
+            params.engine,
+            on_load=lambda **fields: spool.emit("loads", **fields),
+            pinned=lambda: names_under_release(router),
+            metrics=metrics,
         )
+        state.graftwork = GatewayState(router, tier, spool, name=f"127.0.0.1:{params.engine.port}")
+        # Held here, since asyncio keeps only weak references to tasks.
+        state.graftwork_slots_counted = asyncio.create_task(count_slots(engine, tier, metrics))
+        prewarmer = Prewarmer(tier, router, params.paths.warm / f"{params.engine.port}.json")
+        state.graftwork_prewarming = asyncio.create_task(prewarmer.run())
 
 
 def check_marker(workers: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -164,16 +114,18 @@ def check_marker(workers: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return workers
 
 
-def served(router: Router) -> frozenset[str]:
-    """Return the served names that must stay resident: canaries and the champions beside them."""
-    routes = router.refresh().routes.values()
-    return frozenset(
-        served_name(route.policy, digest)
-        for route in routes
-        if route.canary
-        for digest in (route.canary, route.champion)
-        if digest
-    )
+async def count_slots(engine: VllmEngine, tier: Residency, metrics: LoadMetrics) -> None:
+    """Keep Prometheus's figures of the slots, which the worker alone knows."""
+    while True:
+        try:
+            names = await engine.slots()
+        except Exception as error:
+            log.warning("The slots are not counted for the moment: %r", error)
+        else:
+            size = sum(tier.residents[name].bytes for name in names if name in tier.residents)
+            metrics.adapters.labels("slot").set(len(names))
+            metrics.bytes.labels("slot").set(size)
+        await asyncio.sleep(SLOTS_S)
 
 
 async def marker(request: Request) -> Response:
@@ -182,12 +134,31 @@ async def marker(request: Request) -> Response:
 
 
 async def residency(request: Request) -> dict[str, Any]:
+    """Say where adapters are: tiers, sizes, queue, and each resident's own; bytes and seconds."""
     state: GatewayState = request.app.state.graftwork
+    here, now = state.residency, time.monotonic()
+    slots = set(await request.app.state.graftwork_slots())
     adapters = {
-        name: {"tier": "host", "bytes": resident.bytes, "users": resident.users}
-        for name, resident in state.residency.residents.items()
+        name: {
+            "tier": "slot" if name in slots else "host",
+            "bytes": resident.bytes,
+            "users": resident.users,
+            "idle_s": 0.0 if resident.users else now - resident.used_at,
+        }
+        for name, resident in here.residents.items()
     }
-    return {"adapters": adapters, "loading": state.residency.loading, "evictions": state.residency.evictions}
+    in_slots = [adapter["bytes"] for adapter in adapters.values() if adapter["tier"] == "slot"]
+    limits = {"max_adapters": here.tier.max_adapters, "max_bytes": here.tier.max_bytes}
+    return {
+        "tiers": {
+            "slot": {"adapters": len(in_slots), "bytes": sum(in_slots)},
+            "host": {"adapters": len(adapters), "bytes": here.tier.bytes, **limits},
+        },
+        "queue": here.queue.told(),
+        "adapters": adapters,
+        "loading": here.loading,
+        "evictions": here.evictions,
+    }
 
 
 async def loads(request: Request) -> list[dict[str, Any]]:
@@ -195,9 +166,9 @@ async def loads(request: Request) -> list[dict[str, Any]]:
 
 
 async def models(request: Request) -> dict[str, Any]:
-    """List the base and the policies, in the form of OpenAI's API; revisions are not models."""
+    """List the base and the first policies, in the form of OpenAI's API; revisions are not models."""
     state: GatewayState = request.app.state.graftwork
-    names = [state.router.base_name, *sorted(state.router.refresh().routes)]
+    names = [state.router.base_name, *state.router.policies(MODELS)]
     created = int(time.time())
     data = [{"id": name, "object": "model", "created": created, "owned_by": "graftwork"} for name in names]
     return {"object": "list", "data": data}
@@ -211,28 +182,16 @@ async def feedback(body: Feedback, request: Request) -> dict[str, str]:
 
 
 async def prewarm(body: Prewarm, request: Request) -> Any:
-    """Bring a model's adapter into the host tier in the background."""
+    """Load a model's adapter in the background; answers in how many seconds it is there."""
     state: GatewayState = request.app.state.graftwork
     try:
         target = state.router.resolve(body.model, "")
         if target.policy is None or target.digest is None:
-            return {"model": body.model, "revision": "base"}
-        revision = state.router.revision(target.policy, target.digest)
+            return {"model": body.model, "revision": "base", "estimate_s": 0.0}
+        estimate_s = state.residency.prewarm(state.router.revision(target.policy, target.digest))
     except GraftworkError as error:
         return _Refusal(error)
-
-    async def load() -> None:
-        async with state.residency.use(revision):
-            pass
-
-    task = asyncio.create_task(load())
-    _background.add(task)
-    task.add_done_callback(_background.discard)
-    return {"model": body.model, "revision": target.name}
-
-
-# asyncio keeps only weak references to tasks.
-_background: set[asyncio.Task[None]] = set()
+    return {"model": body.model, "revision": target.name, "estimate_s": round(estimate_s, 3)}
 
 
 class _Refusal(Response):

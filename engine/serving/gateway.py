@@ -5,18 +5,20 @@ the adapter into the host tier, rewrite `model`, pass on, spool one observation.
 how an adapter is loaded.
 """
 
+import asyncio
 import hashlib
 import time
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
-from engine.adapters.catalog import Key
-from engine.errors import AdapterError, Busy, GraftworkError, NotFound
+from engine.adapters.catalog import Key, Revision
+from engine.errors import AdapterError, Ambiguous, Busy, Conflict, GraftworkError, NotFound
 from engine.quality.spool import Spool
+from engine.serving.load_queue import BACKGROUND, INTERACTIVE
 from engine.serving.residency import Residency
 from engine.serving.routing import Gone, Router, Target
 
@@ -24,6 +26,7 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Any, Receive, Send], Awaitable[None]]
+Done = TypeVar("Done")
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/graftwork/marker"})
 GENERATING = {
@@ -47,7 +50,8 @@ PASSED_PATHS = frozenset(
 )
 PURPOSES = frozenset({"user", "score", "rollout", "probe"})
 MAX_BODY = 8 << 20
-STATUS = {NotFound: 404, Gone: 410, Busy: 429, AdapterError: 422}
+STATUS = {NotFound: 404, Conflict: 409, Gone: 410, AdapterError: 422, Busy: 429}
+CLIENT_LEFT = 499
 
 
 class Refused(GraftworkError):
@@ -159,13 +163,24 @@ class Gateway:
                 await self._forward(exchange, body, scope, receive, send)
             else:
                 revision = state.router.revision(target.policy, target.digest)
-                async with state.residency.use(revision) as body["model"]:
+                body["model"] = name = await self._hold(state, revision, purpose, receive)
+                try:
                     await self._forward(exchange, body, scope, receive, send)
+                finally:
+                    state.residency.release(name)
         except GraftworkError as error:
             exchange.status = status_of(error)
             raise
         finally:
             state.spool.emit("observations", **exchange.observation(state.name))
+
+    async def _hold(self, state: GatewayState, revision: Revision, purpose: str, receive: Receive) -> str:
+        """Wait until the revision's adapter is there; a client that leaves meanwhile waits no longer."""
+        name = state.residency.hold_warm(revision)
+        if name is None:
+            priority = INTERACTIVE if purpose == "user" else BACKGROUND
+            name = await unless_left(receive, state.residency.hold(revision, priority))
+        return name
 
     async def _forward(
         self, exchange: Exchange, body: dict[str, Any], scope: Any, receive: Receive, send: Send
@@ -251,6 +266,23 @@ async def read_body(receive: Receive) -> bytes:
             return b"".join(chunks)
 
 
+async def unless_left(receive: Receive, work: Coroutine[Any, Any, Done]) -> Done:
+    """Return what `work` does; cancel it and raise `Refused` (499) when the client goes away first."""
+    working: asyncio.Task[Done] = asyncio.create_task(work)
+    # The body has been read: all that can still come is that the client goes.
+    left: asyncio.Future[Message] = asyncio.ensure_future(receive())
+    try:
+        await asyncio.wait((working, left), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise Refused(CLIENT_LEFT, "The client went away before its adapter was loaded.")
+    finally:
+        left.cancel()
+        if not working.done():
+            working.cancel()
+            await asyncio.wait((working,))
+
+
 def parse(raw: bytes) -> dict[str, Any]:
     try:
         body = orjson.loads(raw)
@@ -273,6 +305,10 @@ async def send_error(send: Send, error: GraftworkError) -> None:
     headers = [(b"content-type", b"application/json")]
     if isinstance(error, Busy):
         headers.append((b"retry-after", str(max(1, round(error.retry_after_s))).encode()))
-    body = {"error": {"message": str(error), "type": type(error).__name__, "code": status}}
+    fault: dict[str, Any] = {"message": str(error), "type": type(error).__name__, "code": status}
+    if isinstance(error, NotFound):
+        fault["nearest"] = error.nearest
+    elif isinstance(error, Ambiguous):
+        fault["candidates"] = error.candidates
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": orjson.dumps(body)})
+    await send({"type": "http.response.body", "body": orjson.dumps({"error": fault})})

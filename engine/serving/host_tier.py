@@ -24,7 +24,7 @@ from engine.adapters.packed import Layout
 from engine.adapters.packed_check import check_layout
 from engine.adapters.revision import is_finite
 from engine.adapters.store import ALIGNMENT, PAGE_ALIGNED_FROM
-from engine.errors import AdapterError
+from engine.errors import AdapterError, DamagedBytes, MissingBytes
 from engine.serving.fill import Module, Plan
 
 PREPARE_THREADS = 2
@@ -33,6 +33,16 @@ LAYOUT_LIMIT = 16 << 20
 # Adapters of one shape share a layout and a plan; more shapes than this are parsed again.
 LAYOUTS = 16
 MADV_POPULATE_READ = 22
+# Adapters whose disk failed, by which nothing more is loaded.
+MOST_LOST = 1000
+# What is to be told of an adapter: a kind of `KINDS`, and a sentence with the kinds that refuse.
+State = tuple[str, str]
+READY, LOADING, UNKNOWN = ("ready", ""), ("loading", ""), ("unknown", "")
+REFUSED: dict[str, type[AdapterError]] = {
+    "damaged": DamagedBytes,
+    "missing": MissingBytes,
+    "refused": AdapterError,
+}
 
 
 @dataclass(frozen=True)
@@ -49,10 +59,10 @@ class Bytes:
         """Open `length` bytes at `offset` of `path`. Raises `AdapterError` when they are not there."""
         path, offset, length = Path(address["path"]), address["offset"], address["length"]
         if path.is_symlink() or not path.is_file():
-            raise AdapterError(f"its segment {path} is missing or not a regular file. Restore it.")
+            raise MissingBytes(f"its segment {path} is missing or not a regular file. Restore it.")
         size = path.stat().st_size
         if offset < 0 or offset % ALIGNMENT or size < offset + length:
-            raise AdapterError(
+            raise MissingBytes(
                 f"its {length} bytes at {offset} are not in {path}, which has {size}. "
                 "Export the revision again."
             )
@@ -94,15 +104,17 @@ class PackedAdapter:
 
     def bring_in(self) -> None:
         """Have every page that `fill` will map in memory, or raise `OSError`."""
-        if not self._is_read():
+        if not self.is_read:
             self.bytes.bring_in()
 
-    def _is_read(self) -> bool:
+    @property
+    def is_read(self) -> bool:
+        """Say whether slots are filled from the file, without a look at the mapping."""
         return self.plan.can_read and self.bytes.file is not None
 
     def fill(self, slot: int, before: Plan | None) -> None:
         """Put the adapter into a slot. Raises `OSError` when its bytes are lost; then the slot is clear."""
-        if self._is_read():
+        if self.is_read:
             assert self.bytes.file is not None
             self.plan.read(slot, self.bytes.file.fileno(), self.bytes.offset, before)
         else:
@@ -119,30 +131,43 @@ class HostTier:
         self.verified_bytes = 0
         self._verifies = verifies
         self._plan = lru_cache(LAYOUTS)(lambda layout: Plan(read_layout(layout), modules))
-        self._states: dict[str, str] = {}
-        # Never emptied: blocks of the prefix cache may carry the name until the engine ends. It holds a
-        # sentence for each adapter whose disk failed, no bytes.
+        # What loads, by a mark of its own, and what was refused until it is forgotten.
+        self._loading: dict[str, object] = {}
+        self._refused: dict[str, State] = {}
+        # Never emptied: blocks of the prefix cache may carry the name until the engine ends. Sentences only.
         self._lost: dict[str, str] = {}
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(PREPARE_THREADS, thread_name_prefix="graftwork-prepare")
 
     def prepare(self, name: str, address: dict[str, Any]) -> None:
         with self._lock:
-            if name in self.adapters or name in self._lost or self._states.get(name) == "loading":
+            if name in self.adapters or name in self._lost or name in self._loading:
                 return
-            self._states[name] = "loading"
-        self._pool.submit(self._prepare, name, address)
+            self._refused.pop(name, None)
+            if len(self._lost) >= MOST_LOST:
+                self._refused[name] = (
+                    "refused",
+                    f"{name} cannot be loaded: {MOST_LOST} adapters have lost their bytes since the "
+                    "engine started. Restart it once the disk is whole.",
+                )
+                return
+            mark = self._loading[name] = object()
+        self._pool.submit(self._prepare, name, address, mark)
 
-    def poll(self, name: str) -> str:
-        """Return `ready`, `loading`, `unknown`, or the sentence why the adapter was refused."""
+    def poll(self, name: str) -> State:
+        """Return `READY`, `LOADING`, `UNKNOWN`, or a kind of `REFUSED` with the sentence why."""
         if name in self._lost:
-            return self._lost[name]
-        return "ready" if name in self.adapters else self._states.get(name, "unknown")
+            return "refused", self._lost[name]
+        if name in self.adapters:
+            return READY
+        return LOADING if name in self._loading else self._refused.get(name, UNKNOWN)
 
     def forget(self, name: str) -> None:
+        """Drop an adapter, also one that is on its way."""
         with self._lock:
             self.adapters.pop(name, None)
-            self._states.pop(name, None)
+            self._loading.pop(name, None)
+            self._refused.pop(name, None)
 
     def lose(self, name: str, reason: str) -> None:
         """Never serve a name again: its bytes were lost after it was ready."""
@@ -166,24 +191,42 @@ class HostTier:
         if self._verifies:
             payload: Any = adapter.bytes.payload.numpy()
             if hashlib.sha256(memoryview(payload)).hexdigest() != address["checksum"]:
-                raise AdapterError(f"its bytes in {address['path']} are damaged; export the revision again.")
+                raise DamagedBytes(f"its bytes in {address['path']} are damaged; export the revision again.")
             self.verified_bytes += adapter.bytes.payload.numel()
+        if not adapter.is_read:
+            # Laid out here rather than by the step that first uses them.
+            _ = adapter.sources
+        # Where every byte is needed, one look at all of them is much less work than one at each region.
+        plan, payload = adapter.plan, adapter.bytes.payload
+        if not (plan.can_read and is_finite(payload.view(plan.layout.dtype))):
+            self._name_what_is_not_finite(adapter)
+        self.validated_bytes += adapter.plan.bytes
+
+    def _name_what_is_not_finite(self, adapter: PackedAdapter) -> None:
         for region, values in zip(adapter.plan.regions, adapter.sources, strict=True):
             if not is_finite(values):
                 raise AdapterError(f"{region.block.module}.lora_{region.block.side} holds NaN or Inf.")
-        self.validated_bytes += adapter.plan.bytes
 
-    def _prepare(self, name: str, address: dict[str, Any]) -> None:
+    def _prepare(self, name: str, address: dict[str, Any], mark: object) -> None:
+        adapter, refused = None, None
+        if self._loading.get(name) is not mark:
+            return
         try:
             adapter = self.open(name, address)
             self.verify(adapter, address)
         except Exception as error:
             # Whatever it is: a name that stayed `loading` would let its requests wait for nothing.
-            self._states[name] = f"{name} cannot be loaded: {error}"
-            return
+            kind = next((kind for kind, of in REFUSED.items() if isinstance(error, of)), "refused")
+            refused = kind, f"{name} cannot be loaded: {error}"
         with self._lock:
-            self.adapters[name] = adapter
-            self._states.pop(name, None)
+            # Forgotten meanwhile, and perhaps asked for again.
+            if self._loading.get(name) is not mark:
+                return
+            del self._loading[name]
+            if adapter is not None and refused is None:
+                self.adapters[name] = adapter
+            elif refused is not None:
+                self._refused[name] = refused
 
 
 def read_layout(text: str) -> Layout:

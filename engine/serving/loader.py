@@ -19,7 +19,7 @@ from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
 from engine.errors import AdapterError
 from engine.serving.fill import Plan
-from engine.serving.host_tier import HostTier, PackedAdapter
+from engine.serving.host_tier import HostTier, PackedAdapter, State
 from engine.serving.lost import is_lost_on_any_rank
 from engine.serving.slots import ModuleSlots, slots_of
 
@@ -82,6 +82,12 @@ class SlotManager(LRUCacheLoRAModelManager):
         self.activate_seconds = time.perf_counter() - started
         return True
 
+    def names(self) -> list[str]:
+        """Return the names of the adapters that have a slot."""
+        ids = list(self._active_adapters)
+        registered: list[Any] = [self._registered_adapters.get(lora_id) for lora_id in ids]
+        return [found.adapter.name for found in registered if found is not None and found.adapter is not None]
+
     def _fill(self, slot: int, adapter: PackedAdapter | None) -> None:
         before = self._written[slot]
         if adapter is not None:
@@ -124,6 +130,13 @@ class PackedWorkerManager(LRUCacheWorkerLoRAManager):
             )
         return self.slots.add_adapter(Registered(lora_request.lora_int_id, adapter))
 
+    def forget(self, name: str, lora_id: int | None) -> None:
+        """Drop every trace of a name; nobody computes with it any more."""
+        if lora_id is not None:
+            self.slots.remove_adapter(lora_id)
+            self.slots.lost.pop(lora_id, None)
+        self.host.forget(name)
+
     def set_active_adapters(self, requests: set[Any], mapping: Any | None) -> None:
         """Activate a step's adapters. Rows of one whose bytes are lost run as the base's, and then fail."""
         self._apply_adapters(requests)
@@ -139,7 +152,7 @@ class PackedWorkerManager(LRUCacheWorkerLoRAManager):
         names = {request.lora_int_id: request.lora_name for request in lora_requests if request}
         for request in lora_requests:
             if request and request.lora_int_id not in self.slots.lost:
-                self.add_adapter(request)
+                self._register(request.lora_int_id, request.lora_name)
         # Touch what is active first, so that no adapter of this batch is evicted for another. Then by id:
         # ranks activate in one order, and a set of requests has another in every process.
         for lora_id in sorted(
@@ -147,6 +160,18 @@ class PackedWorkerManager(LRUCacheWorkerLoRAManager):
         ):
             if lora_id not in self.slots.lost:
                 self._activate(lora_id, names[lora_id])
+
+    def _register(self, lora_id: int, name: str) -> None:
+        """Register an adapter of the host tier, as on every other rank; one that is not there is lost."""
+        if lora_id in self.slots._registered_adapters:
+            return
+        adapter = self.host.adapters.get(name)
+        if adapter is not None:
+            self.slots.add_adapter(Registered(lora_id, adapter))
+            return
+        # Forgotten under a request, which the gateway never does: an error here would end the engine.
+        self.slots.lost[lora_id] = name
+        self.host.lose(name, f"{name} left the host tier while a request of it ran. Restart the engine.")
 
     def _activate(self, lora_id: int, name: str) -> None:
         """Activate an adapter on every rank, or lose it on every rank."""
@@ -183,14 +208,23 @@ class LoaderExtension:
             "modules": len(manager.slots.buffers) if isinstance(manager, PackedWorkerManager) else 0,
         }
 
-    def graftwork_prepare(self, name: str, address: dict[str, Any]) -> None:
-        self.model_runner.lora_manager.host.prepare(name, address)
+    def graftwork_exchange(
+        self, asked: dict[str, dict[str, Any]], waiting: list[str], leaving: dict[str, int | None]
+    ) -> dict[str, State]:
+        """Begin to prepare what is asked for, forget what leaves (name: id), and tell of those that wait.
 
-    def graftwork_poll(self, name: str) -> str:
-        return self.model_runner.lora_manager.host.poll(name)
+        One call for all of it: each waits for the step that runs, and takes from the next.
+        """
+        manager = self.model_runner.lora_manager
+        for name, lora_id in leaving.items():
+            manager.forget(name, lora_id)
+        for name, address in asked.items():
+            manager.host.prepare(name, address)
+        return {name: manager.host.poll(name) for name in waiting}
 
-    def graftwork_forget(self, name: str) -> None:
-        self.model_runner.lora_manager.host.forget(name)
+    def graftwork_slots(self) -> list[str]:
+        """Return the names whose adapters are in a slot."""
+        return self.model_runner.lora_manager.slots.names()  # type: ignore[no-any-return]
 
     def graftwork_loads(self) -> dict[str, Any]:
         """Return what this worker has read and copied since it started; bytes and seconds."""

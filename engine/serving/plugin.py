@@ -25,6 +25,7 @@ def register() -> None:
     serve_experts_on_cpu()
     record_experts_on_cpu()
     return_experts_when_asked()
+    keep_names_out_of_metrics()
 
 
 def replace_worker_manager() -> None:
@@ -237,6 +238,28 @@ def return_experts_when_asked() -> None:
         return take(self, request, output) if asked else None
 
     AuxOutputSchedulerConnector.take_output = take_output  # type: ignore[method-assign]
+
+
+def keep_names_out_of_metrics() -> None:
+    """Keep adapters' names out of vLLM's metrics; how many there are is in `load_metrics.py`'s.
+
+    `vllm:lora_requests_info` has the names as labels: every set of adapters that ever ran together is kept
+    for ever, in the API server's memory and in every answer of `/metrics`. Bound: 0.32.0. Goes when vLLM's
+    gauge has no label for names.
+    """
+    from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+    begin = PrometheusStatLogger.__init__
+    if hasattr(begin, "__wrapped__"):
+        return
+
+    @wraps(begin)
+    def without_names(self: Any, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        # As in an engine without LoRA: nothing is recorded under it.
+        self.gauge_lora_info = None
+
+    PrometheusStatLogger.__init__ = without_names  # type: ignore[method-assign]
 
 
 def vllm_version() -> str:

@@ -1,173 +1,310 @@
 """Where adapters are now: a cold load is scheduled work with its own queue, never a request's side effect.
 
-A request waits here, outside the engine, until its adapter is in the host tier. Identical misses
-share one load; the queue is bounded; what nobody uses leaves when the budget is full.
-Knows nothing of HTTP; reaches the engine by the four calls of `Engine`.
+Tiers: an adapter is `stored`, then in the host tier (`host`), and in a `slot` while the engine computes with
+it. A request waits here, outside the engine, until its adapter is in the host tier: resolve, fetch, then the
+engine verifies, maps and validates. Identical misses share one load, which ends with its last waiter; the
+queue is bounded (load_queue.py); what nobody uses leaves when the tier is full (warm_set.py).
+For one event loop. Knows nothing of HTTP; reaches the engine by the two calls of `Engine`.
 """
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from functools import lru_cache
 from typing import Any, Protocol
 
-from engine.adapters.catalog import Catalog, Revision
-from engine.config import EngineConfig, served_name
-from engine.errors import AdapterError, Busy, ServiceError
+from prometheus_client import CollectorRegistry
 
-POLL_S = 0.002
-POLL_MAX_S = 0.05
-RETRY_AFTER_S = 1.0
+from engine.adapters.catalog import Catalog, Revision
+from engine.adapters.publishing import location
+from engine.adapters.store import Store
+from engine.config import EngineConfig, served_name
+from engine.errors import AdapterError, Busy, DamagedBytes, GraftworkError, MissingBytes, ServiceError
+from engine.serving.load_metrics import LoadLog, LoadMetrics
+from engine.serving.load_queue import BACKGROUND, INTERACTIVE, Load, LoadQueue
+from engine.serving.warm_set import Resident, WarmSet
+
+# Texts of a few kilobytes, one for each shape of adapter.
+LAYOUTS = 64
+log = logging.getLogger("graftwork.residency")
 
 
 class Engine(Protocol):
     """What residency asks of the engine."""
 
-    async def prepare(self, name: str, address: dict[str, Any]) -> None: ...
-    async def poll(self, name: str) -> str: ...
-    async def register(self, name: str) -> None: ...
-    async def forget(self, name: str) -> None: ...
+    async def prepare(self, name: str, address: dict[str, Any]) -> None:
+        """Return when requests for this name may come. Raises `AdapterError` when it is refused."""
 
-
-@dataclass
-class Resident:
-    """An adapter in the host tier; `users` counts the requests under way on it."""
-
-    bytes: int
-    users: int = 0
-    used_at: float = 0.0
+    async def forget(self, name: str) -> None:
+        """Drop every trace of a name, once the engine's last request for it has ended."""
 
 
 class Residency:
-    """The host tier as the gateway sees it. For one event loop."""
+    """The host tier as the gateway sees it."""
 
     def __init__(
         self,
         engine: Engine,
         catalog: Catalog,
-        store: Path,
+        store: Store,
         config: EngineConfig,
         on_load: Callable[..., object] = lambda **fields: None,
-        pinned: Callable[[], frozenset[str]] = frozenset,
+        pinned: Callable[[], Collection[str]] = frozenset,
+        metrics: LoadMetrics | None = None,
     ):
-        self.residents: dict[str, Resident] = {}
+        self.tier = WarmSet(config.host_bytes, config.host_adapters)
+        self.queue = LoadQueue(config.load_queue, config.load_concurrency)
         self.evictions = 0
         self._engine = engine
         self._catalog = catalog
         self._store = store
-        self._config = config
-        self._on_load = on_load
+        self._timeout_s = config.load_timeout_s
         self._pinned = pinned
-        self._loading: dict[str, asyncio.Task[None]] = {}
         self._leaving: dict[str, asyncio.Task[None]] = {}
-        self._running = asyncio.Semaphore(config.load_concurrency)
-        self._layouts: dict[str, str] = {}
+        # asyncio keeps only weak references to tasks.
+        self._prewarming: set[asyncio.Task[None]] = set()
+        self._threads = ThreadPoolExecutor(config.load_concurrency, "graftwork-fetch")
+        self._layout = lru_cache(LAYOUTS)(catalog.layout)
+        self._metrics = metrics or LoadMetrics(CollectorRegistry())
+        self._metrics.watch(self.tier, self.queue)
+        self._log = LoadLog(self._metrics, on_load, self.tier)
+
+    @property
+    def residents(self) -> dict[str, Resident]:
+        return self.tier.residents
 
     @property
     def loading(self) -> int:
         """How many cold loads wait or run."""
-        return len(self._loading)
+        return len(self.queue)
+
+    def state(self, name: str) -> str:
+        """Return where an adapter is as far as is known here: host, loading, queued or stored."""
+        if name in self.residents:
+            return "host"
+        load = self.queue.find(name)
+        return "stored" if load is None else "queued" if load.started_at is None else "loading"
 
     @asynccontextmanager
-    async def use(self, revision: Revision) -> Any:
-        """Hold a revision in the host tier while a request runs on it; yields its served name.
-
-        Raises `Busy` when the queue is full, `AdapterError` when the engine refuses the adapter and
-        `ServiceError` when the load takes longer than `engine.load_timeout_s`.
-        """
-        name = served_name(revision.policy, revision.digest)
-        # A crowd of other loads may push it out again before this request gets to hold it.
-        while (resident := self.residents.get(name)) is None:
-            await self._load_shared(name, revision)
-        resident.users += 1
+    async def use(self, revision: Revision, priority: str = INTERACTIVE) -> AsyncIterator[str]:
+        """Hold a revision in the host tier inside the block; yields its served name. Raises as `hold`."""
+        name = await self.hold(revision, priority)
         try:
             yield name
         finally:
-            resident.users -= 1
-            resident.used_at = time.monotonic()
+            self.release(name)
 
-    async def _load_shared(self, name: str, revision: Revision) -> None:
-        task = self._loading.get(name)
-        if task is None:
-            if len(self._loading) >= self._config.load_queue:
-                raise Busy(
-                    f"{len(self._loading)} cold loads are waiting; try {name} again later.", RETRY_AFTER_S
-                )
-            task = asyncio.create_task(self._load(name, revision))
-            self._loading[name] = task
-            task.add_done_callback(lambda _: self._loading.pop(name, None))
-        # Shielded: one waiter that goes away must not end the load of the others.
-        await asyncio.shield(task)
+    def hold_warm(self, revision: Revision) -> str | None:
+        """Hold a revision that is in the host tier and return its served name; None when it is cold."""
+        name = served_name(revision.policy, revision.digest)
+        if self.tier.hold(name) is None:
+            return None
+        self.tier.popularity.add(name)
+        self._metrics.hits.inc()
+        return name
 
-    async def _load(self, name: str, revision: Revision) -> None:
-        started = time.monotonic()
-        error = ""
+    async def hold(self, revision: Revision, priority: str = INTERACTIVE) -> str:
+        """Bring a revision into the host tier and hold it until `release`; return its served name.
+
+        Raises `Busy` when the queue is full, `AdapterError` when the engine refuses the adapter and
+        `ServiceError` when it is not there within `engine.load_timeout_s`.
+        """
+        name = self.hold_warm(revision)
+        if name is None:
+            load, waiter = self._join(revision, priority)
+            await self._wait(load, waiter)
+            name = load.name
+        return name
+
+    def release(self, name: str) -> None:
+        """End what `hold` began."""
+        self.tier.release(name)
+        self._evict()
+
+    def drop(self, name: str) -> bool:
+        """Let an adapter go that is gone from the catalog; False while a request still runs on it."""
+        resident = self.tier.drop(name)
+        if resident is not None:
+            self._take_out(name, resident)
+        return resident is not None
+
+    def prewarm(self, revision: Revision) -> float:
+        """Bring a revision into the host tier in the background; return in how many seconds it is there.
+
+        Raises `Busy` when the queue has no place for it.
+        """
+        if self.hold_warm(revision) is not None:
+            self.release(served_name(revision.policy, revision.digest))
+            return 0.0
+        load, waiter = self._join(revision, BACKGROUND)
+
+        async def keep() -> None:
+            # Whoever asks for it hears what was wrong.
+            with suppress(GraftworkError):
+                await self._wait(load, waiter)
+                self.release(load.name)
+
+        task = asyncio.create_task(keep())
+        self._prewarming.add(task)
+        task.add_done_callback(self._prewarming.discard)
+        return self.queue.estimate_s(load)
+
+    def _join(self, revision: Revision, priority: str) -> "tuple[Load, asyncio.Future[None]]":
+        """Return the load of a revision, begun or in the queue, and this request's part in it."""
+        name = served_name(revision.policy, revision.digest)
+        self.tier.popularity.add(name)
+        load = self.queue.find(name)
+        if load is None:
+            load = Load(name, revision, priority)
+            try:
+                self.queue.add(load)
+            except Busy:
+                self._metrics.refused.labels(priority).inc()
+                raise
+        elif priority == INTERACTIVE:
+            self.queue.raise_priority(load)
+        waiter = asyncio.get_running_loop().create_future()
+        load.waiters.add(waiter)
+        load.asked_by += 1
+        self._start()
+        return load, waiter
+
+    async def _wait(self, load: Load, waiter: "asyncio.Future[None]") -> None:
+        """Wait until the load has ended; the adapter is then held for this waiter."""
+        began = time.monotonic()
         try:
-            async with asyncio.timeout(self._config.load_timeout_s):
-                if name in self._leaving:
-                    await self._leaving[name]
-                async with self._running:
-                    await self._prepare(name, revision)
-                    await self._engine.register(name)
-        except TimeoutError:
-            error = f"{name} was not loaded within {self._config.load_timeout_s:g} s."
-            raise ServiceError(error) from None
-        except Exception as fault:
-            error = str(fault)
+            async with asyncio.timeout(self._timeout_s):
+                await waiter
+        except BaseException as error:
+            # It may have been held for a waiter that was just leaving.
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                self.release(load.name)
+            load.waiters.discard(waiter)
+            if not load.waiters:
+                self._call_off(load)
+            if isinstance(error, TimeoutError):
+                raise self._too_late(load) from None
             raise
         finally:
-            self._on_load(
-                policy=revision.policy,
-                digest=revision.digest,
-                tier="host",
-                bytes=revision.length,
-                seconds=time.monotonic() - started,
-                error=error or None,
+            self._metrics.wait_s.labels(load.priority).observe(time.monotonic() - began)
+
+    def _call_off(self, load: Load) -> None:
+        """Nobody waits for a load any more: it leaves the queue, or ends where it is."""
+        if self.queue.find(load.name) is not load:
+            return
+        self.queue.discard(load)
+        if load.task is not None:
+            load.task.cancel()
+            self._let_go(load.name, load.task)
+        self._log.ended(load, "cancelled", "Nobody waited for it any more.")
+        self._start()
+
+    def _start(self) -> None:
+        while (load := self.queue.next()) is not None:
+            load.task = asyncio.create_task(self._run(load))
+
+    async def _run(self, load: Load) -> None:
+        fault: Exception | None = None
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                if (leaving := self._leaving.get(load.name)) is not None:
+                    await asyncio.wait([leaving])
+                await self._bring(load)
+        except TimeoutError:
+            fault = self._too_late(load)
+        except GraftworkError as error:
+            fault = error
+        except Exception as error:
+            fault = ServiceError(f"{load.name} was not loaded: {error!r}. The engine's log says more.")
+        if fault is None:
+            self.queue.end(load, time.monotonic() - began)
+            self.tier.add(load.name, load.revision)
+        else:
+            self.queue.discard(load)
+            self._let_go(load.name)
+        for waiter in load.waiters:
+            if waiter.done():
+                continue
+            if fault is None:
+                self.tier.hold(load.name)
+                waiter.set_result(None)
+            else:
+                waiter.set_exception(fault)
+        self._log.ended(load, "refused" if fault else "ready", str(fault) if fault else None)
+        self._evict()
+        self._start()
+
+    async def _bring(self, load: Load) -> None:
+        """Resolve, fetch and prepare. Bytes that are damaged or gone are looked for once more."""
+        for last in (False, True):
+            row = await self._in_thread(self._catalog.revision, load.revision.policy, load.revision.digest)
+            try:
+                address = await self._in_thread(self._fetch, row)
+                return await self._engine.prepare(load.name, address)
+            except (DamagedBytes, MissingBytes) as fault:
+                await self._engine.forget(load.name)
+                if last or not await self._in_thread(self._may_be_better, row):
+                    if isinstance(fault, DamagedBytes):
+                        await self._in_thread(self._catalog.quarantine, row.policy, row.digest, str(fault))
+                    raise
+
+    def _fetch(self, row: Revision) -> dict[str, Any]:
+        """Return where this machine has the bytes; they come from the store first if they must."""
+        reason = self._catalog.quarantined(row.policy, row.digest)
+        if reason is not None:
+            raise AdapterError(
+                f"{served_name(row.policy, row.digest)} is in quarantine: {reason} "
+                "Export the revision again; its bytes then come back under this name."
             )
-        self.residents[name] = Resident(revision.length, used_at=time.monotonic())
-        self._make_room(name)
-
-    async def _prepare(self, name: str, revision: Revision) -> None:
-        # Read anew: a revision whose bytes were damaged may lie elsewhere by now.
-        row = self._catalog.revision(revision.policy, revision.digest)
-        await self._engine.prepare(name, self._address(row))
-        pause = POLL_S
-        while (state := await self._engine.poll(name)) != "ready":
-            if state != "loading":
-                await self._engine.forget(name)
-                raise AdapterError(state)
-            await asyncio.sleep(pause)
-            pause = min(pause * 1.5, POLL_MAX_S)
-
-    def _address(self, revision: Revision) -> dict[str, Any]:
-        layout = self._layouts.get(revision.layout)
-        if layout is None:
-            layout = self._layouts[revision.layout] = self._catalog.layout(revision.layout)
+        path, offset = self._store.fetch(location(row))
         return {
-            "path": str(self._store / revision.segment),
-            "offset": revision.offset,
-            "length": revision.length,
-            "checksum": revision.checksum,
-            "layout": layout,
+            "path": str(path),
+            "offset": offset,
+            "length": row.length,
+            "checksum": row.checksum,
+            "layout": self._layout(row.layout),
         }
 
-    def _make_room(self, newest: str) -> None:
-        """Let the least recently used adapters go while the budget is exceeded."""
-        excess = sum(resident.bytes for resident in self.residents.values()) - self._config.host_bytes
-        pinned = self._pinned() | {newest}
-        for name, resident in sorted(self.residents.items(), key=lambda item: item[1].used_at):
-            if excess <= 0:
-                return
-            if resident.users == 0 and name not in pinned:
-                excess -= resident.bytes
-                del self.residents[name]
-                self.evictions += 1
-                self._leaving[name] = asyncio.create_task(self._leave(name))
+    def _may_be_better(self, row: Revision) -> bool:
+        """Say whether another look may find good bytes: they have moved, or a copy of them was dropped."""
+        moved = location(self._catalog.revision(row.policy, row.digest)) != location(row)
+        return self._store.drop_cached(location(row)) or moved
 
-    async def _leave(self, name: str) -> None:
-        try:
-            await self._engine.forget(name)
-        finally:
-            del self._leaving[name]
+    async def _in_thread(self, work: Callable[..., Any], *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+
+    def _evict(self) -> None:
+        """Let those go that the tier has no room for."""
+        for name, resident in self.tier.evict(self._pinned):
+            self._take_out(name, resident)
+
+    def _take_out(self, name: str, resident: Resident) -> None:
+        self.evictions += 1
+        self._let_go(name)
+        self._log.evicted(resident)
+
+    def _let_go(self, name: str, after: "asyncio.Task[None] | None" = None) -> None:
+        """Have the engine forget a name, after what is under way for it."""
+        before = [task for task in (after, self._leaving.get(name)) if task is not None]
+
+        async def leave() -> None:
+            try:
+                if before:
+                    await asyncio.wait(before)
+                await self._engine.forget(name)
+            except Exception:
+                log.exception("The engine did not forget %s.", name)
+            finally:
+                if self._leaving.get(name) is asyncio.current_task():
+                    del self._leaving[name]
+
+        self._leaving[name] = asyncio.create_task(leave())
+
+    def _too_late(self, load: Load) -> ServiceError:
+        return ServiceError(
+            f"{load.name} was not loaded within {self._timeout_s:g} s; {self.loading} others wait or run."
+        )

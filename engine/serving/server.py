@@ -51,7 +51,6 @@ def set_environment(params: Params) -> None:
     from engine.gpu import cuda_bytes
 
     os.environ.setdefault("VLLM_PLUGINS", "graftwork")
-    os.environ.setdefault("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
     cores = sorted(os.sched_getaffinity(0))
     threads = params.engine.threads or max(1, len(cores) - 1)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))

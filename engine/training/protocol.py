@@ -205,3 +205,9 @@ class ProbeRevision(Request):
     directory: str | None = Field(None, description="where the revision lies; without it the store is read")
     prompts: list[list[int]] = Field(min_length=1)
     tokens: int = Field(24, ge=1)
+
+
+class ForgetPolicy(Request):
+    """Remove every session of a policy, from memory and disk; refused while one of them is open."""
+
+    policy: PolicyName

@@ -94,6 +94,10 @@ def make_app(trainer: "Trainer") -> FastAPI:
     def probe(body: protocol.ProbeRevision) -> dict[str, str]:
         return {"operation": trainer.submit(body, trainer.probe)}
 
+    @app.post("/forget_policy")
+    def forget_policy(body: protocol.ForgetPolicy) -> dict[str, str]:
+        return {"operation": trainer.submit(body, trainer.forget_policy)}
+
     @app.get("/operations/{id}")
     async def operation(id: str, wait_s: float = 0.0) -> dict[str, Any]:
         """Answer `pending`, `done` with the result, or `failed` with the error, after at most `wait_s`."""

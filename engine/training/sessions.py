@@ -17,11 +17,11 @@ from engine.errors import Busy, ConfigError, Conflict, NotFound, ServiceError
 from engine.training import state
 from engine.training.adapter import by_pattern, chosen_sites
 from engine.training.capacity import bytes_of
+from engine.training.forgetting import LEASE_S, open_sentence, remove_sessions
 from engine.training.lora import ResidentBase
 from engine.training.protocol import CreateSession, SessionRequest
 from engine.training.session import CURRENT, SHAPE, Session, settings_of, state_file
 
-LEASE_S = 30.0
 NEVER = float("-inf")
 
 
@@ -178,6 +178,20 @@ class Sessions:
         long_ago = time.time() - LEASE_S
         os.utime(state_file(self.directory / name), (long_ago, long_ago))
         self._leave(self._known[name])
+
+    def forget(self, policy: str) -> dict[str, int]:
+        """Remove every session of a policy, from memory and disk; `Conflict` while one is open.
+
+        Return how many there were on disk, and their bytes.
+        """
+        mine = [name for name, one in dict(self._known).items() if one.opened.policy == policy]
+        for name in mine:
+            if self._known[name].is_active:
+                raise Conflict(open_sentence(policy, name, self._known[name].opened.holder))
+        removed = remove_sessions(self.directory, policy)
+        for name in mine:
+            del self._known[name]
+        return removed
 
     def make_room(self, opened: CreateSession) -> None:
         """Let the sessions leave that were idle for longest, until this one fits beside the others.

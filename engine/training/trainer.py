@@ -215,6 +215,10 @@ class Trainer:
         exported = asdict(self.exporter.export(self.sessions.writable(request), request))
         return {**exported, "directory": str(exported["directory"]) if exported["directory"] else None}
 
+    def forget_policy(self, request: protocol.ForgetPolicy) -> dict[str, int]:
+        """Remove every session of a policy, from memory and disk."""
+        return self.sessions.forget(request.policy)
+
     def probe(self, request: protocol.ProbeRevision) -> dict[str, Any]:
         return self.exporter.probe_revision(self.base, self.base_digest, request).to_json()
 

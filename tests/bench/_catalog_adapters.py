@@ -14,7 +14,7 @@ import torch
 from engine.adapters.families import BaseShapes
 
 ROWS = 4096
-B_SIZE = 0.3
+B_SIZE = 1.0
 
 
 @dataclass(frozen=True)

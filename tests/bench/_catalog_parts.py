@@ -1,10 +1,11 @@
 """What `bench catalog` measures in processes of their own, so that each has its own imports and peak memory.
 
-    python _catalog_parts.py register|resolve|write
+    python _catalog_parts.py register|resolve|write|command
 
 Reads its arguments from standard input and prints what it found, both one line of JSON.
 """
 
+import contextlib
 import json
 import os
 import random
@@ -143,6 +144,26 @@ def resolve(url: str, base_digest: str, names: list[str], rounds: int, spawned: 
     }
 
 
+def command(words: list[str]) -> dict:
+    """Run a `graftwork` command in this process; what it prints is thrown away."""
+    from engine.errors import GraftworkError
+    from flows.cli import app
+
+    began = time.perf_counter()
+    code: Any = 0
+    with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
+        try:
+            app(words)
+        except GraftworkError as error:
+            print(error, file=sys.stderr)
+            code = error.exit_code
+        except SystemExit as ended:
+            code = ended.code
+    return {"seconds": time.perf_counter() - began, "code": code or 0, "peak_bytes": peak_bytes()}
+
+
+PARTS = {"register": register, "resolve": resolve, "write": write, "command": command}
+
 if __name__ == "__main__":
-    part = {"register": register, "resolve": resolve, "write": write}[sys.argv[1]]
+    part = PARTS[sys.argv[1]]
     print(json.dumps(part(**json.loads(sys.stdin.read()))))

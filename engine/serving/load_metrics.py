@@ -1,0 +1,82 @@
+"""What Prometheus and the ledger are told of loads. No label names a revision: there may be a million."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from engine.adapters.catalog import Revision
+from engine.serving.load_queue import Load, LoadQueue
+from engine.serving.warm_set import Resident, WarmSet
+
+BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+class LoadMetrics:
+    """Counters of loads, waits and evictions, and the sizes of tiers and queue; one for each registry."""
+
+    def __init__(self, registry: CollectorRegistry):
+        self.loads = Counter(
+            "graftwork_loads", "Cold loads that ended.", ["priority", "outcome"], registry=registry
+        )
+        self.load_s = Histogram(
+            "graftwork_load_seconds", "A cold load, once begun.", ["priority"], buckets=BUCKETS,
+            registry=registry,
+        )  # fmt: skip
+        self.wait_s = Histogram(
+            "graftwork_load_wait_seconds", "A request's wait for its adapter, when it was cold.",
+            ["priority"], buckets=BUCKETS, registry=registry,
+        )  # fmt: skip
+        self.hits = Counter("graftwork_warm_requests", "Requests whose adapter was there.", registry=registry)
+        self.refused = Counter(
+            "graftwork_loads_refused", "Requests that found the queue full.", ["priority"], registry=registry
+        )
+        self.evictions = Counter(
+            "graftwork_evictions", "Adapters that left the host tier.", registry=registry
+        )
+        self.adapters = Gauge("graftwork_tier_adapters", "Adapters in a tier.", ["tier"], registry=registry)
+        self.bytes = Gauge("graftwork_tier_bytes", "Bytes of a tier.", ["tier"], registry=registry)
+        self.queue = Gauge("graftwork_load_queue", "Cold loads that wait.", ["priority"], registry=registry)
+
+    def watch(self, tier: WarmSet, queue: LoadQueue) -> None:
+        """Read these whenever somebody looks."""
+        self.adapters.labels("host").set_function(lambda: len(tier.residents))
+        self.bytes.labels("host").set_function(lambda: tier.bytes)
+        for priority, line in queue.waiting.items():
+            self.queue.labels(priority).set_function(partial(len, line))
+
+
+class LoadLog:
+    """Counts what became of each load, and tells the ledger (its table `loads`) by `tell`."""
+
+    def __init__(self, metrics: LoadMetrics, tell: Callable[..., object], tier: WarmSet):
+        self._metrics, self._tell, self._tier = metrics, tell, tier
+
+    def ended(self, load: Load, outcome: str, error: str | None) -> None:
+        """A load is `ready`, `refused` or `cancelled`; `error` says why it is not ready."""
+        now = time.monotonic()
+        self._metrics.loads.labels(load.priority, outcome).inc()
+        if load.started_at is not None:
+            self._metrics.load_s.labels(load.priority).observe(now - load.started_at)
+        self._emit(
+            load.revision, "host", now - (load.started_at or now), error=error, wait_s=load.waited_s,
+            priority=load.priority, waiters=load.asked_by,
+        )  # fmt: skip
+
+    def evicted(self, resident: Resident) -> None:
+        """An adapter has left the host tier; its row's seconds are how long it was there."""
+        self._metrics.evictions.inc()
+        self._emit(resident.revision, "stored", time.monotonic() - resident.loaded_at)
+
+    def _emit(self, revision: Revision, tier: str, seconds: float, **more: object) -> None:
+        self._tell(
+            policy=revision.policy,
+            digest=revision.digest,
+            tier=tier,
+            bytes=revision.length,
+            seconds=seconds,
+            tier_adapters=len(self._tier.residents),
+            tier_bytes=self._tier.bytes,
+            **more,
+        )

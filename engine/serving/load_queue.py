@@ -1,0 +1,135 @@
+"""Cold loads that wait for their turn: bounded, the interactive before the background, neither for ever.
+
+Knows who waits, who runs and how long loads took of late. Does not know what a load does.
+"""
+
+import asyncio
+import math
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from engine.adapters.catalog import Revision
+from engine.errors import Busy
+
+INTERACTIVE, BACKGROUND = "interactive", "background"
+PRIORITIES = (INTERACTIVE, BACKGROUND)
+# One background load starts after so many interactive ones, if one waits.
+SHARE = 4
+# Of the queue's places, for the background; the rest is kept for people.
+BACKGROUND_PLACES = 0.5
+# What a load is taken to last before one has ended, and the weight of each one that ends.
+FIRST_S = 0.1
+WEIGHT = 0.2
+
+
+@dataclass(eq=False)
+class Load:
+    """One cold load, shared by everybody who waits for it."""
+
+    name: str
+    revision: Revision
+    priority: str
+    asked_at: float = field(default_factory=time.monotonic)
+    started_at: float | None = None
+    waiters: set["asyncio.Future[None]"] = field(default_factory=set)
+    asked_by: int = 0
+    task: "asyncio.Task[None] | None" = None
+
+    @property
+    def waited_s(self) -> float:
+        """How long it has been in the queue, or was."""
+        return (self.started_at or time.monotonic()) - self.asked_at
+
+
+class LoadQueue:
+    """What waits and what runs. Interactive loads start first; `SHARE` keeps the background going."""
+
+    def __init__(self, places: int, concurrency: int):
+        self.places, self.concurrency = places, concurrency
+        self.waiting: dict[str, OrderedDict[str, Load]] = {priority: OrderedDict() for priority in PRIORITIES}
+        self.running: dict[str, Load] = {}
+        self._mean_s = FIRST_S
+        self._in_a_row = 0
+
+    def __len__(self) -> int:
+        return sum(map(len, self.waiting.values())) + len(self.running)
+
+    def find(self, name: str) -> Load | None:
+        waiting = (self.waiting[priority].get(name) for priority in PRIORITIES)
+        return self.running.get(name) or next(filter(None, waiting), None)
+
+    def add(self, load: Load) -> None:
+        """Let a load wait. Raises `Busy`, with when to come again, if the queue has no place for it."""
+        background = load.priority == BACKGROUND
+        taken = len(self.waiting[BACKGROUND]) if background else len(self)
+        places = math.ceil(self.places * BACKGROUND_PLACES) if background else self.places
+        if taken >= places or len(self) >= self.places:
+            raise Busy(
+                f"{len(self)} cold loads wait or run; ask for {load.name} again later.",
+                max(1.0, self.estimate_s()),
+                {"waiting": len(self) - len(self.running), "running": len(self.running)},
+            )
+        self.waiting[load.priority][load.name] = load
+
+    def raise_priority(self, load: Load) -> None:
+        """Let a background load that a person now waits for go with the interactive ones."""
+        if load.priority == BACKGROUND:
+            load.priority = INTERACTIVE
+            if self.waiting[BACKGROUND].pop(load.name, None):
+                self.waiting[INTERACTIVE][load.name] = load
+
+    def next(self) -> Load | None:
+        """Return the load to start now, which then counts as running; None when none may start."""
+        if len(self.running) >= self.concurrency:
+            return None
+        people, background = self.waiting[INTERACTIVE], self.waiting[BACKGROUND]
+        # The background never has every place of those that run, unless there is one alone.
+        held = sum(load.priority == BACKGROUND for load in self.running.values())
+        may = background and (held + 1 < self.concurrency or self.concurrency == 1)
+        if may and (not people or self._in_a_row >= SHARE):
+            line, self._in_a_row = background, 0
+        elif people:
+            line, self._in_a_row = people, self._in_a_row + 1 if background else 0
+        else:
+            return None
+        name, load = line.popitem(last=False)
+        self.running[name] = load
+        load.started_at = time.monotonic()
+        return load
+
+    def discard(self, load: Load) -> None:
+        """Forget a load that waits, or one that runs and did not end well: it teaches nothing of times."""
+        self.waiting[load.priority].pop(load.name, None)
+        self.running.pop(load.name, None)
+
+    def end(self, load: Load, seconds: float) -> None:
+        """Forget a load that has ended, and learn how long loads take."""
+        del self.running[load.name]
+        self._mean_s += WEIGHT * (seconds - self._mean_s)
+
+    def estimate_s(self, load: Load | None = None) -> float:
+        """Return in how many seconds a load will be ready; by default one that joins the queue now."""
+        if load is not None and load.started_at is not None:
+            return max(0.0, self._mean_s - (time.monotonic() - load.started_at))
+        return self._mean_s * (1 + len(self) / self.concurrency)
+
+    def told(self) -> dict[str, object]:
+        """Return the queue for people: how many wait and run, the limits, and every load by name."""
+        loads = [*self.running.values(), *(load for line in self.waiting.values() for load in line.values())]
+        return {
+            **{priority: len(line) for priority, line in self.waiting.items()},
+            "running": len(self.running),
+            "places": self.places,
+            "concurrency": self.concurrency,
+            "estimate_s": self.estimate_s(),
+            "loads": {
+                load.name: {
+                    "state": "queued" if load.started_at is None else "loading",
+                    "priority": load.priority,
+                    "waiters": len(load.waiters),
+                    "waited_s": load.waited_s,
+                }
+                for load in loads
+            },
+        }

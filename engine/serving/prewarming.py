@@ -1,0 +1,136 @@
+"""What is loaded before anybody asks: who was popular when the engine last ran, and what a release brings.
+
+Notes who is popular, in a small file for each engine, and lets go what is gone from the catalog. All of it
+is in the background: people's requests go first. Knows served revisions and when they were used; no HTTP.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from engine.config import served_name
+from engine.errors import Busy, GraftworkError, NotFound
+from engine.serving.residency import Residency
+from engine.serving.routing import Router
+
+LOOK_S = 0.25
+NOTE_S = 15.0
+# Who was used within this is loaded at the start, as far as half of the tier goes.
+RECENT_S = 3600.0
+START_SHARE = 0.5
+log = logging.getLogger("graftwork.prewarming")
+
+
+class Prewarmer:
+    """One engine's background loads; `run` goes on until it is cancelled."""
+
+    def __init__(self, residency: Residency, router: Router, file: Path):
+        self._residency = residency
+        self._router = router
+        self._file = file
+        self._pending: list[tuple[str, str]] = []
+        self._seen: frozenset[tuple[str, str]] = frozenset()
+        # Policies of which something is gone that a request still uses.
+        self._in_use: set[str] = set()
+
+    async def run(self) -> None:
+        """Prewarm what was popular, then whatever a release brings; note who is popular every 15 s."""
+        self._pending = self.popular(time.time())
+        noted_at = time.monotonic()
+        while True:
+            try:
+                self.look()
+                if time.monotonic() - noted_at >= NOTE_S:
+                    noted_at = time.monotonic()
+                    rows = self.rows(time.time())
+                    await asyncio.to_thread(self._write, rows)
+            except (GraftworkError, OSError) as error:
+                log.warning("Nothing is prewarmed for the moment: %s", error)
+            await asyncio.sleep(LOOK_S)
+
+    def look(self) -> None:
+        """Prewarm what came under release since the last look, and as much of the rest as the queue takes."""
+        self._drop_what_is_gone(self._router.take_changed() | self._in_use)
+        released = self._router.under_release()
+        self._pending = [*(released - self._seen), *self._pending]
+        self._seen = released
+        while self._pending:
+            policy, digest = self._pending[0]
+            try:
+                self._residency.prewarm(self._router.revision(policy, digest))
+            except Busy:
+                return
+            except GraftworkError as error:
+                # It may be gone, or of another base; whoever asks for it hears why.
+                log.info("%s is not prewarmed: %s", served_name(policy, digest), error)
+            self._pending.pop(0)
+
+    def _drop_what_is_gone(self, policies: set[str]) -> None:
+        """Let adapters go whose rows were purged or have expired: nobody can ask for them any more."""
+        self._in_use = set()
+        if not policies:
+            return
+        for name, resident in list(self._residency.residents.items()):
+            row = resident.revision
+            if row.policy in policies:
+                try:
+                    self._router.revision(row.policy, row.digest)
+                except NotFound:
+                    if not self._residency.drop(name):
+                        self._in_use.add(row.policy)
+
+    def rows(self, now: float) -> list[dict[str, Any]]:
+        """Return the residents that were used within an hour, with the time and how often they were used."""
+        idle_since = now - time.monotonic()
+        return [
+            {
+                "policy": resident.revision.policy,
+                "digest": resident.revision.digest,
+                "bytes": resident.bytes,
+                "hits": round(resident.hits, 2),
+                "used_at": round(idle_since + resident.used_at, 3),
+            }
+            for resident in self._residency.residents.values()
+            if resident.hits and idle_since + resident.used_at > now - RECENT_S
+        ]
+
+    def popular(self, now: float) -> list[tuple[str, str]]:
+        """Return (policy, digest) of the last hour's most used, as many as half of the tier holds."""
+        tier = self._residency.tier
+        names: list[tuple[str, str]] = []
+        size = 0
+        rows = [row for row in self._read() if now - row["used_at"] <= RECENT_S]
+        for row in sorted(rows, key=lambda row: -row["hits"]):
+            size += row["bytes"]
+            if size > START_SHARE * tier.max_bytes or len(names) >= START_SHARE * tier.max_adapters:
+                break
+            names.append((row["policy"], row["digest"]))
+            # So that a scan of cold names does not pass by what was warm before the restart.
+            for _ in range(min(int(row["hits"]), 3)):
+                tier.popularity.add(served_name(row["policy"], row["digest"]))
+        return names
+
+    def _read(self) -> list[dict[str, Any]]:
+        try:
+            rows = json.loads(self._file.read_text())
+            return [row for row in rows if {"policy", "digest", "bytes", "hits", "used_at"} <= row.keys()]
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError, AttributeError, TypeError) as error:
+            log.warning("%s cannot be read, so nothing is prewarmed from it: %s", self._file, error)
+            return []
+
+    def _write(self, rows: list[dict[str, Any]]) -> None:
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self._file.with_name(f"{self._file.name}.{os.getpid()}")
+        temporary.write_text(json.dumps(rows))
+        temporary.replace(self._file)
+
+
+def names_under_release(router: Router) -> frozenset[str]:
+    """Return the served names that must stay resident."""
+    return frozenset(served_name(policy, digest) for policy, digest in router.under_release())

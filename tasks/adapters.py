@@ -1,0 +1,221 @@
+"""What people do with single adapters of the catalog: find by name, list, follow lineage, write out.
+
+Knows names and pages; a catalog may hold a million rows, of which a page is in memory. Writes nothing but
+what is exported.
+"""
+
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.adapters.catalog import Catalog, Revision
+from engine.adapters.manifests import stored_manifest
+from engine.config import POLICY_NAME, Params, served_name, split_served_name
+from engine.errors import AdapterError, ConfigError, Conflict, NotFound, ServiceError
+from engine.files import sync
+
+PAGE = 500
+DIGITS = re.compile(r"[0-9a-f]{4,64}")
+DURATION = re.compile(r"(\d{1,9})(s|m|h|d|w)")
+SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
+LONGEST_S = 100 * 365 * 86_400
+# Revisions that a tree of lineage shows at most, in each direction.
+TREE = 100
+
+
+def open_catalog(params: Params) -> Catalog:
+    """Open the catalog of these settings; `NotFound` with the way out when nothing was ever started."""
+    from tasks.look import require_catalog
+
+    require_catalog(params)
+    return Catalog(params.paths.catalog_url)
+
+
+def parse(name: str) -> tuple[str, str]:
+    """Split POLICY@DIGEST; `ConfigError` for what is no revision's name."""
+    policy, digest = split_served_name(name)
+    if POLICY_NAME.fullmatch(policy) and DIGITS.fullmatch(digest or ""):
+        return policy, str(digest)
+    raise ConfigError(
+        f"{name[:100]!r} is no revision's name. Write POLICY@DIGEST with 4 to 64 digits of the digest, such "
+        "as sums@3f9c; `graftwork adapters ls` lists them."
+    )
+
+
+def find(catalog: Catalog, name: str) -> Revision:
+    """Return the revision that a name or a prefix of one means.
+
+    Raises `ConfigError`, `NotFound` with the nearest names, or `Conflict` with the candidates.
+    """
+    return catalog.revision(*parse(name))
+
+
+def pages(
+    catalog: Catalog,
+    policy: str | None,
+    owner: str | None = None,
+    retired: bool = False,
+    after: str | None = None,
+    page: int = PAGE,
+) -> Iterator[list[Revision]]:
+    """Yield pages of revisions: of a policy newest first, of all policies by digest.
+
+    `after` is the name of the last one seen. Raises `NotFound` for an unknown policy or name.
+    """
+    last = find(catalog, after) if after else None
+    if policy is not None:
+        catalog.policy(policy)
+        if last is not None and last.policy != policy:
+            raise ConfigError(f"--after {after} is of another policy than {policy}.")
+        while rows := catalog.revisions(policy, last, page, owner=owner, retired=retired):
+            yield rows
+            last = rows[-1]
+        return
+    place = (last.digest, last.policy) if last else None
+    while rows := catalog.every_revision(place, page):
+        wanted = [row for row in rows if _is_wanted(row, owner, retired)]
+        if wanted:
+            yield wanted
+        place = (rows[-1].digest, rows[-1].policy)
+
+
+def _is_wanted(row: Revision, owner: str | None, retired: bool) -> bool:
+    return (owner is None or row.owner == owner) and (retired or row.retired_at is None)
+
+
+def shown(row: Revision) -> dict[str, Any]:
+    """Return a revision's line of the list, as JSON takes it."""
+    return {
+        "name": served_name(row.policy, row.digest),
+        "state": "retired" if row.retired_at is not None else row.state,
+        "step": row.step,
+        "rank": row.rank,
+        "bytes": row.length,
+        "owner": row.owner,
+        "created_at": row.created_at,
+        "expires_at": row.expires_at,
+    }
+
+
+def described(params: Params, catalog: Catalog, row: Revision) -> dict[str, Any]:
+    """Return everything that is known of one revision, as JSON takes it."""
+    route, stone = catalog.route(row.policy), catalog.tombstone(row.policy, row.digest)
+    roles = [role for role in ("champion", "canary", "previous") if getattr(route, role) == row.digest]
+    directory = params.paths.revision(row.policy, row.digest)
+    return {
+        "name": served_name(row.policy, row.digest),
+        **asdict(row),
+        "roles": roles,
+        "buried": stone.reason if stone else None,
+        "quarantined": catalog.quarantined(row.policy, row.digest),
+        "directory": str(directory) if stored_manifest(directory) else None,
+    }
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A revision of a lineage: `depth` is negative for parents, 0 for the one asked for."""
+
+    depth: int
+    row: Revision
+
+
+def lineage(catalog: Catalog, row: Revision, limit: int = TREE) -> tuple[list[Leaf], bool]:
+    """Return parents, the oldest first, the revision, and what was trained from it, depth first.
+
+    The second value says whether there are more than `limit` in a direction.
+    """
+    parents = catalog.parents(row.policy, row.digest, limit)
+    found = [Leaf(-place, parent) for place, parent in enumerate(parents, start=1)]
+    below: list[Leaf] = []
+    seen = {row.digest, *(parent.digest for parent in parents)}
+    waiting, more = [Leaf(0, row)], len(parents) == limit and parents[-1].parent is not None
+    while waiting:
+        leaf = waiting.pop()
+        if len(below) > limit:
+            more = True
+            break
+        below.append(leaf)
+        children = catalog.children(row.policy, leaf.row.digest, limit)
+        fresh = [child for child in children if child.digest not in seen]
+        seen |= {child.digest for child in fresh}
+        waiting += [Leaf(leaf.depth + 1, child) for child in reversed(fresh)]
+        more = more or len(children) == limit
+    return [*reversed(found), *below], more
+
+
+def expiry(after: str | None, never: bool, now: float) -> float | None:
+    """Return the time (epoch seconds) of `--in 30d`, or None for `--never`; `ConfigError` for neither."""
+    if bool(after) == never:
+        raise ConfigError("Say when: `--in 30d` (s, m, h, d or w), or `--never`.")
+    if never:
+        return None
+    match = DURATION.fullmatch(after or "")
+    if not match or not 0 < int(match[1]) * SECONDS[match[2]] <= LONGEST_S:
+        raise ConfigError(f"{after!r} is no time from now. Write a number and s, m, h, d or w, such as 30d.")
+    return now + int(match[1]) * SECONDS[match[2]]
+
+
+def export(params: Params, catalog: Catalog, row: Revision, target: Path, packed: bool) -> Path:
+    """Write a revision as a directory that `peft` opens, or with `packed` as one safetensors file.
+
+    Whole or not at all, and never over something that is there (`Conflict`). Raises `AdapterError` when the
+    stored bytes are damaged, `ServiceError` when the disk does not take them.
+    """
+    target = target.expanduser().absolute()
+    if target.exists() or target.is_symlink():
+        raise Conflict(f"{target} is there already; nothing is overwritten. Give a path that is not.")
+    if not target.parent.is_dir():
+        raise NotFound(f"There is no directory {target.parent} to write {target.name} into. Make it first.")
+    try:
+        return (_export_file if packed else _export_directory)(params, catalog, row, target)
+    except OSError as error:
+        raise ServiceError(
+            f"{target} could not be written: {error.strerror}. Nothing is left there."
+        ) from None
+
+
+def _export_directory(params: Params, catalog: Catalog, row: Revision, target: Path) -> Path:
+    """Write the directory from the one that is kept here, with settings and probe, or from packed bytes."""
+    from engine.adapters.importing import directory_from_store
+    from engine.adapters.revision import PROBE, read_revision, write_revision
+
+    kept = params.paths.revision(row.policy, row.digest)
+    with suppress(AdapterError):
+        tensors, manifest = read_revision(kept, row.base)
+        if manifest.digest == row.digest:
+            probe = json.loads((kept / PROBE).read_text()) if (kept / PROBE).is_file() else {}
+            return write_revision(target, tensors, manifest, probe)
+    return directory_from_store(params, row.policy, row.digest, target)
+
+
+def _export_file(params: Params, catalog: Catalog, row: Revision, target: Path) -> Path:
+    import torch
+
+    from engine.adapters import packed
+    from engine.adapters.publishing import location
+    from engine.adapters.store import open_store
+
+    with closing(open_store(params)) as store:
+        payload = bytearray(store.read(location(row)))
+    layout = packed.Layout.from_json(catalog.layout(row.layout))
+    whole = packed.Packed(layout, torch.frombuffer(payload, dtype=torch.uint8))
+    said = {"digest": row.digest, "base": row.base, "policy": row.policy, "rank": str(row.rank)}
+    folder = Path(tempfile.mkdtemp(prefix=".draft-", dir=target.parent))
+    try:
+        draft = folder / target.name
+        packed.write_file(whole, draft, said)
+        sync(draft)
+        # Unlike a rename, a link fails where somebody has written meanwhile.
+        os.link(draft, target)
+        sync(target.parent)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return target

@@ -1,0 +1,39 @@
+"""A name that was purged, taken again on purpose: the one way past the marker that a purge leaves."""
+
+import time
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+from engine.config import Params
+from engine.errors import Conflict, NotFound
+
+if TYPE_CHECKING:
+    from engine.adapters.catalog import Catalog
+
+
+def allow_again(params: Params, name: str, owner: str, again: bool) -> None:
+    """Raise `Conflict` for a name that was purged; with `again` make it a policy without revisions anew."""
+    from engine.adapters.catalog import Catalog, Policy
+    from engine.base import ensure_base
+
+    if not params.paths.catalog.is_file():
+        return
+    with closing(Catalog(params.paths.catalog_url)) as catalog:
+        mark = catalog.purged(name)
+        if mark is None or _is_there(catalog, name):
+            return
+        if not again:
+            raise Conflict(
+                f"The name {name!r} was purged by {mark['by']!r}. Choose another name, or give --again to "
+                "use it for something new."
+            )
+        base = ensure_base(params.base, params.paths).digest
+        catalog.add_policy(Policy(name, base, {}, owner, time.time()), again=True)
+
+
+def _is_there(catalog: "Catalog", name: str) -> bool:
+    try:
+        catalog.policy(name)
+    except NotFound:
+        return False
+    return True

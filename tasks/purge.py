@@ -1,0 +1,273 @@
+"""Everything of a policy removed, place by place, and a marker left that its name was purged.
+
+Each place is done once and noted in a record under `purges/`; a purge that was killed goes on from there
+when it is asked for again. Knows the places and their order: sessions, which may refuse, then the catalog,
+from when on nobody is served, then what the catalog's rows had named. The data that a person gave for the
+policy (`eval_suites/NAME`) stays theirs.
+"""
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from filelock import FileLock, Timeout
+
+from engine.adapters.catalog import Catalog
+from engine.config import DIGEST12, POLICY_NAME, Params
+from engine.errors import ConfigError, Conflict, NotFound, ServiceError
+from engine.files import sync
+
+PAGE = 1_000
+PATIENCE_S = 5.0
+LEDGER_S = 310.0
+# Spools hand their files over every quarter of a second.
+HANDED_OVER_S = 0.6
+Counts = dict[str, int]
+
+
+@dataclass
+class Record:
+    """What a purge has done: counts by place. `segments` held the policy's bytes."""
+
+    policy: str
+    by: str
+    reason: str
+    at: float
+    segments: list[str] = field(default_factory=list)
+    places: dict[str, Counts] = field(default_factory=dict)
+    finished_at: float | None = None
+
+    def write(self, file: Path) -> None:
+        """Put the record in place of the last one; a kill leaves one of the two."""
+        draft = file.with_name(f".{file.name}")
+        draft.write_text(json.dumps(asdict(self), indent=2))
+        sync(draft)
+        draft.replace(file)
+        sync(file.parent)
+
+
+def purge(
+    params: Params, policy: str, by: str, reason: str, on_place: Callable[[str, Counts], object]
+) -> Record:
+    """Remove everything of a policy; `on_place` hears of each place. Idempotent, and goes on after a kill.
+
+    Raises `NotFound` for a policy that never was, and `Conflict` while a release of it runs, a session is
+    open, or another purge of it is under way; then nothing is removed.
+    """
+    if not POLICY_NAME.fullmatch(policy):
+        raise ConfigError(f"{policy!r} is no policy's name. `graftwork ls` shows them.")
+    if not by.strip() or not reason.strip():
+        raise ConfigError("Give --by, your name, and --reason: both are kept with the purged name.")
+    folder = params.paths.root / "purges"
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(folder / f"{policy}.lock", timeout=0), closing(_catalog(params)) as catalog:
+            return _purge_alone(params, catalog, folder / f"{policy}.json", policy, by, reason, on_place)
+    except Timeout:
+        raise Conflict(f"Another purge of {policy!r} is under way. Wait for its end.") from None
+
+
+def _catalog(params: Params) -> Catalog:
+    from tasks.adapters import open_catalog
+
+    return open_catalog(params)
+
+
+def _purge_alone(
+    params: Params,
+    catalog: Catalog,
+    file: Path,
+    policy: str,
+    by: str,
+    reason: str,
+    on_place: Callable[[str, Counts], object],
+) -> Record:
+    record = _begun(catalog, file, policy, by, reason)
+    if record.finished_at is not None:
+        return record
+    _refuse_while_released(catalog, policy)
+    places: dict[str, Callable[[], Counts]] = {
+        "sessions": lambda: _sessions(params, policy),
+        "segments": lambda: _collect(params, catalog, record, file),
+        "catalog": lambda: catalog.purge(policy, by, time.time()),
+        "store": lambda: _store(params, catalog, record),
+        "cache": lambda: _cache(params, file),
+        "files": lambda: _files(params, policy),
+        "mlflow": lambda: _mlflow(params, policy),
+        # Last: answers that were under way are spooled by now.
+        "ledger": lambda: _ledger(params, policy),
+    }
+    for place, remove in places.items():
+        if place not in record.places:
+            record.places[place] = remove()
+            record.write(file)
+        on_place(place, record.places[place])
+    _listed(file).unlink(missing_ok=True)
+    record.finished_at = time.time()
+    record.write(file)
+    return record
+
+
+def _begun(catalog: Catalog, file: Path, policy: str, by: str, reason: str) -> Record:
+    """Return the record to go on with: a new one, that of a killed purge, or that of a finished one."""
+    mark = catalog.purged(policy)
+    try:
+        catalog.policy(policy)
+    except NotFound:
+        if mark is None and not file.is_file():
+            raise
+    else:
+        mark = None
+    if file.is_file():
+        found = Record(**json.loads(file.read_text()))
+        if found.finished_at is None or mark is not None:
+            return found
+    return Record(policy, by, reason, time.time())
+
+
+def _refuse_while_released(catalog: Catalog, policy: str) -> None:
+    for release in catalog.releases(policy, open_only=True):
+        raise Conflict(
+            f"A release of {policy!r} runs, at its {release.step}. Wait for its verdict, or end it: "
+            f"`graftwork hold {policy} --reason ...`; then purge."
+        )
+
+
+def _sessions(params: Params, policy: str) -> Counts:
+    """Have the trainer forget the policy's sessions, or remove them where no trainer runs."""
+    from engine.training.forgetting import remove_sessions
+
+    try:
+        httpx.get(f"{params.url('trainer')}/health", timeout=PATIENCE_S, trust_env=False)
+    except httpx.ConnectError:
+        return remove_sessions(params.paths.sessions, policy)
+    except httpx.HTTPError as error:
+        raise ServiceError(
+            f"The trainer at {params.url('trainer')} does not answer ({error!r}), so its sessions cannot be "
+            "removed. Start or stop it, then purge again."
+        ) from None
+    from engine.training.client import TrainerClient
+
+    with closing(TrainerClient(params.url("trainer"), patience_s=PATIENCE_S)) as trainer:
+        return trainer.forget_policy(policy)
+
+
+def _collect(params: Params, catalog: Catalog, record: Record, file: Path) -> Counts:
+    """Note where the policy's bytes lie before the rows that say so are gone."""
+    segments: set[str] = set()
+    count = size = 0
+    draft = _listed(file).with_suffix(".draft")
+    with draft.open("w") as listed:
+        for row in _rows(catalog, record.policy):
+            segments.add(row.segment)
+            count, size = count + 1, size + row.length
+            listed.write(f"{row.segment} {row.offset} {row.length} {row.checksum}\n")
+    draft.replace(_listed(file))
+    record.segments = sorted(segments)
+    return {"revisions": count, "bytes": size, "segments": len(segments)}
+
+
+def _rows(catalog: Catalog, policy: str) -> Iterator[Any]:
+    last = None
+    while rows := catalog.revisions(policy, last, PAGE, retired=True):
+        yield from rows
+        last = rows[-1]
+
+
+def _listed(file: Path) -> Path:
+    return file.with_suffix(".places")
+
+
+def _ledger(params: Params, policy: str) -> Counts:
+    """Through the controller when it runs, since the ledger has one writer; directly when none does."""
+    from tasks.look import controller_runs
+
+    time.sleep(HANDED_OVER_S)
+    if controller_runs(params):
+        return _ask_controller(params, policy)
+    paths = params.paths
+    if not paths.ledger.is_file() and not any(paths.spool.glob("*")):
+        return {}
+    from engine.quality.ledger import Ledger
+    from engine.quality.ledger_purge import purge as purge_ledger
+
+    ledger = Ledger(paths.ledger)
+    try:
+        return purge_ledger(ledger, paths.spool, paths.ledger_snapshot, policy)
+    finally:
+        ledger.close()
+
+
+def _ask_controller(params: Params, policy: str) -> Counts:
+    from tasks.outcome import local_key
+
+    url = params.url("controller")
+    headers = {"Authorization": f"Bearer {local_key(params)}"}
+    try:
+        answer = httpx.post(
+            f"{url}/purge", json={"policy": policy}, headers=headers, timeout=LEDGER_S, trust_env=False
+        )
+        answer.raise_for_status()
+    except httpx.HTTPError as error:
+        raise ServiceError(
+            f"The controller holds the ledger, and did not purge it at {url} ({error!r}). See `graftwork "
+            "status`, then purge again: it goes on from here."
+        ) from None
+    return dict(answer.json())
+
+
+def _store(params: Params, catalog: Catalog, record: Record) -> Counts:
+    """Rewrite the segments that held the policy's bytes without them."""
+    from engine.adapters.maintenance import compact
+    from engine.adapters.store import open_store
+
+    with closing(open_store(params)) as store:
+        report = compact(catalog, store, segments=record.segments)
+    if report.held:
+        raise ServiceError(
+            f"{report.held} segments with bytes of {record.policy!r} are still being written to, by a "
+            "training run or an import. Purge again when it has ended: it goes on from here."
+        )
+    return {"segments": report.removed, "moved": report.moved, "bytes": report.freed}
+
+
+def _cache(params: Params, file: Path) -> Counts:
+    """Drop the read-through cache's copies; bytes that another policy shares are fetched again."""
+    if params.store.url is None or not _listed(file).is_file():
+        return {}
+    from engine.adapters.store import Location, open_store
+
+    dropped = 0
+    with closing(open_store(params)) as store, _listed(file).open() as listed:
+        for line in listed:
+            segment, offset, length, checksum = line.split()
+            dropped += store.drop_cached(Location(segment, int(offset), int(length), checksum))
+    return {"copies": dropped}
+
+
+def _files(params: Params, policy: str) -> Counts:
+    """Remove revision directories, and what was written about the policy: progress files, reports."""
+    paths = params.paths
+    folder = paths.revisions / policy
+    directories = sum(1 for _ in folder.iterdir()) if folder.is_dir() else 0
+    if folder.is_dir():
+        shutil.rmtree(folder)
+    own = re.compile(rf"{re.escape(policy)}-[0-9a-f]{{{DIGEST12}}}\.json")
+    progress = [file for file in paths.runs.glob("*.json") if own.fullmatch(file.name)]
+    reports = list(paths.runs.glob("report*.html"))
+    for file in (*progress, *reports):
+        file.unlink(missing_ok=True)
+    return {"revision_directories": directories, "progress": len(progress), "reports": len(reports)}
+
+
+def _mlflow(params: Params, policy: str) -> Counts:
+    from tasks.purge_mlflow import purge_mlflow
+
+    return purge_mlflow(params, policy)

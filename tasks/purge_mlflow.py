@@ -1,0 +1,84 @@
+"""A policy out of MLflow: its registered model, versions, logged models, runs, and their artifacts.
+
+Works on MLflow's own database and artifact directory, with the server up or down. `mlflow gc` is not used:
+beside the runs that it is given it removes every deleted experiment, whoever's (3.17.2, `mlflow/cli`).
+"""
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlparse
+
+from engine.config import Params
+
+PAGE = 100
+
+
+def purge_mlflow(params: Params, policy: str) -> dict[str, int]:
+    """Remove all of a policy for good; return how many of each. What is gone already is not counted."""
+    backend = params.mlflow.backend or f"sqlite:///{params.paths.mlflow_db}"
+    removed = {"versions": 0, "models": 0, "logged_models": 0, "runs": 0, "artifact_bytes": 0}
+    if params.mlflow.backend is None and not params.paths.mlflow_db.is_file():
+        return removed
+    # Seconds to import, so only where there is something.
+    from mlflow import MlflowClient
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    client = MlflowClient(tracking_uri=backend, registry_uri=backend)
+    store = SqlAlchemyStore(backend, str(params.paths.mlartifacts))
+    removed |= _remove_model(client, policy)
+    experiments = [one.experiment_id for one in _every(client.search_experiments, view_type=_ALL)]
+    tagged = f"tags.`graftwork.policy` = '{policy}'"
+    for model in list(_every(client.search_logged_models, experiments, tagged)):
+        removed["artifact_bytes"] += _remove_artifacts(params.paths.mlartifacts, model.artifact_location)
+        # The artifacts go first: without the row nobody would find them.
+        store._hard_delete_logged_model(model.model_id)
+        removed["logged_models"] += 1
+    for run in list(_every(client.search_runs, experiments, tagged, _ALL)):
+        removed["artifact_bytes"] += _remove_artifacts(params.paths.mlartifacts, run.info.artifact_uri)
+        store._hard_delete_run(run.info.run_id)
+        removed["runs"] += 1
+    return removed
+
+
+# mlflow.entities.ViewType.ALL, which costs an import.
+_ALL = 3
+
+
+def _remove_model(client: Any, policy: str) -> dict[str, int]:
+    named = f"name = '{policy}'"
+    versions = sum(1 for _ in _every(client.search_model_versions, named))
+    models = len(client.search_registered_models(named))
+    if models:
+        client.delete_registered_model(policy)
+    return {"versions": versions, "models": models}
+
+
+def _every(search: Callable[..., Any], *arguments: Any, **named: Any) -> Iterator[Any]:
+    token = None
+    while True:
+        page = search(*arguments, max_results=PAGE, page_token=token, **named)
+        yield from page
+        token = page.token
+        if not token:
+            return
+
+
+def _remove_artifacts(root: Path, uri: str) -> int:
+    """Remove what lies under an artifact address that our server hands out; return its bytes.
+
+    Only below `root`: an address may name anything.
+    """
+    parts = urlparse(uri)
+    path = unquote(parts.path).strip("/")
+    if parts.scheme not in ("mlflow-artifacts", "file", ""):
+        return 0
+    folder = (root / path if parts.scheme == "mlflow-artifacts" else Path("/") / path).resolve()
+    # The address ends in `artifacts`, below a directory of the run's or model's own.
+    own = folder.parent if folder.name == "artifacts" else folder
+    if root.resolve() not in own.parents or not own.is_dir():
+        return 0
+    size = sum(file.stat().st_size for file in own.rglob("*") if file.is_file())
+    shutil.rmtree(own)
+    return size

@@ -1,0 +1,105 @@
+"""Where adapters are, as `graftwork residency` shows it: tiers, queue, and each revision's loads and waits.
+
+What is now comes from the engine that runs, what was from the ledger's snapshot; without an engine every
+revision is stored.
+"""
+
+from typing import Any
+
+import httpx
+
+from engine.adapters.catalog import Catalog, ensure_local_key
+from engine.config import Params, served_name
+from engine.errors import ServiceError
+from engine.quality.overview import open_ledger
+
+TIMEOUT_S = 10.0
+ORDER = ("slot", "host", "loading", "queued", "stored")
+LOADS = """
+    SELECT policy, digest, loads, faults, evictions, waits, load_s, wait_s, last_at, last_fault
+    FROM loads_per_revision ORDER BY last_at DESC LIMIT ?
+"""
+
+
+def residency(params: Params, limit: int) -> dict[str, Any]:
+    """Return tiers, queue and at most `limit` revisions: those in the engine first, then by their last load.
+
+    Bytes and seconds; `engine` is False when none runs. Raises `ServiceError` when one runs and refuses.
+    """
+    live = ask_engine(params)
+    rows = [{"revision": name, **seen} for name, seen in _seen(live).items()]
+    rows.sort(key=lambda row: (ORDER.index(row["tier"]), -row.get("users", 0), row.get("idle_s", 0.0)))
+    known = {row["revision"]: row for row in rows}
+    with open_ledger(params.paths.ledger_snapshot) as ledger:
+        found = ledger.execute(LOADS, [limit + len(rows)])
+        columns = [column[0] for column in found.description]
+        for values in found.fetchall():
+            was = dict(zip(columns, values, strict=True))
+            name = served_name(was.pop("policy"), was.pop("digest"))
+            if name not in known:
+                known[name] = {"revision": name, "tier": "stored"}
+                rows.append(known[name])
+            known[name] |= was
+    tiers = {"stored": {"bytes": stored_bytes(params)}, **(live or {}).get("tiers", {})}
+    return {
+        "engine": live is not None,
+        "tiers": tiers,
+        "queue": {key: value for key, value in (live or {}).get("queue", {}).items() if key != "loads"},
+        "evictions": (live or {}).get("evictions", 0),
+        "revisions": rows[:limit],
+    }
+
+
+def ask_engine(params: Params) -> dict[str, Any] | None:
+    """Return what the running engine says of its tiers, None when none runs."""
+    catalog = Catalog(params.paths.catalog_url)
+    try:
+        key = ensure_local_key(catalog, params.paths.local_key)
+    finally:
+        catalog.close()
+    url, headers = f"{params.url('engine')}/graftwork/residency", {"authorization": f"Bearer {key}"}
+    try:
+        answer = httpx.get(url, headers=headers, timeout=TIMEOUT_S, trust_env=False)
+    except httpx.TransportError:
+        return None
+    if answer.status_code != httpx.codes.OK:
+        raise ServiceError(f"The engine answered {answer.status_code} to {url}: {answer.text[:200]}")
+    told: dict[str, Any] = answer.json()
+    return told
+
+
+def stored_bytes(params: Params) -> int | None:
+    """Return the bytes of the local store's segments; None when the store is behind a URL."""
+    if params.store.url is not None:
+        return None
+    return sum(file.stat().st_size for file in params.paths.store.glob("*.seg"))
+
+
+def shown(row: dict[str, Any]) -> dict[str, str]:
+    """Return a revision's line of the table."""
+    return {
+        "revision": row["revision"],
+        "tier": row["tier"],
+        "bytes": f"{row['bytes']:,}" if row.get("bytes") is not None else "",
+        "users": str(row.get("users", "")),
+        "loads": str(row.get("loads", "")),
+        "waits": str(row.get("waits", "")),
+        "load s": _seconds(row.get("load_s")),
+        "wait s": _seconds(row.get("wait_s")),
+        "evictions": str(row.get("evictions", "")),
+        "last fault": (row.get("last_fault") or "")[:60],
+    }
+
+
+def _seen(live: dict[str, Any] | None) -> dict[str, dict[str, Any]]:
+    if live is None:
+        return {}
+    under_way = {
+        name: {"tier": load["state"], "waiters": load["waiters"], "waited_s": load["waited_s"]}
+        for name, load in live["queue"]["loads"].items()
+    }
+    return under_way | live["adapters"]
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"

@@ -1,0 +1,296 @@
+"""What others met in production with loading, slots, names and caches, one after the other.
+
+| failure                                     | also tested in                                             |
+|---------------------------------------------|------------------------------------------------------------|
+| unbounded waits on the adapter update lock  | test_residency.py (a deadline on every wait)               |
+| usage count leaked on abort                 | test_slot_reuse.py (clients that hang up)                  |
+| reload inside a request hanging             | test_residency.py                                          |
+| stale adapter ids in padded rows            | here                                                       |
+| base rows mapped to a real slot             | test_engine.py (a full mixed batch), test_grouped.py       |
+| KV cache not separated by adapter           | test_engine.py (one prompt under every adapter)            |
+| LoRA applied to padding rows, giving NaN    | test_grouped.py (poisoned base rows and slots)             |
+| signed URLs in cache keys filling the disk  | test_store_remote.py (the cache)                           |
+| LoRA that binds zero modules                | test_packed.py, test_probe_gate.py (served as the base)    |
+| an evicted adapter answering 404 for ever   | test_slot_reuse.py (more adapters than room) |
+| engine versions never unloaded              | test_warm_set.py, test_slot_reuse.py (memory, mappings)    |
+| a load call reaching one replica of several | test_lost.py (ranks), test_vllm_engine.py (every worker)   |
+"""
+
+import asyncio
+import hashlib
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+import vllm_layers as made
+from adapters_cold import FakeCatalog, FakeEngine, name_of, residency, revision, settle, use
+from fake_vllm import FakeClient, models
+from vllm.lora.layers import LoRAMapping
+from vllm.lora.request import LoRARequest
+from vllm.v1.core.kv_cache_utils import _gen_lora_extra_hash_keys
+
+from engine.adapters import packed
+from engine.adapters.cache import Cache
+from engine.adapters.store import Location, Store
+from engine.errors import AdapterError, ServiceError
+from engine.serving import loader
+from engine.serving.host_tier import LOADING, READY, UNKNOWN, HostTier
+from engine.serving.lora_cpu import GroupedPunica
+from engine.serving.vllm_engine import VllmEngine
+from kernels import grouped
+
+MIB = 1 << 20
+FUSED = {"gate_up_proj": ("gate_proj", "up_proj")}
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a worker be the only rank."""
+    monkeypatch.setattr(loader, "is_lost_on_any_rank", lambda lost: lost)
+
+
+def worker() -> loader.PackedWorkerManager:
+    """One worker's manager over one layer and two slots, with a host tier of its own."""
+    config = made.lora_config(2, 8, torch.float32)
+    manager = loader.PackedWorkerManager.__new__(loader.PackedWorkerManager)
+    layer = made.merged(64, [32, 32], config)
+    manager._adapter_manager = made.manager(loader.SlotManager, {"model.gate_up_proj": layer}, config)
+    manager.host = HostTier(manager.slots.buffers)
+    return manager
+
+
+def addresses(root, count: int) -> dict[str, dict]:
+    store, found = Store(root), {}
+    for i in range(count):
+        tensors = {
+            "model.up_proj.lora_A": torch.full((4, 64), 1.0 + i),
+            "model.up_proj.lora_B": torch.full((32, 4), 2.0 + i),
+        }
+        whole = packed.pack(tensors, torch.float32, FUSED)
+        at = store.append(whole.tobytes())
+        found[f"p@{i}"] = {
+            "path": str(store.path(at.segment)), "offset": at.offset, "length": at.length,
+            "checksum": at.checksum, "layout": whole.layout.to_json(),
+        }  # fmt: skip
+    store.close()
+    return found
+
+
+def ready(host: HostTier, name: str, address: dict) -> None:
+    host.prepare(name, address)
+    while host.poll(name) == LOADING:
+        pass
+    assert host.poll(name) == READY
+
+
+def request(number: int) -> LoRARequest:
+    return LoRARequest(f"p@{number}", number, f"graftwork:p@{number}")
+
+
+async def test_no_lock_is_waited_for_without_a_limit():
+    """The engine hangs in a call; whoever waits behind it is told so, and no lock of a name stays."""
+    client, table = FakeClient(step_s=30), models()
+    tier = residency(VllmEngine(client, table), load_timeout_s=0.1)
+    results = await asyncio.gather(*(use(tier, revision(i)) for i in range(4)), return_exceptions=True)
+    assert all(isinstance(result, ServiceError) and "within 0.1 s" in str(result) for result in results)
+    assert dict(table.lora_resolver_lock) == {}
+
+
+async def test_an_abort_gives_its_use_back():
+    """Whether it waits for its adapter or already has it; the adapter can then leave."""
+    engine = FakeEngine(0.01)
+    tier = residency(engine, host_bytes=MIB)
+    for seconds in (0.002, 0.03):
+        task = asyncio.create_task(use(tier, revision(1, MIB), 60))
+        await asyncio.sleep(seconds)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    assert all(resident.users == 0 for resident in tier.residents.values())
+    await use(tier, revision(2, MIB))
+    await use(tier, revision(2, MIB))
+    await settle(lambda: name_of(1) not in engine.held)
+
+
+async def test_a_reload_that_hangs_ends_and_holds_up_nobody():
+    engine = FakeEngine(0)
+    tier = residency(engine, host_bytes=MIB, load_timeout_s=0.1, load_concurrency=2)
+    await use(tier, revision(1, MIB))
+    await use(tier, revision(2, MIB))
+    await settle(lambda: len(tier.residents) == 1)
+    gone = 1 if name_of(2) in tier.residents else 2
+    plain = engine.prepare
+
+    async def hangs(name, address):
+        await (asyncio.sleep(600) if name == name_of(gone) else plain(name, address))
+
+    engine.prepare = hangs
+    stuck = asyncio.create_task(use(tier, revision(gone, MIB)))
+    assert await use(tier, revision(7, MIB))
+    with pytest.raises(ServiceError, match="not loaded within"):
+        await stuck
+    engine.prepare = plain
+    assert await use(tier, revision(gone, MIB))
+
+
+def test_rows_of_an_adapter_without_a_slot_are_nobodys(tmp_path):
+    """Ids that a step still names after their adapter was lost or forgotten; base rows have id 0."""
+    manager = worker()
+    ready(manager.host, "p@1", addresses(tmp_path, 2)["p@1"])
+    seen = []
+    manager.slots.set_adapter_mapping = seen.append
+    mapping = made_mapping((1, 0, 2, 1), (1, 2))
+    manager.set_active_adapters({request(1), request(2)}, mapping)
+    assert (seen[0].index_mapping, seen[0].prompt_mapping) == ((1, 0, 0, 1), (1, 0))
+    assert manager.slots.lost == {2: "p@2"}
+    # Blocks of the prefix cache may hold what the base computed for it.
+    assert manager.host.poll("p@2")[0] == "refused"
+
+
+def test_padded_and_base_rows_get_no_slot_however_full_they_are():
+    operations = GroupedPunica(16, 4, "cpu")
+    operations.update_metadata(made_mapping((7, 0, 9, 0, 0), ()), [9, 7], 2, 100)
+    assert operations._slots == [1, -1, 0, -1, -1]
+
+
+def test_padding_stays_what_it_was_among_poisoned_rows_and_slots():
+    a, b = torch.full((3, 1, 4, 8), torch.nan), torch.full((3, 4, 6), torch.nan)
+    a[1], b[1] = 1.0, 1.0
+    x, y = torch.full((5, 8), torch.nan), torch.zeros(5, 6)
+    x[2] = 1.0
+    plan = grouped.plan([-1, -1, 1, -1, -1])
+    assert plan is not None
+    grouped.add_lora(y, x, a, b, (6,), plan)
+    assert y[2].eq(32).all()
+    assert not y[[0, 1, 3, 4]].any()
+
+
+async def test_the_prefix_cache_tells_adapters_apart_also_after_a_reload():
+    """vLLM hashes name and path into a block's key; both are the same after a reload, and no others'."""
+    client, table = FakeClient(), models()
+    engine = VllmEngine(client, table)
+    await engine.prepare("p@1", {"path": "/store/one.seg"})
+    await engine.prepare("p@2", {"path": "/store/one.seg"})
+    keys = {name: lora_key(lora) for name, lora in table.lora_requests.items()}
+    assert len(set(keys.values())) == 2
+    await engine.forget("p@1")
+    await engine.prepare("p@1", {"path": "/store/compacted.seg"})
+    assert lora_key(table.lora_requests["p@1"]) == keys["p@1"]
+    assert lora_key(None) == ()
+
+
+def test_a_copy_is_kept_once_whatever_address_it_came_from(tmp_path):
+    """The key is the checksum: no URL, no query, no signature that is another one each time."""
+    blob, cache = b"x" * 1000, Cache(tmp_path, 1 << 20)
+    checksum = hashlib.sha256(blob).hexdigest()
+    paths = {
+        cache.add(Location(f"seg?X-Amz-Signature={i}", 64 * i, len(blob), checksum), iter([blob]))
+        for i in range(20)
+    }
+    assert len(paths) == 1
+    assert cache.bytes() == len(blob)
+
+
+def test_an_adapter_of_no_module_is_refused():
+    """It would be served as the base, with figures that look plausible."""
+    manager = worker()
+    layout = packed.Layout(torch.float32, 0, ())
+    address = {"path": "/nowhere", "offset": 0, "length": 0, "checksum": "", "layout": layout.to_json()}
+    with pytest.raises(AdapterError, match="no blocks"):
+        manager.host.open("p@1", address)
+    tensors = {"model.v_proj.lora_A": torch.ones(4, 64), "model.v_proj.lora_B": torch.ones(32, 4)}
+    elsewhere = packed.pack(tensors, torch.float32, FUSED).layout
+    with pytest.raises(AdapterError, match=r"no module model\.v_proj"):
+        manager.host.open("p@1", address | {"layout": elsewhere.to_json(), "length": elsewhere.nbytes})
+
+
+async def test_an_evicted_adapter_comes_back_when_it_is_asked_for():
+    client, table = FakeClient(), models()
+    tier = residency(VllmEngine(client, table), host_bytes=MIB)
+    for _ in range(3):
+        for i in range(4):
+            async with tier.use(revision(i, MIB)) as name:
+                # What vLLM's server looks a request's model up in.
+                assert name in table.lora_requests
+    await settle(lambda: len(table.lora_requests) == 1)
+    assert tier.evictions >= 8
+
+
+async def test_what_has_left_is_nowhere(tmp_path):
+    """A thousand revisions through two slots: nothing of a name stays in server or worker."""
+    manager, table = worker(), models()
+    given = addresses(tmp_path, 8)
+
+    class Client(FakeClient):
+        async def collective_rpc(self, method, timeout, args):
+            extension = loader.LoaderExtension()
+            extension.model_runner = SimpleNamespace(lora_manager=manager)
+            return [extension.graftwork_exchange(*args)]
+
+    engine = VllmEngine(Client(), table)
+    for turn in range(1000):
+        name = f"p@{turn}"
+        await engine.prepare(name, given[f"p@{turn % 8}"])
+        lora = table.lora_requests[name]
+        manager._apply_adapters({lora})
+        assert manager.slots.names()[-1:] == [name]
+        await engine.forget(name)
+    assert (table.lora_requests, dict(table.lora_resolver_lock)) == ({}, {})
+    assert (manager.slots._registered_adapters.cache, manager.slots.lost) == ({}, {})
+    assert (manager.host.adapters, manager.host.poll(name)) == ({}, UNKNOWN)
+    assert (manager.host._loading, manager.host._refused, manager.slots.names()) == ({}, {}, [])
+    assert (engine._asked, engine._waiting, engine._leaving) == ({}, {}, {})
+
+
+def test_what_is_forgotten_on_its_way_never_arrives(tmp_path):
+    host, address = worker().host, addresses(tmp_path, 1)["p@0"]
+    real = host.verify
+    begun, may_go_on = threading.Event(), threading.Event()
+
+    def slow(adapter, given):
+        begun.set()
+        may_go_on.wait(10)
+        real(adapter, given)
+
+    host.verify = slow
+    host.prepare("p@0", address)
+    assert begun.wait(10)
+    host.forget("p@0")
+    may_go_on.set()
+    host._pool.shutdown(wait=True)
+    assert (host.adapters, host.poll("p@0")) == ({}, UNKNOWN)
+
+
+def test_what_a_failed_disk_lost_is_remembered_within_bounds(tmp_path, monkeypatch):
+    monkeypatch.setattr("engine.serving.host_tier.MOST_LOST", 3)
+    host, given = worker().host, addresses(tmp_path, 2)
+    ready(host, "p@1", given["p@1"])
+    for i in range(3):
+        host.lose(f"lost@{i}", "Its bytes were lost.")
+    host.prepare("p@0", given["p@0"])
+    kind, sentence = host.poll("p@0")
+    assert (kind, "Restart it" in sentence) == ("refused", True)
+    assert host.poll("p@1") == READY
+
+
+async def test_each_replica_loads_for_itself():
+    """No call makes an adapter known to a server: its row does, to every one that reads the catalog."""
+    catalog, engines = FakeCatalog(), [FakeEngine(0), FakeEngine(0)]
+    first, second = (residency(engine, catalog=catalog) for engine in engines)
+    first.prewarm(revision(1))
+    await settle(lambda: engines[0].held)
+    assert await use(second, revision(1)) == name_of(1)
+    assert engines[1].held == {name_of(1)}
+    # Nor does a replica that refuses it speak for the others.
+    engines[0].faults[name_of(2)] = [AdapterError("It cannot be loaded.")]
+    with pytest.raises(AdapterError):
+        await use(first, revision(2))
+    assert await use(second, revision(2))
+
+
+def made_mapping(tokens, prompts) -> LoRAMapping:
+    return LoRAMapping(index_mapping=tokens, prompt_mapping=prompts, is_prefill=True)
+
+
+def lora_key(lora: LoRARequest | None) -> tuple:
+    return tuple(_gen_lora_extra_hash_keys(SimpleNamespace(lora_request=lora)))
