@@ -43,7 +43,8 @@ def template(
     for module, (inputs, outputs) in shapes.modules().items():
         if leaves is None or module.rpartition(".")[2] in leaves:
             a = torch.randn(rank, inputs, generator=generator) / inputs**0.5
-            b = torch.randn(outputs, rank, generator=generator) * 0.1
+            # So large that greedy tokens of a trained base differ from adapter to adapter.
+            b = torch.randn(outputs, rank, generator=generator) * 0.3
             one = found.get(f"{module.replace('up_proj', 'gate_proj')}.lora_A")
             found[f"{module}.lora_A"] = a.to(dtype) if one is None else one.clone()
             found[f"{module}.lora_B"] = b.to(dtype)

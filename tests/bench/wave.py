@@ -80,6 +80,7 @@ def wave(
         began = time.monotonic()
         answers[kind] = client.ask(server, each, under_way=int(kind == "alone"))
         seconds[kind] = time.monotonic() - began
+        print(f"  {len(each)} requests, {kind}: {seconds[kind]:.1f} s", flush=True)
         say(answers[kind])
     return answers, seconds
 
