@@ -18,6 +18,8 @@ PRIORITIES = (INTERACTIVE, BACKGROUND)
 SHARE = 4
 # Of the queue's places, for the background; the rest is kept for people.
 BACKGROUND_PLACES = 0.5
+# And of those that run: who comes next waits for all of them.
+BACKGROUND_RUNNING = 0.125
 # What a load is taken to last before one has ended, and the weight of each one that ends.
 FIRST_S = 0.1
 WEIGHT = 0.2
@@ -84,9 +86,8 @@ class LoadQueue:
         if len(self.running) >= self.concurrency:
             return None
         people, background = self.waiting[INTERACTIVE], self.waiting[BACKGROUND]
-        # The background never has every place of those that run, unless there is one alone.
         held = sum(load.priority == BACKGROUND for load in self.running.values())
-        may = background and (held + 1 < self.concurrency or self.concurrency == 1)
+        may = background and held < max(1, int(self.concurrency * BACKGROUND_RUNNING))
         if may and (not people or self._in_a_row >= SHARE):
             line, self._in_a_row = background, 0
         elif people:
