@@ -16,7 +16,7 @@ def allow_again(params: Params, name: str, owner: str, again: bool) -> None:
     from engine.adapters.catalog import Catalog, Policy
     from engine.base import ensure_base
 
-    if not params.paths.catalog.is_file():
+    if not params.paths.has_catalog:
         return
     with closing(Catalog(params.paths.catalog_url)) as catalog:
         mark = catalog.purged(name)

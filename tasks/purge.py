@@ -253,7 +253,10 @@ def _cache(params: Params, file: Path) -> Counts:
 
 
 def _files(params: Params, policy: str) -> Counts:
-    """Remove revision directories, and what was written about the policy: progress files, reports."""
+    """Remove revision directories, and what was written about the policy: progress files, reports.
+
+    What engines noted as popular goes too; one that runs writes its own anew, without the policy.
+    """
     paths = params.paths
     folder = paths.revisions / policy
     directories = sum(1 for _ in folder.iterdir()) if folder.is_dir() else 0
@@ -262,7 +265,7 @@ def _files(params: Params, policy: str) -> Counts:
     own = re.compile(rf"{re.escape(policy)}-[0-9a-f]{{{DIGEST12}}}\.json")
     progress = [file for file in paths.runs.glob("*.json") if own.fullmatch(file.name)]
     reports = list(paths.runs.glob("report*.html"))
-    for file in (*progress, *reports):
+    for file in (*progress, *reports, *paths.warm.glob("*.json")):
         file.unlink(missing_ok=True)
     return {"revision_directories": directories, "progress": len(progress), "reports": len(reports)}
 

@@ -4,11 +4,13 @@ What is now comes from the engine that runs, what was from the ledger's snapshot
 revision is stored.
 """
 
+from contextlib import closing
 from typing import Any
 
 import httpx
 
 from engine.adapters.catalog import Catalog, ensure_local_key
+from engine.adapters.store import open_store
 from engine.config import Params, served_name
 from engine.errors import ServiceError
 from engine.quality.overview import open_ledger
@@ -69,10 +71,11 @@ def ask_engine(params: Params) -> dict[str, Any] | None:
 
 
 def stored_bytes(params: Params) -> int | None:
-    """Return the bytes of the local store's segments; None when the store is behind a URL."""
-    if params.store.url is not None:
+    """Return the bytes of the store's segments; None where that would mean to list objects behind a URL."""
+    if params.store.url is not None and not params.store.url.startswith("file://"):
         return None
-    return sum(file.stat().st_size for file in params.paths.store.glob("*.seg"))
+    with closing(open_store(params)) as store:
+        return sum(size for _, size in store.segments())
 
 
 def shown(row: dict[str, Any]) -> dict[str, str]:

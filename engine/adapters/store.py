@@ -9,8 +9,8 @@ so that nobody takes bytes whose row is on its way; a crash frees the lock. No c
 
 Segments rather than LMDB: LMDB has one writer at a time for the whole store, its single growing file cannot
 live on object storage, and it rounds values up to whole pages. Measured (lmdb 3.0, 1,024 values in a
-transaction): 1.13 bytes on the disk for each byte of 7,424-byte adapters and 1.07 at 38 kB, in 1.2 to 2
-times the time of segments, which take 1.00.
+transaction): 1.13 bytes on the disk for each byte of 7,424-byte adapters and 1.07 at 38 kB, where segments
+take 1.00, and more time: 1.2 to 2 times at 7 kB, 2.1 to 4.2 times at 38 kB.
 """
 
 import fcntl
