@@ -53,7 +53,7 @@ def params(tmp_path: Path) -> Params:
     again.close()
     catalog.close()
     (tmp_path / "store").mkdir()
-    (tmp_path / "store" / "a.seg").write_bytes(b"x" * 100)
+    (tmp_path / "store" / f"{0:032x}.seg").write_bytes(b"x" * 100)
     return Params(state_dir=tmp_path, engine=EngineConfig(port=free_port()))
 
 
