@@ -8,6 +8,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -33,6 +34,7 @@ from flows import (
 )
 from flows.entry import PARAMS, ParamsFile, check, enter, load_flows, require_services
 
+AGAIN_S = 0.05
 app = typer.Typer(
     help="Train, prove, score, release and roll back LoRA revisions over one resident base.",
     no_args_is_help=True,
@@ -182,6 +184,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda received, frame: sys.exit(128 + received))
+    sys.unraisablehook = interrupt_again
     try:
         app()
     except GraftworkError as error:
@@ -191,6 +194,16 @@ def main() -> None:
         leave(130)
     except SystemExit as end:
         leave(end.code if isinstance(end.code, int) else 1 if end.code else 0)
+
+
+def interrupt_again(ignored: "sys.UnraisableHookArgs") -> None:
+    """Send a signal again whose exception Python has dropped: in a callback of its garbage collection."""
+    numbers = {KeyboardInterrupt: signal.SIGINT, SystemExit: signal.SIGTERM}
+    number = numbers.get(ignored.exc_type)
+    if number is None:
+        return sys.__unraisablehook__(ignored)
+    # A moment later: what is raised in here is dropped as well.
+    threading.Timer(AGAIN_S, os.kill, (os.getpid(), number)).start()
 
 
 def leave(code: int) -> NoReturn:

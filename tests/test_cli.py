@@ -165,3 +165,23 @@ def test_a_policy_that_fails_leaves_the_others_rows(
     assert "sorting@123456789abc" in capsys.readouterr().out
     cli.adapt(["sorting"], None, params)
     assert "sorting@123456789abc" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_signal_in_a_destructor_still_ends_the_command(number: str, code: int) -> None:
+    """Python drops what is raised there, so the command would go on as if nobody had asked it to end."""
+    program = f"""
+import os, signal, time
+from flows import cli
+class Dying:
+    def __del__(self):
+        os.kill(os.getpid(), signal.{number})
+        time.sleep(0.1)
+def app():
+    Dying()
+    time.sleep(30)
+cli.app = app
+cli.main()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=20)
+    assert ended.returncode == code, ended.stderr
