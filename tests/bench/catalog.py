@@ -72,7 +72,7 @@ CHANGES = {
     "purge": ("purge", "{policy}", "--by", "bench", "--reason", "bench", "--yes", "--json"),
 }
 # Peak memory: what no command may exceed, whatever the catalog's size. An import loads torch and a base.
-MOST_MB, MOST_IMPORT_MB = 512.0, 1536.0
+MOST_MB, MOST_IMPORT_MB = 512.0, 1024.0
 # How far answers in bfloat16 may be off in the median and at most, and how many times as much the adapters
 # must change in the median. The first is the effect probe's tolerance.
 TOLERANCE_NATS, MOST_NATS, EFFECT_OVER_ERROR = 0.05, 0.5, 5

@@ -7,8 +7,9 @@ gateway's queue refuses some with a `Retry-After`, which the client honours and 
 the one that the same adapter gives when it is asked alone, later, and most must be neither the base's nor
 another adapter's to the same prompt. The host tier holds all of them: nothing may be evicted.
 `share_of_one` is the wave's throughput over that of the same requests on one adapter,
-`share_of_one_resident` the same once the adapters are in the host tier. Then names, each asked for one token, through a host tier that holds some hundreds of them: no
-errors, and the memory (PSS) of every process stays flat.
+`share_of_one_resident` the same once the adapters are in the host tier. Then names, each asked for one
+token, through a host tier that holds some hundreds of them: no errors, and the memory (PSS) of every process
+stays flat.
 """
 
 import argparse
@@ -206,6 +207,8 @@ def main() -> None:
             figures, wrong = figures | found, wrong + faults
         figures["client_cpu_share"] = client.cpu_share
     figures["errors"] = figures.get("errors_waves", 0.0) + figures.get("errors_names", 0.0)
+    if figures["errors"]:
+        wrong.append(f"{figures['errors']:.0f} requests did not end in 200 with every token.")
     print(*wrong, sep="\n")
     record.report("wave", figures, TARGETS, {}, not wrong, arguments.out)
 
