@@ -116,8 +116,14 @@ def main() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(FILES, most), most))
     for line in sys.stdin.buffer:
-        sys.stdout.buffer.write(orjson.dumps(uvloop.run(run(orjson.loads(line)))) + b"\n")
-        sys.stdout.buffer.flush()
+        answer(orjson.dumps(uvloop.run(run(orjson.loads(line)))) + b"\n")
+
+
+def answer(line: bytes) -> None:
+    """Write a whole line past the buffer of `sys.stdout`, where the end of large ones was seen to stay."""
+    left = memoryview(line)
+    while left:
+        left = left[os.write(sys.stdout.fileno(), left) :]
 
 
 if __name__ == "__main__":
