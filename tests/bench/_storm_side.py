@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from _answers import Check, off_nats
-from _storm_figures import Alternation, Arms
+from _storm_figures import Alternation, Arms, seconds_of
 from _traffic import Answer, Ask, Client, Server, arrivals, prompt
 
 SHARE, WARM = 0.4, 16
@@ -91,6 +91,9 @@ class Side:
             one = self.alternation(cold, resident, MARGIN * seconds, number, calm_s, before_storm)
             (arms.outlived if one.outlived_traffic else arms.alternations).append(one)
             seconds = max(seconds, one.seconds)
+            # Where time goes while a long run is watched.
+            took = ", ".join(f"{seconds_of(arm):.2f} s" for arm in (one.storm, one.control))
+            print(f"  {self.name} n{cold}: storm and control {took} of {one.traffic_s:.2f} s", flush=True)
             compared = time.monotonic()
             arms.checks += self.checks(one)
             began += time.monotonic() - compared
