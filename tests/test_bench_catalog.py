@@ -6,6 +6,7 @@ import sys
 import time
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import made_adapters
 import pytest
@@ -116,6 +117,25 @@ def test_registered_adapters_answer_as_those_published_one_by_one(
     assert found.peft_nats < 2e-4
     assert found.effect_nats > 0.1
     assert served.session_peak_bytes(engine.process.pid) > 1 << 28
+
+
+def test_a_command_that_takes_too_much_memory_is_red(monkeypatch: pytest.MonkeyPatch):
+    catalog = load("catalog", monkeypatch)
+    assert catalog.over_bound("purge", catalog.MOST_MB) == []
+    assert catalog.over_bound("purge", 700.0) == ["purge took 700 MB, more than 512 MB."]
+    assert catalog.over_bound("import", 700.0) == []
+    assert catalog.over_bound("import", catalog.MOST_IMPORT_MB + 1) != []
+
+
+def test_a_command_that_fails_is_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    catalog = load("catalog", monkeypatch)
+    base = SimpleNamespace(path=tmp_path / "bases" / "base")
+    migrate(f"sqlite:///{tmp_path / 'catalog.db'}")
+    given = {"gc": catalog.COMMANDS["gc"], "purge": catalog.CHANGES["purge"]}
+    figures, faults = catalog.commands(tmp_path, base, given, "bulk-1@abcd")
+    assert figures.keys() == {"gc_s", "gc_peak_mb", "purge_s", "purge_peak_mb"}
+    assert len(faults) == 1
+    assert faults[0].startswith("`graftwork purge")
 
 
 def test_a_command_runs_with_its_peak_memory(tmp_path: Path):

@@ -3,6 +3,7 @@
 import math
 import mmap
 import random
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -81,6 +82,91 @@ def test_a_short_run_or_an_unequal_pair_is_red(traffic, counts):
     assert counts.faults("b", other, 1, 1) == ["b: a storm and its control were not the same requests."]
 
 
+def test_a_storm_that_outlives_its_traffic_is_not_counted_and_often_red(traffic, counts):
+    storm, control = phase(traffic, {1.0: 0.2}, [0.5]), phase(traffic, {1.0: 0.2}, [0.7])
+    kept = counts.Alternation(storm, control, [], 0.7)
+    short = counts.Alternation(storm, control, [], 0.6)
+    assert (kept.seconds, kept.outlived_traffic, short.outlived_traffic) == (pytest.approx(0.7), False, True)
+    assert counts.faults("b", counts.Arms([kept], [short]), 1, 1) == []
+    said = "b: 2 alternations lasted longer than their warm traffic."
+    assert counts.faults("b", counts.Arms([kept], [short, short]), 1, 1) == [said]
+
+
+def test_an_adapter_that_starves_is_red_also_in_an_alternation_that_is_not_counted(traffic, counts):
+    def one(*waits: float):
+        warm, calm = {1.0: 0.2}, [answer(traffic, 0.0, 0.1)]
+        return counts.Alternation(phase(traffic, warm, list(waits)), phase(traffic, warm, [0.5, 0.5]), calm)
+
+    fair, starved = one(0.1, 0.5), one(0.1, 1.6)
+    assert counts.faults("b", counts.Arms([fair, fair, one(0.1, 1.4)]), 3, 1) == []
+    said = "b: a cold adapter starved: it waited 1.60 s, and a storm 0.50 s in the median."
+    assert counts.faults("b", counts.Arms([fair, fair, starved]), 3, 1) == [said]
+    assert counts.faults("b", counts.Arms([fair, fair], [starved]), 2, 1) == [said]
+    values, _ = counts.Arms([fair, fair, starved]).figures()
+    assert values["longest_cold_over_window"] == pytest.approx(3.2)
+
+
+def test_answers_are_compared_up_to_where_they_part(monkeypatch: pytest.MonkeyPatch, traffic):
+    answers = load("_answers", monkeypatch)
+    one = answer(traffic, 0.0, 0.1, logprobs=(-1.0, -2.0))
+    assert answers.off_nats(one, one) == 0
+    parted = answer(traffic, 0.0, 0.1, ids=(3, 2), logprobs=(-1.25, -9.0))
+    assert answers.off_nats(one, parted) == pytest.approx(0.25)
+    later = answer(traffic, 0.0, 0.1, ids=(1, 9), logprobs=(-1.0, -2.5))
+    assert answers.off_nats(one, later) == pytest.approx(0.5)
+    for broken in (answer(traffic, 0.0, 0.1), answer(traffic, 0.0, 0.1, status=500, logprobs=(-1.0, -2.0))):
+        assert answers.off_nats(one, broken) == math.inf
+
+
+def test_answers_that_are_not_their_adapters_are_red(monkeypatch: pytest.MonkeyPatch):
+    answers = load("_answers", monkeypatch)
+    own = answers.Check(alone=0.0, base=1.0, other=1.0)
+    assert answers.faults("b", [own] * 4, 0.01, 1.0) == []
+    assert answers.faults("b", [], 0.01, 1.0) == ["b: no answer was compared."]
+    wrong = answers.Check(alone=0.5, base=1.0, other=1.0)
+    assert answers.faults("b", [own] * 3 + [wrong], 0.01, 0.75) == []
+    assert answers.faults("b", [own] * 3 + [wrong], 0.01, 1.0) == [
+        "b: only 75% of answers are within 0.01 nats of those that their adapters give alone."
+    ]
+    # Nothing applied, and always the same adapter applied: both agree with themselves.
+    bare, same = answers.Check(0.0, 0.0, 1.0), answers.Check(0.0, 1.0, 0.0)
+    assert answers.faults("b", [own, bare], 0.01, 1.0) == ["b: only 50% of answers differ from the base's."]
+    assert answers.faults("b", [same], 0.01, 1.0) == ["b: only 0% of answers differ from another adapter's."]
+
+
+def test_plain_names_hold_the_worst_of_every_base_and_size(monkeypatch: pytest.MonkeyPatch):
+    storm = load("storm", monkeypatch)
+    figures = {
+        "ratio.tiny-dense.n32": 1.1, "ratio.tiny-dense.n256": 1.2, "ratio.many-moe.n32": 1.05,
+        "ratio_stock.tiny-dense.n32": 9.0, "ratio_paced.tiny-dense.n32": 1.3, "ratio_paced.many-moe.n32": 1.0,
+        "ready_over_warm.tiny-dense.n32": 1.4, "ready_over_warm.tiny-dense.n256": 3.0,
+        "errors.tiny-dense": 0.0, "errors.many-moe": 2.0, "errors_stock.tiny-dense": 5.0,
+    }  # fmt: skip
+    assert storm.worst(figures) == {
+        "ratio": 1.2, "ratio_paced": 1.3, "ready_32_over_warm": 1.4, "errors": 2.0,
+    }  # fmt: skip
+    assert "ready_32_over_warm" not in storm.worst({"ratio.b.n16": 1.0, "ratio_paced.b.n16": 1.0})
+    targets = storm.targets_of(["many-moe"], [32, 256])
+    assert (targets["ratio.many-moe.n32"], targets["ratio.many-moe.n256"]) == ("<= 1.15", "<= 1.3")
+
+
+def test_a_waves_answers_are_told_from_those_of_other_models(monkeypatch: pytest.MonkeyPatch, traffic):
+    wave = load("wave", monkeypatch)
+
+    def answers(*given: tuple[str, int]) -> list:
+        plain = answer(traffic, 0.0, 0.1)
+        return [replace(plain, ask=replace(plain.ask, model=name), ids=(i, 1)) for name, i in given]
+
+    found = {
+        "cold": answers(("a", 1), ("b", 2), ("c", 3)),
+        "one": answers(("a", 1), ("a", 2), ("a", 9)),
+        "base": answers(("base", 1), ("base", 2), ("base", 3)),
+    }
+    assert wave.unlike(found, "base") == 0
+    # The first of the wave is that one adapter's own.
+    assert wave.unlike(found, "one") == 0.5
+
+
 def test_arrivals_are_the_same_for_a_seed_and_have_their_rate(traffic):
     times = traffic.arrivals(random.Random(5), 20.0, 500.0)
     assert times == traffic.arrivals(random.Random(5), 20.0, 500.0)
@@ -113,14 +199,14 @@ def test_memory_that_grows_with_names_is_red(monkeypatch: pytest.MonkeyPatch):
     memory = flat.Memory()
     for count in range(1000, 101_000, 1000):
         memory.names.append(count)
-        # One fills a cache first, one wanders, one keeps 400 bytes of every name.
+        # One fills a cache first, one wanders, one keeps 80 bytes of every name.
         for name, value in {
             "fills": min(count, 20_000) * 2000,
             "wanders": 10**8 + (count % 7000) * 500,
-            "keeps": 10**8 + 400 * count,
+            "keeps": 10**8 + 80 * count,
         }.items():
             memory.bytes.setdefault(name, []).append(value)
-    assert memory.growing() == {"keeps": pytest.approx(400)}
+    assert memory.growing() == {"keeps": pytest.approx(80)}
 
 
 def test_the_page_cache_of_a_file_is_counted_in_pages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -129,9 +215,28 @@ def test_the_page_cache_of_a_file_is_counted_in_pages(monkeypatch: pytest.Monkey
     file.write_bytes(b"x" * (5 * mmap.PAGESIZE - 1))
     assert density.cached_bytes([file]) == 5 * mmap.PAGESIZE
     assert density.cached_bytes([tmp_path / "file", tmp_path / "file"]) == 10 * mmap.PAGESIZE
-    made.drop_cache([file])
-    # tmpfs has no other place for its pages.
-    assert density.cached_bytes([file]) in (0, 5 * mmap.PAGESIZE)
+    if density.filesystem(file) == "tmpfs":
+        with pytest.raises(RuntimeError, match="is on tmpfs"):
+            density.drop([file])
+        return
+    density.drop([file])
+    assert density.cached_bytes([file]) == 0
+    file.read_bytes()
+    monkeypatch.setattr(made, "drop_cache", lambda paths: None)
+    monkeypatch.setattr(density, "_made", made)
+    with pytest.raises(RuntimeError, match=f"{5 * mmap.PAGESIZE} of .* stayed in the page cache"):
+        density.drop([file])
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no tmpfs to write to")
+def test_density_refuses_files_in_memory(monkeypatch: pytest.MonkeyPatch):
+    density = load("_density", monkeypatch)
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
+        file.write(b"x" * mmap.PAGESIZE)
+        file.flush()
+        assert density.filesystem(Path(file.name)) == "tmpfs"
+        with pytest.raises(RuntimeError, match="is on tmpfs, which is memory"):
+            density.drop([Path(file.name)])
 
 
 def test_processes_are_told_by_what_they_are(monkeypatch: pytest.MonkeyPatch):

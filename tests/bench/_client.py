@@ -24,15 +24,21 @@ FILES = 16_384
 class Request:
     """One request of a plan, with what came of it; seconds since the plan began."""
 
-    def __init__(self, at: float, model: str, prompt: Sequence[int], tokens: int, began: float):
+    def __init__(
+        self, at: float, model: str, prompt: Sequence[int], tokens: int, logprobs: bool, began: float
+    ):
         self.at, self.model, self._began = at, model, began
         self.sent = self.first = self.done = 0.0
         self.status, self.refused, self.fault = 0, 0, ""
         self.ids: list[int] = []
-        body = {
+        self.logprobs: list[float] = []
+        body: dict[str, Any] = {
             "model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
             "stream": True, "return_token_ids": True,
         }  # fmt: skip
+        if logprobs:
+            # Of the tokens that were chosen, and of no others.
+            body["logprobs"] = 0
         self._body = orjson.dumps(body)
 
     async def run(self, session: aiohttp.ClientSession, gate: Any, deadline_s: float) -> None:
@@ -73,12 +79,15 @@ class Request:
             if choice["token_ids"]:
                 self.first = self.first or self._now()
                 self.ids += choice["token_ids"]
+            if choice.get("logprobs"):
+                self.logprobs += choice["logprobs"]["token_logprobs"]
 
     def _now(self) -> float:
         return time.monotonic() - self._began
 
     def result(self) -> list[Any]:
-        return [self.sent, self.first, self.done, self.status, self.refused, self.ids, self.fault]
+        times = [self.sent, self.first, self.done]
+        return [*times, self.status, self.refused, self.ids, self.fault, self.logprobs]
 
 
 async def run(plan: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,8 +116,14 @@ def main() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(FILES, most), most))
     for line in sys.stdin.buffer:
-        sys.stdout.buffer.write(orjson.dumps(uvloop.run(run(orjson.loads(line)))) + b"\n")
-        sys.stdout.buffer.flush()
+        answer(orjson.dumps(uvloop.run(run(orjson.loads(line)))) + b"\n")
+
+
+def answer(line: bytes) -> None:
+    """Write a whole line past the buffer of `sys.stdout`, where the end of large ones was seen to stay."""
+    left = memoryview(line)
+    while left:
+        left = left[os.write(sys.stdout.fileno(), left) :]
 
 
 if __name__ == "__main__":

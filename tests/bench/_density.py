@@ -2,6 +2,8 @@
 
 A page of the page cache that a process maps is in its PSS too, and is one page all the same: here what is
 mapped of files counts as page cache, and of the processes what is their own (anonymous and shared memory).
+What is written lies in the page cache too, so it is dropped from there before it is asked for; on tmpfs that
+cannot be, and nothing is measured.
 """
 
 import ctypes
@@ -19,6 +21,8 @@ from engine.config import Params
 
 SLOTS, BEYOND, HELD = 4, 6, 16
 PROMPT = tuple(range(40, 48))
+# Of a file, so much may stay when it is dropped; it then counts as growth.
+LEFT = 0.01
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -55,12 +59,12 @@ def _cached(path: Path) -> int:
     return sum(state & 1 for state in states) * mmap.PAGESIZE
 
 
-def measure(given: Params, client: Client, held: int = HELD) -> dict[str, float]:
+def measure(given: Params, client: Client, beside: Path, held: int = HELD) -> dict[str, float]:
     """Return the memory for each adapter of `many-moe` over its bytes, with one and with two engines."""
     found: dict[str, float] = {}
     shape = _served.SHAPES["many-moe"]
     with ExitStack() as stack:
-        first = stack.enter_context(_served.live(given, "many-moe", slots=SLOTS, host_bytes=8 << 30))
+        first = stack.enter_context(_served.live(given, "many-moe", beside, slots=SLOTS, host_bytes=8 << 30))
         maker = _made.Maker(first.params, first.base, "density", shape.rank, shape.torch_dtype)
         stack.callback(maker.close)
         engines = [first]
@@ -78,10 +82,33 @@ def _growth(client: Client, engines: Sequence[_served.Live], maker: _made.Maker,
     known = list(maker.segments)
     names = maker.make(held)
     fresh = [path for path in maker.segments if path not in known]
-    _made.drop_cache(fresh)
-    left = cached_bytes(fresh)
+    drop(fresh)
     _ask(client, engines, names)
-    return (_memory(engines, fresh) - before - left) / (held * maker.bytes)
+    return (_memory(engines, fresh) - before) / (held * maker.bytes)
+
+
+def drop(paths: Sequence[Path]) -> None:
+    """Drop written files from the page cache; `RuntimeError` where their pages stay in memory."""
+    if in_memory := [path for path in paths if filesystem(path) in ("tmpfs", "ramfs")]:
+        raise RuntimeError(
+            f"{in_memory[0]} is on {filesystem(in_memory[0])}, which is memory, so "
+            "density shows nothing there. Give --out a folder on a disk."
+        )
+    _made.drop_cache(list(paths))
+    left, size = cached_bytes(paths), sum(path.stat().st_size for path in paths)
+    if left > LEFT * size:
+        raise RuntimeError(f"{left} of {size} bytes stayed in the page cache, so density shows nothing.")
+
+
+def filesystem(path: Path) -> str:
+    """Return the kind of file system that a file is on, as Linux calls it."""
+    device = path.stat().st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        mounted, _, kind = line.partition(" - ")
+        if mounted.split()[2] == wanted:
+            return kind.split()[0]
+    return "unknown"
 
 
 def _memory(engines: Sequence[_served.Live], files: Sequence[Path]) -> int:

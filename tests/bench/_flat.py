@@ -7,10 +7,10 @@ import numpy as np
 import psutil
 from _density import pss
 
-# A process whose memory grows with names is red from this on: less than one small object for each.
-BYTES_A_NAME = 256
-# What an allocator may keep and give back meanwhile.
-SLACK = 16 << 20
+# A process whose memory grows with names is red from this on: less than the smallest object for each.
+BYTES_A_NAME = 64
+# What an allocator may keep and give back meanwhile: no more than this over the names of a whole run.
+SLACK = 4 << 20
 # Of the names, the first: caches and tiers fill up to their bounds.
 WARM_UP = 0.3
 

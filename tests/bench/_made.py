@@ -22,7 +22,7 @@ from engine.adapters.families import BaseShapes
 from engine.adapters.layout_tensors import from_canonical
 from engine.adapters.layouts import PLAIN
 from engine.adapters.store import Location, open_store
-from engine.base import BaseInfo
+from engine.base import BaseInfo, base_config
 from engine.config import Params, served_name
 
 # Of adapters that are appended and committed together.
@@ -49,6 +49,12 @@ def template(
             found[f"{module}.lora_A"] = a.to(dtype) if one is None else one.clone()
             found[f"{module}.lora_B"] = b.to(dtype)
     return found
+
+
+def adapter_bytes(given: Params, base: str, rank: int, dtype: torch.dtype) -> int:
+    """Return the packed bytes of one adapter on all modules of a base."""
+    shapes = BaseShapes.of(base_config(given.base.model_copy(update={"name": base}), given.paths))
+    return packed.pack(template(shapes, rank, dtype), dtype, shapes.fused).layout.nbytes
 
 
 def with_signs(payload: np.ndarray, itemsize: int, number: int) -> np.ndarray:

@@ -63,10 +63,10 @@ class Live:
 
 
 @contextmanager
-def live(given: Params, base: str, **engine: Any) -> Iterator[Live]:
-    """Start an engine with a state directory of its own, on the bases that `given` has built."""
+def live(given: Params, base: str, beside: Path, **engine: Any) -> Iterator[Live]:
+    """Start an engine on the bases that `given` has built, with a state directory of its own in `beside`."""
     shape = SHAPES[base]
-    with tempfile.TemporaryDirectory(prefix="graftwork-bench-") as root:
+    with tempfile.TemporaryDirectory(prefix="bench-", dir=beside) as root:
         given.paths.bases.mkdir(parents=True, exist_ok=True)
         (Path(root) / "bases").symlink_to(given.paths.bases)
         fields = {

@@ -10,9 +10,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import _record as record
+from _answers import Check
 from _traffic import Answer
 
 LEVEL = 0.95
+# All of a storm arrive at once, so the longest wait is a whole window: an adapter starves that waits for more
+# than so many times the median window.
+STARVED = 3.0
+# Of alternations, so many may be run again since they lasted longer than their warm traffic.
+OUTLIVED = 0.1
 RESAMPLES = 400
 
 
@@ -44,6 +50,18 @@ class Alternation:
     storm: Sequence[Answer]
     control: Sequence[Answer]
     calm: Sequence[Answer]
+    # For how long after the burst's arrival warm requests went on to arrive.
+    traffic_s: float = math.inf
+
+    @property
+    def seconds(self) -> float:
+        """Return how long the slower arm took until each of its burst had its first token."""
+        return max(seconds_of(self.storm), seconds_of(self.control))
+
+    @property
+    def outlived_traffic(self) -> bool:
+        """Say whether its end met no warm requests, so that it tells less than it should."""
+        return self.seconds > self.traffic_s
 
     def counted(self) -> tuple[list[float], list[float]]:
         """Return the warm requests' times to the first token in both arms, of the same requests.
@@ -65,6 +83,19 @@ class Arms:
     """All alternations with one number of cold adapters."""
 
     alternations: list[Alternation] = field(default_factory=list)
+    # Those that count for nothing but the longest wait.
+    outlived: list[Alternation] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+
+    @property
+    def longest_cold_s(self) -> float:
+        every = [*self.alternations, *self.outlived]
+        return max(answer.ttft for one in every for answer in burst_of(one.storm))
+
+    @property
+    def window_s(self) -> float:
+        """Return the median seconds from the cold arrivals to the last cold first token."""
+        return record.median([seconds_of(one.storm) for one in self.alternations])
 
     @property
     def counted(self) -> int:
@@ -110,13 +141,15 @@ class Arms:
                     percentile(each, level) for level in (0.5, LEVEL)
                 )
         values |= {
-            "ready_cold_s": record.median([seconds_of(one.storm) for one in self.alternations]),
+            "ready_cold_s": self.window_s,
             "ready_resident_s": record.median([seconds_of(one.control) for one in self.alternations]),
-            "longest_cold_s": max(cold),
+            "longest_cold_s": self.longest_cold_s,
+            "longest_cold_over_window": self.longest_cold_s / self.window_s,
             "longest_resident_s": max(resident),
             "median_cold_s": percentile(cold, 0.5),
             "counted": float(self.counted),
             "alternations": float(len(self.alternations)),
+            "run_again": float(len(self.outlived)),
         }
         return values, spreads
 
@@ -138,6 +171,11 @@ def faults(name: str, arms: Arms, alternations: int, least: int) -> list[str]:
         found.append(f"{name}: {len(arms.alternations)} alternations in the time, not {alternations}.")
     if arms.counted < least:
         found.append(f"{name}: {arms.counted} warm requests arrived while adapters came, not {least}.")
+    if len(arms.outlived) > max(1, OUTLIVED * len(arms.alternations)):
+        found.append(f"{name}: {len(arms.outlived)} alternations lasted longer than their warm traffic.")
+    if arms.alternations and arms.longest_cold_s > STARVED * arms.window_s:
+        waits = f"{arms.longest_cold_s:.2f} s, and a storm {arms.window_s:.2f} s in the median"
+        found.append(f"{name}: a cold adapter starved: it waited {waits}.")
     for one in arms.alternations:
         asked = [[(a.ask.at, a.ask.prompt, a.ask.tokens) for a in arm] for arm in (one.storm, one.control)]
         if asked[0] != asked[1]:

@@ -3,9 +3,10 @@
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from _storm_figures import Alternation, Arms, window
+from _answers import Check, off_nats
+from _storm_figures import Alternation, Arms, seconds_of
 from _traffic import Answer, Ask, Client, Server, arrivals, prompt
 
 SHARE, WARM = 0.4, 16
@@ -15,15 +16,20 @@ LEAD_S = 0.5
 UNDER_WAY, PROBED = 64, 384
 LIMIT_S = 600.0
 # For so many times the longest storm so far warm traffic goes on.
-MARGIN = 1.3
+MARGIN = 1.5
+# Cold answers of each alternation that are compared.
 CHECKED = 8
 
 
 @dataclass
 class Side:
-    """A server under storms: ours or vLLM's own; `make` gives names of adapters that nobody asked for."""
+    """A server under storms, ours or vLLM's own, which calls its base `base`.
+
+    `make` gives names of adapters that nobody asked for.
+    """
 
     name: str
+    base: str
     client: Client
     server: Server
     make: Callable[[int], list[str]]
@@ -66,12 +72,15 @@ class Side:
         return Ask(at, self.chance.choice(self.warm), self.prompt(), self.lengths[1])
 
     def alternate(self, cold: int, repeats: int, least: int, before_storm: Callable[[], None]) -> Arms:
-        """Alternate until there are `repeats`, with `least` warm requests counted in each arm."""
+        """Alternate until there are `repeats`, with `least` warm requests counted in each arm.
+
+        An alternation that lasts longer than its warm traffic does not count: the next one has more.
+        """
         arms, resident = Arms(), self.resident[:cold]
         if not self.seconds_a_cold:
             # The first one warms up, and says how long a storm takes.
             warm_up = self.alternation(cold, resident, 2.0, 0, 0.0, before_storm)
-            self.seconds_a_cold = self.window_s(warm_up) / cold
+            self.seconds_a_cold = warm_up.seconds / cold
         seconds = self.seconds_a_cold * cold
         began = time.monotonic()
         calm_s = max(2.0, least / repeats / self.rate)
@@ -80,13 +89,15 @@ class Side:
                 break
             number = len(arms.alternations)
             one = self.alternation(cold, resident, MARGIN * seconds, number, calm_s, before_storm)
-            arms.alternations.append(one)
-            seconds = max(seconds, self.window_s(one))
+            (arms.outlived if one.outlived_traffic else arms.alternations).append(one)
+            seconds = max(seconds, one.seconds)
+            # Where time goes while a long run is watched.
+            took = ", ".join(f"{seconds_of(arm):.2f} s" for arm in (one.storm, one.control))
+            print(f"  {self.name} n{cold}: storm and control {took} of {one.traffic_s:.2f} s", flush=True)
+            compared = time.monotonic()
+            arms.checks += self.checks(one)
+            began += time.monotonic() - compared
         return arms
-
-    @staticmethod
-    def window_s(one: Alternation) -> float:
-        return max(end - start for start, end in (window(one.storm), window(one.control)))
 
     def alternation(
         self, cold: int, resident: list[str], seconds: float, number: int, calm_s: float,
@@ -97,32 +108,33 @@ class Side:
         traffic = [self.warm_ask(at) for at in times]
         prompts = [self.prompt() for _ in range(cold)]
         names = {"storm": self.make(cold), "control": resident}
+        compared = set(self.chance.sample(range(cold), min(CHECKED, cold)))
         before_storm()
         found: dict[str, list[Answer]] = {}
         for arm in in_turn(names, number):
             self.settle([*resident, *self.warm] if arm == "control" else self.warm)
             burst = [
-                Ask(LEAD_S, name, each, self.lengths[1], burst=True)
-                for name, each in zip(names[arm], prompts, strict=True)
+                Ask(LEAD_S, name, each, self.lengths[1], burst=True, logprobs=i in compared)
+                for i, (name, each) in enumerate(zip(names[arm], prompts, strict=True))
             ]
             found[arm] = self.ask([*traffic, *burst])
         calm = []
         if calm_s:
             times = arrivals(self.chance, self.rate, LEAD_S + calm_s)
             calm = [a for a in self.ask([self.warm_ask(at) for at in times]) if a.ask.at >= LEAD_S]
-        return Alternation(found["storm"], found["control"], calm)
+        return Alternation(found["storm"], found["control"], calm, seconds)
 
-    def agreed(self, arms: Arms) -> tuple[float, int]:
-        """Return the share of some cold answers that come again when asked alone, and how many differ.
-
-        The second is how many answers there are to one prompt, each from another adapter: one would mean that
-        no adapter was applied.
-        """
-        cold = [answer for answer in arms.alternations[-1].storm if answer.ask.burst][:CHECKED]
-        alone = self.ask([Ask(0.0, a.ask.model, a.ask.prompt, self.lengths[1]) for a in cold], under_way=1)
-        same = sum(one.ids == again.ids for one, again in zip(cold, alone, strict=True))
-        one_prompt = [Ask(0.0, a.ask.model, cold[0].ask.prompt, self.lengths[1]) for a in cold]
-        return same / len(cold), len({answer.ids for answer in self.ask(one_prompt)})
+    def checks(self, one: Alternation) -> list[Check]:
+        """Ask the sampled cold adapters alone, the base and a warm adapter the same, one after another."""
+        cold = [answer for answer in one.storm if answer.ask.logprobs]
+        alone, base, other = (
+            self.ask([replace(a.ask, at=0.0, model=model or a.ask.model) for a in cold], under_way=1)
+            for model in ("", self.base, self.warm[0])
+        )
+        return [
+            Check(*(off_nats(a, again) for again in answers))
+            for a, *answers in zip(cold, alone, base, other, strict=True)
+        ]
 
 
 def in_turn(arms: Iterable[str], number: int) -> list[str]:

@@ -6,8 +6,8 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
@@ -26,13 +26,17 @@ class Server:
 
 @dataclass(frozen=True)
 class Ask:
-    """A request that arrives `at` seconds after its plan began; `burst`: it is one of the storm's."""
+    """A request that arrives `at` seconds after its plan began.
+
+    `burst`: it is one of the storm's; `logprobs`: its tokens' log-probabilities are asked for too.
+    """
 
     at: float
     model: str
     prompt: tuple[int, ...]
     tokens: int
     burst: bool = False
+    logprobs: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,7 @@ class Answer:
     """What came of a request; times in seconds since its plan began, 0 where it did not get so far.
 
     `refused` counts its 429s, each with a `Retry-After` that was waited for. `fault` is empty for a 200.
+    `logprobs` are of `ids`, in nats, where they were asked for.
     """
 
     ask: Ask
@@ -50,6 +55,7 @@ class Answer:
     refused: int
     ids: tuple[int, ...]
     fault: str
+    logprobs: tuple[float, ...] = ()
 
     @property
     def ttft(self) -> float:
@@ -72,10 +78,6 @@ def arrivals(chance: random.Random, rate: float, seconds: float) -> list[float]:
     while times[-1] < seconds:
         times.append(times[-1] + chance.expovariate(rate))
     return times[:-1]
-
-
-def at_once(asks: Iterable[Ask]) -> list[Ask]:
-    return [replace(ask, at=0.0) for ask in asks]
 
 
 class Client:
@@ -112,7 +114,7 @@ class Client:
             "key": server.key,
             "at_once": under_way,
             "deadline_s": DEADLINE_S,
-            "asks": [[ask.at, ask.model, ask.prompt, ask.tokens] for ask in asks],
+            "asks": [[ask.at, ask.model, ask.prompt, ask.tokens, ask.logprobs] for ask in asks],
         }
         self._process.stdin.write(json.dumps(plan).encode() + b"\n")
         self._process.stdin.flush()
@@ -123,8 +125,8 @@ class Client:
         self.wall_s += found["wall_s"]
         self.cpu_s += found["cpu_s"]
         return [
-            Answer(ask, sent, first, done, status, refused, tuple(ids), fault)
-            for ask, (sent, first, done, status, refused, ids, fault) in zip(
+            Answer(ask, sent, first, done, status, refused, tuple(ids), fault, tuple(logprobs))
+            for ask, (sent, first, done, status, refused, ids, fault, logprobs) in zip(
                 asks, found["answers"], strict=True
             )
         ]

@@ -10,6 +10,8 @@ same bytes written and fsynced before and after. 10^6 entries need 10 GB beside 
 A random sample of the largest catalog is served by a real engine, once as registered in bulk, once made
 anew and published one by one: tokens and log-probabilities must be equal. `peft` and transformers, in
 float32 on the same revisions' directories, are the third route, within bfloat16's tolerance.
+
+Each command runs on the largest catalog in a process of its own; red when its peak memory is over a bound.
 """
 
 import argparse
@@ -20,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +32,7 @@ import torch
 from _catalog_adapters import KINDS, Maker, adapter_bytes
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from live import start_engine, stop_engine
+from live import free_port, start_engine, stop_engine
 
 from engine.adapters import bulk
 from engine.adapters.families import BaseShapes
@@ -59,7 +62,17 @@ COMMANDS = {
     "verify": ("store", "verify", "--json"),
     "gc": ("store", "gc", "--json"),
     "compact": ("store", "compact", "--json"),
+    "repack": ("store", "repack", "--json"),
 }
+# The same for commands that change it; after all else, since nobody is served what they took away.
+CHANGES = {
+    "export": ("adapters", "export", "{name}", "{folder}", "--json"),
+    "import": ("adapters", "import", "{folder}", "--policy", "imported", "--json"),
+    "retire": ("adapters", "retire", "{name}", "--reason", "bench", "--json"),
+    "purge": ("purge", "{policy}", "--by", "bench", "--reason", "bench", "--yes", "--json"),
+}
+# Peak memory: what no command may exceed, whatever the catalog's size. An import loads torch and a base.
+MOST_MB, MOST_IMPORT_MB = 512.0, 1024.0
 # How far answers in bfloat16 may be off in the median and at most, and how many times as much the adapters
 # must change in the median. The first is the effect probe's tolerance.
 TOLERANCE_NATS, MOST_NATS, EFFECT_OVER_ERROR = 0.05, 0.5, 5
@@ -140,18 +153,31 @@ def larger(root: Path, base: BaseInfo, entries: int) -> tuple[dict[str, float], 
     }, missing(registered, entries)
 
 
-def commands(state: Path, name: str) -> tuple[dict[str, float], list[str]]:
-    """Run what reads a whole catalog or one entry of it; return each command's seconds and peak memory."""
+def commands(
+    state: Path, base: BaseInfo, given: Mapping[str, Sequence[str]], name: str
+) -> tuple[dict[str, float], list[str]]:
+    """Run commands on a catalog or on one entry of it; return their seconds and peak memory, and faults."""
     settings = state / "params.yaml"
-    settings.write_text(json.dumps({"state_dir": str(state)}))
-    figures, ended = {}, []
-    for key, words in COMMANDS.items():
-        found = part(
-            "command", words=[*(word.format(name=name) for word in words), "--params", str(settings)]
-        )
-        figures[f"{key}_s"], figures[f"{key}_peak_mb"] = found["seconds"], found["peak_bytes"] / 1e6
-        ended.append(found["code"])
-    return figures, [f"Commands ended with the codes {ended}."] if any(ended) else []
+    # Ports where nothing is up: a command asks services that run.
+    ports = {service: {"port": free_port()} for service in ("engine", "trainer", "controller", "mlflow")}
+    settings.write_text(json.dumps({"state_dir": str(state), **ports}))
+    if not (bases := state / "bases").exists():
+        bases.symlink_to(base.path.parent)
+    fields = {"name": name, "policy": name.partition("@")[0], "folder": str(state / "exported")}
+    figures, faults = {}, []
+    for key, words in given.items():
+        found = part("command", words=[*(word.format(**fields) for word in words), "--params", str(settings)])
+        peak = found["peak_bytes"] / 1e6
+        figures[f"{key}_s"], figures[f"{key}_peak_mb"] = found["seconds"], peak
+        if found["code"]:
+            faults.append(f"`graftwork {' '.join(words[:2])}` ended with {found['code']}.")
+        faults += over_bound(key, peak)
+    return figures, faults
+
+
+def over_bound(command: str, peak_mb: float) -> list[str]:
+    most = MOST_IMPORT_MB if command == "import" else MOST_MB
+    return [f"{command} took {peak_mb:.0f} MB, more than {most:.0f} MB."] if peak_mb > most else []
 
 
 def streamed(root: Path, base: BaseInfo, entries: int) -> tuple[dict[str, float], list[str]]:
@@ -216,7 +242,8 @@ def measure(given: argparse.Namespace, base: BaseInfo, root: Path) -> tuple[dict
     least = figures[f"resolve_p50_us.n{sizes[0]}"]
     figures["resolve_p50_over_least"] = figures["resolve_p50_us"] / least
     _, policy, digest = sample[0]
-    taken, wrong = commands(state, served_name(policy, digest))
+    name = served_name(policy, digest)
+    taken, wrong = commands(state, base, COMMANDS, name)
     figures |= taken
     faults += wrong
     if given.postgres:
@@ -230,6 +257,9 @@ def measure(given: argparse.Namespace, base: BaseInfo, root: Path) -> tuple[dict
         answered, wrong = through_engine(state, base, sample, given.served, root / "revisions")
         figures |= answered
         faults += wrong
+    taken, wrong = commands(state, base, CHANGES, name)
+    figures |= taken
+    faults += wrong
     if given.streamed:
         found, wrong = streamed(root, base, given.streamed)
         figures |= found

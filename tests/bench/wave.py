@@ -4,10 +4,12 @@
 
 A wave is so many requests at once, each for an adapter of its own that nobody asked for before; the
 gateway's queue refuses some with a `Retry-After`, which the client honours and counts. Every answer must be
-the one that the same adapter gives when it is asked alone, later. `share_of_one` is the wave's throughput
-over that of the same requests on one adapter, `share_of_one_resident` the same once the adapters are in the
-host tier. Then names, each asked for one token, through a host tier that holds some hundreds of them: no
-errors, and the memory (PSS) of every process stays flat.
+the one that the same adapter gives when it is asked alone, later, and most must be neither the base's nor
+another adapter's to the same prompt. The host tier holds all of them: nothing may be evicted.
+`share_of_one` is the wave's throughput over that of the same requests on one adapter,
+`share_of_one_resident` the same once the adapters are in the host tier. Then names, each asked for one
+token, through a host tier that holds some hundreds of them: no errors, and the memory (PSS) of every process
+stays flat.
 """
 
 import argparse
@@ -20,6 +22,8 @@ from pathlib import Path
 import _made
 import _record as record
 import _served
+import httpx
+from _answers import MOST
 from _flat import Memory, titled
 from _storm_figures import errors, percentile, refusals
 from _traffic import Answer, Ask, Client, Server, prompt
@@ -37,11 +41,15 @@ NAMES_HOST_BYTES = 8 << 20
 TARGETS = {"errors": "== 0", "wrong_answers": "== 0", "growing_processes": "== 0"}
 
 
-def waves(given: Params, client: Client, sizes: Sequence[int]) -> tuple[dict[str, float], list[str]]:
+def waves(
+    given: Params, client: Client, sizes: Sequence[int], beside: Path
+) -> tuple[dict[str, float], list[str]]:
     """Return figures of each size, and what was wrong."""
     figures: dict[str, float] = {"wrong_answers": 0.0, "errors_waves": 0.0}
     wrong: list[str] = []
-    with _served.live(given, BASE, slots=SLOTS) as engine:
+    held = sum(sizes) + SLOTS
+    each = _made.adapter_bytes(given, BASE, max(RANKS), _served.SHAPES[BASE].torch_dtype)
+    with _served.live(given, BASE, beside, slots=SLOTS, host_adapters=held, host_bytes=held * each) as engine:
         makers = [
             _made.Maker(engine.params, engine.base, f"wave-{rank}", rank, _served.SHAPES[BASE].torch_dtype)
             for rank in RANKS
@@ -51,15 +59,25 @@ def waves(given: Params, client: Client, sizes: Sequence[int]) -> tuple[dict[str
             fresh = [name for maker in makers for name in maker.make(size // len(makers))]
             chance.shuffle(fresh)
             asks = [Ask(0.0, name, prompt(chance, PROMPT), TOKENS) for name in fresh]
-            answers, seconds = wave(client, engine.server, asks)
+            evicted = evictions(engine.server)
+            answers, seconds = wave(client, engine.server, asks, engine.base.name)
+            evicted = evictions(engine.server) - evicted
             figures |= figures_of(answers, seconds, size)
             figures["errors_waves"] += sum(map(errors, answers.values()))
             differing = differ(answers)
             figures["wrong_answers"] += differing
             if differing:
                 wrong.append(f"{size} at once: {differing} answers are not those of their adapters alone.")
-            if len({answer.ids for answer in answers["one"]}) < 2:
-                wrong.append(f"{size} at once: one adapter gave one answer to every prompt.")
+            for kind, whose in (("base", "the base's"), ("one", "another adapter's")):
+                share = unlike(answers, kind)
+                figures[f"unlike_{kind}_share.n{size}"] = share
+                if share <= MOST:
+                    wrong.append(f"{size} at once: only {share:.0%} of answers differ from {whose}.")
+            figures[f"evictions.n{size}"] = float(evicted)
+            if evicted:
+                wrong.append(
+                    f"{size} at once: {evicted} adapters left the host tier, so none was compared there."
+                )
             print(
                 f"  {size} at once: {figures[f'per_s_cold.n{size}']:.0f} a second, on one adapter "
                 f"{figures[f'per_s_one.n{size}']:.0f}, {differing} wrong",
@@ -71,12 +89,14 @@ def waves(given: Params, client: Client, sizes: Sequence[int]) -> tuple[dict[str
 
 
 def wave(
-    client: Client, server: Server, asks: Sequence[Ask]
+    client: Client, server: Server, asks: Sequence[Ask], base: str
 ) -> tuple[dict[str, list[Answer]], dict[str, float]]:
-    """Return answers and seconds of the wave, of its requests on one adapter, of it again, and one by one."""
+    """Return answers and seconds of the wave, on one adapter, of it again, one by one, and on the base."""
     one = [replace(ask, model=asks[0].model) for ask in asks]
+    bare = [replace(ask, model=base) for ask in asks]
     answers, seconds = {}, {}
-    for kind, each in (("cold", asks), ("one", one), ("resident", asks), ("alone", asks)):
+    kinds = {"cold": asks, "one": one, "resident": asks, "alone": asks, "base": bare}
+    for kind, each in kinds.items():
         began = time.monotonic()
         answers[kind] = client.ask(server, each, under_way=int(kind == "alone"))
         seconds[kind] = time.monotonic() - began
@@ -94,6 +114,23 @@ def differ(answers: Mapping[str, Sequence[Answer]]) -> int:
     )
 
 
+def unlike(answers: Mapping[str, Sequence[Answer]], kind: str) -> float:
+    """Return the share of answers that differ from those of another kind, which another model gave."""
+    pairs = [
+        (cold.ids, other.ids)
+        for cold, other in zip(answers["cold"], answers[kind], strict=True)
+        if cold.ask.model != other.ask.model
+    ]
+    return sum(one != other for one, other in pairs) / len(pairs)
+
+
+def evictions(server: Server) -> int:
+    """Return how many adapters have left the engine's host tier so far."""
+    headers = {"authorization": f"Bearer {server.key}"}
+    found = httpx.get(f"{server.url}/graftwork/residency", headers=headers, timeout=60)
+    return int(found.raise_for_status().json()["evictions"])
+
+
 def figures_of(
     answers: Mapping[str, Sequence[Answer]], seconds: Mapping[str, float], size: int
 ) -> dict[str, float]:
@@ -108,11 +145,11 @@ def figures_of(
     }
 
 
-def names(given: Params, client: Client, count: int) -> tuple[dict[str, float], list[str]]:
+def names(given: Params, client: Client, count: int, beside: Path) -> tuple[dict[str, float], list[str]]:
     """Ask `count` distinct names for one token each; return figures, and what was wrong."""
     memory, failed, refused, seconds = Memory(), 0, 0, 0.0
     chance = random.Random(2)
-    with _served.live(given, BASE, slots=SLOTS, host_bytes=NAMES_HOST_BYTES) as engine:
+    with _served.live(given, BASE, beside, slots=SLOTS, host_bytes=NAMES_HOST_BYTES) as engine:
         maker = _made.Maker(engine.params, engine.base, "names", 1, _served.SHAPES[BASE].torch_dtype, SMALL)
         processes = titled(engine.processes())
         done = 0
@@ -157,17 +194,21 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(".graftwork/bench"))
     arguments = parser.parse_args()
     given = load_params(arguments.params)
+    beside = arguments.out.resolve().parent
+    beside.mkdir(parents=True, exist_ok=True)
     figures: dict[str, float] = {"errors": 0.0}
     wrong: list[str] = []
     with Client() as client:
         if arguments.sizes:
-            found, faults = waves(given, client, arguments.sizes)
+            found, faults = waves(given, client, arguments.sizes, beside)
             figures, wrong = figures | found, wrong + faults
         if arguments.names:
-            found, faults = names(given, client, arguments.names)
+            found, faults = names(given, client, arguments.names, beside)
             figures, wrong = figures | found, wrong + faults
         figures["client_cpu_share"] = client.cpu_share
     figures["errors"] = figures.get("errors_waves", 0.0) + figures.get("errors_names", 0.0)
+    if figures["errors"]:
+        wrong.append(f"{figures['errors']:.0f} requests did not end in 200 with every token.")
     print(*wrong, sep="\n")
     record.report("wave", figures, TARGETS, {}, not wrong, arguments.out)
 
