@@ -118,6 +118,8 @@ class Access:
         self._is_sqlite = address.get_backend_name() == "sqlite"
         # When `data_version` last asked a server, and what it answered.
         self._looked: tuple[float, int] | None = None
+        # When it last did not answer, and why.
+        self._failed: tuple[float, str] | None = None
         if self._is_sqlite and not Path(self.label).is_file():
             raise NotFound(f"There is no catalog at {self.label}. Start the services with `graftwork up`.")
         self._engine = open_engine(url)
@@ -154,11 +156,22 @@ class Access:
         if self._watch:
             return int(self._watch.execute("PRAGMA data_version").fetchone()[0])
         now = time.monotonic()
+        if self._failed is not None and now - self._failed[0] < POLL_S:
+            raise ServiceError(self._failed[1])
         if self._looked is None or now - self._looked[0] >= POLL_S:
-            with self._read(self._single) as connection:
-                newest = connection.execute(select(func.max(tables.changes.c.id))).scalar()
-            self._looked = now, int(newest or 0)
+            try:
+                with self._read(self._single) as connection:
+                    newest = connection.execute(select(func.max(tables.changes.c.id))).scalar()
+            except Exception as error:
+                # Or each request would wait again for a server that is down.
+                self._failed = time.monotonic(), str(error)
+                raise
+            self._looked, self._failed = (now, int(newest or 0)), None
         return self._looked[1]
+
+    def data_version_age(self) -> float:
+        """Return how many seconds ago the catalog itself said what `data_version` last returned."""
+        return 0.0 if self._looked is None else time.monotonic() - self._looked[0]
 
     @contextmanager
     def _write(self) -> Iterator[Connection]:
