@@ -357,10 +357,12 @@ def test_a_restored_older_catalog_is_read_anew(catalog, monkeypatch):
     assert router.take_changed() == {"sums"}
 
 
-def test_a_look_while_a_purge_runs_keeps_nothing_of_it(catalog, monkeypatch):
+@pytest.mark.parametrize("buried", [False, True])
+def test_a_look_while_a_purge_runs_keeps_nothing_of_it(catalog, monkeypatch, buried):
     """Rows that were read between two of its transactions are old when the purge has ended."""
     router, pinned = Router(catalog, "tiny", "base"), f"sums@{CANARY[:12]}"
-    catalog.bury("sums", CHAMPION, "It was bad.", "controller")
+    if buried:
+        catalog.bury("sums", CHAMPION, "It was bad.", "controller")
     purge_some = catalog._purge_revisions
 
     def looks(policy: str) -> int:

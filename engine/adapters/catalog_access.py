@@ -23,6 +23,15 @@ from engine.errors import ConfigError, NotFound, ServiceError
 
 BUSY_TIMEOUT_MS = 15_000
 STATEMENT_TIMEOUT_MS = 120_000
+# With a Postgres server that says nothing: seconds until a connection has failed (2 is the least),
+# milliseconds until bytes that it does not acknowledge have, and seconds of silence until it is asked.
+PATIENCE = {
+    "connect_timeout": 2,
+    "tcp_user_timeout": 5000,
+    "keepalives_idle": 5,
+    "keepalives_interval": 2,
+    "keepalives_count": 3,
+}
 CACHE_KIB = 32 << 10
 # Random digests touch a page each: the log is copied into the database in larger parts than by default.
 CHECKPOINT_PAGES = 4000
@@ -95,7 +104,7 @@ def _open_sqlite(address: URL) -> Engine:
 def _open_postgres(address: URL) -> Engine:
     limits = f"-c lock_timeout={BUSY_TIMEOUT_MS} -c statement_timeout={STATEMENT_TIMEOUT_MS}"
     try:
-        engine = create_engine(address, connect_args={"connect_timeout": 10, "options": limits})
+        engine = create_engine(address, connect_args={**PATIENCE, "options": limits})
     except ModuleNotFoundError:
         raise ConfigError(
             f"The catalog {address.render_as_string()} needs psycopg: pip install 'graftwork[postgres]'."
