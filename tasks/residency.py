@@ -62,8 +62,13 @@ def ask_engine(params: Params) -> dict[str, Any] | None:
     url, headers = f"{params.url('engine')}/graftwork/residency", {"authorization": f"Bearer {key}"}
     try:
         answer = httpx.get(url, headers=headers, timeout=TIMEOUT_S, trust_env=False)
-    except httpx.TransportError:
+    except httpx.ConnectError:
         return None
+    except httpx.TransportError as error:
+        raise ServiceError(
+            f"The engine at {url} did not answer: {error!r}. It may be busy or just ending; ask again, "
+            "and see its log if it stays so."
+        ) from None
     if answer.status_code != httpx.codes.OK:
         raise ServiceError(f"The engine answered {answer.status_code} to {url}: {answer.text[:200]}")
     told: dict[str, Any] = answer.json()

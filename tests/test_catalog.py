@@ -7,16 +7,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
+from postgres import fresh_database
 from rows import make_release, make_revision
 from sqlalchemy import Connection, select
 
+from engine.adapters import catalog_access
 from engine.adapters.catalog import (
     Base,
     Catalog,
@@ -336,3 +338,33 @@ def test_a_revision_is_found_fast_among_many(catalog: Catalog) -> None:
 def test_importing_the_catalog_is_light() -> None:
     code = "import engine.adapters.catalog, sys; sys.exit('torch' in sys.modules or 'alembic' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_server_that_is_down_is_asked_once_in_a_while(
+    postgres_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each request asks for the version; not each of them may wait for a connection."""
+    url = fresh_database(postgres_server)
+    migrate(url)
+    with closing(Catalog(url)) as catalog:
+        catalog.data_version()
+        asked: list[object] = []
+        read = catalog._read
+
+        def down(engine: object = None) -> object:
+            asked.append(engine)
+            raise ServiceError("The catalog cannot be read.")
+
+        monkeypatch.setattr(catalog_access, "POLL_S", 0.3)
+        monkeypatch.setattr(catalog, "_read", down)
+        catalog._looked = None
+        for _ in range(5):
+            with pytest.raises(ServiceError, match="cannot be read"):
+                catalog.data_version()
+        assert len(asked) == 1
+        monkeypatch.setattr(catalog, "_read", read)
+        time.sleep(0.31)
+        catalog.data_version()
+        assert catalog.data_version_age() < 0.3
+        time.sleep(0.1)
+        assert catalog.data_version_age() >= 0.1

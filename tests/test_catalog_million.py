@@ -1,5 +1,6 @@
 """The catalog of many revisions: batches, names that are near, retirement, expiry, bytes, purge, 0002."""
 
+import difflib
 import hashlib
 import json
 import multiprocessing
@@ -362,3 +363,20 @@ def test_policies_and_routes_come_in_pages(catalog: Catalog) -> None:
     catalog.set_route(Route("p5", weight=0.5), 0)
     assert [r.policy for r in catalog.routes(changed=True)] == ["p5"]
     assert catalog.routed(["p1", "sorting", "unknown"]) == {"p1", "sorting"}
+
+
+def test_a_misspelt_name_is_compared_with_a_few(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway answers nobody else meanwhile."""
+    for number in range(200):
+        catalog.add_policy(Policy(f"customer-{number:03}", "base", {}, "me", 0.0))
+    compared, compare = [], difflib.get_close_matches
+
+    def counts(name, names, **how):
+        compared.append(len(names))
+        return compare(name, names, **how)
+
+    monkeypatch.setattr(difflib, "get_close_matches", counts)
+    near = catalog.nearest_policies("customer-00x")
+    assert len(near) == 5
+    assert any(name.startswith("customer-00") for name in near)
+    assert max(compared) <= 50

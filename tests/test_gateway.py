@@ -13,7 +13,7 @@ from engine.adapters.catalog import Base, Catalog, Policy, Revision, migrate
 from engine.adapters.store import Store
 from engine.config import EngineConfig
 from engine.errors import DamagedBytes
-from engine.serving.gateway import Gateway, GatewayState
+from engine.serving.gateway import Gateway, GatewayState, unless_left
 from engine.serving.residency import Residency
 from engine.serving.routing import Router
 
@@ -242,6 +242,22 @@ async def test_a_client_that_leaves_ends_its_load(world):
     assert world.state.residency.loading == 0
     assert world.server.seen == []
     assert world.events.rows[-1][1]["status"] == 499
+
+
+async def test_what_ended_in_the_turn_of_the_cancellation_is_given_back(world):
+    revision, residency = world.catalog.revision("sums", CHAMPION), world.state.residency
+
+    async def work():
+        name = await residency.hold(revision)
+        # After the end of this coroutine, and before its waiter runs.
+        asyncio.get_running_loop().call_soon(asked.cancel)
+        return name
+
+    asked = asyncio.create_task(unless_left(asyncio.Event().wait, work(), residency.release))
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    (resident,) = residency.residents.values()
+    assert resident.users == 0
 
 
 async def test_a_damaged_adapter_is_a_422_until_its_bytes_come_again(world):

@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 
+import pytest
 from adapters_cold import FakeEngine, name_of, residency, revision, settle, use
 
 from engine.errors import NotFound, ServiceError
@@ -27,7 +28,7 @@ class FakeRouter:
         changed, self.changed = self.changed, set()
         return changed
 
-    def revision(self, policy, digest):
+    def revision(self, policy, digest, may_be_old=True):
         if digest not in self.rows:
             raise NotFound(f"Policy {policy!r} has no revision {digest[:12]!r} in the catalog.")
         return self.rows[digest]
@@ -125,3 +126,52 @@ async def test_a_catalog_that_cannot_be_read_is_tried_again(tmp_path, monkeypatc
     running = asyncio.create_task(Prewarmer(tier, router, tmp_path / "warm.json").run())
     await settle(lambda: name_of(1) in tier.residents)
     running.cancel()
+
+
+async def test_what_could_not_be_looked_at_is_looked_at_again(tmp_path):
+    engine, router = FakeEngine(0), FakeRouter()
+    tier = residency(engine)
+    for i in range(3):
+        await use(tier, revision(i))
+    prewarmer = Prewarmer(tier, router, tmp_path / "warm.json")
+    del router.rows[revision(2).digest]
+    plain = router.revision
+
+    def fails(policy, digest, may_be_old=True):
+        raise ServiceError("The catalog cannot be read.")
+
+    router.revision, router.changed = fails, {"sums"}
+    with pytest.raises(ServiceError):
+        prewarmer.look()
+    router.revision = plain
+    prewarmer.look()
+    assert set(tier.residents) == {name_of(0), name_of(1)}
+
+
+async def test_when_anything_may_have_changed_everything_is_looked_at(tmp_path):
+    router, tier = FakeRouter(), residency(FakeEngine(0))
+    await use(tier, revision(1))
+    prewarmer = Prewarmer(tier, router, tmp_path / "warm.json")
+    del router.rows[revision(1).digest]
+    router.take_changed = lambda: None
+    prewarmer.look()
+    assert tier.residents == {}
+
+
+async def test_popularity_does_not_feed_on_itself(tmp_path):
+    """Who is prewarmed at each start and asked for by nobody is forgotten an hour after the last use."""
+    router, now = FakeRouter(), time.time()
+    before = residency(FakeEngine(0))
+    await use(before, revision(1))
+    first = Prewarmer(before, router, tmp_path / "warm.json")
+    rows = first.rows(now)
+    for _ in range(2):
+        first._write(rows)
+        tier = residency(FakeEngine(0))
+        again = Prewarmer(tier, router, tmp_path / "warm.json")
+        again._pending = again.popular(now)
+        again.look()
+        await settle(lambda tier=tier: name_of(1) in tier.residents and not tier.residents[name_of(1)].users)
+        assert again.rows(now) == rows
+        assert again.rows(now + 3700) == []
+        assert tier._metrics.hits._value.get() == 0

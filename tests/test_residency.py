@@ -1,6 +1,7 @@
 """Cold loads: shared, bounded, in order, with a deadline on every wait, and ended with their last waiter."""
 
 import asyncio
+import threading
 import time
 
 import pytest
@@ -16,8 +17,10 @@ from adapters_cold import (
     use,
 )
 
-from engine.errors import AdapterError, Busy, DamagedBytes, MissingBytes, ServiceError
+from engine.config import EngineConfig
+from engine.errors import AdapterError, Busy, DamagedBytes, MissingBytes, NotFound, ServiceError
 from engine.serving.load_queue import BACKGROUND, INTERACTIVE, SHARE
+from engine.serving.residency import Residency
 
 
 async def test_identical_misses_share_one_load():
@@ -96,7 +99,7 @@ async def test_a_person_who_asks_for_what_is_prewarmed_waits_like_a_person():
 async def test_prewarm_says_how_long_it_takes():
     tier = residency(FakeEngine(0.01))
     assert 0 < tier.prewarm(revision(1)) < 5
-    await settle(lambda: tier.state(name_of(1)) == "host" and tier.residents[name_of(1)].users == 0)
+    await settle(lambda: name_of(1) in tier.residents and tier.residents[name_of(1)].users == 0)
     assert tier.prewarm(revision(1)) == 0
     assert tier.residents[name_of(1)].users == 0
 
@@ -117,7 +120,7 @@ async def test_a_load_ends_with_its_last_waiter():
     waiters = [asyncio.create_task(use(tier, revision(1))) for _ in range(2)]
     queued = asyncio.create_task(use(tier, revision(2)))
     await settle(lambda: engine.running)
-    assert (tier.state(name_of(1)), tier.state(name_of(2))) == ("loading", "queued")
+    assert (set(tier.queue.running), set(tier.queue.waiting[INTERACTIVE])) == ({name_of(1)}, {name_of(2)})
     # The one in the queue first, or it would begin in the moment in which the other ends.
     for task in (queued, *waiters):
         task.cancel()
@@ -220,3 +223,88 @@ async def test_bytes_that_were_moved_meanwhile_are_found():
     with pytest.raises(MissingBytes):
         await use(tier, revision(2))
     assert catalog.in_quarantine == {}
+
+
+async def test_a_full_disk_under_the_log_holds_nobody_up():
+    """The next load starts, and what was evicted leaves the engine, though neither can be noted."""
+
+    def full(**fields):
+        raise OSError(28, "No space left on device")
+
+    engine = FakeEngine(0)
+    config = EngineConfig(load_concurrency=1, host_adapters=2)
+    tier = Residency(engine, FakeCatalog(), FakeStore(), config, full)
+    await asyncio.gather(*(use(tier, revision(i)) for i in range(6)))
+    assert tier.loading == 0
+    await settle(lambda: engine.held == set(tier.residents) and len(engine.held) <= 2)
+    assert tier._metrics.untold._value.get() >= 6
+
+
+async def test_evictions_wait_while_nobody_knows_who_must_stay():
+    def unreadable():
+        if faults:
+            raise ServiceError("The catalog cannot be read.")
+        return frozenset()
+
+    faults, engine = [True], FakeEngine(0)
+    tier = residency(engine, pinned=unreadable, load_concurrency=1, host_adapters=2)
+    await asyncio.gather(*(use(tier, revision(i)) for i in range(6)))
+    assert (tier.loading, len(tier.residents)) == (0, 6)
+    faults.clear()
+    await use(tier, revision(6))
+    await settle(lambda: engine.held == set(tier.residents) and len(engine.held) <= 2)
+
+
+async def test_a_load_whose_row_was_purged_meanwhile_is_not_taken_in():
+    engine, catalog = FakeEngine(0.1), FakeCatalog()
+    tier = residency(engine, catalog=catalog)
+    both = [asyncio.create_task(use(tier, revision(i))) for i in (1, 2)]
+    await settle(lambda: engine.running == 2)
+    read = catalog.revision
+
+    def purged(policy, digest):
+        if digest == revision(1).digest:
+            raise NotFound("There is no such revision.")
+        return read(policy, digest)
+
+    catalog.revision = purged
+    tier.doubt({"others"})
+    assert not any(load.in_doubt for load in tier.queue.running.values())
+    tier.doubt({"sums"})
+    gone, there = await asyncio.gather(*both, return_exceptions=True)
+    assert isinstance(gone, NotFound)
+    assert set(tier.residents) == {there} == {name_of(2)}
+    await settle(lambda: engine.held == {name_of(2)})
+
+
+async def test_a_few_threads_fetch_for_many_loads():
+    """Each may hold one of the catalog's connections, of which there are fifteen."""
+    running, peak, lock = set(), [], threading.Lock()
+
+    class Slow(FakeStore):
+        def fetch(self, location):
+            me = threading.get_ident()
+            with lock:
+                running.add(me)
+                peak.append(len(running))
+            time.sleep(0.01)
+            with lock:
+                running.discard(me)
+            return super().fetch(location)
+
+    tier = residency(FakeEngine(0), store=Slow(), load_concurrency=64)
+    await asyncio.gather(*(use(tier, revision(i)) for i in range(64)))
+    assert 1 < max(peak) <= 8
+
+
+async def test_what_is_brought_unasked_is_no_use():
+    tier = residency(FakeEngine(0))
+    tier.prewarm(revision(1), is_use=False)
+    await settle(lambda: name_of(1) in tier.residents and tier.residents[name_of(1)].users == 0)
+    resident, hits = tier.residents[name_of(1)], tier._metrics.hits._value
+    then = resident.used_at
+    assert tier.prewarm(revision(1), is_use=False) == 0
+    assert (resident.hits, resident.used_at, resident.users) == (0, then, 0)
+    assert (tier.tier.popularity.of(name_of(1)), hits.get()) == (0, 0)
+    await use(tier, revision(1))
+    assert (resident.hits, tier.tier.popularity.of(name_of(1)), hits.get()) == (1, 1, 1)

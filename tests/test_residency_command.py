@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from live import free_port
 from typer.testing import CliRunner
 
 from engine.config import EngineConfig, Params
+from engine.errors import ServiceError
 from engine.quality.ledger import Ledger, Spool
 from flows.cli_residency import app
 from tasks import residency as tiers
@@ -46,9 +48,13 @@ def params(tmp_path: Path) -> Params:
         )  # fmt: skip
     spool.emit("loads", policy="sums", digest=GOOD, tier="stored", bytes=10, seconds=60.0)
     spool.emit("loads", policy="sums", digest=OLD, tier="host", bytes=10, seconds=0.1, error="It is damaged.")
+    spool.emit(
+        "loads", policy="sums", digest=OLD, tier="host", bytes=10, seconds=0.1, outcome="cancelled",
+        error="Nobody waited for it any more.",
+    )  # fmt: skip
     spool.close()
     again = Ledger(tmp_path / "ledger.duckdb")
-    assert again.ingest(tmp_path / "spool") == 4
+    assert again.ingest(tmp_path / "spool") == 5
     again.snapshot(tmp_path / "ledger.snapshot.duckdb")
     again.close()
     catalog.close()
@@ -92,3 +98,11 @@ def test_the_command_prints_a_table_or_json(params, monkeypatch, tmp_path):
     assert re.search(r"host\s+adapters 2, bytes 30", shown.output)
     # The console is the process's own.
     assert "stored" in shown.output
+
+
+def test_an_engine_that_is_busy_is_not_taken_for_none(params, monkeypatch):
+    with socket.create_server(("127.0.0.1", params.engine.port)):
+        monkeypatch.setattr(tiers, "TIMEOUT_S", 0.1)
+        with pytest.raises(ServiceError, match="did not answer"):
+            tiers.ask_engine(params)
+    assert tiers.ask_engine(params) is None

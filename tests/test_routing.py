@@ -2,6 +2,7 @@
 
 import sqlite3
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from engine.adapters.catalog import Base, Catalog, Policy, Release, Revision, Route, migrate
 from engine.config import ReleaseConfig
 from engine.errors import AdapterError, Ambiguous, NotFound, ServiceError
+from engine.serving.kept_rows import kept_rows
 from engine.serving.routing import STALE_S, Gone, Router, in_canary
 
 CHAMPION, CANARY = "a" * 64, "b" * 64
@@ -198,8 +200,7 @@ def test_a_change_elsewhere_reads_nothing_again(catalog, monkeypatch):
 
 def test_more_changes_than_are_kept_make_everything_old(catalog, monkeypatch):
     monkeypatch.setattr("engine.adapters.catalog_access.CHANGES", 3)
-    monkeypatch.setattr("engine.serving.routing.KEPT", 2)
-    router = Router(catalog, "tiny", "base")
+    router = Router(catalog, "tiny", "base", kept=2)
     assert router.resolve("sums", "ann").arm == "base"
     set_route(catalog, champion=CHAMPION)
     for number in range(9):
@@ -253,3 +254,130 @@ def test_the_catalog_is_asked_of_what_is_asked_for_alone(catalog):
     router.resolve("user-7", "ann")
     assert len(router._rows._rows) == 1
     assert router.policies(3) == ["sums", "user-0", "user-1"]
+
+
+def breaks(catalog, monkeypatch, name: str) -> None:
+    def fail(*args) -> None:
+        raise ServiceError("The catalog cannot be read: disk I/O error.")
+
+    monkeypatch.setattr(catalog, name, fail)
+
+
+@pytest.mark.parametrize("name", ["route", "tombstone"])
+def test_a_changed_row_that_cannot_be_read_drops_the_canary(catalog, monkeypatch, name):
+    """The catalog says that something has changed, and then fails."""
+    clock = Clock()
+    set_route(catalog, champion=CHAMPION, canary=CANARY, weight=0.999)
+    router = Router(catalog, "tiny", "base", clock)
+    assert {router.resolve("sums", f"u{i}").arm for i in range(5000)} == {"champion", "canary"}
+    assert router.resolve("sums", "ann").arm == "canary"
+    if name == "tombstone":
+        catalog.bury("sums", CANARY, "Reward fell.", "controller")
+    else:
+        set_route(catalog, canary=None)
+    breaks(catalog, monkeypatch, name)
+    assert router.resolve("sums", "ann").arm == "canary"
+    clock.now = STALE_S * 1.01
+    assert router.resolve("sums", "ann").arm == "champion"
+    monkeypatch.undo()
+    assert router.resolve("sums", "ann").arm == "champion"
+    if name == "tombstone":
+        catalog.lift("sums", CANARY, "ann", "It is fine.")
+    else:
+        set_route(catalog, canary=CANARY, weight=0.999)
+    assert router.resolve("sums", "ann").arm == "canary"
+
+
+def test_a_pinned_revision_whose_stone_cannot_be_read_is_refused(catalog, monkeypatch):
+    clock = Clock()
+    router, pinned = Router(catalog, "tiny", "base", clock), f"sums@{CANARY[:12]}"
+    assert router.resolve(pinned, "ann").digest == CANARY
+    catalog.bury("sums", CANARY, "Reward fell.", "controller")
+    breaks(catalog, monkeypatch, "tombstone")
+    assert router.resolve(pinned, "ann").digest == CANARY
+    clock.now = STALE_S * 1.01
+    with pytest.raises(ServiceError, match="may have been rolled back"):
+        router.resolve(pinned, "ann")
+    assert router.resolve(pinned, "ann", purpose="score").digest == CANARY
+    monkeypatch.undo()
+    with pytest.raises(Gone, match="Reward fell"):
+        router.resolve(pinned, "ann")
+
+
+def test_an_answer_that_the_catalog_kept_is_as_old_as_its_reading(catalog, monkeypatch):
+    """A server in the network is asked five times a second; between two times it may have gone."""
+    clock = Clock()
+    set_route(catalog, champion=CHAMPION, canary=CANARY, weight=0.999)
+    router = Router(catalog, "tiny", "base", clock)
+    assert router.resolve("sums", "ann").arm == "canary"
+    monkeypatch.setattr(catalog, "data_version_age", lambda: STALE_S * 1.01)
+    assert router.resolve("sums", "ann").arm == "champion"
+
+
+def test_what_nobody_has_is_not_kept(catalog):
+    router = Router(catalog, "tiny", "base", kept=4)
+    assert router.resolve("sums", "ann").arm == "base"
+    for number in range(20):
+        for model in (f"nobody-{number}", f"No/body {number}", f"nobody@{number:012x}"):
+            with pytest.raises(NotFound):
+                router.resolve(model, "ann")
+        assert router.key(f"gw-{number}") is None
+    assert list(router._rows._rows) == [("route", "sums")]
+
+
+def test_a_name_of_megabytes_is_refused_in_a_line(catalog, monkeypatch):
+    router = Router(catalog, "tiny", "base")
+    breaks(catalog, monkeypatch, "route")
+    breaks(catalog, monkeypatch, "purged")
+    for model in ("x" * (1 << 20), "X" * (1 << 20) + "@" + "a" * 12):
+        with pytest.raises(NotFound) as missing:
+            router.resolve(model, "ann")
+        assert len(str(missing.value)) < 1000
+
+
+def test_every_row_of_a_full_host_tier_is_kept():
+    assert kept_rows(1) >= 1000
+    assert kept_rows(100_000) > 3 * 100_000
+
+
+def test_a_restored_older_catalog_is_read_anew(catalog, monkeypatch):
+    """Its changes count from a lower number, so none of them would look newer than what was read."""
+    set_route(catalog, champion=CHAMPION)
+    router = Router(catalog, "tiny", "base")
+    assert router.resolve("sums", "ann").digest == CHAMPION
+    newest = router._seen
+    with catalog._write() as connection:
+        connection.exec_driver_sql("DELETE FROM changes WHERE id > 1")
+        connection.exec_driver_sql("UPDATE routes SET champion = NULL")
+    assert router.resolve("sums", "ann").arm == "base"
+    assert 0 < router._seen < newest
+    assert router.take_changed() is None
+    set_route(catalog, champion=CANARY)
+    assert router.resolve("sums", "ann").digest == CANARY
+    assert router.take_changed() == {"sums"}
+
+
+@pytest.mark.parametrize("buried", [False, True])
+def test_a_look_while_a_purge_runs_keeps_nothing_of_it(catalog, monkeypatch, buried):
+    """Rows that were read between two of its transactions are old when the purge has ended."""
+    router, pinned = Router(catalog, "tiny", "base"), f"sums@{CANARY[:12]}"
+    if buried:
+        catalog.bury("sums", CHAMPION, "It was bad.", "controller")
+    purge_some = catalog._purge_revisions
+
+    def looks(policy: str) -> int:
+        with pytest.raises(Gone):
+            router.resolve("sums", "ann")
+        with suppress(NotFound):
+            router.revision("sums", CANARY)
+            router._stone("sums", CHAMPION)
+        return purge_some(policy)
+
+    monkeypatch.setattr(catalog, "_purge_revisions", looks)
+    catalog.purge("sums", "ann", 1.0)
+    with pytest.raises(NotFound):
+        router.revision("sums", CANARY)
+    with pytest.raises(Gone, match="purged by ann"):
+        router.resolve(pinned, "ann")
+    assert router._stone("sums", CHAMPION) is None
+    assert router.take_changed() == {"sums"}

@@ -23,6 +23,15 @@ from engine.errors import ConfigError, NotFound, ServiceError
 
 BUSY_TIMEOUT_MS = 15_000
 STATEMENT_TIMEOUT_MS = 120_000
+# With a Postgres server that says nothing: seconds until a connection has failed (2 is the least),
+# milliseconds until bytes that it does not acknowledge have, and seconds of silence until it is asked.
+PATIENCE = {
+    "connect_timeout": 2,
+    "tcp_user_timeout": 5000,
+    "keepalives_idle": 5,
+    "keepalives_interval": 2,
+    "keepalives_count": 3,
+}
 CACHE_KIB = 32 << 10
 # Random digests touch a page each: the log is copied into the database in larger parts than by default.
 CHECKPOINT_PAGES = 4000
@@ -95,7 +104,7 @@ def _open_sqlite(address: URL) -> Engine:
 def _open_postgres(address: URL) -> Engine:
     limits = f"-c lock_timeout={BUSY_TIMEOUT_MS} -c statement_timeout={STATEMENT_TIMEOUT_MS}"
     try:
-        engine = create_engine(address, connect_args={"connect_timeout": 10, "options": limits})
+        engine = create_engine(address, connect_args={**PATIENCE, "options": limits})
     except ModuleNotFoundError:
         raise ConfigError(
             f"The catalog {address.render_as_string()} needs psycopg: pip install 'graftwork[postgres]'."
@@ -118,6 +127,8 @@ class Access:
         self._is_sqlite = address.get_backend_name() == "sqlite"
         # When `data_version` last asked a server, and what it answered.
         self._looked: tuple[float, int] | None = None
+        # When it last did not answer, and why.
+        self._failed: tuple[float, str] | None = None
         if self._is_sqlite and not Path(self.label).is_file():
             raise NotFound(f"There is no catalog at {self.label}. Start the services with `graftwork up`.")
         self._engine = open_engine(url)
@@ -154,11 +165,22 @@ class Access:
         if self._watch:
             return int(self._watch.execute("PRAGMA data_version").fetchone()[0])
         now = time.monotonic()
+        if self._failed is not None and now - self._failed[0] < POLL_S:
+            raise ServiceError(self._failed[1])
         if self._looked is None or now - self._looked[0] >= POLL_S:
-            with self._read(self._single) as connection:
-                newest = connection.execute(select(func.max(tables.changes.c.id))).scalar()
-            self._looked = now, int(newest or 0)
+            try:
+                with self._read(self._single) as connection:
+                    newest = connection.execute(select(func.max(tables.changes.c.id))).scalar()
+            except Exception as error:
+                # Or each request would wait again for a server that is down.
+                self._failed = time.monotonic(), str(error)
+                raise
+            self._looked, self._failed = (now, int(newest or 0)), None
         return self._looked[1]
+
+    def data_version_age(self) -> float:
+        """Return how many seconds ago the catalog itself said what `data_version` last returned."""
+        return 0.0 if self._looked is None else time.monotonic() - self._looked[0]
 
     @contextmanager
     def _write(self) -> Iterator[Connection]:

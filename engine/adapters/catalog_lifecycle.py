@@ -22,6 +22,8 @@ EXPIRE_CHUNK = 1_000
 # Columns of a route and of a release that name a revision.
 ROUTED = ("champion", "previous", "canary")
 RELEASED = ("revision", "baseline")
+# Of what a purge removes last, what gateways read.
+TOLD = frozenset({"releases", "tombstones"})
 
 
 class Lifecycle(Revisions):
@@ -205,7 +207,8 @@ class Lifecycle(Revisions):
         """Remove every row of a policy and mark its name as purged; return rows removed by table.
 
         Going on after a crash is safe: the mark comes first, so that nothing new is published, and
-        tombstones go last, so that nothing buried is served meanwhile.
+        tombstones go last, so that nothing buried is served meanwhile. Every transaction is told, since a
+        gateway may have read what the next one removes.
         """
         mark = {"policy": policy, "by": by, "at": now}
         removed: dict[str, int] = {}
@@ -220,6 +223,8 @@ class Lifecycle(Revisions):
         for name in ("releases", "aliases", "notices", "quarantine", "tombstones"):
             with self._write() as connection:
                 removed[name] = _delete(connection, name, "policy", policy)
+                if removed[name] and name in TOLD:
+                    self._tell(connection, policy)
         return removed
 
     def purged(self, policy: str) -> dict[str, Any] | None:
@@ -236,6 +241,7 @@ class Lifecycle(Revisions):
             digests = connection.execute(some).scalars().all()
             if digests:
                 connection.execute(gone, [{"key": digest} for digest in digests])
+                self._tell(connection, policy)
         return len(digests)
 
     def _found(self, policy: str, digest: str) -> Revision:

@@ -23,6 +23,7 @@ from engine.config import load_params
 from engine.errors import GraftworkError, ServiceError
 from engine.quality.spool import Spool
 from engine.serving.gateway import GatewayState, send_error
+from engine.serving.kept_rows import kept_rows
 from engine.serving.load_metrics import LoadMetrics
 from engine.serving.plugin import vllm_version
 from engine.serving.prewarming import Prewarmer, names_under_release
@@ -83,7 +84,13 @@ class GraftworkEndpoints:
         }
         state.graftwork_loads, state.graftwork_slots = engine.loads, engine.slots
         catalog = Catalog(params.paths.catalog_url)
-        router = Router(catalog, settings["base_name"], settings["base"])
+        # A catalog of its own: loads may have every connection of theirs in use.
+        router = Router(
+            Catalog(params.paths.catalog_url),
+            settings["base_name"],
+            settings["base"],
+            kept=kept_rows(params.engine.host_adapters),
+        )
         spool = Spool(params.paths.spool, "gateway")
         metrics = LoadMetrics(REGISTRY)
         tier = Residency(

@@ -179,7 +179,9 @@ class Gateway:
         name = state.residency.hold_warm(revision)
         if name is None:
             priority = INTERACTIVE if purpose == "user" else BACKGROUND
-            name = await unless_left(receive, state.residency.hold(revision, priority))
+            name = await unless_left(
+                receive, state.residency.hold(revision, priority), state.residency.release
+            )
         return name
 
     async def _forward(
@@ -266,14 +268,21 @@ async def read_body(receive: Receive) -> bytes:
             return b"".join(chunks)
 
 
-async def unless_left(receive: Receive, work: Coroutine[Any, Any, Done]) -> Done:
-    """Return what `work` does; cancel it and raise `Refused` (499) when the client goes away first."""
+async def unless_left(
+    receive: Receive, work: Coroutine[Any, Any, Done], give_back: Callable[[Done], object]
+) -> Done:
+    """Return what `work` does; cancel it and raise `Refused` (499) when the client goes away first.
+
+    `give_back` gets what it did for a caller that is cancelled in the moment in which it ends.
+    """
+    taken = False
     working: asyncio.Task[Done] = asyncio.create_task(work)
     # The body has been read: all that can still come is that the client goes.
     left: asyncio.Future[Message] = asyncio.ensure_future(receive())
     try:
         await asyncio.wait((working, left), return_when=asyncio.FIRST_COMPLETED)
         if working.done():
+            taken = True
             return working.result()
         raise Refused(CLIENT_LEFT, "The client went away before its adapter was loaded.")
     finally:
@@ -281,6 +290,8 @@ async def unless_left(receive: Receive, work: Coroutine[Any, Any, Done]) -> Done
         if not working.done():
             working.cancel()
             await asyncio.wait((working,))
+        if not taken and not working.cancelled() and working.exception() is None:
+            give_back(working.result())
 
 
 def parse(raw: bytes) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """What Prometheus and the ledger are told of loads. No label names a revision: there may be a million."""
 
+import logging
 import time
 from collections.abc import Callable
 from functools import partial
@@ -11,6 +12,7 @@ from engine.serving.load_queue import Load, LoadQueue
 from engine.serving.warm_set import Resident, WarmSet
 
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+log = logging.getLogger("graftwork.loads")
 
 
 class LoadMetrics:
@@ -32,6 +34,11 @@ class LoadMetrics:
         self.refused = Counter(
             "graftwork_loads_refused", "Requests that found the queue full.", ["priority"], registry=registry
         )
+        self.untold = Counter(
+            "graftwork_loads_untold",
+            "Loads and evictions that the ledger was not told of.",
+            registry=registry,
+        )
         self.evictions = Counter(
             "graftwork_evictions", "Adapters that left the host tier.", registry=registry
         )
@@ -48,7 +55,7 @@ class LoadMetrics:
 
 
 class LoadLog:
-    """Counts what became of each load, and tells the ledger (its table `loads`) by `tell`."""
+    """Counts what became of each load, and tells the ledger (its table `loads`) by `tell`. Never raises."""
 
     def __init__(self, metrics: LoadMetrics, tell: Callable[..., object], tier: WarmSet):
         self._metrics, self._tell, self._tier = metrics, tell, tier
@@ -60,8 +67,8 @@ class LoadLog:
         if load.started_at is not None:
             self._metrics.load_s.labels(load.priority).observe(now - load.started_at)
         self._emit(
-            load.revision, "host", now - (load.started_at or now), error=error, wait_s=load.waited_s,
-            priority=load.priority, waiters=load.asked_by,
+            load.revision, "host", now - (load.started_at or now), error=error, outcome=outcome,
+            wait_s=load.waited_s, priority=load.priority, waiters=load.asked_by,
         )  # fmt: skip
 
     def evicted(self, resident: Resident) -> None:
@@ -70,13 +77,18 @@ class LoadLog:
         self._emit(resident.revision, "stored", time.monotonic() - resident.loaded_at)
 
     def _emit(self, revision: Revision, tier: str, seconds: float, **more: object) -> None:
-        self._tell(
-            policy=revision.policy,
-            digest=revision.digest,
-            tier=tier,
-            bytes=revision.length,
-            seconds=seconds,
-            tier_adapters=len(self._tier.residents),
-            tier_bytes=self._tier.bytes,
-            **more,
-        )
+        try:
+            self._tell(
+                policy=revision.policy,
+                digest=revision.digest,
+                tier=tier,
+                bytes=revision.length,
+                seconds=seconds,
+                tier_adapters=len(self._tier.residents),
+                tier_bytes=self._tier.bytes,
+                **more,
+            )
+        except Exception as error:
+            # A full disk, say: who waits for an adapter does not wait for the ledger.
+            self._metrics.untold.inc()
+            log.warning("A load of %s is missing in the ledger: %s", revision.policy, error)

@@ -36,6 +36,8 @@ class Load:
     started_at: float | None = None
     waiters: set["asyncio.Future[None]"] = field(default_factory=set)
     asked_by: int = 0
+    # Its row may be gone since it was read.
+    in_doubt: bool = False
     task: "asyncio.Task[None] | None" = None
 
     @property

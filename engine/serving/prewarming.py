@@ -34,8 +34,10 @@ class Prewarmer:
         self._file = file
         self._pending: list[tuple[str, str]] = []
         self._seen: frozenset[tuple[str, str]] = frozenset()
-        # Policies of which something is gone that a request still uses.
-        self._in_use: set[str] = set()
+        # As they were noted before the restart, for those that nobody has used since.
+        self._noted: dict[str, dict[str, Any]] = {}
+        # Policies of which something may be gone that is still here; None: any of them.
+        self._to_check: set[str] | None = set()
 
     async def run(self) -> None:
         """Prewarm what was popular, then whatever a release brings; note who is popular every 15 s."""
@@ -54,14 +56,18 @@ class Prewarmer:
 
     def look(self) -> None:
         """Prewarm what came under release since the last look, and as much of the rest as the queue takes."""
-        self._drop_what_is_gone(self._router.take_changed() | self._in_use)
+        changed = self._router.take_changed()
+        self._to_check = None if changed is None or self._to_check is None else self._to_check | changed
+        if self._to_check is None or self._to_check:
+            self._drop_what_is_gone(self._to_check)
         released = self._router.under_release()
         self._pending = [*(released - self._seen), *self._pending]
         self._seen = released
         while self._pending:
             policy, digest = self._pending[0]
             try:
-                self._residency.prewarm(self._router.revision(policy, digest))
+                # Nobody has asked for it: popularity must not feed on itself.
+                self._residency.prewarm(self._router.revision(policy, digest), is_use=False)
             except Busy:
                 return
             except GraftworkError as error:
@@ -69,24 +75,27 @@ class Prewarmer:
                 log.info("%s is not prewarmed: %s", served_name(policy, digest), error)
             self._pending.pop(0)
 
-    def _drop_what_is_gone(self, policies: set[str]) -> None:
-        """Let adapters go whose rows were purged or have expired: nobody can ask for them any more."""
-        self._in_use = set()
-        if not policies:
-            return
+    def _drop_what_is_gone(self, policies: set[str] | None) -> None:
+        """Let adapters go whose rows were purged or have expired: nobody can ask for them any more.
+
+        What cannot be read now, and what a request still uses, is looked at again.
+        """
+        self._residency.doubt(policies)
+        in_use = set()
         for name, resident in list(self._residency.residents.items()):
             row = resident.revision
-            if row.policy in policies:
+            if policies is None or row.policy in policies:
                 try:
-                    self._router.revision(row.policy, row.digest)
+                    self._router.revision(row.policy, row.digest, may_be_old=False)
                 except NotFound:
                     if not self._residency.drop(name):
-                        self._in_use.add(row.policy)
+                        in_use.add(row.policy)
+        self._to_check = in_use
 
     def rows(self, now: float) -> list[dict[str, Any]]:
         """Return the residents that were used within an hour, with the time and how often they were used."""
         idle_since = now - time.monotonic()
-        return [
+        rows: list[dict[str, Any] | None] = [
             {
                 "policy": resident.revision.policy,
                 "digest": resident.revision.digest,
@@ -94,9 +103,11 @@ class Prewarmer:
                 "hits": round(resident.hits, 2),
                 "used_at": round(idle_since + resident.used_at, 3),
             }
-            for resident in self._residency.residents.values()
-            if resident.hits and idle_since + resident.used_at > now - RECENT_S
+            if resident.hits
+            else self._noted.get(name)
+            for name, resident in self._residency.residents.items()
         ]
+        return [row for row in rows if row is not None and row["used_at"] > now - RECENT_S]
 
     def popular(self, now: float) -> list[tuple[str, str]]:
         """Return (policy, digest) of the last hour's most used, as many as half of the tier holds."""
@@ -109,6 +120,7 @@ class Prewarmer:
             if size > START_SHARE * tier.max_bytes or len(names) >= START_SHARE * tier.max_adapters:
                 break
             names.append((row["policy"], row["digest"]))
+            self._noted[served_name(row["policy"], row["digest"])] = row
             # So that a scan of cold names does not pass by what was warm before the restart.
             for _ in range(min(int(row["hits"]), 3)):
                 tier.popularity.add(served_name(row["policy"], row["digest"]))

@@ -29,6 +29,8 @@ from engine.serving.warm_set import Resident, WarmSet
 
 # Texts of a few kilobytes, one for each shape of adapter.
 LAYOUTS = 64
+# Threads that read the catalog and fetch for loads: fewer than the catalog has connections.
+THREADS = 8
 log = logging.getLogger("graftwork.residency")
 
 
@@ -66,7 +68,7 @@ class Residency:
         self._leaving: dict[str, asyncio.Task[None]] = {}
         # asyncio keeps only weak references to tasks.
         self._prewarming: set[asyncio.Task[None]] = set()
-        self._threads = ThreadPoolExecutor(config.load_concurrency, "graftwork-fetch")
+        self._threads = ThreadPoolExecutor(min(THREADS, config.load_concurrency), "graftwork-fetch")
         self._layout = lru_cache(LAYOUTS)(catalog.layout)
         self._metrics = metrics or LoadMetrics(CollectorRegistry())
         self._metrics.watch(self.tier, self.queue)
@@ -80,13 +82,6 @@ class Residency:
     def loading(self) -> int:
         """How many cold loads wait or run."""
         return len(self.queue)
-
-    def state(self, name: str) -> str:
-        """Return where an adapter is as far as is known here: host, loading, queued or stored."""
-        if name in self.residents:
-            return "host"
-        load = self.queue.find(name)
-        return "stored" if load is None else "queued" if load.started_at is None else "loading"
 
     @asynccontextmanager
     async def use(self, revision: Revision, priority: str = INTERACTIVE) -> AsyncIterator[str]:
@@ -119,43 +114,55 @@ class Residency:
             name = load.name
         return name
 
-    def release(self, name: str) -> None:
-        """End what `hold` began."""
-        self.tier.release(name)
+    def release(self, name: str, is_use: bool = True) -> None:
+        """End what `hold` began; `is_use` says whether anybody computed with it."""
+        self.tier.release(name, is_use)
         self._evict()
 
     def drop(self, name: str) -> bool:
         """Let an adapter go that is gone from the catalog; False while a request still runs on it."""
         resident = self.tier.drop(name)
         if resident is not None:
-            self._take_out(name, resident)
+            self._take_out([(name, resident)])
         return resident is not None
 
-    def prewarm(self, revision: Revision) -> float:
+    def doubt(self, policies: Collection[str] | None) -> None:
+        """Have loads under way of these policies (None: of all) look again whether their row is there."""
+        for load in self.queue.running.values():
+            load.in_doubt |= policies is None or load.revision.policy in policies
+
+    def prewarm(self, revision: Revision, is_use: bool = True) -> float:
         """Bring a revision into the host tier in the background; return in how many seconds it is there.
 
-        Raises `Busy` when the queue has no place for it.
+        `is_use` says whether somebody asked for it, which makes it more popular. Raises `Busy` when the
+        queue has no place for it.
         """
-        if self.hold_warm(revision) is not None:
-            self.release(served_name(revision.policy, revision.digest))
+        name = served_name(revision.policy, revision.digest)
+        if not is_use and name in self.residents:
             return 0.0
-        load, waiter = self._join(revision, BACKGROUND)
+        if is_use and self.hold_warm(revision) is not None:
+            self.release(name)
+            return 0.0
+        load, waiter = self._join(revision, BACKGROUND, is_use)
 
         async def keep() -> None:
             # Whoever asks for it hears what was wrong.
             with suppress(GraftworkError):
                 await self._wait(load, waiter)
-                self.release(load.name)
+                self.release(load.name, is_use)
 
         task = asyncio.create_task(keep())
         self._prewarming.add(task)
         task.add_done_callback(self._prewarming.discard)
         return self.queue.estimate_s(load)
 
-    def _join(self, revision: Revision, priority: str) -> "tuple[Load, asyncio.Future[None]]":
+    def _join(
+        self, revision: Revision, priority: str, is_use: bool = True
+    ) -> "tuple[Load, asyncio.Future[None]]":
         """Return the load of a revision, begun or in the queue, and this request's part in it."""
         name = served_name(revision.policy, revision.digest)
-        self.tier.popularity.add(name)
+        if is_use:
+            self.tier.popularity.add(name)
         load = self.queue.find(name)
         if load is None:
             load = Load(name, revision, priority)
@@ -214,14 +221,26 @@ class Residency:
                 if (leaving := self._leaving.get(load.name)) is not None:
                     await asyncio.wait([leaving])
                 await self._bring(load)
+                while load.in_doubt:
+                    load.in_doubt = False
+                    row = load.revision
+                    await self._in_thread(self._catalog.revision, row.policy, row.digest)
         except TimeoutError:
             fault = self._too_late(load)
         except GraftworkError as error:
             fault = error
         except Exception as error:
             fault = ServiceError(f"{load.name} was not loaded: {error!r}. The engine's log says more.")
+        try:
+            self._settle(load, fault, time.monotonic() - began)
+        finally:
+            # Whatever went wrong: others wait for the place.
+            self._start()
+
+    def _settle(self, load: Load, fault: Exception | None, seconds: float) -> None:
+        """Take a load's adapter in, or let it go, and tell who waits for it."""
         if fault is None:
-            self.queue.end(load, time.monotonic() - began)
+            self.queue.end(load, seconds)
             self.tier.add(load.name, load.revision)
         else:
             self.queue.discard(load)
@@ -236,7 +255,6 @@ class Residency:
                 waiter.set_exception(fault)
         self._log.ended(load, "refused" if fault else "ready", str(fault) if fault else None)
         self._evict()
-        self._start()
 
     async def _bring(self, load: Load) -> None:
         """Resolve, fetch and prepare. Bytes that are damaged or gone are looked for once more."""
@@ -279,13 +297,20 @@ class Residency:
 
     def _evict(self) -> None:
         """Let those go that the tier has no room for."""
-        for name, resident in self.tier.evict(self._pinned):
-            self._take_out(name, resident)
+        try:
+            gone = self.tier.evict(self._pinned)
+        except Exception:
+            # Who must stay is not known, so that nobody leaves; the next load or request tries again.
+            log.exception("Nothing leaves the host tier for the moment.")
+            return
+        self._take_out(gone)
 
-    def _take_out(self, name: str, resident: Resident) -> None:
-        self.evictions += 1
-        self._let_go(name)
-        self._log.evicted(resident)
+    def _take_out(self, gone: list[tuple[str, Resident]]) -> None:
+        self.evictions += len(gone)
+        for name, _ in gone:
+            self._let_go(name)
+        for _, resident in gone:
+            self._log.evicted(resident)
 
     def _let_go(self, name: str, after: "asyncio.Task[None] | None" = None) -> None:
         """Have the engine forget a name, after what is under way for it."""

@@ -6,23 +6,26 @@ policy, unit and salt, so that any number of gateways agree without talking. Kno
 """
 
 import hashlib
+import logging
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from engine.adapters.catalog import Catalog, Key, Revision, Route
 from engine.adapters.catalog_guards import hash_key
-from engine.config import DIGEST12, served_name, split_served_name
+from engine.config import DIGEST12, POLICY_NAME, served_name, split_served_name
 from engine.errors import AdapterError, Conflict, GraftworkError, NotFound, ServiceError
+from engine.serving.kept_rows import KEPT, Rows
 
 # A gateway that could not read the catalog for this long answers from champions alone.
 STALE_S = 0.8
-# Rows that are kept, some 2 kB each.
-KEPT = 8192
+# Characters of an unknown name that its refusal repeats.
+SHOWN = 100
 # Purposes that may still reach a revision with a tombstone: judging it is not serving it.
 JUDGING = frozenset({"score", "probe"})
+log = logging.getLogger("graftwork.routing")
 
 
 class Gone(GraftworkError):
@@ -44,44 +47,6 @@ class Target:
         return served_name(self.policy, self.digest) if self.policy and self.digest else None
 
 
-class Rows:
-    """Rows of the catalog as they were read, each with the change that it was read after. Bounded."""
-
-    def __init__(self) -> None:
-        self._rows: OrderedDict[Hashable, tuple[int, Any]] = OrderedDict()
-        # Whose rows were read too early: the change that made them old, and one for all who are not named.
-        self._changed: OrderedDict[str | None, int] = OrderedDict()
-        self._all_changed = 0
-
-    def get(self, key: Hashable) -> tuple[int, Any] | None:
-        if key in self._rows:
-            self._rows.move_to_end(key)
-        return self._rows.get(key)
-
-    def put(self, key: Hashable, seen: int, value: Any) -> None:
-        self._rows[key] = seen, value
-        self._rows.move_to_end(key)
-        if len(self._rows) > KEPT:
-            self._rows.popitem(last=False)
-
-    def drop(self, key: Hashable) -> None:
-        self._rows.pop(key, None)
-
-    def is_fresh(self, whose: str | None, seen: int) -> bool:
-        return seen >= max(self._all_changed, self._changed.get(whose, 0))
-
-    def note(self, change: int, names: set[str | None] | None) -> None:
-        """Take the rows of these names (None: of everybody) for old if they were read before this change."""
-        if names is None:
-            self._all_changed = change
-            return
-        for name in names:
-            self._changed[name] = change
-            self._changed.move_to_end(name)
-        while len(self._changed) > KEPT:
-            self._all_changed = max(self._all_changed, self._changed.popitem(last=False)[1])
-
-
 class Router:
     """Resolve model names. For one thread; every call sees the newest committed rows."""
 
@@ -91,6 +56,7 @@ class Router:
         base_name: str,
         base_digest: str,
         clock: Callable[[], float] = time.monotonic,
+        kept: int = KEPT,
     ):
         self.base_name = base_name
         self._base_digest = base_digest
@@ -100,32 +66,45 @@ class Router:
         self._version: int | None = None
         self._seen = 0
         self._read_at = clock()
-        self._rows = Rows()
-        self._changed: set[str] = set()
+        self._kept = kept
+        self._rows = Rows(kept)
+        # None: anything may have changed.
+        self._changed: set[str] | None = set()
         self._released: tuple[int | None, frozenset[tuple[str, str]]] = None, frozenset()
 
     def key(self, plaintext: str) -> Key | None:
         """Return the key in force with this plaintext."""
         self._look()
-        found: Key | None = self._read(
-            None, ("key", hash_key(plaintext)), lambda: self._catalog.key(plaintext)
-        )
-        return found
+
+        def read() -> Key:
+            found = self._catalog.key(plaintext)
+            if found is None:
+                raise NotFound("There is no such key.")
+            return found
+
+        try:
+            key: Key = self._read(None, ("key", hash_key(plaintext)), read)
+        except NotFound:
+            return None
+        return key
 
     def resolve(self, model: str, unit: str, purpose: str = "user") -> Target:
         """Return who answers `model` for this unit.
 
         Raises `NotFound` for an unknown policy or revision, `Ambiguous` for a prefix of several, and `Gone`
-        for a pinned revision that is retired or has a tombstone.
+        for a pinned revision that is retired or has a tombstone; `ServiceError` when it may have one by now.
         """
         self._look()
         if model == self.base_name:
             return Target(None, None, "base")
         policy, digest = split_served_name(model)
+        if not POLICY_NAME.fullmatch(policy):
+            raise self._unknown(model, policy)
         if digest is None:
-            route = self._route(policy)
-            if route is None:
-                raise self._unknown(model, policy)
+            try:
+                route = self._route(policy)
+            except NotFound:
+                raise self._unknown(model, policy) from None
             return self._follow(route, unit)
         if not digest:
             raise NotFound(f"{model!r} names no digest; ask for {policy!r} or {policy}@DIGEST.", [policy])
@@ -133,25 +112,35 @@ class Router:
             pinned = self._revision(policy, digest)
         except NotFound as missing:
             raise self._purged(model, policy) or missing from None
-        reason = self._reason(pinned)
-        if reason is not None and purpose not in JUDGING:
-            raise Gone(f"{model} {reason}")
+        if purpose not in JUDGING:
+            reason = self._reason(pinned)
+            if reason is not None:
+                raise Gone(f"{model} {reason}")
+            if self._is_stale(_stone_of(policy, pinned.digest)):
+                raise ServiceError(
+                    f"The catalog could not be read for {STALE_S:g} s, and {model} may have been rolled back "
+                    "meanwhile. Try again, or ask for the policy."
+                )
         return Target(policy, pinned.digest, "pinned")
 
-    def revision(self, policy: str, digest: str) -> Revision:
+    def revision(self, policy: str, digest: str, may_be_old: bool = True) -> Revision:
         """Return a revision by its digest or a prefix of it.
 
-        Raises `AdapterError` when it belongs to another base: the same shapes would load and be wrong.
+        Raises `AdapterError` when it belongs to another base: the same shapes would load and be wrong; and
+        `ServiceError` when it has changed and cannot be read, unless its row `may_be_old`.
         """
         self._look()
-        return self._revision(policy, digest)
+        found = self._revision(policy, digest)
+        if not may_be_old and self._rows.unread_since(("revision", policy, digest)) is not None:
+            raise ServiceError(f"The row of {served_name(policy, digest)} cannot be read. Try again.")
+        return found
 
     def policies(self, limit: int) -> list[str]:
         """Return the names of so many policies, in their order."""
         return self._catalog.first_policies(limit)
 
-    def take_changed(self) -> set[str]:
-        """Return the policies of which something has changed since the last call; thousands at most."""
+    def take_changed(self) -> set[str] | None:
+        """Return the policies of which something has changed since the last call; None: any of them may."""
         self._look()
         changed, self._changed = self._changed, set()
         return changed
@@ -159,18 +148,27 @@ class Router:
     def under_release(self) -> frozenset[tuple[str, str]]:
         """Return (policy, digest) of what must stay resident: canaries, and champions and baselines beside.
 
-        As many as releases run, whatever the number of routes.
+        As many as releases run, whatever the number of routes. What it last was while it cannot be read.
         """
-        self._look()
-        if self._released[0] != self._version:
-            version, found = self._version, set()
-            for release in self._catalog.releases(open_only=True):
-                route = self._route(release.policy)
-                # Before its canary a candidate is asked for by probe and scorer alone, who can wait.
-                digests = (route.canary, route.champion, release.baseline) if route else ()
-                found |= {(release.policy, digest) for digest in digests if digest}
-            self._released = version, frozenset(found)
+        try:
+            self._look()
+            if self._released[0] != self._version:
+                self._released = self._version, self._read_released()
+        except Exception as error:
+            log.warning("What is under release cannot be read; it is taken to be as it was: %s", error)
         return self._released[1]
+
+    def _read_released(self) -> frozenset[tuple[str, str]]:
+        found = set()
+        for release in self._catalog.releases(open_only=True):
+            with suppress(NotFound):
+                route = self._route(release.policy)
+                if self._rows.unread_since(("route", release.policy)) is not None:
+                    raise ServiceError(f"The route of {release.policy!r} cannot be read.")
+                # Before its canary a candidate is asked for by probe and scorer alone, who can wait.
+                digests = (route.canary, route.champion, release.baseline)
+                found |= {(release.policy, digest) for digest in digests if digest}
+        return frozenset(found)
 
     def _look(self) -> None:
         """Ask whether anything has changed: microseconds, so that every request can ask."""
@@ -179,13 +177,18 @@ class Router:
             if version != self._version:
                 self._seen, names = self._catalog.changed_since(self._seen)
                 self._rows.note(self._seen, names)
-                if len(self._changed) < KEPT:
-                    self._changed |= {name for name in names or () if name is not None}
+                self._note_changed(names)
                 self._version = version
-            self._read_at = self._clock()
+            self._read_at = self._clock() - self._catalog.data_version_age()
         except Exception as error:
             if self._version is None:
                 raise ServiceError(f"The catalog cannot be read: {error}. Requests wait for it.") from None
+
+    def _note_changed(self, names: set[str | None] | None) -> None:
+        if names is None or self._changed is None or len(self._changed) >= self._kept:
+            self._changed = None
+        else:
+            self._changed |= {name for name in names if name is not None}
 
     def _read(self, whose: str | None, key: Hashable, read: Callable[[], Any]) -> Any:
         """Return what is kept, or read it anew; what was last read holds while the catalog cannot be read."""
@@ -201,19 +204,20 @@ class Router:
         except Exception as error:
             if kept is None:
                 raise ServiceError(f"The catalog cannot be read: {error}. Try again.") from None
+            self._rows.fail(key, self._clock())
             return kept[1]
         self._rows.put(key, self._seen, value)
         return value
 
-    def _route(self, policy: str) -> Route | None:
-        def read() -> Route | None:
-            try:
-                return self._catalog.route(policy)
-            except NotFound:
-                return None
+    def _is_stale(self, *keys: Hashable) -> bool:
+        """Say whether the catalog, or one of these rows once it had changed, was unreadable for too long."""
+        since = [at for key in keys if (at := self._rows.unread_since(key)) is not None]
+        return self._clock() - min([self._read_at, *since]) > STALE_S
 
-        found: Route | None = self._read(policy, ("route", policy), read)
-        return found
+    def _route(self, policy: str) -> Route:
+        # A name that is not there is not kept: anybody may make up as many as they like.
+        route: Route = self._read(policy, ("route", policy), lambda: self._catalog.route(policy))
+        return route
 
     def _revision(self, policy: str, digest: str) -> Revision:
         if len(digest) < DIGEST12:
@@ -233,7 +237,7 @@ class Router:
         return self._stone(policy, digest) is not None
 
     def _stone(self, policy: str, digest: str) -> Any:
-        key = ("tombstone", policy, digest)
+        key = _stone_of(policy, digest)
         return self._read(policy, key, lambda: self._catalog.tombstone(policy, digest))
 
     def _reason(self, revision: Revision) -> str | None:
@@ -247,25 +251,30 @@ class Router:
 
     def _purged(self, model: str, policy: str) -> Gone | None:
         purged = self._catalog.purged(policy)
-        return (
-            Gone(f"{model} was purged by {purged['by']}; its adapters are gone for good.") if purged else None
-        )
+        if purged is None:
+            return None
+        return Gone(f"{model[:SHOWN]} was purged by {purged['by']}; its adapters are gone for good.")
 
     def _unknown(self, model: str, policy: str) -> GraftworkError:
         """Return why there is no such model: its name was purged, or never known."""
-        if (gone := self._purged(model, policy)) is not None:
+        if POLICY_NAME.fullmatch(policy) and (gone := self._purged(model, policy)) is not None:
             return gone
-        nearest = [self.base_name, *self._catalog.nearest_policies(policy)]
-        return NotFound(f"There is no model {model!r}. Known: {', '.join(nearest)}.", nearest)
+        nearest = [self.base_name, *self._catalog.nearest_policies(policy[:SHOWN])]
+        return NotFound(f"There is no model {model[:SHOWN]!r}. Known: {', '.join(nearest)}.", nearest)
 
     def _follow(self, route: Route, unit: str) -> Target:
-        if self._clock() - self._read_at > STALE_S:
-            route = replace(route, canary=None)
         arms = [("canary", route.canary)] if in_canary(route, unit) else []
         for arm, digest in [*arms, ("champion", route.champion)]:
             if digest and not self._is_buried(route.policy, digest):
+                read = ("route", route.policy), _stone_of(route.policy, digest)
+                if arm == "canary" and self._is_stale(*read):
+                    continue
                 return Target(route.policy, digest, arm, route.version)
         return Target(route.policy, None, "base", route.version)
+
+
+def _stone_of(policy: str, digest: str) -> Hashable:
+    return "tombstone", policy, digest
 
 
 def in_canary(route: Route, unit: str) -> bool:

@@ -135,7 +135,6 @@ class VllmEngine:
 
     def _drop(self, name: str) -> int | None:
         """Take a name from the server's tables; return the id that the workers know it by."""
-        self._models.lora_resolver_lock.pop(name, None)
         request = self._models.lora_requests.pop(name, None)
         return None if request is None else request.lora_int_id
 

@@ -108,13 +108,14 @@ class WarmSet:
             (self._idle_warm if resident.is_warm else self._idle_new).pop(name, None)
         return resident
 
-    def release(self, name: str) -> None:
-        """Count one user less; who has none may leave from now on."""
+    def release(self, name: str, is_use: bool = True) -> None:
+        """Count one user less; who has none may leave from now on. Who was only brought here is no user."""
         resident, now = self.residents[name], self._clock()
         assert resident.users > 0
         resident.users -= 1
-        resident.hits = resident.hits * 0.5 ** ((now - resident.used_at) / HALF_LIFE_S) + 1
-        resident.used_at = now
+        if is_use:
+            resident.hits = resident.hits * 0.5 ** ((now - resident.used_at) / HALF_LIFE_S) + 1
+            resident.used_at = now
         if resident.users == 0:
             (self._idle_warm if resident.is_warm else self._idle_new)[name] = resident
 
