@@ -266,3 +266,28 @@ def test_a_kill_loses_nothing_that_was_told(catalog: Catalog, store: Store, told
     for digest, row in rows.items():
         tensors = stored_tensors(catalog, store, row)
         assert alone(tensors, DENSE, torch.float32)[0] == digest
+
+
+def test_whole_bytes_end_a_quarantine(catalog: Catalog, store: Store):
+    entries = [Entry("one", adapter(1)), Entry("two", adapter(1)), Entry("one", adapter(2))]
+    first = register(catalog, store, entries)
+    damaged, beside, other = (catalog.revision(one.policy, str(one.digest)) for one in first)
+    catalog.quarantine("one", damaged.digest, "The checksum differs.")
+    again = register(catalog, store, [*entries, entries[0]])
+    assert [one.new for one in again] == [False] * 4
+    assert catalog.quarantined("one", damaged.digest) is None
+    healed = catalog.revision("one", damaged.digest)
+    assert location(healed) != location(damaged)
+    assert store.check([location(healed)]) == [None]
+    # Who shared the damaged place has left it, too.
+    assert location(catalog.revision("two", beside.digest)) == location(healed)
+    assert location(catalog.revision("one", other.digest)) == location(other)
+
+
+def test_a_quarantined_revision_takes_no_place_of_another(catalog: Catalog, store: Store):
+    (first,) = register(catalog, store, [Entry("one", adapter(1))])
+    catalog.quarantine("one", str(first.digest), "The checksum differs.")
+    register(catalog, store, [Entry("two", adapter(1))])
+    (again,) = register(catalog, store, [Entry("one", adapter(1))])
+    assert not again.new
+    assert catalog.quarantined("one", str(first.digest)) is None

@@ -5,7 +5,9 @@ import json
 import multiprocessing
 import pickle
 import sqlite3
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from alembic import command
@@ -362,3 +364,48 @@ def test_policies_and_routes_come_in_pages(catalog: Catalog) -> None:
     catalog.set_route(Route("p5", weight=0.5), 0)
     assert [r.policy for r in catalog.routes(changed=True)] == ["p5"]
     assert catalog.routed(["p1", "sorting", "unknown"]) == {"p1", "sorting"}
+
+
+def test_quarantine_ends_with_the_row(catalog: Catalog) -> None:
+    catalog.add_revisions([row(1, state="snapshot", expires_at=10.0), row(2), row(3)])
+    for number in (1, 2, 4):
+        catalog.quarantine("sorting", digest(number), "The checksum differs.")
+    assert [r.digest for r in catalog.expire(20.0)] == [digest(1)]
+    assert catalog.quarantined("sorting", digest(1)) is None
+    # A mark that another version left behind says nothing of a row that comes later.
+    assert catalog.add_revisions([row(4), row(2)]) == [True, False]
+    assert catalog.quarantined("sorting", digest(4)) is None
+    assert catalog.quarantined("sorting", digest(2))
+
+
+def test_an_adapter_of_many_policies_is_not_read_whole(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = [row(1, policy=f"policy-{number}") for number in range(3000)]
+    catalog.add_revisions(shared)
+    read: list[int] = []
+    for name in ("_existing", "_places_of"):
+        whole = getattr(catalog, name)
+        monkeypatch.setattr(catalog, name, counting(whole, read))
+    assert catalog.places([digest(1)] * 3000) == {digest(1): place(row(1))}
+    more = [row(1, policy=f"more-{number}") for number in range(2000)]
+    assert catalog.add_revisions([*more, shared[5]], [digest(1)]) == [True] * 2000 + [False]
+    # The place twice, and the row that is known.
+    assert sum(read) == 3
+
+
+def counting(work: Callable[..., Iterable[Any]], counts: list[int]) -> Callable[..., list[Any]]:
+    def counted(*args: Any) -> list[Any]:
+        found = list(work(*args))
+        counts.append(len(found))
+        return found
+
+    return counted
+
+
+def test_a_page_may_have_more_words_than_a_statement_takes(catalog: Catalog, catalog_url: str) -> None:
+    many = 70_000 if catalog_url.startswith("postgresql") else 33_000
+    catalog.add_revisions([row(number, segment=f"s{number}") for number in range(many)])
+    other = Catalog(catalog_url)
+    assert len(other.used_bytes_by_segment()) == many
+    other.close()

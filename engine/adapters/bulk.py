@@ -6,7 +6,7 @@ any moment leaves whole revisions or none. Knows what makes an entry unfit; `bat
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -195,8 +195,10 @@ class _Writer:
     def write(self, batch: Batch, rows: list[_Row]) -> list[Registered]:
         self._add_layout(batch.form)
         appended: dict[str, Location] = {}
+        damaged = self._damaged(batch, rows)
         for _ in range(ATTEMPTS):
-            places = self._places(batch, appended)
+            known = self._catalog.places([digest for digest in batch.digests if digest not in damaged])
+            places = self._places(batch, known, appended)
             revisions = [
                 self._revision(row, digest, batch.form, places[digest])
                 for row, digest in zip(rows, batch.digests, strict=True)
@@ -205,6 +207,7 @@ class _Writer:
                 new = self._catalog.add_revisions(revisions, places.keys() - appended.keys())
             except Moved:
                 continue
+            self._heal(revisions, new, appended.keys() - known.keys())
             self._store.committed()
             return [
                 Registered(row.position, row.policy, digest, is_new)
@@ -215,9 +218,28 @@ class _Writer:
             "when `graftwork store compact` has ended."
         )
 
-    def _places(self, batch: Batch, appended: "dict[str, Location]") -> "dict[str, Location]":
+    def _damaged(self, batch: Batch, rows: list[_Row]) -> set[str]:
+        """Return the digests of rows that are known and in quarantine: these get bytes of their own."""
+        held = self._catalog.in_quarantine(batch.digests)
+        return {
+            digest
+            for row, digest in zip(rows, batch.digests, strict=True)
+            if held and (row.policy, digest) in held
+        }
+
+    def _heal(self, revisions: list[Revision], new: list[bool], own: Set[str]) -> None:
+        """Let known rows, of which no whole bytes were known, name those that were just appended."""
+        done = {(row.policy, row.digest) for row, is_new in zip(revisions, new, strict=True) if is_new}
+        for row in revisions:
+            key = row.policy, row.digest
+            if row.digest in own and key not in done:
+                self._catalog.move_revision(row)
+                done.add(key)
+
+    def _places(
+        self, batch: Batch, known: "dict[str, Location]", appended: "dict[str, Location]"
+    ) -> "dict[str, Location]":
         """Return where the bytes of each digest lie, after appending those that the store does not have."""
-        known = self._catalog.places(batch.digests)
         missing: dict[str, int] = {}
         for i, (digest, checksum) in enumerate(zip(batch.digests, batch.checksums, strict=True)):
             at = appended.get(digest) or known.get(digest)

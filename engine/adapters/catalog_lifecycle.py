@@ -10,7 +10,7 @@ from typing import Any
 from sqlalchemy import Connection, bindparam, delete, select, tuple_, update
 
 from engine.adapters import catalog_tables as tables
-from engine.adapters.catalog_revisions import Revisions, key_of, table
+from engine.adapters.catalog_revisions import Revisions, key_of, lift_quarantine, table
 from engine.adapters.catalog_rows import COLUMNS
 from engine.adapters.catalog_schema import Revision
 from engine.adapters.store import Location
@@ -95,6 +95,7 @@ class Lifecycle(Revisions):
                     )
                     if connection.execute(gone).rowcount:
                         removed.append(row)
+            lift_quarantine(connection, ((row.policy, row.digest) for row in removed))
             for policy in {row.policy for row in removed}:
                 self._tell(connection, policy)
         return removed
