@@ -132,14 +132,12 @@ def test_shared_bytes_count_once(catalog: Catalog) -> None:
     assert catalog.used_bytes_by_segment(page=3) == {"s1": 640, "s2": 64}
 
 
-def test_a_segment_goes_only_when_no_row_names_it(catalog: Catalog) -> None:
-    gone: list[str] = []
-    catalog.add_revision(row(1))
-    assert not catalog.drop_segment_if_unused("s1", lambda: gone.append("s1"))
-    assert catalog.drop_segment_if_unused("never seen", lambda: gone.append("never seen"))
+def test_a_segment_is_unused_when_no_row_names_it(catalog: Catalog) -> None:
+    catalog.add_revisions([row(1), row(2, segment="s3")])
+    assert catalog.unused_segments(["s1", "never seen", "s3"]) == {"never seen"}
     catalog.move_revisions([(place(row(1)), Location("s2", 0, 64, "aa"))])
-    assert catalog.drop_segment_if_unused("s1", lambda: gone.append("s1"))
-    assert gone == ["never seen", "s1"]
+    assert catalog.unused_segments(["s1", "s2"]) == {"s1"}
+    assert catalog.unused_segments([]) == set()
 
 
 def test_quarantine_ends_with_whole_bytes_or_by_hand(catalog: Catalog) -> None:

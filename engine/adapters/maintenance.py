@@ -6,8 +6,9 @@ only when no writer holds it and, within the transaction that asks, no row names
 """
 
 from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,6 +33,10 @@ PAGE_ROWS = 1_000
 # What is copied between two fsyncs, and how many rows one transaction moves at most.
 BATCH_BYTES = 64 << 20
 BATCH_ROWS = 4_096
+# Live bytes that are copied before the segments they lay in go.
+GROUP_BYTES = 4 << 30
+# Segments that are claimed at once, each by an open file, and looked for in one walk of the rows.
+CLAIMED = 256
 # Damaged revisions that a report names; it counts them all.
 LISTED = 100
 LAYOUTS = 64
@@ -94,10 +99,8 @@ def gc(catalog: "Catalog", store: "Store", on_page: OnPage = silent) -> Report:
     """Remove segments that no row names and no living writer holds, and drafts that a crash left."""
     report = Report("gc")
     used = catalog.used_bytes_by_segment().keys()
-    for segment, size in store.segments():
-        if segment not in used:
-            _drop(catalog, store, segment, size, report)
-            on_page(report)
+    unused = {segment: size for segment, size in store.segments() if segment not in used}
+    _drop(catalog, store, unused, report, on_page)
     report.drafts = store.clean()
     return report
 
@@ -127,12 +130,26 @@ def compact(
                     chosen[segment] = size
                 else:
                     report.held += 1
-    if any(segment in used for segment in chosen):
-        _move_out(catalog, store, chosen, report, on_page)
-    for segment, size in chosen.items():
-        _drop(catalog, store, segment, size, report)
-        on_page(report)
+    # What is to be copied may need the room that these leave.
+    _drop(catalog, store, {name: size for name, size in chosen.items() if name not in used}, report, on_page)
+    for group in _groups({name: size for name, size in chosen.items() if name in used}, used):
+        _move_out(catalog, store, group, report, on_page)
+        _drop(catalog, store, group, report, on_page)
     return report
+
+
+def _groups(chosen: dict[str, int], used: dict[str, int]) -> Iterator[dict[str, int]]:
+    """Cut segments into groups of which so much is live that each is worth a walk of the catalog."""
+    group: dict[str, int] = {}
+    live = 0
+    for segment, size in chosen.items():
+        group[segment] = size
+        live += used[segment]
+        if live >= GROUP_BYTES:
+            yield group
+            group, live = {}, 0
+    if group:
+        yield group
 
 
 def repack(catalog: "Catalog", store: "Store", on_page: OnPage = silent) -> Report:
@@ -173,13 +190,18 @@ def pages(catalog: "Catalog") -> Iterator[list[Revision]]:
         after = rows[-1].digest, rows[-1].policy
 
 
-def _drop(catalog: "Catalog", store: "Store", segment: str, size: int, report: Report) -> None:
-    with store.claim(segment) as is_free:
-        if not is_free:
-            report.held += 1
-        elif catalog.drop_segment_if_unused(segment, partial(store.remove, segment)):
-            report.removed += 1
-            report.freed += size
+def _drop(catalog: "Catalog", store: "Store", sizes: dict[str, int], report: Report, on_page: OnPage) -> None:
+    """Remove those of these segments that no row names; each is claimed until it is gone."""
+    names = list(sizes)
+    for at in range(0, len(names), CLAIMED):
+        with ExitStack() as claims:
+            free = [name for name in names[at : at + CLAIMED] if claims.enter_context(store.claim(name))]
+            report.held += len(names[at : at + CLAIMED]) - len(free)
+            for segment in sorted(catalog.unused_segments(free)):
+                store.remove(segment)
+                report.removed += 1
+                report.freed += sizes[segment]
+        on_page(report)
 
 
 def _move_out(
@@ -190,9 +212,11 @@ def _move_out(
     size = 0
     # Its digest's other rows have moved with it, whatever the page that was read before says.
     last: tuple[Location, str] | None = None
+    seen = 0
     for rows in pages(catalog):
+        seen += len(rows)
+        report.revisions = max(report.revisions, seen)
         for row in rows:
-            report.revisions += 1
             at = location(row), row.digest
             if row.segment not in chosen or at == last or at in batch:
                 continue
