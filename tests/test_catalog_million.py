@@ -203,8 +203,6 @@ def test_pages_of_an_owner_leave_the_retired_out(catalog: Catalog) -> None:
     assert [r.created_at for r in mine] == [19, 17, 15, 13, 11, 9, 7, 5, 1]
     assert len(catalog.revisions("sorting", owner="you", retired=True)) == 10
     assert catalog.revisions("sorting", owner="nobody") == []
-    catalog.set_owner("sorting", digest(3), "nobody")
-    assert [r.owner for r in catalog.revisions("sorting", owner="nobody", retired=True)] == ["nobody"]
 
 
 def test_lineage_is_walked_both_ways(catalog: Catalog) -> None:
@@ -402,7 +400,8 @@ def counting(work: Callable[..., Iterable[Any]], counts: list[int]) -> Callable[
 
 
 def test_a_page_may_have_more_words_than_a_statement_takes(catalog: Catalog, catalog_url: str) -> None:
-    many = 70_000 if catalog_url.startswith("postgresql") else 33_000
+    # SQLite takes 32,766, Postgres 65,535.
+    many = 66_000 if catalog_url.startswith("postgresql") else 33_000
     catalog.add_revisions([row(number, segment=f"s{number}") for number in range(many)])
     other = Catalog(catalog_url)
     assert len(other.used_bytes_by_segment()) == many

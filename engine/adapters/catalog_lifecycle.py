@@ -27,7 +27,7 @@ RELEASED = ("revision", "baseline")
 class Lifecycle(Revisions):
     """The catalog's changes to what a revision may still do; part of `Catalog`."""
 
-    # Retirement, expiry and owners
+    # Retirement and expiry
 
     def retire(self, policy: str, digest: str, by: str, reason: str) -> Revision:
         """Serve a revision to nobody but scoring from now on; keeps the first reason.
@@ -59,9 +59,6 @@ class Lifecycle(Revisions):
     def set_expiry(self, policy: str, digest: str, expires_at: float | None) -> None:
         """Let a revision expire at a time (epoch seconds), or never."""
         self._change(policy, digest, expires_at=expires_at)
-
-    def set_owner(self, policy: str, digest: str, owner: str) -> None:
-        self._change(policy, digest, owner=self._intern([owner])[owner])
 
     def expire(self, now: float, limit: int = CHUNK) -> list[Revision]:
         """Remove and return at most `limit` revisions that have expired and that nothing names.

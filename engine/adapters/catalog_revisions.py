@@ -16,7 +16,7 @@ from engine.adapters.catalog_rows import COLUMNS, PLACE, SEGMENT, blob, encode, 
 from engine.adapters.catalog_schema import STATES, Revision
 from engine.adapters.store import Location
 from engine.config import POLICY_NAME, served_name
-from engine.errors import Conflict, Moved, NotFound
+from engine.errors import Moved, NotFound, Purged
 
 SNAPSHOT, EXPORTED = (STATES.index(state) for state in ("snapshot", "exported"))
 # Digests for one query.
@@ -51,7 +51,7 @@ class Revisions(Nearest):
         """Publish revisions in one transaction; return which of them are new.
 
         `shared` holds the digests whose bytes were not appended but found by `places`. Raises `Moved`
-        when no row names such a place any more, and `Conflict` for a purged policy: nothing is written.
+        when no row names such a place any more, and `Purged` for purged policies: nothing is written.
         """
         ids = self._intern(word for row in rows for word in words(row))
         values = [encode(row, ids) for row in rows]
@@ -303,6 +303,11 @@ def _refuse_purged(connection: Connection, policies: Collection[str]) -> None:
     if connection.execute(select(gone.policy).limit(1)).first() is None:
         return
     there = select(known.name).where(known.name == gone.policy)
-    found = connection.execute(select(gone.policy).where(gone.policy.in_(policies), ~there.exists())).first()
+    query = select(gone.policy).where(~there.exists()).order_by(gone.policy)
+    wanted, found = list(policies), list[str]()
+    for at in range(0, len(wanted), CHUNK):
+        found += connection.execute(query.where(gone.policy.in_(wanted[at : at + CHUNK]))).scalars()
     if found:
-        raise Conflict(f"Policy {found.policy!r} was purged. Create it again to publish revisions of it.")
+        raise Purged(
+            f"Policy {found[0]!r} was purged. Create it again to publish revisions of it.", tuple(found)
+        )

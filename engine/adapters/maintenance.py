@@ -23,7 +23,7 @@ from engine.adapters.packed_check import check_layout
 from engine.adapters.publishing import location, stored_tensors
 from engine.adapters.store import Location
 from engine.config import served_name
-from engine.errors import AdapterError, GraftworkError, NotFound
+from engine.errors import AdapterError, BaseModelError, GraftworkError, NotFound
 
 if TYPE_CHECKING:
     from engine.adapters.catalog import Catalog
@@ -37,7 +37,7 @@ BATCH_ROWS = 4_096
 GROUP_BYTES = 4 << 30
 # Segments that are claimed at once, each by an open file, and looked for in one walk of the rows.
 CLAIMED = 256
-# Damaged revisions that a report names; it counts them all.
+# Damaged and unreadable revisions that a report names; it counts them all.
 LISTED = 100
 LAYOUTS = 64
 
@@ -46,7 +46,8 @@ LAYOUTS = 64
 class Report:
     """What was looked at and done. `bytes` were read, `freed` are those of the `removed` segments.
 
-    `held` counts segments that a living writer keeps from us; the next run takes them.
+    `held` counts segments that a living writer keeps from us; the next run takes them. `unreadable` are
+    revisions whose base cannot be read here: they stay as they are, and are served.
     """
 
     operation: str
@@ -59,10 +60,18 @@ class Report:
     drafts: int = 0
     healed: int = 0
     damaged: int = 0
+    unreadable: int = 0
     examples: list[dict[str, str]] = field(default_factory=list)
 
     def add_damage(self, row: Revision, fault: str) -> None:
         self.damaged += 1
+        self._show(row, fault)
+
+    def add_unreadable(self, row: Revision, fault: str) -> None:
+        self.unreadable += 1
+        self._show(row, fault)
+
+    def _show(self, row: Revision, fault: str) -> None:
         if len(self.examples) < LISTED:
             self.examples.append({"revision": served_name(row.policy, row.digest), "fault": fault})
 
@@ -172,8 +181,10 @@ def repack(catalog: "Catalog", store: "Store", on_page: OnPage = silent) -> Repo
                     report.moved += 1
                 except AdapterError as error:
                     _quarantine(catalog, store, row, str(error), report)
+                except BaseModelError as error:
+                    report.add_unreadable(row, str(error))
                 except NotFound as error:
-                    # Its base cannot be read; or the row itself has expired meanwhile.
+                    # Its layout is gone; or the row itself has expired meanwhile.
                     if catalog.find(row.policy, row.digest):
                         report.add_damage(row, str(error))
         finally:
@@ -308,11 +319,10 @@ def _differs(catalog: "Catalog") -> Callable[[str, str], dict[str, tuple[str, ..
 
     @cache
     def shapes(base: str) -> BaseShapes:
-        path = Path(catalog.base(base).path)
         try:
-            return BaseShapes.read(path)
+            return BaseShapes.read(Path(catalog.base(base).path))
         except (GraftworkError, OSError) as error:
-            raise NotFound(f"The base {base[:12]} cannot be read at {path}: {error}") from None
+            raise BaseModelError(f"The base {base[:12]} cannot be read: {error}") from None
 
     @lru_cache(LAYOUTS)
     def differs(base: str, digest: str) -> dict[str, tuple[str, ...]] | None:
