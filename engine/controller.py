@@ -35,6 +35,7 @@ from engine.quality.ledger import Ledger, Spool
 from engine.quality.ledger_purge import purge
 from engine.quality.release import Evidence, advance
 from engine.registry import Registry
+from engine.trusted_clock import TrustedClock
 from engine.watch import Watch
 
 LEASE = "controller"
@@ -84,6 +85,7 @@ class Controller:
         self._fence = self._take_lease()
         self._stopped = threading.Event()
         self._due: dict[str, float] = {}
+        self._clock = TrustedClock()
         self._caught_up = False
         self._ingested_at = 0.0
 
@@ -212,7 +214,7 @@ class Controller:
             self._reader.forget(ended)
 
     def _expire(self) -> None:
-        self.catalog.expire(time.time())
+        self.catalog.expire(self._clock.now())
 
     def _purge(self, policy: str) -> dict[str, int]:
         if self.ledger is None:

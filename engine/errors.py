@@ -11,6 +11,7 @@
     ├── Conflict                 6  somebody else holds it: a lease, a name, a newer version
     │   ├── Ambiguous            6  a prefix that several names share; carries `candidates`
     │   ├── Moved                6  bytes that were to be shared lie elsewhere by now
+    │   ├── Purged               6  rows of policies that were purged; carries `policies`
     │   └── Cancelled            6  the operation was called off
     └── ServiceError             7  a service is down, full, or answered with a fault
         ├── PortInUse            7
@@ -67,6 +68,14 @@ class Ambiguous(Conflict):
     def __init__(self, message: str, candidates: Iterable[str] = ()):
         super().__init__(message)
         self.candidates = tuple(candidates)
+
+
+class Purged(Conflict):
+    """Some of what was to be published is of policies that were purged; `policies` has their names."""
+
+    def __init__(self, message: str, policies: tuple[str, ...] = ()):
+        super().__init__(message)
+        self.policies = policies
 
 
 class Moved(Conflict):

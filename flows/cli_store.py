@@ -87,7 +87,14 @@ def _run(params: ParamsFile, as_json: bool, operation: Callable[..., "Report"], 
         count = f"{report.damaged} revisions are" if report.damaged > 1 else "1 revision is"
         raise AdapterError(
             f"{count} damaged and will not be served; the others are not affected. "
-            "Restore the segments from a backup, or export those revisions again."
+            "Restore the segments from a backup and run `graftwork store verify`, or export those revisions "
+            "again."
+        )
+    if report.unreadable:
+        count = f"{report.unreadable} revisions" if report.unreadable > 1 else "1 revision"
+        raise AdapterError(
+            f"{count} could not be packed anew: the base cannot be read. They are served as before; put "
+            "the base back and run this again."
         )
 
 

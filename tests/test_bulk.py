@@ -266,3 +266,61 @@ def test_a_kill_loses_nothing_that_was_told(catalog: Catalog, store: Store, told
     for digest, row in rows.items():
         tensors = stored_tensors(catalog, store, row)
         assert alone(tensors, DENSE, torch.float32)[0] == digest
+
+
+def test_whole_bytes_end_a_quarantine(catalog: Catalog, store: Store):
+    entries = [Entry("one", adapter(1)), Entry("two", adapter(1)), Entry("one", adapter(2))]
+    first = register(catalog, store, entries)
+    damaged, beside, other = (catalog.revision(one.policy, str(one.digest)) for one in first)
+    catalog.quarantine("one", damaged.digest, "The checksum differs.")
+    again = register(catalog, store, [*entries, entries[0]])
+    assert [one.new for one in again] == [False] * 4
+    assert catalog.quarantined("one", damaged.digest) is None
+    healed = catalog.revision("one", damaged.digest)
+    assert location(healed) != location(damaged)
+    assert store.check([location(healed)]) == [None]
+    # Who shared the damaged place has left it, too.
+    assert location(catalog.revision("two", beside.digest)) == location(healed)
+    assert location(catalog.revision("one", other.digest)) == location(other)
+
+
+def test_a_quarantined_revision_takes_no_place_of_another(catalog: Catalog, store: Store):
+    (first,) = register(catalog, store, [Entry("one", adapter(1))])
+    catalog.quarantine("one", str(first.digest), "The checksum differs.")
+    register(catalog, store, [Entry("two", adapter(1))])
+    (again,) = register(catalog, store, [Entry("one", adapter(1))])
+    assert not again.new
+    assert catalog.quarantined("one", str(first.digest)) is None
+
+
+def test_a_policy_that_is_purged_meanwhile_stops_no_other(catalog: Catalog, store: Store):
+    def entries() -> Iterator[Entry]:
+        for seed in range(3):
+            yield Entry("one", adapter(seed))
+            yield Entry("two", adapter(10 + seed))
+        catalog.purge("two", "ann", NOW)
+
+    found = register(catalog, store, entries())
+    assert [one.new for one in found] == [True, False] * 3
+    assert all("'two' was purged" in str(one.refused) for one in found[1::2])
+    assert len(catalog.revisions("one")) == 3
+    assert catalog.revisions("two") == []
+
+
+def test_tensors_that_were_filled_again_are_refused(catalog: Catalog, store: Store):
+    buffers = adapter(0)
+
+    def entries() -> Iterator[Entry]:
+        for seed in range(3):
+            for key, tensor in adapter(seed).items():
+                buffers[key].copy_(tensor)
+            yield Entry("one", dict(buffers))
+
+    found = register(catalog, store, entries())
+    assert [one.new for one in found] == [False, False, True]
+    assert all("changed before they were registered" in str(one.refused) for one in found[:2])
+    assert found[2].digest == alone(adapter(2), DENSE, torch.float32)[0]
+    with torch.inference_mode():
+        untracked = adapter(5)
+    (one,) = register(catalog, store, [Entry("one", untracked)])
+    assert one.new

@@ -197,6 +197,7 @@ def test_probe_results_are_kept(catalog: Catalog) -> None:
 
 
 def test_a_route_changes_by_compare_and_swap(catalog: Catalog) -> None:
+    catalog.add_revisions([make_revision("aa"), make_revision("bb")])
     route = catalog.route("sorting")
     assert (route.champion, route.version) == (None, 0)
     assert len(route.salt) == 16
@@ -232,6 +233,7 @@ def test_no_change_of_several_processes_is_lost(catalog_url: str, catalog: Catal
 
 
 def test_a_tombstone_is_stronger_than_a_route(catalog: Catalog) -> None:
+    catalog.add_revisions([make_revision("aa")])
     stone = catalog.bury("sorting", "aa", "It answered nonsense.", "controller")
     assert catalog.bury("sorting", "aa", "Another reason.", "me") == stone
     for route in (Route("sorting", champion="aa"), Route("sorting", canary="aa")):
@@ -250,6 +252,7 @@ def test_a_tombstone_is_stronger_than_a_route(catalog: Catalog) -> None:
 
 
 def test_one_release_of_a_policy_runs(catalog: Catalog) -> None:
+    catalog.add_revisions([make_revision("aa"), make_revision("bb")])
     catalog.add_release(make_release("r1"))
     with pytest.raises(Conflict, match="running"):
         catalog.add_release(make_release("r2", "bb"))
@@ -368,3 +371,22 @@ def test_a_server_that_is_down_is_asked_once_in_a_while(
         assert catalog.data_version_age() < 0.3
         time.sleep(0.1)
         assert catalog.data_version_age() >= 0.1
+
+
+def test_a_damaged_layout_is_whole_again_when_it_comes_again(catalog: Catalog) -> None:
+    catalog.add_layout("digest", "damaged")
+    catalog.add_layout("digest", "whole")
+    assert catalog.layout("digest") == "whole"
+
+
+def test_what_has_expired_is_neither_routed_nor_released(catalog: Catalog) -> None:
+    catalog.add_policy(Policy("sorting", "base", {}, "me", 1.0))
+    catalog.add_revision(make_revision("aa" * 32))
+    route = catalog.set_route(replace(catalog.route("sorting"), champion="aa" * 32), 0)
+    for digest in ("bb" * 32, "no digest"):
+        with pytest.raises(NotFound, match="has no revision"):
+            catalog.set_route(replace(route, canary=digest), 1)
+        with pytest.raises(NotFound, match="has no revision"):
+            catalog.add_release(make_release("one", digest))
+    assert catalog.route("sorting") == route
+    assert catalog.releases() == []

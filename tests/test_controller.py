@@ -27,6 +27,7 @@ from engine.quality.apply import Applier
 from engine.quality.ledger import Ledger, Spool, open_snapshot
 from engine.quality.release import Action, CanaryResult, Evidence, advance
 from engine.registry import Registry
+from engine.trusted_clock import TrustedClock
 from tasks import release as calls
 
 SETTINGS = ReleaseConfig(min_units=10).model_dump(mode="json")
@@ -401,6 +402,31 @@ def test_a_ledger_that_cannot_be_opened_again_keeps_the_rest_going(
     controller.tick()
     assert controller.faults == {}
     assert controller.catalog.release(release.id).state == "rolled_back"
+
+
+def test_a_clock_that_jumps_ahead_expires_nothing_until_it_has_held(controller: Controller) -> None:
+    catalog, wall, steady = controller.catalog, [1000.0], [0.0]
+    controller._clock = TrustedClock(lambda: wall[0], lambda: steady[0])
+    catalog.add_revision(replace(catalog.revision("sorting", THIRD), digest="dd" * 32, expires_at=5000.0))
+
+    def turn(wall_s: float, steady_s: float) -> bool:
+        wall[0] += wall_s
+        steady[0] += steady_s
+        controller._due.clear()
+        controller.tick()
+        return "expire" in controller.faults
+
+    assert not turn(10, 10)
+    assert turn(1e6, 10)
+    assert "jumped ahead by 999990 s" in controller.faults["expire"]
+    assert turn(1800, 1800)
+    # Set right, and wrong again: the hour begins anew.
+    assert not turn(-1e6, 10)
+    assert turn(1e6, 10)
+    assert turn(3500, 3500)
+    assert catalog.find("sorting", "dd" * 32)
+    assert not turn(200, 200)
+    assert catalog.find("sorting", "dd" * 32) is None
 
 
 def test_another_holder_of_the_lease_ends_the_loop(controller: Controller) -> None:

@@ -201,6 +201,31 @@ def test_compact_rewrites_the_segments_that_are_named_and_no_other(state):
     assert all(state.is_whole(row) for row in rows)
 
 
+def test_compact_gives_room_back_as_it_goes(state, monkeypatch):
+    """A disk that is nearly full has no room for a copy of everything that is live."""
+    rows = []
+    for seed in range(4):
+        rows.append(state.publish("here", seed))
+        new_segment(state)
+    state.catalog.set_expiry("here", rows[2].digest, 1.0)
+    assert len(state.catalog.expire(2.0)) == 1
+    monkeypatch.setattr(maintenance, "GROUP_BYTES", 1)
+    sizes = []
+    append = state.store.append_many
+
+    def appended(*given):
+        sizes.append(set(segments(state)))
+        return append(*given)
+
+    monkeypatch.setattr(state.store, "append_many", appended)
+    report = compact(state.catalog, state.store, everything=True)
+    assert (report.moved, report.removed, report.revisions) == (3, 4, 3)
+    old = [len(there & {row.segment for row in rows}) for there in sizes]
+    # What nothing names went first, and each of the others before the next was copied.
+    assert old == [3, 2, 1]
+    assert all(state.is_whole(row) for row in rows[:2] + rows[3:])
+
+
 def test_compact_in_small_batches_keeps_shared_places_shared(state, monkeypatch):
     monkeypatch.setattr(maintenance, "PAGE_ROWS", 2)
     monkeypatch.setattr(maintenance, "BATCH_ROWS", 2)
@@ -274,10 +299,12 @@ def test_repack_without_its_base_or_bytes_goes_on_with_the_others(state):
     state.damage(rows[1])
     assert (report := repack(state.catalog, state.store)).moved == 2
     assert report.damaged == 1
-    state.publish_older("there", 7)
+    later = state.publish_older("there", 7)
     (state.params.paths.bases / KIND / "config.json").unlink()
     report = repack(state.catalog, state.store)
-    assert report.moved == 0
+    # The damaged one's layout is not today's either, so that its base is asked for first.
+    assert (report.moved, report.damaged, report.unreadable) == (0, 0, 4)
+    assert state.catalog.quarantined("there", later.digest) is None
     assert any(BASE[:12] in example["fault"] for example in report.examples)
 
 

@@ -5,7 +5,7 @@ import multiprocessing
 import os
 import socket
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -282,4 +282,23 @@ def test_processes_share_a_cache(tmp_path):
     cache.clean()
     assert cache.bytes() <= 2_000
     assert {path.stat().st_size for path in files} == {100}
+    cache.close()
+
+
+@pytest.mark.parametrize("part", [slice(0, 16), slice(4096, None)])
+def test_a_damaged_index_is_made_anew_and_counts_what_is_there(tmp_path, part):
+    cache = Cache(tmp_path / "cache", 1000)
+    for number in range(3):
+        keep(cache, number)
+    cache.close()
+    index = tmp_path / "cache" / "index.db"
+    data = bytearray(index.read_bytes())
+    data[part] = b"x" * len(data[part])
+    index.write_bytes(data)
+    cache = Cache(tmp_path / "cache", 1000)
+    assert cache.find(blob(1)[0])
+    with suppress(ServiceError):
+        keep(cache, 3)
+    keep(cache, 4)
+    assert cache.bytes() == 100 * len(list((tmp_path / "cache").glob("??/*")))
     cache.close()

@@ -6,9 +6,11 @@ any moment leaves whole revisions or none. Knows what makes an entry unfit; `bat
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import compress
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -17,7 +19,8 @@ from torch import Tensor
 from engine.adapters.batches import Batch, Form, batch_of, finite_rows, first_fault, stack
 from engine.adapters.bulk_entries import Entry, Gate
 from engine.adapters.catalog_schema import Revision
-from engine.errors import AdapterError, Conflict, Moved
+from engine.adapters.publishing import ATTEMPTS
+from engine.errors import AdapterError, Conflict, Moved, Purged
 
 if TYPE_CHECKING:
     from engine.adapters.catalog import Catalog
@@ -31,8 +34,7 @@ BATCH = 8192
 BATCH_BYTES = 64 << 20
 # What may wait for more of its shape, all shapes together.
 HELD_BYTES = 2 * BATCH_BYTES
-# How often bytes that were known may be moved away before a batch is written.
-ATTEMPTS = 5
+VERSION = attrgetter("_version")
 
 
 class Registered(NamedTuple):
@@ -62,6 +64,7 @@ class _Group:
     form: Form
     rows: list[_Row] = field(default_factory=list)
     tensors: list[tuple[Tensor, ...]] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
 
     @property
     def nbytes(self) -> int:
@@ -84,6 +87,10 @@ def register_many(
 ) -> Iterator[Registered]:
     """Register adapters of `base` at `now` (epoch seconds) and yield what became of each, once committed.
 
+    An entry's tensors are kept, not copied, until its batch is written: they must stay as they are. One
+    whose tensors were changed meanwhile is refused where torch notices, which it does not when their
+    memory is written to by something else.
+
     Policies must be in the catalog and `owner`'s. An entry that does not fit is refused by name and the
     others go on; results come batch by batch, those of one shape in order. Raises `ServiceError` when store
     or catalog cannot be written: what was yielded is safe, and the same entries may be given again.
@@ -103,6 +110,7 @@ def register_many(
                 group = groups[form] = _Group(form)
             group.rows.append(_Row(position, entry.policy, entry.parent, entry.step))
             group.tensors.append(tensors)
+            group.versions.append(_version(tensors))
             held += form.nbytes
             if group.is_full or held >= HELD_BYTES:
                 fullest = group if group.is_full else max(groups.values(), key=lambda group: group.nbytes)
@@ -147,13 +155,16 @@ class _Pipeline:
 
 def _fit(group: _Group) -> tuple[list[_Row], Tensor, list[Registered]]:
     """Return the rows whose values can be served, these values, and the refused."""
+    group, refused = _unchanged(group)
     form, rows = group.form, group.rows
-    refused: list[Registered] = []
+    if not rows:
+        return rows, torch.empty(0, 1), refused
     try:
         values_ND = stack(form, group.tensors)
     except RuntimeError:
         # Sparse ones, or some on another device: torch says so of a whole batch.
-        rows, values_ND, refused = _stack_each(group)
+        rows, values_ND, unread = _stack_each(group)
+        refused += unread
     finite_N = finite_rows(values_ND)
     if not finite_N.all():
         for row, values_D, finite in zip(rows, values_ND, finite_N.tolist(), strict=True):
@@ -162,6 +173,27 @@ def _fit(group: _Group) -> tuple[list[_Row], Tensor, list[Registered]]:
         rows = [row for row, finite in zip(rows, finite_N.tolist(), strict=True) if finite]
         values_ND = values_ND[finite_N]
     return rows, values_ND, refused
+
+
+def _unchanged(group: _Group) -> tuple[_Group, list[Registered]]:
+    """Return the group without the entries whose tensors were changed since they came, and the refused."""
+    same = [
+        version == _version(tensors) for version, tensors in zip(group.versions, group.tensors, strict=True)
+    ]
+    if all(same):
+        return group, []
+    reason = "The adapter's tensors were changed before they were registered. Give each entry its own."
+    refused = [_refusal(row, reason) for row in compress(group.rows, (not one for one in same))]
+    rows, tensors = list(compress(group.rows, same)), list(compress(group.tensors, same))
+    return _Group(group.form, rows, tensors), refused
+
+
+def _version(tensors: tuple[Tensor, ...]) -> int:
+    """Return a number that grows when torch writes to one of the tensors; those of inference have none."""
+    try:
+        return sum(map(VERSION, tensors))
+    except RuntimeError:
+        return 0
 
 
 def _stack_each(group: _Group) -> tuple[list[_Row], Tensor, list[Registered]]:
@@ -195,29 +227,55 @@ class _Writer:
     def write(self, batch: Batch, rows: list[_Row]) -> list[Registered]:
         self._add_layout(batch.form)
         appended: dict[str, Location] = {}
+        refused: list[Registered] = []
+        pairs = list(zip(rows, batch.digests, strict=True))
+        damaged = self._damaged(pairs)
         for _ in range(ATTEMPTS):
-            places = self._places(batch, appended)
-            revisions = [
-                self._revision(row, digest, batch.form, places[digest])
-                for row, digest in zip(rows, batch.digests, strict=True)
-            ]
+            known = self._catalog.places([digest for digest in batch.digests if digest not in damaged])
+            places = self._places(batch, known, appended)
+            revisions = [self._revision(row, digest, batch.form, places[digest]) for row, digest in pairs]
             try:
                 new = self._catalog.add_revisions(revisions, places.keys() - appended.keys())
             except Moved:
                 continue
+            except Purged as error:
+                # While this run was under way; the others are none the worse for it.
+                refused += [
+                    _refusal(row, f"Policy {row.policy!r} was purged. Create it again to register it.")
+                    for row, _ in pairs
+                    if row.policy in error.policies
+                ]
+                pairs = [pair for pair in pairs if pair[0].policy not in error.policies]
+                continue
+            self._heal(revisions, new, appended.keys() - known.keys())
             self._store.committed()
-            return [
+            return refused + [
                 Registered(row.position, row.policy, digest, is_new)
-                for row, digest, is_new in zip(rows, batch.digests, new, strict=True)
+                for (row, digest), is_new in zip(pairs, new, strict=True)
             ]
         raise Conflict(
             f"Bytes that {len(rows)} revisions share were moved away {ATTEMPTS} times. Register them again "
             "when `graftwork store compact` has ended."
         )
 
-    def _places(self, batch: Batch, appended: "dict[str, Location]") -> "dict[str, Location]":
+    def _damaged(self, pairs: list[tuple[_Row, str]]) -> set[str]:
+        """Return the digests of rows that are known and in quarantine: these get bytes of their own."""
+        held = self._catalog.in_quarantine([digest for _, digest in pairs])
+        return {digest for row, digest in pairs if (row.policy, digest) in held} if held else set()
+
+    def _heal(self, revisions: list[Revision], new: list[bool], own: Set[str]) -> None:
+        """Let known rows, of which no whole bytes were known, name those that were just appended."""
+        done = {(row.policy, row.digest) for row, is_new in zip(revisions, new, strict=True) if is_new}
+        for row in revisions:
+            key = row.policy, row.digest
+            if row.digest in own and key not in done:
+                self._catalog.move_revision(row)
+                done.add(key)
+
+    def _places(
+        self, batch: Batch, known: "dict[str, Location]", appended: "dict[str, Location]"
+    ) -> "dict[str, Location]":
         """Return where the bytes of each digest lie, after appending those that the store does not have."""
-        known = self._catalog.places(batch.digests)
         missing: dict[str, int] = {}
         for i, (digest, checksum) in enumerate(zip(batch.digests, batch.checksums, strict=True)):
             at = appended.get(digest) or known.get(digest)

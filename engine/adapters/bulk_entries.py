@@ -30,7 +30,10 @@ Name = TypeVar("Name")
 
 
 class Entry(NamedTuple):
-    """An adapter to be registered: canonical tensors in serving dtype, alpha equal to rank."""
+    """An adapter to be registered: canonical tensors in serving dtype, alpha equal to rank.
+
+    Tensors of its own, which nobody writes to until the entry is registered.
+    """
 
     policy: str
     tensors: "Tensors"

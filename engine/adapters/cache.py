@@ -19,6 +19,7 @@ from engine.adapters.store import Location, damaged, lock
 from engine.errors import ServiceError
 
 DRAFT = ".draft-"
+INDEX = "index.db"
 # How many leave in one transaction.
 BATCH = 256
 SCHEMA = """
@@ -108,11 +109,8 @@ class Cache:
                         removed += 1
                 finally:
                     os.close(handle)
-        for path in self.root.glob("??/*"):
-            if len(path.name) == 64:
-                with suppress(FileNotFoundError), self._transaction() as index:
-                    row = (bytes.fromhex(path.name), path.stat().st_size)
-                    index.execute("INSERT OR IGNORE INTO entries VALUES (?, ?, 0)", row)
+        with self._transaction() as index:
+            self._count(index)
         if self.root.is_dir():
             self._evict("")
         return removed
@@ -157,20 +155,56 @@ class Cache:
                     yield self._index
             except sqlite3.OperationalError as error:
                 raise ServiceError(f"The cache {self.root} cannot be written: {error}.") from None
+            except sqlite3.DatabaseError as error:
+                self._begin_anew()
+                raise ServiceError(
+                    f"The index of the cache {self.root} was damaged and is made anew: {error}. Try again."
+                ) from None
+
+    def _begin_anew(self) -> None:
+        """Remove a damaged index; the next one counts the files that are there."""
+        if self._index is not None:
+            self._index.close()
+            self._index = None
+        for path in self.root.glob(f"{INDEX}*"):
+            path.unlink(missing_ok=True)
+
+    def _count(self, index: sqlite3.Connection) -> None:
+        for path in self.root.glob("??/*"):
+            if len(path.name) == 64:
+                with suppress(FileNotFoundError):
+                    row = (bytes.fromhex(path.name), path.stat().st_size)
+                    index.execute("INSERT OR IGNORE INTO entries VALUES (?, ?, 0)", row)
 
     def _open(self) -> sqlite3.Connection:
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            index = sqlite3.connect(
-                self.root / "index.db", timeout=15, isolation_level=None, check_same_thread=False
-            )
+            return self._opened()
+        except (OSError, sqlite3.OperationalError) as error:
+            raise ServiceError(f"The cache {self.root} cannot be opened: {error}.") from None
+        except sqlite3.DatabaseError:
+            self._begin_anew()
+        try:
+            return self._opened()
+        except (OSError, sqlite3.DatabaseError) as error:
+            raise ServiceError(f"The cache {self.root} cannot be opened: {error}.") from None
+
+    def _opened(self) -> sqlite3.Connection:
+        self.root.mkdir(parents=True, exist_ok=True)
+        is_new = not (self.root / INDEX).exists()
+        index = sqlite3.connect(self.root / INDEX, timeout=15, isolation_level=None, check_same_thread=False)
+        try:
             with suppress(sqlite3.OperationalError):
                 # Another process may be at it, and the mode is the file's.
                 index.execute("PRAGMA journal_mode=WAL")
             index.execute("PRAGMA synchronous=NORMAL")
             index.executescript(SCHEMA)
-        except (OSError, sqlite3.OperationalError) as error:
-            raise ServiceError(f"The cache {self.root} cannot be opened: {error}.") from None
+            if is_new:
+                index.execute("BEGIN IMMEDIATE")
+                with index:
+                    self._count(index)
+        except BaseException:
+            index.close()
+            raise
         return index
 
     def close(self) -> None:

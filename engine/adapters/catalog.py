@@ -20,7 +20,7 @@ from engine.adapters.catalog_guards import Guards, ensure_local_key
 from engine.adapters.catalog_lifecycle import Lifecycle
 from engine.adapters.catalog_looks import Looks
 from engine.adapters.catalog_notes import Notes
-from engine.adapters.catalog_routes import Routes, refuse_retired
+from engine.adapters.catalog_routes import Routes, refuse_missing, refuse_retired
 from engine.adapters.catalog_schema import (
     AliasNote,
     Base,
@@ -143,9 +143,10 @@ class Catalog(Guards, Notes, Routes, Looks, Lifecycle):
         return self._all(Policy, query)
 
     def add_layout(self, digest: str, body: str) -> None:
+        """Add a layout by the sha256 of its body; a body that the disk has damaged is whole again."""
         with self._write() as connection:
             row = self._insert(tables.layouts).values(digest=digest, body=body)
-            connection.execute(row.on_conflict_do_nothing())
+            connection.execute(row.on_conflict_do_update(index_elements=["digest"], set_={"body": body}))
 
     def layout(self, digest: str) -> str:
         query = select(tables.layouts.c.body).where(tables.layouts.c.digest == digest)
@@ -158,10 +159,15 @@ class Catalog(Guards, Notes, Routes, Looks, Lifecycle):
     # Releases
 
     def add_release(self, release: Release) -> None:
-        """Start a release; `Conflict` when another one of its policy runs, or its revision is retired."""
+        """Start a release.
+
+        Raises `Conflict` when another one of its policy runs or its revision is retired, and `NotFound`
+        when the catalog does not have its revision.
+        """
         try:
             with self._write() as connection:
                 refuse_retired(connection, release.policy, [release.revision])
+                refuse_missing(connection, release.policy, [release.revision])
                 connection.execute(tables.releases.insert().values(**vars(release)))
                 self._tell(connection, release.policy)
         except IntegrityError:

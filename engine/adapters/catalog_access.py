@@ -11,7 +11,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import URL, Connection, Engine, Select, Table, create_engine, delete, event, func, select
+from sqlalchemy import (
+    URL,
+    Column,
+    Connection,
+    Engine,
+    Select,
+    Table,
+    create_engine,
+    delete,
+    event,
+    func,
+    select,
+)
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DatabaseError, OperationalError
@@ -34,7 +46,8 @@ PATIENCE = {
 }
 CACHE_KIB = 32 << 10
 # Random digests touch a page each: the log is copied into the database in larger parts than by default.
-CHECKPOINT_PAGES = 4000
+# With 10^6 rows it grows to some 100 MB, 1% of the bytes that small adapters of that number have.
+CHECKPOINT_PAGES = 16_000
 # The advisory lock that makes writers of one Postgres database take turns, as SQLite's do.
 WRITE_LOCK = 0x67726166
 # Words kept in memory; owners may be many.
@@ -42,6 +55,8 @@ WORDS = 200_000
 # Changes kept for gateways; one that is further behind reads everything again.
 CHANGES = 10_000
 POLL_S = 0.2
+# Words of one query: a statement has a limit.
+CHUNK = 1000
 Row = TypeVar("Row")
 
 
@@ -260,7 +275,7 @@ class Access:
             with self._write() as connection:
                 new = self._insert(table).on_conflict_do_nothing()
                 connection.execute(new, [{"name": word} for word in missing])
-                found = connection.execute(select(table).where(table.c.name.in_(missing))).all()
+                found = _named(connection, table.c.name, missing)
             ids |= self._remember(found)
         return ids
 
@@ -270,8 +285,7 @@ class Access:
         words = {id: known[id] for id in ids if id in known}
         if len(words) < len(ids):
             with self._read() as connection:
-                missing = [id for id in ids if id not in words]
-                found = connection.execute(select(table).where(table.c.id.in_(missing))).all()
+                found = _named(connection, table.c.id, [id for id in ids if id not in words])
             self._remember(found)
             words |= {row.id: row.name for row in found}
         return words
@@ -288,3 +302,10 @@ class Access:
         self._ids |= ids
         self._names |= {row.id: row.name for row in found}
         return ids
+
+
+def _named(connection: Connection, column: Column[Any], wanted: Sequence[Any]) -> list[Any]:
+    """Return the rows of `names` with one of these ids, or words."""
+    query = select(tables.names)
+    chunks = (wanted[at : at + CHUNK] for at in range(0, len(wanted), CHUNK))
+    return [row for chunk in chunks for row in connection.execute(query.where(column.in_(chunk)))]

@@ -4,13 +4,13 @@ Knows what protects a row: a route, a release, a tombstone in force. Knows nothi
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from sqlalchemy import Connection, bindparam, delete, select, tuple_, update
 
 from engine.adapters import catalog_tables as tables
-from engine.adapters.catalog_revisions import Revisions, key_of, table
+from engine.adapters.catalog_revisions import Revisions, key_of, lift_quarantine, table
 from engine.adapters.catalog_rows import COLUMNS
 from engine.adapters.catalog_schema import Revision
 from engine.adapters.store import Location
@@ -29,7 +29,7 @@ TOLD = frozenset({"releases", "tombstones"})
 class Lifecycle(Revisions):
     """The catalog's changes to what a revision may still do; part of `Catalog`."""
 
-    # Retirement, expiry and owners
+    # Retirement and expiry
 
     def retire(self, policy: str, digest: str, by: str, reason: str) -> Revision:
         """Serve a revision to nobody but scoring from now on; keeps the first reason.
@@ -61,9 +61,6 @@ class Lifecycle(Revisions):
     def set_expiry(self, policy: str, digest: str, expires_at: float | None) -> None:
         """Let a revision expire at a time (epoch seconds), or never."""
         self._change(policy, digest, expires_at=expires_at)
-
-    def set_owner(self, policy: str, digest: str, owner: str) -> None:
-        self._change(policy, digest, owner=self._intern([owner])[owner])
 
     def expire(self, now: float, limit: int = CHUNK) -> list[Revision]:
         """Remove and return at most `limit` revisions that have expired and that nothing names.
@@ -97,6 +94,7 @@ class Lifecycle(Revisions):
                     )
                     if connection.execute(gone).rowcount:
                         removed.append(row)
+            lift_quarantine(connection, ((row.policy, row.digest) for row in removed))
             for policy in {row.policy for row in removed}:
                 self._tell(connection, policy)
         return removed
@@ -174,30 +172,27 @@ class Lifecycle(Revisions):
                 connection.execute(place.values(values), changes)
         return len(changes)
 
-    def drop_segment_if_unused(self, segment: str, remove: Callable[[], None]) -> bool:
-        """Call `remove` while nobody can name the segment, if no row names it; return whether it was."""
-        names = tables.names.c
-        id = select(names.id).where(names.name == segment).scalar_subquery()
-        named = select(table.digest).where(table.segment == id).limit(1)
-        # Most segments are in use, and that needs no lock.
-        with self._read() as connection:
-            if connection.execute(named).first():
-                return False
-        self._bury_ghosts()
-        with self._write() as connection:
-            if connection.execute(named).first():
-                return False
-            remove()
-        return True
+    def unused_segments(self, segments: Collection[str]) -> set[str]:
+        """Return those of these segments that no row names, now or later.
 
-    def _bury_ghosts(self) -> None:
-        """Have SQLite forget a commit that a kill cut short.
+        The caller claims them, so that nobody appends to them; and who shares bytes in one needs a row
+        that names it. Reads the whole table once, and keeps no writer waiting meanwhile.
+        """
+        self._settle()
+        ids = self._intern(segments)
+        query = select(table.segment).where(table.segment.in_(ids.values())).distinct()
+        with self._read() as connection:
+            used = set(connection.execute(query).scalars())
+        return {segment for segment, id in ids.items() if id not in used}
+
+    def _settle(self) -> None:
+        """Wait for commits under way; have SQLite forget one that a kill cut short.
 
         Its frames may be whole in the write-ahead log though no reader sees them yet; once the log is
         recovered they would name bytes that are gone. A commit of our own takes their place in the log.
         """
-        if self._is_sqlite:
-            with self._write() as connection:
+        with self._write() as connection:
+            if self._is_sqlite:
                 version = connection.exec_driver_sql("PRAGMA user_version").scalar() or 0
                 connection.exec_driver_sql(f"PRAGMA user_version = {(version + 1) % (1 << 31)}")
 

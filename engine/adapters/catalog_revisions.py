@@ -5,10 +5,10 @@ holds a million rows.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, select, tuple_, update
+from sqlalchemy import Connection, bindparam, delete, select, tuple_, update
 
 from engine.adapters import catalog_tables as tables
 from engine.adapters.catalog_nearest import Nearest
@@ -16,7 +16,7 @@ from engine.adapters.catalog_rows import COLUMNS, PLACE, SEGMENT, blob, encode, 
 from engine.adapters.catalog_schema import STATES, Revision
 from engine.adapters.store import Location
 from engine.config import POLICY_NAME, served_name
-from engine.errors import Conflict, Moved, NotFound
+from engine.errors import Moved, NotFound, Purged
 
 SNAPSHOT, EXPORTED = (STATES.index(state) for state in ("snapshot", "exported"))
 # Digests for one query.
@@ -51,7 +51,7 @@ class Revisions(Nearest):
         """Publish revisions in one transaction; return which of them are new.
 
         `shared` holds the digests whose bytes were not appended but found by `places`. Raises `Moved`
-        when no row names such a place any more, and `Conflict` for a purged policy: nothing is written.
+        when no row names such a place any more, and `Purged` for purged policies: nothing is written.
         """
         ids = self._intern(word for row in rows for word in words(row))
         values = [encode(row, ids) for row in rows]
@@ -59,13 +59,15 @@ class Revisions(Nearest):
             _refuse_purged(connection, {row.policy for row in rows})
             if shared:
                 self._refuse_moved(connection, rows, values, set(shared))
-            digests = [value[1] for value in values]
-            known = {(policy, digest) for digest, policy in self._with_digests(connection, "policy", digests)}
+            keys = dict.fromkeys(value[:2] for value in values)
+            known = set(self._existing(connection, ("policy", "digest"), list(keys)))
             fresh = {value[:2]: value for value in reversed(values) if value[:2] not in known}
             if fresh:
                 # In the order of the primary key: neighbours lie on the same pages.
                 ordered = sorted(fresh.values(), key=lambda value: value[1])
                 connection.exec_driver_sql(self._add, ordered)
+                # What was said of the bytes of a row that is gone says nothing of this one's.
+                lift_quarantine(connection, ((policy, digest.hex()) for policy, digest in fresh))
             is_new = [fresh.pop(value[:2], None) is not None for value in values]
             if not all(is_new):
                 _publish_again(connection, [row for row, new in zip(rows, is_new, strict=True) if not new])
@@ -74,20 +76,20 @@ class Revisions(Nearest):
     def places(self, digests: Sequence[str]) -> dict[str, Location]:
         """Return where bytes of these digests lie already, whatever their policy; no quarantined ones."""
         stones = tables.quarantine.c
-        wanted = [digest for digest in map(blob, digests) if digest]
+        wanted = list({digest for digest in map(blob, digests) if digest})
         with self._read() as connection:
-            place = 'segment, "offset", length, checksum, policy'
-            rows = [tuple(row) for row in self._with_digests(connection, place, wanted)]
+            rows = list(self._places_of(connection, wanted))
             named = list({row[0].hex() for row in rows})
-            damaged: set[tuple[Any, ...]] = set()
+            bad: set[tuple[int, int]] = set()
             for at in range(0, len(named), CHUNK):
                 held = select(stones.digest, stones.policy).where(stones.digest.in_(named[at : at + CHUNK]))
-                damaged |= {(blob(digest), policy) for digest, policy in connection.execute(held)}
-        bad = {row[1:3] for row in rows if (row[0], row[5]) in damaged}
+                for digest, policy in connection.execute(held).all():
+                    row = select(table.segment, table.offset).where(*key_of(policy, digest))
+                    bad |= {tuple(place) for place in connection.execute(row)}
         segments = self._words({row[1] for row in rows})
         return {
             digest.hex(): Location(segments[segment], offset, length, checksum.hex())
-            for digest, segment, offset, length, checksum, _ in rows
+            for digest, segment, offset, length, checksum in rows
             if (segment, offset) not in bad
         }
 
@@ -200,16 +202,34 @@ class Revisions(Nearest):
     def set_probe(self, policy: str, digest: str, result: dict[str, Any]) -> None:
         self._change(policy, digest, probe=result)
 
-    def _with_digests(self, connection: Connection, columns: str, digests: Sequence[bytes]) -> Iterator[Any]:
-        """Yield the digest and these columns of every row that has one of the digests.
+    # In the driver's own words: a batch has thousands of digests, and each would cost a microsecond more.
 
-        In the driver's own words: a batch has a thousand digests, and each would cost a microsecond more.
-        """
+    def _places_of(self, connection: Connection, digests: Sequence[bytes]) -> Iterator[Any]:
+        """Yield the digest and the place of what has one of the digests, once however many rows name it."""
         for at in range(0, len(digests), CHUNK):
             wanted = tuple(digests[at : at + CHUNK])
             marks = ", ".join([self._mark] * len(wanted))
-            query = f"SELECT digest, {columns} FROM revisions WHERE digest IN ({marks})"
-            yield from connection.exec_driver_sql(query, wanted)
+            place = 'SELECT DISTINCT digest, segment, "offset", length, checksum FROM revisions'
+            yield from connection.exec_driver_sql(f"{place} WHERE digest IN ({marks})", wanted)
+
+    def _existing(
+        self, connection: Connection, columns: Sequence[str], wanted: Sequence[tuple[Any, ...]]
+    ) -> Iterator[tuple[Any, ...]]:
+        """Yield those of the wanted values of these columns, the digest among them, that some row has.
+
+        An adapter may be under a million policies: its other rows are not read.
+        """
+        names = ", ".join(f'"{name}"' for name in columns)
+        alike = " AND ".join(f'revisions."{name}" = wanted."{name}"' for name in columns)
+        for at in range(0, len(wanted), CHUNK):
+            some = wanted[at : at + CHUNK]
+            marks = ", ".join([f"({', '.join([self._mark] * len(columns))})"] * len(some))
+            query = f"WITH wanted ({names}) AS (VALUES {marks}) SELECT {names} FROM wanted"
+            found = connection.exec_driver_sql(
+                f"{query} WHERE EXISTS (SELECT 1 FROM revisions WHERE {alike})",
+                tuple(value for one in some for value in one),
+            )
+            yield from map(tuple, found)
 
     def _refuse_moved(
         self,
@@ -218,10 +238,11 @@ class Revisions(Nearest):
         values: Sequence[tuple[Any, ...]],
         shared: set[str],
     ) -> None:
-        wanted = [digest for digest in map(blob, shared) if digest]
-        named = {tuple(row) for row in self._with_digests(connection, 'segment, "offset"', wanted)}
-        for row, value in zip(rows, values, strict=True):
-            if row.digest in shared and (value[1], *value[SEGMENT : SEGMENT + 2]) not in named:
+        places = [(value[1], *value[SEGMENT : SEGMENT + 2]) for value in values]
+        wanted = {place for row, place in zip(rows, places, strict=True) if row.digest in shared}
+        named = set(self._existing(connection, ("digest", "segment", "offset"), list(wanted)))
+        for row, place in zip(rows, places, strict=True):
+            if row.digest in shared and place not in named:
                 raise Moved(
                     f"The bytes that {served_name(row.policy, row.digest)} was to share lie elsewhere now. "
                     "Look them up and register again."
@@ -245,6 +266,22 @@ def key_of(policy: str, digest: str) -> tuple[Any, Any]:
     return table.digest == blob(digest), table.policy == policy
 
 
+def lift_quarantine(connection: Connection, revisions: Iterable[tuple[str, str]]) -> None:
+    """End the quarantine of those of these revisions (policy, digest) that are in it."""
+    stones = tables.quarantine.c
+    if connection.execute(select(stones.policy).limit(1)).first() is None:
+        return
+    wanted = list(revisions)
+    query = select(stones.policy, stones.digest)
+    for at in range(0, len(wanted), CHUNK):
+        some = wanted[at : at + CHUNK]
+        held = connection.execute(query.where(stones.digest.in_({digest for _, digest in some}))).all()
+        lifted = [{"of": of, "key": key} for of, key in held if (of, key) in some]
+        if lifted:
+            mine = (stones.policy == bindparam("of")) & (stones.digest == bindparam("key"))
+            connection.execute(delete(tables.quarantine).where(mine), lifted)
+
+
 def _publish_again(connection: Connection, rows: Sequence[Revision]) -> None:
     snapshots = update(tables.revisions).where(
         table.digest == bindparam("key"), table.policy == bindparam("of"), table.state == SNAPSHOT
@@ -266,6 +303,11 @@ def _refuse_purged(connection: Connection, policies: Collection[str]) -> None:
     if connection.execute(select(gone.policy).limit(1)).first() is None:
         return
     there = select(known.name).where(known.name == gone.policy)
-    found = connection.execute(select(gone.policy).where(gone.policy.in_(policies), ~there.exists())).first()
+    query = select(gone.policy).where(~there.exists()).order_by(gone.policy)
+    wanted, found = list(policies), list[str]()
+    for at in range(0, len(wanted), CHUNK):
+        found += connection.execute(query.where(gone.policy.in_(wanted[at : at + CHUNK]))).scalars()
     if found:
-        raise Conflict(f"Policy {found.policy!r} was purged. Create it again to publish revisions of it.")
+        raise Purged(
+            f"Policy {found[0]!r} was purged. Create it again to publish revisions of it.", tuple(found)
+        )

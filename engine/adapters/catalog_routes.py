@@ -46,7 +46,8 @@ class Routes(Access):
     def set_route(self, route: Route, expected_version: int) -> Route:
         """Replace a route that still has `expected_version`; return it with its new version.
 
-        Raises `Conflict` when it has changed since, or names a tombstoned or retired champion or canary.
+        Raises `Conflict` when it has changed since, or names a tombstoned or retired champion or canary,
+        and `NotFound` when it names one anew that the catalog does not have.
         """
         table = tables.routes.c
         values = vars(route) | {"version": expected_version + 1, "updated_at": time.time()}
@@ -54,6 +55,11 @@ class Routes(Access):
         with self._write() as connection:
             refuse_buried(connection, route.policy, [route.champion, route.canary])
             refuse_retired(connection, route.policy, [route.champion, route.canary])
+            # What is routed already may stay, or a bad canary could not be taken away beside it.
+            known = connection.execute(
+                select(table.champion, table.canary).where(table.policy == route.policy)
+            ).first()
+            refuse_missing(connection, route.policy, {route.champion, route.canary} - set(known or ()))
             if not connection.execute(change.values(**values)).rowcount:
                 raise Conflict(f"The route of {route.policy!r} has changed since version {expected_version}.")
             self._tell(connection, route.policy)
@@ -137,6 +143,15 @@ def refuse_buried(connection: Connection, policy: str, digests: Sequence[str | N
             f"Revision {buried.digest[:12]} of {policy!r} has a tombstone: {buried.reason} "
             "Lift it first (`graftwork lift`)."
         )
+
+
+def refuse_missing(connection: Connection, policy: str, digests: Collection[str | None]) -> None:
+    """Raise `NotFound` when the catalog has no row of one of these revisions, as when it has expired."""
+    table = tables.revisions.c
+    for digest in digests:
+        row = select(table.digest).where(table.digest == blob(digest or ""), table.policy == policy)
+        if digest and connection.execute(row).first() is None:
+            raise NotFound(f"Policy {policy!r} has no revision {digest[:12]!r} in the catalog.")
 
 
 def refuse_retired(connection: Connection, policy: str, digests: Sequence[str | None]) -> None:

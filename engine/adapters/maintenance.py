@@ -6,8 +6,9 @@ only when no writer holds it and, within the transaction that asks, no row names
 """
 
 from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +23,7 @@ from engine.adapters.packed_check import check_layout
 from engine.adapters.publishing import location, stored_tensors
 from engine.adapters.store import Location
 from engine.config import served_name
-from engine.errors import AdapterError, GraftworkError, NotFound
+from engine.errors import AdapterError, BaseModelError, GraftworkError, NotFound
 
 if TYPE_CHECKING:
     from engine.adapters.catalog import Catalog
@@ -32,7 +33,11 @@ PAGE_ROWS = 1_000
 # What is copied between two fsyncs, and how many rows one transaction moves at most.
 BATCH_BYTES = 64 << 20
 BATCH_ROWS = 4_096
-# Damaged revisions that a report names; it counts them all.
+# Live bytes that are copied before the segments they lay in go.
+GROUP_BYTES = 4 << 30
+# Segments that are claimed at once, each by an open file, and looked for in one walk of the rows.
+CLAIMED = 256
+# Damaged and unreadable revisions that a report names; it counts them all.
 LISTED = 100
 LAYOUTS = 64
 
@@ -41,7 +46,8 @@ LAYOUTS = 64
 class Report:
     """What was looked at and done. `bytes` were read, `freed` are those of the `removed` segments.
 
-    `held` counts segments that a living writer keeps from us; the next run takes them.
+    `held` counts segments that a living writer keeps from us; the next run takes them. `unreadable` are
+    revisions whose base cannot be read here: they stay as they are, and are served.
     """
 
     operation: str
@@ -54,10 +60,18 @@ class Report:
     drafts: int = 0
     healed: int = 0
     damaged: int = 0
+    unreadable: int = 0
     examples: list[dict[str, str]] = field(default_factory=list)
 
     def add_damage(self, row: Revision, fault: str) -> None:
         self.damaged += 1
+        self._show(row, fault)
+
+    def add_unreadable(self, row: Revision, fault: str) -> None:
+        self.unreadable += 1
+        self._show(row, fault)
+
+    def _show(self, row: Revision, fault: str) -> None:
         if len(self.examples) < LISTED:
             self.examples.append({"revision": served_name(row.policy, row.digest), "fault": fault})
 
@@ -94,10 +108,8 @@ def gc(catalog: "Catalog", store: "Store", on_page: OnPage = silent) -> Report:
     """Remove segments that no row names and no living writer holds, and drafts that a crash left."""
     report = Report("gc")
     used = catalog.used_bytes_by_segment().keys()
-    for segment, size in store.segments():
-        if segment not in used:
-            _drop(catalog, store, segment, size, report)
-            on_page(report)
+    unused = {segment: size for segment, size in store.segments() if segment not in used}
+    _drop(catalog, store, unused, report, on_page)
     report.drafts = store.clean()
     return report
 
@@ -127,12 +139,26 @@ def compact(
                     chosen[segment] = size
                 else:
                     report.held += 1
-    if any(segment in used for segment in chosen):
-        _move_out(catalog, store, chosen, report, on_page)
-    for segment, size in chosen.items():
-        _drop(catalog, store, segment, size, report)
-        on_page(report)
+    # What is to be copied may need the room that these leave.
+    _drop(catalog, store, {name: size for name, size in chosen.items() if name not in used}, report, on_page)
+    for group in _groups({name: size for name, size in chosen.items() if name in used}, used):
+        _move_out(catalog, store, group, report, on_page)
+        _drop(catalog, store, group, report, on_page)
     return report
+
+
+def _groups(chosen: dict[str, int], used: dict[str, int]) -> Iterator[dict[str, int]]:
+    """Cut segments into groups of which so much is live that each is worth a walk of the catalog."""
+    group: dict[str, int] = {}
+    live = 0
+    for segment, size in chosen.items():
+        group[segment] = size
+        live += used[segment]
+        if live >= GROUP_BYTES:
+            yield group
+            group, live = {}, 0
+    if group:
+        yield group
 
 
 def repack(catalog: "Catalog", store: "Store", on_page: OnPage = silent) -> Report:
@@ -155,8 +181,10 @@ def repack(catalog: "Catalog", store: "Store", on_page: OnPage = silent) -> Repo
                     report.moved += 1
                 except AdapterError as error:
                     _quarantine(catalog, store, row, str(error), report)
+                except BaseModelError as error:
+                    report.add_unreadable(row, str(error))
                 except NotFound as error:
-                    # Its base cannot be read; or the row itself has expired meanwhile.
+                    # Its layout is gone; or the row itself has expired meanwhile.
                     if catalog.find(row.policy, row.digest):
                         report.add_damage(row, str(error))
         finally:
@@ -173,13 +201,18 @@ def pages(catalog: "Catalog") -> Iterator[list[Revision]]:
         after = rows[-1].digest, rows[-1].policy
 
 
-def _drop(catalog: "Catalog", store: "Store", segment: str, size: int, report: Report) -> None:
-    with store.claim(segment) as is_free:
-        if not is_free:
-            report.held += 1
-        elif catalog.drop_segment_if_unused(segment, partial(store.remove, segment)):
-            report.removed += 1
-            report.freed += size
+def _drop(catalog: "Catalog", store: "Store", sizes: dict[str, int], report: Report, on_page: OnPage) -> None:
+    """Remove those of these segments that no row names; each is claimed until it is gone."""
+    names = list(sizes)
+    for at in range(0, len(names), CLAIMED):
+        with ExitStack() as claims:
+            free = [name for name in names[at : at + CLAIMED] if claims.enter_context(store.claim(name))]
+            report.held += len(names[at : at + CLAIMED]) - len(free)
+            for segment in sorted(catalog.unused_segments(free)):
+                store.remove(segment)
+                report.removed += 1
+                report.freed += sizes[segment]
+        on_page(report)
 
 
 def _move_out(
@@ -190,9 +223,11 @@ def _move_out(
     size = 0
     # Its digest's other rows have moved with it, whatever the page that was read before says.
     last: tuple[Location, str] | None = None
+    seen = 0
     for rows in pages(catalog):
+        seen += len(rows)
+        report.revisions = max(report.revisions, seen)
         for row in rows:
-            report.revisions += 1
             at = location(row), row.digest
             if row.segment not in chosen or at == last or at in batch:
                 continue
@@ -284,11 +319,10 @@ def _differs(catalog: "Catalog") -> Callable[[str, str], dict[str, tuple[str, ..
 
     @cache
     def shapes(base: str) -> BaseShapes:
-        path = Path(catalog.base(base).path)
         try:
-            return BaseShapes.read(path)
+            return BaseShapes.read(Path(catalog.base(base).path))
         except (GraftworkError, OSError) as error:
-            raise NotFound(f"The base {base[:12]} cannot be read at {path}: {error}") from None
+            raise BaseModelError(f"The base {base[:12]} cannot be read: {error}") from None
 
     @lru_cache(LAYOUTS)
     def differs(base: str, digest: str) -> dict[str, tuple[str, ...]] | None:
