@@ -41,7 +41,8 @@ LAYOUTS = 64
 class Report:
     """What was looked at and done. `bytes` were read, `freed` are those of the `removed` segments.
 
-    `held` counts segments that a living writer keeps from us; the next run takes them.
+    `held` counts segments that a living writer keeps from us, the next run takes them; `named` those that
+    a row still names, as one whose bytes are damaged and cannot be moved does.
     """
 
     operation: str
@@ -51,6 +52,7 @@ class Report:
     removed: int = 0
     freed: int = 0
     held: int = 0
+    named: int = 0
     drafts: int = 0
     healed: int = 0
     damaged: int = 0
@@ -180,6 +182,8 @@ def _drop(catalog: "Catalog", store: "Store", segment: str, size: int, report: R
         elif catalog.drop_segment_if_unused(segment, partial(store.remove, segment)):
             report.removed += 1
             report.freed += size
+        else:
+            report.named += 1
 
 
 def _move_out(
