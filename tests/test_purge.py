@@ -12,6 +12,7 @@ import pytest
 import torch
 from fastapi.testclient import TestClient
 from kept_adapters import BASE, add_policy, keep, settings
+from test_catalog_million import upgrade_to
 from typer.testing import CliRunner
 
 from engine.adapters.catalog import Catalog, Policy, Release, ensure_local_key
@@ -334,6 +335,14 @@ def test_a_purged_name_is_taken_again_only_on_purpose(params, catalog, monkeypat
     assert (again.by, again.places["catalog"]["revisions"]) == ("bob", 1)
     with pytest.raises(NotFound):
         catalog.revision("gone", row.digest)
+
+
+def test_a_catalog_of_an_older_version_is_brought_to_the_newest_schema_first(params):
+    params.state_dir.mkdir()
+    upgrade_to(params.paths.catalog_url, "0002")
+    allow_again(params, "sums", "me", False)
+    with closing(Catalog(params.paths.catalog_url)) as catalog:
+        assert catalog.purged("sums") is None
 
 
 def test_bytes_that_another_policy_shares_stay(params, catalog):
