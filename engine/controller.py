@@ -165,7 +165,7 @@ class Controller:
         try:
             if self.ledger is None:
                 self.ledger = Ledger(self.params.paths.ledger)
-            self.metrics.events.inc(self.ledger.ingest(self.params.paths.spool))
+            self.metrics.events.inc(self.ledger.ingest(self.params.paths.spool, self.catalog.gone))
             self._ingested_at = started
             if not self._caught_up:
                 self.applier.say_missing(self.ledger)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict
+from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -52,9 +53,11 @@ def print_list(rows: Iterator[dict[str, Any]], limit: int, as_json: bool) -> Non
     """Print rows as they come; say how to go on when there are more than `limit`."""
     write = _json_row if as_json else _table_row
     count, last, more = 0, None, False
+    # What is refused is refused before anything is printed.
+    head = list(islice(rows, 1))
     if as_json:
         typer.echo('{"revisions": [', nl=False)
-    for row in rows:
+    for row in chain(head, rows):
         if limit and count == limit:
             more = True
             break
@@ -200,7 +203,22 @@ def retire(
     name: Name, reason: Reason, by: By = "cli", as_json: Json = False, params: ParamsFile = PARAMS
 ) -> None:
     """Serve a revision to nobody but scoring from now on, with a reason; its bytes stay."""
-    _change(params, name, as_json, "is retired", "retire", by, reason)
+    settings = enter(params)
+    _require(reason)
+    from tasks import adapters
+
+    with closing(adapters.open_catalog(settings)) as catalog:
+        before = adapters.find(catalog, name)
+        row = catalog.retire(before.policy, before.digest, by, reason)
+    is_new = before.retired_at is None
+    done = "is retired." if is_new else f"was retired already, by {row.retired_by}: {row.retired_reason}"
+    told(
+        as_json,
+        f"{served_name(row.policy, row.digest)} {done}",
+        digest=row.digest,
+        by=row.retired_by,
+        reason=row.retired_reason,
+    )
 
 
 @adapters_app.command("unretire")
@@ -208,7 +226,17 @@ def unretire(
     name: Name, reason: Reason, by: By = "cli", as_json: Json = False, params: ParamsFile = PARAMS
 ) -> None:
     """Take a retirement back, with a reason."""
-    _change(params, name, as_json, "is served again", "unretire", by, reason)
+    settings = enter(params)
+    _require(reason)
+    from tasks import adapters
+
+    with closing(adapters.open_catalog(settings)) as catalog:
+        row = adapters.find(catalog, name)
+        catalog.unretire(row.policy, row.digest, by, reason)
+    shown = served_name(row.policy, row.digest)
+    if row.retired_at is None:
+        return told(as_json, f"{shown} was not retired; nothing has changed.", digest=row.digest)
+    told(as_json, f"{shown} is served again.", digest=row.digest, by=by, reason=reason)
 
 
 @adapters_app.command("expire")
@@ -231,16 +259,9 @@ def expire(
     told(as_json, f"{served_name(row.policy, row.digest)} {when}.", digest=row.digest, expires_at=at)
 
 
-def _change(params: Path, name: str, as_json: bool, done: str, verb: str, by: str, reason: str) -> None:
-    settings = enter(params)
-    from tasks import adapters
-
+def _require(reason: str) -> None:
     if not reason.strip():
         raise ConfigError("Give a reason; it is recorded and shown to whoever asks for the revision.")
-    with closing(adapters.open_catalog(settings)) as catalog:
-        row = adapters.find(catalog, name)
-        getattr(catalog, verb)(row.policy, row.digest, by, reason)
-    told(as_json, f"{served_name(row.policy, row.digest)} {done}.", digest=row.digest, by=by, reason=reason)
 
 
 def told(as_json: bool, sentence: str, **said: Any) -> None:

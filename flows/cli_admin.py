@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
@@ -51,7 +52,8 @@ def ledger_ingest(params: ParamsFile = PARAMS) -> None:
     from engine.quality.ledger import Ledger
 
     ledger = Ledger(settings.paths.ledger)
-    count = ledger.ingest(settings.paths.spool)
+    with closing(catalog(params)) as index:
+        count = ledger.ingest(settings.paths.spool, index.gone)
     ledger.snapshot(settings.paths.ledger_snapshot)
     typer.echo(f"{count} events are in the ledger.")
 

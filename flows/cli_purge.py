@@ -42,8 +42,13 @@ def purge(
     if as_json:
         return typer.echo(json.dumps(asdict(record), indent=2))
     typer.echo(
-        f"{policy} is purged, by {record.by}: {record.reason} Adapters that an engine holds leave its memory "
-        "with its next eviction or restart."
+        f"{policy} is purged, by {record.by}: {record.reason} What engines hold of it leaves their memory "
+        "within a second."
     )
+    if record.elsewhere:
+        typer.echo(
+            "MLflow had artifacts of it in other places, which stay until you remove them: "
+            f"{', '.join(record.elsewhere)}."
+        )
     if (settings.suites_dir / policy).is_dir():
         typer.echo(f"Its data is yours and stays: {settings.suites_dir / policy}.")

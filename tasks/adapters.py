@@ -188,25 +188,34 @@ def _export_directory(params: Params, catalog: Catalog, row: Revision, target: P
     from engine.adapters.revision import PROBE, read_revision, write_revision
 
     kept = params.paths.revision(row.policy, row.digest)
+    found = None
     with suppress(AdapterError):
         tensors, manifest = read_revision(kept, row.base)
         if manifest.digest == row.digest:
-            probe = json.loads((kept / PROBE).read_text()) if (kept / PROBE).is_file() else {}
-            return write_revision(target, tensors, manifest, probe)
-    return directory_from_store(params, row.policy, row.digest, target)
+            found = tensors, manifest
+    if found is None:
+        return directory_from_store(params, row.policy, row.digest, target)
+    return write_revision(target, *found, _probe(kept / PROBE))
+
+
+def _probe(file: Path) -> dict[str, Any]:
+    """Read a revision's effect probe; `{}` without one, `AdapterError` for a damaged one."""
+    try:
+        found = json.loads(file.read_text()) if file.is_file() else {}
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise AdapterError(f"The effect probe {file} is damaged. Remove it, then export: without a probe.")
+    return found
 
 
 def _export_file(params: Params, catalog: Catalog, row: Revision, target: Path) -> Path:
-    import torch
-
     from engine.adapters import packed
-    from engine.adapters.publishing import location
+    from engine.adapters.publishing import stored_packed
     from engine.adapters.store import open_store
 
     with closing(open_store(params)) as store:
-        payload = bytearray(store.read(location(row)))
-    layout = packed.Layout.from_json(catalog.layout(row.layout))
-    whole = packed.Packed(layout, torch.frombuffer(payload, dtype=torch.uint8))
+        whole = stored_packed(catalog, store, row)
     said = {"digest": row.digest, "base": row.base, "policy": row.policy, "rank": str(row.rank)}
     folder = Path(tempfile.mkdtemp(prefix=".draft-", dir=target.parent))
     try:

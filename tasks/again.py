@@ -6,22 +6,32 @@ from typing import TYPE_CHECKING
 
 from engine.config import Params
 from engine.errors import Conflict, NotFound
+from tasks.purge_record import is_under_way
 
 if TYPE_CHECKING:
     from engine.adapters.catalog import Catalog
 
 
 def allow_again(params: Params, name: str, owner: str, again: bool) -> None:
-    """Raise `Conflict` for a name that was purged; with `again` make it a policy without revisions anew."""
-    from engine.adapters.catalog import Catalog, Policy
+    """Raise `Conflict` for a name that was purged; with `again` make it a policy without revisions anew.
+
+    `Conflict` also with `again` while the purge has not come to its end.
+    """
+    from engine.adapters.catalog import Catalog, Policy, migrate
     from engine.base import ensure_base
 
     if not params.paths.has_catalog:
         return
+    migrate(params.paths.catalog_url)
     with closing(Catalog(params.paths.catalog_url)) as catalog:
         mark = catalog.purged(name)
         if mark is None or _is_there(catalog, name):
             return
+        if is_under_way(params, name):
+            raise Conflict(
+                f"The purge of {name!r} by {mark['by']!r} has not come to its end. Run `graftwork purge "
+                f"{name}` again, it goes on from where it was; then give --again."
+            )
         if not again:
             raise Conflict(
                 f"The name {name!r} was purged by {mark['by']!r}. Choose another name, or give --again to "

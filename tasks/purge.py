@@ -1,18 +1,16 @@
 """Everything of a policy removed, place by place, and a marker left that its name was purged.
 
 Each place is done once and noted in a record under `purges/`; a purge that was killed goes on from there
-when it is asked for again. Knows the places and their order: sessions, which may refuse, then the catalog,
-from when on nobody is served, then what the catalog's rows had named. The data that a person gave for the
-policy (`eval_suites/NAME`) stays theirs.
+when it is asked for again. Knows the places and their order: what may refuse is asked first, then the name is
+marked, from when on nobody is served and nothing new is published, then what the policy's rows name goes, and
+the rows. The data that a person gave for the policy (`eval_suites/NAME`) stays theirs.
 """
 
-import json
 import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,35 +20,13 @@ from filelock import FileLock, Timeout
 from engine.adapters.catalog import Catalog
 from engine.config import DIGEST12, POLICY_NAME, Params
 from engine.errors import ConfigError, Conflict, NotFound, ServiceError
-from engine.files import sync
+from tasks.purge_record import Counts, Record, purges, recorded
 
 PAGE = 1_000
 PATIENCE_S = 5.0
 LEDGER_S = 310.0
 # Spools hand their files over every quarter of a second.
 HANDED_OVER_S = 0.6
-Counts = dict[str, int]
-
-
-@dataclass
-class Record:
-    """What a purge has done: counts by place. `segments` held the policy's bytes."""
-
-    policy: str
-    by: str
-    reason: str
-    at: float
-    segments: list[str] = field(default_factory=list)
-    places: dict[str, Counts] = field(default_factory=dict)
-    finished_at: float | None = None
-
-    def write(self, file: Path) -> None:
-        """Put the record in place of the last one; a kill leaves one of the two."""
-        draft = file.with_name(f".{file.name}")
-        draft.write_text(json.dumps(asdict(self), indent=2))
-        sync(draft)
-        draft.replace(file)
-        sync(file.parent)
 
 
 def purge(
@@ -65,7 +41,7 @@ def purge(
         raise ConfigError(f"{policy!r} is no policy's name. `graftwork ls` shows them.")
     if not by.strip() or not reason.strip():
         raise ConfigError("Give --by, your name, and --reason: both are kept with the purged name.")
-    folder = params.paths.root / "purges"
+    folder = purges(params)
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(folder / f"{policy}.lock", timeout=0), closing(_catalog(params)) as catalog:
@@ -92,15 +68,20 @@ def _purge_alone(
     record = _begun(catalog, file, policy, by, reason)
     if record.finished_at is not None:
         return record
-    _refuse_while_released(catalog, policy)
+    if "name" not in record.places:
+        _refuse_while_released(catalog, policy)
+        _sessions(params, policy, only_ask=True)
+        # Until it has an end the name is not taken again, wherever a kill comes.
+        record.write(file)
     places: dict[str, Callable[[], Counts]] = {
+        "name": lambda: _mark(catalog, policy, by),
         "sessions": lambda: _sessions(params, policy),
         "segments": lambda: _collect(params, catalog, record, file),
         "catalog": lambda: catalog.purge(policy, by, time.time()),
         "store": lambda: _store(params, catalog, record),
         "cache": lambda: _cache(params, file),
         "files": lambda: _files(params, policy),
-        "mlflow": lambda: _mlflow(params, policy),
+        "mlflow": lambda: _mlflow(params, record, file),
         # Last: answers that were under way are spooled by now.
         "ledger": lambda: _ledger(params, policy),
     }
@@ -116,20 +97,30 @@ def _purge_alone(
 
 
 def _begun(catalog: Catalog, file: Path, policy: str, by: str, reason: str) -> Record:
-    """Return the record to go on with: a new one, that of a killed purge, or that of a finished one."""
-    mark = catalog.purged(policy)
+    """Return the record to go on with: a new one, that of a killed purge, or that of a finished one.
+
+    What a record says was done holds only while the name is marked and no policy's; otherwise all of it is
+    done anew, also where the killed purge had found bytes.
+    """
+    found = recorded(file)
+    is_marked = catalog.purged(policy) is not None
     try:
         catalog.policy(policy)
     except NotFound:
-        if mark is None and not file.is_file():
+        if not is_marked and found is None:
             raise
     else:
-        mark = None
-    if file.is_file():
-        found = Record(**json.loads(file.read_text()))
-        if found.finished_at is None or mark is not None:
-            return found
-    return Record(policy, by, reason, time.time())
+        is_marked = False
+    if found and is_marked:
+        return found
+    fresh = Record(policy, by, reason, time.time())
+    if found and found.finished_at is None:
+        fresh.segments, fresh.elsewhere = found.segments, found.elsewhere
+    return fresh
+
+
+def _mark(catalog: Catalog, policy: str, by: str) -> Counts:
+    return catalog.mark_purged(policy, by, time.time())
 
 
 def _refuse_while_released(catalog: Catalog, policy: str) -> None:
@@ -140,13 +131,19 @@ def _refuse_while_released(catalog: Catalog, policy: str) -> None:
         )
 
 
-def _sessions(params: Params, policy: str) -> Counts:
-    """Have the trainer forget the policy's sessions, or remove them where no trainer runs."""
-    from engine.training.forgetting import remove_sessions
+def _sessions(params: Params, policy: str, only_ask: bool = False) -> Counts:
+    """Have the trainer forget the policy's sessions, or remove them where no trainer runs.
+
+    `Conflict` while one is open; with `only_ask` that is all.
+    """
+    from engine.training.forgetting import refuse_open, remove_sessions
 
     try:
         httpx.get(f"{params.url('trainer')}/health", timeout=PATIENCE_S, trust_env=False)
     except httpx.ConnectError:
+        if only_ask:
+            refuse_open(params.paths.sessions, policy)
+            return {}
         return remove_sessions(params.paths.sessions, policy)
     except httpx.HTTPError as error:
         raise ServiceError(
@@ -156,15 +153,20 @@ def _sessions(params: Params, policy: str) -> Counts:
     from engine.training.client import TrainerClient
 
     with closing(TrainerClient(params.url("trainer"), patience_s=PATIENCE_S)) as trainer:
-        return trainer.forget_policy(policy)
+        return trainer.forget_policy(policy, only_ask)
 
 
 def _collect(params: Params, catalog: Catalog, record: Record, file: Path) -> Counts:
     """Note where the policy's bytes lie before the rows that say so are gone."""
-    segments: set[str] = set()
+    # A purge that was killed has found some, whose rows are gone.
+    segments = set(record.segments)
     count = size = 0
     draft = _listed(file).with_suffix(".draft")
-    with draft.open("w") as listed:
+    if _listed(file).is_file():
+        shutil.copyfile(_listed(file), draft)
+    else:
+        draft.unlink(missing_ok=True)
+    with draft.open("a") as listed:
         for row in _rows(catalog, record.policy):
             segments.add(row.segment)
             count, size = count + 1, size + row.length
@@ -224,16 +226,24 @@ def _ask_controller(params: Params, policy: str) -> Counts:
 
 
 def _store(params: Params, catalog: Catalog, record: Record) -> Counts:
-    """Rewrite the segments that held the policy's bytes without them."""
+    """Rewrite the segments that held the policy's bytes without them; `ServiceError` while one is left."""
     from engine.adapters.maintenance import compact
     from engine.adapters.store import open_store
 
     with closing(open_store(params)) as store:
         report = compact(catalog, store, segments=record.segments)
-    if report.held:
+        left = set(record.segments).intersection(segment for segment, _ in store.segments())
+    if left and report.damaged:
+        names = ", ".join(found["revision"] for found in report.examples)
         raise ServiceError(
-            f"{report.held} segments with bytes of {record.policy!r} are still being written to, by a "
-            "training run or an import. Purge again when it has ended: it goes on from here."
+            f"{len(left)} segments with bytes of {record.policy!r} cannot be rewritten: they hold damaged "
+            f"revisions ({names}). Import or export those again, or let them expire (`graftwork adapters "
+            "expire`), then purge again: it goes on from here."
+        )
+    if left:
+        raise ServiceError(
+            f"{len(left)} segments with bytes of {record.policy!r} are still being written to or shared, by "
+            "a training run or an import. Purge again when it has ended: it goes on from here."
         )
     return {"segments": report.removed, "moved": report.moved, "bytes": report.freed}
 
@@ -270,7 +280,12 @@ def _files(params: Params, policy: str) -> Counts:
     return {"revision_directories": directories, "progress": len(progress), "reports": len(reports)}
 
 
-def _mlflow(params: Params, policy: str) -> Counts:
+def _mlflow(params: Params, record: Record, file: Path) -> Counts:
     from tasks.purge_mlflow import purge_mlflow
 
-    return purge_mlflow(params, policy)
+    def note(address: str) -> None:
+        if address not in record.elsewhere:
+            record.elsewhere.append(address)
+            record.write(file)
+
+    return purge_mlflow(params, record.policy, note)

@@ -15,10 +15,13 @@ from engine.config import Params
 PAGE = 100
 
 
-def purge_mlflow(params: Params, policy: str) -> dict[str, int]:
-    """Remove all of a policy for good; return how many of each. What is gone already is not counted."""
+def purge_mlflow(params: Params, policy: str, on_elsewhere: Callable[[str], object]) -> dict[str, int]:
+    """Remove all of a policy for good; return how many of each. What is gone already is not counted.
+
+    `on_elsewhere` hears of artifacts outside `mlartifacts`, which stay, before the row that names them goes.
+    """
     backend = params.mlflow.backend or f"sqlite:///{params.paths.mlflow_db}"
-    removed = {"versions": 0, "models": 0, "logged_models": 0, "runs": 0, "artifact_bytes": 0}
+    removed = {"versions": 0, "models": 0, "logged_models": 0, "runs": 0, "artifact_bytes": 0, "elsewhere": 0}
     if params.mlflow.backend is None and not params.paths.mlflow_db.is_file():
         return removed
     # Seconds to import, so only where there is something.
@@ -30,13 +33,21 @@ def purge_mlflow(params: Params, policy: str) -> dict[str, int]:
     removed |= _remove_model(client, policy)
     experiments = [one.experiment_id for one in _every(client.search_experiments, view_type=_ALL)]
     tagged = f"tags.`graftwork.policy` = '{policy}'"
+
+    def clear(address: str) -> None:
+        size = _remove_artifacts(params.paths.mlartifacts, address)
+        removed["artifact_bytes"] += size or 0
+        if size is None:
+            on_elsewhere(address)
+            removed["elsewhere"] += 1
+
     for model in list(_every(client.search_logged_models, experiments, tagged)):
-        removed["artifact_bytes"] += _remove_artifacts(params.paths.mlartifacts, model.artifact_location)
+        clear(model.artifact_location)
         # The artifacts go first: without the row nobody would find them.
         store._hard_delete_logged_model(model.model_id)
         removed["logged_models"] += 1
     for run in list(_every(client.search_runs, experiments, tagged, _ALL)):
-        removed["artifact_bytes"] += _remove_artifacts(params.paths.mlartifacts, run.info.artifact_uri)
+        clear(run.info.artifact_uri)
         store._hard_delete_run(run.info.run_id)
         removed["runs"] += 1
     return removed
@@ -65,19 +76,21 @@ def _every(search: Callable[..., Any], *arguments: Any, **named: Any) -> Iterato
             return
 
 
-def _remove_artifacts(root: Path, uri: str) -> int:
+def _remove_artifacts(root: Path, uri: str) -> int | None:
     """Remove what lies under an artifact address that our server hands out; return its bytes.
 
-    Only below `root`: an address may name anything.
+    Only below `root`, since an address may name anything: None for one that lies elsewhere.
     """
     parts = urlparse(uri)
     path = unquote(parts.path).strip("/")
     if parts.scheme not in ("mlflow-artifacts", "file", ""):
-        return 0
+        return None
     folder = (root / path if parts.scheme == "mlflow-artifacts" else Path("/") / path).resolve()
     # The address ends in `artifacts`, below a directory of the run's or model's own.
     own = folder.parent if folder.name == "artifacts" else folder
-    if root.resolve() not in own.parents or not own.is_dir():
+    if root.resolve() not in own.parents:
+        return None
+    if not own.is_dir():
         return 0
     size = sum(file.stat().st_size for file in own.rglob("*") if file.is_file())
     shutil.rmtree(own)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from live import free_port
+from test_catalog_million import upgrade_to
 
 from engine.config import load_params
 from engine.errors import ServiceError
@@ -160,6 +161,11 @@ def test_a_policy_that_fails_leaves_the_others_rows(
     monkeypatch.setattr(cli, "enter", lambda params: load_params(params))
     monkeypatch.setattr(cli, "require_services", lambda settings: None)
     monkeypatch.setattr("tasks.steps.preload", lambda: None)
+    settings = load_params(params)
+    # As an older version has left it; whoever comes first brings it to the newest schema.
+    settings.state_dir.mkdir()
+    assert settings.paths.catalog_url == f"sqlite:///{params.parent}/state/catalog.db"
+    upgrade_to(settings.paths.catalog_url, "0002")
     with pytest.raises(ServiceError, match="trainer is away"):
         cli.adapt(None, ["arithmetic", "sorting"], params)
     assert "sorting@123456789abc" in capsys.readouterr().out

@@ -4,6 +4,7 @@ import errno
 import json
 import time
 import tracemalloc
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 from kept_adapters import BASE, add_policy, bare, keep, settings
 from typer.testing import CliRunner
 
-from engine.adapters import packed, revision
+from engine.adapters import maintenance, packed, revision
 from engine.adapters.catalog import Catalog, Release
+from engine.adapters.store import open_store
 from engine.config import Params, load_params, served_name
 from engine.errors import AdapterError, ConfigError, Conflict, NotFound, ServiceError
 from flows.cli import app
@@ -245,6 +247,46 @@ def test_a_retired_revision_is_listed_on_request_and_served_again_when_taken_bac
         ask(file, "retire", second, "--reason", " ")
     with pytest.raises(NotFound):
         ask(file, "retire", "sums@dddd", "--reason", "x")
+
+
+def test_what_is_retired_already_or_is_not_retired_is_said(file, catalog):
+    catalog.add_revisions([bare("sums", 1)])
+    name = served_name("sums", bare("sums", 1).digest)
+    said = asked(file, "unretire", name, "--reason", "x")
+    assert said["done"] == f"{name} was not retired; nothing has changed."
+    assert "by" not in said
+    ask(file, "retire", name, "--reason", "superseded.", "--by", "ann")
+    again = asked(file, "retire", name, "--reason", "another", "--by", "bob")
+    assert again["done"] == f"{name} was retired already, by ann: superseded."
+    assert (again["by"], again["reason"]) == ("ann", "superseded.")
+
+
+def test_a_list_that_is_refused_prints_nothing(file, catalog):
+    said = CliRunner().invoke(app, ["adapters", "ls", "sumz", "--json", "--params", str(file)])
+    assert isinstance(said.exception, NotFound)
+    assert said.output == ""
+
+
+@pytest.mark.parametrize("damage", ["{", "[1]"])
+def test_a_damaged_probe_is_a_sentence(file, params, catalog, tmp_path, damage):
+    (row,) = keep(params, catalog, "sums", [6], exported=True)
+    probe = params.paths.revision("sums", row.digest) / revision.PROBE
+    probe.write_text(damage)
+    target = tmp_path / "out"
+    with pytest.raises(AdapterError, match=r"probe .* is damaged\. Remove it"):
+        ask(file, "export", served_name("sums", row.digest), str(target))
+    assert not target.exists()
+    probe.unlink()
+    ask(file, "export", served_name("sums", row.digest), str(target))
+    assert target.is_dir()
+
+
+def test_a_packed_export_finds_bytes_that_moved_meanwhile(params, catalog, tmp_path):
+    (row,) = keep(params, catalog, "sums", [7])
+    with closing(open_store(params)) as store:
+        maintenance.compact(catalog, store, everything=True)
+    assert not (params.paths.store / row.segment).exists()
+    assert adapters.export(params, catalog, row, tmp_path / "whole", packed=True).is_file()
 
 
 def test_one_that_users_are_served_is_not_retired(file, catalog):

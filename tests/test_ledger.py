@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Collection
 from pathlib import Path
 
 import duckdb
@@ -420,3 +421,39 @@ def test_a_number_too_large_for_its_column_does_not_block_the_others(spool: Spoo
     spool.emit("feedback", id="f", request_id="r", reward=1.0, key="k")
     assert take_in(ledger, spool) == 2
     assert rows(ledger, "SELECT id, status FROM observations") == [("o", None)]
+
+
+def test_what_is_gone_does_not_come_back(spool: Spool, ledger: Ledger) -> None:
+    """An answer that streams on while its policy is purged is told of afterwards."""
+    observe(spool, "a", "aa", "u", policy="gone")
+    observe(spool, "b", "aa", "u", policy="kept")
+    for id in "ab":
+        spool.emit("feedback", request_id=id, reward=1.0, key="k")
+    for policy in ("gone", "kept"):
+        spool.emit("scores", policy=policy, unknown=1)
+    spool.rotate()
+    asked: list[set[str]] = []
+
+    def gone(policies: Collection[str]) -> set[str]:
+        asked.append(set(policies))
+        return {"gone"}
+
+    assert ledger.ingest(spool.root, gone) == 2
+    assert asked == [{"gone", "kept"}]
+    assert rows(ledger, "SELECT policy FROM observations") == [("kept",)]
+    assert rows(ledger, "SELECT request_id FROM feedback") == [("b",)]
+    (file,) = (spool.root / "rejected").iterdir()
+    assert b"gone" not in file.read_bytes()
+    assert b"kept" in file.read_bytes()
+
+
+def test_a_ledger_that_could_not_become_another_file_closes_nothing_of_others(
+    ledger: Ledger, tmp_path: Path
+) -> None:
+    with pytest.raises(FileNotFoundError):
+        ledger.become(tmp_path / "never written")
+    # Takes the number of the descriptor that was closed.
+    other = os.open(tmp_path, os.O_RDONLY)
+    ledger.close()
+    os.fstat(other)
+    os.close(other)

@@ -4,7 +4,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 from fastapi.testclient import TestClient
 from kept_adapters import BASE, add_policy, keep, settings
+from test_catalog_million import upgrade_to
 from typer.testing import CliRunner
 
 from engine.adapters.catalog import Catalog, Policy, Release, ensure_local_key
@@ -24,6 +25,7 @@ from engine.controller_api import build_app
 from engine.errors import ConfigError, Conflict, NotFound, ServiceError
 from engine.quality.ledger import Spool, open_snapshot
 from engine.registry import Registry
+from engine.training import forgetting
 from engine.training import state as session_state
 from engine.training.forgetting import LEASE_S
 from engine.training.session import state_file
@@ -33,7 +35,7 @@ from tasks.again import allow_again
 
 # What must be in no file afterwards; random, so that no compression hides it.
 SECRET = os.urandom(600).hex()
-PLACES = ("sessions", "segments", "catalog", "store", "cache", "files", "mlflow", "ledger")
+PLACES = ("name", "sessions", "segments", "catalog", "store", "cache", "files", "mlflow", "ledger")
 
 
 @pytest.fixture
@@ -147,7 +149,9 @@ def test_killed_at_any_place_it_goes_on_from_there(params, catalog, monkeypatch,
     secrets = payloads(params, catalog, "gone")
     inner = Catalog.purge if place == "catalog" else getattr(purging, NAMES[place])
 
-    def dies(*arguments):
+    def dies(*arguments, **only_ask):
+        if only_ask:
+            return inner(*arguments, **only_ask)
         if after:
             inner(*arguments)
         raise Killed
@@ -168,8 +172,8 @@ def test_killed_at_any_place_it_goes_on_from_there(params, catalog, monkeypatch,
 
 
 NAMES = {
-    "sessions": "_sessions", "segments": "_collect", "store": "_store", "cache": "_cache", "files": "_files",
-    "mlflow": "_mlflow", "ledger": "_ledger",
+    "name": "_mark", "sessions": "_sessions", "segments": "_collect", "store": "_store", "cache": "_cache",
+    "files": "_files", "mlflow": "_mlflow", "ledger": "_ledger",
 }  # fmt: skip
 
 
@@ -231,6 +235,88 @@ def test_two_at_once_do_not_meet(params, catalog, monkeypatch):
     assert catalog.purged("gone")
 
 
+@pytest.mark.parametrize("place", ["sessions", "segments", "store", "ledger"])
+def test_a_name_that_came_back_after_a_kill_is_purged_from_the_start(params, catalog, monkeypatch, place):
+    """What the record says was done then is done anew, and what was not done yet is not forgotten."""
+    secrets = payloads(params, catalog, "gone")
+
+    def dies(*_, **only_ask):
+        if not only_ask:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(purging, NAMES[place], dies)
+        with pytest.raises(Killed):
+            purge(params)
+    assert catalog.purged("gone")
+    with pytest.raises(NotFound):
+        catalog.policy("gone")
+    for again in (False, True):
+        with pytest.raises(Conflict, match=r"has not come to its end.*graftwork purge gone"):
+            allow_again(params, "gone", "me", again)
+    # As if the record had been lost from sight, by another installation of the same catalog.
+    catalog.add_policy(Policy("gone", BASE, {}, "me", 1.0), again=True)
+    (row,) = keep(params, catalog, "gone", [99], exported=True)
+    secrets += payloads(params, catalog, "gone")
+    record = purge(params)
+    assert record.places["name"]["policies"] == 1
+    assert row.segment in record.segments
+    with pytest.raises(NotFound):
+        catalog.revision("gone", row.digest)
+    for secret in secrets:
+        assert is_anywhere(params, secret) == []
+    check_kept(params)
+
+
+def test_nothing_is_published_under_a_name_whose_sessions_are_gone(params, catalog, monkeypatch):
+    seen = []
+    inner = purging._sessions
+
+    def sessions(*arguments, only_ask=False):
+        seen.append((only_ask, catalog.purged("gone") is not None))
+        return inner(*arguments, only_ask=only_ask)
+
+    monkeypatch.setattr(purging, "_sessions", sessions)
+    purge(params)
+    assert seen == [(True, False), (False, True)]
+
+
+def test_it_does_not_end_while_a_segment_with_its_bytes_is_left(params, catalog):
+    """Another policy's damaged revision keeps it; so does a writer."""
+    (kept, other), segment = catalog.revisions("kept"), catalog.revisions("gone")[0].segment
+    assert {kept.segment, other.segment} == {segment}
+    file = params.paths.store / segment
+    whole = file.read_bytes()
+    file.write_bytes(whole[: kept.offset] + bytes(16) + whole[kept.offset + 16 :])
+    with pytest.raises(
+        ServiceError, match=rf"1 segments with bytes of 'gone'.*damaged.*kept@{kept.digest[:12]}"
+    ):
+        purge(params)
+    assert file.is_file()
+    with closing(open_store(params)) as store, store.claim(segment) as is_ours:
+        assert is_ours
+        with pytest.raises(ServiceError, match="1 segments with bytes of 'gone'"):
+            purge(params)
+    # Restored; the row of a damaged revision is moved like any other then.
+    file.write_bytes(whole)
+    purge(params)
+    assert not file.is_file()
+    check_kept(params)
+
+
+def test_sessions_that_cannot_be_removed_are_named(tmp_path, monkeypatch):
+    folder = tmp_path / f"gone-{'0' * 12}"
+    write_session(folder, "gone", SECRET)
+    # A kill between two purges has left one of the same name.
+    write_session(tmp_path / f".purged-gone-{'0' * 12}", "gone", SECRET)
+    with monkeypatch.context() as patch:
+        patch.setattr(forgetting.shutil, "rmtree", lambda *_, **__: None)
+        with pytest.raises(ServiceError, match=rf"Could not remove .*\.purged-gone-{'0' * 12}.*purge again"):
+            forgetting.remove_sessions(tmp_path, "gone")
+    forgetting.remove_sessions(tmp_path, "gone")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_purged_name_is_taken_again_only_on_purpose(params, catalog, monkeypatch):
     from engine import base
 
@@ -249,6 +335,14 @@ def test_a_purged_name_is_taken_again_only_on_purpose(params, catalog, monkeypat
     assert (again.by, again.places["catalog"]["revisions"]) == ("bob", 1)
     with pytest.raises(NotFound):
         catalog.revision("gone", row.digest)
+
+
+def test_a_catalog_of_an_older_version_is_brought_to_the_newest_schema_first(params):
+    params.state_dir.mkdir()
+    upgrade_to(params.paths.catalog_url, "0002")
+    allow_again(params, "sums", "me", False)
+    with closing(Catalog(params.paths.catalog_url)) as catalog:
+        assert catalog.purged("sums") is None
 
 
 def test_bytes_that_another_policy_shares_stay(params, catalog):
@@ -281,6 +375,7 @@ def test_a_running_controller_purges_its_own_ledger(params, catalog, monkeypatch
     """The ledger has one writer; in the controller's own thread, between two turns."""
     key = ensure_local_key(catalog, params.paths.local_key)
     with running(params) as controller:
+        wait_for(lambda: controller._ingested_at)
         mirror = AliasMirror(catalog, controller.desk, controller.lock, Registry(None))
         client = TestClient(build_app(controller, mirror))
         refused = client.post("/purge", json={"policy": "gone"})
@@ -296,8 +391,11 @@ def test_a_running_controller_purges_its_own_ledger(params, catalog, monkeypatch
         assert record.places["ledger"]["scores"] == 1
         assert is_anywhere(params, SECRET.encode()) == []
         deadline = time.monotonic() + 10
-        # It goes on as ever.
+        # It goes on as ever, and what an answer that was under way tells of afterwards does not come back.
         spool = Spool(params.paths.spool, "later")
+        late = spool.emit("observations", policy="gone", arm="champion", unit=SECRET, key="k")
+        spool.emit("feedback", request_id=late, reward=1.0, key=SECRET)
+        spool.emit("scores", policy="gone", unknown=SECRET)
         spool.emit("scores", policy="kept", item="2", score=0.5)
         spool.close()
         while time.monotonic() < deadline:
@@ -309,6 +407,13 @@ def test_a_running_controller_purges_its_own_ledger(params, catalog, monkeypatch
         with open_snapshot(params.paths.ledger_snapshot) as ledger:
             assert ledger.execute("SELECT count(*) FROM scores").fetchone() == (2,)
     assert is_anywhere(params, SECRET.encode()) == []
+
+
+def wait_for(happened: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 10
+    while not happened() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert happened()
 
 
 def test_a_controller_that_does_not_answer_is_said_and_the_rest_is_not_repeated(params, catalog):
@@ -348,9 +453,14 @@ def test_mlflow_forgets_the_policy_for_good(params, catalog, monkeypatch):
         client.create_registered_model(policy)
         client.create_model_version(policy, f"models:/{model.model_id}", run.info.run_id, tags)
         runs[policy] = run.info.run_id
-    found = purge(params).places["mlflow"]
+    bucket = client.create_experiment("elsewhere", artifact_location="s3://bucket/7")
+    client.create_run(bucket, tags={"graftwork.policy": "gone"})
+    record = purge(params)
+    (address,) = record.elsewhere
+    assert address.startswith("s3://bucket/7/")
+    found = record.places["mlflow"]
     assert {name: found[name] for name in ("versions", "models", "logged_models", "runs")} == {
-        "versions": 1, "models": 1, "logged_models": 1, "runs": 1
+        "versions": 1, "models": 1, "logged_models": 1, "runs": 2
     }  # fmt: skip
     assert is_anywhere(params, SECRET.encode()) == []
     assert [one.name for one in client.search_registered_models()] == ["kept"]

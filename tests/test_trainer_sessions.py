@@ -667,6 +667,9 @@ def test_a_policys_sessions_are_forgotten_in_memory_and_on_disk(live, tmp_path):
     assert live.resident() == {"first", "other"}
     live.client.close_session(open_one)
     folder = live.trainer.sessions.directory / "first"
+    # Whoever only asks removes nothing.
+    assert live.client.forget_policy("sums", only_ask=True) == {}
+    assert folder.is_dir()
     found = live.client.forget_policy("sums")
     assert found["sessions"] == 1
     assert found["bytes"] > 0

@@ -71,7 +71,8 @@ class Lifecycle(Revisions):
         after: tuple[Any, ...] | None = None
         removed: list[Revision] = []
         while len(removed) < limit:
-            query = select(*COLUMNS).where(table.expires_at < now).order_by(*key).limit(EXPIRE_CHUNK)
+            most = min(EXPIRE_CHUNK, limit - len(removed))
+            query = select(*COLUMNS).where(table.expires_at < now).order_by(*key).limit(most)
             with self._read() as connection:
                 rows = connection.execute(query.where(tuple_(*key) > after) if after else query).all()
             if not rows:
@@ -198,12 +199,10 @@ class Lifecycle(Revisions):
 
     # Purge
 
-    def purge(self, policy: str, by: str, now: float) -> dict[str, int]:
-        """Remove every row of a policy and mark its name as purged; return rows removed by table.
+    def mark_purged(self, policy: str, by: str, now: float) -> dict[str, int]:
+        """Mark a policy's name as purged and take policy and route away; return rows removed by table.
 
-        Going on after a crash is safe: the mark comes first, so that nothing new is published, and
-        tombstones go last, so that nothing buried is served meanwhile. Every transaction is told, since a
-        gateway may have read what the next one removes.
+        From then on nothing of it is served, and nothing new is published.
         """
         mark = {"policy": policy, "by": by, "at": now}
         removed: dict[str, int] = {}
@@ -212,7 +211,15 @@ class Lifecycle(Revisions):
             for name, column in (("policies", "name"), ("routes", "policy")):
                 removed[name] = _delete(connection, name, column, policy)
             self._tell(connection, policy)
-        removed["revisions"] = 0
+        return removed
+
+    def purge(self, policy: str, by: str, now: float) -> dict[str, int]:
+        """Remove every row of a policy and mark its name as purged; return rows removed by table.
+
+        Going on after a crash is safe: the mark comes first, so that nothing new is published, and
+        tombstones go last, so that nothing buried is served meanwhile.
+        """
+        removed = self.mark_purged(policy, by, now) | {"revisions": 0}
         while rows := self._purge_revisions(policy):
             removed["revisions"] += rows
         for name in ("releases", "aliases", "notices", "quarantine", "tombstones"):
@@ -228,6 +235,20 @@ class Lifecycle(Revisions):
         with self._read() as connection:
             row = connection.execute(query).one_or_none()
         return dict(row._mapping) if row else None
+
+    def gone(self, policies: Collection[str]) -> set[str]:
+        """Return which of these names were purged and are no policy's again."""
+        names, there = list(policies), select(tables.policies.c.name)
+        marks = tables.purged.c
+        found: set[str] = set()
+        with self._read() as connection:
+            for at in range(0, len(names), CHUNK):
+                query = select(marks.policy).where(
+                    marks.policy.in_(names[at : at + CHUNK]),
+                    ~there.where(tables.policies.c.name == marks.policy).exists(),
+                )
+                found.update(connection.execute(query).scalars())
+        return found
 
     def _purge_revisions(self, policy: str) -> int:
         some = select(table.digest).where(table.policy == policy).limit(CHUNK)

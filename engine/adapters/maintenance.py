@@ -46,8 +46,9 @@ LAYOUTS = 64
 class Report:
     """What was looked at and done. `bytes` were read, `freed` are those of the `removed` segments.
 
-    `held` counts segments that a living writer keeps from us; the next run takes them. `unreadable` are
-    revisions whose base cannot be read here: they stay as they are, and are served.
+    `held` counts segments that a living writer keeps from us, the next run takes them; `named` those that
+    a row still names, as one whose bytes are damaged and cannot be moved does. `unreadable` are revisions
+    whose base cannot be read here: they stay as they are, and are served.
     """
 
     operation: str
@@ -57,6 +58,7 @@ class Report:
     removed: int = 0
     freed: int = 0
     held: int = 0
+    named: int = 0
     drafts: int = 0
     healed: int = 0
     damaged: int = 0
@@ -208,7 +210,9 @@ def _drop(catalog: "Catalog", store: "Store", sizes: dict[str, int], report: Rep
         with ExitStack() as claims:
             free = [name for name in names[at : at + CLAIMED] if claims.enter_context(store.claim(name))]
             report.held += len(names[at : at + CLAIMED]) - len(free)
-            for segment in sorted(catalog.unused_segments(free)):
+            unused = catalog.unused_segments(free)
+            report.named += len(free) - len(unused)
+            for segment in sorted(unused):
                 store.remove(segment)
                 report.removed += 1
                 report.freed += sizes[segment]

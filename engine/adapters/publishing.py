@@ -128,6 +128,11 @@ def stored_tensors(catalog: "Catalog", store: "Store", row: Revision) -> "Tensor
 
     Raises `AdapterError` when the bytes are missing or damaged.
     """
+    return packed.unpack(stored_packed(catalog, store, row))
+
+
+def stored_packed(catalog: "Catalog", store: "Store", row: Revision) -> packed.Packed:
+    """Return the packed form of a revision; `AdapterError` when its bytes are missing or damaged."""
     try:
         payload = store.read(location(row))
     except AdapterError:
@@ -137,7 +142,7 @@ def stored_tensors(catalog: "Catalog", store: "Store", row: Revision) -> "Tensor
             raise
         payload = store.read(location(row))
     layout = packed.Layout.from_json(catalog.layout(row.layout))
-    return packed.unpack(packed.Packed(layout, torch.frombuffer(bytearray(payload), dtype=torch.uint8)))
+    return packed.Packed(layout, torch.frombuffer(bytearray(payload), dtype=torch.uint8))
 
 
 def location(row: Revision) -> Location:

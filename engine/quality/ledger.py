@@ -9,6 +9,7 @@ import json
 import os
 import re
 import time
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,10 @@ __all__ = ["Ledger", "Spool", "open_snapshot"]
 
 MIGRATIONS = Path(__file__).parent / "migrations"
 FILES_A_COMMIT = 64
+CLOSED = -1
+NAMED = re.compile(rb'"policy": ?"([^"]+)"')
+# Of the policies that events name, which are gone: their rows must not come back.
+Gone = Callable[[Collection[str]], set[str]]
 Events = dict[str, dict[str, dict[str, Any]]]  # table -> id -> event
 JSON_TYPES: dict[str, tuple[type, ...]] = {
     "VARCHAR": (str,),
@@ -41,6 +46,7 @@ class Ledger:
 
     def __init__(self, path: Path | str):
         self.path = Path(path)
+        self._source = CLOSED
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._open()
         self._changed = True
@@ -54,8 +60,12 @@ class Ledger:
         self.columns = _columns(self.connection)
 
     def close(self) -> None:
+        """Close the file; a second time does nothing."""
         self.connection.close()
-        os.close(self._source)
+        if self._source != CLOSED:
+            os.close(self._source)
+            # Its number may be another file's from now on.
+            self._source = CLOSED
 
     def become(self, path: Path) -> None:
         """Go on with another file of the same schema, which takes this one's place and name."""
@@ -68,16 +78,18 @@ class Ledger:
         """Let the next `snapshot` write a copy whatever has changed."""
         self._changed = True
 
-    def ingest(self, spool_root: Path) -> int:
+    def ingest(self, spool_root: Path, gone: Gone = lambda policies: set()) -> int:
         """Insert the events that are ready and return how many were new.
 
+        Those of policies that are `gone` are dropped: an answer that was under way while its policy was
+        purged is told of afterwards.
         An event that is known already (by its id) is ignored; a file is removed after the commit.
         Lines that fit no table are moved to `rejected/` beside the spool's files.
         """
         new = 0
         files = ready_files(spool_root)
         for start in range(0, len(files), FILES_A_COMMIT):
-            new += self._ingest_files(files[start : start + FILES_A_COMMIT], spool_root / "rejected")
+            new += self._ingest_files(files[start : start + FILES_A_COMMIT], spool_root / "rejected", gone)
         return new
 
     def snapshot(self, destination: Path) -> bool:
@@ -94,19 +106,20 @@ class Ledger:
         self._changed = False
         return True
 
-    def _ingest_files(self, files: list[Path], rejected: Path) -> int:
+    def _ingest_files(self, files: list[Path], rejected: Path, gone: Gone) -> int:
         events: Events = {}
+        bad: dict[Path, list[bytes]] = {}
         for path in files:
-            bad = []
             for line in read_lines(path):
                 event = _parse(line, self.columns)
                 if event is None:
-                    bad.append(line)
+                    bad.setdefault(path, []).append(line)
                 else:
                     events.setdefault(event.pop("table"), {}).setdefault(event["id"], event)
-            if bad:
-                rejected.mkdir(exist_ok=True)
-                (rejected / path.name).write_bytes(b"".join(bad))
+        _drop_gone(events, bad, gone)
+        for path, lines in ((path, lines) for path, lines in bad.items() if lines):
+            rejected.mkdir(exist_ok=True)
+            (rejected / path.name).write_bytes(b"".join(lines))
         try:
             self._insert(events)
         except duckdb.ConstraintException:
@@ -138,6 +151,35 @@ class Ledger:
             known = {row[0] for row in self.connection.execute(query, [list(rows)]).fetchall()}
             unknown[table] = {id: row for id, row in rows.items() if id not in known}
         return unknown
+
+
+def policy_of(line: bytes) -> str | None:
+    """Return the policy that a line of the spool names, also one that is torn or fits no table."""
+    try:
+        event: Any = json.loads(line)
+    except ValueError:
+        named = NAMED.search(line)
+        return named[1].decode(errors="replace") if named else None
+    found = event.get("policy") if isinstance(event, dict) else None
+    return found if isinstance(found, str) else None
+
+
+def _drop_gone(events: Events, bad: dict[Path, list[bytes]], gone: Gone) -> None:
+    """Take out what belongs to policies that are gone, and the feedback on their answers."""
+    named = {row.get("policy") for rows in events.values() for row in rows.values()}
+    named |= {policy_of(line) for lines in bad.values() for line in lines}
+    lost = gone([policy for policy in named if policy])
+    if not lost:
+        return
+    answers = {id for id, row in events.get("observations", {}).items() if row.get("policy") in lost}
+    for table, rows in events.items():
+        events[table] = {
+            id: row
+            for id, row in rows.items()
+            if row.get("policy") not in lost and row.get("request_id") not in answers
+        }
+    for path, lines in bad.items():
+        bad[path] = [line for line in lines if policy_of(line) not in lost]
 
 
 def create(path: Path) -> None:

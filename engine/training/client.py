@@ -151,9 +151,10 @@ class TrainerClient:
         )
         return from_json(self._run("/probe", body))
 
-    def forget_policy(self, policy: str) -> dict[str, int]:
-        """Remove every session of a policy; `Conflict` while one of them is open."""
-        return self._run("/forget_policy", protocol.ForgetPolicy(request_id=_new_id(), policy=policy))
+    def forget_policy(self, policy: str, only_ask: bool = False) -> dict[str, int]:
+        """Remove every session of a policy, or only ask; `Conflict` while one of them is open."""
+        body = protocol.ForgetPolicy(request_id=_new_id(), policy=policy, only_ask=only_ask)
+        return self._run("/forget_policy", body)
 
     def cancel(self, request_id: str) -> None:
         """Call an operation off; `Conflict` when it has begun and cannot stop."""

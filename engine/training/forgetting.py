@@ -7,6 +7,7 @@ running trainer knows better (`Sessions.forget`).
 import re
 import shutil
 import time
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,22 +41,45 @@ def _policy_of(folder: Path) -> str | None:
     return str(opened["policy"]) if isinstance(opened, dict) else None
 
 
-def remove_sessions(directory: Path, policy: str) -> dict[str, int]:
-    """Remove a policy's sessions and return how many, and their bytes; a kill leaves none half there.
-
-    Raises `Conflict` while a session was written within the lease; then nothing is removed.
-    """
+def refuse_open(directory: Path, policy: str) -> list[Path]:
+    """Return a policy's stored sessions; `Conflict` while one of them was written within the lease."""
     found = list(stored_sessions(directory, policy))
     for folder in found:
         file = state_file(folder)
         if file.is_file() and time.time() - file.stat().st_mtime < LEASE_S:
             raise Conflict(open_sentence(policy, folder.name))
-    gone = [folder.rename(folder.with_name(f"{GONE}{folder.name}")) for folder in found]
-    left = [folder for folder in directory.glob(f"{GONE}*") if folder not in gone]
+    return found
+
+
+def remove_sessions(directory: Path, policy: str) -> dict[str, int]:
+    """Remove a policy's sessions and return how many, and their bytes; a kill leaves none half there.
+
+    Raises `Conflict` while a session was written within the lease; then nothing is removed. Raises
+    `ServiceError` that names what could not be removed.
+    """
+    gone = [_hidden(folder) for folder in refuse_open(directory, policy)]
     removed = sum(file.stat().st_size for folder in gone for file in folder.rglob("*") if file.is_file())
-    for folder in (*gone, *left):
+    # Those that an earlier kill left go too.
+    hidden = [folder for folder in directory.glob(f"{GONE}*") if folder.is_dir()]
+    for folder in hidden:
         shutil.rmtree(folder, ignore_errors=True)
+    if left := [str(folder) for folder in hidden if folder.exists()]:
+        raise _stays(", ".join(left), "not everything in them may be deleted")
     return {"sessions": len(gone), "bytes": removed}
+
+
+def _hidden(folder: Path) -> Path:
+    """Give a session's directory a name of its own under which nobody finds a session."""
+    try:
+        return folder.rename(folder.with_name(f"{GONE}{folder.name}-{uuid.uuid4().hex}"))
+    except OSError as error:
+        raise _stays(str(folder), str(error.strerror)) from None
+
+
+def _stays(what: str, reason: str) -> ServiceError:
+    return ServiceError(
+        f"Could not remove {what}: {reason}. Make it writable, or remove it, then purge again."
+    )
 
 
 def open_sentence(policy: str, session: str, holder: str | None = None) -> str:

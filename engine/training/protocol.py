@@ -208,6 +208,10 @@ class ProbeRevision(Request):
 
 
 class ForgetPolicy(Request):
-    """Remove every session of a policy, from memory and disk; refused while one of them is open."""
+    """Remove every session of a policy, from memory and disk; refused while one of them is open.
+
+    With `only_ask` nothing is removed.
+    """
 
     policy: PolicyName
+    only_ask: bool = False

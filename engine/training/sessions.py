@@ -17,7 +17,7 @@ from engine.errors import Busy, ConfigError, Conflict, NotFound, ServiceError
 from engine.training import state
 from engine.training.adapter import by_pattern, chosen_sites
 from engine.training.capacity import bytes_of
-from engine.training.forgetting import LEASE_S, open_sentence, remove_sessions
+from engine.training.forgetting import LEASE_S, open_sentence, refuse_open, remove_sessions
 from engine.training.lora import ResidentBase
 from engine.training.protocol import CreateSession, SessionRequest
 from engine.training.session import CURRENT, SHAPE, Session, settings_of, state_file
@@ -179,15 +179,18 @@ class Sessions:
         os.utime(state_file(self.directory / name), (long_ago, long_ago))
         self._leave(self._known[name])
 
-    def forget(self, policy: str) -> dict[str, int]:
+    def forget(self, policy: str, only_ask: bool = False) -> dict[str, int]:
         """Remove every session of a policy, from memory and disk; `Conflict` while one is open.
 
-        Return how many there were on disk, and their bytes.
+        Return how many there were on disk, and their bytes. With `only_ask` nothing is removed.
         """
         mine = [name for name, one in dict(self._known).items() if one.opened.policy == policy]
         for name in mine:
             if self._known[name].is_active:
                 raise Conflict(open_sentence(policy, name, self._known[name].opened.holder))
+        if only_ask:
+            refuse_open(self.directory, policy)
+            return {}
         removed = remove_sessions(self.directory, policy)
         for name in mine:
             del self._known[name]

@@ -216,8 +216,8 @@ class Trainer:
         return {**exported, "directory": str(exported["directory"]) if exported["directory"] else None}
 
     def forget_policy(self, request: protocol.ForgetPolicy) -> dict[str, int]:
-        """Remove every session of a policy, from memory and disk."""
-        return self.sessions.forget(request.policy)
+        """Remove every session of a policy, from memory and disk; or only say whether one is open."""
+        return self.sessions.forget(request.policy, request.only_ask)
 
     def probe(self, request: protocol.ProbeRevision) -> dict[str, Any]:
         return self.exporter.probe_revision(self.base, self.base_digest, request).to_json()
