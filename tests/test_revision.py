@@ -69,6 +69,14 @@ def test_digest_ignores_order_and_memory_layout():
     assert revision.digest(shuffled, 2, TARGETS[::-1], BASE) == revision.digest(tensors, 2, TARGETS, BASE)
 
 
+def test_the_bytes_of_one_column_that_was_a_slice():
+    """Torch calls it contiguous and keeps its stride of 64: B of rank 1, out of a fused block."""
+    column = torch.arange(128.0).view(2, 64)[:, :1]
+    column = column.as_strided((2, 1), (1, 64))
+    assert column.is_contiguous()
+    assert bytes(revision.tensor_bytes(column)) == column.clone().numpy().tobytes()
+
+
 @pytest.mark.parametrize("what", ["value", "rank", "targets", "base", "dtype", "name", "expert"])
 def test_digest_changes_with(what):
     tensors, arguments = make_tensors(), [2, TARGETS, BASE]

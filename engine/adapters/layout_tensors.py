@@ -173,7 +173,7 @@ def _shared(parent: str, projection: str, A: Tensor, B: Tensor) -> Pair:
 
 def _same(left: Tensor, right: Tensor) -> bool:
     """Compare bytes: the digest tells 0.0 from -0.0."""
-    one, other = (tensor.contiguous().view(torch.uint8) for tensor in (left, right))
+    one, other = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (left, right))
     return torch.equal(one, other)
 
 

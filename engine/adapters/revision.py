@@ -85,7 +85,8 @@ def digest_header(tensors: Tensors, rank: int, targets: Iterable[str], base_dige
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """Return a tensor's elements as bytes, row-major, without a copy where it is contiguous."""
-    return tensor.detach().contiguous().view(torch.uint8).reshape(-1).numpy().data
+    # Flat first: an axis of one element may have any stride, as that of a B of rank 1 that was a slice has.
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
