@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.adapters.batches import Batch, Form, batch_of, finite_rows, first_fault, stack
 from engine.adapters.bulk_entries import Entry, Gate
 from engine.adapters.catalog_schema import Revision
-from engine.adapters.publishing import ATTEMPTS
+from engine.adapters.publishing import ATTEMPTS, exported
 from engine.errors import AdapterError, Conflict, Moved, Purged
 
 if TYPE_CHECKING:
@@ -298,7 +298,8 @@ class _Writer:
             self._layouts.add(digest)
 
     def _revision(self, row: _Row, digest: str, form: Form, at: "Location") -> Revision:
-        return Revision(
+        return exported(
+            at,
             policy=row.policy,
             digest=digest,
             base=self._base_digest,
@@ -307,11 +308,6 @@ class _Writer:
             rank=form.rank,
             bytes=form.nbytes,
             layout=form.layout.digest,
-            segment=at.segment,
-            offset=at.offset,
-            length=at.length,
-            checksum=at.checksum,
-            state="exported",
             owner=self._owner,
             created_at=self._now,
         )

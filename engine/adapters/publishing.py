@@ -103,7 +103,8 @@ def append(
     if at is None or not is_shared:
         (at,) = store.append_many([payload], [checksum])
     catalog.add_layout(whole.layout.digest, whole.layout.to_json())
-    row = Revision(
+    row = exported(
+        at,
         policy=manifest.policy,
         digest=manifest.digest,
         base=manifest.base_digest,
@@ -112,15 +113,22 @@ def append(
         rank=manifest.rank,
         bytes=manifest.bytes,
         layout=whole.layout.digest,
+        owner=owner,
+        created_at=now,
+    )
+    return Placed(row, is_shared)
+
+
+def exported(at: Location, **known: Any) -> Revision:
+    """Return the row of an exported revision whose bytes lie there; `known` are its other fields."""
+    return Revision(
         segment=at.segment,
         offset=at.offset,
         length=at.length,
         checksum=at.checksum,
         state="exported",
-        owner=owner,
-        created_at=now,
+        **known,
     )
-    return Placed(row, is_shared)
 
 
 def stored_tensors(catalog: "Catalog", store: "Store", row: Revision) -> "Tensors":

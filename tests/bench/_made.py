@@ -21,6 +21,7 @@ from engine.adapters.catalog import Catalog, Policy, Revision
 from engine.adapters.families import BaseShapes
 from engine.adapters.layout_tensors import from_canonical
 from engine.adapters.layouts import PLAIN
+from engine.adapters.publishing import exported
 from engine.adapters.store import Location, open_store
 from engine.base import BaseInfo, base_config
 from engine.config import Params, served_name
@@ -101,7 +102,8 @@ class Maker:
         return names
 
     def _row(self, at: Location) -> Revision:
-        return Revision(
+        return exported(
+            at,
             policy=self._policy,
             digest=self._digest(at.checksum),
             base=self._base.digest,
@@ -110,11 +112,6 @@ class Maker:
             rank=self._rank,
             bytes=at.length,
             layout=self._layout.digest,
-            segment=at.segment,
-            offset=at.offset,
-            length=at.length,
-            checksum=at.checksum,
-            state="exported",
             owner="bench",
             created_at=time.time(),
         )

@@ -5,8 +5,7 @@
 Each policy has so many samples in groups of eight, prompts of 16 to 24 tokens, completions of 3 to 24, an
 adapter of its own on every projection, rank 8, 4 or 16 in turn. Both ways run in turn on the same examples;
 figures are medians of the CPU's seconds. `rule` says how often `is_worth_fusing` picks the faster way, or one
-within 10% of it: for less it keeps to turns. Gradients must agree to 32 units of float32's last place of the
-largest one of the policy, or no figure counts.
+within 10% of it: for less it keeps to turns. Gradients must agree to 1e-6, or no figure counts.
 """
 
 import argparse
@@ -23,14 +22,13 @@ from engine.config import BaseConfig, load_params
 from engine.training.fused import Call, forward_backward_many, is_worth_fusing
 from engine.training.lora import Example, ResidentBase, Row
 from engine.training.update import forward_backward
-from kernels import testing
 
 POLICIES = (1, 3, 9)
 SAMPLES = (8, 16, 32, 128)
 GROUP = 8
 RANKS = (8, 4, 16)
 MICROBATCH_TOKENS = 2048
-TOLERANCE = 32 * testing.EPS[torch.float32]
+TOLERANCE = 1e-6
 
 
 def examples(samples: int, seed: int) -> list[Example]:
@@ -65,9 +63,8 @@ def in_turns(base: ResidentBase, calls: list[Call]) -> None:
 
 
 def gradients(calls: list[Call], run: Callable[[], object]) -> list[torch.Tensor]:
-    """Return each policy's gradients, all factors one behind the other."""
     run()
-    found = [torch.cat([f.grad.flatten() for f in call.adapter.factors.values()]) for call in calls]
+    found = [factor.grad.clone() for call in calls for factor in call.adapter.factors.values()]
     for call in calls:
         call.adapter.clear_gradients()
     return found
@@ -89,7 +86,7 @@ def compare(base: ResidentBase, calls: list[Call], repeats: int) -> tuple[dict[s
         "fused": lambda: forward_backward_many(base, calls),
     }
     one, other = (gradients(calls, run) for run in ways.values())
-    worst = max(testing.error(right, left) for left, right in zip(one, other, strict=True))
+    worst = max((left - right).abs().max().item() for left, right in zip(one, other, strict=True))
     spent: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for _ in range(repeats):
         for name, run in ways.items():
