@@ -1,46 +1,58 @@
 """vLLM's client and its server's table of adapters, as far as our engine talks to them; no engine behind."""
 
 import asyncio
+import threading
 from collections import defaultdict
 from types import SimpleNamespace
 
 from vllm.utils.counter import AtomicCounter
 
+from engine.serving.host_tier import READY
+from engine.serving.load_channel import LoadListener
+
+
+class FakeWorker:
+    """Prepares an adapter within `seconds`, which it notes, and listens as a real worker does."""
+
+    def __init__(self, seconds: float = 0.0):
+        self.seconds = seconds
+        self.asked: list[tuple[str, dict]] = []
+        self.held: set[str] = set()
+        self.refusals: dict[str, tuple[str, str]] = {}
+        self.listener = LoadListener(self)
+
+    def prepare(self, name, address, tell):
+        self.asked.append((name, address))
+        threading.Timer(self.seconds, self._end, (name, tell)).start()
+
+    def _end(self, name, tell):
+        if name not in self.refusals:
+            self.held.add(name)
+        tell(self.refusals.get(name, READY))
+
 
 class FakeClient:
-    """Workers that prepare an adapter within `turns` calls; each call takes `step_s`, as a step would."""
+    """An engine whose calls take `step_s`, as a step would."""
 
-    def __init__(self, workers: int = 1, step_s: float = 0.0, turns: int = 1):
-        self.step_s, self.turns = step_s, turns
+    def __init__(self, workers: int = 1, step_s: float = 0.0, prepare_s: float = 0.0):
+        self.step_s = step_s
+        # Each one is slower than the one before.
+        self.workers = [FakeWorker(prepare_s * (rank + 1)) for rank in range(workers)]
         self.calls: list[tuple] = []
-        self.states: list[dict[str, int]] = [{} for _ in range(workers)]
-        self.refusals: dict[str, tuple[str, str]] = {}
         self.ids_forgotten: list[int | None] = []
         self.output_processor = SimpleNamespace(request_states={})
 
     async def collective_rpc(self, method, timeout, args):
+        if method == "graftwork_listen":
+            return [worker.listener.address for worker in self.workers]
         self.calls.append((method, *args))
         await asyncio.sleep(self.step_s)
-        assert method == "graftwork_exchange"
-        asked, waiting, leaving = args
+        assert method == "graftwork_forget"
+        (leaving,) = args
         self.ids_forgotten += leaving.values()
-        told = []
-        for rank, states in enumerate(self.states):
-            for name in leaving:
-                states.pop(name, None)
-            for name in asked:
-                # The second worker is slower than the first.
-                states.setdefault(name, self.turns + rank)
-            told.append({name: self._told(states, name, rank) for name in waiting})
-        return told
-
-    def _told(self, states, name, rank):
-        if rank == len(self.states) - 1 and name in self.refusals:
-            return self.refusals[name]
-        if name not in states:
-            return ["unknown", ""]
-        states[name] -= 1
-        return ["ready", ""] if states[name] <= 0 else ["loading", ""]
+        for worker in self.workers:
+            worker.held -= leaving.keys()
+        return [None for _ in self.workers]
 
     def run(self, request, name):
         """Let a request be in the engine until it is popped from here."""

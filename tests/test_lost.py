@@ -72,7 +72,9 @@ def serve(rank: int, root: Path) -> None:
         requests: Any = [SimpleNamespace(lora_int_id=i, lora_name=NAMES[i - 1]) for i in ordered]
         worker._apply_adapters(requests)
         steps.append(sorted(worker.slots._active_adapters))
-    result = {"steps": steps, "lost": list(worker.slots.lost), "said": worker.host.poll("p@lost")[1]}
+    said: list[str] = []
+    worker.host.prepare("p@lost", {}, lambda state: said.append(state[1]))
+    result = {"steps": steps, "lost": list(worker.slots.lost), "said": said[0]}
     (root / f"{rank}.json").write_text(json.dumps(result))
 
 

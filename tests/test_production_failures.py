@@ -19,6 +19,7 @@
 import asyncio
 import hashlib
 import threading
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
@@ -35,7 +36,8 @@ from engine.adapters.cache import Cache
 from engine.adapters.store import Location, Store
 from engine.errors import AdapterError, ServiceError
 from engine.serving import loader
-from engine.serving.host_tier import LOADING, READY, UNKNOWN, HostTier
+from engine.serving.host_tier import FORGOTTEN, READY, HostTier
+from engine.serving.load_channel import State
 from engine.serving.lora_cpu import GroupedPunica
 from engine.serving.vllm_engine import VllmEngine
 from kernels import grouped
@@ -77,11 +79,15 @@ def addresses(root, count: int) -> dict[str, dict]:
     return found
 
 
+def told(host: HostTier, name: str, address: dict) -> "Future[State]":
+    """Ask for an adapter; the future holds what is told of it."""
+    future: Future[State] = Future()
+    host.prepare(name, address, future.set_result)
+    return future
+
+
 def ready(host: HostTier, name: str, address: dict) -> None:
-    host.prepare(name, address)
-    while host.poll(name) == LOADING:
-        pass
-    assert host.poll(name) == READY
+    assert told(host, name, address).result(10) == READY
 
 
 def request(number: int) -> LoRARequest:
@@ -89,9 +95,9 @@ def request(number: int) -> LoRARequest:
 
 
 async def test_no_lock_is_waited_for_without_a_limit():
-    """The engine hangs in a call; whoever waits behind it is told so, and no lock of a name stays."""
-    client, table = FakeClient(step_s=30), models()
-    tier = residency(VllmEngine(client, table), load_timeout_s=0.1)
+    """The engine hangs; whoever waits for it is told so, and no lock of a name stays."""
+    client, table = FakeClient(step_s=30, prepare_s=30), models()
+    tier = residency(await VllmEngine.connect(client, table), load_timeout_s=0.1)
     results = await asyncio.gather(*(use(tier, revision(i)) for i in range(4)), return_exceptions=True)
     assert all(isinstance(result, ServiceError) and "within 0.1 s" in str(result) for result in results)
     assert dict(table.lora_resolver_lock) == {}
@@ -144,7 +150,7 @@ def test_rows_of_an_adapter_without_a_slot_are_nobodys(tmp_path):
     assert (seen[0].index_mapping, seen[0].prompt_mapping) == ((1, 0, 0, 1), (1, 0))
     assert manager.slots.lost == {2: "p@2"}
     # Blocks of the prefix cache may hold what the base computed for it.
-    assert manager.host.poll("p@2")[0] == "refused"
+    assert told(manager.host, "p@2", {}).result(0)[0] == "refused"
 
 
 def test_padded_and_base_rows_get_no_slot_however_full_they_are():
@@ -168,7 +174,7 @@ def test_padding_stays_what_it_was_among_poisoned_rows_and_slots():
 async def test_the_prefix_cache_tells_adapters_apart_also_after_a_reload():
     """vLLM hashes name and path into a block's key; both are the same after a reload, and no others'."""
     client, table = FakeClient(), models()
-    engine = VllmEngine(client, table)
+    engine = await VllmEngine.connect(client, table)
     await engine.prepare("p@1", {"path": "/store/one.seg"})
     await engine.prepare("p@2", {"path": "/store/one.seg"})
     keys = {name: lora_key(lora) for name, lora in table.lora_requests.items()}
@@ -206,7 +212,7 @@ def test_an_adapter_of_no_module_is_refused():
 
 async def test_an_evicted_adapter_comes_back_when_it_is_asked_for():
     client, table = FakeClient(), models()
-    tier = residency(VllmEngine(client, table), host_bytes=MIB)
+    tier = residency(await VllmEngine.connect(client, table), host_bytes=MIB)
     for _ in range(3):
         for i in range(4):
             async with tier.use(revision(i, MIB)) as name:
@@ -225,9 +231,9 @@ async def test_what_has_left_is_nowhere(tmp_path):
         async def collective_rpc(self, method, timeout, args):
             extension = loader.LoaderExtension()
             extension.model_runner = SimpleNamespace(lora_manager=manager)
-            return [extension.graftwork_exchange(*args)]
+            return [getattr(extension, method)(*args)]
 
-    engine = VllmEngine(Client(), table)
+    engine = await VllmEngine.connect(Client(), table)
     for turn in range(1000):
         name = f"p@{turn}"
         await engine.prepare(name, given[f"p@{turn % 8}"])
@@ -237,9 +243,8 @@ async def test_what_has_left_is_nowhere(tmp_path):
         await engine.forget(name)
     assert (table.lora_requests, dict(table.lora_resolver_lock)) == ({}, {})
     assert (manager.slots._registered_adapters.cache, manager.slots.lost) == ({}, {})
-    assert (manager.host.adapters, manager.host.poll(name)) == ({}, UNKNOWN)
-    assert (manager.host._loading, manager.host._refused, manager.slots.names()) == ({}, {}, [])
-    assert (engine._asked, engine._waiting, engine._leaving) == ({}, {}, {})
+    assert (manager.host.adapters, manager.host._loading, manager.slots.names()) == ({}, {}, [])
+    assert (engine._leaving, engine._going, engine._channels[0]._waiting) == ({}, {}, {})
 
 
 def test_what_is_forgotten_on_its_way_never_arrives(tmp_path):
@@ -253,12 +258,19 @@ def test_what_is_forgotten_on_its_way_never_arrives(tmp_path):
         real(adapter, given)
 
     host.verify = slow
-    host.prepare("p@0", address)
+    first = told(host, "p@0", address)
     assert begun.wait(10)
     host.forget("p@0")
+    assert first.result(0) == FORGOTTEN
     may_go_on.set()
     host._pool.shutdown(wait=True)
-    assert (host.adapters, host.poll("p@0")) == ({}, UNKNOWN)
+    assert (host.adapters, host._loading) == ({}, {})
+
+
+def test_who_asks_again_while_it_is_on_its_way_is_told_with_the_first(tmp_path):
+    host, address = worker().host, addresses(tmp_path, 1)["p@0"]
+    assert [future.result(10) for future in [told(host, "p@0", address) for _ in range(3)]] == [READY] * 3
+    assert host.verified_bytes == address["length"]
 
 
 def test_what_a_failed_disk_lost_is_remembered_within_bounds(tmp_path, monkeypatch):
@@ -267,10 +279,9 @@ def test_what_a_failed_disk_lost_is_remembered_within_bounds(tmp_path, monkeypat
     ready(host, "p@1", given["p@1"])
     for i in range(3):
         host.lose(f"lost@{i}", "Its bytes were lost.")
-    host.prepare("p@0", given["p@0"])
-    kind, sentence = host.poll("p@0")
+    kind, sentence = told(host, "p@0", given["p@0"]).result(0)
     assert (kind, "Restart it" in sentence) == ("refused", True)
-    assert host.poll("p@1") == READY
+    assert told(host, "p@1", given["p@1"]).result(0) == READY
 
 
 async def test_each_replica_loads_for_itself():

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 from adapters_cold import (
@@ -214,9 +215,9 @@ async def test_a_damaged_copy_is_fetched_once_more():
 async def test_bytes_that_were_moved_meanwhile_are_found():
     engine, catalog = FakeEngine(), FakeCatalog()
     tier = residency(engine, catalog=catalog)
-    catalog.moved[revision(1).digest] = ["old.seg", "new.seg"]
+    catalog.moved[revision(1).digest] = ["new.seg"]
     engine.faults[name_of(1)] = [MissingBytes("its segment is missing.")]
-    assert await use(tier, revision(1))
+    assert await use(tier, replace(revision(1), segment="old.seg"))
     assert [address["path"] for address in engine.addresses] == ["/store/old.seg", "/store/new.seg"]
     # Gone where the row still names them: refused, but bytes that are not there are no damage.
     engine.faults[name_of(2)] = [MissingBytes("its segment is missing.")]

@@ -110,10 +110,10 @@ class Lifecycle(Revisions):
 
     def quarantined(self, policy: str, digest: str) -> str | None:
         """Return why a revision is in quarantine; None when it is not."""
-        stones = tables.quarantine.c
-        query = select(stones.reason).where(stones.policy == policy, stones.digest == digest)
+        # In the driver's own words: every cold load asks.
+        query = f"SELECT reason FROM quarantine WHERE policy = {self._mark} AND digest = {self._mark}"
         with self._read(self._single) as connection:
-            reason: str | None = connection.execute(query).scalar()
+            reason: str | None = connection.exec_driver_sql(query, (policy, digest)).scalar()
         return reason
 
     def in_quarantine(self, digests: Sequence[str]) -> set[tuple[str, str]]:

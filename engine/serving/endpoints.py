@@ -74,13 +74,14 @@ class GraftworkEndpoints:
         settings = engine_client.vllm_config.additional_config["graftwork"]
         params = load_params(settings["params"])
         serving_models: OpenAIServingModels = state.openai_serving_models
-        engine = VllmEngine(engine_client, serving_models)
+        workers = check_marker(await VllmEngine.markers(engine_client))
+        engine = await VllmEngine.connect(engine_client, serving_models)
         state.graftwork_marker = {
             "plugin": settings["version"],
             "vllm": vllm_version(),
             "base": settings["base"],
             "base_name": settings["base_name"],
-            "workers": check_marker(await engine.marker()),
+            "workers": workers,
         }
         state.graftwork_loads, state.graftwork_slots = engine.loads, engine.slots
         catalog = Catalog(params.paths.catalog_url)

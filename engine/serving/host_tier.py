@@ -9,13 +9,14 @@ import errno
 import hashlib
 import mmap
 import os
+import stat
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from pathlib import Path
-from typing import Any, BinaryIO
+from io import FileIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from engine.adapters.revision import is_finite
 from engine.adapters.store import ALIGNMENT, PAGE_ALIGNED_FROM
 from engine.errors import AdapterError, DamagedBytes, MissingBytes
 from engine.serving.fill import Module, Plan
+from engine.serving.load_channel import State, Tell
 
 PREPARE_THREADS = 2
 # Kimi-K2 with a rank of its own for every expert takes about 10 MB.
@@ -35,9 +37,8 @@ LAYOUTS = 16
 MADV_POPULATE_READ = 22
 # Adapters whose disk failed, by which nothing more is loaded.
 MOST_LOST = 1000
-# What is to be told of an adapter: a kind of `KINDS`, and a sentence with the kinds that refuse.
-State = tuple[str, str]
-READY, LOADING, UNKNOWN = ("ready", ""), ("loading", ""), ("unknown", "")
+READY = ("ready", "")
+FORGOTTEN = ("refused", "The engine has forgotten it.")
 REFUSED: dict[str, type[AdapterError]] = {
     "damaged": DamagedBytes,
     "missing": MissingBytes,
@@ -51,29 +52,26 @@ class Bytes:
 
     payload: Tensor
     mapped: mmap.mmap | None = None
-    file: BinaryIO | None = None
+    file: FileIO | None = None
     offset: int = 0
 
     @staticmethod
     def open(address: Mapping[str, Any]) -> "Bytes":
         """Open `length` bytes at `offset` of `path`. Raises `AdapterError` when they are not there."""
-        path, offset, length = Path(address["path"]), address["offset"], address["length"]
-        if path.is_symlink() or not path.is_file():
-            raise MissingBytes(f"its segment {path} is missing or not a regular file. Restore it.")
-        size = path.stat().st_size
+        path, offset, length = address["path"], address["offset"], address["length"]
+        file = _open_regular(path)
+        size = os.fstat(file.fileno()).st_size
         if offset < 0 or offset % ALIGNMENT or size < offset + length:
             raise MissingBytes(
                 f"its {length} bytes at {offset} are not in {path}, which has {size}. "
                 "Export the revision again."
             )
         if length < PAGE_ALIGNED_FROM:
-            with path.open("rb") as file:
-                data = bytearray(os.pread(file.fileno(), length, offset))
-            return Bytes(torch.frombuffer(data, dtype=torch.uint8))
+            with file:
+                return Bytes(_read(file, offset, length))
         start = offset - offset % mmap.ALLOCATIONGRANULARITY
-        # Stays open for `Plan.read`, also when the name is gone.
-        file = path.open("rb")
-        # Private, so that torch may call the memory writable; nothing ever writes to it.
+        # The file stays open for `Plan.read`, also when the name is gone. The mapping is private, so that
+        # torch may call the memory writable; nothing ever writes to it.
         mapped = mmap.mmap(file.fileno(), offset + length - start, offset=start, access=mmap.ACCESS_COPY)
         payload = torch.frombuffer(mapped, dtype=torch.uint8, offset=offset - start, count=length)
         return Bytes(payload, mapped, file, offset)
@@ -131,43 +129,44 @@ class HostTier:
         self.verified_bytes = 0
         self._verifies = verifies
         self._plan = lru_cache(LAYOUTS)(lambda layout: Plan(read_layout(layout), modules))
-        # What loads, by a mark of its own, and what was refused until it is forgotten.
-        self._loading: dict[str, object] = {}
-        self._refused: dict[str, State] = {}
+        # Who is to be told of what is on its way.
+        self._loading: dict[str, list[Tell]] = {}
         # Never emptied: blocks of the prefix cache may carry the name until the engine ends. Sentences only.
         self._lost: dict[str, str] = {}
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(PREPARE_THREADS, thread_name_prefix="graftwork-prepare")
 
-    def prepare(self, name: str, address: dict[str, Any]) -> None:
+    def prepare(self, name: str, address: dict[str, Any], tell: Tell) -> None:
+        """Begin to map and verify an adapter; `tell` hears `READY`, or a kind of `REFUSED` and why."""
         with self._lock:
-            if name in self.adapters or name in self._lost or name in self._loading:
-                return
-            self._refused.pop(name, None)
-            if len(self._lost) >= MOST_LOST:
-                self._refused[name] = (
-                    "refused",
-                    f"{name} cannot be loaded: {MOST_LOST} adapters have lost their bytes since the "
-                    "engine started. Restart it once the disk is whole.",
-                )
-                return
-            mark = self._loading[name] = object()
-        self._pool.submit(self._prepare, name, address, mark)
+            state = self._known(name)
+            if state is None:
+                waiting = self._loading.setdefault(name, [])
+                waiting.append(tell)
+                if len(waiting) == 1:
+                    self._pool.submit(self._prepare, name, address, waiting)
+        if state is not None:
+            tell(state)
 
-    def poll(self, name: str) -> State:
-        """Return `READY`, `LOADING`, `UNKNOWN`, or a kind of `REFUSED` with the sentence why."""
-        if name in self._lost:
-            return "refused", self._lost[name]
+    def _known(self, name: str) -> State | None:
         if name in self.adapters:
             return READY
-        return LOADING if name in self._loading else self._refused.get(name, UNKNOWN)
+        if name in self._lost:
+            return "refused", self._lost[name]
+        if len(self._lost) >= MOST_LOST:
+            return "refused", (
+                f"{name} cannot be loaded: {MOST_LOST} adapters have lost their bytes since the "
+                "engine started. Restart it once the disk is whole."
+            )
+        return None
 
     def forget(self, name: str) -> None:
         """Drop an adapter, also one that is on its way."""
         with self._lock:
             self.adapters.pop(name, None)
-            self._loading.pop(name, None)
-            self._refused.pop(name, None)
+            waiting = self._loading.pop(name, [])
+        for tell in waiting:
+            tell(FORGOTTEN)
 
     def lose(self, name: str, reason: str) -> None:
         """Never serve a name again: its bytes were lost after it was ready."""
@@ -207,26 +206,51 @@ class HostTier:
             if not is_finite(values):
                 raise AdapterError(f"{region.block.module}.lora_{region.block.side} holds NaN or Inf.")
 
-    def _prepare(self, name: str, address: dict[str, Any], mark: object) -> None:
-        adapter, refused = None, None
-        if self._loading.get(name) is not mark:
+    def _prepare(self, name: str, address: dict[str, Any], waiting: list[Tell]) -> None:
+        adapter, state = None, READY
+        # Forgotten meanwhile, and perhaps asked for again: then another list waits.
+        if self._loading.get(name) is not waiting:
             return
         try:
             adapter = self.open(name, address)
             self.verify(adapter, address)
         except Exception as error:
-            # Whatever it is: a name that stayed `loading` would let its requests wait for nothing.
+            # Whatever it is: a name that nothing is told of would let its requests wait for nothing.
             kind = next((kind for kind, of in REFUSED.items() if isinstance(error, of)), "refused")
-            refused = kind, f"{name} cannot be loaded: {error}"
+            state = kind, f"{name} cannot be loaded: {error}"
         with self._lock:
-            # Forgotten meanwhile, and perhaps asked for again.
-            if self._loading.get(name) is not mark:
+            if self._loading.get(name) is not waiting:
                 return
             del self._loading[name]
-            if adapter is not None and refused is None:
+            if adapter is not None and state == READY:
                 self.adapters[name] = adapter
-            elif refused is not None:
-                self._refused[name] = refused
+        for tell in waiting:
+            tell(state)
+
+
+def _open_regular(path: str) -> FileIO:
+    """Open a file that is no link, by few system calls: each hands the step Python's lock, and waits for it."""
+    flags = os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        file = FileIO(path, opener=lambda name, given: os.open(name, given | flags))
+    except OSError:
+        file = None
+    if file is None or not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        raise MissingBytes(f"its segment {path} is missing or not a regular file. Restore it.")
+    return file
+
+
+def _read(file: FileIO, offset: int, length: int) -> Tensor:
+    """Return bytes of a file, copied once."""
+    held = torch.empty(length, dtype=torch.uint8)
+    view = memoryview(held.numpy())  # type: ignore[arg-type]
+    done = 0
+    while done < length:
+        read = os.preadv(file.fileno(), [view[done:]], offset + done)
+        if not read:
+            raise MissingBytes(f"its bytes in {file.name} were cut off. Export the revision again.")
+        done += read
+    return held
 
 
 def read_layout(text: str) -> Layout:

@@ -59,6 +59,10 @@ class LoadQueue:
     def __len__(self) -> int:
         return sum(map(len, self.waiting.values())) + len(self.running)
 
+    def loads(self) -> list[Load]:
+        """Return every load, those that run first."""
+        return [*self.running.values(), *(load for line in self.waiting.values() for load in line.values())]
+
     def find(self, name: str) -> Load | None:
         waiting = (self.waiting[priority].get(name) for priority in PRIORITIES)
         return self.running.get(name) or next(filter(None, waiting), None)
@@ -119,7 +123,6 @@ class LoadQueue:
 
     def told(self) -> dict[str, object]:
         """Return the queue for people: how many wait and run, the limits, and every load by name."""
-        loads = [*self.running.values(), *(load for line in self.waiting.values() for load in line.values())]
         return {
             **{priority: len(line) for priority, line in self.waiting.items()},
             "running": len(self.running),
@@ -133,6 +136,6 @@ class LoadQueue:
                     "waiters": len(load.waiters),
                     "waited_s": load.waited_s,
                 }
-                for load in loads
+                for load in self.loads()
             },
         }

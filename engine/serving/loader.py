@@ -11,6 +11,7 @@ Knows vLLM's LoRA managers (0.26 to 0.32). Does not know names' meaning, routes 
 
 import time
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from vllm.lora.lora_model import LoRAModel
@@ -19,7 +20,8 @@ from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
 from engine.errors import AdapterError
 from engine.serving.fill import Plan
-from engine.serving.host_tier import HostTier, PackedAdapter, State
+from engine.serving.host_tier import HostTier, PackedAdapter
+from engine.serving.load_channel import LoadListener
 from engine.serving.lost import is_lost_on_any_rank
 from engine.serving.slots import ModuleSlots, slots_of
 
@@ -112,6 +114,10 @@ class PackedWorkerManager(LRUCacheWorkerLoRAManager):
         model = super().create_lora_manager(*args, **kwargs)
         self.host = HostTier(self.slots.buffers, verifies=is_first_of_machine())
         return model
+
+    @cached_property
+    def listener(self) -> LoadListener:
+        return LoadListener(self.host)
 
     @property
     def slots(self) -> SlotManager:
@@ -208,19 +214,14 @@ class LoaderExtension:
             "modules": len(manager.slots.buffers) if isinstance(manager, PackedWorkerManager) else 0,
         }
 
-    def graftwork_exchange(
-        self, asked: dict[str, dict[str, Any]], waiting: list[str], leaving: dict[str, int | None]
-    ) -> dict[str, State]:
-        """Begin to prepare what is asked for, forget what leaves (name: id), and tell of those that wait.
+    def graftwork_listen(self) -> str:
+        """Return where this worker's host tier is asked to prepare adapters, beside the step loop."""
+        return self.model_runner.lora_manager.listener.address  # type: ignore[no-any-return]
 
-        One call for all of it: each waits for the step that runs, and takes from the next.
-        """
-        manager = self.model_runner.lora_manager
+    def graftwork_forget(self, leaving: dict[str, int | None]) -> None:
+        """Forget names (name: id) between two steps: a step may take any slot's adapter."""
         for name, lora_id in leaving.items():
-            manager.forget(name, lora_id)
-        for name, address in asked.items():
-            manager.host.prepare(name, address)
-        return {name: manager.host.poll(name) for name in waiting}
+            self.model_runner.lora_manager.forget(name, lora_id)
 
     def graftwork_slots(self) -> list[str]:
         """Return the names whose adapters are in a slot."""

@@ -127,8 +127,8 @@ class Residency:
         return resident is not None
 
     def doubt(self, policies: Collection[str] | None) -> None:
-        """Have loads under way of these policies (None: of all) look again whether their row is there."""
-        for load in self.queue.running.values():
+        """Have loads of these policies (None: of all) look again whether their row is there."""
+        for load in self.queue.loads():
             load.in_doubt |= policies is None or load.revision.policy in policies
 
     def prewarm(self, revision: Revision, is_use: bool = True) -> float:
@@ -257,18 +257,20 @@ class Residency:
         self._evict()
 
     async def _bring(self, load: Load) -> None:
-        """Resolve, fetch and prepare. Bytes that are damaged or gone are looked for once more."""
+        """Fetch and prepare. Bytes that are damaged or not where their row said are looked for once more."""
+        row = load.revision
         for last in (False, True):
-            row = await self._in_thread(self._catalog.revision, load.revision.policy, load.revision.digest)
             try:
                 address = await self._in_thread(self._fetch, row)
                 return await self._engine.prepare(load.name, address)
             except (DamagedBytes, MissingBytes) as fault:
                 await self._engine.forget(load.name)
-                if last or not await self._in_thread(self._may_be_better, row):
+                better = None if last else await self._in_thread(self._look_again, row)
+                if better is None:
                     if isinstance(fault, DamagedBytes):
                         await self._in_thread(self._catalog.quarantine, row.policy, row.digest, str(fault))
                     raise
+                row = better
 
     def _fetch(self, row: Revision) -> dict[str, Any]:
         """Return where this machine has the bytes; they come from the store first if they must."""
@@ -287,10 +289,11 @@ class Residency:
             "layout": self._layout(row.layout),
         }
 
-    def _may_be_better(self, row: Revision) -> bool:
-        """Say whether another look may find good bytes: they have moved, or a copy of them was dropped."""
-        moved = location(self._catalog.revision(row.policy, row.digest)) != location(row)
-        return self._store.drop_cached(location(row)) or moved
+    def _look_again(self, row: Revision) -> Revision | None:
+        """Return the row as it is now if its bytes may be better: they have moved, or a copy was dropped."""
+        now = self._catalog.revision(row.policy, row.digest)
+        was_copy = self._store.drop_cached(location(row))
+        return now if was_copy or location(now) != location(row) else None
 
     async def _in_thread(self, work: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)

@@ -1,7 +1,8 @@
-"""The live engine as residency sees it: vLLM's client, its server's table of adapters, and our worker.
+"""The live engine as residency sees it: vLLM's client, its server's table of adapters, and our workers.
 
-Every call into the engine waits for the step that runs and takes time from the next one, so all loads under
-way share one: it says what to prepare, what to forget, and asks how the others fare. Knows vLLM 0.32.
+Every call into the engine waits for the step that runs and takes time from the next one, so adapters are
+prepared by a channel to each worker beside it. Only what leaves goes through the steps, all of it in one
+call: a step may take any slot. Knows vLLM 0.32.
 """
 
 import asyncio
@@ -12,7 +13,8 @@ from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.lora.request import LoRARequest
 
 from engine.errors import AdapterError, ServiceError
-from engine.serving.host_tier import LOADING, READY, REFUSED
+from engine.serving.host_tier import READY, REFUSED
+from engine.serving.load_channel import LoadChannel
 
 RPC_TIMEOUT_S = 60.0
 POLL_S = 0.001
@@ -24,26 +26,35 @@ ABORT_S = 30.0
 class VllmEngine:
     """The two calls of `residency.Engine` on vLLM's client, and what the workers say of themselves."""
 
-    def __init__(self, client: Any, models: OpenAIServingModels):
+    def __init__(self, client: Any, models: OpenAIServingModels, channels: list[LoadChannel]):
         self._client = client
         self._models = models
         # vLLM then never takes a name for an adapter that we did not tell it of, and keeps no lock for it.
         models.lora_resolvers = []
-        self._asked: dict[str, dict[str, Any]] = {}
-        self._waiting: dict[str, asyncio.Future[None]] = {}
+        self._channels = channels
+        # What is to leave, and what a call under way forgets.
         self._leaving: dict[str, asyncio.Future[None]] = {}
-        self._exchanging: asyncio.Task[None] | None = None
+        self._going: dict[str, asyncio.Future[None]] = {}
+        self._forgetting: asyncio.Task[None] | None = None
 
-    async def marker(self) -> list[dict[str, Any]]:
-        return await self._call("graftwork_marker")
+    @staticmethod
+    async def markers(client: Any) -> list[dict[str, Any]]:
+        """Return each worker's proof that our parts run in it."""
+        return await _call(client, "graftwork_marker")
+
+    @staticmethod
+    async def connect(client: Any, models: OpenAIServingModels) -> "VllmEngine":
+        """Connect to every worker. Raises `OSError` when one does not listen."""
+        addresses = await _call(client, "graftwork_listen")
+        return VllmEngine(client, models, [await LoadChannel.connect(address) for address in addresses])
 
     async def loads(self) -> list[dict[str, Any]]:
         """Return what each worker has read and copied."""
-        return await self._call("graftwork_loads")
+        return await _call(self._client, "graftwork_loads")
 
     async def slots(self) -> list[str]:
         """Return the names in a slot of the first worker; all of them hold the same."""
-        return list((await self._call("graftwork_slots"))[0])
+        return list((await _call(self._client, "graftwork_slots"))[0])
 
     async def prepare(self, name: str, address: dict[str, Any]) -> None:
         """Return when every worker has the adapter and the server takes requests for it.
@@ -53,14 +64,13 @@ class VllmEngine:
         if (left := self._leaving.pop(name, None)) is not None and not left.done():
             # It has not left yet, and need not.
             left.set_result(None)
-        self._asked[name] = address
-        self._waiting[name] = asyncio.get_running_loop().create_future()
-        self._exchange_soon()
-        try:
-            await self._waiting[name]
-        finally:
-            self._asked.pop(name, None)
-            self._waiting.pop(name, None)
+        if (going := self._going.get(name)) is not None:
+            await asyncio.wait([going])
+        states = await asyncio.gather(*(channel.prepare(name, address) for channel in self._channels))
+        # A refusal by any worker counts for all.
+        for kind, sentence in states:
+            if (kind, sentence) != READY:
+                raise REFUSED.get(kind, AdapterError)(sentence)
         # As vLLM's server does for a resolver, without its call into the engine: our worker registers what a
         # step asks for. The path is constant for each name: the prefix cache is keyed by both.
         if name not in self._models.lora_requests:
@@ -78,58 +88,43 @@ class VllmEngine:
         """
         if name not in self._leaving:
             self._leaving[name] = asyncio.get_running_loop().create_future()
-        self._exchange_soon()
+        if self._forgetting is None:
+            self._forgetting = asyncio.create_task(self._forget_all())
         async with asyncio.timeout(ABORT_S):
             await asyncio.shield(self._leaving[name])
 
-    def _exchange_soon(self) -> None:
-        if self._exchanging is None:
-            self._exchanging = asyncio.create_task(self._exchange())
-
-    async def _exchange(self) -> None:
-        """Go on while there is something to say or to hear."""
+    async def _forget_all(self) -> None:
+        """Go on while there is something to forget."""
         pause = POLL_S
         try:
-            # Whoever asks in the same turn of the loop shares the first call.
+            # Whoever leaves in the same turn of the loop shares the first call.
             await asyncio.sleep(0)
-            while self._asked or self._waiting or self._leaving:
-                pause = POLL_S if await self._turn() else min(pause * 1.5, POLL_MAX_S)
+            while self._leaving:
+                pause = POLL_S if await self._forget_unused() else min(pause * 1.5, POLL_MAX_S)
                 await asyncio.sleep(pause)
         finally:
-            self._exchanging = None
+            self._forgetting = None
 
-    async def _turn(self) -> bool:
-        """Make one call; return whether anything changed."""
-        asked, self._asked = self._asked, {}
-        waiting = dict(self._waiting)
-        leaving = {name: self._leaving[name] for name in self._unused(self._leaving)}
-        ids = {name: self._drop(name) for name in leaving}
-        if not (asked or waiting or leaving):
+    async def _forget_unused(self) -> bool:
+        """Forget, in one call, what no request in the engine is for; return whether there was any."""
+        going = {name: self._leaving.pop(name) for name in self._unused(self._leaving)}
+        if not going:
             return False
+        self._going = going
+        ids = {name: self._drop(name) for name in going}
+        fault = None
         try:
-            told = await self._call("graftwork_exchange", asked, list(waiting), ids)
+            await _call(self._client, "graftwork_forget", ids)
         except Exception as error:
             fault = ServiceError(f"The engine does not answer: {error!r}. Its log says more.")
-            for future in (*waiting.values(), *leaving.values()):
-                if not future.done():
-                    future.set_exception(fault)
-            for name in leaving:
-                self._leaving.pop(name, None)
-            return True
-        for name, future in leaving.items():
-            if self._leaving.get(name) is future:
-                del self._leaving[name]
+        self._going = {}
+        for future in going.values():
             if not future.done():
-                future.set_result(None)
-        ended = [
-            name for name, future in waiting.items() if _settle(future, [states[name] for states in told])
-        ]
-        return bool(asked or leaving or ended)
+                future.set_exception(fault) if fault else future.set_result(None)
+        return True
 
     def _unused(self, names: Mapping[str, Any]) -> list[str]:
         """Return those of the names that no request in the engine is for."""
-        if not names:
-            return []
         used = {state.lora_name for state in self._client.output_processor.request_states.values()}
         return [name for name in names if name not in used]
 
@@ -138,21 +133,6 @@ class VllmEngine:
         request = self._models.lora_requests.pop(name, None)
         return None if request is None else request.lora_int_id
 
-    async def _call(self, method: str, *args: Any) -> list[Any]:
-        return await self._client.collective_rpc(method, timeout=RPC_TIMEOUT_S, args=args)  # type: ignore[no-any-return]
 
-
-def _settle(future: "asyncio.Future[None]", states: list[Any]) -> bool:
-    """Tell who waits how its load ended on all workers; a refusal by any of them counts for all."""
-    if future.done():
-        return True
-    kinds = [tuple(state) for state in states]
-    refusal = next((state for state in kinds if state not in (READY, LOADING)), None)
-    if refusal is not None:
-        kind, sentence = refusal
-        future.set_exception(REFUSED.get(kind, AdapterError)(sentence or "The engine has forgotten it."))
-    elif all(state == READY for state in kinds):
-        future.set_result(None)
-    else:
-        return False
-    return True
+async def _call(client: Any, method: str, *args: Any) -> list[Any]:
+    return await client.collective_rpc(method, timeout=RPC_TIMEOUT_S, args=args)  # type: ignore[no-any-return]
