@@ -229,7 +229,7 @@ class HostTier:
 
 
 def _open_regular(path: str) -> FileIO:
-    """Open a file that is no link, by few system calls: each hands the step Python's lock, and waits for it."""
+    """Open a file that is no link, by few system calls: each gives the step Python's lock and waits for it."""
     flags = os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         file = FileIO(path, opener=lambda name, given: os.open(name, given | flags))
