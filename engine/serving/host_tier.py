@@ -1,8 +1,9 @@
-"""The host tier: adapters that are mapped, verified and laid out for this engine's slots, by served name.
+"""The host tier: adapters that are verified and laid out for this engine's slots, by served name.
 
-The page cache holds the bytes, once for all workers of a machine. A mapping outlives its file's name; a
-disk can still fail, and a file can be cut short by somebody, hence `Bytes.bring_in` before every copy.
-Knows the store's files and the packed layout. Knows neither vLLM nor slots by number.
+The page cache holds the bytes, once for all workers of a machine: large ones are mapped, and small ones only
+open. Both outlive their file's name; a disk can still fail, and a file can be cut short by somebody, hence
+`Bytes.bring_in` before every copy. Knows the store's files and the packed layout, neither vLLM nor slots by
+number.
 """
 
 import errno
@@ -13,10 +14,11 @@ import stat
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from io import FileIO
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -35,6 +37,9 @@ LAYOUT_LIMIT = 16 << 20
 # Adapters of one shape share a layout and a plan; more shapes than this are parsed again.
 LAYOUTS = 16
 MADV_POPULATE_READ = 22
+BYTE = torch.uint8
+# Of each thread that verifies.
+SCRATCH = threading.local()
 # Adapters whose disk failed, by which nothing more is loaded.
 MOST_LOST = 1000
 READY = ("ready", "")
@@ -48,33 +53,39 @@ REFUSED: dict[str, type[AdapterError]] = {
 
 @dataclass(frozen=True)
 class Bytes:
-    """An adapter's payload: a mapping of the store with its file, or a copy when it is small (both None)."""
+    """An adapter's payload: `length` bytes at `offset` of a segment that stays open, also without its name.
 
-    payload: Tensor
+    `payload` is a mapping of them, or a copy where they are few and not read from the file again.
+    """
+
+    file: FileIO
+    offset: int
+    length: int
+    payload: Tensor | None = None
     mapped: mmap.mmap | None = None
-    file: FileIO | None = None
-    offset: int = 0
 
-    @staticmethod
-    def open(address: Mapping[str, Any]) -> "Bytes":
-        """Open `length` bytes at `offset` of `path`. Raises `AdapterError` when they are not there."""
-        path, offset, length = address["path"], address["offset"], address["length"]
-        file = _open_regular(path)
-        size = os.fstat(file.fileno()).st_size
-        if offset < 0 or offset % ALIGNMENT or size < offset + length:
-            raise MissingBytes(
-                f"its {length} bytes at {offset} are not in {path}, which has {size}. "
-                "Export the revision again."
+    def kept(self, in_memory: bool) -> "Bytes":
+        """Map what is large; copy what is small only where it must be `in_memory`: mappings are counted."""
+        if self.length < PAGE_ALIGNED_FROM:
+            return replace(
+                self, payload=self._copy(torch.empty(self.length, dtype=BYTE)) if in_memory else None
             )
-        if length < PAGE_ALIGNED_FROM:
-            with file:
-                return Bytes(_read(file, offset, length))
-        start = offset - offset % mmap.ALLOCATIONGRANULARITY
-        # The file stays open for `Plan.read`, also when the name is gone. The mapping is private, so that
-        # torch may call the memory writable; nothing ever writes to it.
-        mapped = mmap.mmap(file.fileno(), offset + length - start, offset=start, access=mmap.ACCESS_COPY)
-        payload = torch.frombuffer(mapped, dtype=torch.uint8, offset=offset - start, count=length)
-        return Bytes(payload, mapped, file, offset)
+        start = self.offset - self.offset % mmap.ALLOCATIONGRANULARITY
+        size = self.offset + self.length - start
+        # Private, so that torch may call the memory writable; nothing ever writes to it.
+        mapped = mmap.mmap(self.file.fileno(), size, offset=start, access=mmap.ACCESS_COPY)
+        payload = torch.frombuffer(mapped, dtype=BYTE, offset=self.offset - start, count=self.length)
+        return replace(self, payload=payload, mapped=mapped)
+
+    def look(self) -> Tensor:
+        """Return the bytes for this thread, until it looks at others. Raises `OSError` or `MissingBytes`."""
+        if self.payload is not None:
+            self.bring_in()
+            return self.payload
+        # Memory that was touched before: fresh pages cost more than all the rest of a small load.
+        if not hasattr(SCRATCH, "bytes"):
+            SCRATCH.bytes = torch.empty(PAGE_ALIGNED_FROM, dtype=BYTE)
+        return self._copy(SCRATCH.bytes[: self.length])
 
     def bring_in(self) -> None:
         """Have every page in memory, or raise `OSError`; reading a lost page otherwise ends the process."""
@@ -87,10 +98,57 @@ class Bytes:
             if error.errno != errno.EINVAL:
                 raise
 
+    def _copy(self, into: Tensor) -> Tensor:
+        view = memoryview(into.numpy())  # type: ignore[arg-type]
+        done = 0
+        while done < self.length:
+            read = os.preadv(self.file.fileno(), [view[done:]], self.offset + done)
+            if not read:
+                raise MissingBytes(f"its bytes in {self.file.name} end early. Export the revision again.")
+            done += read
+        return into
+
+
+class Segments:
+    """Open segments by path, each for as long as an adapter of it is held. For several threads."""
+
+    def __init__(self) -> None:
+        self._files: WeakValueDictionary[str, FileIO] = WeakValueDictionary()
+
+    def at(self, address: Mapping[str, Any]) -> Bytes:
+        """Return where an address points. Raises `MissingBytes` when the bytes are not there."""
+        path, offset, length = address["path"], address["offset"], address["length"]
+        file, size = self._open(path)
+        if offset < 0 or offset % ALIGNMENT or size < offset + length:
+            raise MissingBytes(
+                f"its {length} bytes at {offset} are not in {path}, which has {size}. "
+                "Export the revision again."
+            )
+        return Bytes(file, offset, length)
+
+    def _open(self, path: str) -> tuple[FileIO, int]:
+        """Return a regular file and its size, by few system calls: for each, the step gets Python's lock."""
+        known = self._files.get(path)
+        try:
+            now = os.lstat(path)
+            if known is not None and os.path.samestat(now, os.fstat(known.fileno())):
+                return known, now.st_size
+            is_regular = stat.S_ISREG(now.st_mode)
+            file = FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW))
+        except OSError:
+            is_regular = False
+        if not is_regular:
+            raise MissingBytes(f"its segment {path} is missing or not a regular file. Restore it.")
+        self._files[path] = file
+        return file, now.st_size
+
 
 @dataclass(frozen=True)
 class PackedAdapter:
-    """An adapter of the host tier: its bytes, and how they get into a slot of this rank."""
+    """An adapter of the host tier: its bytes, and how they get into a slot of this rank.
+
+    Where the plan can read, slots are filled from the file, without a look at a mapping.
+    """
 
     name: str
     bytes: Bytes
@@ -98,22 +156,17 @@ class PackedAdapter:
 
     @cached_property
     def sources(self) -> list[Tensor]:
+        assert self.bytes.payload is not None
         return self.plan.sources(self.bytes.payload)
 
     def bring_in(self) -> None:
         """Have every page that `fill` will map in memory, or raise `OSError`."""
-        if not self.is_read:
+        if not self.plan.can_read:
             self.bytes.bring_in()
-
-    @property
-    def is_read(self) -> bool:
-        """Say whether slots are filled from the file, without a look at the mapping."""
-        return self.plan.can_read and self.bytes.file is not None
 
     def fill(self, slot: int, before: Plan | None) -> None:
         """Put the adapter into a slot. Raises `OSError` when its bytes are lost; then the slot is clear."""
-        if self.is_read:
-            assert self.bytes.file is not None
+        if self.plan.can_read:
             self.plan.read(slot, self.bytes.file.fileno(), self.bytes.offset, before)
         else:
             self.plan.fill(slot, self.sources, before)
@@ -128,6 +181,7 @@ class HostTier:
         self.validated_bytes = 0
         self.verified_bytes = 0
         self._verifies = verifies
+        self._segments = Segments()
         self._plan = lru_cache(LAYOUTS)(lambda layout: Plan(read_layout(layout), modules))
         # Who is to be told of what is on its way.
         self._loading: dict[str, list[Tell]] = {}
@@ -181,30 +235,24 @@ class HostTier:
         plan = self._plan(address["layout"])
         if address["length"] != plan.layout.nbytes:
             raise AdapterError(f"expected {plan.layout.nbytes} bytes, found {address['length']}.")
-        held = Bytes.open(address)
-        return PackedAdapter(name, held, plan)
+        return PackedAdapter(name, self._segments.at(address).kept(in_memory=not plan.can_read), plan)
 
     def verify(self, adapter: PackedAdapter, address: Mapping[str, Any]) -> None:
         """Compare the checksum, on one rank, and refuse what is not finite; the error names the tensor."""
-        adapter.bytes.bring_in()
+        plan, payload = adapter.plan, adapter.bytes.look()
         if self._verifies:
-            payload: Any = adapter.bytes.payload.numpy()
-            if hashlib.sha256(memoryview(payload)).hexdigest() != address["checksum"]:
+            if hashlib.sha256(memoryview(payload.numpy())).hexdigest() != address["checksum"]:  # type: ignore[arg-type]
                 raise DamagedBytes(f"its bytes in {address['path']} are damaged; export the revision again.")
-            self.verified_bytes += adapter.bytes.payload.numel()
-        if not adapter.is_read:
+            self.verified_bytes += payload.numel()
+        if not plan.can_read:
             # Laid out here rather than by the step that first uses them.
             _ = adapter.sources
         # Where every byte is needed, one look at all of them is much less work than one at each region.
-        plan, payload = adapter.plan, adapter.bytes.payload
         if not (plan.can_read and is_finite(payload.view(plan.layout.dtype))):
-            self._name_what_is_not_finite(adapter)
-        self.validated_bytes += adapter.plan.bytes
-
-    def _name_what_is_not_finite(self, adapter: PackedAdapter) -> None:
-        for region, values in zip(adapter.plan.regions, adapter.sources, strict=True):
-            if not is_finite(values):
-                raise AdapterError(f"{region.block.module}.lora_{region.block.side} holds NaN or Inf.")
+            for region, values in zip(plan.regions, plan.sources(payload), strict=True):
+                if not is_finite(values):
+                    raise AdapterError(f"{region.block.module}.lora_{region.block.side} holds NaN or Inf.")
+        self.validated_bytes += plan.bytes
 
     def _prepare(self, name: str, address: dict[str, Any], waiting: list[Tell]) -> None:
         adapter, state = None, READY
@@ -226,31 +274,6 @@ class HostTier:
                 self.adapters[name] = adapter
         for tell in waiting:
             tell(state)
-
-
-def _open_regular(path: str) -> FileIO:
-    """Open a file that is no link, by few system calls: each gives the step Python's lock and waits for it."""
-    flags = os.O_NOFOLLOW | os.O_NONBLOCK
-    try:
-        file = FileIO(path, opener=lambda name, given: os.open(name, given | flags))
-    except OSError:
-        file = None
-    if file is None or not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        raise MissingBytes(f"its segment {path} is missing or not a regular file. Restore it.")
-    return file
-
-
-def _read(file: FileIO, offset: int, length: int) -> Tensor:
-    """Return bytes of a file, copied once."""
-    held = torch.empty(length, dtype=torch.uint8)
-    view = memoryview(held.numpy())  # type: ignore[arg-type]
-    done = 0
-    while done < length:
-        read = os.preadv(file.fileno(), [view[done:]], offset + done)
-        if not read:
-            raise MissingBytes(f"its bytes in {file.name} were cut off. Export the revision again.")
-        done += read
-    return held
 
 
 def read_layout(text: str) -> Layout:
