@@ -109,6 +109,11 @@ def prepare(params: Params, policy: str, config: PolicyConfig, key: str) -> Run:
 
     # One of the policy's own that cannot be loaded must not cost a rollout.
     loss_of(config.loss)
+    if config.rank > params.engine.max_rank:
+        raise ConfigError(
+            f"The policy {policy!r} has rank {config.rank}, and the engine serves up to "
+            f"{params.engine.max_rank}. Set engine.max_rank and start the services anew, or lower `rank`."
+        )
     base = ensure_base(params.base, params.paths)
     tokenizer = AutoTokenizer.from_pretrained(base.path)
     shapes = BaseShapes.read(base.path)

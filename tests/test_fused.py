@@ -26,8 +26,9 @@ SHARES = (ROWS[:4], ROWS[:3], ROWS[4:], [ROWS[0], ROWS[8]])
 @pytest.fixture(scope="module")
 def bases(tiny_base, tmp_path_factory):
     root = tmp_path_factory.mktemp("fused")
-    makers = {"moe": qwen3_moe, "mla": deepseek_v3}
-    paths = {"dense": tiny_base} | {kind: make(root / kind, tiny_base) for kind, make in makers.items()}
+    # Experts of whole 32s, as real ones: the end of a narrower row is computed by another function.
+    moe = qwen3_moe(root / "moe", tiny_base, moe_intermediate_size=64)
+    paths = {"dense": tiny_base, "moe": moe, "mla": deepseek_v3(root / "mla", tiny_base)}
     return {kind: ResidentBase(path, 1, 4096) for kind, path in paths.items()}
 
 
@@ -68,16 +69,16 @@ def alone(base: ResidentBase, adapter, rows: list[Row], number: int) -> torch.Te
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe", "mla"])
-def test_gradients_are_those_of_each_alone(bases, kind):
+def test_gradients_are_those_of_each_alone_bit_for_bit(bases, kind):
+    """Alone, some experts get too few tokens for the BLAS to sum as it does for more."""
     base = bases[kind]
     fused, single = adapters(base), adapters(base)
     logprobs = together(base, fused, SHARES)
     for number, (adapter, rows) in enumerate(zip(single, SHARES, strict=True)):
         wanted = alone(base, adapter, rows, number)
-        torch.testing.assert_close(logprobs[number], wanted, rtol=0, atol=1e-5)
+        assert torch.equal(logprobs[number], wanted), number
         for key, factor in adapter.factors.items():
-            error = (fused[number].factors[key].grad - factor.grad).abs().max()
-            assert error <= 1e-6 * max(1.0, factor.grad.abs().max()), (number, key, error)
+            assert torch.equal(fused[number].factors[key].grad, factor.grad), (number, key)
         assert max(factor.grad.abs().max() for factor in adapter.factors.values()) > 1e-2
 
 

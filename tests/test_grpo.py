@@ -153,7 +153,9 @@ def test_a_loss_of_ones_own_is_found_by_its_path(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(
         "def squares(tokens, settings):\n    return settings['by'] * tokens.new_T**2\n"
         "def number(tokens, settings):\n    return 1.0\n"
+        "spread = 2.0\n"
     )
+    (tmp_path / "broken.py").write_text("def loss(tokens, settings:\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     tokens = group()
@@ -161,9 +163,11 @@ def test_a_loss_of_ones_own_is_found_by_its_path(tmp_path, monkeypatch):
     assert found.item() == pytest.approx(3 * (tokens.new_T**2).mean().item())
     with pytest.raises(ConfigError, match="must return a tensor"):
         value("python:mine:number", tokens)
-    for path in ("python:mine:cubes", "python:nowhere:cubes"):
+    for path in ("python:mine:cubes", "python:nowhere:cubes", "python:broken:loss"):
         with pytest.raises(ConfigError, match=f"The loss {path} cannot be loaded"):
             loss_of(path)
+    with pytest.raises(ConfigError, match="The loss python:mine:spread is not a function"):
+        loss_of("python:mine:spread")
 
 
 def test_every_loss_has_its_settings():

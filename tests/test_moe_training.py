@@ -14,6 +14,7 @@ from engine.adapters import packed
 from engine.adapters.revision import make_manifest, validate, write_revision
 from engine.errors import AdapterError, BaseModelError
 from engine.training import lora
+from engine.training.experts import Groups, Product
 from engine.training.lora import ResidentBase
 from engine.training.session import CURRENT, Session
 from engine.training.update import forward_backward
@@ -262,6 +263,25 @@ def test_a_fresh_adapter_is_the_base_and_a_parent_is_continued(bases, kind):
     assert same(stored, tensors)
     with pytest.raises(AdapterError, match=r"down_proj\.lora_A has rank .*, over the 2 here"):
         base.new_adapter(2, 8.0, ("down_proj",), torch.Generator()).place(tensors)
+
+
+def test_a_row_of_experts_and_its_gradient_do_not_depend_on_their_batch():
+    generator = torch.Generator().manual_seed(1)
+    experts_TK = torch.rand(64, 8, generator=generator).argsort(1)[:, :2]
+    weight_EOD = torch.randn(8, 96, 64, generator=generator)
+    x_TD, dy_PO = torch.randn(64, 64, generator=generator), torch.randn(128, 96, generator=generator)
+
+    def both(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x_TD[:tokens].clone().requires_grad_()
+        y_PO = Product.apply(x, weight_EOD, Groups.of(experts_TK[:tokens], 8), 2)
+        return y_PO.detach(), torch.autograd.grad(y_PO, x, dy_PO[: 2 * tokens])[0]
+
+    y_PO, dx_TD = both(64)
+    assert dx_TD.abs().max() > 1
+    for tokens in (1, 2, 3, 5, 20):
+        y, dx = both(tokens)
+        assert torch.equal(y, y_PO[: 2 * tokens])
+        assert torch.equal(dx, dx_TD[:tokens])
 
 
 def test_factors_of_a_layers_experts_are_two_parameters_a_projection(bases):

@@ -261,6 +261,14 @@ def test_when_every_group_fails_nothing_is_learned(rules: None) -> None:
     assert {value for one in data for value in one.loss_fn_inputs["advantages"].data} == {0.0}
 
 
+def test_a_rank_that_the_engine_does_not_serve_is_refused_before_its_first_rollout(tmp_path: Path) -> None:
+    config = PolicyConfig(task="addition", suite="s", rank=16)
+    params = Params(state_dir=tmp_path, policies={"sums": config})
+    assert params.engine.max_rank == 8
+    with pytest.raises(ConfigError, match=r"'sums' has rank 16, and the engine serves up to 8\. Set engine"):
+        train(params, "sums", config, "key")
+
+
 def test_which_revision_draws_a_step_is_read_from_the_session() -> None:
     history = ({"handed": None}, {"handed": "b" * 64}, {"handed": "c" * 64})
     session = SessionInfo("s", "p", 3, 0, 1, "base", None, history)

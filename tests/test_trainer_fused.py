@@ -1,6 +1,7 @@
 """Small batches of several sessions in one pass, through the real trainer: each as if it were alone."""
 
 import random
+import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -171,6 +172,21 @@ def test_what_is_wrong_with_one_is_its_own_alone(trainers):
     assert sent(live, again)[0] == good
     assert [one.calls for one in sessions] == [1, 1, 1, 1]
     assert fused(live) == 3
+
+
+def test_a_loss_that_ends_the_process_ends_its_own_call_alone(trainers, tmp_path, monkeypatch):
+    (tmp_path / "leaving.py").write_text("def loss(tokens, settings):\n    raise SystemExit\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    live = trainers.start()
+    sessions = opened(live, 2)
+    asked = [request(one, f"x{i}", data(1)) for i, one in enumerate(sessions)]
+    given = ForwardBackwardInput(data=data(1), loss_fn="python:leaving:loss")
+    asked[0] = asked[0].model_copy(update={"forward_backward_input": given})
+    left, good = sent(live, asked)
+    assert isinstance(left, SystemExit)
+    assert good["metrics"]["tokens"] == 16
+    assert live.client._http.get("/operations/x0").json()["state"] == "failed"
 
 
 def cancelling(live: Live, id: str) -> Callable[..., Any]:

@@ -515,6 +515,12 @@ def long(tokens: int) -> Datum:
     return Datum.model_validate(body)
 
 
+def ended(target: float) -> Datum:
+    body = data(1)[0].model_dump()
+    body["loss_fn_inputs"]["target_tokens"]["data"][-1] = target
+    return Datum.model_validate(body)
+
+
 @pytest.mark.parametrize(
     ("given", "loss", "sentence"),
     [
@@ -523,9 +529,10 @@ def long(tokens: int) -> Datum:
         (lambda: [changed([5, -1, *[5] * 5])], "dapo", "Sample 0 has the token -1; the base knows 0"),
         (lambda: [long(32)], "dapo", "Sample 0 has 33 tokens; the trainer takes 32"),
         (lambda: [changed([5, 6])], "dapo", "and 2 values in each loss input"),
+        (lambda: [ended(5.7)], "dapo", "target_tokens are token ids; 5.7 is none"),
         (lambda: data(1), "hope", "no loss 'hope'"),
     ],
-    ids=["empty", "vocabulary", "negative", "long", "lengths", "loss"],
+    ids=["empty", "vocabulary", "negative", "long", "lengths", "fraction", "loss"],
 )  # fmt: skip
 def test_bad_data_is_a_sentence_and_changes_nothing(live, given, loss, sentence):
     session = live.client.create_session("one", "sums", **NEW)

@@ -3,8 +3,8 @@
 Knows transformers' modules of experts (version 5: `gate_up_proj` (E, 2I, H), the rows of up after those of
 gate, and `down_proj` (E, H, I)). Chooses no expert: the router is the base's own.
 
-Shapes: T tokens, K experts of a token, P = T*K pairs, E experts, H hidden size, I inner size, D width, O
-outputs.
+Shapes: T tokens, K experts of a token, P = T*K pairs, N rows of pairs and padding, E experts, H hidden size,
+I inner size, D width, O outputs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,11 +22,16 @@ from engine.errors import BaseModelError
 from engine.training.adapter import Part
 from engine.training.linear import served
 from kernels.experts_grad import lora
+from kernels.routed import LEAST_ROWS
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Pairs sorted by expert: `order` (P), its inverse `place` (P), and the `ends` (E) of experts."""
+    """Pairs sorted by expert: the pair of each row, `order` (N), each pair's row, `place` (P), `ends` (E).
+
+    On a CPU a row's bits do not depend on what else is in its batch: the BLAS sums in one order from four
+    rows on and in another for fewer, so an expert has at least four or none, some of them padding.
+    """
 
     order: Tensor
     place: Tensor
@@ -34,9 +39,15 @@ class Groups:
 
     @staticmethod
     def of(experts_TK: Tensor, count: int) -> "Groups":
-        order = experts_TK.flatten().argsort(stable=True)
-        ends = torch.bincount(experts_TK.flatten(), minlength=count).cumsum(0, dtype=torch.int32)
-        return Groups(order, order.argsort(), ends)
+        experts = experts_TK.flatten()
+        pairs, rows_E = len(experts), torch.bincount(experts, minlength=count)
+        if not experts.is_cuda:
+            missing_E = (LEAST_ROWS - rows_E).clamp(min=0).where(rows_E > 0, 0)
+            experts = torch.cat([experts, torch.arange(count).repeat_interleave(missing_E)])
+            rows_E += missing_E
+        order, ends = experts.argsort(stable=True), rows_E.cumsum(0, dtype=torch.int32)
+        # Padding has the numbers after all pairs'; its rows repeat the last of them.
+        return Groups(order.clamp(max=pairs - 1), order.argsort()[:pairs], ends)
 
 
 class Product(Function):
@@ -49,15 +60,15 @@ class Product(Function):
     def forward(ctx: Any, x: Tensor, weight_EOD: Tensor, groups: Groups, each: int) -> Tensor:
         ctx.each = each
         ctx.save_for_backward(weight_EOD, groups.order, groups.place, groups.ends)
-        rows_PD = x.index_select(0, groups.order // each)
-        y_PO = grouped_mm(rows_PD, weight_EOD.transpose(1, 2), offs=groups.ends)
-        return y_PO.index_select(0, groups.place)
+        rows_ND = x.index_select(0, groups.order // each)
+        y_NO = grouped_mm(rows_ND, weight_EOD.transpose(1, 2), offs=groups.ends)
+        return y_NO.index_select(0, groups.place)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         weight_EOD, order, place, ends = ctx.saved_tensors
-        dy_PO = grads[0].index_select(0, order)
-        dx_PD = grouped_mm(dy_PO, weight_EOD, offs=ends).index_select(0, place)
+        dy_NO = grads[0].index_select(0, order)
+        dx_PD = grouped_mm(dy_NO, weight_EOD, offs=ends).index_select(0, place)
         return dx_PD.view(-1, ctx.each, dx_PD.shape[1]).sum(1), None, None, None
 
 

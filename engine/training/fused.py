@@ -45,9 +45,9 @@ def is_worth_fusing(base: ResidentBase, calls: Sequence[Call]) -> bool:
     """Say whether these calls are clearly faster together than in turns; what replays experts takes turns.
 
     `graftwork bench fused` on a CPU, CPU seconds of turns over those of one pass, for 3 and 9 policies
-    on tiny-dense: 1.30 and 1.37 with 8 samples each (about 130 tokens), 1.02 and 1.08 with 16 (260),
-    0.94 and 1.04 with 32 (510), 1.04 and 1.05 with 128 (2000); on tiny-moe 1.22 and 1.39, 1.06 and
-    1.16, 0.97 and 1.04 and 1.04 and 0.98. What is saved is the cost of calls, which larger ones hide.
+    on tiny-dense: 1.30 and 1.34 with 8 samples each (about 130 tokens), 1.17 and 1.11 with 16 (260),
+    0.94 and 1.08 with 32 (510), 1.04 and 1.00 with 128 (2000); on tiny-moe 1.18 and 1.41, 1.10 and
+    1.08, 0.98 and 0.98, 1.03 and 0.98. What is saved is the cost of calls, which larger ones hide.
     """
     small = all(is_small([example.row for example in call.data]) for call in calls)
     return len(calls) > 1 and base.packs and small and not replays(calls)
@@ -68,8 +68,9 @@ def forward_backward_many(
 ) -> list[Backward]:
     """Add each call's gradients to its own adapter's; the results are those of each call alone, to rounding.
 
-    On a dense base in float32 they are equal to the last bit wherever matrix products treat rows alike (MKL,
-    one thread, from four rows on): attention is bucketed for each call, and gradients are summed for each.
+    On a CPU in float32 they are equal to the last bit wherever matrix products treat rows alike (MKL, one
+    thread, from four rows on) and experts' widths are whole 32s: attention is bucketed for each call, experts
+    have at least four rows, and gradients are summed for each call.
 
     `between` is called before each microbatch and may raise to end all calls. Raises what the first call
     that fails would raise, and `ConfigError` for calls that cannot share a pass; then all gathered gradients

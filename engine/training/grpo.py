@@ -190,8 +190,13 @@ def loss_of(name: str) -> Loss:
         sys.path.insert(0, os.getcwd())
     try:
         found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"The loss {name} cannot be loaded: {error}. Is its module beside you?") from None
+    except Exception as error:
+        # A module may raise anything while it is imported.
+        raise ConfigError(
+            f"The loss {name} cannot be loaded ({type(error).__name__}: {error}). Is its module beside you?"
+        ) from None
+    if not callable(found):
+        raise ConfigError(f"The loss {name} is not a function of (tokens, settings).")
     return Loss(partial(_own, found))
 
 

@@ -157,8 +157,8 @@ class Trainer:
             if not is_worth_fusing(self.base, calls):
                 return {}
             found = forward_backward_many(self.base, calls, partial(_all_go_on, list(prepared)))
-        except Exception:
-            # A loss by import path may raise anything.
+        except BaseException:
+            # A loss by import path may raise anything, `SystemExit` too: the trainer's one thread goes on.
             self.metrics.unfused.inc()
             return {}
         for session, _ in prepared.values():
@@ -276,7 +276,8 @@ def _outputs(logprobs: Sequence[Sequence[float]]) -> list[dict[str, Any]]:
 def example_of(datum: protocol.Datum) -> Example:
     """Turn a datum into a row with its completion's log-probabilities and advantages, where it has them.
 
-    Raises `ConfigError` when the completion is not one run at the end or the lengths differ.
+    Raises `ConfigError` when the completion is not one run at the end, the lengths differ, or its last token
+    is none.
     """
     inputs = {name: tensor.data for name, tensor in datum.loss_fn_inputs.items()}
     tokens = [token for chunk in datum.model_input.chunks for token in chunk.tokens]
@@ -289,7 +290,10 @@ def example_of(datum: protocol.Datum) -> Example:
     first = inputs["weights"].index(1.0) if 1.0 in inputs["weights"] else len(tokens)
     if first == len(tokens) or inputs["weights"][first:] != [1.0] * (len(tokens) - first):
         raise ConfigError("A datum's weights must be 0 over the prompt and then 1 to the end.")
-    whole = (*tokens, int(inputs["target_tokens"][-1]))
+    last = inputs["target_tokens"][-1]
+    if not last.is_integer():
+        raise ConfigError(f"A datum's target_tokens are token ids; {last} is none.")
+    whole = (*tokens, int(last))
     routes = decode(datum.routed_experts) if datum.routed_experts else None
     old, advantages = (tuple(inputs.get(name, ())[first:]) for name in ("logprobs", "advantages"))
     return Example(Row(whole, first + 1, routes), old, advantages)
