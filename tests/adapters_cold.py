@@ -71,7 +71,7 @@ class FakeStore:
     """Finds every blob; `copies` says whether what it returns are copies of something remote."""
 
     def __init__(self, copies: bool = False):
-        self.copies = copies
+        self.copies = self.is_remote = copies
         self.dropped: list[str] = []
 
     def fetch(self, location):

@@ -94,7 +94,7 @@ async def test_a_person_who_asks_for_what_is_prewarmed_waits_like_a_person():
         tier.prewarm(revision(i))
     await asyncio.sleep(0)
     await use(tier, revision(7))
-    assert engine.prepared == [name_of(0), name_of(7)]
+    assert engine.prepared[:2] == [name_of(0), name_of(7)]
 
 
 async def test_prewarm_says_how_long_it_takes():
@@ -293,7 +293,7 @@ async def test_a_few_threads_fetch_for_many_loads():
                 running.discard(me)
             return super().fetch(location)
 
-    tier = residency(FakeEngine(0), store=Slow(), load_concurrency=64)
+    tier = residency(FakeEngine(0), store=Slow(copies=True), load_concurrency=64)
     await asyncio.gather(*(use(tier, revision(i)) for i in range(64)))
     assert 1 < max(peak) <= 8
 

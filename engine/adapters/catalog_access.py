@@ -215,6 +215,28 @@ class Access:
         except OperationalError as error:
             raise ServiceError(f"The catalog {self.label} cannot be read: {error.orig}.") from error
 
+    def _quick(self, query: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
+        """Return the rows of one query in the driver's own words, with a third of SQLAlchemy's time.
+
+        For what a cold name asks of a gateway.
+        """
+        drivers: Any = self._engine.dialect.loaded_dbapi
+        try:
+            connection = self._single.raw_connection()
+            try:
+                cursor = connection.cursor()
+                cursor.execute(query, values)
+                return list(cursor.fetchall())
+            except Exception:
+                # A server's connection that failed once is not used again.
+                connection.invalidate()
+                raise
+            finally:
+                connection.close()
+        except (drivers.OperationalError, OperationalError) as error:
+            cause = getattr(error, "orig", error)
+            raise ServiceError(f"The catalog {self.label} cannot be read: {cause}.") from error
+
     def _check_schema(self) -> None:
         query = "SELECT version_num FROM alembic_version"
         try:

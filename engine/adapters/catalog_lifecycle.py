@@ -110,11 +110,9 @@ class Lifecycle(Revisions):
 
     def quarantined(self, policy: str, digest: str) -> str | None:
         """Return why a revision is in quarantine; None when it is not."""
-        # In the driver's own words: every cold load asks.
         query = f"SELECT reason FROM quarantine WHERE policy = {self._mark} AND digest = {self._mark}"
-        with self._read(self._single) as connection:
-            reason: str | None = connection.exec_driver_sql(query, (policy, digest)).scalar()
-        return reason
+        rows = self._quick(query, (policy, digest))
+        return rows[0][0] if rows else None
 
     def in_quarantine(self, digests: Sequence[str]) -> set[tuple[str, str]]:
         """Return which revisions (policy, digest) with these digests are in quarantine."""

@@ -118,8 +118,7 @@ class Revisions(Nearest):
         if between is None or not POLICY_NAME.fullmatch(policy):
             raise self.missing(policy, digest_prefix)
         query = self._find if len(digest_prefix) > SHORT_PREFIX else self._find_short
-        with self._read(self._single) as connection:
-            rows = connection.exec_driver_sql(query, (*between, policy)).all()
+        rows = self._quick(query, (*between, policy))
         if not rows:
             raise self.missing(policy, digest_prefix)
         found = self._revisions(rows)

@@ -21,7 +21,6 @@ class Routes(Access):
 
     def __init__(self, url: str):
         super().__init__(url)
-        # In the driver's own words: a gateway asks at the first request of each name.
         names = ", ".join(f'"{column.name}"' for column in _columns(tables.tombstones))
         self._find_stone = (
             f"SELECT {names} FROM tombstones "
@@ -100,9 +99,8 @@ class Routes(Access):
         return Tombstone(**row._mapping)
 
     def tombstone(self, policy: str, digest: str) -> Tombstone | None:
-        with self._read(self._single) as connection:
-            row = connection.exec_driver_sql(self._find_stone, (policy, digest)).one_or_none()
-        return Tombstone(**row._mapping) if row else None
+        rows = self._quick(self._find_stone, (policy, digest))
+        return Tombstone(*rows[0]) if rows else None
 
     def tombstones(self) -> list[Tombstone]:
         """Return the tombstones in force, oldest first."""

@@ -45,6 +45,8 @@ OPTIONS |= {"s3a": OPTIONS["s3"], "gs": OPTIONS["gcs"]}
 class RemoteStore(Store):
     """Append to and read from objects under a URL. One instance per thread that writes."""
 
+    is_remote = True
+
     def __init__(self, url: str, holds: Path, cache: Cache):
         super().__init__(holds)
         self.cache = cache

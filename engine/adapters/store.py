@@ -73,6 +73,9 @@ class Store:
     Whoever appends keeps it open until the rows are committed, and then closes it or calls `committed`.
     """
 
+    # Whether `fetch` may take as long as a download.
+    is_remote = False
+
     def __init__(self, root: Path):
         self.root = root
         self._file: int | None = None
@@ -131,7 +134,8 @@ class Store:
     def fetch(self, location: Location) -> tuple[Path, int]:
         """Return a local file and the offset of the blob in it, for a reader that verifies it itself.
 
-        May take as long as a download. Raises `AdapterError` when the bytes are missing or damaged.
+        Downloads it first where the store `is_remote`. Raises `AdapterError` when the bytes are missing or
+        damaged.
         """
         return self.path(location.segment), location.offset
 

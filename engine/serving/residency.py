@@ -261,8 +261,7 @@ class Residency:
         row = load.revision
         for last in (False, True):
             try:
-                address = await self._in_thread(self._fetch, row)
-                return await self._engine.prepare(load.name, address)
+                return await self._engine.prepare(load.name, await self._fetched(row))
             except (DamagedBytes, MissingBytes) as fault:
                 await self._engine.forget(load.name)
                 better = None if last else await self._in_thread(self._look_again, row)
@@ -271,6 +270,10 @@ class Residency:
                         await self._in_thread(self._catalog.quarantine, row.policy, row.digest, str(fault))
                     raise
                 row = better
+
+    async def _fetched(self, row: Revision) -> dict[str, Any]:
+        # A thread costs as much as the rest of a small load; without a download there is one short query.
+        return await self._in_thread(self._fetch, row) if self._store.is_remote else self._fetch(row)
 
     def _fetch(self, row: Revision) -> dict[str, Any]:
         """Return where this machine has the bytes; they come from the store first if they must."""

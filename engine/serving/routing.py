@@ -226,6 +226,10 @@ class Router:
         else:
             key = ("revision", policy, digest)
             found = self._read(policy, key, lambda: self._catalog.revision(policy, digest))
+            if len(digest) < len(found.digest):
+                # Who asked by a prefix asks for its whole digest next.
+                whole = ("revision", policy, found.digest)
+                self._read(policy, whole, lambda: found)
         if found.base != self._base_digest:
             raise AdapterError(
                 f"{served_name(policy, found.digest)} belongs to base {found.base[:12]}, and this engine "
