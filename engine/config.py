@@ -68,6 +68,12 @@ class EngineConfig(Settings):
     host_bytes: int = Field(1 << 30, ge=1 << 20, description="budget of the host tier, bytes")
     host_adapters: int = Field(4096, ge=1, description="adapters that the host tier holds at most")
     load_concurrency: int = Field(64, ge=1, description="cold loads under way at once")
+    paced_loads: int = Field(
+        0,
+        ge=0,
+        description="cold adapters at once from their load's start to their first token, so that others feel "
+        "less of a burst, which lasts longer; 0: load_concurrency, each until it is loaded",
+    )
     load_queue: int = Field(1024, ge=1, description="cold loads that wait or run before clients get 429")
     load_timeout_s: float = Field(60, gt=0, description="for one cold load, its wait in the queue included")
 

@@ -47,7 +47,7 @@ def test_requests_count_from_the_first_cold_arrival_to_the_last_cold_first_token
     values, spreads = arms.figures()
     assert arms.counted == values["counted"] == 6
     assert values["ratio"] == pytest.approx(2.0)
-    assert values["ratio_paced"] == pytest.approx(4.0)
+    assert values["over_calm"] == pytest.approx(4.0)
     assert values["ready_over_warm"] == pytest.approx(4.0)
     assert values["longest_cold_s"] == pytest.approx(2.0)
     assert spreads["ratio"] == "2..2"

@@ -309,3 +309,33 @@ async def test_what_is_brought_unasked_is_no_use():
     assert (tier.tier.popularity.of(name_of(1)), hits.get()) == (0, 0)
     await use(tier, revision(1))
     assert (resident.hits, tier.tier.popularity.of(name_of(1)), hits.get()) == (1, 1, 1)
+
+
+async def test_a_paced_load_keeps_its_place_until_its_first_token():
+    engine = FakeEngine(0)
+    tier = residency(engine, paced_loads=2)
+    waiting = [asyncio.create_task(tier.hold(revision(i))) for i in range(5)]
+    await settle(lambda: sum(task.done() for task in waiting) == 2)
+    await asyncio.sleep(0.02)
+    assert engine.prepared == [name_of(0), name_of(1)]
+    assert (tier.queue.told()["entering"], len(tier.queue)) == (2, 3)
+    # A first token; a request that ends without one; a second token, which frees nobody's place.
+    tier.entered(name_of(0))
+    tier.release(name_of(1))
+    tier.entered(name_of(0))
+    await settle(lambda: sum(task.done() for task in waiting) == 4)
+    await asyncio.sleep(0.02)
+    assert len(engine.prepared) == 4
+    for i in (2, 3):
+        tier.entered(name_of(i))
+    await waiting[4]
+
+
+async def test_nobody_paces_what_nobody_waits_for():
+    """Prewarmed adapters have no first token."""
+    engine = FakeEngine(0)
+    tier = residency(engine, paced_loads=1)
+    for i in range(4):
+        tier.prewarm(revision(i))
+    await settle(lambda: len(engine.held) == 4)
+    assert tier.queue.entering == {}

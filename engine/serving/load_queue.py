@@ -47,12 +47,17 @@ class Load:
 
 
 class LoadQueue:
-    """What waits and what runs. Interactive loads start first; `SHARE` keeps the background going."""
+    """What waits and what runs. Interactive loads start first; `SHARE` keeps the background going.
 
-    def __init__(self, places: int, concurrency: int):
-        self.places, self.concurrency = places, concurrency
+    Where loads are paced, one that somebody waited for keeps its place until its first token.
+    """
+
+    def __init__(self, places: int, concurrency: int, paces: bool = False):
+        self.places, self.concurrency, self._paces = places, concurrency, paces
         self.waiting: dict[str, OrderedDict[str, Load]] = {priority: OrderedDict() for priority in PRIORITIES}
         self.running: dict[str, Load] = {}
+        # Ready, and on the way to their first token.
+        self.entering: dict[str, Load] = {}
         self._mean_s = FIRST_S
         self._in_a_row = 0
 
@@ -89,7 +94,7 @@ class LoadQueue:
 
     def next(self) -> Load | None:
         """Return the load to start now, which then counts as running; None when none may start."""
-        if len(self.running) >= self.concurrency:
+        if len(self.running) + len(self.entering) >= self.concurrency:
             return None
         people, background = self.waiting[INTERACTIVE], self.waiting[BACKGROUND]
         held = sum(load.priority == BACKGROUND for load in self.running.values())
@@ -110,10 +115,25 @@ class LoadQueue:
         self.waiting[load.priority].pop(load.name, None)
         self.running.pop(load.name, None)
 
-    def end(self, load: Load, seconds: float) -> None:
-        """Forget a load that has ended, and learn how long loads take."""
+    def end(self, load: Load) -> None:
+        """Let a load that ended well go, or keep its place until `entered`."""
         del self.running[load.name]
-        self._mean_s += WEIGHT * (seconds - self._mean_s)
+        if self._paces and load.waiters:
+            self.entering[load.name] = load
+        else:
+            self._learn(load)
+
+    def entered(self, name: str) -> bool:
+        """Free the place of a load whose first token has come, or comes no more; False if it has none."""
+        load = self.entering.pop(name, None)
+        if load is not None:
+            self._learn(load)
+        return load is not None
+
+    def _learn(self, load: Load) -> None:
+        """Learn how long places are taken."""
+        assert load.started_at is not None
+        self._mean_s += WEIGHT * (time.monotonic() - load.started_at - self._mean_s)
 
     def estimate_s(self, load: Load | None = None) -> float:
         """Return in how many seconds a load will be ready; by default one that joins the queue now."""
@@ -126,6 +146,7 @@ class LoadQueue:
         return {
             **{priority: len(line) for priority, line in self.waiting.items()},
             "running": len(self.running),
+            "entering": len(self.entering),
             "places": self.places,
             "concurrency": self.concurrency,
             "estimate_s": self.estimate_s(),

@@ -58,7 +58,8 @@ class Residency:
         metrics: LoadMetrics | None = None,
     ):
         self.tier = WarmSet(config.host_bytes, config.host_adapters)
-        self.queue = LoadQueue(config.load_queue, config.load_concurrency)
+        at_once = config.paced_loads or config.load_concurrency
+        self.queue = LoadQueue(config.load_queue, at_once, paces=config.paced_loads > 0)
         self.evictions = 0
         self._engine = engine
         self._catalog = catalog
@@ -68,7 +69,7 @@ class Residency:
         self._leaving: dict[str, asyncio.Task[None]] = {}
         # asyncio keeps only weak references to tasks.
         self._prewarming: set[asyncio.Task[None]] = set()
-        self._threads = ThreadPoolExecutor(min(THREADS, config.load_concurrency), "graftwork-fetch")
+        self._threads = ThreadPoolExecutor(min(THREADS, at_once), "graftwork-fetch")
         self._layout = lru_cache(LAYOUTS)(catalog.layout)
         self._metrics = metrics or LoadMetrics(CollectorRegistry())
         self._metrics.watch(self.tier, self.queue)
@@ -117,7 +118,13 @@ class Residency:
     def release(self, name: str, is_use: bool = True) -> None:
         """End what `hold` began; `is_use` says whether anybody computed with it."""
         self.tier.release(name, is_use)
+        self.entered(name)
         self._evict()
+
+    def entered(self, name: str) -> None:
+        """Let the next load start, where they are paced: a request of this name has its first token."""
+        if self.queue.entered(name):
+            self._start()
 
     def drop(self, name: str) -> bool:
         """Let an adapter go that is gone from the catalog; False while a request still runs on it."""
@@ -215,7 +222,6 @@ class Residency:
 
     async def _run(self, load: Load) -> None:
         fault: Exception | None = None
-        began = time.monotonic()
         try:
             async with asyncio.timeout(self._timeout_s):
                 if (leaving := self._leaving.get(load.name)) is not None:
@@ -232,15 +238,15 @@ class Residency:
         except Exception as error:
             fault = ServiceError(f"{load.name} was not loaded: {error!r}. The engine's log says more.")
         try:
-            self._settle(load, fault, time.monotonic() - began)
+            self._settle(load, fault)
         finally:
             # Whatever went wrong: others wait for the place.
             self._start()
 
-    def _settle(self, load: Load, fault: Exception | None, seconds: float) -> None:
+    def _settle(self, load: Load, fault: Exception | None) -> None:
         """Take a load's adapter in, or let it go, and tell who waits for it."""
         if fault is None:
-            self.queue.end(load, seconds)
+            self.queue.end(load)
             self.tier.add(load.name, load.revision)
         else:
             self.queue.discard(load)

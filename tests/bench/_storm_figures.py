@@ -108,7 +108,7 @@ class Arms:
         storm, control = ([value for pair in pairs for value in pair[side]] for side in (0, 1))
         return percentile(storm) / percentile(control) if storm else math.nan
 
-    def paced(self, chosen: Sequence[Alternation]) -> float:
+    def over_calm(self, chosen: Sequence[Alternation]) -> float:
         """Return warm p95 in storms over warm p95 without any."""
         storm = [value for one in chosen for value in one.counted()[0]]
         calm = [answer.ttft for one in chosen for answer in one.calm]
@@ -127,7 +127,7 @@ class Arms:
 
     def figures(self) -> tuple[dict[str, float], dict[str, str]]:
         """Return each figure's value and its spread, by plain names."""
-        found = {"ratio": self.ratio, "ratio_paced": self.paced, "ready_over_warm": self.ready}
+        found = {"ratio": self.ratio, "over_calm": self.over_calm, "ready_over_warm": self.ready}
         values = {name: figure(self.alternations) for name, figure in found.items()}
         spreads = {name: self.spread(figure) for name, figure in found.items()}
         cold = [answer.ttft for one in self.alternations for answer in burst_of(one.storm)]

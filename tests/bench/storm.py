@@ -11,7 +11,8 @@ the same warm requests: those that arrive between the first cold arrival and the
 `ratio_paced` is the same storm, paced by the gateway's admission, over traffic without a storm. An open-loop
 client in a process of its own measures, by streams; it honours `Retry-After`, and counts each 429. vLLM's own
 loader runs the same storms in the same run, at 40% of its own saturation. Figures bear base and N in their
-names; the plain names hold the worst.
+names; the plain names hold the worst. `ratio_paced` is found on an engine of its own, which paces its loads
+(`engine.paced_loads`), since a burst that nobody feels takes longer.
 
 Some cold answers of each alternation must be what their adapters give alone, and mostly neither what the
 base nor what another adapter says. Red too: any request that does not end in 200, and an adapter that
@@ -44,6 +45,8 @@ LEAST, STOCK_REPEATS = 500, 3
 KEPT_BYTES = 12 << 30
 LIMITS = {32: 1.15, 256: 1.3}
 PACED = 1.4
+# The engine that `ratio_paced` is of, in the names of its figures, and its `engine.paced_loads`.
+PACED_ENGINE, PACED_LOADS = "_on_paced", 1
 TARGETS = {
     "ratio": "<= 1.15 at 32, <= 1.3 at 256",
     "ratio_paced": f"<= {PACED}",
@@ -66,11 +69,14 @@ class Result:
     wrong: list[str] = field(default_factory=list)
 
     def add(self, arms: Arms, base: str, cold: int, tail: str = "") -> None:
-        """Take an arm's figures, by names with base and N."""
+        """Take an arm's figures, by names with base and N; `tail` says on which server."""
         values, spreads = arms.figures()
         values |= _answers.figures_of(arms.checks, TOLERANCE_NATS[base])
         self.figures |= {f"{name}{tail}.{base}.n{cold}": value for name, value in values.items()}
         self.spreads |= {f"{name}{tail}.{base}.n{cold}": text for name, text in spreads.items()}
+        if tail == PACED_ENGINE:
+            name = f"ratio_paced.{base}.n{cold}"
+            self.figures[name], self.spreads[name] = values["over_calm"], spreads["over_calm"]
 
 
 def worst(figures: Mapping[str, float]) -> dict[str, float]:
@@ -86,7 +92,8 @@ def worst(figures: Mapping[str, float]) -> dict[str, float]:
     ]
     if ready:
         found["ready_32_over_warm"] = max(ready)
-    return found | {"errors": sum(value for name, value in figures.items() if name.startswith("errors."))}
+    of_ours = ("errors.", f"errors{PACED_ENGINE}.")
+    return found | {"errors": sum(value for name, value in figures.items() if name.startswith(of_ours))}
 
 
 def targets_of(bases: Sequence[str], cold: Sequence[int]) -> dict[str, str]:
@@ -99,22 +106,32 @@ def targets_of(bases: Sequence[str], cold: Sequence[int]) -> dict[str, str]:
     return found
 
 
-def ours(given: Params, base: str, client: Client, arguments: argparse.Namespace, result: Result) -> None:
-    """Run the storms on our engine."""
+def ours(
+    given: Params, base: str, client: Client, arguments: argparse.Namespace, result: Result, tail: str = ""
+) -> None:
+    """Run the storms on our engine, or on one that paces its loads."""
     shape, most = _served.SHAPES[base], max(arguments.cold)
     with ExitStack() as stack:
         # What was asked for in earlier alternations leaves while new ones arrive.
         held = WARM + 2 * most + 32
         each = _made.adapter_bytes(given, base, shape.rank, shape.torch_dtype)
-        engine = stack.enter_context(
-            _served.live(
-                given, base, beside(arguments), slots=slots(most), host_bytes=max(1 << 20, held * each)
-            )
-        )
+        settings = {
+            "slots": slots(most),
+            "host_bytes": max(1 << 20, held * each),
+            "paced_loads": PACED_LOADS if tail == PACED_ENGINE else 0,
+        }
+        engine = stack.enter_context(_served.live(given, base, beside(arguments), **settings))
         maker = _made.Maker(engine.params, engine.base, "storm", shape.rank, shape.torch_dtype)
         stack.callback(maker.close)
         side = Side(
-            "ours", engine.base.name, client, engine.server, maker.make, random.Random(1), most, LENGTHS[base]
+            f"ours{tail}",
+            engine.base.name,
+            client,
+            engine.server,
+            maker.make,
+            random.Random(1),
+            most,
+            LENGTHS[base],
         )
         kept = len(maker.segments)
         side.find_rate()
@@ -128,21 +145,22 @@ def ours(given: Params, base: str, client: Client, arguments: argparse.Namespace
 
         for cold in arguments.cold:
             arms = side.alternate(cold, arguments.repeats, arguments.least, before_storm)
-            result.wrong += faults(f"{base}, {cold} cold", arms, arguments.repeats, arguments.least)
-            result.wrong += _answers.faults(
-                f"{base}, {cold} cold", arms.checks, TOLERANCE_NATS[base], LEAST_OWN[base]
-            )
+            name = f"{base}{tail}, {cold} cold"
+            result.wrong += faults(name, arms, arguments.repeats, arguments.least)
+            result.wrong += _answers.faults(name, arms.checks, TOLERANCE_NATS[base], LEAST_OWN[base])
             if arms.alternations:
-                result.add(arms, base, cold)
-                told(result, base, cold)
+                result.add(arms, base, cold, tail)
+                told(result, base, cold, tail)
         failed = [one for one in side.answers if not one.is_right]
         result.figures |= {
-            f"errors.{base}": float(len(failed)), f"refusals_429.{base}": float(refusals(side.answers)),
-            f"requests.{base}": float(len(side.answers)), f"saturation_per_s.{base}": side.saturation,
-            f"rate_per_s.{base}": side.rate,
-        }  # fmt: skip
+            f"errors{tail}.{base}": float(len(failed)),
+            f"refusals_429{tail}.{base}": float(refusals(side.answers)),
+            f"requests{tail}.{base}": float(len(side.answers)),
+            f"saturation_per_s{tail}.{base}": side.saturation,
+            f"rate_per_s{tail}.{base}": side.rate,
+        }
         if failed:
-            result.wrong.append(f"{base}: {len(failed)} requests did not end in 200 with every token.")
+            result.wrong.append(f"{base}{tail}: {len(failed)} requests did not end in 200 with every token.")
         for answer in failed[:3]:
             print(f"  {answer.ask.model}: {answer.status} {answer.fault}", flush=True)
 
@@ -194,7 +212,7 @@ def of_stock(given: Params, base: str, client: Client, arguments: argparse.Names
 
 
 def told(result: Result, base: str, cold: int, tail: str = "") -> None:
-    names = ("ratio", "ratio_paced", "ready_over_warm", "counted", "own_share", "unlike_base_share")
+    names = ("ratio", "over_calm", "ready_over_warm", "counted", "own_share", "unlike_base_share")
     found = (f"{name} {result.figures[f'{name}{tail}.{base}.n{cold}']:.3g}" for name in names)
     print(f"  {base}{tail} n{cold}: {', '.join(found)}", flush=True)
 
@@ -204,6 +222,7 @@ def run(given: Params, bases: Sequence[str], arguments: argparse.Namespace) -> N
     with Client() as client:
         for base in bases:
             ours(given, base, client, arguments, result)
+            ours(given, base, client, arguments, result, PACED_ENGINE)
             if base == "many-moe" and arguments.density:
                 found = _density.measure(given, client, beside(arguments))
                 result.figures |= {"density": max(found.values()), **found}
