@@ -78,8 +78,9 @@ class Side:
         """
         arms, resident = Arms(), self.resident[:cold]
         if not self.seconds_a_cold:
-            # The first one warms up, and says how long a storm takes.
-            warm_up = self.alternation(cold, resident, 2.0, 0, 0.0, before_storm)
+            # The first one warms up, and the second says how long a storm takes.
+            for _ in range(2):
+                warm_up = self.alternation(cold, resident, 2.0, 0, 0.0, before_storm)
             self.seconds_a_cold = warm_up.seconds / cold
         seconds = self.seconds_a_cold * cold
         began = time.monotonic()
