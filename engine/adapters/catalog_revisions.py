@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, delete, select, tuple_, update
+from sqlalchemy import Connection, bindparam, delete, func, select, tuple_, update
 
 from engine.adapters import catalog_tables as tables
 from engine.adapters.catalog_nearest import Nearest
@@ -24,7 +24,10 @@ CHUNK = 1024
 # Up to so few digits a policy's own index is read, since many digests begin so.
 SHORT_PREFIX = 3
 CANDIDATES = 10
+LAST_ID = (1 << 31) - 1
 table = tables.revisions.c
+# Of one time, the row that came last is the newest.
+NEWEST_FIRST = table.created_at.desc(), table.id.desc()
 
 
 class Revisions(Nearest):
@@ -35,7 +38,7 @@ class Revisions(Nearest):
         mark, names = self._mark, ", ".join(f'"{column.name}"' for column in COLUMNS)
         self._add = f"INSERT INTO revisions ({names}) VALUES ({', '.join([mark] * len(COLUMNS))})"
         find = f"SELECT {names} FROM revisions WHERE digest >= {mark} AND digest <= {mark}"
-        # With the expression no index on policies can be taken, so it is the primary key's range.
+        # With the expression no index on policies can be taken, so it is the range of the key.
         self._find = f"{find} AND policy || '' = {mark} LIMIT {CANDIDATES + 1}"
         self._find_short = f"{find} AND policy = {mark} LIMIT {CANDIDATES + 1}"
 
@@ -63,7 +66,7 @@ class Revisions(Nearest):
             known = set(self._existing(connection, ("policy", "digest"), list(keys)))
             fresh = {value[:2]: value for value in reversed(values) if value[:2] not in known}
             if fresh:
-                # In the order of the primary key: neighbours lie on the same pages.
+                # In the order of the key: neighbours lie on the same pages.
                 ordered = sorted(fresh.values(), key=lambda value: value[1])
                 connection.exec_driver_sql(self._add, ordered)
                 # What was said of the bytes of a row that is gone says nothing of this one's.
@@ -146,14 +149,16 @@ class Revisions(Nearest):
         """
         query = select(*COLUMNS).where(table.policy == policy)
         if after is not None:
-            last = (after.created_at, blob(after.digest))
-            query = query.where(tuple_(table.created_at, table.digest) < last)
+            # A row that is gone by now: those of its time come again rather than not at all.
+            place = select(table.id).where(*key_of(policy, after.digest)).scalar_subquery()
+            last = (after.created_at, func.coalesce(place, LAST_ID))
+            query = query.where(tuple_(table.created_at, table.id) < tuple_(*last))
         if owner is not None:
             names = tables.names.c
             query = query.where(table.owner == select(names.id).where(names.name == owner).scalar_subquery())
         if not retired:
             query = query.where(table.retired_at.is_(None))
-        return self._rows(query.order_by(table.created_at.desc(), table.digest.desc()).limit(limit))
+        return self._rows(query.order_by(*NEWEST_FIRST).limit(limit))
 
     def every_revision(self, after: tuple[str, str] | None = None, limit: int = 1000) -> list[Revision]:
         """Return a page of all revisions, in the order of digest and policy.
