@@ -1,7 +1,6 @@
 """A batch of adapters has the digests, layout and bytes of each one alone; what is unfit alone is refused."""
 
 import hashlib
-from concurrent.futures import ThreadPoolExecutor
 
 import made_adapters
 import pytest
@@ -54,8 +53,7 @@ def test_digests_and_bytes_are_those_of_one_at_a_time(model_type, dtype, count, 
 
     adapters = [made(seed) for seed in range(count)]
     form = form_of(adapters[0], base, base.modules(), BASE, dtype)
-    with ThreadPoolExecutor(1) as helper:
-        batch = batch_of(form, stack(form, rows_of(adapters)), helper)
+    batch = batch_of(form, stack(form, rows_of(adapters)))
     for one, digest, checksum, payload in zip(
         adapters, batch.digests, batch.checksums, batch.payloads(), strict=True
     ):

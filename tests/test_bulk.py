@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -129,17 +130,45 @@ def test_known_bytes_are_not_appended_again(catalog: Catalog, store: Store):
     assert stored_bytes(store) - took <= took / 4 + 64
 
 
+def test_batches_that_follow_each_other_share_bytes(
+    catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch
+):
+    """The rows of one are on their way while the bytes of the next are looked up."""
+    monkeypatch.setattr(bulk, "BATCH", 4)
+    add, places = catalog.add_revisions, catalog.places
+    looked_up = threading.Semaphore(0)
+
+    def looks(digests):
+        found = places(digests)
+        looked_up.release()
+        return found
+
+    def late(rows, shared=()):
+        # The next batch has been looked up before these rows are there; no other comes after the last.
+        if not shared:
+            assert looked_up.acquire(timeout=10)
+            assert looked_up.acquire(timeout=10)
+        return add(rows, shared)
+
+    monkeypatch.setattr(catalog, "places", looks)
+    monkeypatch.setattr(catalog, "add_revisions", late)
+    entries = [Entry(policy, adapter(seed)) for policy in ("one", "two") for seed in range(4)]
+    found = register(catalog, store, [*entries, *entries[:4]])
+    assert [one.new for one in found] == [True] * 8 + [False] * 4
+    assert stored_bytes(store) <= 4 * packed.pack(adapter(0), torch.float32, DENSE.fused).layout.nbytes
+
+
 def test_batches_are_bounded_whatever_comes(catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bulk, "BATCH", 8)
     sizes: list[int] = []
     ahead: list[int] = []
-    write = bulk._Writer.write
+    write = bulk.Writer.write
 
-    def recorded(self, batch, rows):
+    def recorded(self, form, values_ND, rows):
         sizes.append(len(rows))
-        return write(self, batch, rows)
+        return write(self, form, values_ND, rows)
 
-    monkeypatch.setattr(bulk._Writer, "write", recorded)
+    monkeypatch.setattr(bulk.Writer, "write", recorded)
     done = 0
 
     def endless() -> Iterator[Entry]:
@@ -152,8 +181,8 @@ def test_batches_are_bounded_whatever_comes(catalog: Catalog, store: Store, monk
         done += 1
     assert done == 100
     assert max(sizes) == 8
-    # One batch that is collected, one that is written and one that waits for it.
-    assert max(ahead) <= 3 * 8
+    # One batch that is collected, one that is named, one of bytes, one of rows, and one that waits.
+    assert max(ahead) <= 5 * 8
 
 
 def test_many_shapes_do_not_add_up(catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch):
@@ -197,11 +226,11 @@ def test_a_full_disk_loses_nothing_that_was_told(
     monkeypatch.setattr(bulk, "BATCH", 4)
     append, calls = store.append_many, []
 
-    def full(payloads, checksums=None):
+    def full(payloads, checksums=None, cached=True):
         calls.append(len(payloads))
         if len(calls) == 3:
             raise ServiceError("Could not write: No space left on device.")
-        return append(payloads, checksums)
+        return append(payloads, checksums, cached)
 
     monkeypatch.setattr(store, "append_many", full)
     entries = (Entry("one", adapter(i)) for i in range(40))

@@ -43,8 +43,14 @@ def test_migrations_and_tables_agree(catalog_url: str) -> None:
 def test_the_tables_of_sqlite_are_as_meant(sqlite_catalog_url: str) -> None:
     written = sqlite3.connect(sqlite_catalog_url.removeprefix("sqlite:///"))
     assert written.execute("PRAGMA journal_mode").fetchone() == ("wal",)
-    revisions = written.execute("SELECT sql FROM sqlite_master WHERE name = 'revisions'").fetchone()[0]
-    assert "WITHOUT ROWID" in revisions
+    # A prefix of a digest is found by the key's index alone, and a page of the newest is not sorted.
+    find = "SELECT * FROM revisions WHERE digest >= x'aa' AND digest <= x'ab' AND policy || '' = 'sorting'"
+    newest = "SELECT * FROM revisions WHERE policy = 'sorting' ORDER BY created_at DESC, id DESC LIMIT 9"
+    plans = [written.execute(f"EXPLAIN QUERY PLAN {query}").fetchall() for query in (find, newest)]
+    assert [[row[3].split(" (")[0] for row in plan] for plan in plans] == [
+        ["SEARCH revisions USING INDEX revisions_key"],
+        ["SEARCH revisions USING INDEX revisions_newest"],
+    ]
 
 
 @contextmanager
@@ -166,14 +172,23 @@ def test_a_digest_prefix_names_one_revision(catalog: Catalog) -> None:
 
 
 def test_pages_hold_every_revision_once_newest_first(catalog: Catalog) -> None:
-    # Several share a time: the digest breaks the tie.
-    rows = [make_revision(f"{i:04x}", created_at=float(i // 3)) for i in range(25)]
+    # Several share a time: what came last is the newest.
+    rows = [make_revision(f"{99 - i:04x}", created_at=float(i // 3)) for i in range(25)]
     for row in rows:
         catalog.add_revision(row)
     pages: list[Revision] = []
     while page := catalog.revisions("sorting", after=pages[-1] if pages else None, limit=7):
         pages += page
-    assert pages == sorted(rows, key=lambda row: (row.created_at, row.digest), reverse=True)
+    assert pages == rows[::-1]
+
+
+def test_a_page_after_a_row_that_is_gone_leaves_none_out(catalog: Catalog) -> None:
+    rows = [make_revision(f"{i:04x}", state="snapshot", expires_at=9.0, created_at=1.0) for i in range(5)]
+    catalog.add_revisions(rows)
+    catalog.set_expiry("sorting", rows[3].digest, 1.0)
+    last = catalog.revisions("sorting", limit=2)[-1]
+    assert [row.digest for row in catalog.expire(2.0)] == [last.digest]
+    assert set(catalog.revisions("sorting", after=last)) >= set(rows[:3])
 
 
 def test_expiry_spares_what_routes_and_releases_name(catalog: Catalog) -> None:

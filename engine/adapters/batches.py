@@ -8,7 +8,6 @@ Shapes: N adapters, D elements of an adapter, B bytes of a packed one, R rank, I
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import torch
@@ -110,12 +109,11 @@ def first_fault(form: Form, values_D: Tensor) -> str:
     raise AssertionError("every value is finite")
 
 
-def batch_of(form: Form, values_ND: Tensor, helper: Executor) -> Batch:
-    """Name and pack adapters that were found fit; `helper` hashes half of the bytes beside this thread."""
-    names = helper.submit(_hash_rows, form.header, values_ND.view(torch.uint8))
+def batch_of(form: Form, values_ND: Tensor) -> Batch:
+    """Name and pack adapters that were found fit."""
+    digests = _hash_rows(form.header, values_ND.view(torch.uint8))
     payload_NB = pack_rows(form, values_ND)
-    checksums = _hash_rows(b"", payload_NB)
-    return Batch(form, names.result(), payload_NB, checksums)
+    return Batch(form, digests, payload_NB, _hash_rows(b"", payload_NB))
 
 
 def pack_rows(form: Form, values_ND: Tensor) -> Tensor:

@@ -41,6 +41,32 @@ class Entry(NamedTuple):
     step: int = 0
 
 
+class Registered(NamedTuple):
+    """What became of the entry at `position` of the iterator: its digest, or why it was `refused`.
+
+    A revision that the policy had already is not `new`.
+    """
+
+    position: int
+    policy: str
+    digest: str | None
+    new: bool
+    refused: str | None = None
+
+
+class Row(NamedTuple):
+    """An admitted entry without its tensors."""
+
+    position: int
+    policy: str
+    parent: str | None
+    step: int
+
+
+def refusal(row: Row, reason: str) -> Registered:
+    return Registered(row.position, row.policy, None, False, reason)
+
+
 class Gate:
     """Decides which entries can be registered, by all but their values."""
 

@@ -6,7 +6,7 @@ All of them are bounded or counted in the database: a catalog may hold a million
 from sqlalchemy import func, select
 
 from engine.adapters import catalog_tables as tables
-from engine.adapters.catalog_revisions import EXPORTED, Revisions, table
+from engine.adapters.catalog_revisions import EXPORTED, NEWEST_FIRST, Revisions, table
 from engine.adapters.catalog_rows import COLUMNS, prefix_range
 from engine.adapters.catalog_schema import Revision, Route
 
@@ -33,7 +33,7 @@ class Looks(Revisions):
     def exported(self, policy: str, limit: int) -> list[Revision]:
         """Return a policy's exported revisions, newest first."""
         query = select(*COLUMNS).where(table.policy == policy, table.state == EXPORTED)
-        return self._rows(query.order_by(table.created_at.desc(), table.digest.desc()).limit(limit))
+        return self._rows(query.order_by(*NEWEST_FIRST).limit(limit))
 
     def newest_exported(self, policy: str) -> Revision | None:
         return next(iter(self.exported(policy, 1)), None)

@@ -69,10 +69,10 @@ class Nearest(Access):
         match = HEX.match(prefix.lower())
         digits = match.group() if match else ""
         newest = select(table.digest).where(table.policy == policy)
-        queries = [newest.order_by(table.created_at.desc(), table.digest.desc()).limit(NEWEST)]
+        queries = [newest.order_by(table.created_at.desc(), table.id.desc()).limit(NEWEST)]
         between = prefix_range(digits[:COMMON_DIGITS])
         if between and len(digits) >= COMMON_DIGITS:
-            # As in `revision`: by the primary key, not by the index on policies.
+            # As in `revision`: by the key of revisions, not by the index on policies.
             alike = select(table.digest).where(table.digest >= between[0], table.digest <= between[1])
             queries.append(alike.where(table.policy.concat("") == policy).limit(NEIGHBOURS))
         with self._read() as connection:

@@ -6,9 +6,10 @@ holds a million rows.
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, delete, select, tuple_, update
+from sqlalchemy import Connection, bindparam, delete, func, literal, select, tuple_, update
 
 from engine.adapters import catalog_tables as tables
 from engine.adapters.catalog_nearest import Nearest
@@ -21,10 +22,15 @@ from engine.errors import Moved, NotFound, Purged
 SNAPSHOT, EXPORTED = (STATES.index(state) for state in ("snapshot", "exported"))
 # Digests for one query.
 CHUNK = 1024
+# Rows for one statement: SQLite takes 32,766 values.
+INSERTED = 512
 # Up to so few digits a policy's own index is read, since many digests begin so.
 SHORT_PREFIX = 3
 CANDIDATES = 10
+LAST_ID = (1 << 31) - 1
 table = tables.revisions.c
+# Of one time, the row that came last is the newest.
+NEWEST_FIRST = table.created_at.desc(), table.id.desc()
 
 
 class Revisions(Nearest):
@@ -33,9 +39,9 @@ class Revisions(Nearest):
     def __init__(self, url: str):
         super().__init__(url)
         mark, names = self._mark, ", ".join(f'"{column.name}"' for column in COLUMNS)
-        self._add = f"INSERT INTO revisions ({names}) VALUES ({', '.join([mark] * len(COLUMNS))})"
+        self._add, self._values = f"INSERT INTO revisions ({names})", f"({', '.join([mark] * len(COLUMNS))})"
         find = f"SELECT {names} FROM revisions WHERE digest >= {mark} AND digest <= {mark}"
-        # With the expression no index on policies can be taken, so it is the primary key's range.
+        # With the expression no index on policies can be taken, so it is the range of the key.
         self._find = f"{find} AND policy || '' = {mark} LIMIT {CANDIDATES + 1}"
         self._find_short = f"{find} AND policy = {mark} LIMIT {CANDIDATES + 1}"
 
@@ -63,9 +69,8 @@ class Revisions(Nearest):
             known = set(self._existing(connection, ("policy", "digest"), list(keys)))
             fresh = {value[:2]: value for value in reversed(values) if value[:2] not in known}
             if fresh:
-                # In the order of the primary key: neighbours lie on the same pages.
-                ordered = sorted(fresh.values(), key=lambda value: value[1])
-                connection.exec_driver_sql(self._add, ordered)
+                # In the order of the key: neighbours lie on the same pages.
+                self._insert_rows(connection, sorted(fresh.values(), key=lambda value: value[1]))
                 # What was said of the bytes of a row that is gone says nothing of this one's.
                 lift_quarantine(connection, ((policy, digest.hex()) for policy, digest in fresh))
             is_new = [fresh.pop(value[:2], None) is not None for value in values]
@@ -145,14 +150,16 @@ class Revisions(Nearest):
         """
         query = select(*COLUMNS).where(table.policy == policy)
         if after is not None:
-            last = (after.created_at, blob(after.digest))
-            query = query.where(tuple_(table.created_at, table.digest) < last)
+            # A row that is gone by now: those of its time come again rather than not at all.
+            place = select(table.id).where(*key_of(policy, after.digest)).scalar_subquery()
+            last = tuple_(literal(after.created_at), func.coalesce(place, LAST_ID))
+            query = query.where(tuple_(table.created_at, table.id) < last)
         if owner is not None:
             names = tables.names.c
             query = query.where(table.owner == select(names.id).where(names.name == owner).scalar_subquery())
         if not retired:
             query = query.where(table.retired_at.is_(None))
-        return self._rows(query.order_by(table.created_at.desc(), table.digest.desc()).limit(limit))
+        return self._rows(query.order_by(*NEWEST_FIRST).limit(limit))
 
     def every_revision(self, after: tuple[str, str] | None = None, limit: int = 1000) -> list[Revision]:
         """Return a page of all revisions, in the order of digest and policy.
@@ -229,6 +236,13 @@ class Revisions(Nearest):
                 tuple(value for one in some for value in one),
             )
             yield from map(tuple, found)
+
+    def _insert_rows(self, connection: Connection, values: Sequence[tuple[Any, ...]]) -> None:
+        # One statement for many: each gives Python's lock away and waits to have it back.
+        for at in range(0, len(values), INSERTED):
+            some = values[at : at + INSERTED]
+            marks = ", ".join([self._values] * len(some))
+            connection.exec_driver_sql(f"{self._add} VALUES {marks}", tuple(chain.from_iterable(some)))
 
     def _refuse_moved(
         self,

@@ -64,13 +64,14 @@ names = Table(
 )
 
 # Digests and checksums are 32 bytes; base, layout, segment and owner are ids of `names`; state is an
-# index of `STATES`. Without a row id the primary key is the table: one lookup finds the row, also by
-# digest prefix, and all that hold the same bytes lie together.
+# index of `STATES`. Rows lie in the order in which they came: digests are random, and a row in their
+# order would change a page of its own. Only one narrow index is in that order, the key of a revision.
 revisions = Table(
     "revisions",
     metadata,
-    Column("digest", LargeBinary, primary_key=True),
-    Column("policy", String, primary_key=True),
+    Column("id", Integer, primary_key=True),
+    Column("digest", LargeBinary, nullable=False),
+    Column("policy", String, nullable=False),
     Column("base", Integer, nullable=False),
     Column("parent", LargeBinary),
     Column("step", Integer, nullable=False),
@@ -89,10 +90,10 @@ revisions = Table(
     Column("retired_at", Float),
     Column("retired_by", String),
     Column("retired_reason", String),
-    Index("revisions_newest", "policy", "created_at", "digest"),
+    Index("revisions_key", "digest", "policy", unique=True),
+    Index("revisions_newest", "policy", "created_at", "id"),
     partial_index("revisions_expiring", "expires_at", where="expires_at IS NOT NULL"),
     partial_index("revisions_children", "parent", "policy", where="parent IS NOT NULL"),
-    sqlite_with_rowid=False,
 )
 
 # Revisions whose bytes are not what their checksum says; nobody loads them until whole bytes are there.

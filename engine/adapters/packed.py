@@ -26,12 +26,12 @@ import torch
 from torch import Tensor
 
 from engine.adapters.families import FUSED
+from engine.adapters.sizes import ALIGNMENT
 from engine.errors import AdapterError
 
 FORMAT_VERSION = 2
 # Version 1 had no experts; what it can say is written the same way today.
 READABLE_VERSIONS = (1, 2)
-ALIGNMENT = 64
 EXPERT = re.compile(r"(?P<parent>.+\.experts)\.(?P<number>\d+)\.\w+")
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}

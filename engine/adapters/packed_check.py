@@ -8,7 +8,8 @@ import re
 from collections.abc import Iterable
 from itertools import pairwise
 
-from engine.adapters.packed import ALIGNMENT, Block, Layout
+from engine.adapters.packed import Block, Layout
+from engine.adapters.sizes import ALIGNMENT
 from engine.errors import AdapterError
 
 # What a message may repeat: no control characters, no pages.

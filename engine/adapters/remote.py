@@ -54,7 +54,7 @@ class RemoteStore(Store):
         self._held: dict[str, int] = {}
 
     def append_many(
-        self, payloads: Sequence[Payload], checksums: Sequence[str] | None = None
+        self, payloads: Sequence[Payload], checksums: Sequence[str] | None = None, cached: bool = True
     ) -> list[Location]:
         """Upload blobs as one object; `checksums` are their sha256 where known.
 

@@ -12,7 +12,7 @@ from itertools import chain, groupby
 
 from engine.adapters.families import PROJECTIONS, BaseShapes, Size
 
-# Blocks of a packed file begin at multiples of this (engine/adapters/packed.py).
+# Blocks of a packed file begin at multiples of this.
 ALIGNMENT = 64
 # Projections whose inputs are cut, and those that every device holds whole; of all others the outputs are.
 ROW = ("o_proj", "down_proj")

@@ -90,9 +90,12 @@ class Store:
         return self.append_many([payload])[0]
 
     def append_many(
-        self, payloads: Sequence[Payload], checksums: Sequence[str] | None = None
+        self, payloads: Sequence[Payload], checksums: Sequence[str] | None = None, cached: bool = True
     ) -> list[Location]:
         """Write blobs next to each other with one fsync; `checksums` are their sha256 where known.
+
+        Unless `cached` their pages are given back, so that what is written in bulk takes no memory from
+        what is served, nor the time to find more and more of it.
 
         Raises `ServiceError` when the disk is full, read-only or faulty; then none of them is there.
         """
@@ -106,6 +109,8 @@ class Store:
             assert self._file is not None
             _write(self._file, buffers, self._end)
             os.fdatasync(self._file)
+            if not cached:
+                os.posix_fadvise(self._file, self._end, end - self._end, os.POSIX_FADV_DONTNEED)
         except OSError as error:
             self._abandon()
             raise ServiceError(
