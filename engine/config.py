@@ -67,7 +67,11 @@ class EngineConfig(Settings):
     start_timeout_s: float = Field(300, gt=0, description="for engine and trainer, each, to load the base")
     host_bytes: int = Field(1 << 30, ge=1 << 20, description="budget of the host tier, bytes")
     host_adapters: int = Field(4096, ge=1, description="adapters that the host tier holds at most")
-    load_concurrency: int = Field(64, ge=1, description="cold loads under way at once")
+    load_concurrency: int = Field(
+        6,
+        ge=1,
+        description="cold loads under way at once; more of them let a burst in sooner, and others feel it",
+    )
     paced_loads: int = Field(
         0,
         ge=0,

@@ -19,7 +19,7 @@ SHARE = 4
 # Of the queue's places, for the background; the rest is kept for people.
 BACKGROUND_PLACES = 0.5
 # And of those that run: who comes next waits for all of them.
-BACKGROUND_RUNNING = 0.125
+BACKGROUND_RUNNING = 1 / 3
 # What a load is taken to last before one has ended, and the weight of each one that ends.
 FIRST_S = 0.1
 WEIGHT = 0.2
