@@ -339,3 +339,16 @@ async def test_nobody_paces_what_nobody_waits_for():
         tier.prewarm(revision(i))
     await settle(lambda: len(engine.held) == 4)
     assert tier.queue.entering == {}
+
+
+async def test_a_pace_below_one_rests_between_two_loads():
+    """A half: as long as a load took until its first token."""
+    engine = FakeEngine(0.03)
+    tier = residency(engine, paced_loads=0.5)
+    began = time.monotonic()
+    for i in range(3):
+        async with tier.use(revision(i)) as name:
+            tier.entered(name)
+    # Three loads, and the two rests between them.
+    assert 0.15 <= time.monotonic() - began < 0.3
+    assert tier.queue.concurrency == 1

@@ -38,6 +38,7 @@ class Load:
     asked_by: int = 0
     # Its row may be gone since it was read.
     in_doubt: bool = False
+    has_entered: bool = False
     task: "asyncio.Task[None] | None" = None
 
     @property
@@ -49,14 +50,15 @@ class Load:
 class LoadQueue:
     """What waits and what runs. Interactive loads start first; `SHARE` keeps the background going.
 
-    Where loads are paced, one that somebody waited for keeps its place until its first token.
+    Where loads are paced, so many at once in the mean, one that somebody waited for keeps its place until its
+    first token, and then for a rest.
     """
 
-    def __init__(self, places: int, concurrency: int, paces: bool = False):
-        self.places, self.concurrency, self._paces = places, concurrency, paces
+    def __init__(self, places: int, concurrency: int, paced: float = 0.0):
+        self.places, self.concurrency, self._paced = places, math.ceil(paced) or concurrency, paced
         self.waiting: dict[str, OrderedDict[str, Load]] = {priority: OrderedDict() for priority in PRIORITIES}
         self.running: dict[str, Load] = {}
-        # Ready, and on the way to their first token.
+        # Ready, and on the way to their first token, or at rest behind it.
         self.entering: dict[str, Load] = {}
         self._mean_s = FIRST_S
         self._in_a_row = 0
@@ -118,17 +120,29 @@ class LoadQueue:
     def end(self, load: Load) -> None:
         """Let a load that ended well go, or keep its place until `entered`."""
         del self.running[load.name]
-        if self._paces and load.waiters:
+        if self._paced and load.waiters:
             self.entering[load.name] = load
         else:
             self._learn(load)
 
-    def entered(self, name: str) -> bool:
-        """Free the place of a load whose first token has come, or comes no more; False if it has none."""
-        load = self.entering.pop(name, None)
-        if load is not None:
-            self._learn(load)
-        return load is not None
+    def entered(self, name: str) -> Load | None:
+        """Return the load whose first token has come, or comes no more; None if it was so before."""
+        load = self.entering.get(name)
+        if load is None or load.has_entered:
+            return None
+        load.has_entered = True
+        return load
+
+    def rest_s(self, load: Load) -> float:
+        """Return for how long the place of a load that has just entered stays taken."""
+        assert load.started_at is not None
+        return (time.monotonic() - load.started_at) * (self.concurrency / self._paced - 1)
+
+    def free(self, load: Load) -> None:
+        """Give the place of a load that has entered to others."""
+        if self.entering.get(load.name) is load:
+            del self.entering[load.name]
+        self._learn(load)
 
     def _learn(self, load: Load) -> None:
         """Learn how long places are taken."""

@@ -58,8 +58,7 @@ class Residency:
         metrics: LoadMetrics | None = None,
     ):
         self.tier = WarmSet(config.host_bytes, config.host_adapters)
-        at_once = config.paced_loads or config.load_concurrency
-        self.queue = LoadQueue(config.load_queue, at_once, paces=config.paced_loads > 0)
+        self.queue = LoadQueue(config.load_queue, config.load_concurrency, config.paced_loads)
         self.evictions = 0
         self._engine = engine
         self._catalog = catalog
@@ -69,7 +68,7 @@ class Residency:
         self._leaving: dict[str, asyncio.Task[None]] = {}
         # asyncio keeps only weak references to tasks.
         self._prewarming: set[asyncio.Task[None]] = set()
-        self._threads = ThreadPoolExecutor(min(THREADS, at_once), "graftwork-fetch")
+        self._threads = ThreadPoolExecutor(min(THREADS, self.queue.concurrency), "graftwork-fetch")
         self._layout = lru_cache(LAYOUTS)(catalog.layout)
         self._metrics = metrics or LoadMetrics(CollectorRegistry())
         self._metrics.watch(self.tier, self.queue)
@@ -123,8 +122,13 @@ class Residency:
 
     def entered(self, name: str) -> None:
         """Let the next load start, where they are paced: a request of this name has its first token."""
-        if self.queue.entered(name):
-            self._start()
+        load = self.queue.entered(name)
+        if load is not None:
+            asyncio.get_running_loop().call_later(self.queue.rest_s(load), self._go_on_after, load)
+
+    def _go_on_after(self, load: Load) -> None:
+        self.queue.free(load)
+        self._start()
 
     def drop(self, name: str) -> bool:
         """Let an adapter go that is gone from the catalog; False while a request still runs on it."""
