@@ -44,6 +44,8 @@ class FakeEngine:
 class FakeCatalog:
     """Knows every revision; `moved` maps a digest to the segments that its row names one after the other."""
 
+    is_file = True
+
     def __init__(self):
         self.moved: dict[str, list[str]] = {}
         self.in_quarantine: dict[str, str] = {}

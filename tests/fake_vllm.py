@@ -44,7 +44,7 @@ class FakeClient:
 
     async def collective_rpc(self, method, timeout, args):
         if method == "graftwork_listen":
-            return [worker.listener.address for worker in self.workers]
+            return [(worker.listener.address, worker.listener.token) for worker in self.workers]
         self.calls.append((method, *args))
         await asyncio.sleep(self.step_s)
         assert method == "graftwork_forget"

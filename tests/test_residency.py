@@ -331,6 +331,39 @@ async def test_a_paced_load_keeps_its_place_until_its_first_token():
     await waiting[4]
 
 
+async def test_no_paced_place_is_lost_with_its_client(monkeypatch):
+    """Who leaves in the very turn in which the load ends has no first token; nor has who never asks on."""
+    monkeypatch.setattr("engine.serving.residency.PACED_S", 0.05)
+    engine, ended = FakeEngine(0), asyncio.Event()
+    tier = residency(engine, paced_loads=1)
+    plain = engine.prepare
+
+    async def prepare(name, address):
+        await plain(name, address)
+        if name == name_of(0):
+            ended.set()
+            first.cancel()
+
+    engine.prepare = prepare
+    first = asyncio.create_task(tier.hold(revision(0)))
+    await ended.wait()
+    await asyncio.gather(first, return_exceptions=True)
+    async with asyncio.timeout(1):
+        # Each of these is held on, and none says that it has entered.
+        for i in range(1, 4):
+            await tier.hold(revision(i))
+
+
+async def test_the_background_takes_no_paced_place():
+    """Its answers come whole, after minutes."""
+    engine = FakeEngine(0)
+    tier = residency(engine, paced_loads=0.5)
+    async with asyncio.timeout(1):
+        for i in range(4):
+            await tier.hold(revision(i), BACKGROUND)
+    assert tier.queue.entering == {}
+
+
 async def test_nobody_paces_what_nobody_waits_for():
     """Prewarmed adapters have no first token."""
     engine = FakeEngine(0)

@@ -103,7 +103,7 @@ async def test_a_name_that_is_wanted_while_it_leaves_is_prepared_after_that():
 async def test_who_waits_for_a_worker_that_ends_is_told():
     address = f"graftwork-test-{uuid.uuid4().hex}"
     worker = socket.create_server(f"\0{address}", family=socket.AF_UNIX)
-    engine = VllmEngine(FakeClient(), models(), [await LoadChannel.connect(address)])
+    engine = VllmEngine(FakeClient(), models(), [await LoadChannel.connect(address, "")])
     end, _ = worker.accept()
     waiting = asyncio.create_task(engine.prepare("p@1", {}))
     while not await asyncio.to_thread(end.recv, 1000):
@@ -142,6 +142,35 @@ async def test_only_processes_of_the_same_user_are_heard(monkeypatch):
     with pytest.raises(ServiceError, match="does not answer"):
         await engine.prepare("p@1", {})
     assert client.workers[0].asked == []
+
+
+async def test_who_does_not_know_the_token_is_not_heard():
+    client = FakeClient()
+    (worker,) = client.workers
+    channel = await LoadChannel.connect(worker.listener.address, "guessed")
+    with pytest.raises(ServiceError, match="does not answer"):
+        await channel.prepare("p@1", {})
+    assert worker.asked == []
+
+
+async def test_a_name_that_a_worker_still_prepares_is_forgotten_after_that():
+    """Its client left meanwhile: forgotten first, it would be ready then, for nobody."""
+    client, table = FakeClient(prepare_s=0.05), models()
+    engine = await VllmEngine.connect(client, table)
+    left = asyncio.create_task(engine.prepare("p@1", {}))
+    await asyncio.sleep(0.01)
+    left.cancel()
+    await asyncio.gather(left, return_exceptions=True)
+    await engine.forget("p@1")
+    assert (client.workers[0].held, len(client.workers[0].asked), len(client.calls)) == (set(), 1, 1)
+
+
+async def test_any_sentence_reaches_who_asked():
+    client = FakeClient()
+    engine = await VllmEngine.connect(client, models())
+    client.workers[0].refusals = {"p@1": ("refused", "a name with \udcff in it.")}
+    with pytest.raises(AdapterError, match="in it"):
+        await engine.prepare("p@1", {})
 
 
 async def test_a_request_that_never_ends_does_not_hold_up_who_forgets(monkeypatch):

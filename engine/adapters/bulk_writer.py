@@ -90,7 +90,8 @@ class Writer:
         wanted = [digest for digest in batch.digests if digest not in placed.damaged]
         # In this order: what is pending no longer is in the catalog.
         pending = self._pending.copy()
-        known = {digest: pending[digest] for digest in wanted if digest in pending}
+        others = [digest for digest in wanted if digest in pending and digest not in appended]
+        known = {digest: pending[digest] for digest in others}
         known |= self._catalog.places(wanted)
         missing: dict[str, int] = {}
         for i, (digest, checksum) in enumerate(zip(batch.digests, batch.checksums, strict=True)):

@@ -166,6 +166,11 @@ class Access:
         self._names: dict[int, str] = {}
         self._check_schema()
 
+    @property
+    def is_file(self) -> bool:
+        """Say whether a query takes no network, and so little time."""
+        return self._is_sqlite
+
     def close(self) -> None:
         if self._watch:
             self._watch.close()

@@ -37,6 +37,8 @@ LAYOUT_LIMIT = 16 << 20
 # Adapters of one shape share a layout and a plan; more shapes than this are parsed again.
 LAYOUTS = 16
 MADV_POPULATE_READ = 22
+# Of errors at opening, those by which a file is not there; any other is no word of its bytes.
+GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE)
 BYTE = torch.uint8
 # Of each thread that verifies.
 SCRATCH = threading.local()
@@ -133,11 +135,12 @@ class Segments:
             now = os.lstat(path)
             if known is not None and os.path.samestat(now, os.fstat(known.fileno())):
                 return known, now.st_size
-            is_regular = stat.S_ISREG(now.st_mode)
-            file = FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW))
-        except OSError:
-            is_regular = False
-        if not is_regular:
+            file = _open(path) if stat.S_ISREG(now.st_mode) else None
+        except OSError as error:
+            if error.errno not in GONE:
+                raise
+            file = None
+        if file is None:
             raise MissingBytes(f"its segment {path} is missing or not a regular file. Restore it.")
         self._files[path] = file
         return file, now.st_size
@@ -274,6 +277,12 @@ class HostTier:
                 self.adapters[name] = adapter
         for tell in waiting:
             tell(state)
+
+
+def _open(path: str) -> FileIO:
+    """Open a file for reading: no link, and at once, whatever it has become since somebody looked."""
+    flags = os.O_NOFOLLOW | os.O_NONBLOCK
+    return FileIO(path, opener=lambda name, given: os.open(name, given | flags))
 
 
 def read_layout(text: str) -> Layout:

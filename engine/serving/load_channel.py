@@ -7,6 +7,7 @@ Knows names, addresses and states. Does not know how an adapter is prepared.
 
 import asyncio
 import os
+import secrets
 import socket
 import socketserver
 import struct
@@ -24,6 +25,8 @@ from engine.errors import ServiceError
 
 # Of a line: a refusal's sentence, or an address whose layout has a rank of its own for every expert.
 LINE_BYTES = 32 << 20
+# For an answer to be taken by the server that asked.
+SEND_S = 10
 # What is to be told of an adapter: `ready` and nothing, or why not and a sentence.
 State = tuple[str, str]
 Tell = Callable[[State], None]
@@ -37,20 +40,20 @@ class Prepares(Protocol):
 
 
 class LoadListener:
-    """A worker's end: a socket in Linux's abstract names, for processes of the same user."""
+    """A worker's end: a socket in Linux's abstract names, for processes of the same user with its `token`."""
 
     def __init__(self, worker: Prepares):
         # No file: nothing stays behind when the engine is killed.
-        self.address = f"graftwork-{uuid.uuid4().hex}"
-        server = _Server(f"\0{self.address}", worker)
+        self.address, self.token = f"graftwork-{uuid.uuid4().hex}", secrets.token_hex()
+        server = _Server(f"\0{self.address}", self.token, worker)
         threading.Thread(target=server.serve_forever, name="graftwork-loads", daemon=True).start()
 
 
 class _Server(socketserver.ThreadingUnixStreamServer):
     daemon_threads = True
 
-    def __init__(self, address: str, worker: Prepares):
-        self.worker = worker
+    def __init__(self, address: str, token: str, worker: Prepares):
+        self.token, self.worker = token, worker
         super().__init__(address, _Handler)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
@@ -69,16 +72,27 @@ class _Handler(socketserver.StreamRequestHandler):
     def setup(self) -> None:
         super().setup()
         self._lock = threading.Lock()
+        # A server that reads nothing must not hold up those who prepare; reading waits without a limit.
+        limit = struct.pack("ll", SEND_S, 0)
+        self.request.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def handle(self) -> None:
+        if not secrets.compare_digest(self.rfile.readline().strip(), self.server.token.encode()):
+            return
         for line in self.rfile:
             number, name, address = orjson.loads(line)
             self.server.worker.prepare(name, address, partial(self._tell, number))
 
     def _tell(self, number: int, state: State) -> None:
-        # A server that has gone needs no answer.
-        with self._lock, suppress(OSError, ValueError):
-            self.wfile.write(orjson.dumps([number, *state]) + b"\n")
+        kind, sentence = state
+        line = orjson.dumps([number, kind, sentence.encode(errors="replace").decode()]) + b"\n"
+        with self._lock:
+            try:
+                self.wfile.write(line)
+            except (OSError, ValueError):
+                # Part of a line may be out: who still listens is told that nothing more comes.
+                with suppress(OSError):
+                    self.request.shutdown(socket.SHUT_RDWR)
 
 
 class LoadChannel:
@@ -86,18 +100,20 @@ class LoadChannel:
 
     def __init__(self, writer: asyncio.StreamWriter):
         self._writer = writer
-        self._waiting: dict[int, asyncio.Future[State]] = {}
+        self._waiting: dict[int, tuple[str, asyncio.Future[State]]] = {}
         self._numbers = count()
-        self._fault: ServiceError | None = None
+        # Why nothing is heard any more.
+        self._fault: str | None = None
         self._hearing: asyncio.Task[None] | None = None
 
     @staticmethod
-    async def connect(address: str) -> "LoadChannel":
+    async def connect(address: str, token: str) -> "LoadChannel":
         """Connect to a worker's `LoadListener`. Raises `OSError` when nobody listens."""
         end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         end.connect(f"\0{address}")
         end.setblocking(False)
         reader, writer = await asyncio.open_unix_connection(sock=end, limit=LINE_BYTES)
+        writer.write(token.encode() + b"\n")
         channel = LoadChannel(writer)
         channel._hearing = asyncio.create_task(channel._hear(reader))
         return channel
@@ -105,25 +121,31 @@ class LoadChannel:
     async def prepare(self, name: str, address: dict[str, Any]) -> State:
         """Return how a name fared. Raises `ServiceError` when the worker does not answer any more."""
         if self._fault is not None:
-            raise self._fault
+            raise ServiceError(self._fault)
         number = next(self._numbers)
-        future = self._waiting[number] = asyncio.get_running_loop().create_future()
+        future = asyncio.get_running_loop().create_future()
+        self._waiting[number] = name, future
         self._writer.write(orjson.dumps([number, name, address]) + b"\n")
         return await future
+
+    @property
+    def unanswered(self) -> set[str]:
+        """Return the names that were asked for and not told of yet, also those that nobody waits for."""
+        return {name for name, _ in self._waiting.values()}
 
     async def _hear(self, reader: asyncio.StreamReader) -> None:
         reason = "it has gone"
         try:
             while line := await reader.readline():
                 number, kind, sentence = orjson.loads(line)
-                future = self._waiting.pop(number)
+                _, future = self._waiting.pop(number)
                 # Who asked may wait no longer.
                 if not future.done():
                     future.set_result((kind, sentence))
         except Exception as error:
             reason = repr(error)
-        self._fault = ServiceError(f"The engine does not answer: {reason}. Its log says more.")
-        for future in self._waiting.values():
+        self._fault = f"The engine does not answer: {reason}. Its log says more."
+        for _, future in self._waiting.values():
             if not future.done():
-                future.set_exception(self._fault)
+                future.set_exception(ServiceError(self._fault))
         self._waiting.clear()

@@ -20,6 +20,8 @@ SHARE = 4
 BACKGROUND_PLACES = 0.5
 # And of those that run: who comes next waits for all of them.
 BACKGROUND_RUNNING = 1 / 3
+# For so long at most a paced load keeps its place once it is ready: an answer that does not stream is long.
+PACED_S = 2.0
 # What a load is taken to last before one has ended, and the weight of each one that ends.
 FIRST_S = 0.1
 WEIGHT = 0.2
@@ -118,25 +120,25 @@ class LoadQueue:
         self.running.pop(load.name, None)
 
     def end(self, load: Load) -> None:
-        """Let a load that ended well go, or keep its place until `entered`."""
+        """Let a load that ended well go, or keep its place until `entered`: where a person waits for it."""
         del self.running[load.name]
-        if self._paced and load.waiters:
+        waits = any(not waiter.done() for waiter in load.waiters)
+        if self._paced and waits and load.priority == INTERACTIVE:
             self.entering[load.name] = load
         else:
             self._learn(load)
 
-    def entered(self, name: str) -> Load | None:
-        """Return the load whose first token has come, or comes no more; None if it was so before."""
-        load = self.entering.get(name)
-        if load is None or load.has_entered:
-            return None
+    def entered(self, load: Load) -> bool:
+        """Note that a load's first token has come, or comes no more; False if that is not news."""
+        is_news = self.entering.get(load.name) is load and not load.has_entered
         load.has_entered = True
-        return load
+        return is_news
 
     def rest_s(self, load: Load) -> float:
         """Return for how long the place of a load that has just entered stays taken."""
         assert load.started_at is not None
-        return (time.monotonic() - load.started_at) * (self.concurrency / self._paced - 1)
+        took_s = min(time.monotonic() - load.started_at, PACED_S)
+        return took_s * (self.concurrency / self._paced - 1)
 
     def free(self, load: Load) -> None:
         """Give the place of a load that has entered to others."""

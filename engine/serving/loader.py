@@ -214,9 +214,10 @@ class LoaderExtension:
             "modules": len(manager.slots.buffers) if isinstance(manager, PackedWorkerManager) else 0,
         }
 
-    def graftwork_listen(self) -> str:
-        """Return where this worker's host tier is asked to prepare adapters, beside the step loop."""
-        return self.model_runner.lora_manager.listener.address  # type: ignore[no-any-return]
+    def graftwork_listen(self) -> tuple[str, str]:
+        """Return where, and with which token, this worker is asked to prepare adapters beside its steps."""
+        listener = self.model_runner.lora_manager.listener
+        return listener.address, listener.token
 
     def graftwork_forget(self, leaving: dict[str, int | None]) -> None:
         """Forget names (name: id) between two steps: a step may take any slot's adapter."""

@@ -24,7 +24,7 @@ from engine.adapters.store import Store
 from engine.config import EngineConfig, served_name
 from engine.errors import AdapterError, Busy, DamagedBytes, GraftworkError, MissingBytes, ServiceError
 from engine.serving.load_metrics import LoadLog, LoadMetrics
-from engine.serving.load_queue import BACKGROUND, INTERACTIVE, Load, LoadQueue
+from engine.serving.load_queue import BACKGROUND, INTERACTIVE, PACED_S, Load, LoadQueue
 from engine.serving.warm_set import Resident, WarmSet
 
 # Texts of a few kilobytes, one for each shape of adapter.
@@ -122,8 +122,11 @@ class Residency:
 
     def entered(self, name: str) -> None:
         """Let the next load start, where they are paced: a request of this name has its first token."""
-        load = self.queue.entered(name)
-        if load is not None:
+        if (load := self.queue.entering.get(name)) is not None:
+            self._entered(load)
+
+    def _entered(self, load: Load) -> None:
+        if self.queue.entered(load):
             asyncio.get_running_loop().call_later(self.queue.rest_s(load), self._go_on_after, load)
 
     def _go_on_after(self, load: Load) -> None:
@@ -252,6 +255,8 @@ class Residency:
         if fault is None:
             self.queue.end(load)
             self.tier.add(load.name, load.revision)
+            if load.name in self.queue.entering:
+                asyncio.get_running_loop().call_later(PACED_S, self._entered, load)
         else:
             self.queue.discard(load)
             self._let_go(load.name)
@@ -282,8 +287,10 @@ class Residency:
                 row = better
 
     async def _fetched(self, row: Revision) -> dict[str, Any]:
-        # A thread costs as much as the rest of a small load; without a download there is one short query.
-        return await self._in_thread(self._fetch, row) if self._store.is_remote else self._fetch(row)
+        # A thread costs as much as the rest of a small load; without a network there is one short query.
+        if self._store.is_remote or not self._catalog.is_file:
+            return await self._in_thread(self._fetch, row)
+        return self._fetch(row)
 
     def _fetch(self, row: Revision) -> dict[str, Any]:
         """Return where this machine has the bytes; they come from the store first if they must."""

@@ -45,8 +45,8 @@ class VllmEngine:
     @staticmethod
     async def connect(client: Any, models: OpenAIServingModels) -> "VllmEngine":
         """Connect to every worker. Raises `OSError` when one does not listen."""
-        addresses = await _call(client, "graftwork_listen")
-        return VllmEngine(client, models, [await LoadChannel.connect(address) for address in addresses])
+        listeners = await _call(client, "graftwork_listen")
+        return VllmEngine(client, models, [await LoadChannel.connect(*listener) for listener in listeners])
 
     async def loads(self) -> list[dict[str, Any]]:
         """Return what each worker has read and copied."""
@@ -124,8 +124,12 @@ class VllmEngine:
         return True
 
     def _unused(self, names: Mapping[str, Any]) -> list[str]:
-        """Return those of the names that no request in the engine is for."""
+        """Return those of the names that no request in the engine is for, and that no worker prepares.
+
+        A worker might hear by its channel of a name that it has just forgotten, and keep it for nobody.
+        """
         used = {state.lora_name for state in self._client.output_processor.request_states.values()}
+        used = used.union(*(channel.unanswered for channel in self._channels))
         return [name for name in names if name not in used]
 
     def _drop(self, name: str) -> int | None:
