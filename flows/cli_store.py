@@ -57,9 +57,9 @@ def compact(
 @store_app.command("repack")
 def repack(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
     """Derive the packed form anew where this version packs otherwise, as after an engine upgrade."""
-    from engine.adapters import maintenance
+    from engine.adapters import repacking
 
-    _run(params, as_json, maintenance.repack)
+    _run(params, as_json, repacking.repack)
 
 
 def _run(params: ParamsFile, as_json: bool, operation: Callable[..., "Report"], **options: Any) -> None:

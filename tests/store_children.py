@@ -24,7 +24,8 @@ from stored import BASE, SHAPES, Stored, opened
 from engine.adapters.bulk import Entry, register_many
 from engine.adapters.families import BaseShapes
 from engine.adapters.importing import import_revision
-from engine.adapters.maintenance import compact, gc, repack, verify
+from engine.adapters.maintenance import compact, gc, verify
+from engine.adapters.repacking import repack
 from engine.adapters.revision import make_manifest, write_revision
 from engine.base import BaseInfo, ensure_base
 from engine.config import Params

@@ -127,6 +127,30 @@ def test_every_row_of_a_place_moves_with_it(catalog: Catalog) -> None:
     assert catalog.revision("sorting", digest(3)).segment == "s9"
 
 
+def test_rows_take_new_places_at_once_and_leave_quarantine(catalog: Catalog) -> None:
+    rows = [row(i, policy=policy) for i in range(1500) for policy in ("sorting", "other")]
+    catalog.add_revisions(rows)
+    catalog.set_probe("sorting", digest(1), {"accepted": True})
+    for policy, number in (("sorting", 1), ("other", 1), ("sorting", 2)):
+        catalog.quarantine(policy, digest(number), "Damaged.")
+    # All of one policy, and two that nobody knows.
+    moved = [
+        row(i, layout="l2", segment="s2", offset=i, length=9, checksum="dd", owner="you", created_at=0.5)
+        for i in range(1502)
+        if i != 2
+    ]
+    assert catalog.place_revisions(moved) == 1499
+    assert catalog.revision("sorting", digest(1)) == row(
+        1, layout="l2", segment="s2", offset=1, length=9, checksum="dd", probe={"accepted": True}
+    )
+    for still in (row(1, policy="other"), row(2)):
+        assert catalog.revision(still.policy, still.digest) == still
+    assert catalog.find("sorting", digest(1500)) is None
+    held = catalog.in_quarantine([digest(i) for i in (1, 2)])
+    assert held == {("other", digest(1)), ("sorting", digest(2))}
+    assert catalog.place_revisions([]) == 0
+
+
 def test_shared_bytes_count_once(catalog: Catalog) -> None:
     catalog.add_revisions([row(i) for i in range(10)] + [row(i, policy="other") for i in range(5)])
     catalog.add_revision(row(1, policy="third", segment="s2"))

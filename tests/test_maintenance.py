@@ -1,4 +1,4 @@
-"""verify, gc, compact and repack: what a row names stays whole, and everything else goes."""
+"""verify, gc and compact: what a row names stays whole, and everything else goes."""
 
 import contextlib
 import json
@@ -11,12 +11,12 @@ from contextlib import closing
 from dataclasses import asdict, replace
 
 import pytest
-from stored import BASE, KIND, SHAPES, Stored, opened, placing, prepare
+from stored import Stored, opened, placing, prepare
 
-from engine.adapters import maintenance, packed
+from engine.adapters import maintenance
 from engine.adapters.catalog import Catalog
-from engine.adapters.maintenance import compact, gc, repack, verify
-from engine.adapters.publishing import location, publish, put, stored_tensors
+from engine.adapters.maintenance import compact, gc, verify
+from engine.adapters.publishing import location, publish, put
 from engine.adapters.store import open_store
 from engine.config import Params
 from engine.errors import AdapterError, ServiceError
@@ -275,37 +275,6 @@ def test_compact_on_a_full_disk_loses_nothing(state, monkeypatch):
     assert segments(state) == before
     assert all(state.is_whole(row) for row in rows)
     assert compact(state.catalog, state.store, everything=True).removed == 1
-
-
-def test_repack_derives_todays_form_and_keeps_the_digests(state):
-    old = [state.publish_older(policy, 1) for policy in POLICIES]
-    new = state.publish("here", 2)
-    tensors = stored_tensors(state.catalog, state.store, old[0])
-    today = packed.pack(tensors, next(iter(tensors.values())).dtype, SHAPES.fused)
-    assert old[0].layout != today.layout.digest
-    report = repack(state.catalog, state.store)
-    assert (report.revisions, report.moved, report.damaged) == (3, 2, 0)
-    rows = [state.row(row) for row in old]
-    assert {row.layout for row in rows} == {today.layout.digest}
-    assert location(rows[0]) == location(rows[1])
-    assert state.store.read(location(rows[0])) == bytes(today.tobytes())
-    assert state.row(new) == new
-    assert all(state.is_whole(row) for row in [*old, new])
-    assert repack(state.catalog, state.store).moved == 0
-
-
-def test_repack_without_its_base_or_bytes_goes_on_with_the_others(state):
-    rows = [state.publish_older("here", seed) for seed in range(3)]
-    state.damage(rows[1])
-    assert (report := repack(state.catalog, state.store)).moved == 2
-    assert report.damaged == 1
-    later = state.publish_older("there", 7)
-    (state.params.paths.bases / KIND / "config.json").unlink()
-    report = repack(state.catalog, state.store)
-    # The damaged one's layout is not today's either, so that its base is asked for first.
-    assert (report.moved, report.damaged, report.unreadable) == (0, 0, 4)
-    assert state.catalog.quarantined("there", later.digest) is None
-    assert any(BASE[:12] in example["fault"] for example in report.examples)
 
 
 def test_a_read_only_and_a_full_disk_are_one_sentence_each_and_lose_nothing(small_disk, tmp_path):

@@ -15,9 +15,10 @@ from stored import opened, prepare
 from engine.adapters import cache as cache_module
 from engine.adapters import remote
 from engine.adapters.cache import DRAFT, Cache
-from engine.adapters.maintenance import compact, gc, repack, verify
+from engine.adapters.maintenance import compact, gc, verify
 from engine.adapters.publishing import location
 from engine.adapters.remote import RemoteStore
+from engine.adapters.repacking import repack
 from engine.adapters.store import Location, open_store
 from engine.config import Params, StoreConfig
 from engine.errors import AdapterError, ConfigError, ServiceError

@@ -7,11 +7,11 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, delete, select, tuple_, update
+from sqlalchemy import Connection, Update, bindparam, delete, select, tuple_, update
 
 from engine.adapters import catalog_tables as tables
 from engine.adapters.catalog_revisions import Revisions, key_of, lift_quarantine, table
-from engine.adapters.catalog_rows import COLUMNS
+from engine.adapters.catalog_rows import COLUMNS, PLACE
 from engine.adapters.catalog_schema import Revision
 from engine.adapters.store import Location
 from engine.errors import Conflict, NotFound
@@ -22,6 +22,8 @@ EXPIRE_CHUNK = 1_000
 # Columns of a route and of a release that name a revision.
 ROUTED = ("champion", "previous", "canary")
 RELEASED = ("revision", "baseline")
+# What of a row changes when its bytes move as they are.
+MOVED = ("segment", "offset", "length", "checksum")
 # Of what a purge removes last, what gateways read.
 TOLD = frozenset({"releases", "tombstones"})
 
@@ -147,29 +149,34 @@ class Lifecycle(Revisions):
             wanted = [bytes.fromhex(digest) for digest in set(digests)]
             chunks = (wanted[at : at + CHUNK] for at in range(0, len(wanted), CHUNK))
             queries = [query.where(table.digest.in_(chunk)) for chunk in chunks]
-        place = update(tables.revisions).where(
-            table.digest == bindparam("key"), table.policy == bindparam("of")
-        )
-        values: dict[str, Any] = {
-            name: bindparam(f"new_{name}") for name in ("segment", "offset", "length", "checksum")
-        }
         with self._write() as connection:
             rows = [row for query in queries for row in connection.execute(query)]
             changes = [
-                {
-                    "key": row.digest,
-                    "of": row.policy,
-                    "new_segment": ids[new.segment],
-                    "new_offset": new.offset,
-                    "new_length": new.length,
-                    "new_checksum": bytes.fromhex(new.checksum),
-                }
+                _placed(row.digest, row.policy, ids[new.segment], new)
                 for row in rows
                 if (new := targets.get((row.segment, row.offset)))
             ]
             if changes:
-                connection.execute(place.values(values), changes)
+                connection.execute(_placing(MOVED), changes)
         return len(changes)
+
+    def place_revisions(self, revisions: Sequence[Revision]) -> int:
+        """Let the rows of known revisions name the whole bytes that these name, all in one transaction.
+
+        They leave quarantine. Returns how many there were; one that is gone meanwhile stays so.
+        """
+        ids = self._intern(word for row in revisions for word in (row.layout, row.segment))
+        changes = [
+            _placed(bytes.fromhex(row.digest), row.policy, ids[row.segment], row)
+            | {"new_layout": ids[row.layout]}
+            for row in revisions
+        ]
+        if not changes:
+            return 0
+        with self._write() as connection:
+            placed = connection.execute(_placing(PLACE), changes).rowcount
+            lift_quarantine(connection, ((row.policy, row.digest) for row in revisions))
+        return placed
 
     def unused_segments(self, segments: Collection[str]) -> set[str]:
         """Return those of these segments that no row names, now or later.
@@ -263,6 +270,24 @@ class Lifecycle(Revisions):
         if row is None:
             raise NotFound(f"Policy {policy!r} has no revision {digest[:12]!r} in the catalog.")
         return row
+
+
+def _placing(names: Collection[str]) -> Update:
+    """Return an update of these columns of the row with the key `key`, `of`, to `new_` and their names."""
+    mine = (table.digest == bindparam("key")) & (table.policy == bindparam("of"))
+    return update(tables.revisions).where(mine).values({name: bindparam(f"new_{name}") for name in names})
+
+
+def _placed(digest: bytes, policy: str, segment: int, at: Location | Revision) -> dict[str, Any]:
+    """Return what `_placing` takes of a row whose bytes lie there, in the segment with this id."""
+    return {
+        "key": digest,
+        "of": policy,
+        "new_segment": segment,
+        "new_offset": at.offset,
+        "new_length": at.length,
+        "new_checksum": bytes.fromhex(at.checksum),
+    }
 
 
 def _routed(connection: Connection, policies: set[str]) -> set[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""Keeping a store whole and small: verify, gc, compact and repack.
+"""Keeping a store whole and small: verify, gc and compact; what packs anew is in `repacking`.
 
 Each goes through catalog and store page by page, may be killed at any byte, and can be run again and beside
 writers and readers. Bytes come first and are fsynced, rows move in one transaction, and a segment goes
@@ -7,23 +7,18 @@ only when no writer holds it and, within the transaction that asks, no row names
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from dataclasses import dataclass, field
+from functools import lru_cache
 from hashlib import sha256
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from engine.adapters import packed
-from engine.adapters.catalog_rows import PLACE
 from engine.adapters.catalog_schema import Revision
-from engine.adapters.families import BaseShapes
 from engine.adapters.packed_check import check_layout
-from engine.adapters.publishing import location, stored_tensors
+from engine.adapters.publishing import location
 from engine.adapters.store import Location
 from engine.config import served_name
-from engine.errors import AdapterError, BaseModelError, GraftworkError, NotFound
+from engine.errors import AdapterError, NotFound
 
 if TYPE_CHECKING:
     from engine.adapters.catalog import Catalog
@@ -96,7 +91,7 @@ def verify(catalog: "Catalog", store: "Store", on_page: OnPage = silent) -> Repo
         for row, fault in zip(rows, faults, strict=True):
             found = fault or layout_fault(row.layout, row.length)
             if found:
-                _quarantine(catalog, store, row, found, report)
+                quarantine(catalog, store, row, found, report)
             elif (row.policy, row.digest) in held:
                 catalog.release_quarantine(row.policy, row.digest)
                 report.healed += 1
@@ -163,38 +158,6 @@ def _groups(chosen: dict[str, int], used: dict[str, int]) -> Iterator[dict[str, 
         yield group
 
 
-def repack(catalog: "Catalog", store: "Store", on_page: OnPage = silent) -> Report:
-    """Derive the packed form anew where today's would be another one; the digests stay."""
-    report, differs = Report("repack"), _differs(catalog)
-    for rows in pages(catalog):
-        # Rows of one adapter lie next to each other and share its bytes; ours until the page has moved.
-        made: tuple[str, str, Revision] | None = None
-        try:
-            for row in rows:
-                report.revisions += 1
-                try:
-                    if (fused := differs(row.base, row.layout)) is None:
-                        continue
-                    if made is None or made[:2] != (row.digest, row.layout):
-                        made = row.digest, row.layout, _packed_anew(catalog, store, row, fused)
-                        report.bytes += row.length
-                    place = {name: getattr(made[2], name) for name in PLACE}
-                    catalog.move_revision(replace(row, **place))
-                    report.moved += 1
-                except AdapterError as error:
-                    _quarantine(catalog, store, row, str(error), report)
-                except BaseModelError as error:
-                    report.add_unreadable(row, str(error))
-                except NotFound as error:
-                    # Its layout is gone; or the row itself has expired meanwhile.
-                    if catalog.find(row.policy, row.digest):
-                        report.add_damage(row, str(error))
-        finally:
-            store.committed()
-        on_page(report)
-    return report
-
-
 def pages(catalog: "Catalog") -> Iterator[list[Revision]]:
     """Yield every revision, a page at a time, those of one digest next to each other."""
     after: tuple[str, str] | None = None
@@ -255,7 +218,7 @@ def _move(catalog: "Catalog", store: "Store", batch: Batch, report: Report) -> N
                 report.bytes += at.length
             whole.append((at, digest))
         except AdapterError as error:
-            _quarantine(catalog, store, row, str(error), report)
+            quarantine(catalog, store, row, str(error), report)
     if not whole:
         return
     try:
@@ -268,18 +231,7 @@ def _move(catalog: "Catalog", store: "Store", batch: Batch, report: Report) -> N
     report.moved += len(whole)
 
 
-def _packed_anew(
-    catalog: "Catalog", store: "Store", row: Revision, fused: dict[str, tuple[str, ...]]
-) -> Revision:
-    """Append a revision's bytes as they would be packed today; return the row that would name them."""
-    tensors = stored_tensors(catalog, store, row)
-    whole = packed.pack(tensors, next(iter(tensors.values())).dtype, fused)
-    at = store.append(whole.tobytes())
-    catalog.add_layout(whole.layout.digest, whole.layout.to_json())
-    return replace(row, layout=whole.layout.digest, **vars(at))
-
-
-def _quarantine(catalog: "Catalog", store: "Store", row: Revision, fault: str, report: Report) -> None:
+def quarantine(catalog: "Catalog", store: "Store", row: Revision, fault: str, report: Report) -> None:
     """Keep a damaged revision from being served, unless its row is gone or names other bytes by now."""
     try:
         now = catalog.revision(row.policy, row.digest)
@@ -316,25 +268,3 @@ def _layout_faults(catalog: "Catalog") -> Callable[[str, int], str | None]:
         return None if found == length else f"expected {found} bytes by its layout, found {length}."
 
     return fault
-
-
-def _differs(catalog: "Catalog") -> Callable[[str, str], dict[str, tuple[str, ...]] | None]:
-    """Return what gives a base's fused modules when a layout is not today's for it; None when it is."""
-
-    @cache
-    def shapes(base: str) -> BaseShapes:
-        try:
-            return BaseShapes.read(Path(catalog.base(base).path))
-        except (GraftworkError, OSError) as error:
-            raise BaseModelError(f"The base {base[:12]} cannot be read: {error}") from None
-
-    @lru_cache(LAYOUTS)
-    def differs(base: str, digest: str) -> dict[str, tuple[str, ...]] | None:
-        layout = packed.Layout.from_json(catalog.layout(digest))
-        check_layout(layout)
-        fused = dict(shapes(base).fused)
-        zeros = packed.Packed(layout, torch.zeros(layout.nbytes, dtype=torch.uint8))
-        today = packed.pack(packed.unpack(zeros), layout.dtype, fused)
-        return fused if today.layout != layout else None
-
-    return differs
