@@ -7,6 +7,7 @@ import multiprocessing
 import pickle
 import sqlite3
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ import pytest
 from alembic import command
 from alembic.config import Config
 from rows import make_release, make_revision
+from sqlalchemy import column, table
 
 import engine.adapters.catalog as catalog_module
 from engine.adapters.catalog import Catalog, Policy, Revision, Route, migrate
 from engine.adapters.catalog_access import open_engine
+from engine.adapters.catalog_rows import COLUMNS, encode
 from engine.adapters.store import Location
 from engine.errors import AdapterError, Ambiguous, Conflict, Moved, NotFound
 
@@ -338,6 +341,32 @@ def test_a_catalog_of_schema_0002_is_carried_over(tmp_path: Path) -> None:
         tables = {name for (name,) in new.execute("SELECT name FROM sqlite_master")}
         assert new.execute("SELECT COUNT(*) FROM names").fetchone() == (8,)
     assert "revisions_0002" not in tables
+
+
+def test_a_catalog_of_schema_0003_keeps_its_rows_in_the_order_of_lists(
+    empty_catalog_url: str, tmp_path: Path
+) -> None:
+    """Its rows lay in the order of their digests; in both databases."""
+    url = empty_catalog_url
+    (tmp_path / "new").mkdir(exist_ok=True)
+    upgrade_to(url, "0003")
+    rows = [row(i) for i in range(50)]
+    rows[7] = row(7, probe={"accepted": True}, retired_at=3.0, retired_by="ann", retired_reason="Old.")
+    words = sorted({word for r in rows for word in (r.base, r.layout, r.segment, r.owner)})
+    ids = {word: id for id, word in enumerate(words, 1)}
+    names = [each.name for each in COLUMNS]
+    old = table("revisions", *map(column, names))
+    with open_engine(url).execution_options(write=True).begin() as connection:
+        known = [{"id": id, "name": word} for word, id in ids.items()]
+        connection.execute(table("names", column("id"), column("name")).insert(), known)
+        connection.execute(old.insert(), [dict(zip(names, encode(r, ids), strict=True)) for r in rows])
+    migrate(url)
+    with closing(Catalog(url)) as catalog:
+        newest = sorted(rows, key=lambda r: (r.created_at, r.digest), reverse=True)
+        assert catalog.revisions("sorting", retired=True) == newest
+        catalog.add_policy(Policy("sorting", "base", {"rank": 1}, "me", 1.0))
+        assert catalog.add_revisions([row(3), row(99)]) == [False, True]
+        assert catalog.revision("sorting", digest(99)) == row(99)
 
 
 def test_gateways_hear_of_what_changed_alone(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:

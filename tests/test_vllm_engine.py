@@ -13,6 +13,14 @@ from engine.serving.load_channel import LoadChannel
 from engine.serving.vllm_engine import VllmEngine
 
 
+async def ask_and_leave(engine, name):
+    """Wait for a load no longer than it takes to begin."""
+    left = asyncio.create_task(engine.prepare(name, {}))
+    await asyncio.sleep(0.01)
+    left.cancel()
+    await asyncio.gather(left, return_exceptions=True)
+
+
 async def test_a_load_waits_for_no_step():
     """Not even one of an engine that hangs."""
     client, table = FakeClient(step_s=60), models()
@@ -126,10 +134,7 @@ async def test_who_leaves_an_engine_that_fails_is_told(monkeypatch):
 async def test_who_waits_no_longer_does_not_disturb_the_others():
     client, table = FakeClient(prepare_s=0.05), models()
     engine = await VllmEngine.connect(client, table)
-    left = asyncio.create_task(engine.prepare("p@1", {}))
-    await asyncio.sleep(0.01)
-    left.cancel()
-    await asyncio.gather(left, return_exceptions=True)
+    await ask_and_leave(engine, "p@1")
     await asyncio.sleep(0.06)
     await engine.prepare("p@2", {})
     assert list(table.lora_requests) == ["p@2"]
@@ -157,10 +162,7 @@ async def test_a_name_that_a_worker_still_prepares_is_forgotten_after_that():
     """Its client left meanwhile: forgotten first, it would be ready then, for nobody."""
     client, table = FakeClient(prepare_s=0.05), models()
     engine = await VllmEngine.connect(client, table)
-    left = asyncio.create_task(engine.prepare("p@1", {}))
-    await asyncio.sleep(0.01)
-    left.cancel()
-    await asyncio.gather(left, return_exceptions=True)
+    await ask_and_leave(engine, "p@1")
     await engine.forget("p@1")
     assert (client.workers[0].held, len(client.workers[0].asked), len(client.calls)) == (set(), 1, 1)
 

@@ -60,11 +60,13 @@ def set_environment(params: Params) -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
-    # vLLM's sampler compiles a line of its log-probabilities, for seconds, at a request that asks for them.
-    os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
-    # Last, since looking for a GPU may import torch, which reads the above. On one, cores are no limit.
-    if "VLLM_CPU_OMP_THREADS_BIND" not in os.environ and cuda_bytes() is None:
-        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = cores_of_ranks(cores, params.engine.tensor_parallel)
+    # Last, since looking for a GPU may import torch, which reads the above.
+    if cuda_bytes() is None:
+        # vLLM's sampler compiles a line of its log-probabilities, for seconds, at a request that asks for it.
+        os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+        # On a GPU cores are no limit.
+        if "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
+            os.environ["VLLM_CPU_OMP_THREADS_BIND"] = cores_of_ranks(cores, params.engine.tensor_parallel)
 
 
 def cores_of_ranks(cores: Sequence[int], ranks: int) -> str:

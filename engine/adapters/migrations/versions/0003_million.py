@@ -57,7 +57,7 @@ def upgrade() -> None:
     _create_revisions()
     _carry_over(connection)
     op.drop_table("revisions_0002")
-    op.create_index("revisions_newest", "revisions", ["policy", "created_at", "id"])
+    op.create_index("revisions_newest", "revisions", ["policy", "created_at", "digest"])
     _create_partial_index("revisions_expiring", ["expires_at"], "expires_at IS NOT NULL")
     _create_partial_index("revisions_children", ["parent", "policy"], "parent IS NOT NULL")
 
@@ -65,7 +65,6 @@ def upgrade() -> None:
 def _create_revisions() -> None:
     op.create_table(
         "revisions",
-        sa.Column("id", sa.Integer(), nullable=False),
         sa.Column("digest", sa.LargeBinary(), nullable=False),
         sa.Column("policy", sa.String(), nullable=False),
         sa.Column("base", sa.Integer(), nullable=False),
@@ -86,9 +85,9 @@ def _create_revisions() -> None:
         sa.Column("retired_at", sa.Float(), nullable=True),
         sa.Column("retired_by", sa.String(), nullable=True),
         sa.Column("retired_reason", sa.String(), nullable=True),
-        sa.PrimaryKeyConstraint("id"),
+        sa.PrimaryKeyConstraint("digest", "policy"),
+        sqlite_with_rowid=False,
     )
-    op.create_index("revisions_key", "revisions", ["digest", "policy"], unique=True)
 
 
 def _create_partial_index(name: str, columns: list[str], where: str) -> None:
