@@ -175,14 +175,17 @@ def test_a_windowed_model_is_still_right(tmp_path):
             logprobs = model(torch.tensor([row.tokens])).logits.log_softmax(-1)[0]
             wanted += [logprobs[i - 1, row.tokens[i]].item() for i in range(row.start, len(row.tokens))]
     assert base.logprobs(ROWS).tolist() == pytest.approx(wanted, abs=1e-5)
+    for row in base.greedy(None, [row.prompt for row in ROWS], (), 4):
+        best = model(torch.tensor([row.tokens])).logits[0].argmax(-1).tolist()
+        assert tuple(best[row.start - 1 : -1]) == row.tokens[row.start :]
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe", "mla"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_greedy_completions_together_are_those_of_transformers_one_by_one(bases, paths, kind):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(paths[kind], experts_implementation="eager").eval()
-    prompts = [row.prompt for row in ROWS[2:5]]
+    prompts = [row.prompt for row in ROWS[2:8]]
     found = bases[kind].greedy(None, prompts, (), 4)
     end = found[0].tokens[-1]
     for prompt, row in zip(prompts, found, strict=True):
@@ -193,3 +196,27 @@ def test_greedy_completions_together_are_those_of_transformers_one_by_one(bases,
         assert row == Row(tuple(tokens), len(prompt))
     ended = bases[kind].greedy(None, prompts[:1], (end,), 9)[0].tokens
     assert ended.index(end, len(prompts[0])) == len(ended) - 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_tokens_are_the_most_likely_of_the_packed_forward(bases, paths, kind, monkeypatch):
+    base, calls = bases[kind], []
+    adapter, prompts = moved(base), [row.prompt for row in ROWS]
+    found = base.greedy(adapter, prompts, (), 5)
+    with torch.no_grad(), base.using(adapter):
+        hidden_TH, chosen_T = base._hidden(found)
+        best_T = base.model.get_output_embeddings()(hidden_TH).argmax(dim=1)
+    assert best_T.tolist() == chosen_T.tolist()
+    assert found != base.greedy(None, prompts, (), 5)
+    # In parts that the budget allows, and with layers that a backward would compute again.
+    small = ResidentBase(paths[kind], 1, 40, checkpointing=True)
+    generate = small.model.generate
+    monkeypatch.setattr(
+        small.model, "generate", lambda ids, **more: calls.append(ids) or generate(ids, **more)
+    )
+    held = small.hold(adapter.canonical(torch.float32))
+    assert small.greedy(held, prompts, (), 5) == found
+    assert len(calls) > 1
+    # Streams and checkpoints are on again.
+    assert small.model.model.layers[0].training
+    assert small.score(held, found) == [pytest.approx(row, abs=1e-4) for row in base.score(adapter, found)]

@@ -27,7 +27,7 @@ from engine.training.adapter import Adapter, Part, by_pattern, chosen_sites, ran
 from engine.training.experts import SlottedExperts, slotted_experts
 from engine.training.linear import SlottedLinear
 from engine.training.microbatches import microbatches
-from engine.training.packing import Row, Stream, can_pack, pack, use_packing
+from engine.training.packing import IMPLEMENTATION, Row, Stream, can_pack, pack, use_packing
 from engine.training.replay import Replay
 
 
@@ -238,39 +238,69 @@ class ResidentBase:
     def greedy(
         self, adapter: Adapter | None, prompts: Sequence[Sequence[int]], ends: Collection[int], limit: int
     ) -> list[Row]:
-        """Return each prompt with its most likely completion, up to `limit` tokens or a token of `ends`.
+        """Return each prompt with its most likely completion, up to `limit` tokens or a token of `ends`."""
+        from transformers import GenerationConfig
 
-        Every token takes a whole forward of all: for the few short prompts of a probe, not for rollouts.
-        """
-        rows = [Row(tuple(prompt), len(prompt)) for prompt in prompts]
-        open_rows = list(range(len(rows)))
-        head = self.model.get_output_embeddings()
-        with torch.no_grad(), self.using(adapter):
-            for _ in range(limit):
-                # The token to come stands at the end of each row, where nothing reads what it is.
-                asked = [Row((*rows[i].tokens, 0), len(rows[i].tokens)) for i in open_rows]
-                for batch in self.microbatches(asked):
-                    best = head(self._hidden([asked[i] for i in batch])[0]).argmax(dim=1).tolist()
-                    for i, token in zip(batch, best, strict=True):
-                        row = rows[open_rows[i]]
-                        rows[open_rows[i]] = Row((*row.tokens, token), row.start)
-                open_rows = [i for i in open_rows if rows[i].tokens[-1] not in ends]
-                if not open_rows:
-                    break
-        return rows
+        # What the base's own settings would say of sampling does not count here.
+        settings = GenerationConfig(
+            do_sample=False,
+            repetition_penalty=1.0,
+            max_new_tokens=limit,
+            eos_token_id=list(ends),
+            pad_token_id=0,
+        )
+        longest = [Row((*prompt, *[0] * limit), len(prompt)) for prompt in prompts]
+        rows: dict[int, Row] = {}
+        with torch.no_grad(), self.using(adapter), self._generating():
+            for batch in microbatches(longest, self.microbatch_tokens, shared=False):
+                asked = [longest[i].prompt for i in batch]
+                width = max(map(len, asked))
+                tokens_BS = torch.tensor([(0,) * (width - len(prompt)) + prompt for prompt in asked])
+                start_B1 = torch.tensor([[width - len(prompt)] for prompt in asked])
+                found_BS = self.model.generate(
+                    tokens_BS.to(self.device),
+                    attention_mask=(torch.arange(width) >= start_B1).to(self.device),
+                    generation_config=settings,
+                )
+                for i, prompt, found in zip(batch, asked, found_BS[:, width:].tolist(), strict=True):
+                    count = next((at for at, token in enumerate(found, 1) if token in ends), len(found))
+                    rows[i] = Row((*prompt, *found[:count]), len(prompt))
+        return [rows[i] for i in range(len(prompts))]
+
+    @contextmanager
+    def _generating(self) -> Iterator[None]:
+        """Let the model read padded rows with a cache, which attention over a stream and checkpoints lack."""
+        if self.packs:
+            self.model.set_attn_implementation("sdpa")
+        if self.checkpointing:
+            switch_checkpoints(self.model, False)
+        try:
+            yield
+        finally:
+            if self.packs:
+                self.model.set_attn_implementation(IMPLEMENTATION)
+            if self.checkpointing:
+                switch_checkpoints(self.model, True)
 
 
 def checkpoint_layers(model: Any) -> None:
     """Let every decoder layer compute its activations again in the backward; dropout stays off.
 
-    transformers does so only for layers in training mode, so the layers alone are switched, not what is
-    in them. Its hook that makes embeddings require gradients is for reentrant checkpoints; without it
+    Without transformers' hook that makes embeddings require gradients, which is for reentrant checkpoints,
     the backward ends at the lowest adapter.
+    """
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.disable_input_require_grads()
+    switch_checkpoints(model, True)
+
+
+def switch_checkpoints(model: Any, on: bool) -> None:
+    """Switch checkpoints on or off: transformers makes them of layers in training mode, without a cache.
+
+    The layers alone are switched, not what is in them.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.disable_input_require_grads()
     for module in model.modules():
         if isinstance(module, GradientCheckpointingLayer):
-            module.training = True
+            module.training = on
