@@ -116,6 +116,10 @@ def test_answers_are_compared_up_to_where_they_part(monkeypatch: pytest.MonkeyPa
     assert answers.off_nats(one, later) == pytest.approx(0.5)
     for broken in (answer(traffic, 0.0, 0.1), answer(traffic, 0.0, 0.1, status=500, logprobs=(-1.0, -2.0))):
         assert answers.off_nats(one, broken) == math.inf
+    # What differs from another model's by a token is unlike it, however likely that model finds its own.
+    near = answer(traffic, 0.0, 0.1, ids=(3, 2), logprobs=(-1.05, -9.0))
+    found = answers.check_of(one, near, near, one)
+    assert (found.alone, found.base, found.other) == (pytest.approx(0.05), math.inf, 0)
 
 
 def test_answers_that_are_not_their_adapters_are_red(monkeypatch: pytest.MonkeyPatch):

@@ -16,7 +16,10 @@ MOST = 0.5
 
 @dataclass(frozen=True)
 class Check:
-    """How far an answer is from its adapter's alone, and from the base's and another adapter's, in nats."""
+    """How far an answer is from its adapter's alone, and from the base's and another adapter's, in nats.
+
+    The last two are infinite where the tokens differ: rounding parts few answers, another model most.
+    """
 
     alone: float
     base: float
@@ -35,6 +38,12 @@ def off_nats(one: Answer, other: Answer) -> float:
     count = len(one.ids) if parted is None else parted + 1
     pairs = zip(one.logprobs[:count], other.logprobs[:count], strict=True)
     return max(abs(a - b) for a, b in pairs)
+
+
+def check_of(cold: Answer, alone: Answer, base: Answer, other: Answer) -> Check:
+    """Compare a cold adapter's answer with the same adapter's alone, the base's and another adapter's."""
+    unlike = (off_nats(cold, one) if one.ids == cold.ids else math.inf for one in (base, other))
+    return Check(off_nats(cold, alone), *unlike)
 
 
 def figures_of(checks: Sequence[Check], tolerance: float) -> dict[str, float]:

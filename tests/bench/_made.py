@@ -45,7 +45,7 @@ def template(
         if leaves is None or module.rpartition(".")[2] in leaves:
             a = torch.randn(rank, inputs, generator=generator) / inputs**0.5
             # So large, at any rank, that greedy tokens of a trained base differ from adapter to adapter.
-            b = torch.randn(outputs, rank, generator=generator) * 1.7 / rank**0.5
+            b = torch.randn(outputs, rank, generator=generator) * 0.85 / rank**0.5
             one = found.get(f"{module.replace('up_proj', 'gate_proj')}.lora_A")
             found[f"{module}.lora_A"] = a.to(dtype) if one is None else one.clone()
             found[f"{module}.lora_B"] = b.to(dtype)

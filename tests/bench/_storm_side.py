@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from _answers import Check, off_nats
+from _answers import Check, check_of
 from _storm_figures import Alternation, Arms, seconds_of
 from _traffic import Answer, Ask, Client, Server, arrivals, prompt
 
@@ -132,10 +132,7 @@ class Side:
             self.ask([replace(a.ask, at=0.0, model=model or a.ask.model) for a in cold], under_way=1)
             for model in ("", self.base, self.warm[0])
         )
-        return [
-            Check(*(off_nats(a, again) for again in answers))
-            for a, *answers in zip(cold, alone, base, other, strict=True)
-        ]
+        return [check_of(*answers) for answers in zip(cold, alone, base, other, strict=True)]
 
 
 def in_turn(arms: Iterable[str], number: int) -> list[str]:
