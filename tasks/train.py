@@ -30,8 +30,8 @@ from tasks import rollout_data
 from tasks.lines import Line, line_of
 from tasks.rollout_data import Ahead, Drawn, Judged, Sampler, Source
 
-# About 300 tokens with short answers: in bfloat16 a probe of 100 refuses right mixtures of experts. Each
-# token takes the trainer a whole forward, and all other policies wait: 21 s for answers of 256 on tiny-dense.
+# About 300 tokens with short answers: in bfloat16 a probe of 100 refuses right mixtures of experts. The trainer
+# draws them, and all other policies wait meanwhile.
 PROBE_PROMPTS, PROBE_TOKENS = 24, 24
 STEP_ATTEMPTS = 3
 # A session whose writer was killed is free again after the trainer's lease.
