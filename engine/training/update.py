@@ -95,13 +95,12 @@ def forward_backward(
     shares = objective.shares([example.row.length for example in data])
     seen: list[Seen] = []
     logprobs: dict[int, Tensor] = {}
-    with adding_gradients(adapter):
+    with adding_gradients([adapter]):
         for batch in base.microbatches([example.row for example in data], objective.loss.unit):
             between()
             seen.append(_microbatch(base, adapter, data, batch, shares, objective))
             parts = seen[-1].new_T.split([data[i].row.length for i in batch])
             logprobs |= dict(zip(batch, parts, strict=True))
-        refuse_infinite(adapter)
     metrics = measure(seen, sampled=bool(data[0].old_logprobs))
     return Backward(metrics, tuple(tuple(logprobs[i].tolist()) for i in range(len(data))))
 
@@ -189,20 +188,27 @@ def tokens_of(
 
 
 @contextmanager
-def adding_gradients(adapter: Adapter) -> Iterator[None]:
-    """Add what gradients come up inside to those from before, or put those back when something fails."""
-    factors = list(adapter.factors.values())
+def adding_gradients(adapters: Iterable[Adapter]) -> Iterator[None]:
+    """Add what gradients come up inside to those from before, or put those back when something fails.
+
+    Raises `ConfigError` when an adapter's gradients are then too large to make a step of.
+    """
+    held = set(adapters)
+    factors = [factor for adapter in held for factor in adapter.factors.values()]
     before = [factor.grad for factor in factors]
-    adapter.clear_gradients()
+    for adapter in held:
+        adapter.clear_gradients()
     try:
         yield
+        for factor, gradient in zip(factors, before, strict=True):
+            if gradient is not None:
+                factor.grad = gradient if factor.grad is None else factor.grad.add_(gradient)
+        for adapter in held:
+            refuse_infinite(adapter)
     except BaseException:
         for factor, gradient in zip(factors, before, strict=True):
             factor.grad = gradient
         raise
-    for factor, gradient in zip(factors, before, strict=True):
-        if gradient is not None:
-            factor.grad = gradient if factor.grad is None else factor.grad.add_(gradient)
 
 
 def refuse_broken(loss_T: Tensor, gradient_T: Tensor, tokens: Tokens, numbers: Sequence[int]) -> None:
@@ -220,12 +226,15 @@ def refuse_broken(loss_T: Tensor, gradient_T: Tensor, tokens: Tokens, numbers: S
 
 
 def refuse_infinite(adapter: Adapter) -> None:
-    """Raise `ConfigError` when a gradient overflowed on its way through the base; Adam would keep it."""
-    found = [factor.grad.isfinite().all() for factor in adapter.factors.values() if factor.grad is not None]
-    if found and not torch.stack(found).all():
+    """Raise `ConfigError` unless the norm of the gathered gradients is finite, and so each of them.
+
+    Clipped by an infinite one they would be nothing, and without a clip Adam would keep their squares.
+    """
+    gathered = [factor.grad for factor in adapter.factors.values() if factor.grad is not None]
+    if not torch.nn.utils.get_total_norm(gathered).isfinite():
         raise ConfigError(
-            "The gradients of these samples are not finite numbers, though every loss is. Nothing was "
-            "changed; look at the size of their advantages."
+            "The gradients with these samples are too large: their norm, with those gathered before, is no "
+            "finite number, though every loss is. Nothing was changed; look at the size of their advantages."
         )
 
 
