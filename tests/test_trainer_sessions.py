@@ -31,6 +31,7 @@ from engine.training.client import TrainerClient
 from engine.training.export import Exporter
 from engine.training.lora import ResidentBase
 from engine.training.protocol import Datum, Request, SessionInfo
+from engine.training.queue import KEPT
 from engine.training.service import make_app
 from engine.training.session import Session
 from engine.training.trainer import Trainer
@@ -447,6 +448,53 @@ def test_what_was_stored_is_answered_again_after_a_restart(trainers):
     saved = Path(first["save"]["path"])
     assert saved.name == "best.state"
     assert again.client.load_state(opened, "best").step == 1
+
+
+def test_a_step_that_is_asked_for_late_was_taken_once(trainers):
+    """Its result has left the queue, and so many others came that none of its session is kept there."""
+    live = trainers.start()
+    session = live.client.create_session("one", "sums", **NEW)
+    live.client.forward_backward(session, data(1))
+    first = live.client.optim_step(session, ADAM, request_id="first")
+    for _ in range(70):
+        live.client.optim_step(session, ADAM, skip=True)
+    want = factors(live.session(session))
+    for started in (lambda: live, trainers.start):
+        now = started()
+        with pytest.raises(NotFound):
+            now.trainer.queue.operation("first")
+        assert result_of(now, "first") == first
+        # With gradients there that a second time would take.
+        now.client.create_session("one", "sums", **NEW)
+        now.client.forward_backward(now.session(session).info(), data(2))
+        assert now.client.optim_step(now.session(session).info(), ADAM, request_id="first") == first
+        assert now.session(session).step == 71
+        assert same(factors(now.session(session)), want)
+
+
+def test_gradients_that_are_sent_again_late_do_not_count_twice(live):
+    session = live.client.create_session("one", "sums", **NEW)
+    live.client.forward_backward(session, data(1), request_id="first")
+    for _ in range(KEPT):
+        live.client.forward(session, data(1))
+    before = gradients(live.session(session))
+    live.client._gathered["one"] = 0
+    with pytest.raises(ServiceError, match="has gradients of 1 calls after step 0, not of 0"):
+        live.client.forward_backward(session, data(1), request_id="first")
+    assert same(gradients(live.session(session)), before)
+
+
+def test_a_request_that_comes_again_with_another_body_is_refused(live):
+    session = live.client.create_session("one", "sums", **NEW)
+    first = live.client.forward_backward(session, data(1), request_id="first")
+    with pytest.raises(Conflict, match="The request 'first' came before and asked for something else"):
+        live.client.forward_backward(session, data(2), request_id="first")
+    # Whose writer sends it, and after how many calls, is no other request.
+    again = live.client.create_session("one", "sums", **NEW)
+    assert live.client.forward_backward(again, data(1), request_id="first") == first
+    body = {"request_id": "named", "session": "one", "fence": again.fence, "name": "best"}
+    answers = [live.client._http.post(path, json=body) for path in ("/save_state", "/load_state")]
+    assert [answer.status_code for answer in answers] == [200, 409]
 
 
 def result_of(live: Live, id: str) -> dict:

@@ -205,10 +205,10 @@ class Trainer:
             self.metrics.observe_step(session.history[-1])
         return result
 
-    def save_state(self, request: protocol.NamedState) -> dict[str, Any]:
+    def save_state(self, request: protocol.SaveState) -> dict[str, Any]:
         return self.sessions.writable(request).save_as(request.name, request.request_id)
 
-    def load_state(self, request: protocol.NamedState) -> dict[str, Any]:
+    def load_state(self, request: protocol.LoadState) -> dict[str, Any]:
         return self.sessions.writable(request).load_from(request.name, request.request_id)
 
     def export(self, request: protocol.Export) -> dict[str, Any]:
