@@ -630,6 +630,35 @@ def test_a_session_that_cannot_begin_leaves_nothing(live, changes, error, senten
     assert live.client.sessions() == []
 
 
+@pytest.mark.parametrize("resident", [True, False])
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"rank": 2}, "Session 'one' exists with rank 4, not 2. Give"),
+        ({"alpha": 4.0}, "alpha 8.0, not 4.0"),
+        ({"targets": ["q_proj"]}, r"targets \['down_proj', 'q_proj'\], not \['q_proj'\]"),
+        ({"ranks": {"q_proj": 2}}, "ranks {}, not {'q_proj': 2}"),
+        ({"alphas": {"q_proj": 2.0}}, "alphas {}, not {'q_proj': 2.0}"),
+        ({"seed": 4}, "seed 3, not 4"),
+        ({"policy": "sorting"}, "policy 'sums', not 'sorting'"),
+        ({"parent": "0" * 64}, "parent None, not '0000"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_session_goes_on_as_it_is_or_not_at_all(live, changes, sentence, resident):
+    session = live.client.create_session("one", "sums", **NEW)
+    step(live.client, session, 1)
+    before = factors(live.session(session))
+    if not resident:
+        live.client.close_session(session)
+    with pytest.raises(Conflict, match=sentence):
+        live.client.create_session(**{"session": "one", "policy": "sums", **NEW, **changes})
+    # In another order they are the same targets.
+    again = live.client.create_session("one", "sums", **{**NEW, "targets": NEW["targets"][::-1]})
+    assert again.step == 1
+    assert same(factors(live.session(again)), before)
+
+
 def test_a_body_that_is_not_valid_is_a_sentence(live):
     answer = live.client._http.post("/optim_step", json={"request_id": "x", "session": "one", "speed": 3})
     assert answer.status_code == 400

@@ -158,15 +158,18 @@ class Session:
             raise NotFound(f"Session {self.name!r} has no state {name!r}.")
         stored = state.read(path)
         check_base(self.name, stored, self.base_digest)
-        settings = settings_of(stored)
-        if settings != self.settings or stored["policy"] != self.policy:
+        has = {**settings_of(stored), "policy": stored["policy"], "parent": stored["parent"]}
+        wanted = {**self.settings, "policy": self.policy, "parent": self.parent}
+        if other := [
+            f"{name} {has[name]!r}, not {wanted[name]!r}" for name in wanted if has[name] != wanted[name]
+        ]:
             raise Conflict(
-                f"Session {self.name!r} exists with the settings {settings}, not {self.settings}. "
-                "Give the new line of training another session name."
+                f"Session {self.name!r} exists with {' and '.join(other)}. "
+                "Give the new line of training another session name, or leave out what it has already."
             )
         self.adapter.load_state_dict(stored["adapter"])
         self.generator.set_state(stored["generator"])
-        self.parent, self.step, self.position = stored["parent"], stored["step"], stored["position"]
+        self.step, self.position = stored["step"], stored["position"]
         self.history, self.calls = stored["history"], 0
         if name == CURRENT:
             self.done, self.fence = stored["done"], stored.get("fence", 0)
