@@ -694,6 +694,40 @@ def test_a_cancelled_forward_backward_stops_and_leaves_the_gradients(live, monke
     assert live.client.optim_step(session, ADAM)["step"] == 1
 
 
+@pytest.mark.parametrize("kind", ["forward", "export", "probe"])
+def test_what_only_looks_is_cancelled_between_microbatches_and_tokens(live, monkeypatch, kind):
+    session = live.client.create_session("one", "sums", **NEW)
+    digest = live.client.export(session).digest
+    begun, hidden, seen = threading.Event(), live.trainer.base._hidden, []
+
+    def waits(rows):
+        seen.append(rows)
+        begun.set()
+        time.sleep(0.05)
+        return hidden(rows)
+
+    who = {"request_id": "long", "session": "one", "fence": session.fence}
+    many = {"data": [datum.model_dump() for seed in range(50) for datum in data(seed)]}
+    prompts = [[5, 6, 7]]
+    path, body = {
+        "forward": ("/forward", {**who, "forward_input": many}),
+        "export": ("/export", {**who, "kind": "revision", "probe_prompts": prompts, "probe_tokens": 24}),
+        "probe": (
+            "/probe",
+            {"request_id": "long", "policy": "sums", "digest": digest, "prompts": prompts, "tokens": 24},
+        ),
+    }[kind]
+    with monkeypatch.context() as patch:
+        patch.setattr(live.trainer.base, "_hidden", waits)
+        live.client._http.post(path, json=body)
+        assert begun.wait(20)
+        live.client.cancel("long")
+        answer = live.client._http.get("/operations/long", params={"wait_s": 20}).json()
+    assert (answer["state"], answer["kind"]) == ("cancelled", "Cancelled")
+    assert len(seen) < 20
+    assert [row.state for row in live.trainer.exporter.catalog.revisions("sums")] == ["snapshot"]
+
+
 def test_a_client_waits_while_the_queue_is_full_and_counts_the_seconds(trainers):
     live = trainers.start(queue_of_session=1)
     session = live.client.create_session("one", "sums", **NEW)

@@ -226,27 +226,40 @@ class ResidentBase:
             chance_TV = (logits_TV - whole_T[:, None]).exp_()
             return picked_T, whole_T - torch.linalg.vecdot(chance_TV, logits_TV)
 
-    def score(self, adapter: Adapter | None, rows: Sequence[Row]) -> list[list[float]]:
-        """Return each row's completion log-probabilities under an adapter, or under the base."""
+    def score(
+        self, adapter: Adapter | None, rows: Sequence[Row], between: Callable[[], None] = lambda: None
+    ) -> list[list[float]]:
+        """Return each row's completion log-probabilities under an adapter, or under the base.
+
+        `between` is called before each microbatch and may raise to end the call.
+        """
         scored: dict[int, list[float]] = {}
         with torch.no_grad(), self.using(adapter):
             for batch in self.microbatches(rows):
+                between()
                 parts = self.logprobs([rows[i] for i in batch]).split([rows[i].length for i in batch])
                 scored |= {i: part.tolist() for i, part in zip(batch, parts, strict=True)}
         return [scored[i] for i in range(len(rows))]
 
     def greedy(
-        self, adapter: Adapter | None, prompts: Sequence[Sequence[int]], ends: Collection[int], limit: int
+        self,
+        adapter: Adapter | None,
+        prompts: Sequence[Sequence[int]],
+        ends: Collection[int],
+        limit: int,
+        between: Callable[[], None] = lambda: None,
     ) -> list[Row]:
         """Return each prompt with its most likely completion, up to `limit` tokens or a token of `ends`.
 
         Every token takes a whole forward of all: for the few short prompts of a probe, not for rollouts.
+        `between` is called before each and may raise to end the call.
         """
         rows = [Row(tuple(prompt), len(prompt)) for prompt in prompts]
         open_rows = list(range(len(rows)))
         head = self.model.get_output_embeddings()
         with torch.no_grad(), self.using(adapter):
             for _ in range(limit):
+                between()
                 # The token to come stands at the end of each row, where nothing reads what it is.
                 asked = [Row((*rows[i].tokens, 0), len(rows[i].tokens)) for i in open_rows]
                 for batch in self.microbatches(asked):

@@ -70,10 +70,18 @@ class Objective:
         return [1 / (len(units) * units[i // size]) for i in range(len(lengths))]
 
 
-def forward(base: ResidentBase, adapter: Adapter | None, rows: Sequence[Row]) -> list[list[float]]:
-    """Return each row's completion log-probabilities, without gradients; `ConfigError` for wrong rows."""
+def forward(
+    base: ResidentBase,
+    adapter: Adapter | None,
+    rows: Sequence[Row],
+    between: Callable[[], None] = lambda: None,
+) -> list[list[float]]:
+    """Return each row's completion log-probabilities, without gradients; `ConfigError` for wrong rows.
+
+    `between` is called before each microbatch and may raise to end the call.
+    """
     check_rows(base, rows)
-    return base.score(adapter, rows)
+    return base.score(adapter, rows, between)
 
 
 def forward_backward(
