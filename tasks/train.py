@@ -201,6 +201,7 @@ def grpo_step(run: Run, session: SessionInfo) -> SessionInfo:
     seconds = {
         "wait_s": wait_s,
         "reward_s": reward_s,
+        # Gradients alone: the optimizer's step stores this row, so its own seconds cannot be in it.
         "update_s": now - clock,
         "handoff_s": handed.seconds if handed else 0.0,
         # What the trainer was full for since the last row, that row's own optimizer step among it.
