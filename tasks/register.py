@@ -137,9 +137,10 @@ def _log_curve(
 
 
 def numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return what MLflow can draw of a training step: each number, and of `masked` one for each reason."""
-    masked = {f"masked/{reason}": count for reason, count in (row.get("masked") or {}).items()}
-    values = {name: value for name, value in row.items() if name != "step"} | masked
+    """Return what MLflow can draw of a training step: each number, and of counts by reason one for each."""
+    counts = {name: value for name, value in row.items() if isinstance(value, Mapping)}
+    split = {f"{name}/{reason}": count for name, by in counts.items() for reason, count in by.items()}
+    values = {name: value for name, value in row.items() if name != "step"} | split
     return {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
 
 

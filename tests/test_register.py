@@ -130,11 +130,12 @@ def test_every_number_of_every_step_is_a_point_of_the_runs_metrics(params, base,
     version = register(params, "curve", directory, curve)
     client = MlflowClient(params.url("mlflow"), params.url("mlflow"))
     run_id = client.get_model_version("curve", str(version)).run_id
-    words = {"policy", "session", "step", "digest", "loss_fn", "masked"}
+    words = {"policy", "session", "step", "digest", "loss_fn", "masked", "verifier_faults"}
     expected = {name: [row[name] for row in curve] for name in curve[0] if name not in words}
-    expected |= {
-        f"masked/{reason}": [row["masked"].get(reason) for row in curve] for reason in ("outlier", "router")
-    }
+    for name in ("masked", "verifier_faults"):
+        expected |= {
+            f"{name}/{reason}": [row[name].get(reason) for row in curve] for reason in curve[0][name]
+        }
     assert set(client.get_run(run_id).data.metrics) == set(expected)
     for name, values in expected.items():
         points = [(step, value) for step, value in enumerate(values, start=1) if value is not None]
