@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+import threading
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -174,6 +175,47 @@ def test_a_gradient_that_is_no_number_is_found_too(base, adapter, data, tmp_path
     with pytest.raises(ConfigError, match=f"The loss of sample {first} is not a finite number"):
         forward_backward(used, adapter, data, "python:steep:loss", {"options": {"far": 1.0}})
     assert all(factor.grad is None for factor in adapter.factors.values())
+
+
+HANGING = """
+import time, torch
+
+def waits(tokens, settings):
+    time.sleep(600)
+
+def spins(tokens, settings):
+    while True:
+        pass
+
+class Back(torch.autograd.Function):
+    @staticmethod
+    def forward(context, value_T): return value_T.clone()
+
+    @staticmethod
+    def backward(context, gradient_T): time.sleep(600)
+
+def in_its_gradient(tokens, settings):
+    return Back.apply(tokens.new_T)
+"""
+
+
+@pytest.mark.parametrize("name", ["waits", "spins", "in_its_gradient", "when_imported"])
+def test_a_loss_of_ones_own_that_hangs_is_given_up(base, adapter, data, tmp_path, monkeypatch, name):
+    (tmp_path / "hanging.py").write_text(HANGING)
+    (tmp_path / "hanging_import.py").write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    loss = "python:hanging_import:loss" if name == "when_imported" else f"python:hanging:{name}"
+    forward_backward(base, adapter, data[:2], "dapo", {})
+    before = {key: factor.grad.clone() for key, factor in adapter.factors.items()}
+    with pytest.raises(ConfigError, match=f"The loss {loss} took longer than 0.5 s.*raise its `timeout_s`"):
+        forward_backward(base, adapter, data, loss, {"timeout_s": 0.5})
+    assert all(torch.equal(before[key], factor.grad) for key, factor in adapter.factors.items())
+    adapter.clear_gradients()
+    # What would take time from everybody for ever has ended.
+    left = [thread for thread in threading.enumerate() if thread.name.endswith("hanging:spins")]
+    for thread in left:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in left)
 
 
 def test_a_gradient_that_overflows_in_the_base_is_refused(base, adapter, data):

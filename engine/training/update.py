@@ -10,7 +10,8 @@ Shape suffixes: _T completion tokens, one example after another.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,10 +19,13 @@ from torch import Tensor
 from engine.errors import ConfigError
 from engine.loss_config import LossConfig, loss_config
 from engine.training.adapter import Adapter
+from engine.training.bounded import bounded
 from engine.training.corrections import Corrected, correct, uncorrected
 from engine.training.grpo import Loss, Tokens, kl_to_base, loss_of
 from engine.training.lora import Example, ResidentBase, Row
 from engine.training.measures import Metrics, Seen, measure
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -34,8 +38,9 @@ class Backward:
 
 @dataclass(frozen=True)
 class Objective:
-    """A loss with its settings: the config as it was given, and the loss's own values."""
+    """A loss with its settings: name and config as they were given, and the loss's own values."""
 
+    name: str
     loss: Loss
     config: LossConfig
     values: Mapping[str, Any]
@@ -44,7 +49,7 @@ class Objective:
     def of(cls, name: str, given: Mapping[str, Any]) -> "Objective":
         """Raise `ConfigError` for an unknown loss, or a setting that is unknown or out of bounds."""
         config = loss_config(name, given)
-        return cls(loss_of(name), config, config.values(name))
+        return cls(name, _in_time(name, config, partial(loss_of, name)), config, config.values(name))
 
     @property
     def needs_base(self) -> bool:
@@ -59,6 +64,16 @@ class Objective:
             term_T = term_T + self.config.kl * kl_to_base(tokens.new_T, tokens.base_T)
         return term_T * corrected.factor_T * tokens.weight_T, clipped_T, corrected
 
+    def gradient(self, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor, Corrected]:
+        """Return the gradient for `new_T` (T), then `terms`; `ConfigError` when they take too long."""
+
+        def differentiated() -> tuple[Tensor, Tensor, Tensor, Corrected]:
+            loss_T, clipped_T, corrected = self.terms(tokens)
+            (gradient_T,) = torch.autograd.grad(loss_T.sum(), tokens.new_T)
+            return gradient_T, loss_T, clipped_T, corrected
+
+        return _in_time(self.name, self.config, differentiated)
+
     def shares(self, lengths: Sequence[int]) -> list[float]:
         """Return what share each example's tokens have in the whole batch's mean, given all lengths."""
         if self.loss.per == "token":
@@ -68,6 +83,11 @@ class Objective:
         size = self.loss.unit
         units = [sum(lengths[i : i + size]) for i in range(0, len(lengths), size)]
         return [1 / (len(units) * units[i // size]) for i in range(len(lengths))]
+
+
+def _in_time(name: str, config: LossConfig, call: Callable[[], T]) -> T:
+    """Return what a call returns; one's own loss may hang in it, and all sessions would wait."""
+    return bounded(f"loss {name}", config.timeout_s, call) if name.startswith("python:") else call()
 
 
 def forward(
@@ -149,8 +169,7 @@ def learn(
     """
     leaf_T = new_T.detach().requires_grad_()
     tokens = tokens_of([data[i] for i in batch], [shares[i] for i in batch], leaf_T, base_T)
-    loss_T, clipped_T, corrected = objective.terms(tokens)
-    (gradient_T,) = torch.autograd.grad(loss_T.sum(), leaf_T)
+    gradient_T, loss_T, clipped_T, corrected = objective.gradient(tokens)
     refuse_broken(loss_T, gradient_T, tokens, [number_of(data, i) for i in batch])
     return gradient_T, Seen(
         new_T=new_T.detach(),
