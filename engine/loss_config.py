@@ -47,6 +47,9 @@ class LossConfig(Settings):
     )
     beta: float | None = Field(None, gt=0, description="dpo: how strongly it is held to the base")
     options: dict[str, Any] | None = Field(None, description="for a loss of one's own")
+    timeout_s: float = Field(
+        60, gt=0, le=600, description="of a loss of one's own: for its import, and for each microbatch"
+    )
     kl: float = Field(0, ge=0, description="weight of the KL divergence to the base")
     tis: bool | Annotated[float, Field(ge=1)] = Field(
         False, description="tokens weigh trainer over sampler, at most this; on: 2"
@@ -76,7 +79,7 @@ class LossConfig(Settings):
 def loss_config(loss: str, given: Mapping[str, Any]) -> LossConfig:
     """Return a loss's settings; `ConfigError` names an unknown loss, or a setting that it does not have."""
     if re.fullmatch(OWN, loss):
-        known: set[str] = {"options", "kl", *CORRECTIONS}
+        known: set[str] = {"options", "timeout_s", "kl", *CORRECTIONS}
     elif loss in LOSS_SETTINGS:
         sampled = loss not in ("cross_entropy", "dpo")
         known = {*LOSS_SETTINGS[loss], *(("kl", *CORRECTIONS) if sampled else ())}

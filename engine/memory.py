@@ -169,11 +169,13 @@ def training_bytes(shape: Shape, size: int, engine: EngineConfig, trainer: Train
     With gradient checkpointing (arXiv 1604.06174) a layer keeps only its input, and is computed again
     in the backward; the logits of `HEAD_TOKENS` tokens exist at a time. Without, all layers and the logits
     of all tokens. A layer's backward holds about as much again as it kept. The factors are there once more
-    in B, as the forward multiplies by them.
+    in B, as the forward multiplies by them. So are, of the one session that is served, the gradients of its
+    calls before in float32 (`adding_gradients` in engine/training/update.py).
     """
     tokens = max(trainer.microbatch_tokens, engine.max_model_len)
     layer = layer_bytes(shape, size, engine.max_rank)
     factors = engine.max_rank * shape.lora_width * size
+    before = engine.max_rank * shape.lora_width * 4
     if trainer.checkpoints_on(cuda=True):
         kept = shape.layers * shape.hidden * size + layer
         logits = min(tokens, HEAD_TOKENS) * logit_bytes(shape, size)
@@ -182,7 +184,7 @@ def training_bytes(shape: Shape, size: int, engine: EngineConfig, trainer: Train
         kept = shape.layers * layer
         logits = tokens * logit_bytes(shape, size)
     last = (4 + size) * shape.hidden
-    return tokens * (kept + layer + last) + logits + factors
+    return tokens * (kept + layer + last) + logits + factors + before
 
 
 def logit_bytes(shape: Shape, size: int) -> int:

@@ -20,6 +20,7 @@ from tasks import flavor
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from mlflow.entities import Run
 
 EXPERIMENT = "graftwork"
 
@@ -94,8 +95,9 @@ def _create_version(
 ) -> int:
     tags = {f"graftwork.{name}": str(value) for name, value in flavor.describe(manifest).items()}
     experiment = _experiment(client)
-    run_id = _find_or_start_run(client, experiment, manifest, tags)
-    _log_curve(client, run_id, manifest, curve)
+    run = _find_or_start_run(client, experiment, manifest, tags)
+    log_steps(client, run, curve, manifest.config)
+    run_id = run.info.run_id
     model_id = _upload(client, experiment, run_id, directory, manifest, tags)
     client.set_terminated(run_id)
     _ensure_registered_model(client, manifest.policy)
@@ -113,33 +115,56 @@ def _experiment(client: "MlflowClient") -> str:
 
 def _find_or_start_run(
     client: "MlflowClient", experiment: str, manifest: Manifest, tags: dict[str, str]
-) -> str:
+) -> "Run":
+    """Return a revision's run: an earlier attempt's, that in which its session trained, or a new one."""
     query = f"tags.`graftwork.digest` = '{manifest.digest}' and tags.`graftwork.policy` = '{manifest.policy}'"
     for run in client.search_runs([experiment], query, max_results=1):
-        return str(run.info.run_id)
+        return run
     name = served_name(manifest.policy, manifest.digest)
-    return str(client.create_run(experiment, tags=tags, run_name=name).info.run_id)
+    if trained := run_of_session(client, manifest.policy, str(manifest.config.get("session"))):
+        for tag, value in {**tags, "mlflow.runName": name}.items():
+            client.set_tag(trained.info.run_id, tag, value)
+        return trained
+    return client.create_run(experiment, tags=tags, run_name=name)
 
 
-def _log_curve(
-    client: "MlflowClient", run_id: str, manifest: Manifest, curve: Sequence[Mapping[str, Any]]
+def run_of_session(client: "MlflowClient", policy: str, session: str) -> "Run | None":
+    """Return the run in which a session's steps are logged, unless it is a revision's already."""
+    query = f"tags.`graftwork.session` = '{session}' and tags.`graftwork.policy` = '{policy}'"
+    found = client.search_runs([_experiment(client)], query)
+    return next((run for run in found if "graftwork.digest" not in run.data.tags), None)
+
+
+def start_run_of_session(client: "MlflowClient", policy: str, session: str) -> "Run":
+    """Begin a run for a session that trains; a revision's registration finds it."""
+    tags = {"graftwork.session": session, "graftwork.policy": policy}
+    return client.create_run(_experiment(client), tags=tags, run_name=session)
+
+
+def log_steps(
+    client: "MlflowClient",
+    run: "Run",
+    rows: Sequence[Mapping[str, Any]],
+    config: Mapping[str, Any] | None = None,
 ) -> None:
+    """Log the numbers of steps' rows, and settings; what the run has already is not there twice."""
     from mlflow.entities import Metric, Param
 
     # One timestamp for all attempts: the tracking store then drops what it already has.
-    at = int(manifest.created_at * 1000)
+    at = int(run.info.start_time)
     metrics = [
-        Metric(name, value, at, int(row["step"])) for row in curve for name, value in numbers(row).items()
+        Metric(name, value, at, int(row["step"])) for row in rows for name, value in numbers(row).items()
     ]
-    settings = [Param(name, str(value)) for name, value in sorted(manifest.config.items())]
+    settings = [Param(name, str(value)) for name, value in sorted((config or {}).items())]
     for start in range(0, max(len(metrics), 1), 1000):
-        client.log_batch(run_id, metrics=metrics[start : start + 1000], params=settings[:100])
+        client.log_batch(run.info.run_id, metrics=metrics[start : start + 1000], params=settings[:100])
 
 
 def numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return what MLflow can draw of a training step: each number, and of `masked` one for each reason."""
-    masked = {f"masked/{reason}": count for reason, count in (row.get("masked") or {}).items()}
-    values = {name: value for name, value in row.items() if name != "step"} | masked
+    """Return what MLflow can draw of a training step: each number, and of counts by reason one for each."""
+    counts = {name: value for name, value in row.items() if isinstance(value, Mapping)}
+    split = {f"{name}/{reason}": count for name, by in counts.items() for reason, count in by.items()}
+    values = {name: value for name, value in row.items() if name != "step"} | split
     return {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
 
 

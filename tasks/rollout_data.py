@@ -126,7 +126,7 @@ class Ahead:
 
 @dataclass(frozen=True)
 class Judged:
-    """Each group's rewards, None for a group that the verifier failed on, and its failures by kind."""
+    """Each group's rewards, None for a group that the verifier failed on, and its failures by name."""
 
     rewards: Sequence[Sequence[float] | None]
     errors: Counter[str]
@@ -145,6 +145,7 @@ class Judged:
             "reward_std": pstdev(every) if every else None,
             "zero_spread": fmean(min(rewards) == max(rewards) for rewards in sound) if sound else None,
             "verifier_errors": self.errors.total(),
+            "verifier_faults": dict(self.errors),
         }
 
 

@@ -60,8 +60,11 @@ def flush() -> None:
 def train(params: Params, policy: str, config: PolicyConfig, key: str, on_step: OnStep) -> "Trained":
     """Train a policy by GRPO on the resident base, and export its revision."""
     from tasks import train as plain
+    from tasks.progress import both
+    from tasks.tracking import tracked
 
-    return plain.train(params, policy, config, key, on_step)
+    with tracked(params, policy) as track:
+        return plain.train(params, policy, config, key, both(on_step, track))
 
 
 @task(name="register", task_run_name="register {policy}", cache_policy=NO_CACHE)

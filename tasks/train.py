@@ -30,8 +30,8 @@ from tasks import rollout_data
 from tasks.lines import Line, line_of
 from tasks.rollout_data import Ahead, Drawn, Judged, Sampler, Source
 
-# About 300 tokens with short answers: in bfloat16 a probe of 100 refuses right mixtures of experts. The trainer
-# draws them, and all other policies wait meanwhile.
+# About 300 tokens with short answers: in bfloat16 a probe of 100 refuses right mixtures of experts. The
+# trainer draws them, and all other policies wait meanwhile.
 PROBE_PROMPTS, PROBE_TOKENS = 24, 24
 STEP_ATTEMPTS = 3
 # A session whose writer was killed is free again after the trainer's lease.
@@ -201,6 +201,7 @@ def grpo_step(run: Run, session: SessionInfo) -> SessionInfo:
     seconds = {
         "wait_s": wait_s,
         "reward_s": reward_s,
+        # Gradients alone: the optimizer's step stores this row, so its own seconds cannot be in it.
         "update_s": now - clock,
         "handoff_s": handed.seconds if handed else 0.0,
         # What the trainer was full for since the last row, that row's own optimizer step among it.

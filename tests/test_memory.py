@@ -244,6 +244,18 @@ def test_more_of_anything_never_needs_less(config, engine, trainer, change):
     assert all(after.parts[name] >= size for name, size in before.parts.items())
 
 
+@pytest.mark.parametrize("config", [QWEN3_06B, QWEN3_30B_A3B], ids=["dense", "moe"])
+def test_a_call_beside_gradients_from_before_is_planned_for(config):
+    """What is served gathers into new gradients, and puts those from before back if it fails."""
+    few, many = (
+        plan(config, 80 * GIB, EngineConfig(max_rank=rank), TrainerConfig(microbatch_tokens=64, sessions=1))
+        for rank in (8, 64)
+    )
+    # The other four numbers of a session's own.
+    one_number = (many.trainer_adapters - few.trainer_adapters) / 4
+    assert many.trainer_activations - few.trainer_activations >= one_number
+
+
 def test_checkpointing_and_bfloat16_need_less():
     def needed(checkpointing: bool, dtype: str) -> Plan:
         trainer = TrainerConfig(gradient_checkpointing=checkpointing)

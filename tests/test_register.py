@@ -22,9 +22,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from engine.adapters.revision import make_manifest, read_revision, write_revision
 from engine.config import MlflowConfig, Params
 from engine.errors import AdapterError, ConfigError, ServiceError
-from tasks import flavor
+from tasks import flavor, tracking
 from tasks import register as registration
-from tasks.register import register
+from tasks.register import register, run_of_session
 
 BASE = "b" * 64
 TARGETS = ("q_proj", "down_proj")
@@ -83,7 +83,9 @@ def base():
     return Qwen3ForCausalLM(config).eval()
 
 
-def make_revision(root: Path, base, policy: str, seed: int = 0, parent: str | None = None) -> Path:
+def make_revision(
+    root: Path, base, policy: str, seed: int = 0, parent: str | None = None, **settings: object
+) -> Path:
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, module in base.named_modules():
@@ -91,7 +93,7 @@ def make_revision(root: Path, base, policy: str, seed: int = 0, parent: str | No
             size_out, size_in = module.weight.shape
             tensors[f"{name}.lora_A"] = torch.randn(2, size_in, generator=generator)
             tensors[f"{name}.lora_B"] = torch.randn(size_out, 2, generator=generator)
-    config = {"lr": 0.003, "task": "addition"}
+    config = {"lr": 0.003, "task": "addition", **settings}
     manifest = make_manifest(
         tensors,
         policy=policy,
@@ -130,15 +132,69 @@ def test_every_number_of_every_step_is_a_point_of_the_runs_metrics(params, base,
     version = register(params, "curve", directory, curve)
     client = MlflowClient(params.url("mlflow"), params.url("mlflow"))
     run_id = client.get_model_version("curve", str(version)).run_id
-    words = {"policy", "session", "step", "digest", "loss_fn", "masked"}
+    words = {"policy", "session", "step", "digest", "loss_fn", "masked", "verifier_faults"}
     expected = {name: [row[name] for row in curve] for name in curve[0] if name not in words}
-    expected |= {
-        f"masked/{reason}": [row["masked"].get(reason) for row in curve] for reason in ("outlier", "router")
-    }
+    for name in ("masked", "verifier_faults"):
+        expected |= {
+            f"{name}/{reason}": [row[name].get(reason) for row in curve] for reason in curve[0][name]
+        }
     assert set(client.get_run(run_id).data.metrics) == set(expected)
     for name, values in expected.items():
         points = [(step, value) for step, value in enumerate(values, start=1) if value is not None]
         assert [(point.step, point.value) for point in client.get_metric_history(run_id, name)] == points
+
+
+def test_a_run_that_trains_is_in_mlflow_and_becomes_its_revisions(params, base, tmp_path, monkeypatch):
+    """It fails after its third step, goes on, and is registered with all of them, each once."""
+    monkeypatch.setattr(tracking, "EVERY_S", 0.05)
+    client = MlflowClient(params.url("mlflow"), params.url("mlflow"))
+    rows = [step_row(step, "tracked", "tracked-1") for step in (1, 2, 3, 4)]
+
+    def seen() -> tuple[str, str, list[int]] | None:
+        run = run_of_session(client, "tracked", "tracked-1")
+        points = client.get_metric_history(run.info.run_id, "reward") if run else ()
+        return (run.info.run_id, run.info.status, [point.step for point in points]) if run else None
+
+    def trains(*steps: int, fails: bool = False) -> None:
+        with tracking.tracked(params, "tracked") as track:
+            track(rows[steps[0] - 1])
+            deadline = time.monotonic() + 60
+            while not (found := seen()) or (found[1], found[2][-1:]) != ("RUNNING", [steps[0]]):
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            for step in steps[1:]:
+                track(rows[step - 1])
+            if fails:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        trains(1, 2, 3, fails=True)
+    run_id, status, steps = seen()
+    assert (status, steps) == ("FAILED", [1, 2, 3])
+    trains(4)
+    assert seen()[0] == run_id
+    directory = make_revision(tmp_path, base, "tracked", seed=6, session="tracked-1")
+    version = client.get_model_version("tracked", str(register(params, "tracked", directory, rows)))
+    assert version.run_id == run_id
+    run = client.get_run(run_id)
+    assert (run.info.status, run.data.tags["graftwork.digest"]) == (
+        "FINISHED",
+        read_revision(directory)[1].digest,
+    )
+    assert [point.step for point in client.get_metric_history(run_id, "reward")] == [1, 2, 3, 4]
+    # A session that goes on beyond its revision has a run of its own again.
+    assert run_of_session(client, "tracked", "tracked-1") is None
+
+
+def test_training_goes_on_while_mlflow_is_away(tmp_path, monkeypatch):
+    monkeypatch.setattr(tracking, "EVERY_S", 0.05)
+    dead = Params(state_dir=tmp_path / "state", mlflow=MlflowConfig(port=free_port()))
+    began = time.monotonic()
+    with tracking.tracked(dead, "sums") as track:
+        for step in (1, 2):
+            track(step_row(step))
+            time.sleep(0.2)
+    assert time.monotonic() - began < tracking.LAST_S
 
 
 def test_the_same_digest_is_the_same_version_and_another_is_the_next(params, base, tmp_path):

@@ -1,5 +1,6 @@
 """A step's row, as the loop makes it, arrives whole in every place: trainer, ledger, MLflow, terminal."""
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,6 +30,7 @@ CONFIG = PolicyConfig(
     task="addition", suite="s", verifier="exact", groups=2, group_size=2, steps=2, loss_config={"kl": 0.01}
 )
 REWARDS = [1.0, 0.0, 0.25, 0.25]
+BY_REASON = {"masked", "verifier_faults"}
 # Of one's own: it learns from every answer, whatever the group's rewards.
 IMITATION = """
 def imitation(tokens, settings):
@@ -56,7 +58,7 @@ class Judge:
 
     def judge(self, answers: Any, whole: bool = False) -> Any:
         scores = [next(self.left) for _ in answers]
-        return SimpleNamespace(scores=scores, errors=+Counter({"KeyError": scores.count(None)}))
+        return SimpleNamespace(scores=scores, errors=+Counter({"raised KeyError": scores.count(None)}))
 
 
 @pytest.fixture
@@ -130,14 +132,12 @@ def test_every_metric_of_the_loops_steps_is_in_every_place(run: Run) -> None:
     stored = [dict(zip(names, values, strict=True)) for values in found.fetchall()]
     for row, kept in zip(rows, stored, strict=True):
         assert Step.of(kept) == Step.of(row)
-        assert {name: kept[name] for name in row if name != "masked"} == {
-            name: row[name] for name in row if name != "masked"
-        }
+        assert {name: json.loads(kept[name]) if name in BY_REASON else kept[name] for name in row} == row
     ledger.close()
 
     drawn = numbers(rows[0])
     assert drawn["reward"] == 0.375
-    assert set(rows[0]) - set(drawn) == {"policy", "session", "loss_fn", "masked", "step", *unknown}
+    assert set(rows[0]) - set(drawn) == {"policy", "session", "loss_fn", *BY_REASON, "step", *unknown}
     shown = run.client._http.get("/metrics").text
     assert f'graftwork_policy_entropy{{policy="sums"}} {rows[1]["entropy"]}' in shown
     assert "graftwork_trainer_steps_total 2.0" in shown

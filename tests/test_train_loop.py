@@ -244,6 +244,7 @@ def test_a_verifier_that_hangs_costs_its_group_one_limit(rules: None) -> None:
     assert judged.rewards == [None, [1.0, 0.0, 0.0], [1.0, 1.0, 1.0]]
     row = judged.row()
     assert (row["reward"], row["zero_spread"], row["verifier_errors"]) == (pytest.approx(4 / 6), 0.5, 1)
+    assert row["verifier_faults"] == {"timeout": 1}
     # A loss that sees every group still does not see the one without rewards.
     for loss, seen in (("dapo", 3), ("grpo", 6)):
         data, kept = build_data(drawn, judged, loss)
@@ -252,7 +253,7 @@ def test_a_verifier_that_hangs_costs_its_group_one_limit(rules: None) -> None:
 
 def test_when_every_group_fails_nothing_is_learned(rules: None) -> None:
     drawn = answers(["a", "b"], ["c", "d"])
-    judged = Judged([None, None], Counter({"KeyError": 2}))
+    judged = Judged([None, None], Counter({"raised KeyError": 2}))
     data, kept = build_data(drawn, judged, "dapo")
     assert kept == 0
     assert not judged.sound

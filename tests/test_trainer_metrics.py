@@ -21,6 +21,7 @@ from engine.training.metrics import LAST, MASKS, PHASES, TrainerMetrics, adapter
 from engine.training.protocol import AdamParams, CreateSession, OptimStep, Request
 from engine.training.queue import Queue
 from engine.training.session import Session
+from engine.training.verifiers import FAULTS
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -119,6 +120,7 @@ def test_steps_add_up_and_what_is_no_number_is_passed_over(queue):
         "wait_s": float("nan"),
         "update_s": -1.0,
         "masked": {"icepop": None, "of a client": 7},
+        "verifier_faults": {"timeout": -1, "of a client": 7},
         "reward": None,
     }
     for row in (*rows, strange, {}):
@@ -128,6 +130,8 @@ def test_steps_add_up_and_what_is_no_number_is_passed_over(queue):
     assert value(seen, "trainer_tokens_total") == sum(row["tokens"] for row in rows)
     counted = {reason: value(seen, "trainer_masked_tokens_total", reason=reason) for reason in MASKS}
     assert counted == {"outlier": 2 * 3, "geometric": 0, "icepop": 0, "router_replay": 2 * 5}
+    failed = {kind: value(seen, "trainer_verifier_faults_total", kind=kind) for kind in FAULTS}
+    assert failed == dict.fromkeys(FAULTS, 0) | {"raised": 3 * 2, "timeout": 3 * 1}
     for phase in PHASES:
         expected = sum(row[f"{phase}_s"] for row in rows)
         assert value(seen, "trainer_step_seconds_total", phase=phase) == pytest.approx(expected, rel=1e-12)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from engine.errors import Busy, Cancelled, ConfigError, Conflict, NotFound, ServiceError
-from engine.training.protocol import Request
+from engine.training.protocol import OptimStep, Request
 from engine.training.queue import BRIEF_IN_A_ROW, KEPT, SKIPPED, Operation, Queue, alone, joined
 
 WAIT_S = 20
@@ -201,6 +201,27 @@ def test_a_request_is_one_operation_and_a_failed_one_is_tried_again(queue, worke
     assert results(queue, send(queue, "a", 2, work=worker)) == ["A2"]
     with pytest.raises(NotFound, match="Send it again"):
         queue.operation("never")
+
+
+def test_only_a_request_that_failed_may_come_again_as_another(queue, worker):
+    def sent(speed: float, work) -> list[str]:
+        request = OptimStep(request_id="a1", session="a", fence=1, adam_params={"learning_rate": speed})
+        return [queue.submit(request, "a", work)]
+
+    def fails(_: Request) -> None:
+        raise ConfigError("Not so.")
+
+    with pytest.raises(ConfigError):
+        results(queue, sent(0.1, fails))
+    ids = sent(0.2, worker)
+    assert worker.begun.wait(WAIT_S)
+    with pytest.raises(Conflict, match="'a1' came before and asked for something else"):
+        sent(0.3, worker)
+    worker.go.set()
+    assert results(queue, ids) == results(queue, sent(0.2, worker)) == ["A1"]
+    with pytest.raises(Conflict, match="Give each request an id of its own"):
+        sent(0.3, worker)
+    assert worker.order == ["a1"]
 
 
 def test_only_the_newest_results_of_a_session_are_kept(queue, worker):

@@ -31,6 +31,7 @@ from engine.training.client import TrainerClient
 from engine.training.export import Exporter
 from engine.training.lora import ResidentBase
 from engine.training.protocol import Datum, Request, SessionInfo
+from engine.training.queue import KEPT
 from engine.training.service import make_app
 from engine.training.session import Session
 from engine.training.trainer import Trainer
@@ -449,6 +450,53 @@ def test_what_was_stored_is_answered_again_after_a_restart(trainers):
     assert again.client.load_state(opened, "best").step == 1
 
 
+def test_a_step_that_is_asked_for_late_was_taken_once(trainers):
+    """Its result has left the queue, and so many others came that none of its session is kept there."""
+    live = trainers.start()
+    session = live.client.create_session("one", "sums", **NEW)
+    live.client.forward_backward(session, data(1))
+    first = live.client.optim_step(session, ADAM, request_id="first")
+    for _ in range(70):
+        live.client.optim_step(session, ADAM, skip=True)
+    want = factors(live.session(session))
+    for started in (lambda: live, trainers.start):
+        now = started()
+        with pytest.raises(NotFound):
+            now.trainer.queue.operation("first")
+        assert result_of(now, "first") == first
+        # With gradients there that a second time would take.
+        now.client.create_session("one", "sums", **NEW)
+        now.client.forward_backward(now.session(session).info(), data(2))
+        assert now.client.optim_step(now.session(session).info(), ADAM, request_id="first") == first
+        assert now.session(session).step == 71
+        assert same(factors(now.session(session)), want)
+
+
+def test_gradients_that_are_sent_again_late_do_not_count_twice(live):
+    session = live.client.create_session("one", "sums", **NEW)
+    live.client.forward_backward(session, data(1), request_id="first")
+    for _ in range(KEPT):
+        live.client.forward(session, data(1))
+    before = gradients(live.session(session))
+    live.client._gathered["one"] = 0
+    with pytest.raises(ServiceError, match="has gradients of 1 calls after step 0, not of 0"):
+        live.client.forward_backward(session, data(1), request_id="first")
+    assert same(gradients(live.session(session)), before)
+
+
+def test_a_request_that_comes_again_with_another_body_is_refused(live):
+    session = live.client.create_session("one", "sums", **NEW)
+    first = live.client.forward_backward(session, data(1), request_id="first")
+    with pytest.raises(Conflict, match="The request 'first' came before and asked for something else"):
+        live.client.forward_backward(session, data(2), request_id="first")
+    # Whose writer sends it, and after how many calls, is no other request.
+    again = live.client.create_session("one", "sums", **NEW)
+    assert live.client.forward_backward(again, data(1), request_id="first") == first
+    body = {"request_id": "named", "session": "one", "fence": again.fence, "name": "best"}
+    answers = [live.client._http.post(path, json=body) for path in ("/save_state", "/load_state")]
+    assert [answer.status_code for answer in answers] == [200, 409]
+
+
 def result_of(live: Live, id: str) -> dict:
     answer = live.client._http.get(f"/operations/{id}", params={"wait_s": 20}).json()
     assert answer["state"] == "done", answer
@@ -582,6 +630,35 @@ def test_a_session_that_cannot_begin_leaves_nothing(live, changes, error, senten
     assert live.client.sessions() == []
 
 
+@pytest.mark.parametrize("resident", [True, False])
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"rank": 2}, "Session 'one' exists with rank 4, not 2. Give"),
+        ({"alpha": 4.0}, "alpha 8.0, not 4.0"),
+        ({"targets": ["q_proj"]}, r"targets \['down_proj', 'q_proj'\], not \['q_proj'\]"),
+        ({"ranks": {"q_proj": 2}}, "ranks {}, not {'q_proj': 2}"),
+        ({"alphas": {"q_proj": 2.0}}, "alphas {}, not {'q_proj': 2.0}"),
+        ({"seed": 4}, "seed 3, not 4"),
+        ({"policy": "sorting"}, "policy 'sums', not 'sorting'"),
+        ({"parent": "0" * 64}, "parent None, not '0000"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_session_goes_on_as_it_is_or_not_at_all(live, changes, sentence, resident):
+    session = live.client.create_session("one", "sums", **NEW)
+    step(live.client, session, 1)
+    before = factors(live.session(session))
+    if not resident:
+        live.client.close_session(session)
+    with pytest.raises(Conflict, match=sentence):
+        live.client.create_session(**{"session": "one", "policy": "sums", **NEW, **changes})
+    # In another order they are the same targets.
+    again = live.client.create_session("one", "sums", **{**NEW, "targets": NEW["targets"][::-1]})
+    assert again.step == 1
+    assert same(factors(live.session(again)), before)
+
+
 def test_a_body_that_is_not_valid_is_a_sentence(live):
     answer = live.client._http.post("/optim_step", json={"request_id": "x", "session": "one", "speed": 3})
     assert answer.status_code == 400
@@ -615,6 +692,40 @@ def test_a_cancelled_forward_backward_stops_and_leaves_the_gradients(live, monke
     answer = live.client._http.get("/operations/long").json()
     assert (answer["state"], answer["kind"]) == ("cancelled", "Cancelled")
     assert live.client.optim_step(session, ADAM)["step"] == 1
+
+
+@pytest.mark.parametrize("kind", ["forward", "export", "probe"])
+def test_what_only_looks_is_cancelled_between_microbatches_and_tokens(live, monkeypatch, kind):
+    session = live.client.create_session("one", "sums", **NEW)
+    digest = live.client.export(session).digest
+    begun, hidden, seen = threading.Event(), live.trainer.base._hidden, []
+
+    def waits(rows):
+        seen.append(rows)
+        begun.set()
+        time.sleep(0.05)
+        return hidden(rows)
+
+    who = {"request_id": "long", "session": "one", "fence": session.fence}
+    many = {"data": [datum.model_dump() for seed in range(50) for datum in data(seed)]}
+    prompts = [[5, 6, 7]]
+    path, body = {
+        "forward": ("/forward", {**who, "forward_input": many}),
+        "export": ("/export", {**who, "kind": "revision", "probe_prompts": prompts, "probe_tokens": 24}),
+        "probe": (
+            "/probe",
+            {"request_id": "long", "policy": "sums", "digest": digest, "prompts": prompts, "tokens": 24},
+        ),
+    }[kind]
+    with monkeypatch.context() as patch:
+        patch.setattr(live.trainer.base, "_hidden", waits)
+        live.client._http.post(path, json=body)
+        assert begun.wait(20)
+        live.client.cancel("long")
+        answer = live.client._http.get("/operations/long", params={"wait_s": 20}).json()
+    assert (answer["state"], answer["kind"]) == ("cancelled", "Cancelled")
+    assert len(seen) < 20
+    assert [row.state for row in live.trainer.exporter.catalog.revisions("sums")] == ["snapshot"]
 
 
 def test_a_client_waits_while_the_queue_is_full_and_counts_the_seconds(trainers):

@@ -3,7 +3,9 @@
 import json
 import math
 import sys
+import threading
 from dataclasses import asdict, replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from loss_reference import BUDGET, reference
 
 from engine.errors import ConfigError
 from engine.loss_config import CORRECTIONS
+from engine.training.fused import Call, forward_backward_many
 from engine.training.grpo import LOSSES
 from engine.training.lora import Example, ResidentBase, Row
 from engine.training.measures import Seen, measure
@@ -174,14 +177,88 @@ def test_a_gradient_that_is_no_number_is_found_too(base, adapter, data, tmp_path
     assert all(factor.grad is None for factor in adapter.factors.values())
 
 
+HANGING = """
+import time, torch
+
+def waits(tokens, settings):
+    time.sleep(600)
+
+def spins(tokens, settings):
+    while True:
+        pass
+
+class Back(torch.autograd.Function):
+    @staticmethod
+    def forward(context, value_T): return value_T.clone()
+
+    @staticmethod
+    def backward(context, gradient_T): time.sleep(600)
+
+def in_its_gradient(tokens, settings):
+    return Back.apply(tokens.new_T)
+"""
+
+
+@pytest.mark.parametrize("name", ["waits", "spins", "in_its_gradient", "when_imported"])
+def test_a_loss_of_ones_own_that_hangs_is_given_up(base, adapter, data, tmp_path, monkeypatch, name):
+    (tmp_path / "hanging.py").write_text(HANGING)
+    (tmp_path / "hanging_import.py").write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    loss = "python:hanging_import:loss" if name == "when_imported" else f"python:hanging:{name}"
+    forward_backward(base, adapter, data[:2], "dapo", {})
+    before = {key: factor.grad.clone() for key, factor in adapter.factors.items()}
+    with pytest.raises(ConfigError, match=f"The loss {loss} took longer than 0.5 s.*raise its `timeout_s`"):
+        forward_backward(base, adapter, data, loss, {"timeout_s": 0.5})
+    assert all(torch.equal(before[key], factor.grad) for key, factor in adapter.factors.items())
+    adapter.clear_gradients()
+    # What would take time from everybody for ever has ended.
+    left = [thread for thread in threading.enumerate() if thread.name.endswith("hanging:spins")]
+    for thread in left:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in left)
+
+
 def test_a_gradient_that_overflows_in_the_base_is_refused(base, adapter, data):
     """Every term and its slope are finite, their products with the factors are not."""
     forward_backward(base, adapter, data[:2], "dapo", {})
     before = {key: factor.grad.clone() for key, factor in adapter.factors.items()}
     huge = broken(data, 0, advantages=(-3e38, 3e38, -3e38))
-    with pytest.raises(ConfigError, match="gradients of these samples are not finite"):
+    with pytest.raises(ConfigError, match="gradients with these samples are too large"):
         forward_backward(base, adapter, huge[:1], "importance_sampling", {})
     assert all(torch.equal(before[key], factor.grad) for key, factor in adapter.factors.items())
+    adapter.clear_gradients()
+
+
+def of_norm(base, adapter, data: list[Example], norm: float) -> list[Example]:
+    """Return a sample whose gradient has this norm."""
+    _, taken = gradients(base, adapter, data[:1], "importance_sampling", {})
+    scale = norm / torch.nn.utils.get_total_norm(taken.values()).item()
+    return broken(data[:1], 0, advantages=tuple(scale * value for value in data[0].advantages))
+
+
+def test_gradients_of_which_only_the_norm_overflows_are_refused(base, adapter, data):
+    """The clip would make nothing of them, and AdamW's second moment would be infinite for ever."""
+    with pytest.raises(ConfigError, match="gradients with these samples are too large"):
+        forward_backward(base, adapter, of_norm(base, adapter, data, 1e20), "importance_sampling", {})
+    assert all(factor.grad is None for factor in adapter.factors.values())
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_gradients_that_overflow_only_together_are_refused(base, adapter, data, shared):
+    """Each call's are fine; in a shared pass the other adapter's stay as they were too."""
+    other = base.new_adapter(4, 8.0, TARGETS, torch.Generator())
+    calls = [
+        Call(other, data, "importance_sampling", {}),
+        Call(adapter, of_norm(base, adapter, data, 1.2e19), "importance_sampling", {}),
+    ]
+    forward_backward_many(base, calls)
+    factors = [factor for call in calls for factor in call.adapter.factors.values()]
+    before = [factor.grad.clone() for factor in factors]
+    one = calls[1]
+    again = partial(forward_backward, base, one.adapter, one.data, one.loss, one.config)
+    with pytest.raises(ConfigError, match="gradients with these samples are too large"):
+        forward_backward_many(base, calls) if shared else again()
+    assert all(torch.equal(*pair) for pair in zip(before, [factor.grad for factor in factors], strict=True))
     adapter.clear_gradients()
 
 

@@ -10,7 +10,7 @@ import pytest
 from engine.config import PolicyConfig
 from engine.errors import ConfigError
 from engine.training.problems import Problem
-from engine.training.verifiers import Verifier, load_judge
+from engine.training.verifiers import FAULTS, Verifier, load_judge
 
 MODULE = """
 import os, time
@@ -74,15 +74,16 @@ def test_a_persons_function_gives_the_score(module: str) -> None:
 @pytest.mark.parametrize(
     ("function", "fault"),
     [
-        ("raises", "KeyError"),
+        ("raises", "raised KeyError"),
         ("word", "returned str"),
-        ("much", "outside [0, 1]"),
-        ("odd", "outside [0, 1]"),
+        ("much", "returned out of range"),
+        ("odd", "returned out of range"),
         ("dies", "died"),
     ],
 )
 def test_a_faulty_function_earns_nothing_and_is_counted(module: str, function: str, fault: str) -> None:
     assert judged(f"python:{module}:{function}", "a", "b", "c") == ([0.0, 0.0], {fault: 2})
+    assert fault.partition(" ")[0] in FAULTS
 
 
 def test_a_hanging_function_is_ended_and_the_next_answer_is_judged(module: str) -> None:
@@ -122,4 +123,4 @@ def test_a_module_that_breaks_while_it_runs_ends_nothing(module: str) -> None:
     with Verifier(config(f"python:{module}:dies")) as verifier:
         Path("my_rules.py").write_text("def dies(:")
         found = verifier.judge([(Problem("t", "q", "a"), "b")] * 2)
-    assert (found.scores, dict(found.errors)) == ([0.0, 0.0], {"died": 1, "not loaded": 1})
+    assert (found.scores, dict(found.errors)) == ([0.0, 0.0], {"died": 1, "unloaded": 1})

@@ -6,14 +6,15 @@ import psutil
 
 from engine.training.adapter import Site
 
-# Of what is free once the base is loaded: the rest is for activations, and for the engine beside.
+# Of what is free once the base is loaded: the rest is for activations, for what one session at a time needs
+# besides (the gradients of calls before, the copy that is being stored), and for the engine beside.
 FREE_SHARE = 0.25
 # Where Linux says what a container may use and uses (cgroup v2).
 CGROUP = Path("/sys/fs/cgroup")
 
 
 def bytes_of(site: Site, rank: int) -> int:
-    """Return the memory of a site's factors that train: four float32 of each number.
+    """Return the memory of a site's factors that train, between operations: four float32 of each number.
 
     The factor itself, its gradient, and AdamW's two moments (arXiv 1711.05101, algorithm 2).
     """

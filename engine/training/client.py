@@ -115,10 +115,10 @@ class TrainerClient:
         return result
 
     def save_state(self, session: SessionInfo, name: str) -> Path:
-        return Path(self._run("/save_state", protocol.NamedState(**_who(session), name=name))["path"])
+        return Path(self._run("/save_state", protocol.SaveState(**_who(session), name=name))["path"])
 
     def load_state(self, session: SessionInfo, name: str) -> SessionInfo:
-        result = self._run("/load_state", protocol.NamedState(**_who(session), name=name))
+        result = self._run("/load_state", protocol.LoadState(**_who(session), name=name))
         self._gathered[session.session] = 0
         return _info(result)
 

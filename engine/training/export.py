@@ -5,7 +5,7 @@ catalog row is the commit point. Everything is idempotent by digest.
 """
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -32,14 +32,21 @@ class Exporter:
         self.paths, self.catalog, self.dtype, self.ends = params.paths, catalog, dtype, ends
         self.store = open_store(params)
 
-    def export(self, session: Session, request: Export) -> Exported:
-        """Publish the session's adapter as it is now. Raises `AdapterError` when it holds NaN or Inf."""
+    def export(
+        self, session: Session, request: Export, between: Callable[[], None] = lambda: None
+    ) -> Exported:
+        """Publish the session's adapter as it is now. Raises `AdapterError` when it holds NaN or Inf.
+
+        `between` is called before each pass of the base for the probe and may raise: nothing is published.
+        """
         began = time.monotonic()
         tensors = session.adapter.canonical(self.dtype)
         validate(tensors, None, session.base.modules)
         manifest = self._manifest(session, tensors)
         directory = (
-            self._directory(session, request, tensors, manifest) if request.kind == "revision" else None
+            self._directory(session, request, tensors, manifest, between)
+            if request.kind == "revision"
+            else None
         )
         self._publish(session, manifest, tensors, exported=request.kind == "revision")
         name = served_name(session.policy, manifest.digest)
@@ -52,9 +59,16 @@ class Exporter:
         """Return the canonical tensors of a revision in the store."""
         return stored_tensors(self.catalog, self.store, self.catalog.revision(policy, digest))
 
-    def probe_revision(self, base: ResidentBase, base_digest: str, request: ProbeRevision) -> Probe:
+    def probe_revision(
+        self,
+        base: ResidentBase,
+        base_digest: str,
+        request: ProbeRevision,
+        between: Callable[[], None] = lambda: None,
+    ) -> Probe:
         """Make the effect probe of a revision in a directory, or in the store, on a base that is idle.
 
+        `between` is called before each pass of the base and may raise to end the call.
         Raises `AdapterError` when it is another revision than the asked one or does not fit the base.
         """
         if request.directory is None:
@@ -66,7 +80,9 @@ class Exporter:
                     f"{request.directory} holds the revision {manifest.digest}, not {request.digest}."
                 )
         adapter = base.hold(tensors)
-        return self._probe(base, base_digest, adapter, request.digest, request.prompts, request.tokens)
+        return self._probe(
+            base, base_digest, adapter, request.digest, request.prompts, request.tokens, between
+        )
 
     def _manifest(self, session: Session, tensors: dict[str, Tensor]) -> Manifest:
         return make_manifest(
@@ -81,7 +97,12 @@ class Exporter:
         )
 
     def _directory(
-        self, session: Session, request: Export, tensors: dict[str, Tensor], manifest: Manifest
+        self,
+        session: Session,
+        request: Export,
+        tensors: dict[str, Tensor],
+        manifest: Manifest,
+        between: Callable[[], None],
     ) -> Path:
         if not request.probe_prompts:
             raise ConfigError("A revision needs prompts for its effect probe; give `probe_prompts`.")
@@ -92,6 +113,7 @@ class Exporter:
             manifest.digest,
             request.probe_prompts,
             request.probe_tokens,
+            between,
         )
         path = self.paths.revision(session.policy, manifest.digest)
         return write_revision(path, tensors, manifest, probe.to_json())
@@ -104,10 +126,12 @@ class Exporter:
         digest: str,
         prompts: Sequence[Sequence[int]],
         limit: int,
+        between: Callable[[], None],
     ) -> Probe:
         """Complete the prompts greedily and record every token's log-probability under adapter and base."""
-        rows = [Row(row.tokens, 1) for row in base.greedy(adapter, prompts, self.ends, limit)]
-        values = zip(rows, base.score(adapter, rows), base.score(None, rows), strict=True)
+        rows = [Row(row.tokens, 1) for row in base.greedy(adapter, prompts, self.ends, limit, between)]
+        scores = (base.score(scored, rows, between) for scored in (adapter, None))
+        values = zip(rows, *scores, strict=True)
         name = str(self.dtype).removeprefix("torch.")
         probed = tuple(
             ProbeRow(row.tokens, tuple(with_it), tuple(without)) for row, with_it, without in values

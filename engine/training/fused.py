@@ -5,7 +5,6 @@ at its own rank. The losses stay apart: each session's terms see its own tokens 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ from engine.training.adapter import Adapter
 from engine.training.lora import Example, ResidentBase, Row
 from engine.training.measures import Seen, measure
 from engine.training.microbatches import first_fit, stream_tokens
-from engine.training.update import Backward, Objective, adding_gradients, check, learn, refuse_infinite
+from engine.training.update import Backward, Objective, adding_gradients, check, learn
 
 # Tokens of one session's stream up to which fusing wins clearly; see `is_worth_fusing`.
 FEW_TOKENS = 320
@@ -90,9 +89,7 @@ def forward_backward_many(
     ]
     seen: list[list[Seen]] = [[] for _ in calls]
     logprobs: list[dict[int, Tensor]] = [{} for _ in calls]
-    with ExitStack() as kept:
-        for adapter in {id(call.adapter): call.adapter for call in calls}.values():
-            kept.enter_context(adding_gradients(adapter))
+    with adding_gradients(call.adapter for call in calls):
         for pieces in _together(base, calls, objectives):
             between()
             for piece, found in zip(
@@ -101,8 +98,6 @@ def forward_backward_many(
                 seen[piece.call].append(found)
                 lengths = [calls[piece.call].data[i].row.length for i in piece.batch]
                 logprobs[piece.call] |= zip(piece.batch, found.new_T.split(lengths), strict=True)
-        for call in calls:
-            refuse_infinite(call.adapter)
     return [
         Backward(
             measure(seen[number], sampled=bool(call.data[0].old_logprobs)),

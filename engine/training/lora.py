@@ -226,20 +226,38 @@ class ResidentBase:
             chance_TV = (logits_TV - whole_T[:, None]).exp_()
             return picked_T, whole_T - torch.linalg.vecdot(chance_TV, logits_TV)
 
-    def score(self, adapter: Adapter | None, rows: Sequence[Row]) -> list[list[float]]:
-        """Return each row's completion log-probabilities under an adapter, or under the base."""
+    def score(
+        self, adapter: Adapter | None, rows: Sequence[Row], between: Callable[[], None] = lambda: None
+    ) -> list[list[float]]:
+        """Return each row's completion log-probabilities under an adapter, or under the base.
+
+        `between` is called before each microbatch and may raise to end the call.
+        """
         scored: dict[int, list[float]] = {}
         with torch.no_grad(), self.using(adapter):
             for batch in self.microbatches(rows):
+                between()
                 parts = self.logprobs([rows[i] for i in batch]).split([rows[i].length for i in batch])
                 scored |= {i: part.tolist() for i, part in zip(batch, parts, strict=True)}
         return [scored[i] for i in range(len(rows))]
 
     def greedy(
-        self, adapter: Adapter | None, prompts: Sequence[Sequence[int]], ends: Collection[int], limit: int
+        self,
+        adapter: Adapter | None,
+        prompts: Sequence[Sequence[int]],
+        ends: Collection[int],
+        limit: int,
+        between: Callable[[], None] = lambda: None,
     ) -> list[Row]:
-        """Return each prompt with its most likely completion, up to `limit` tokens or a token of `ends`."""
-        from transformers import GenerationConfig
+        """Return each prompt with its most likely completion, up to `limit` tokens or a token of `ends`.
+
+        `between` is called after each token and may raise to end the call.
+        """
+        from transformers import GenerationConfig, StoppingCriteriaList
+
+        def goes_on(tokens_BS: Tensor, scores: Any) -> Tensor:
+            between()
+            return torch.zeros(len(tokens_BS), dtype=torch.bool, device=tokens_BS.device)
 
         # What the base's own settings would say of sampling does not count here.
         settings = GenerationConfig(
@@ -261,6 +279,7 @@ class ResidentBase:
                     tokens_BS.to(self.device),
                     attention_mask=(torch.arange(width) >= start_B1).to(self.device),
                     generation_config=settings,
+                    stopping_criteria=StoppingCriteriaList([goes_on]),
                 )
                 for i, prompt, found in zip(batch, asked, found_BS[:, width:].tolist(), strict=True):
                     count = next((at for at, token in enumerate(found, 1) if token in ends), len(found))

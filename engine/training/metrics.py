@@ -17,6 +17,7 @@ from torch import Tensor
 from engine.training.adapter import Adapter
 from engine.training.queue import Queue
 from engine.training.session import Session
+from engine.training.verifiers import FAULTS
 
 # Seconds of a step by what they were spent on: `<phase>_s` of its row.
 PHASES = ("rollout", "wait", "reward", "update", "handoff", "backpressure")
@@ -68,6 +69,7 @@ class TrainerMetrics:
         self.steps = counter("steps", "Training steps of all policies.")
         self.tokens = counter("tokens", "Tokens that were trained on.")
         self.masked = counter("masked_tokens", "Tokens that a correction or a route left out.", "reason")
+        self.faults = counter("verifier_faults", "Answers that a verifier failed on.", "kind")
         self.phases = counter("step_seconds", "Seconds of training steps by what they went to.", "phase")
 
     def timed(self, work: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -91,11 +93,14 @@ class TrainerMetrics:
 
     def observe_step(self, row: Mapping[str, Any]) -> None:
         """Count a step, given its row of the ledger's `train_steps`."""
-        masked = row["masked"] if isinstance(row.get("masked"), dict) else {}
+        masked, faults = _counts(row, "masked"), _counts(row, "verifier_faults")
         self.steps.inc()
         self.tokens.inc(_count(row, "tokens"))
         for reason in MASKS:
             self.masked.labels(reason).inc(_count(masked, reason))
+        for kind in FAULTS:
+            named = [fault for fault in faults if fault.partition(" ")[0] == kind]
+            self.faults.labels(kind).inc(sum(_count(faults, fault) for fault in named))
         for phase in PHASES:
             self.phases.labels(phase).inc(_count(row, f"{phase}_s"))
 
@@ -137,6 +142,11 @@ def adapter_bytes(adapter: Adapter) -> int:
     states = [list(adapter.optimizer.state.get(factor, {}).values()) for factor in factors]
     held = [*factors, *(factor.grad for factor in factors), *(value for state in states for value in state)]
     return sum(tensor.nbytes for tensor in held if isinstance(tensor, Tensor))
+
+
+def _counts(row: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = row.get(name)
+    return value if isinstance(value, dict) else {}
 
 
 def _count(row: Mapping[str, Any], name: str) -> float:

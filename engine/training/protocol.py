@@ -1,9 +1,9 @@
 """What client and trainer say to each other. Names and fields follow Tinker's public types.
 
 Every body carries the client's request id, which is the operation's id: the same request sent again is
-the same operation, and what it changed durably is answered again after a restart. An export is done again
-then, which publishes the same digest; gradients are lost, and the step is to be repeated. `fence` is the
-number that the session was created with; an older one is refused.
+the same operation, another one under its id is refused, and what it changed durably is answered again after
+a restart. An export is done again then, which publishes the same digest; gradients are lost, and the step is
+to be repeated. `fence` is the number that the session was created with; an older one is refused.
 """
 
 from collections.abc import Mapping
@@ -102,6 +102,10 @@ class AdamParams(Message):
 class Request(Message):
     request_id: str = Field(min_length=1)
 
+    def content(self) -> int:
+        """Return a hash of what is asked for, whoever writes now and whatever is there; of this process."""
+        return hash((type(self), self.model_dump_json(exclude={"fence", "gathered"})))
+
 
 class CreateSession(Request):
     """Open a session of a policy, or go on with it; gradients that were never applied are dropped.
@@ -189,6 +193,14 @@ class OptimStep(Gathering):
 
 class NamedState(SessionRequest):
     name: str = Field(pattern=SESSION_NAME)
+
+
+class SaveState(NamedState):
+    """Store the session as it is also under a name of its own."""
+
+
+class LoadState(NamedState):
+    """Go back to what was stored under a name."""
 
 
 class Export(SessionRequest):

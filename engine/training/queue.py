@@ -56,6 +56,7 @@ class Operation:
     def __post_init__(self) -> None:
         assert self.request
         self.id, self.fence = self.request.request_id, getattr(self.request, "fence", None)
+        self.content = self.request.content()
 
     def go_on(self) -> None:
         """Raise `Cancelled` once the operation was called off."""
@@ -134,16 +135,21 @@ class Queue:
     ) -> str:
         """Queue an operation and return its id; for its marks see `Operation`.
 
-        Raises `Busy` with the queue's state when it is full.
+        Raises `Busy` with the queue's state when it is full, `Conflict` when the id is another request's.
         """
+        operation = Operation(request, line, work, can_stop, can_join, brief, leads)
         with self._changed:
             known = self._known.get(request.request_id)
             if known is None or _failed(known.future):
                 self._refuse_when_full(line)
-                operation = Operation(request, line, work, can_stop, can_join, brief, leads)
                 self._known[request.request_id] = operation
                 self._lines.setdefault(line, deque()).append(operation)
                 self._changed.notify()
+            elif known.content != operation.content:
+                raise Conflict(
+                    f"The request {request.request_id!r} came before and asked for something else. "
+                    "Give each request an id of its own."
+                )
         return request.request_id
 
     def operation(self, id: str) -> Operation:

@@ -79,11 +79,11 @@ def make_app(trainer: "Trainer") -> FastAPI:
         return {"operation": trainer.submit(body, trainer.optim_step)}
 
     @app.post("/save_state")
-    def save_state(body: protocol.NamedState) -> dict[str, str]:
+    def save_state(body: protocol.SaveState) -> dict[str, str]:
         return {"operation": trainer.submit(body, trainer.save_state)}
 
     @app.post("/load_state")
-    def load_state(body: protocol.NamedState) -> dict[str, str]:
+    def load_state(body: protocol.LoadState) -> dict[str, str]:
         return {"operation": trainer.submit(body, trainer.load_state)}
 
     @app.post("/export")

@@ -1,7 +1,7 @@
 """A session: one policy's line of training on the resident base, durable after every step.
 
 `optim_step` writes adapter, Adam moments, step, random state, data position, history, the writer's fence
-and the results of recent requests to one file, atomically, before it answers. Killed at any moment, the
+and the results of its requests to one file, atomically, before it answers. Killed at any moment, the
 session goes on from its last step bit for bit. Gradients are not stored: after a restart, or when the
 session had to leave memory, the step is to be repeated.
 """
@@ -21,7 +21,6 @@ from engine.training.update import Backward, forward_backward
 
 STATE_VERSION = 2
 CURRENT = "current"
-REMEMBERED = 64
 # What gives an adapter its shape and scale.
 SHAPE = ("rank", "alpha", "targets", "ranks", "alphas")
 
@@ -35,7 +34,8 @@ class Session:
     """Open or create a session in `directory`; used by one thread at a time.
 
     `opened` is the request that opened it last, with rank, alpha and targets said; `done` are the results
-    of recent requests that changed what is stored; `calls` are the gathered forward_backward calls.
+    of all requests that changed what is stored, so that none is ever done twice, however late it comes
+    again: a tenth of what the history takes. `calls` are the gathered forward_backward calls.
     """
 
     def __init__(self, directory: Path, base: ResidentBase, base_digest: str, opened: CreateSession):
@@ -134,8 +134,6 @@ class Session:
         if result is None:
             result = {name: value for name, value in asdict(self.info()).items() if name != "history"}
         self.done[request_id] = result
-        for old in list(self.done)[:-REMEMBERED]:
-            del self.done[old]
 
     def answer(self, request_id: str) -> dict[str, Any]:
         """Return the result of a request that is done."""
@@ -160,15 +158,18 @@ class Session:
             raise NotFound(f"Session {self.name!r} has no state {name!r}.")
         stored = state.read(path)
         check_base(self.name, stored, self.base_digest)
-        settings = settings_of(stored)
-        if settings != self.settings or stored["policy"] != self.policy:
+        has = {**settings_of(stored), "policy": stored["policy"], "parent": stored["parent"]}
+        wanted = {**self.settings, "policy": self.policy, "parent": self.parent}
+        if other := [
+            f"{name} {has[name]!r}, not {wanted[name]!r}" for name in wanted if has[name] != wanted[name]
+        ]:
             raise Conflict(
-                f"Session {self.name!r} exists with the settings {settings}, not {self.settings}. "
-                "Give the new line of training another session name."
+                f"Session {self.name!r} exists with {' and '.join(other)}. "
+                "Give the new line of training another session name, or leave out what it has already."
             )
         self.adapter.load_state_dict(stored["adapter"])
         self.generator.set_state(stored["generator"])
-        self.parent, self.step, self.position = stored["parent"], stored["step"], stored["position"]
+        self.step, self.position = stored["step"], stored["position"]
         self.history, self.calls = stored["history"], 0
         if name == CURRENT:
             self.done, self.fence = stored["done"], stored.get("fence", 0)

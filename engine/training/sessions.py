@@ -150,9 +150,9 @@ class Sessions:
         if not file.is_file():
             return None
         header = state.read_header(file)
-        settings = {name: settings_of(header)[name] for name in SHAPE}
-        left_open = {name: value for name, value in settings.items() if getattr(request, name) is None}
-        return self._bring(request.model_copy(update={**left_open, "parent": header["parent"]}))
+        has = {"parent": header["parent"], **{name: settings_of(header)[name] for name in SHAPE}}
+        left_open = {name: value for name, value in has.items() if getattr(request, name) is None}
+        return self._bring(request.model_copy(update=left_open))
 
     def _bring(self, opened: CreateSession) -> Session:
         session = self.fresh(opened)

@@ -28,6 +28,8 @@ from engine.training.sessions import Sessions
 from engine.training.start import start_of
 from engine.training.update import Backward, Objective, check, forward
 
+# What goes through the base in parts, between which it may stop.
+WITH_PASSES = protocol.Forward | protocol.ForwardBackward | protocol.Export | protocol.ProbeRevision
 # Stored sessions that are searched for a request's result.
 SEARCHED = 256
 
@@ -54,7 +56,7 @@ class Trainer:
             self.sessions.hear(request.session, request.fence)
         # What belongs to no session stands in one line of its own.
         line = getattr(request, "session", "")
-        can_stop = isinstance(request, protocol.ForwardBackward)
+        can_stop = isinstance(request, WITH_PASSES) and not is_brief(request)
         can_join = self.fuses and isinstance(request, protocol.ForwardBackward) and is_joinable(request)
         return self.queue.submit(
             request,
@@ -121,20 +123,24 @@ class Trainer:
         """Return each datum's log-probabilities under the session's adapter."""
         session = self.sessions.writable(request)
         rows = [example.row for example in self._examples(request.forward_input.data)]
-        logprobs = forward(self.base, session.adapter, rows)
+        logprobs = forward(self.base, session.adapter, rows, self._between(request))
         return {"loss_fn_outputs": _outputs(logprobs), "metrics": {"tokens": sum(map(len, logprobs))}}
 
     def forward_backward(self, request: protocol.ForwardBackward) -> dict[str, Any]:
         session = self.sessions.writable(request)
         session.expect(request.gathered)
-        given, operation = request.forward_backward_input, self.queue.operation(request.request_id)
+        given = request.forward_backward_input
         data = self._examples(given.data)
         data, unknown = self._known(data, given) if given.router_replay else (data, 0)
-        found = session.forward_backward(data, given.loss_fn, given.loss_fn_config, operation.go_on)
+        found = session.forward_backward(data, given.loss_fn, given.loss_fn_config, self._between(request))
         result = _learned(found)
         if given.router_replay:
             result["metrics"]["masked"] |= {"router_replay": unknown}
         return result
+
+    def _between(self, request: protocol.Request) -> Callable[[], None]:
+        """Return what ends a request's operation between two parts once it was called off."""
+        return self.queue.operation(request.request_id).go_on
 
     def _perform(self, operations: Sequence[Operation]) -> None:
         """Carry out operations of different sessions: in one pass what can, the others by turns."""
@@ -205,14 +211,15 @@ class Trainer:
             self.metrics.observe_step(session.history[-1])
         return result
 
-    def save_state(self, request: protocol.NamedState) -> dict[str, Any]:
+    def save_state(self, request: protocol.SaveState) -> dict[str, Any]:
         return self.sessions.writable(request).save_as(request.name, request.request_id)
 
-    def load_state(self, request: protocol.NamedState) -> dict[str, Any]:
+    def load_state(self, request: protocol.LoadState) -> dict[str, Any]:
         return self.sessions.writable(request).load_from(request.name, request.request_id)
 
     def export(self, request: protocol.Export) -> dict[str, Any]:
-        exported = asdict(self.exporter.export(self.sessions.writable(request), request))
+        session = self.sessions.writable(request)
+        exported = asdict(self.exporter.export(session, request, self._between(request)))
         return {**exported, "directory": str(exported["directory"]) if exported["directory"] else None}
 
     def forget_policy(self, request: protocol.ForgetPolicy) -> dict[str, int]:
@@ -220,7 +227,8 @@ class Trainer:
         return self.sessions.forget(request.policy, request.only_ask)
 
     def probe(self, request: protocol.ProbeRevision) -> dict[str, Any]:
-        return self.exporter.probe_revision(self.base, self.base_digest, request).to_json()
+        between = self._between(request)
+        return self.exporter.probe_revision(self.base, self.base_digest, request, between).to_json()
 
     def health(self) -> dict[str, Any]:
         """Return the known sessions' steps, the bytes of those in memory and the limit, and the queue."""

@@ -10,7 +10,8 @@ Shape suffixes: _T completion tokens, one example after another.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,10 +19,13 @@ from torch import Tensor
 from engine.errors import ConfigError
 from engine.loss_config import LossConfig, loss_config
 from engine.training.adapter import Adapter
+from engine.training.bounded import bounded
 from engine.training.corrections import Corrected, correct, uncorrected
 from engine.training.grpo import Loss, Tokens, kl_to_base, loss_of
 from engine.training.lora import Example, ResidentBase, Row
 from engine.training.measures import Metrics, Seen, measure
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -34,8 +38,9 @@ class Backward:
 
 @dataclass(frozen=True)
 class Objective:
-    """A loss with its settings: the config as it was given, and the loss's own values."""
+    """A loss with its settings: name and config as they were given, and the loss's own values."""
 
+    name: str
     loss: Loss
     config: LossConfig
     values: Mapping[str, Any]
@@ -44,7 +49,7 @@ class Objective:
     def of(cls, name: str, given: Mapping[str, Any]) -> "Objective":
         """Raise `ConfigError` for an unknown loss, or a setting that is unknown or out of bounds."""
         config = loss_config(name, given)
-        return cls(loss_of(name), config, config.values(name))
+        return cls(name, _in_time(name, config, partial(loss_of, name)), config, config.values(name))
 
     @property
     def needs_base(self) -> bool:
@@ -59,6 +64,16 @@ class Objective:
             term_T = term_T + self.config.kl * kl_to_base(tokens.new_T, tokens.base_T)
         return term_T * corrected.factor_T * tokens.weight_T, clipped_T, corrected
 
+    def gradient(self, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor, Corrected]:
+        """Return the gradient for `new_T` (T), then `terms`; `ConfigError` when they take too long."""
+
+        def differentiated() -> tuple[Tensor, Tensor, Tensor, Corrected]:
+            loss_T, clipped_T, corrected = self.terms(tokens)
+            (gradient_T,) = torch.autograd.grad(loss_T.sum(), tokens.new_T)
+            return gradient_T, loss_T, clipped_T, corrected
+
+        return _in_time(self.name, self.config, differentiated)
+
     def shares(self, lengths: Sequence[int]) -> list[float]:
         """Return what share each example's tokens have in the whole batch's mean, given all lengths."""
         if self.loss.per == "token":
@@ -70,10 +85,23 @@ class Objective:
         return [1 / (len(units) * units[i // size]) for i in range(len(lengths))]
 
 
-def forward(base: ResidentBase, adapter: Adapter | None, rows: Sequence[Row]) -> list[list[float]]:
-    """Return each row's completion log-probabilities, without gradients; `ConfigError` for wrong rows."""
+def _in_time(name: str, config: LossConfig, call: Callable[[], T]) -> T:
+    """Return what a call returns; one's own loss may hang in it, and all sessions would wait."""
+    return bounded(f"loss {name}", config.timeout_s, call) if name.startswith("python:") else call()
+
+
+def forward(
+    base: ResidentBase,
+    adapter: Adapter | None,
+    rows: Sequence[Row],
+    between: Callable[[], None] = lambda: None,
+) -> list[list[float]]:
+    """Return each row's completion log-probabilities, without gradients; `ConfigError` for wrong rows.
+
+    `between` is called before each microbatch and may raise to end the call.
+    """
     check_rows(base, rows)
-    return base.score(adapter, rows)
+    return base.score(adapter, rows, between)
 
 
 def forward_backward(
@@ -95,13 +123,12 @@ def forward_backward(
     shares = objective.shares([example.row.length for example in data])
     seen: list[Seen] = []
     logprobs: dict[int, Tensor] = {}
-    with adding_gradients(adapter):
+    with adding_gradients([adapter]):
         for batch in base.microbatches([example.row for example in data], objective.loss.unit):
             between()
             seen.append(_microbatch(base, adapter, data, batch, shares, objective))
             parts = seen[-1].new_T.split([data[i].row.length for i in batch])
             logprobs |= dict(zip(batch, parts, strict=True))
-        refuse_infinite(adapter)
     metrics = measure(seen, sampled=bool(data[0].old_logprobs))
     return Backward(metrics, tuple(tuple(logprobs[i].tolist()) for i in range(len(data))))
 
@@ -142,8 +169,7 @@ def learn(
     """
     leaf_T = new_T.detach().requires_grad_()
     tokens = tokens_of([data[i] for i in batch], [shares[i] for i in batch], leaf_T, base_T)
-    loss_T, clipped_T, corrected = objective.terms(tokens)
-    (gradient_T,) = torch.autograd.grad(loss_T.sum(), leaf_T)
+    gradient_T, loss_T, clipped_T, corrected = objective.gradient(tokens)
     refuse_broken(loss_T, gradient_T, tokens, [number_of(data, i) for i in batch])
     return gradient_T, Seen(
         new_T=new_T.detach(),
@@ -189,20 +215,27 @@ def tokens_of(
 
 
 @contextmanager
-def adding_gradients(adapter: Adapter) -> Iterator[None]:
-    """Add what gradients come up inside to those from before, or put those back when something fails."""
-    factors = list(adapter.factors.values())
+def adding_gradients(adapters: Iterable[Adapter]) -> Iterator[None]:
+    """Add what gradients come up inside to those from before, or put those back when something fails.
+
+    Raises `ConfigError` when an adapter's gradients are then too large to make a step of.
+    """
+    held = set(adapters)
+    factors = [factor for adapter in held for factor in adapter.factors.values()]
     before = [factor.grad for factor in factors]
-    adapter.clear_gradients()
+    for adapter in held:
+        adapter.clear_gradients()
     try:
         yield
+        for factor, gradient in zip(factors, before, strict=True):
+            if gradient is not None:
+                factor.grad = gradient if factor.grad is None else factor.grad.add_(gradient)
+        for adapter in held:
+            refuse_infinite(adapter)
     except BaseException:
         for factor, gradient in zip(factors, before, strict=True):
             factor.grad = gradient
         raise
-    for factor, gradient in zip(factors, before, strict=True):
-        if gradient is not None:
-            factor.grad = gradient if factor.grad is None else factor.grad.add_(gradient)
 
 
 def refuse_broken(loss_T: Tensor, gradient_T: Tensor, tokens: Tokens, numbers: Sequence[int]) -> None:
@@ -220,12 +253,15 @@ def refuse_broken(loss_T: Tensor, gradient_T: Tensor, tokens: Tokens, numbers: S
 
 
 def refuse_infinite(adapter: Adapter) -> None:
-    """Raise `ConfigError` when a gradient overflowed on its way through the base; Adam would keep it."""
-    found = [factor.grad.isfinite().all() for factor in adapter.factors.values() if factor.grad is not None]
-    if found and not torch.stack(found).all():
+    """Raise `ConfigError` unless the norm of the gathered gradients is finite, and so each of them.
+
+    Clipped by an infinite one they would be nothing, and without a clip Adam would keep their squares.
+    """
+    gathered = [factor.grad for factor in adapter.factors.values() if factor.grad is not None]
+    if not torch.nn.utils.get_total_norm(gathered).isfinite():
         raise ConfigError(
-            "The gradients of these samples are not finite numbers, though every loss is. Nothing was "
-            "changed; look at the size of their advantages."
+            "The gradients with these samples are too large: their norm, with those gathered before, is no "
+            "finite number, though every loss is. Nothing was changed; look at the size of their advantages."
         )
 
 

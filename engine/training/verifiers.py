@@ -27,6 +27,8 @@ from engine.training.problems import Problem, reward
 NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 TOLERANCE = 1e-6
 START_S = 30.0
+# The kinds of a verifier's own failures: a failure's name begins with one of them.
+FAULTS = ("raised", "returned", "timeout", "died", "unloaded")
 Judge = Callable[[str, str, str], Any]  # question, expected answer, text
 
 
@@ -86,7 +88,7 @@ def load_judge(kind: str) -> Judge:
 
 @dataclass
 class Verdicts:
-    """Scores in [0, 1], one for each answer, and how often the verifier itself failed, by kind of failure."""
+    """Scores in [0, 1], one for each answer, and how often the verifier itself failed, by name (`FAULTS`)."""
 
     scores: list[float] = field(default_factory=list)
     errors: Counter[str] = field(default_factory=Counter)
@@ -134,7 +136,7 @@ class Verifier:
         try:
             return number(QUICK[self.kind](*asked))
         except (ValueError, OverflowError) as error:
-            return 0.0, type(error).__name__
+            return 0.0, f"raised {type(error).__name__}"
 
 
 def number(value: Any) -> tuple[float, str | None]:
@@ -142,7 +144,7 @@ def number(value: Any) -> tuple[float, str | None]:
     if not isinstance(value, (bool, int, float)):
         return 0.0, f"returned {type(value).__name__}"
     if not 0 <= value <= 1:
-        return 0.0, "outside [0, 1]"
+        return 0.0, "returned out of range"
     return float(value), None
 
 
@@ -168,7 +170,7 @@ class Apart:
                 self._start()
             except ConfigError:
                 # It was loaded once; what has happened to it since must not end the run.
-                return 0.0, "not loaded"
+                return 0.0, "unloaded"
         try:
             self._pipe.send(asked)
             if not self._pipe.poll(timeout_s):
@@ -225,5 +227,5 @@ def _serve(kind: str, pipe: Any) -> None:
         try:
             answer = number(judge(*asked))
         except Exception as error:
-            answer = (0.0, type(error).__name__)
+            answer = (0.0, f"raised {type(error).__name__}")
         pipe.send(answer)
