@@ -29,7 +29,7 @@ from engine.adapters.revision import is_finite
 from engine.adapters.store import ALIGNMENT, PAGE_ALIGNED_FROM
 from engine.errors import AdapterError, DamagedBytes, MissingBytes
 from engine.serving.fill import Module, Plan
-from engine.serving.load_channel import State, Tell
+from engine.serving.load_channel import Tell
 
 PREPARE_THREADS = 2
 # Kimi-K2 with a rank of its own for every expert takes about 10 MB.
@@ -37,13 +37,11 @@ LAYOUT_LIMIT = 16 << 20
 # Adapters of one shape share a layout and a plan; more shapes than this are parsed again.
 LAYOUTS = 16
 MADV_POPULATE_READ = 22
-# Of errors at opening, those by which a file is not there; any other is no word of its bytes.
+# Of errors at opening and reading, those by which a file is not there; any other is no word of its bytes.
 GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE)
 BYTE = torch.uint8
 # Of each thread that verifies.
 SCRATCH = threading.local()
-# Adapters whose disk failed, by which nothing more is loaded.
-MOST_LOST = 1000
 READY = ("ready", "")
 FORGOTTEN = ("refused", "The engine has forgotten it.")
 REFUSED: dict[str, type[AdapterError]] = {
@@ -188,34 +186,20 @@ class HostTier:
         self._plan = lru_cache(LAYOUTS)(lambda layout: Plan(read_layout(layout), modules))
         # Who is to be told of what is on its way.
         self._loading: dict[str, list[Tell]] = {}
-        # Never emptied: blocks of the prefix cache may carry the name until the engine ends. Sentences only.
-        self._lost: dict[str, str] = {}
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(PREPARE_THREADS, thread_name_prefix="graftwork-prepare")
 
     def prepare(self, name: str, address: dict[str, Any], tell: Tell) -> None:
         """Begin to map and verify an adapter; `tell` hears `READY`, or a kind of `REFUSED` and why."""
         with self._lock:
-            state = self._known(name)
-            if state is None:
+            is_here = name in self.adapters
+            if not is_here:
                 waiting = self._loading.setdefault(name, [])
                 waiting.append(tell)
                 if len(waiting) == 1:
                     self._pool.submit(self._prepare, name, address, waiting)
-        if state is not None:
-            tell(state)
-
-    def _known(self, name: str) -> State | None:
-        if name in self.adapters:
-            return READY
-        if name in self._lost:
-            return "refused", self._lost[name]
-        if len(self._lost) >= MOST_LOST:
-            return "refused", (
-                f"{name} cannot be loaded: {MOST_LOST} adapters have lost their bytes since the "
-                "engine started. Restart it once the disk is whole."
-            )
-        return None
+        if is_here:
+            tell(READY)
 
     def forget(self, name: str) -> None:
         """Drop an adapter, also one that is on its way."""
@@ -224,11 +208,6 @@ class HostTier:
             waiting = self._loading.pop(name, [])
         for tell in waiting:
             tell(FORGOTTEN)
-
-    def lose(self, name: str, reason: str) -> None:
-        """Never serve a name again: its bytes were lost after it was ready."""
-        self._lost[name] = reason
-        self.forget(name)
 
     def open(self, name: str, address: Mapping[str, Any]) -> PackedAdapter:
         """Map a packed adapter and lay out its copies; its bytes are neither read nor verified.
@@ -267,8 +246,7 @@ class HostTier:
             self.verify(adapter, address)
         except Exception as error:
             # Whatever it is: a name that nothing is told of would let its requests wait for nothing.
-            kind = next((kind for kind, of in REFUSED.items() if isinstance(error, of)), "refused")
-            state = kind, f"{name} cannot be loaded: {error}"
+            state = _kind(error), f"{name} cannot be loaded: {error}"
         with self._lock:
             if self._loading.get(name) is not waiting:
                 return
@@ -277,6 +255,13 @@ class HostTier:
                 self.adapters[name] = adapter
         for tell in waiting:
             tell(state)
+
+
+def _kind(error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno in GONE:
+        # On NFS another host may remove a segment between the look at it and the read.
+        return "missing"
+    return next((kind for kind, of in REFUSED.items() if isinstance(error, of)), "refused")
 
 
 def _open(path: str) -> FileIO:
