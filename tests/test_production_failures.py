@@ -20,9 +20,11 @@
 import asyncio
 import errno
 import hashlib
+import os
 import threading
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -289,7 +291,8 @@ def test_who_asks_again_while_it_is_on_its_way_is_told_with_the_first(tmp_path):
 async def test_bytes_that_another_host_moved_are_loaded_anew(tmp_path, monkeypatch):
     """On NFS a segment that is open here ends with its name: what a step then lacks, the next load finds."""
     manager, table, whole = worker(), models(), adapter(1)
-    before, after = (Store(tmp_path).append(whole.tobytes()) for _ in range(2))
+    # Another lies beside it, or it would be copied.
+    before, after = (Store(tmp_path).append_many([whole.tobytes()] * 2)[0] for _ in range(2))
     row = replace(revision(1), segment=before.segment, length=before.length, checksum=before.checksum)
     catalog = FakeCatalog()
     catalog.layout = lambda digest: whole.layout.to_json()
@@ -321,6 +324,30 @@ async def test_bytes_that_another_host_moved_are_loaded_anew(tmp_path, monkeypat
     assert (manager.slots.names(), manager.slots.lost) == ([name_of(1)], {})
     # Blocks of the prefix cache that were computed without the bytes are not found again.
     assert lora_key(again) != lora_key(first)
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_many_small_adapters_hold_few_files(tmp_path, copied):
+    """Copies of what lies behind a URL are files of their own; a segment is open once for all in it."""
+    manager, count = worker(), 50
+    given = addresses(tmp_path, count)
+    if copied:
+        for name, address in given.items():
+            whole = Path(address["path"]).read_bytes()
+            copy = tmp_path / name
+            copy.write_bytes(whole[address["offset"] : address["offset"] + address["length"]])
+            address |= {"path": str(copy), "offset": 0}
+    ready(manager.host, "p@0", given["p@0"])
+    before = len(os.listdir("/proc/self/fd"))
+    for name, address in given.items():
+        ready(manager.host, name, address)
+    assert len(os.listdir("/proc/self/fd")) <= before
+    for i in (7, 8):
+        manager._apply_adapters({request(i)})
+    (layer,) = manager.slots.modules.values()
+    for slot, i in enumerate((7, 8)):
+        assert layer.lora_b_stacked[1][slot, 0, :, :4].eq(2.0 + i).all()
+        assert not layer.lora_b_stacked[1][slot, 0, :, 4:].any()
 
 
 async def test_a_segment_that_goes_stale_while_it_is_read_is_looked_for_again(tmp_path, monkeypatch):

@@ -1,9 +1,10 @@
 """The host tier: adapters that are verified and laid out for this engine's slots, by served name.
 
 The page cache holds the bytes, once for all workers of a machine: large ones are mapped, and small ones only
-open. Both outlive their file's name; a disk can still fail, and a file can be cut short by somebody, hence
-`Bytes.bring_in` before every copy. Knows the store's files and the packed layout, neither vLLM nor slots by
-number.
+open, many in a file. Both outlive their file's name but on NFS; a disk can still fail, and a file can be cut
+short by somebody, hence `Bytes.bring_in` before every copy. A small one alone in its file, as copies of what
+is behind a URL are, is read whole: thousands of open files would be too many. Knows the store's files and the
+packed layout, neither vLLM nor slots by number.
 """
 
 import errno
@@ -55,21 +56,26 @@ REFUSED: dict[str, type[AdapterError]] = {
 class Bytes:
     """An adapter's payload: `length` bytes at `offset` of a segment that stays open, also without its name.
 
-    `payload` is a mapping of them, or a copy where they are few and not read from the file again.
+    `payload` is a mapping of them, or where they are few a copy, which needs no `file`.
     """
 
-    file: FileIO
+    file: FileIO | None
     offset: int
     length: int
+    is_alone: bool
     payload: Tensor | None = None
     mapped: mmap.mmap | None = None
 
     def kept(self, in_memory: bool) -> "Bytes":
-        """Map what is large; copy what is small only where it must be `in_memory`: mappings are counted."""
+        """Map what is large; copy what is small where it must be `in_memory`, or is alone in its file.
+
+        Mappings are counted as open files are.
+        """
         if self.length < PAGE_ALIGNED_FROM:
-            return replace(
-                self, payload=self._copy(torch.empty(self.length, dtype=BYTE)) if in_memory else None
-            )
+            if not (in_memory or self.is_alone):
+                return self
+            return replace(self, file=None, payload=self._copy(torch.empty(self.length, dtype=BYTE)))
+        assert self.file is not None
         start = self.offset - self.offset % mmap.ALLOCATIONGRANULARITY
         size = self.offset + self.length - start
         # Private, so that torch may call the memory writable; nothing ever writes to it.
@@ -99,6 +105,7 @@ class Bytes:
                 raise
 
     def _copy(self, into: Tensor) -> Tensor:
+        assert self.file is not None
         view = memoryview(into.numpy())  # type: ignore[arg-type]
         done = 0
         while done < self.length:
@@ -124,7 +131,7 @@ class Segments:
                 f"its {length} bytes at {offset} are not in {path}, which has {size}. "
                 "Export the revision again."
             )
-        return Bytes(file, offset, length)
+        return Bytes(file, offset, length, is_alone=size == length)
 
     def _open(self, path: str) -> tuple[FileIO, int]:
         """Return a regular file and its size, by few system calls: for each, the step gets Python's lock."""
@@ -148,7 +155,7 @@ class Segments:
 class PackedAdapter:
     """An adapter of the host tier: its bytes, and how they get into a slot of this rank.
 
-    Where the plan can read, slots are filled from the file, without a look at a mapping.
+    Where the plan can read, slots are filled from the file if it is open, without a look at a mapping.
     """
 
     name: str
@@ -162,15 +169,25 @@ class PackedAdapter:
 
     def bring_in(self) -> None:
         """Have every page that `fill` will map in memory, or raise `OSError`."""
-        if not self.plan.can_read:
+        if self._file is None:
             self.bytes.bring_in()
 
     def fill(self, slot: int, before: Plan | None) -> None:
         """Put the adapter into a slot. Raises `OSError` when its bytes are lost; then the slot is clear."""
-        if self.plan.can_read:
-            self.plan.read(slot, self.bytes.file.fileno(), self.bytes.offset, before)
+        if self._file is not None:
+            self.plan.read(slot, self._file.fileno(), self.bytes.offset, before)
         else:
             self.plan.fill(slot, self.sources, before)
+
+    def lay_out(self) -> None:
+        """Have ready what `fill` copies from, rather than in the step that first uses it."""
+        if self._file is None:
+            _ = self.sources
+
+    @property
+    def _file(self) -> FileIO | None:
+        """Return the file that slots are filled from; None where it is memory."""
+        return self.bytes.file if self.plan.can_read else None
 
 
 class HostTier:
@@ -226,9 +243,7 @@ class HostTier:
             if hashlib.sha256(memoryview(payload.numpy())).hexdigest() != address["checksum"]:  # type: ignore[arg-type]
                 raise DamagedBytes(f"its bytes in {address['path']} are damaged; export the revision again.")
             self.verified_bytes += payload.numel()
-        if not plan.can_read:
-            # Laid out here rather than by the step that first uses them.
-            _ = adapter.sources
+        adapter.lay_out()
         # Where every byte is needed, one look at all of them is much less work than one at each region.
         if not (plan.can_read and is_finite(payload.view(plan.layout.dtype))):
             for region, values in zip(plan.regions, plan.sources(payload), strict=True):
