@@ -423,6 +423,7 @@ class Paths:
         self.runs = root / "runs"
         self.bench = root / "bench"
         self.local_key = root / "local.key"
+        self.clock = root / "clock.json"
 
     def revision(self, policy: str, digest: str) -> Path:
         """Return the directory of an exported revision."""

@@ -85,7 +85,7 @@ class Controller:
         self._fence = self._take_lease()
         self._stopped = threading.Event()
         self._due: dict[str, float] = {}
-        self._clock = TrustedClock()
+        self._clock = TrustedClock(params.paths.clock)
         self._caught_up = False
         self._ingested_at = 0.0
 
