@@ -405,6 +405,18 @@ def test_a_ledger_that_cannot_be_opened_again_keeps_the_rest_going(
     assert controller.catalog.release(release.id).state == "rolled_back"
 
 
+def test_feedback_that_comes_after_a_purge_goes_within_hours(params: Params, controller: Controller) -> None:
+    users = Users(params)
+    users.ask(OLD, 1.0, "champion")
+    for hours, id in ((2, "late"), (0, "ahead of its answer")):
+        users.spool.emit("feedback", request_id=id, reward=1.0, key="k", at=time.time() - 3600 * hours)
+    users.spool.rotate()
+    controller.tick()
+    with open_snapshot(params.paths.ledger_snapshot) as ledger:
+        found = ledger.execute("SELECT request_id FROM feedback ORDER BY rowid").fetchall()
+    assert found == [("request-0",), ("ahead of its answer",)]
+
+
 def test_a_clock_that_jumps_ahead_expires_nothing_until_it_has_held(controller: Controller) -> None:
     catalog, wall, steady = controller.catalog, [1000.0], [0.0]
     file = controller.params.paths.clock
