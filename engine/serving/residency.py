@@ -21,8 +21,9 @@ from prometheus_client import CollectorRegistry
 from engine.adapters.catalog import Catalog, Revision
 from engine.adapters.publishing import location
 from engine.adapters.store import Store
-from engine.config import EngineConfig, served_name
+from engine.config import served_name
 from engine.errors import AdapterError, Busy, DamagedBytes, GraftworkError, MissingBytes, ServiceError
+from engine.service_config import EngineConfig
 from engine.serving.load_metrics import LoadLog, LoadMetrics
 from engine.serving.load_queue import BACKGROUND, INTERACTIVE, PACED_S, Load, LoadQueue
 from engine.serving.warm_set import Resident, WarmSet
