@@ -13,9 +13,9 @@ from engine.adapters.families import DROPPED_ON_CUDA, BaseShapes
 from engine.adapters.sizes import device_size, packed_blocks, projections, slot_bytes, uncut_reason
 from engine.adapters.store import PAGE_ALIGNED_FROM
 from engine.base_shape import Shape
-from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.memory import CONTEXT_BYTES, DTYPE_BYTES, gib, kv_bytes, step_bytes
+from engine.service_config import EngineConfig
 
 DEGREES = (1, 2, 4, 8, 16, 32, 64)
 # Bits of a weight by `quantization_config.quant_method`: of routed experts, and of other projections.

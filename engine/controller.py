@@ -40,6 +40,9 @@ from engine.watch import Watch
 
 LEASE = "controller"
 EXPIRE_S = 10.0
+SWEEP_S = 3600.0
+# Feedback may be ahead of its answer, which is told of at its end.
+AHEAD_S = 3600.0
 PURGE_S = 300.0
 STALLED_S = 5.0
 log = logging.getLogger("graftwork.controller")
@@ -85,7 +88,7 @@ class Controller:
         self._fence = self._take_lease()
         self._stopped = threading.Event()
         self._due: dict[str, float] = {}
-        self._clock = TrustedClock()
+        self._clock = TrustedClock(params.paths.clock)
         self._caught_up = False
         self._ingested_at = 0.0
 
@@ -119,6 +122,7 @@ class Controller:
             self._part("asked", self.asked.carry_out)
             self._part("releases", self._advance_all)
             self._part("expire", self._expire, EXPIRE_S)
+            self._part("sweep", self._sweep, SWEEP_S)
             self._part("snapshot", self._snapshot, self.params.controller.snapshot_s)
         self.last_tick = time.monotonic()
 
@@ -215,6 +219,10 @@ class Controller:
 
     def _expire(self) -> None:
         self.catalog.expire(self._clock.now())
+
+    def _sweep(self) -> None:
+        if self.ledger:
+            self.ledger.sweep(self._clock.now() - AHEAD_S)
 
     def _purge(self, policy: str) -> dict[str, int]:
         if self.ledger is None:

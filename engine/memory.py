@@ -14,8 +14,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from engine.base_shape import Shape
-from engine.config import EngineConfig, TrainerConfig
 from engine.errors import ConfigError
+from engine.service_config import EngineConfig, TrainerConfig
 
 GIB = 1 << 30
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}

@@ -5,8 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from engine.adapters.catalog import Revision
-from engine.config import EngineConfig, served_name
+from engine.config import served_name
 from engine.errors import AdapterError
+from engine.service_config import EngineConfig
 from engine.serving.residency import Residency
 
 

@@ -52,7 +52,7 @@ class FakeClient:
         self.ids_forgotten += leaving.values()
         for worker in self.workers:
             worker.held -= leaving.keys()
-        return [None for _ in self.workers]
+        return [[] for _ in self.workers]
 
     def run(self, request, name):
         """Let a request be in the engine until it is popped from here."""

@@ -21,10 +21,11 @@ from playwright.sync_api import Browser, Page, sync_playwright
 from engine import controller_page
 from engine.adapters.catalog import Catalog
 from engine.aliases import AliasMirror
-from engine.config import ControllerConfig, Params
+from engine.config import Params
 from engine.controller import Controller
 from engine.controller_api import build_app
 from engine.registry import Registry
+from engine.service_config import ControllerConfig
 from tasks.publish import write_report
 
 ARGUMENTS = [

@@ -9,8 +9,10 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import psycopg
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
@@ -386,6 +388,32 @@ def test_a_server_that_is_down_is_asked_once_in_a_while(
         assert catalog.data_version_age() < 0.3
         time.sleep(0.1)
         assert catalog.data_version_age() >= 0.1
+
+
+@pytest.mark.parametrize("kind", ["quick", "read", "write"])
+def test_a_restart_of_the_server_fails_nobody(postgres_server: str, kind: str) -> None:
+    """Afterwards every connection of the pool is dead: one for each thread that used the catalog."""
+    url = fresh_database(postgres_server)
+    migrate(url)
+    with closing(Catalog(url)) as catalog:
+        add = partial(catalog.add_policy, Policy("sorting", "base", {}, "me", 1.0))
+        add()
+        work = {
+            "quick": partial(catalog.tombstone, "sorting", "aa" * 32),
+            "read": partial(catalog.policy, "sorting"),
+            "write": add,
+        }[kind]
+        threads = [catalog._engine.raw_connection() for _ in range(3)]
+        for connection in threads:
+            connection.close()
+        with psycopg.connect(url) as other:
+            ended = other.execute(
+                "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity "
+                "WHERE datname = current_database() AND pid != pg_backend_pid()"
+            ).fetchall()
+        assert ended == [(True,)] * 3
+        for _ in threads:
+            work()
 
 
 def test_a_damaged_layout_is_whole_again_when_it_comes_again(catalog: Catalog) -> None:

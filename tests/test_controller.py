@@ -17,6 +17,7 @@ import pytest
 from fastapi.testclient import TestClient
 from rows import ACCEPTED, NEW, OLD, THIRD, fill
 
+from engine import trusted_clock
 from engine.adapters.catalog import Catalog, Release, ensure_local_key, migrate
 from engine.aliases import AliasMirror
 from engine.config import Params, ReleaseConfig
@@ -404,9 +405,22 @@ def test_a_ledger_that_cannot_be_opened_again_keeps_the_rest_going(
     assert controller.catalog.release(release.id).state == "rolled_back"
 
 
+def test_feedback_that_comes_after_a_purge_goes_within_hours(params: Params, controller: Controller) -> None:
+    users = Users(params)
+    users.ask(OLD, 1.0, "champion")
+    for hours, id in ((2, "late"), (0, "ahead of its answer")):
+        users.spool.emit("feedback", request_id=id, reward=1.0, key="k", at=time.time() - 3600 * hours)
+    users.spool.rotate()
+    controller.tick()
+    with open_snapshot(params.paths.ledger_snapshot) as ledger:
+        found = ledger.execute("SELECT request_id FROM feedback ORDER BY rowid").fetchall()
+    assert found == [("request-0",), ("ahead of its answer",)]
+
+
 def test_a_clock_that_jumps_ahead_expires_nothing_until_it_has_held(controller: Controller) -> None:
     catalog, wall, steady = controller.catalog, [1000.0], [0.0]
-    controller._clock = TrustedClock(lambda: wall[0], lambda: steady[0])
+    file = controller.params.paths.clock
+    controller._clock = TrustedClock(file, lambda: wall[0], lambda: steady[0])
     catalog.add_revision(replace(catalog.revision("sorting", THIRD), digest="dd" * 32, expires_at=5000.0))
 
     def turn(wall_s: float, steady_s: float) -> bool:
@@ -420,6 +434,9 @@ def test_a_clock_that_jumps_ahead_expires_nothing_until_it_has_held(controller: 
     assert turn(1e6, 10)
     assert "jumped ahead by 999990 s" in controller.faults["expire"]
     assert turn(1800, 1800)
+    # Who sees the alarm and starts the services again must not make the jump believed.
+    controller._clock = TrustedClock(file, lambda: wall[0], lambda: steady[0])
+    assert turn(10, 10)
     # Set right, and wrong again: the hour begins anew.
     assert not turn(-1e6, 10)
     assert turn(1e6, 10)
@@ -427,6 +444,32 @@ def test_a_clock_that_jumps_ahead_expires_nothing_until_it_has_held(controller: 
     assert catalog.find("sorting", "dd" * 32)
     assert not turn(200, 200)
     assert catalog.find("sorting", "dd" * 32) is None
+
+
+def test_a_clock_is_remembered_until_the_machine_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, wall, steady = tmp_path / "clock.json", [1000.0], [0.0]
+
+    def clock() -> TrustedClock:
+        return TrustedClock(file, lambda: wall[0], lambda: steady[0])
+
+    assert clock().now() == 1000.0
+    # It is set while nobody looks; an hour counts on through several processes.
+    wall[0] += 1e6
+    for _ in range(4):
+        with pytest.raises(ServiceError, match="jumped ahead by 1000000 s"):
+            clock().now()
+        wall[0], steady[0] = wall[0] + 901, steady[0] + 901
+    assert clock().now() == wall[0]
+    # After a start of the machine the monotonic clock says nothing of the time before.
+    boot = tmp_path / "boot_id"
+    boot.write_text("another\n")
+    monkeypatch.setattr(trusted_clock, "BOOT", boot)
+    wall[0] += 1e6
+    assert clock().now() == wall[0]
+    file.write_text("torn")
+    assert clock().now() == wall[0]
 
 
 def test_another_holder_of_the_lease_ends_the_loop(controller: Controller) -> None:

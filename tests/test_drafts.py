@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from engine.config import EngineConfig
 from engine.errors import ConfigError
+from engine.service_config import EngineConfig
 from engine.serving.server import speculative_arguments
 
 

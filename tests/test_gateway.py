@@ -11,8 +11,8 @@ import pytest
 
 from engine.adapters.catalog import Base, Catalog, Policy, Revision, migrate
 from engine.adapters.store import Store
-from engine.config import EngineConfig
 from engine.errors import DamagedBytes
+from engine.service_config import EngineConfig
 from engine.serving.gateway import Gateway, GatewayState, unless_left
 from engine.serving.residency import Residency
 from engine.serving.routing import Router

@@ -20,9 +20,10 @@ from engine.adapters.foreign import inspect, publish
 from engine.adapters.importing import directory_from_store
 from engine.adapters.publishing import stored_tensors
 from engine.adapters.store import Store
-from engine.config import EngineConfig, Params, load_params
+from engine.config import Params, load_params
 from engine.errors import AdapterError, ConfigError, NotFound
 from engine.quality.probe import Probe, ProbeRow, from_json, gaps
+from engine.service_config import EngineConfig
 from engine.training.probing import probe_by_base
 
 FAMILIES = {"tiny-moe": "Qwen3-MoE", "tiny-mla": "DeepSeek-V3"}

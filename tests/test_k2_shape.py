@@ -17,8 +17,8 @@ from engine.adapters import packed
 from engine.adapters.families import BaseShapes
 from engine.adapters.packed import Block, Layout
 from engine.adapters.store import Store
-from engine.config import EngineConfig
 from engine.model_config import read_config
+from engine.service_config import EngineConfig
 from engine.serving.host_tier import LAYOUT_LIMIT, HostTier, read_layout
 from engine.serving.loader import Registered, SlotManager
 

@@ -447,6 +447,18 @@ def test_what_is_gone_does_not_come_back(spool: Spool, ledger: Ledger) -> None:
     assert b"kept" in file.read_bytes()
 
 
+def test_feedback_on_answers_that_never_come_is_swept(spool: Spool, ledger: Ledger) -> None:
+    """It names no policy, so that only time tells it from feedback that is ahead of its answer."""
+    observe(spool, "known", "aa", "u")
+    for id, at in (("known", 10.0), ("gone", 10.0), ("gone", 20.0)):
+        spool.emit("feedback", request_id=id, reward=1.0, key="k", at=at)
+    take_in(ledger, spool)
+    assert ledger.sweep(20.0) == 1
+    found = 'SELECT request_id, "at" FROM feedback ORDER BY rowid'
+    assert rows(ledger, found) == [("known", 10.0), ("gone", 20.0)]
+    assert (ledger.sweep(21.0), ledger.sweep(21.0)) == (1, 0)
+
+
 def test_a_ledger_that_could_not_become_another_file_closes_nothing_of_others(
     ledger: Ledger, tmp_path: Path
 ) -> None:

@@ -17,10 +17,11 @@ from live import free_port
 from rows import NEW, OLD, THIRD, fill
 
 from engine.adapters.catalog import Base, Catalog, Notice, Release, migrate
-from engine.config import ControllerConfig, MlflowConfig, Params, ReleaseConfig
+from engine.config import Params, ReleaseConfig
 from engine.errors import Conflict, NotFound
 from engine.quality.ledger import Ledger, Spool
 from engine.quality.why import Chain, commit_link, why
+from engine.service_config import ControllerConfig, MlflowConfig
 from engine.version import code_version
 from tasks import look
 

@@ -65,6 +65,8 @@ def serve(rank: int, root: Path) -> None:
     mapped = copy(gone.plan)
     mapped.can_read = False
     worker.host.adapters["p@gone"] = replace(gone, plan=mapped)
+    said: list[str] = []
+    loader.log.addFilter(lambda record: said.append(record.getMessage()) or True)
     steps = []
     for ids in ((1, 2), (3, 1), (4, 3), (1, 3)):
         # A set of requests has another order in every process.
@@ -72,9 +74,7 @@ def serve(rank: int, root: Path) -> None:
         requests: Any = [SimpleNamespace(lora_int_id=i, lora_name=NAMES[i - 1]) for i in ordered]
         worker._apply_adapters(requests)
         steps.append(sorted(worker.slots._active_adapters))
-    said: list[str] = []
-    worker.host.prepare("p@lost", {}, lambda state: said.append(state[1]))
-    result = {"steps": steps, "lost": list(worker.slots.lost), "said": said[0]}
+    result = {"steps": steps, "lost": list(worker.slots.lost), "said": said}
     (root / f"{rank}.json").write_text(json.dumps(result))
 
 
@@ -93,9 +93,9 @@ def test_what_one_rank_loses_is_lost_on_both(tmp_path):
         # The third step makes room for an adapter that is lost.
         assert result["steps"] == [[1], [1, 3], [3], [1, 3]]
         assert result["lost"] == [2, 4]
-        assert "Restart the engine" in result["said"]
-    assert "(on another rank)" in first["said"]
-    assert "(4096 of 1572864 bytes are left)" in second["said"]
+        assert ["p@lost" in said for said in result["said"]] == [True, False]
+    assert "lost: on another rank." in first["said"][0]
+    assert "lost: 4096 of 1572864 bytes are left." in second["said"][0]
 
 
 if __name__ == "__main__":

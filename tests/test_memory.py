@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.base_shape import Shape
-from engine.config import EngineConfig, TrainerConfig
 from engine.errors import ConfigError
 from engine.memory import GIB, Plan, layer_bytes, plan, refuse_unless_it_fits
+from engine.service_config import EngineConfig, TrainerConfig
 
 # Qwen/Qwen3-0.6B, as its config.json states it.
 QWEN3_06B = {

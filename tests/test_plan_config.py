@@ -15,11 +15,11 @@ from engine.adapters import packed
 from engine.adapters.families import BaseShapes
 from engine.adapters.sizes import packed_blocks, slot_bytes
 from engine.base_shape import Shape
-from engine.config import EngineConfig
 from engine.errors import BaseModelError, ConfigError
 from engine.memory import GIB
 from engine.model_config import language_model, read_config
 from engine.recipes import RECIPES
+from engine.service_config import EngineConfig
 from engine.serving.fill import Plan
 from engine.serving.slots import slots_of
 from flows.cli import app

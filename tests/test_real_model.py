@@ -15,10 +15,11 @@ import yaml
 from engine.adapters import packed
 from engine.adapters.families import FUSED
 from engine.base import BaseInfo
-from engine.config import EngineConfig, Params, TrainerConfig
+from engine.config import Params
 from engine.errors import BaseModelError, ConfigError
 from engine.loss_config import CORRECTIONS
 from engine.memory import GIB, Plan, plan
+from engine.service_config import EngineConfig, TrainerConfig
 from engine.training import lora
 from engine.training.lora import Example, ResidentBase, Row
 from engine.training.update import Objective, forward_backward, tokens_of

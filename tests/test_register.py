@@ -20,8 +20,9 @@ from peft import PeftModel
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from engine.adapters.revision import make_manifest, read_revision, write_revision
-from engine.config import MlflowConfig, Params
+from engine.config import Params
 from engine.errors import AdapterError, ConfigError, ServiceError
+from engine.service_config import MlflowConfig
 from tasks import flavor, tracking
 from tasks import register as registration
 from tasks.register import register, run_of_session

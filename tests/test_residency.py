@@ -18,8 +18,8 @@ from adapters_cold import (
     use,
 )
 
-from engine.config import EngineConfig
 from engine.errors import AdapterError, Busy, DamagedBytes, MissingBytes, NotFound, ServiceError
+from engine.service_config import EngineConfig
 from engine.serving.load_queue import BACKGROUND, INTERACTIVE, SHARE
 from engine.serving.residency import Residency
 

@@ -10,9 +10,10 @@ from history import GOOD, OLD, build
 from live import free_port
 from typer.testing import CliRunner
 
-from engine.config import EngineConfig, Params
+from engine.config import Params
 from engine.errors import ServiceError
 from engine.quality.ledger import Ledger, Spool
+from engine.service_config import EngineConfig
 from flows.cli_residency import app
 from tasks import residency as tiers
 

@@ -14,8 +14,9 @@ from moe_bases import qwen3_moe
 
 from engine.adapters.catalog import migrate
 from engine.base import BaseInfo
-from engine.config import EngineConfig, Params, Paths, PolicyConfig
+from engine.config import Params, Paths, PolicyConfig
 from engine.errors import ConfigError
+from engine.service_config import EngineConfig
 from engine.serving.server import route_arguments
 from engine.training import protocol
 from engine.training.lora import Example, ResidentBase

@@ -40,7 +40,8 @@ def catalog(tmp_path) -> Catalog:
 
 
 def set_route(catalog: Catalog, **changes) -> Route:
-    route = catalog.route("sums")
+    # With a salt by chance one user in a thousand is not on a canary with all but all of them.
+    route = replace(catalog.route("sums"), salt="fixed")
     return catalog.set_route(replace(route, **changes), route.version)
 
 

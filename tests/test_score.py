@@ -6,9 +6,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from engine.config import BaseConfig, EngineConfig, Params
+from engine.config import BaseConfig, Params
 from engine.errors import NotFound, ServiceError
 from engine.quality.ledger import Ledger
+from engine.service_config import EngineConfig
 from engine.training.problems import Problem, render, reward
 from tasks.score import score
 from tasks.suites import build_suite, load_suite

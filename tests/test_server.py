@@ -6,8 +6,9 @@ from unittest import mock
 import pytest
 from vllm.utils.cpu_resource_utils import parse_id_list
 
-from engine.config import EngineConfig, Params
+from engine.config import Params
 from engine.errors import ConfigError
+from engine.service_config import EngineConfig
 from engine.serving.server import cores_of_ranks, set_environment
 
 

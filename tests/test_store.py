@@ -11,8 +11,9 @@ import pytest
 
 from engine.adapters import store as store_module
 from engine.adapters.store import IOV_MAX, PAGE, PAGE_ALIGNED_FROM, Location, Store, open_store
-from engine.config import Params, StoreConfig
+from engine.config import Params
 from engine.errors import AdapterError, ServiceError
+from engine.service_config import StoreConfig
 
 
 def test_blobs_come_back_aligned(tmp_path):

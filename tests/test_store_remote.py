@@ -20,8 +20,9 @@ from engine.adapters.publishing import location
 from engine.adapters.remote import RemoteStore
 from engine.adapters.repacking import repack
 from engine.adapters.store import Location, open_store
-from engine.config import Params, StoreConfig
+from engine.config import Params
 from engine.errors import AdapterError, ConfigError, ServiceError
+from engine.service_config import StoreConfig
 
 MIB = 1 << 20
 

@@ -32,7 +32,7 @@ async def test_a_load_waits_for_no_step():
     ids = [request.lora_int_id for request in table.lora_requests.values()]
     assert sorted(ids) == list(range(1, 33))
     assert {request.lora_path for request in table.lora_requests.values()} == {
-        f"graftwork:p@{i}" for i in range(32)
+        f"graftwork:0:p@{i}" for i in range(32)
     }
     # vLLM's own resolvers would keep a lock for every name that anybody ever asks for.
     assert (table.lora_resolvers, dict(table.lora_resolver_lock)) == ([], {})

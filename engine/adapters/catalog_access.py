@@ -119,7 +119,9 @@ def _open_sqlite(address: URL) -> Engine:
 def _open_postgres(address: URL) -> Engine:
     limits = f"-c lock_timeout={BUSY_TIMEOUT_MS} -c statement_timeout={STATEMENT_TIMEOUT_MS}"
     try:
-        engine = create_engine(address, connect_args={**PATIENCE, "options": limits})
+        # Asked before each use, for one way to the server and back: when that was restarted all of them are
+        # dead, and each would fail a request.
+        engine = create_engine(address, pool_pre_ping=True, connect_args={**PATIENCE, "options": limits})
     except ModuleNotFoundError:
         raise ConfigError(
             f"The catalog {address.render_as_string()} needs psycopg: pip install 'graftwork[postgres]'."

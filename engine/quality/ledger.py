@@ -92,6 +92,18 @@ class Ledger:
             new += self._ingest_files(files[start : start + FILES_A_COMMIT], spool_root / "rejected", gone)
         return new
 
+    def sweep(self, before: float) -> int:
+        """Remove feedback from before this time on answers that are not here; return how many.
+
+        Feedback names no policy: on an answer whose policy was purged meanwhile it would stay for ever.
+        """
+        unknown = "NOT EXISTS (SELECT 1 FROM observations WHERE observations.id = request_id)"
+        query = f'DELETE FROM feedback WHERE "at" < ? AND {unknown}'
+        row = self.connection.execute(query, [before]).fetchone()
+        removed = int(row[0]) if row else 0
+        self._changed = self._changed or removed > 0
+        return removed
+
     def snapshot(self, destination: Path) -> bool:
         """Replace the readers' copy if anything changed since the last one; return whether it did."""
         if not self._changed and destination.is_file():

@@ -105,7 +105,7 @@ class GraftworkEndpoints:
         )
         state.graftwork = GatewayState(router, tier, spool, name=f"127.0.0.1:{params.engine.port}")
         # Held here, since asyncio keeps only weak references to tasks.
-        state.graftwork_slots_counted = asyncio.create_task(count_slots(engine, tier, metrics))
+        state.graftwork_slots_watched = asyncio.create_task(watch_slots(engine, tier, metrics))
         prewarmer = Prewarmer(tier, router, params.paths.warm / f"{params.engine.port}.json")
         state.graftwork_prewarming = asyncio.create_task(prewarmer.run())
 
@@ -122,17 +122,19 @@ def check_marker(workers: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return workers
 
 
-async def count_slots(engine: VllmEngine, tier: Residency, metrics: LoadMetrics) -> None:
-    """Keep Prometheus's figures of the slots, which the worker alone knows."""
+async def watch_slots(engine: VllmEngine, tier: Residency, metrics: LoadMetrics) -> None:
+    """Keep Prometheus's figures of the slots, and let go whose bytes were lost: the worker alone knows."""
     while True:
         try:
-            names = await engine.slots()
+            names, lost = await engine.slots()
         except Exception as error:
-            log.warning("The slots are not counted for the moment: %r", error)
+            log.warning("The slots are not watched for the moment: %r", error)
         else:
             size = sum(tier.residents[name].bytes for name in names if name in tier.residents)
             metrics.adapters.labels("slot").set(len(names))
             metrics.bytes.labels("slot").set(size)
+            for name in lost:
+                tier.lose(name)
         await asyncio.sleep(SLOTS_S)
 
 
@@ -145,7 +147,8 @@ async def residency(request: Request) -> dict[str, Any]:
     """Say where adapters are: tiers, sizes, queue, and each resident's own; bytes and seconds."""
     state: GatewayState = request.app.state.graftwork
     here, now = state.residency, time.monotonic()
-    slots = set(await request.app.state.graftwork_slots())
+    in_slot, _ = await request.app.state.graftwork_slots()
+    slots = set(in_slot)
     adapters = {
         name: {
             "tier": "slot" if name in slots else "host",

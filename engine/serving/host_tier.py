@@ -1,9 +1,10 @@
 """The host tier: adapters that are verified and laid out for this engine's slots, by served name.
 
 The page cache holds the bytes, once for all workers of a machine: large ones are mapped, and small ones only
-open. Both outlive their file's name; a disk can still fail, and a file can be cut short by somebody, hence
-`Bytes.bring_in` before every copy. Knows the store's files and the packed layout, neither vLLM nor slots by
-number.
+open, many in a file. Both outlive their file's name but on NFS; a disk can still fail, and a file can be cut
+short by somebody, hence `Bytes.bring_in` before every copy. A small one alone in its file, as copies of what
+is behind a URL are, is read whole: thousands of open files would be too many. Knows the store's files and the
+packed layout, neither vLLM nor slots by number.
 """
 
 import errno
@@ -29,7 +30,7 @@ from engine.adapters.revision import is_finite
 from engine.adapters.store import ALIGNMENT, PAGE_ALIGNED_FROM
 from engine.errors import AdapterError, DamagedBytes, MissingBytes
 from engine.serving.fill import Module, Plan
-from engine.serving.load_channel import State, Tell
+from engine.serving.load_channel import Tell
 
 PREPARE_THREADS = 2
 # Kimi-K2 with a rank of its own for every expert takes about 10 MB.
@@ -37,13 +38,11 @@ LAYOUT_LIMIT = 16 << 20
 # Adapters of one shape share a layout and a plan; more shapes than this are parsed again.
 LAYOUTS = 16
 MADV_POPULATE_READ = 22
-# Of errors at opening, those by which a file is not there; any other is no word of its bytes.
+# Of errors at opening and reading, those by which a file is not there; any other is no word of its bytes.
 GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE)
 BYTE = torch.uint8
 # Of each thread that verifies.
 SCRATCH = threading.local()
-# Adapters whose disk failed, by which nothing more is loaded.
-MOST_LOST = 1000
 READY = ("ready", "")
 FORGOTTEN = ("refused", "The engine has forgotten it.")
 REFUSED: dict[str, type[AdapterError]] = {
@@ -57,21 +56,26 @@ REFUSED: dict[str, type[AdapterError]] = {
 class Bytes:
     """An adapter's payload: `length` bytes at `offset` of a segment that stays open, also without its name.
 
-    `payload` is a mapping of them, or a copy where they are few and not read from the file again.
+    `payload` is a mapping of them, or where they are few a copy, which needs no `file`.
     """
 
-    file: FileIO
+    file: FileIO | None
     offset: int
     length: int
+    is_alone: bool
     payload: Tensor | None = None
     mapped: mmap.mmap | None = None
 
     def kept(self, in_memory: bool) -> "Bytes":
-        """Map what is large; copy what is small only where it must be `in_memory`: mappings are counted."""
+        """Map what is large; copy what is small where it must be `in_memory`, or is alone in its file.
+
+        Mappings are counted as open files are.
+        """
         if self.length < PAGE_ALIGNED_FROM:
-            return replace(
-                self, payload=self._copy(torch.empty(self.length, dtype=BYTE)) if in_memory else None
-            )
+            if not (in_memory or self.is_alone):
+                return self
+            return replace(self, file=None, payload=self._copy(torch.empty(self.length, dtype=BYTE)))
+        assert self.file is not None
         start = self.offset - self.offset % mmap.ALLOCATIONGRANULARITY
         size = self.offset + self.length - start
         # Private, so that torch may call the memory writable; nothing ever writes to it.
@@ -101,6 +105,7 @@ class Bytes:
                 raise
 
     def _copy(self, into: Tensor) -> Tensor:
+        assert self.file is not None
         view = memoryview(into.numpy())  # type: ignore[arg-type]
         done = 0
         while done < self.length:
@@ -126,7 +131,7 @@ class Segments:
                 f"its {length} bytes at {offset} are not in {path}, which has {size}. "
                 "Export the revision again."
             )
-        return Bytes(file, offset, length)
+        return Bytes(file, offset, length, is_alone=size == length)
 
     def _open(self, path: str) -> tuple[FileIO, int]:
         """Return a regular file and its size, by few system calls: for each, the step gets Python's lock."""
@@ -150,7 +155,7 @@ class Segments:
 class PackedAdapter:
     """An adapter of the host tier: its bytes, and how they get into a slot of this rank.
 
-    Where the plan can read, slots are filled from the file, without a look at a mapping.
+    Where the plan can read, slots are filled from the file if it is open, without a look at a mapping.
     """
 
     name: str
@@ -164,15 +169,25 @@ class PackedAdapter:
 
     def bring_in(self) -> None:
         """Have every page that `fill` will map in memory, or raise `OSError`."""
-        if not self.plan.can_read:
+        if self._file is None:
             self.bytes.bring_in()
 
     def fill(self, slot: int, before: Plan | None) -> None:
         """Put the adapter into a slot. Raises `OSError` when its bytes are lost; then the slot is clear."""
-        if self.plan.can_read:
-            self.plan.read(slot, self.bytes.file.fileno(), self.bytes.offset, before)
+        if self._file is not None:
+            self.plan.read(slot, self._file.fileno(), self.bytes.offset, before)
         else:
             self.plan.fill(slot, self.sources, before)
+
+    def lay_out(self) -> None:
+        """Have ready what `fill` copies from, rather than in the step that first uses it."""
+        if self._file is None:
+            _ = self.sources
+
+    @property
+    def _file(self) -> FileIO | None:
+        """Return the file that slots are filled from; None where it is memory."""
+        return self.bytes.file if self.plan.can_read else None
 
 
 class HostTier:
@@ -188,34 +203,20 @@ class HostTier:
         self._plan = lru_cache(LAYOUTS)(lambda layout: Plan(read_layout(layout), modules))
         # Who is to be told of what is on its way.
         self._loading: dict[str, list[Tell]] = {}
-        # Never emptied: blocks of the prefix cache may carry the name until the engine ends. Sentences only.
-        self._lost: dict[str, str] = {}
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(PREPARE_THREADS, thread_name_prefix="graftwork-prepare")
 
     def prepare(self, name: str, address: dict[str, Any], tell: Tell) -> None:
         """Begin to map and verify an adapter; `tell` hears `READY`, or a kind of `REFUSED` and why."""
         with self._lock:
-            state = self._known(name)
-            if state is None:
+            is_here = name in self.adapters
+            if not is_here:
                 waiting = self._loading.setdefault(name, [])
                 waiting.append(tell)
                 if len(waiting) == 1:
                     self._pool.submit(self._prepare, name, address, waiting)
-        if state is not None:
-            tell(state)
-
-    def _known(self, name: str) -> State | None:
-        if name in self.adapters:
-            return READY
-        if name in self._lost:
-            return "refused", self._lost[name]
-        if len(self._lost) >= MOST_LOST:
-            return "refused", (
-                f"{name} cannot be loaded: {MOST_LOST} adapters have lost their bytes since the "
-                "engine started. Restart it once the disk is whole."
-            )
-        return None
+        if is_here:
+            tell(READY)
 
     def forget(self, name: str) -> None:
         """Drop an adapter, also one that is on its way."""
@@ -224,11 +225,6 @@ class HostTier:
             waiting = self._loading.pop(name, [])
         for tell in waiting:
             tell(FORGOTTEN)
-
-    def lose(self, name: str, reason: str) -> None:
-        """Never serve a name again: its bytes were lost after it was ready."""
-        self._lost[name] = reason
-        self.forget(name)
 
     def open(self, name: str, address: Mapping[str, Any]) -> PackedAdapter:
         """Map a packed adapter and lay out its copies; its bytes are neither read nor verified.
@@ -247,9 +243,7 @@ class HostTier:
             if hashlib.sha256(memoryview(payload.numpy())).hexdigest() != address["checksum"]:  # type: ignore[arg-type]
                 raise DamagedBytes(f"its bytes in {address['path']} are damaged; export the revision again.")
             self.verified_bytes += payload.numel()
-        if not plan.can_read:
-            # Laid out here rather than by the step that first uses them.
-            _ = adapter.sources
+        adapter.lay_out()
         # Where every byte is needed, one look at all of them is much less work than one at each region.
         if not (plan.can_read and is_finite(payload.view(plan.layout.dtype))):
             for region, values in zip(plan.regions, plan.sources(payload), strict=True):
@@ -267,8 +261,7 @@ class HostTier:
             self.verify(adapter, address)
         except Exception as error:
             # Whatever it is: a name that nothing is told of would let its requests wait for nothing.
-            kind = next((kind for kind, of in REFUSED.items() if isinstance(error, of)), "refused")
-            state = kind, f"{name} cannot be loaded: {error}"
+            state = _kind(error), f"{name} cannot be loaded: {error}"
         with self._lock:
             if self._loading.get(name) is not waiting:
                 return
@@ -277,6 +270,13 @@ class HostTier:
                 self.adapters[name] = adapter
         for tell in waiting:
             tell(state)
+
+
+def _kind(error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno in GONE:
+        # On NFS another host may remove a segment between the look at it and the read.
+        return "missing"
+    return next((kind for kind, of in REFUSED.items() if isinstance(error, of)), "refused")
 
 
 def _open(path: str) -> FileIO:

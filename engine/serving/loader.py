@@ -2,13 +2,14 @@
 
 `prepare` (the host tier's) maps a packed adapter, verifies and validates it, and takes no slot.
 `activate` is the only work inside vLLM's step loop: a copy for each block, once the mapping's pages are
-known to be there. When they are lost (a failed disk, a segment cut short) the slot stays free and clear,
-the adapter is never tried again under its name (blocks of the prefix cache may carry it), and its
-requests fail alone (plugin.fail_requests_of_lost_adapters).
+known to be there. When they are lost (a failed disk, a segment cut short, or on NFS removed by another host)
+the slot stays free and clear, and the requests under way fail alone (plugin.fail_requests_of_lost_adapters).
+The gateway is told, and whoever asks next has the adapter loaded anew.
 
 Knows vLLM's LoRA managers (0.26 to 0.32). Does not know names' meaning, routes or the catalog.
 """
 
+import logging
 import time
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,6 +25,8 @@ from engine.serving.host_tier import HostTier, PackedAdapter
 from engine.serving.load_channel import LoadListener
 from engine.serving.lost import is_lost_on_any_rank
 from engine.serving.slots import ModuleSlots, slots_of
+
+log = logging.getLogger("graftwork.loader")
 
 
 @dataclass
@@ -136,12 +139,13 @@ class PackedWorkerManager(LRUCacheWorkerLoRAManager):
             )
         return self.slots.add_adapter(Registered(lora_request.lora_int_id, adapter))
 
-    def forget(self, name: str, lora_id: int | None) -> None:
-        """Drop every trace of a name; nobody computes with it any more."""
-        if lora_id is not None:
-            self.slots.remove_adapter(lora_id)
-            self.slots.lost.pop(lora_id, None)
+    def forget(self, name: str, lora_id: int | None) -> bool:
+        """Drop every trace of a name that nobody computes with any more; say whether its bytes were lost."""
         self.host.forget(name)
+        if lora_id is None:
+            return False
+        self.slots.remove_adapter(lora_id)
+        return self.slots.lost.pop(lora_id, None) is not None
 
     def set_active_adapters(self, requests: set[Any], mapping: Any | None) -> None:
         """Activate a step's adapters. Rows of one whose bytes are lost run as the base's, and then fail."""
@@ -176,8 +180,7 @@ class PackedWorkerManager(LRUCacheWorkerLoRAManager):
             self.slots.add_adapter(Registered(lora_id, adapter))
             return
         # Forgotten under a request, which the gateway never does: an error here would end the engine.
-        self.slots.lost[lora_id] = name
-        self.host.lose(name, f"{name} left the host tier while a request of it ran. Restart the engine.")
+        self._lose(lora_id, name, "it left the host tier under a request")
 
     def _activate(self, lora_id: int, name: str) -> None:
         """Activate an adapter on every rank, or lose it on every rank."""
@@ -189,12 +192,13 @@ class PackedWorkerManager(LRUCacheWorkerLoRAManager):
             fault = error.strerror or str(error)
         if is_lost_on_any_rank(fault is not None):
             self.slots.deactivate_adapter(lora_id)
-            self.slots.lost[lora_id] = name
-            self.host.lose(
-                name,
-                f"{name} cannot be loaded: its bytes were lost ({fault or 'on another rank'}). Restart the "
-                "engine once its segment is whole; to export the revision again gives the same name.",
-            )
+            self._lose(lora_id, name, fault or "on another rank")
+
+    def _lose(self, lora_id: int, name: str, reason: str) -> None:
+        """Let requests of this id fail until it is forgotten; its name may then come back with another."""
+        log.warning("The bytes of %s were lost: %s. Whoever asks next has it loaded anew.", name, reason)
+        self.slots.lost[lora_id] = name
+        self.host.forget(name)
 
 
 class LoaderExtension:
@@ -219,14 +223,15 @@ class LoaderExtension:
         listener = self.model_runner.lora_manager.listener
         return listener.address, listener.token
 
-    def graftwork_forget(self, leaving: dict[str, int | None]) -> None:
-        """Forget names (name: id) between two steps: a step may take any slot's adapter."""
-        for name, lora_id in leaving.items():
-            self.model_runner.lora_manager.forget(name, lora_id)
+    def graftwork_forget(self, leaving: dict[str, int | None]) -> list[str]:
+        """Forget names (name: id) between two steps, whose slots may change; return whose bytes were lost."""
+        manager = self.model_runner.lora_manager
+        return [name for name, lora_id in leaving.items() if manager.forget(name, lora_id)]
 
-    def graftwork_slots(self) -> list[str]:
-        """Return the names whose adapters are in a slot."""
-        return self.model_runner.lora_manager.slots.names()  # type: ignore[no-any-return]
+    def graftwork_slots(self) -> tuple[list[str], list[str]]:
+        """Return the names whose adapters are in a slot, and those whose bytes were lost."""
+        slots = self.model_runner.lora_manager.slots
+        return slots.names(), list(slots.lost.values())
 
     def graftwork_loads(self) -> dict[str, Any]:
         """Return what this worker has read and copied since it started; bytes and seconds."""

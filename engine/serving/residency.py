@@ -21,8 +21,9 @@ from prometheus_client import CollectorRegistry
 from engine.adapters.catalog import Catalog, Revision
 from engine.adapters.publishing import location
 from engine.adapters.store import Store
-from engine.config import EngineConfig, served_name
+from engine.config import served_name
 from engine.errors import AdapterError, Busy, DamagedBytes, GraftworkError, MissingBytes, ServiceError
+from engine.service_config import EngineConfig
 from engine.serving.load_metrics import LoadLog, LoadMetrics
 from engine.serving.load_queue import BACKGROUND, INTERACTIVE, PACED_S, Load, LoadQueue
 from engine.serving.warm_set import Resident, WarmSet
@@ -66,6 +67,8 @@ class Residency:
         self._timeout_s = config.load_timeout_s
         self._pinned = pinned
         self._leaving: dict[str, asyncio.Task[None]] = {}
+        # Who has lost its bytes and still has users, which fail.
+        self._lost: set[str] = set()
         # asyncio keeps only weak references to tasks.
         self._prewarming: set[asyncio.Task[None]] = set()
         self._threads = ThreadPoolExecutor(min(THREADS, self.queue.concurrency), "graftwork-fetch")
@@ -93,8 +96,13 @@ class Residency:
             self.release(name)
 
     def hold_warm(self, revision: Revision) -> str | None:
-        """Hold a revision that is in the host tier and return its served name; None when it is cold."""
+        """Hold a revision that is in the host tier and return its served name; None when it is cold.
+
+        Raises `ServiceError` while it leaves since its bytes were lost.
+        """
         name = served_name(revision.policy, revision.digest)
+        if name in self._lost:
+            raise ServiceError(f"The engine has lost the bytes of {name}. Try again: it is loaded anew.")
         if self.tier.hold(name) is None:
             return None
         self.tier.popularity.add(name)
@@ -117,6 +125,8 @@ class Residency:
     def release(self, name: str, is_use: bool = True) -> None:
         """End what `hold` began; `is_use` says whether anybody computed with it."""
         self.tier.release(name, is_use)
+        if name in self._lost:
+            self.lose(name)
         self.entered(name)
         self._evict()
 
@@ -139,6 +149,13 @@ class Residency:
         if resident is not None:
             self._take_out([(name, resident)])
         return resident is not None
+
+    def lose(self, name: str) -> None:
+        """Let an adapter go whose bytes the engine has lost, so that it is loaded anew for who asks next."""
+        if name in self.residents and not self.drop(name):
+            self._lost.add(name)
+        else:
+            self._lost.discard(name)
 
     def doubt(self, policies: Collection[str] | None) -> None:
         """Have loads of these policies (None: of all) look again whether their row is there."""

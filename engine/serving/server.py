@@ -15,9 +15,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.config import EngineConfig, Params, load_params
+from engine.config import Params, load_params
 from engine.errors import ConfigError
 from engine.memory import BATCHED_TOKENS
+from engine.service_config import EngineConfig
 
 if TYPE_CHECKING:
     from engine.base import BaseInfo

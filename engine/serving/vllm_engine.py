@@ -36,6 +36,7 @@ class VllmEngine:
         self._leaving: dict[str, asyncio.Future[None]] = {}
         self._going: dict[str, asyncio.Future[None]] = {}
         self._forgetting: asyncio.Task[None] | None = None
+        self._losses = 0
 
     @staticmethod
     async def markers(client: Any) -> list[dict[str, Any]]:
@@ -52,9 +53,10 @@ class VllmEngine:
         """Return what each worker has read and copied."""
         return await _call(self._client, "graftwork_loads")
 
-    async def slots(self) -> list[str]:
-        """Return the names in a slot of the first worker; all of them hold the same."""
-        return list((await _call(self._client, "graftwork_slots"))[0])
+    async def slots(self) -> tuple[list[str], list[str]]:
+        """Return the first worker's names in a slot, and those whose bytes were lost; all say the same."""
+        names, lost = (await _call(self._client, "graftwork_slots"))[0]
+        return names, lost
 
     async def prepare(self, name: str, address: dict[str, Any]) -> None:
         """Return when every worker has the adapter and the server takes requests for it.
@@ -72,12 +74,13 @@ class VllmEngine:
             if (kind, sentence) != READY:
                 raise REFUSED.get(kind, AdapterError)(sentence)
         # As vLLM's server does for a resolver, without its call into the engine: our worker registers what a
-        # step asks for. The path is constant for each name: the prefix cache is keyed by both.
+        # step asks for. The prefix cache is keyed by name and path, so that a name finds its blocks when it
+        # comes back; not those that were computed without its bytes.
         if name not in self._models.lora_requests:
             self._models.lora_requests[name] = LoRARequest(
                 lora_name=name,
                 lora_int_id=self._models.lora_id_counter.inc(1),
-                lora_path=f"graftwork:{name}",
+                lora_path=f"graftwork:{self._losses}:{name}",
             )
 
     async def forget(self, name: str) -> None:
@@ -114,7 +117,7 @@ class VllmEngine:
         ids = {name: self._drop(name) for name in going}
         fault = None
         try:
-            await _call(self._client, "graftwork_forget", ids)
+            self._losses += any(await _call(self._client, "graftwork_forget", ids))
         except Exception as error:
             fault = ServiceError(f"The engine does not answer: {error!r}. Its log says more.")
         self._going = {}

@@ -32,9 +32,10 @@ from parity import ask, random_adapter
 
 from engine.adapters.families import BaseShapes
 from engine.base import ensure_base, prompt_ids
-from engine.config import BaseConfig, EngineConfig, load_params
+from engine.config import BaseConfig, load_params
 from engine.errors import ConfigError
 from engine.gpu import cuda_bytes
+from engine.service_config import EngineConfig
 from engine.serving.server import speculative_arguments
 from engine.training.problems import TASKS, stream
 from engine.training.rollouts import Sampling, sample_groups

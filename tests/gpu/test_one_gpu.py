@@ -15,8 +15,9 @@ import torch
 from live import free_port, start_engine, stop_engine
 
 from engine import gpu
-from engine.config import EngineConfig, Params, TrainerConfig
+from engine.config import Params
 from engine.memory import gib
+from engine.service_config import EngineConfig, TrainerConfig
 
 pytestmark = [
     pytest.mark.gpu,
