@@ -135,7 +135,7 @@ def test_batches_that_follow_each_other_share_bytes(
 ):
     """The rows of one are on their way while the bytes of the next are looked up."""
     monkeypatch.setattr(bulk, "BATCH", 4)
-    add, places = catalog.add_revisions, catalog.places
+    add, places = catalog.add_batch, catalog.places
     looked_up = threading.Semaphore(0)
 
     def looks(digests):
@@ -151,7 +151,7 @@ def test_batches_that_follow_each_other_share_bytes(
         return add(rows, shared)
 
     monkeypatch.setattr(catalog, "places", looks)
-    monkeypatch.setattr(catalog, "add_revisions", late)
+    monkeypatch.setattr(catalog, "add_batch", late)
     entries = [Entry(policy, adapter(seed)) for policy in ("one", "two") for seed in range(4)]
     found = register(catalog, store, [*entries, *entries[:4]])
     assert [one.new for one in found] == [True] * 8 + [False] * 4
@@ -205,7 +205,7 @@ def test_many_shapes_do_not_add_up(catalog: Catalog, store: Store, monkeypatch: 
 def test_bytes_that_move_meanwhile_are_found_again(
     catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch
 ):
-    add, calls = catalog.add_revisions, []
+    add, calls = catalog.add_batch, []
 
     def moved_once(rows, shared=()):
         calls.append(len(rows))
@@ -213,7 +213,7 @@ def test_bytes_that_move_meanwhile_are_found_again(
             raise Moved("The bytes were moved.")
         return add(rows, shared)
 
-    monkeypatch.setattr(catalog, "add_revisions", moved_once)
+    monkeypatch.setattr(catalog, "add_batch", moved_once)
     found = register(catalog, store, [Entry("one", adapter(seed)) for seed in range(3)])
     assert [one.new for one in found] == [True] * 3
     # What was appended the first time is used, not appended again.

@@ -4,15 +4,16 @@ While the catalog takes the rows of a batch, the disk takes the bytes of the nex
 packed and hashed. Bytes are fsynced before the rows that name them are committed, in the order of batches.
 """
 
-from collections.abc import Collection, Set
+from collections.abc import Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import TYPE_CHECKING
 
 from engine.adapters.batches import Batch, Form, batch_of
 from engine.adapters.bulk_entries import Registered, Row, refusal
-from engine.adapters.catalog_schema import Revision
-from engine.adapters.publishing import ATTEMPTS, exported
+from engine.adapters.catalog_batches import RevisionBatch
+from engine.adapters.publishing import ATTEMPTS
 from engine.errors import Conflict, Moved, Purged
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from engine.adapters.catalog import Catalog
     from engine.adapters.store import Location, Store
 
-Pairs = list[tuple[Row, str]]
 Places = dict[str, "Location"]
 
 
@@ -35,7 +35,8 @@ class _Placed:
 
     form: Form
     batch: Batch | None
-    pairs: Pairs
+    rows: list[Row]
+    digests: list[str]
     damaged: Set[str]
     known: Places
     appended: Places
@@ -79,40 +80,42 @@ class Writer:
     def _place(self, named: "Future[Batch]", rows: list[Row]) -> _Placed:
         batch = named.result()
         self._add_layout(batch.form)
-        pairs = list(zip(rows, batch.digests, strict=True))
-        return self._append(_Placed(batch.form, batch, pairs, self._damaged(pairs), {}, {}))
+        damaged = self._damaged(rows, batch.digests)
+        return self._append(_Placed(batch.form, batch, rows, batch.digests, damaged, {}, {}))
 
     def _append(self, placed: _Placed) -> _Placed:
         """Look up where each digest's bytes lie, and append those that the store does not have."""
-        batch, appended = placed.batch, dict(placed.appended)
+        batch, appended = placed.batch, placed.appended
         if batch is None:
             return placed
         wanted = [digest for digest in batch.digests if digest not in placed.damaged]
         # In this order: what is pending no longer is in the catalog.
         pending = self._pending.copy()
-        others = [digest for digest in wanted if digest in pending and digest not in appended]
-        known = {digest: pending[digest] for digest in others}
+        known = {digest: pending[digest] for digest in wanted if digest in pending and digest not in appended}
         known |= self._catalog.places(wanted)
+        places = known | appended
         missing: dict[str, int] = {}
         for i, (digest, checksum) in enumerate(zip(batch.digests, batch.checksums, strict=True)):
-            at = appended.get(digest) or known.get(digest)
+            at = places.get(digest)
             # Bytes of another packing are other bytes: this batch's layout does not describe them.
             if at is None or (at.checksum, at.length) != (checksum, batch.form.layout.nbytes):
                 missing[digest] = i
         if missing:
             payloads = batch.payloads()
             numbers = missing.values()
-            places = self._store.append_many(
+            found = self._store.append_many(
                 [payloads[i] for i in numbers], [batch.checksums[i] for i in numbers], cached=False
             )
-            appended.update(zip(missing, places, strict=True))
+            appended = appended | dict(zip(missing, found, strict=True))
         self._pending.update(appended)
         return replace(placed, batch=batch if known else None, known=known, appended=appended)
 
-    def _damaged(self, pairs: Pairs) -> set[str]:
+    def _damaged(self, rows: list[Row], digests: list[str]) -> Set[str]:
         """Return the digests of rows that are known and in quarantine: these get bytes of their own."""
-        held = self._catalog.in_quarantine([digest for _, digest in pairs])
-        return {digest for row, digest in pairs if (row.policy, digest) in held} if held else set()
+        held = self._catalog.in_quarantine(digests)
+        if not held:
+            return frozenset()
+        return {digest for row, digest in zip(rows, digests, strict=True) if (row.policy, digest) in held}
 
     def _add_layout(self, form: Form) -> None:
         digest = form.layout.digest
@@ -124,64 +127,64 @@ class Writer:
 
     def _commit(self, given: "Future[_Placed]") -> list[Registered]:
         placed = given.result()
-        pairs, refused = placed.pairs, list[Registered]()
+        rows, digests, refused = placed.rows, placed.digests, list[Registered]()
         try:
             for _ in range(ATTEMPTS):
-                places = placed.known | placed.appended
-                revisions = [
-                    self._revision(row, digest, placed.form, places[digest]) for row, digest in pairs
-                ]
+                batch = self._revisions(placed, rows, digests)
                 try:
-                    new = self._catalog.add_revisions(revisions, places.keys() - placed.appended.keys())
+                    new = self._catalog.add_batch(batch, placed.known.keys() - placed.appended.keys())
                 except Moved:
                     placed = self._bytes.submit(self._append, placed).result()
                     continue
                 except Purged as error:
                     # While this run was under way; the others are none the worse for it.
-                    refused += _purged(pairs, error.policies)
-                    pairs = [pair for pair in pairs if pair[0].policy not in error.policies]
+                    kept = [row.policy not in error.policies for row in rows]
+                    refused += [_purged(row) for row, keep in zip(rows, kept, strict=True) if not keep]
+                    rows, digests = list(compress(rows, kept)), list(compress(digests, kept))
                     continue
-                self._heal(revisions, new, placed.appended.keys() - placed.known.keys())
-                return refused + [
-                    Registered(row.position, row.policy, digest, is_new)
-                    for (row, digest), is_new in zip(pairs, new, strict=True)
-                ]
+                self._heal(batch, new, placed.appended.keys() - placed.known.keys())
+                positions = [row.position for row in rows]
+                return refused + list(map(Registered, positions, batch.policies, digests, new))
         finally:
             for digest in placed.appended:
                 self._pending.pop(digest, None)
         raise Conflict(
-            f"Bytes that {len(placed.pairs)} revisions share were moved away {ATTEMPTS} times. Register them "
+            f"Bytes that {len(placed.rows)} revisions share were moved away {ATTEMPTS} times. Register them "
             "again when `graftwork store compact` has ended."
         )
 
-    def _heal(self, revisions: list[Revision], new: list[bool], own: Set[str]) -> None:
+    def _heal(self, batch: RevisionBatch, new: list[bool], own: Set[str]) -> None:
         """Let known rows, of which no whole bytes were known, name those that were just appended."""
-        done = {(row.policy, row.digest) for row, is_new in zip(revisions, new, strict=True) if is_new}
-        for row in revisions:
-            key = row.policy, row.digest
-            if row.digest in own and key not in done:
-                self._catalog.move_revision(row)
+        if all(new):
+            return
+        keys = list(zip(batch.policies, batch.digests, strict=True))
+        done = set(compress(keys, new))
+        for i, key in enumerate(keys):
+            if key[1] in own and key not in done:
+                self._catalog.move_revision(batch.row(i))
                 done.add(key)
 
-    def _revision(self, row: Row, digest: str, form: Form, at: "Location") -> Revision:
-        return exported(
-            at,
-            policy=row.policy,
-            digest=digest,
+    def _revisions(self, placed: _Placed, rows: list[Row], digests: list[str]) -> RevisionBatch:
+        places = placed.known | placed.appended
+        at = [places[digest] for digest in digests]
+        form = placed.form
+        return RevisionBatch(
             base=self._base_digest,
-            parent=row.parent,
-            step=row.step,
             rank=form.rank,
             bytes=form.nbytes,
             layout=form.layout.digest,
+            length=form.layout.nbytes,
             owner=self._owner,
             created_at=self._now,
+            policies=[row.policy for row in rows],
+            digests=digests,
+            parents=[row.parent for row in rows],
+            steps=[row.step for row in rows],
+            segments=[one.segment for one in at],
+            offsets=[one.offset for one in at],
+            checksums=[one.checksum for one in at],
         )
 
 
-def _purged(pairs: Pairs, policies: Collection[str]) -> list[Registered]:
-    return [
-        refusal(row, f"Policy {row.policy!r} was purged. Create it again to register it.")
-        for row, _ in pairs
-        if row.policy in policies
-    ]
+def _purged(row: Row) -> Registered:
+    return refusal(row, f"Policy {row.policy!r} was purged. Create it again to register it.")
