@@ -1,13 +1,14 @@
 """Batches of a bulk registration into store and catalog: a thread names them, one takes bytes, one rows.
 
-While the catalog takes the rows of a batch, the disk takes the bytes of the next, and the one after it is
-packed and hashed. Bytes are fsynced before the rows that name them are committed, in the order of batches.
+While the catalog takes the rows of some batches, the disk takes the bytes of the next, and the one after it
+is packed and hashed. Bytes are fsynced before the rows that name them are committed, in the order of batches.
 """
 
-from collections.abc import Set
+from collections import defaultdict
+from collections.abc import Collection, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import compress
+from itertools import compress, takewhile
 from typing import TYPE_CHECKING
 
 from engine.adapters.batches import Batch, Form, batch_of
@@ -26,7 +27,7 @@ Places = dict[str, "Location"]
 
 
 @dataclass(frozen=True)
-class _Placed:
+class Placed:
     """A batch whose bytes are in the store: each row with its digest, and where the digests' bytes lie.
 
     `known` were there before, `appended` are this batch's own. `damaged` digests share no bytes. `batch`
@@ -41,12 +42,23 @@ class _Placed:
     known: Places
     appended: Places
 
+    @property
+    def locations(self) -> list["Location"]:
+        """Where the bytes of each row lie."""
+        places = self.known | self.appended
+        return [places[digest] for digest in self.digests]
+
+    def without(self, policies: Collection[str]) -> "Placed":
+        kept = [row.policy not in policies for row in self.rows]
+        return replace(self, rows=list(compress(self.rows, kept)), digests=list(compress(self.digests, kept)))
+
 
 class Writer:
-    """Commits batches in the order in which they come; `write` returns at once.
+    """Puts batches into the store and commits them, in the order in which they come.
 
-    Until `settle` the store's segments are held against those who clean up, so it must hold no other
-    bytes that wait for their rows. `close` ends it when all that was handed over is written.
+    `place` and `commit` return at once. Until `settle` the store's segments are held against those who clean
+    up, so it must hold no other bytes that wait for their rows. `close` ends it when all that was handed over
+    is written.
     """
 
     def __init__(self, catalog: "Catalog", store: "Store", base_digest: str, owner: str, now: float):
@@ -66,10 +78,16 @@ class Writer:
         self._names.shutdown()
         self.settle()
 
-    def write(self, form: Form, values_ND: "Tensor", rows: list[Row]) -> "Future[list[Registered]]":
-        """Have N adapters of D elements written; the result says what became of each, once committed."""
-        named = self._names.submit(batch_of, form, values_ND)
-        return self._rows.submit(self._commit, self._bytes.submit(self._place, named, rows))
+    def place(self, form: Form, values_ND: "Tensor", rows: list[Row]) -> Future[Placed]:
+        """Have N adapters of D elements in the store; they are registered when they are committed."""
+        return self._bytes.submit(self._place, self._names.submit(batch_of, form, values_ND), rows)
+
+    def commit(self, given: Sequence[Future[Placed]]) -> "Future[list[Registered]]":
+        """Register batches; the result says what became of each entry.
+
+        Those that come after one that the store did not take are left out.
+        """
+        return self._rows.submit(self._commit, given)
 
     def settle(self) -> None:
         """Let go of the store's segments. Only when every result is there."""
@@ -77,21 +95,21 @@ class Writer:
 
     # In the thread of the bytes
 
-    def _place(self, named: "Future[Batch]", rows: list[Row]) -> _Placed:
+    def _place(self, named: "Future[Batch]", rows: list[Row]) -> Placed:
         batch = named.result()
         self._add_layout(batch.form)
         damaged = self._damaged(rows, batch.digests)
-        return self._append(_Placed(batch.form, batch, rows, batch.digests, damaged, {}, {}))
+        return self._append(Placed(batch.form, batch, rows, batch.digests, damaged, {}, {}))
 
-    def _append(self, placed: _Placed) -> _Placed:
+    def _append(self, placed: Placed) -> Placed:
         """Look up where each digest's bytes lie, and append those that the store does not have."""
         batch, appended = placed.batch, placed.appended
         if batch is None:
             return placed
         wanted = [digest for digest in batch.digests if digest not in placed.damaged]
         # In this order: what is pending no longer is in the catalog.
-        pending = self._pending.copy()
-        known = {digest: pending[digest] for digest in wanted if digest in pending and digest not in appended}
+        pending = {digest: at for digest in wanted if (at := self._pending.get(digest))}
+        known = {digest: at for digest, at in pending.items() if digest not in appended}
         known |= self._catalog.places(wanted)
         places = known | appended
         missing: dict[str, int] = {}
@@ -125,49 +143,53 @@ class Writer:
 
     # In the thread of the rows
 
-    def _commit(self, given: "Future[_Placed]") -> list[Registered]:
-        placed = given.result()
-        rows, digests, refused = placed.rows, placed.digests, list[Registered]()
+    def _commit(self, given: Sequence[Future[Placed]]) -> list[Registered]:
+        forms = defaultdict[Form, list[Placed]](list)
+        for one in takewhile(lambda one: one.exception() is None, given):
+            forms[one.result().form].append(one.result())
+        return [found for form, placed in forms.items() for found in self._register(form, placed)]
+
+    def _register(self, form: Form, placed: list[Placed]) -> list[Registered]:
+        refused: list[Registered] = []
         try:
             for _ in range(ATTEMPTS):
-                batch = self._revisions(placed, rows, digests)
+                rows = [row for one in placed for row in one.rows]
+                batch = self._revisions(form, rows, placed)
                 try:
-                    new = self._catalog.add_batch(batch, placed.known.keys() - placed.appended.keys())
+                    new = self._catalog.add_batch(batch, _shared(placed))
                 except Moved:
-                    placed = self._bytes.submit(self._append, placed).result()
-                    continue
+                    placed = [self._bytes.submit(self._append, one).result() for one in placed]
                 except Purged as error:
                     # While this run was under way; the others are none the worse for it.
-                    kept = [row.policy not in error.policies for row in rows]
-                    refused += [_purged(row) for row, keep in zip(rows, kept, strict=True) if not keep]
-                    rows, digests = list(compress(rows, kept)), list(compress(digests, kept))
-                    continue
-                self._heal(batch, new, placed.appended.keys() - placed.known.keys())
-                positions = [row.position for row in rows]
-                return refused + list(map(Registered, positions, batch.policies, digests, new))
+                    refused += [_purged(row) for row in rows if row.policy in error.policies]
+                    placed = [one.without(error.policies) for one in placed]
+                else:
+                    self._heal(batch, new, placed)
+                    positions = [row.position for row in rows]
+                    return refused + list(map(Registered, positions, batch.policies, batch.digests, new))
         finally:
-            for digest in placed.appended:
-                self._pending.pop(digest, None)
+            for one in placed:
+                for digest in one.appended:
+                    self._pending.pop(digest, None)
         raise Conflict(
-            f"Bytes that {len(placed.rows)} revisions share were moved away {ATTEMPTS} times. Register them "
+            f"Bytes that {len(rows)} revisions share were moved away {ATTEMPTS} times. Register them "
             "again when `graftwork store compact` has ended."
         )
 
-    def _heal(self, batch: RevisionBatch, new: list[bool], own: Set[str]) -> None:
+    def _heal(self, batch: RevisionBatch, new: list[bool], placed: list[Placed]) -> None:
         """Let known rows, of which no whole bytes were known, name those that were just appended."""
         if all(new):
             return
+        own = {digest for one in placed for digest in one.appended.keys() - one.known.keys()}
         keys = list(zip(batch.policies, batch.digests, strict=True))
         done = set(compress(keys, new))
-        for i, key in enumerate(keys):
+        for number, key in enumerate(keys):
             if key[1] in own and key not in done:
-                self._catalog.move_revision(batch.row(i))
+                self._catalog.move_revision(batch.row(number))
                 done.add(key)
 
-    def _revisions(self, placed: _Placed, rows: list[Row], digests: list[str]) -> RevisionBatch:
-        places = placed.known | placed.appended
-        at = [places[digest] for digest in digests]
-        form = placed.form
+    def _revisions(self, form: Form, rows: list[Row], placed: list[Placed]) -> RevisionBatch:
+        at = [location for one in placed for location in one.locations]
         return RevisionBatch(
             base=self._base_digest,
             rank=form.rank,
@@ -177,13 +199,22 @@ class Writer:
             owner=self._owner,
             created_at=self._now,
             policies=[row.policy for row in rows],
-            digests=digests,
+            digests=[digest for one in placed for digest in one.digests],
             parents=[row.parent for row in rows],
             steps=[row.step for row in rows],
-            segments=[one.segment for one in at],
-            offsets=[one.offset for one in at],
-            checksums=[one.checksum for one in at],
+            segments=[location.segment for location in at],
+            offsets=[location.offset for location in at],
+            checksums=[location.checksum for location in at],
         )
+
+
+def _shared(placed: list[Placed]) -> Set[int]:
+    """Return the numbers of the rows whose bytes none of these batches has appended."""
+    if not any(one.known for one in placed):
+        return frozenset()
+    appended = {at for one in placed for at in one.appended.values()}
+    locations = (at for one in placed for at in one.locations)
+    return {number for number, at in enumerate(locations) if at not in appended}
 
 
 def _purged(row: Row) -> Registered:

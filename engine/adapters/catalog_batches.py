@@ -5,7 +5,7 @@ lock. A parameter for each value would hold that lock longer than the database w
 """
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any
@@ -144,14 +144,14 @@ class Batches(Revisions):
             SELECT DISTINCT digest, segment, "offset", length, checksum FROM revisions
             WHERE digest IN ({digests})"""
 
-    def add_batch(self, batch: RevisionBatch, shared: Collection[str] = ()) -> list[bool]:
-        """Publish a batch as `add_revisions` does its rows."""
+    def add_batch(self, batch: RevisionBatch, shared: Set[int] = frozenset()) -> list[bool]:
+        """Publish a batch as `add_revisions` does its rows; `shared` are the numbers of rows, from 0."""
         values = self._values(batch)
         with self._write() as connection:
             refuse_purged(connection, set(batch.policies))
             if shared:
                 for (number,) in connection.exec_driver_sql(self._unnamed, values):
-                    if batch.digests[number] in shared:
+                    if number in shared:
                         raise moved(batch.policies[number], batch.digests[number])
             values["last"] = connection.scalar(select(func.coalesce(func.max(table.id), 0)))
             added = connection.exec_driver_sql(self._add_batch, values).rowcount
