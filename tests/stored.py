@@ -45,7 +45,7 @@ class Stored:
         self.catalog.add_layout(whole.layout.digest, whole.layout.to_json())
         row = Revision(
             policy, manifest.digest, BASE, None, seed, 2, manifest.bytes, whole.layout.digest,
-            **vars(at), state="exported", owner="me", created_at=time.time(),
+            **at._asdict(), state="exported", owner="me", created_at=time.time(),
         )  # fmt: skip
         self.catalog.add_revision(row)
         self.store.committed()

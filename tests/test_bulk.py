@@ -130,12 +130,14 @@ def test_known_bytes_are_not_appended_again(catalog: Catalog, store: Store):
     assert stored_bytes(store) - took <= took / 4 + 64
 
 
+@pytest.mark.parametrize("together", [1, 2, 8])
 def test_batches_that_follow_each_other_share_bytes(
-    catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch
+    catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch, together: int
 ):
-    """The rows of one are on their way while the bytes of the next are looked up."""
+    """The rows of one are on their way while the next is looked up, or are committed with its own."""
     monkeypatch.setattr(bulk, "BATCH", 4)
-    add, places = catalog.add_revisions, catalog.places
+    monkeypatch.setattr(bulk, "TOGETHER", together)
+    add, places = catalog.add_batch, catalog.places
     looked_up = threading.Semaphore(0)
 
     def looks(digests):
@@ -151,7 +153,7 @@ def test_batches_that_follow_each_other_share_bytes(
         return add(rows, shared)
 
     monkeypatch.setattr(catalog, "places", looks)
-    monkeypatch.setattr(catalog, "add_revisions", late)
+    monkeypatch.setattr(catalog, "add_batch", late)
     entries = [Entry(policy, adapter(seed)) for policy in ("one", "two") for seed in range(4)]
     found = register(catalog, store, [*entries, *entries[:4]])
     assert [one.new for one in found] == [True] * 8 + [False] * 4
@@ -160,15 +162,16 @@ def test_batches_that_follow_each_other_share_bytes(
 
 def test_batches_are_bounded_whatever_comes(catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bulk, "BATCH", 8)
+    monkeypatch.setattr(bulk, "TOGETHER", 2)
     sizes: list[int] = []
     ahead: list[int] = []
-    write = bulk.Writer.write
+    place = bulk.Writer.place
 
     def recorded(self, form, values_ND, rows):
         sizes.append(len(rows))
-        return write(self, form, values_ND, rows)
+        return place(self, form, values_ND, rows)
 
-    monkeypatch.setattr(bulk.Writer, "write", recorded)
+    monkeypatch.setattr(bulk.Writer, "place", recorded)
     done = 0
 
     def endless() -> Iterator[Entry]:
@@ -181,13 +184,14 @@ def test_batches_are_bounded_whatever_comes(catalog: Catalog, store: Store, monk
         done += 1
     assert done == 100
     assert max(sizes) == 8
-    # One batch that is collected, one that is named, one of bytes, one of rows, and one that waits.
+    # One batch that is collected, two that wait for each other, and two whose rows are written.
     assert max(ahead) <= 5 * 8
 
 
 def test_many_shapes_do_not_add_up(catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch):
     nbytes = sum(tensor.nbytes for tensor in adapter(0, default=1).values())
     monkeypatch.setattr(bulk, "HELD_BYTES", 10 * nbytes)
+    monkeypatch.setattr(bulk, "TOGETHER", 1)
     pulled = 0
 
     def entries() -> Iterator[Entry]:
@@ -205,7 +209,7 @@ def test_many_shapes_do_not_add_up(catalog: Catalog, store: Store, monkeypatch: 
 def test_bytes_that_move_meanwhile_are_found_again(
     catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch
 ):
-    add, calls = catalog.add_revisions, []
+    add, calls = catalog.add_batch, []
 
     def moved_once(rows, shared=()):
         calls.append(len(rows))
@@ -213,7 +217,7 @@ def test_bytes_that_move_meanwhile_are_found_again(
             raise Moved("The bytes were moved.")
         return add(rows, shared)
 
-    monkeypatch.setattr(catalog, "add_revisions", moved_once)
+    monkeypatch.setattr(catalog, "add_batch", moved_once)
     found = register(catalog, store, [Entry("one", adapter(seed)) for seed in range(3)])
     assert [one.new for one in found] == [True] * 3
     # What was appended the first time is used, not appended again.

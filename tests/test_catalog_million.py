@@ -6,8 +6,9 @@ import json
 import multiprocessing
 import pickle
 import sqlite3
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ from rows import make_release, make_revision
 from sqlalchemy import column, table
 
 import engine.adapters.catalog as catalog_module
+from engine.adapters import catalog_batches
 from engine.adapters.catalog import Catalog, Policy, Revision, Route, migrate
 from engine.adapters.catalog_access import open_engine
+from engine.adapters.catalog_batches import RevisionBatch
 from engine.adapters.catalog_rows import COLUMNS, encode
 from engine.adapters.store import Location
-from engine.errors import AdapterError, Ambiguous, Conflict, Moved, NotFound
+from engine.errors import AdapterError, Ambiguous, Conflict, Moved, NotFound, Purged
 
 spawn = multiprocessing.get_context("spawn")
 
@@ -450,31 +453,82 @@ def test_an_adapter_of_many_policies_is_not_read_whole(
     catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shared = [row(1, policy=f"policy-{number}") for number in range(3000)]
-    catalog.add_revisions(shared)
-    read: list[int] = []
-    for name in ("_existing", "_places_of"):
-        whole = getattr(catalog, name)
-        monkeypatch.setattr(catalog, name, counting(whole, read))
+    assert catalog.add_batch(batch(shared)) == [True] * 3000
+    read: list[Location] = []
+
+    def counted(*values: Any) -> Location:
+        read.append(Location(*values))
+        return read[-1]
+
+    monkeypatch.setattr(catalog_batches, "Location", counted)
     assert catalog.places([digest(1)] * 3000) == {digest(1): place(row(1))}
+    assert len(read) == 1
     more = [row(1, policy=f"more-{number}") for number in range(2000)]
-    assert catalog.add_revisions([*more, shared[5]], [digest(1)]) == [True] * 2000 + [False]
-    # The place twice, and the row that is known.
-    assert sum(read) == 3
+    assert catalog.add_batch(batch([*more, shared[5]]), set(range(2001))) == [True] * 2000 + [False]
 
 
-def counting(work: Callable[..., Iterable[Any]], counts: list[int]) -> Callable[..., list[Any]]:
-    def counted(*args: Any) -> list[Any]:
-        found = list(work(*args))
-        counts.append(len(found))
-        return found
+def batch(rows: Sequence[Revision]) -> RevisionBatch:
+    """Rows as one batch; what its rows share is the first one's."""
+    first = rows[0]
+    return RevisionBatch(
+        base=first.base,
+        rank=first.rank,
+        bytes=first.bytes,
+        layout=first.layout,
+        length=first.length,
+        owner=first.owner,
+        created_at=first.created_at,
+        policies=[one.policy for one in rows],
+        digests=[one.digest for one in rows],
+        parents=[one.parent for one in rows],
+        steps=[one.step for one in rows],
+        segments=[one.segment for one in rows],
+        offsets=[one.offset for one in rows],
+        checksums=[one.checksum for one in rows],
+    )
 
-    return counted
+
+def test_a_batch_by_columns_is_published_as_its_rows_are(catalog: Catalog) -> None:
+    changes = {"created_at": 1 / 3, "owner": "me"}
+    rows = [
+        row(
+            i,
+            policy=f"policy-{i % 7}",
+            parent=digest(i - 1) if i % 3 else None,
+            step=i,
+            segment=f"s{i % 2}",
+            offset=(1 << 40) + i,
+            **changes,
+        )
+        for i in range(2500)
+    ]
+    twin = replace(rows[3], step=99)
+    assert catalog.add_batch(batch([*rows, twin])) == [True] * 2500 + [False]
+    assert all(catalog.find(one.policy, one.digest) == one for one in rows[:50])
+    assert catalog.every_revision(limit=3000) == sorted(rows, key=lambda one: one.digest)
+    snapshot = row(3000, state="snapshot", expires_at=10.0, **changes)
+    catalog.add_revision(snapshot)
+    exported = replace(snapshot, state="exported", expires_at=None)
+    assert catalog.add_batch(batch([rows[0], row(3001, **changes), exported])) == [False, True, False]
+    assert catalog.find("sorting", digest(3000)) == exported
+
+
+def test_a_batch_shares_no_bytes_that_moved_and_is_of_no_purged_policy(catalog: Catalog) -> None:
+    catalog.add_revision(row(1))
+    lost = [row(5), row(1, policy="other", offset=640)]
+    with pytest.raises(Moved, match="other@"):
+        catalog.add_batch(batch(lost), shared={1})
+    assert catalog.add_batch(batch([row(5), row(1, policy="other")]), shared={1}) == [True] * 2
+    catalog.purge("sorting", "ann", now=7.0)
+    with pytest.raises(Purged, match="'sorting' was purged"):
+        catalog.add_batch(batch([row(6, policy="other"), row(7)]))
+    assert {one.digest for one in catalog.every_revision()} == {digest(1)}
 
 
 def test_a_page_may_have_more_words_than_a_statement_takes(catalog: Catalog, catalog_url: str) -> None:
     # SQLite takes 32,766, Postgres 65,535.
     many = 66_000 if catalog_url.startswith("postgresql") else 33_000
-    catalog.add_revisions([row(number, segment=f"s{number}") for number in range(many)])
+    catalog.add_batch(batch([row(number, segment=f"s{number}") for number in range(many)]))
     other = Catalog(catalog_url)
     assert len(other.used_bytes_by_segment()) == many
     other.close()

@@ -7,7 +7,7 @@ any moment leaves whole revisions or none. Knows what makes an entry unfit; `bat
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from itertools import compress
 from operator import attrgetter
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from engine.adapters.batches import Form, finite_rows, first_fault, stack
 from engine.adapters.bulk_entries import Entry, Gate, Registered, Row, refusal
-from engine.adapters.bulk_writer import Writer
+from engine.adapters.bulk_writer import Placed, Writer
 from engine.errors import AdapterError
 
 if TYPE_CHECKING:
@@ -28,13 +28,16 @@ if TYPE_CHECKING:
 
 __all__ = ["Entry", "Registered", "register_many"]
 
-# A batch: few enough adapters for a short transaction, enough to share the wait for two fsyncs.
+# A batch: enough adapters to share the wait for an fsync.
 BATCH = 2048
 BATCH_BYTES = 16 << 20
 # What may wait for more of its shape, all shapes together.
 HELD_BYTES = 8 * BATCH_BYTES
-# Batches under way: named, their bytes written, their rows; and one that waits for a slow disk.
-BEHIND = 4
+# Batches under way to the store: one that is named, and one whose bytes are written.
+BEHIND = 2
+# Batches of one transaction. Digests are random, so that a row changes a page of the index: among 16,000 rows
+# many change the same, and SQLite writes a fifth of what it writes for them in transactions of 2,000.
+TOGETHER = 8
 # Batches after which all are waited for, so that those who clean up the store find their segments free.
 SETTLED = 256
 VERSION = attrgetter("_version")
@@ -75,8 +78,9 @@ def register_many(
     memory is written to by something else.
 
     Policies must be in the catalog and `owner`'s. An entry that does not fit is refused by name and the
-    others go on; results come batch by batch, those of one shape in order. Raises `ServiceError` when store
-    or catalog cannot be written: what was yielded is safe, and the same entries may be given again.
+    others go on; results come some batches at a time, those of one shape in order. Raises `ServiceError`
+    when store or catalog cannot be written: what was yielded is safe, and the same entries may be given
+    again.
     """
     gate = Gate(catalog, base, base_digest, owner, dtype)
     groups: dict[Form, _Group] = {}
@@ -105,11 +109,14 @@ def register_many(
 
 
 class _Pipeline:
-    """Checks one batch in this thread while the writer's threads name and write those before it."""
+    """Checks one batch in this thread while the writer's threads name, write and commit those before it."""
 
     def __init__(self, writer: Writer):
         self._writer = writer
-        self._behind: deque[Future[list[Registered]]] = deque()
+        self._behind = deque[Future[Placed]](maxlen=BEHIND)
+        # Batches that wait to be committed together.
+        self._placed: list[Future[Placed]] = []
+        self._committed: deque[tuple[list[Future[Placed]], Future[list[Registered]]]] = deque()
         self._unsettled = 0
 
     def __enter__(self) -> "_Pipeline":
@@ -117,6 +124,7 @@ class _Pipeline:
 
     def __exit__(self, *_: object) -> None:
         # What was handed over is written to its end, also when the caller has lost interest.
+        self._commit()
         self._writer.close()
 
     def put(self, group: _Group) -> Iterator[Registered]:
@@ -124,20 +132,37 @@ class _Pipeline:
         rows, values_ND, refused = _fit(group)
         yield from refused
         if rows:
-            self._behind.append(self._writer.write(group.form, values_ND, rows))
+            if len(self._behind) == BEHIND:
+                wait([self._behind[0]])
+            placed = self._writer.place(group.form, values_ND, rows)
+            self._behind.append(placed)
+            self._placed.append(placed)
             self._unsettled += 1
-        yield from self._written(BEHIND if self._unsettled < SETTLED else 0)
+        if len(self._placed) >= TOGETHER:
+            self._commit()
+        if self._unsettled >= SETTLED:
+            yield from self.drain()
+        yield from self._written(1)
 
     def drain(self) -> Iterator[Registered]:
-        return self._written(0)
+        self._commit()
+        yield from self._written(0)
+        self._writer.settle()
+        self._unsettled = 0
+
+    def _commit(self) -> None:
+        if self._placed:
+            self._committed.append((self._placed, self._writer.commit(self._placed)))
+            self._placed = []
 
     def _written(self, most: int) -> Iterator[Registered]:
-        """Yield what has been committed, and wait until at most so many batches have not."""
-        while self._behind and (len(self._behind) > most or self._behind[0].done()):
-            yield from self._behind.popleft().result()
-        if not self._behind:
-            self._writer.settle()
-            self._unsettled = 0
+        """Yield what has been committed, and wait until at most so many transactions have not."""
+        while self._committed and (len(self._committed) > most or self._committed[0][1].done()):
+            batches, registered = self._committed.popleft()
+            yield from registered.result()
+            for placed in batches:
+                # Raises what kept it out of the store.
+                placed.result()
 
 
 def _fit(group: _Group) -> tuple[list[Row], Tensor, list[Registered]]:

@@ -1,18 +1,20 @@
 """Batches of a bulk registration into store and catalog: a thread names them, one takes bytes, one rows.
 
-While the catalog takes the rows of a batch, the disk takes the bytes of the next, and the one after it is
-packed and hashed. Bytes are fsynced before the rows that name them are committed, in the order of batches.
+While the catalog takes the rows of some batches, the disk takes the bytes of the next, and the one after it
+is packed and hashed. Bytes are fsynced before the rows that name them are committed, in the order of batches.
 """
 
-from collections.abc import Collection, Set
+from collections import defaultdict
+from collections.abc import Collection, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import compress, takewhile
 from typing import TYPE_CHECKING
 
 from engine.adapters.batches import Batch, Form, batch_of
 from engine.adapters.bulk_entries import Registered, Row, refusal
-from engine.adapters.catalog_schema import Revision
-from engine.adapters.publishing import ATTEMPTS, exported
+from engine.adapters.catalog_batches import RevisionBatch
+from engine.adapters.publishing import ATTEMPTS
 from engine.errors import Conflict, Moved, Purged
 
 if TYPE_CHECKING:
@@ -21,12 +23,11 @@ if TYPE_CHECKING:
     from engine.adapters.catalog import Catalog
     from engine.adapters.store import Location, Store
 
-Pairs = list[tuple[Row, str]]
 Places = dict[str, "Location"]
 
 
 @dataclass(frozen=True)
-class _Placed:
+class Placed:
     """A batch whose bytes are in the store: each row with its digest, and where the digests' bytes lie.
 
     `known` were there before, `appended` are this batch's own. `damaged` digests share no bytes. `batch`
@@ -35,17 +36,29 @@ class _Placed:
 
     form: Form
     batch: Batch | None
-    pairs: Pairs
+    rows: list[Row]
+    digests: list[str]
     damaged: Set[str]
     known: Places
     appended: Places
 
+    @property
+    def locations(self) -> list["Location"]:
+        """Where the bytes of each row lie."""
+        places = self.known | self.appended
+        return [places[digest] for digest in self.digests]
+
+    def without(self, policies: Collection[str]) -> "Placed":
+        kept = [row.policy not in policies for row in self.rows]
+        return replace(self, rows=list(compress(self.rows, kept)), digests=list(compress(self.digests, kept)))
+
 
 class Writer:
-    """Commits batches in the order in which they come; `write` returns at once.
+    """Puts batches into the store and commits them, in the order in which they come.
 
-    Until `settle` the store's segments are held against those who clean up, so it must hold no other
-    bytes that wait for their rows. `close` ends it when all that was handed over is written.
+    `place` and `commit` return at once. Until `settle` the store's segments are held against those who clean
+    up, so it must hold no other bytes that wait for their rows. `close` ends it when all that was handed over
+    is written.
     """
 
     def __init__(self, catalog: "Catalog", store: "Store", base_digest: str, owner: str, now: float):
@@ -65,10 +78,16 @@ class Writer:
         self._names.shutdown()
         self.settle()
 
-    def write(self, form: Form, values_ND: "Tensor", rows: list[Row]) -> "Future[list[Registered]]":
-        """Have N adapters of D elements written; the result says what became of each, once committed."""
-        named = self._names.submit(batch_of, form, values_ND)
-        return self._rows.submit(self._commit, self._bytes.submit(self._place, named, rows))
+    def place(self, form: Form, values_ND: "Tensor", rows: list[Row]) -> Future[Placed]:
+        """Have N adapters of D elements in the store; they are registered when they are committed."""
+        return self._bytes.submit(self._place, self._names.submit(batch_of, form, values_ND), rows)
+
+    def commit(self, given: Sequence[Future[Placed]]) -> "Future[list[Registered]]":
+        """Register batches; the result says what became of each entry.
+
+        Those that come after one that the store did not take are left out.
+        """
+        return self._rows.submit(self._commit, given)
 
     def settle(self) -> None:
         """Let go of the store's segments. Only when every result is there."""
@@ -76,43 +95,45 @@ class Writer:
 
     # In the thread of the bytes
 
-    def _place(self, named: "Future[Batch]", rows: list[Row]) -> _Placed:
+    def _place(self, named: "Future[Batch]", rows: list[Row]) -> Placed:
         batch = named.result()
         self._add_layout(batch.form)
-        pairs = list(zip(rows, batch.digests, strict=True))
-        return self._append(_Placed(batch.form, batch, pairs, self._damaged(pairs), {}, {}))
+        damaged = self._damaged(rows, batch.digests)
+        return self._append(Placed(batch.form, batch, rows, batch.digests, damaged, {}, {}))
 
-    def _append(self, placed: _Placed) -> _Placed:
+    def _append(self, placed: Placed) -> Placed:
         """Look up where each digest's bytes lie, and append those that the store does not have."""
-        batch, appended = placed.batch, dict(placed.appended)
+        batch, appended = placed.batch, placed.appended
         if batch is None:
             return placed
         wanted = [digest for digest in batch.digests if digest not in placed.damaged]
         # In this order: what is pending no longer is in the catalog.
-        pending = self._pending.copy()
-        others = [digest for digest in wanted if digest in pending and digest not in appended]
-        known = {digest: pending[digest] for digest in others}
+        pending = {digest: at for digest in wanted if (at := self._pending.get(digest))}
+        known = {digest: at for digest, at in pending.items() if digest not in appended}
         known |= self._catalog.places(wanted)
+        places = known | appended
         missing: dict[str, int] = {}
         for i, (digest, checksum) in enumerate(zip(batch.digests, batch.checksums, strict=True)):
-            at = appended.get(digest) or known.get(digest)
+            at = places.get(digest)
             # Bytes of another packing are other bytes: this batch's layout does not describe them.
             if at is None or (at.checksum, at.length) != (checksum, batch.form.layout.nbytes):
                 missing[digest] = i
         if missing:
             payloads = batch.payloads()
             numbers = missing.values()
-            places = self._store.append_many(
+            found = self._store.append_many(
                 [payloads[i] for i in numbers], [batch.checksums[i] for i in numbers], cached=False
             )
-            appended.update(zip(missing, places, strict=True))
+            appended = appended | dict(zip(missing, found, strict=True))
         self._pending.update(appended)
         return replace(placed, batch=batch if known else None, known=known, appended=appended)
 
-    def _damaged(self, pairs: Pairs) -> set[str]:
+    def _damaged(self, rows: list[Row], digests: list[str]) -> Set[str]:
         """Return the digests of rows that are known and in quarantine: these get bytes of their own."""
-        held = self._catalog.in_quarantine([digest for _, digest in pairs])
-        return {digest for row, digest in pairs if (row.policy, digest) in held} if held else set()
+        held = self._catalog.in_quarantine(digests)
+        if not held:
+            return frozenset()
+        return {digest for row, digest in zip(rows, digests, strict=True) if (row.policy, digest) in held}
 
     def _add_layout(self, form: Form) -> None:
         digest = form.layout.digest
@@ -122,66 +143,79 @@ class Writer:
 
     # In the thread of the rows
 
-    def _commit(self, given: "Future[_Placed]") -> list[Registered]:
-        placed = given.result()
-        pairs, refused = placed.pairs, list[Registered]()
+    def _commit(self, given: Sequence[Future[Placed]]) -> list[Registered]:
+        forms = defaultdict[Form, list[Placed]](list)
+        for one in takewhile(lambda one: one.exception() is None, given):
+            forms[one.result().form].append(one.result())
+        return [found for form, placed in forms.items() for found in self._register(form, placed)]
+
+    def _register(self, form: Form, placed: list[Placed]) -> list[Registered]:
+        refused: list[Registered] = []
         try:
             for _ in range(ATTEMPTS):
-                places = placed.known | placed.appended
-                revisions = [
-                    self._revision(row, digest, placed.form, places[digest]) for row, digest in pairs
-                ]
+                rows = [row for one in placed for row in one.rows]
+                batch = self._revisions(form, rows, placed)
                 try:
-                    new = self._catalog.add_revisions(revisions, places.keys() - placed.appended.keys())
+                    new = self._catalog.add_batch(batch, _shared(placed))
                 except Moved:
-                    placed = self._bytes.submit(self._append, placed).result()
-                    continue
+                    placed = [self._bytes.submit(self._append, one).result() for one in placed]
                 except Purged as error:
                     # While this run was under way; the others are none the worse for it.
-                    refused += _purged(pairs, error.policies)
-                    pairs = [pair for pair in pairs if pair[0].policy not in error.policies]
-                    continue
-                self._heal(revisions, new, placed.appended.keys() - placed.known.keys())
-                return refused + [
-                    Registered(row.position, row.policy, digest, is_new)
-                    for (row, digest), is_new in zip(pairs, new, strict=True)
-                ]
+                    refused += [_purged(row) for row in rows if row.policy in error.policies]
+                    placed = [one.without(error.policies) for one in placed]
+                else:
+                    self._heal(batch, new, placed)
+                    positions = [row.position for row in rows]
+                    return refused + list(map(Registered, positions, batch.policies, batch.digests, new))
         finally:
-            for digest in placed.appended:
-                self._pending.pop(digest, None)
+            for one in placed:
+                for digest in one.appended:
+                    self._pending.pop(digest, None)
         raise Conflict(
-            f"Bytes that {len(placed.pairs)} revisions share were moved away {ATTEMPTS} times. Register them "
+            f"Bytes that {len(rows)} revisions share were moved away {ATTEMPTS} times. Register them "
             "again when `graftwork store compact` has ended."
         )
 
-    def _heal(self, revisions: list[Revision], new: list[bool], own: Set[str]) -> None:
+    def _heal(self, batch: RevisionBatch, new: list[bool], placed: list[Placed]) -> None:
         """Let known rows, of which no whole bytes were known, name those that were just appended."""
-        done = {(row.policy, row.digest) for row, is_new in zip(revisions, new, strict=True) if is_new}
-        for row in revisions:
-            key = row.policy, row.digest
-            if row.digest in own and key not in done:
-                self._catalog.move_revision(row)
+        if all(new):
+            return
+        own = {digest for one in placed for digest in one.appended.keys() - one.known.keys()}
+        keys = list(zip(batch.policies, batch.digests, strict=True))
+        done = set(compress(keys, new))
+        for number, key in enumerate(keys):
+            if key[1] in own and key not in done:
+                self._catalog.move_revision(batch.row(number))
                 done.add(key)
 
-    def _revision(self, row: Row, digest: str, form: Form, at: "Location") -> Revision:
-        return exported(
-            at,
-            policy=row.policy,
-            digest=digest,
+    def _revisions(self, form: Form, rows: list[Row], placed: list[Placed]) -> RevisionBatch:
+        at = [location for one in placed for location in one.locations]
+        return RevisionBatch(
             base=self._base_digest,
-            parent=row.parent,
-            step=row.step,
             rank=form.rank,
             bytes=form.nbytes,
             layout=form.layout.digest,
+            length=form.layout.nbytes,
             owner=self._owner,
             created_at=self._now,
+            policies=[row.policy for row in rows],
+            digests=[digest for one in placed for digest in one.digests],
+            parents=[row.parent for row in rows],
+            steps=[row.step for row in rows],
+            segments=[location.segment for location in at],
+            offsets=[location.offset for location in at],
+            checksums=[location.checksum for location in at],
         )
 
 
-def _purged(pairs: Pairs, policies: Collection[str]) -> list[Registered]:
-    return [
-        refusal(row, f"Policy {row.policy!r} was purged. Create it again to register it.")
-        for row, _ in pairs
-        if row.policy in policies
-    ]
+def _shared(placed: list[Placed]) -> Set[int]:
+    """Return the numbers of the rows whose bytes none of these batches has appended."""
+    if not any(one.known for one in placed):
+        return frozenset()
+    appended = {at for one in placed for at in one.appended.values()}
+    locations = (at for one in placed for at in one.locations)
+    return {number for number, at in enumerate(locations) if at not in appended}
+
+
+def _purged(row: Row) -> Registered:
+    return refusal(row, f"Policy {row.policy!r} was purged. Create it again to register it.")

@@ -16,6 +16,7 @@ from sqlalchemy.exc import IntegrityError, OperationalError
 
 from engine.adapters import catalog_tables as tables
 from engine.adapters.catalog_access import open_engine, sqlite_path
+from engine.adapters.catalog_batches import Batches
 from engine.adapters.catalog_guards import Guards, ensure_local_key
 from engine.adapters.catalog_lifecycle import Lifecycle
 from engine.adapters.catalog_looks import Looks
@@ -95,7 +96,7 @@ def _upgrade(url: str) -> None:
     engine.dispose()
 
 
-class Catalog(Guards, Notes, Routes, Looks, Lifecycle):
+class Catalog(Guards, Notes, Routes, Looks, Batches, Lifecycle):
     """One open catalog. Thread-safe; open one in each process."""
 
     # Bases, policies and layouts

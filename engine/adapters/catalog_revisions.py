@@ -5,8 +5,8 @@ holds a million rows.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Collection, Iterable, Sequence
+from itertools import compress
 from typing import Any
 
 from sqlalchemy import Connection, bindparam, delete, func, literal, select, tuple_, update
@@ -15,15 +15,12 @@ from engine.adapters import catalog_tables as tables
 from engine.adapters.catalog_nearest import Nearest
 from engine.adapters.catalog_rows import COLUMNS, PLACE, SEGMENT, blob, encode, prefix_range, words
 from engine.adapters.catalog_schema import STATES, Revision
-from engine.adapters.store import Location
 from engine.config import POLICY_NAME, served_name
 from engine.errors import Moved, NotFound, Purged
 
 SNAPSHOT, EXPORTED = (STATES.index(state) for state in ("snapshot", "exported"))
 # Digests for one query.
 CHUNK = 1024
-# Rows for one statement: SQLite takes 32,766 values.
-INSERTED = 512
 # Up to so few digits a policy's own index is read, since many digests begin so.
 SHORT_PREFIX = 3
 CANDIDATES = 10
@@ -39,7 +36,8 @@ class Revisions(Nearest):
     def __init__(self, url: str):
         super().__init__(url)
         mark, names = self._mark, ", ".join(f'"{column.name}"' for column in COLUMNS)
-        self._add, self._values = f"INSERT INTO revisions ({names})", f"({', '.join([mark] * len(COLUMNS))})"
+        values = ", ".join([mark] * len(COLUMNS))
+        self._add = f"INSERT INTO revisions ({names}) VALUES ({values}) ON CONFLICT DO NOTHING"
         find = f"SELECT {names} FROM revisions WHERE digest >= {mark} AND digest <= {mark}"
         # With the expression no index on policies can be taken, so it is the range of the key.
         self._find = f"{find} AND policy || '' = {mark} LIMIT {CANDIDATES + 1}"
@@ -62,41 +60,15 @@ class Revisions(Nearest):
         ids = self._intern(word for row in rows for word in words(row))
         values = [encode(row, ids) for row in rows]
         with self._write() as connection:
-            _refuse_purged(connection, {row.policy for row in rows})
-            if shared:
-                self._refuse_moved(connection, rows, values, set(shared))
-            keys = dict.fromkeys(value[:2] for value in values)
-            known = set(self._existing(connection, ("policy", "digest"), list(keys)))
-            fresh = {value[:2]: value for value in reversed(values) if value[:2] not in known}
-            if fresh:
-                # In the order of the key: neighbours lie on the same pages.
-                self._insert_rows(connection, sorted(fresh.values(), key=lambda value: value[1]))
-                # What was said of the bytes of a row that is gone says nothing of this one's.
-                lift_quarantine(connection, ((policy, digest.hex()) for policy, digest in fresh))
-            is_new = [fresh.pop(value[:2], None) is not None for value in values]
-            if not all(is_new):
-                _publish_again(connection, [row for row, new in zip(rows, is_new, strict=True) if not new])
+            refuse_purged(connection, {row.policy for row in rows})
+            for row, value in zip(rows, values, strict=True):
+                if row.digest in shared and not _is_named(connection, value):
+                    raise moved(row.policy, row.digest)
+            is_new = [connection.exec_driver_sql(self._add, value).rowcount == 1 for value in values]
+            # What was said of the bytes of a row that is gone says nothing of this one's.
+            lift_quarantine(connection, [(row.policy, row.digest) for row in compress(rows, is_new)])
+            publish_again(connection, [row for row, new in zip(rows, is_new, strict=True) if not new])
         return is_new
-
-    def places(self, digests: Sequence[str]) -> dict[str, Location]:
-        """Return where bytes of these digests lie already, whatever their policy; no quarantined ones."""
-        stones = tables.quarantine.c
-        wanted = list({digest for digest in map(blob, digests) if digest})
-        with self._read() as connection:
-            rows = list(self._places_of(connection, wanted))
-            named = list({row[0].hex() for row in rows})
-            bad: set[tuple[int, int]] = set()
-            for at in range(0, len(named), CHUNK):
-                held = select(stones.digest, stones.policy).where(stones.digest.in_(named[at : at + CHUNK]))
-                for digest, policy in connection.execute(held).all():
-                    row = select(table.segment, table.offset).where(*key_of(policy, digest))
-                    bad |= {tuple(place) for place in connection.execute(row)}
-        segments = self._words({row[1] for row in rows})
-        return {
-            digest.hex(): Location(segments[segment], offset, length, checksum.hex())
-            for digest, segment, offset, length, checksum in rows
-            if (segment, offset) not in bad
-        }
 
     def move_revision(self, revision: Revision) -> Revision:
         """Let a known revision's row name the whole bytes that this one names; it leaves quarantine.
@@ -208,59 +180,6 @@ class Revisions(Nearest):
     def set_probe(self, policy: str, digest: str, result: dict[str, Any]) -> None:
         self._change(policy, digest, probe=result)
 
-    # In the driver's own words: a batch has thousands of digests, and each would cost a microsecond more.
-
-    def _places_of(self, connection: Connection, digests: Sequence[bytes]) -> Iterator[Any]:
-        """Yield the digest and the place of what has one of the digests, once however many rows name it."""
-        for at in range(0, len(digests), CHUNK):
-            wanted = tuple(digests[at : at + CHUNK])
-            marks = ", ".join([self._mark] * len(wanted))
-            place = 'SELECT DISTINCT digest, segment, "offset", length, checksum FROM revisions'
-            yield from connection.exec_driver_sql(f"{place} WHERE digest IN ({marks})", wanted)
-
-    def _existing(
-        self, connection: Connection, columns: Sequence[str], wanted: Sequence[tuple[Any, ...]]
-    ) -> Iterator[tuple[Any, ...]]:
-        """Yield those of the wanted values of these columns, the digest among them, that some row has.
-
-        An adapter may be under a million policies: its other rows are not read.
-        """
-        names = ", ".join(f'"{name}"' for name in columns)
-        alike = " AND ".join(f'revisions."{name}" = wanted."{name}"' for name in columns)
-        for at in range(0, len(wanted), CHUNK):
-            some = wanted[at : at + CHUNK]
-            marks = ", ".join([f"({', '.join([self._mark] * len(columns))})"] * len(some))
-            query = f"WITH wanted ({names}) AS (VALUES {marks}) SELECT {names} FROM wanted"
-            found = connection.exec_driver_sql(
-                f"{query} WHERE EXISTS (SELECT 1 FROM revisions WHERE {alike})",
-                tuple(value for one in some for value in one),
-            )
-            yield from map(tuple, found)
-
-    def _insert_rows(self, connection: Connection, values: Sequence[tuple[Any, ...]]) -> None:
-        # One statement for many: each gives Python's lock away and waits to have it back.
-        for at in range(0, len(values), INSERTED):
-            some = values[at : at + INSERTED]
-            marks = ", ".join([self._values] * len(some))
-            connection.exec_driver_sql(f"{self._add} VALUES {marks}", tuple(chain.from_iterable(some)))
-
-    def _refuse_moved(
-        self,
-        connection: Connection,
-        rows: Sequence[Revision],
-        values: Sequence[tuple[Any, ...]],
-        shared: set[str],
-    ) -> None:
-        places = [(value[1], *value[SEGMENT : SEGMENT + 2]) for value in values]
-        wanted = {place for row, place in zip(rows, places, strict=True) if row.digest in shared}
-        named = set(self._existing(connection, ("digest", "segment", "offset"), list(wanted)))
-        for row, place in zip(rows, places, strict=True):
-            if row.digest in shared and place not in named:
-                raise Moved(
-                    f"The bytes that {served_name(row.policy, row.digest)} was to share lie elsewhere now. "
-                    "Look them up and register again."
-                )
-
     def _change(self, policy: str, digest: str, **values: Any) -> None:
         """Change a revision's row; `NotFound` when there is none."""
         with self._write() as connection:
@@ -273,6 +192,21 @@ class Revisions(Nearest):
         with self._read(self._single) as connection:
             rows = connection.execute(query).all()
         return self._revisions(rows)
+
+
+def moved(policy: str, digest: str) -> Moved:
+    return Moved(
+        f"The bytes that {served_name(policy, digest)} was to share lie elsewhere now. "
+        "Look them up and register again."
+    )
+
+
+def _is_named(connection: Connection, value: Sequence[Any]) -> bool:
+    """Say whether a row names the bytes that this one names."""
+    _, digest, *_ = value
+    segment, offset = value[SEGMENT : SEGMENT + 2]
+    there = table.digest == digest, table.segment == segment, table.offset == offset
+    return connection.execute(select(table.id).where(*there).limit(1)).first() is not None
 
 
 def key_of(policy: str, digest: str) -> tuple[Any, Any]:
@@ -295,7 +229,8 @@ def lift_quarantine(connection: Connection, revisions: Iterable[tuple[str, str]]
             connection.execute(delete(tables.quarantine).where(mine), lifted)
 
 
-def _publish_again(connection: Connection, rows: Sequence[Revision]) -> None:
+def publish_again(connection: Connection, rows: Sequence[Revision]) -> None:
+    """Let known snapshots that come again expire later, or be exported."""
     snapshots = update(tables.revisions).where(
         table.digest == bindparam("key"), table.policy == bindparam("of"), table.state == SNAPSHOT
     )
@@ -311,7 +246,8 @@ def _publish_again(connection: Connection, rows: Sequence[Revision]) -> None:
         connection.execute(sooner.values(expires_at=bindparam("until")), changes[False])
 
 
-def _refuse_purged(connection: Connection, policies: Collection[str]) -> None:
+def refuse_purged(connection: Connection, policies: Collection[str]) -> None:
+    """Raise `Purged` when some of these policies are."""
     gone, known = tables.purged.c, tables.policies.c
     if connection.execute(select(gone.policy).limit(1)).first() is None:
         return

@@ -99,7 +99,7 @@ class _Repacking:
         """Have the batch's bytes on the disk, and then let its rows name them."""
         try:
             placed = self._store.append_many(list(batch.payloads.values()), list(batch.payloads))
-            places = {at.checksum: vars(at) for at in placed}
+            places = {at.checksum: at._asdict() for at in placed}
             # Wherever a row's bytes lie by now, the new ones are whole; a row that is gone stays so.
             report.moved += self._catalog.place_revisions(
                 [replace(row, **places[row.checksum]) for row in batch.rows]

@@ -20,9 +20,9 @@ import re
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from engine.errors import AdapterError, DamagedBytes, MissingBytes, ServiceError
 from engine.files import sync
@@ -44,8 +44,7 @@ ZEROS = memoryview(bytes(PAGE))
 Payload = bytes | bytearray | memoryview
 
 
-@dataclass(frozen=True)
-class Location:
+class Location(NamedTuple):
     """Where a blob lies: `length` bytes at `offset` of `segment`, with their sha256."""
 
     segment: str
@@ -118,10 +117,7 @@ class Store:
                 "Free some space or make it writable, and run this again; nothing was published."
             ) from None
         self._end = end
-        return [
-            Location(self._segment, offset, len(view), checksum)
-            for offset, view, checksum in zip(offsets, views, checksums, strict=True)
-        ]
+        return list(map(Location, repeat(self._segment), offsets, map(len, views), checksums))
 
     def committed(self) -> None:
         """Say that the rows of everything appended so far are committed, or never will be."""
