@@ -222,7 +222,8 @@ class Controller:
 
     def _sweep(self) -> None:
         if self.ledger:
-            self.ledger.sweep(self._clock.now() - AHEAD_S)
+            # Up to the last whole ingest: what is not taken in yet may hold the answer.
+            self.ledger.sweep(min(self._clock.now(), self._ingested_at) - AHEAD_S)
 
     def _purge(self, policy: str) -> dict[str, int]:
         if self.ledger is None:

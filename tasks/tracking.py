@@ -47,6 +47,11 @@ class Tracking:
         self._closed.set()
         self._thread.join(LAST_S)
 
+    @property
+    def _is_over(self) -> bool:
+        """Whether the run is the registration's by now: one that was sent late must not open it again."""
+        return self._closed.is_set() and not self._failed
+
     def _work(self) -> None:
         while not self._closed.wait(EVERY_S):
             self._send()
@@ -64,9 +69,13 @@ class Tracking:
         with suppress(ServiceError, MlflowException):
             ensure_up(self.url)
             client, session = MlflowClient(self.url, self.url), self.rows[0]["session"]
+            if self._is_over:
+                return
             found = run_of_session(client, self.policy, session)
             run = found or start_run_of_session(client, self.policy, session)
             log_steps(client, run, rows)
+            if self._is_over:
+                return
             # One that failed before runs again.
             client.update_run(run.info.run_id, "FAILED" if self._failed else "RUNNING")
             self._sent += len(rows)

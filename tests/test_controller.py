@@ -417,6 +417,23 @@ def test_feedback_that_comes_after_a_purge_goes_within_hours(params: Params, con
     assert found == [("request-0",), ("ahead of its answer",)]
 
 
+def test_feedback_waits_for_answers_that_cannot_be_taken_in(
+    params: Params, controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    users = Users(params)
+    users.spool.emit("feedback", request_id="answer", reward=1.0, key="k", at=time.time() - 7200)
+    users.spool.rotate()
+    ingest = Ledger.ingest
+
+    def partly(self, *given):
+        ingest(self, *given)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Ledger, "ingest", partly)
+    controller.tick()
+    assert controller.ledger.connection.execute("SELECT count(*) FROM feedback").fetchone() == (1,)
+
+
 def test_a_clock_that_jumps_ahead_expires_nothing_until_it_has_held(controller: Controller) -> None:
     catalog, wall, steady = controller.catalog, [1000.0], [0.0]
     file = controller.params.paths.clock

@@ -116,6 +116,7 @@ class _Pipeline:
         self._behind = deque[Future[Placed]](maxlen=BEHIND)
         # Batches that wait to be committed together.
         self._placed: list[Future[Placed]] = []
+        self._placed_bytes = 0
         self._committed: deque[tuple[list[Future[Placed]], Future[list[Registered]]]] = deque()
         self._unsettled = 0
 
@@ -138,11 +139,14 @@ class _Pipeline:
             self._behind.append(placed)
             self._placed.append(placed)
             self._unsettled += 1
-        if len(self._placed) >= TOGETHER:
+            self._placed_bytes += len(rows) * group.form.nbytes
+        # A batch that the store did not take ends the run: nothing more is handed over behind it.
+        failed = any(one.done() and one.exception() for one in self._placed)
+        if len(self._placed) >= TOGETHER or self._placed_bytes >= HELD_BYTES or failed:
             self._commit()
         if self._unsettled >= SETTLED:
             yield from self.drain()
-        yield from self._written(1)
+        yield from self._written(0 if failed else 1)
 
     def drain(self) -> Iterator[Registered]:
         self._commit()
@@ -153,7 +157,7 @@ class _Pipeline:
     def _commit(self) -> None:
         if self._placed:
             self._committed.append((self._placed, self._writer.commit(self._placed)))
-            self._placed = []
+            self._placed, self._placed_bytes = [], 0
 
     def _written(self, most: int) -> Iterator[Registered]:
         """Yield what has been committed, and wait until at most so many transactions have not."""

@@ -116,7 +116,7 @@ class Gate:
         policy, _, parent, step = entry
         if parent is not None and not (isinstance(parent, str) and DIGEST.fullmatch(parent)):
             return f"The parent {str(parent)[:80]!r} is no digest of 64 hex digits."
-        if type(step) is not int or not 0 <= step < 1 << 63:
+        if type(step) is not int or not 0 <= step < 1 << 31:
             return f"The step {str(step)[:80]} is no number of a step."
         if not isinstance(policy, str):
             return f"{str(policy)[:80]!r} is no policy's name."

@@ -5,7 +5,7 @@ is packed and hashed. Bytes are fsynced before the rows that name them are commi
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Collection, Iterable, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import compress, takewhile
@@ -147,7 +147,11 @@ class Writer:
         forms = defaultdict[Form, list[Placed]](list)
         for one in takewhile(lambda one: one.exception() is None, given):
             forms[one.result().form].append(one.result())
-        return [found for form, placed in forms.items() for found in self._register(form, placed)]
+        try:
+            return [found for form, placed in forms.items() for found in self._register(form, placed)]
+        finally:
+            # Also those of batches that are left out: nobody may wait for their rows.
+            self._forget(one.result() for one in given if one.exception() is None)
 
     def _register(self, form: Form, placed: list[Placed]) -> list[Registered]:
         refused: list[Registered] = []
@@ -168,13 +172,17 @@ class Writer:
                     positions = [row.position for row in rows]
                     return refused + list(map(Registered, positions, batch.policies, batch.digests, new))
         finally:
-            for one in placed:
-                for digest in one.appended:
-                    self._pending.pop(digest, None)
+            self._forget(placed)
         raise Conflict(
             f"Bytes that {len(rows)} revisions share were moved away {ATTEMPTS} times. Register them "
             "again when `graftwork store compact` has ended."
         )
+
+    def _forget(self, placed: Iterable[Placed]) -> None:
+        """Have bytes looked up in the catalog from now on: their rows are there, or will not come."""
+        for one in placed:
+            for digest in one.appended:
+                self._pending.pop(digest, None)
 
     def _heal(self, batch: RevisionBatch, new: list[bool], placed: list[Placed]) -> None:
         """Let known rows, of which no whole bytes were known, name those that were just appended."""

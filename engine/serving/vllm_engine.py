@@ -119,6 +119,8 @@ class VllmEngine:
         try:
             self._losses += any(await _call(self._client, "graftwork_forget", ids))
         except Exception as error:
+            # A worker may have forgotten one whose bytes were lost.
+            self._losses += 1
             fault = ServiceError(f"The engine does not answer: {error!r}. Its log says more.")
         self._going = {}
         for future in going.values():

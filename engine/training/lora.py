@@ -262,6 +262,7 @@ class ResidentBase:
         # What the base's own settings would say of sampling does not count here.
         settings = GenerationConfig(
             do_sample=False,
+            num_beams=1,
             repetition_penalty=1.0,
             max_new_tokens=limit,
             eos_token_id=list(ends),
