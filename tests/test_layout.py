@@ -62,13 +62,14 @@ def test_flow_files_define_no_class() -> None:
         assert classes == [], f"{path} defines {classes}"
 
 
-def seconds_to_import(modules: list[str], after: list[str]) -> float:
-    """Return the CPU seconds of importing `modules` in a new process that has imported `after`."""
+def share_of_import(modules: list[str], after: list[str]) -> float:
+    """Return the CPU seconds of importing `modules` in a new process, over those of `after` before."""
     code = (
-        f"import importlib, time; [importlib.import_module(name) for name in {after!r}];"
-        "start = time.process_time();"
+        "import importlib, time; start = time.process_time();"
+        f"[importlib.import_module(name) for name in {after!r}];"
+        "between = time.process_time();"
         f"[importlib.import_module(name) for name in {modules!r}];"
-        "print(time.process_time() - start)"
+        "print((time.process_time() - between) / (between - start))"
     )
     runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
             for _ in range(3)]  # fmt: skip
@@ -84,7 +85,8 @@ def test_importing_the_flows_adds_little_to_importing_prefect() -> None:
         "prefect.artifacts",
         "prefect.client.orchestration",
     ]
-    assert seconds_to_import(flows, after=prefect) <= 0.3
+    # A share, since seconds are the machine's.
+    assert share_of_import(flows, after=prefect) <= 0.25
 
 
 def test_importing_a_flow_brings_in_nothing_heavy() -> None:
