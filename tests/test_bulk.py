@@ -243,7 +243,7 @@ def test_a_full_disk_loses_nothing_that_was_told(
     with pytest.raises(ServiceError, match="No space left"):
         told.extend(one.digest for one in results)
     assert len(told) == 8
-    # What came behind the refused batch before it was known to be refused, not all that are committed together.
+    # What came behind the refused batch before that was known, not all that are committed together.
     assert len(calls) <= 3 + bulk.BEHIND
     rows = {row.digest: row for row in catalog.revisions("one", limit=100)}
     assert set(told) <= rows.keys()
