@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.adapters import packed, revision
-from engine.adapters.batches import batch_of, finite_rows, first_fault, form_of, stack
+from engine.adapters.batches import Tables, batch_of, finite_rows, first_fault, form_of, stack
 from engine.adapters.families import BaseShapes
 from engine.adapters.revision import validate
 from engine.errors import AdapterError
@@ -33,14 +33,23 @@ def rows_of(adapters: list[dict]) -> list[tuple[torch.Tensor, ...]]:
     return [tuple(one[key] for key in sorted(one)) for one in adapters]
 
 
+def stained_tables() -> Tables:
+    """Return tables in which an earlier batch left bytes."""
+    tables = Tables()
+    for _ in range(2):
+        tables.give(torch.full((1 << 20,), 0xAA, dtype=torch.uint8))
+    return tables
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     model_type=st.sampled_from(sorted(made_adapters.CONFIGS)),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     count=st.integers(1, 5),
+    compiled=st.booleans(),
     data=st.data(),
 )
-def test_digests_and_bytes_are_those_of_one_at_a_time(model_type, dtype, count, data):
+def test_digests_and_bytes_are_those_of_one_at_a_time(model_type, dtype, count, compiled, data):
     base = made_adapters.shapes(model_type)
     modules = data.draw(st.sets(st.sampled_from(sorted(base.modules())), min_size=1))
     ranks = {module: data.draw(st.sampled_from([1, 2, 5])) for module in sorted(modules)}
@@ -53,7 +62,8 @@ def test_digests_and_bytes_are_those_of_one_at_a_time(model_type, dtype, count, 
 
     adapters = [made(seed) for seed in range(count)]
     form = form_of(adapters[0], base, base.modules(), BASE, dtype)
-    batch = batch_of(form, stack(form, rows_of(adapters)))
+    tables = stained_tables()
+    batch = batch_of(form, stack(form, rows_of(adapters), tables), tables, compiled)
     for one, digest, checksum, payload in zip(
         adapters, batch.digests, batch.checksums, batch.payloads(), strict=True
     ):
@@ -71,7 +81,7 @@ def test_the_first_tensor_with_no_number_is_named(bad: float, dtype: torch.dtype
     key = sorted(spoiled)[3]
     spoiled[key][-1, -1] = bad
     form = form_of(good, DENSE, DENSE.modules(), BASE, dtype)
-    values_ND = stack(form, rows_of([good, spoiled]))
+    values_ND = stack(form, rows_of([good, spoiled]), Tables())
     assert finite_rows(values_ND).tolist() == [True, False]
     with pytest.raises(AdapterError) as alone:
         validate(spoiled, None, DENSE.modules())

@@ -164,6 +164,7 @@ def test_batches_that_follow_each_other_share_bytes(
 def test_batches_are_bounded_whatever_comes(catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bulk, "BATCH", 8)
     monkeypatch.setattr(bulk, "TOGETHER", 2)
+    monkeypatch.setattr(bulk, "MOST_TOGETHER", 2)
     sizes: list[int] = []
     ahead: list[int] = []
     place = bulk.Writer.place

@@ -6,8 +6,9 @@ bytes; knows no catalog and no store.
 Shapes: N adapters, D elements of an adapter, B bytes of a packed one, R rank, I inputs, O outputs.
 """
 
-import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -16,10 +17,13 @@ from torch import Tensor
 from engine.adapters import packed
 from engine.adapters.families import BaseShapes
 from engine.adapters.revision import Shapes, digest_header, is_finite, split_key, validate
+from engine.adapters.row_hashes import hash_rows
 from engine.errors import AdapterError
 
 # Adapters stacked at once: what is copied twice stays in the processor's cache.
 STACKED = 512
+# Tables kept for another batch: one that is filled, one that is named, two whose bytes are written.
+SPARE = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +49,33 @@ class Batch:
     checksums: list[str]
 
     def payloads(self) -> list[memoryview]:
-        return list(_rows(self.payload_NB))
+        count, size = self.payload_NB.shape
+        data = memoryview(self.payload_NB.view(-1).numpy())  # type: ignore[arg-type]
+        return [data[start : start + size] for start in range(0, count * size, size)]
+
+
+class Tables:
+    """Memory of batches that are done, for those to come: fresh pages would be a tenth of all CPU time.
+
+    A table has the values that were left in it. For any thread.
+    """
+
+    def __init__(self) -> None:
+        self._spare = deque[Tensor](maxlen=SPARE)
+
+    def take(self, count: int, width: int, dtype: torch.dtype) -> Tensor:
+        """Return a table (count, width) that is nobody's."""
+        nbytes = count * width * dtype.itemsize
+        memory = torch.empty(0, dtype=torch.uint8)
+        with suppress(IndexError):
+            memory = self._spare.popleft()
+        if len(memory) < nbytes:
+            memory = torch.empty(nbytes, dtype=torch.uint8)
+        return memory[:nbytes].view(dtype).view(count, width)
+
+    def give(self, table: Tensor) -> None:
+        """Take a table back that nobody reads any more."""
+        self._spare.append(table.view(-1).view(torch.uint8))
 
 
 def form_of(
@@ -79,10 +109,10 @@ def form_of(
     )
 
 
-def stack(form: Form, adapters: Sequence[Sequence[Tensor]]) -> Tensor:
+def stack(form: Form, adapters: Sequence[Sequence[Tensor]], tables: Tables) -> Tensor:
     """Return the adapters' canonical values, (N, D); `adapters` hold tensors in the order of `form.keys`."""
     sizes = [shape.numel() for shape in form.shapes]
-    values_ND = torch.empty(len(adapters), sum(sizes), dtype=form.dtype)
+    values_ND = tables.take(len(adapters), sum(sizes), form.dtype)
     with torch.no_grad():
         for start in range(0, len(adapters), STACKED):
             some = adapters[start : start + STACKED]
@@ -109,43 +139,30 @@ def first_fault(form: Form, values_D: Tensor) -> str:
     raise AssertionError("every value is finite")
 
 
-def batch_of(form: Form, values_ND: Tensor) -> Batch:
-    """Name and pack adapters that were found fit."""
-    digests = _hash_rows(form.header, values_ND.view(torch.uint8))
-    payload_NB = pack_rows(form, values_ND)
-    return Batch(form, digests, payload_NB, _hash_rows(b"", payload_NB))
+def batch_of(form: Form, values_ND: Tensor, tables: Tables, compiled: bool = False) -> Batch:
+    """Name and pack adapters that were found fit; `compiled` as for `hash_rows`."""
+    digests = hash_rows(form.header, values_ND.view(torch.uint8).numpy(), compiled)
+    payload_NB = pack_rows(form, values_ND, tables)
+    return Batch(form, digests, payload_NB, hash_rows(b"", payload_NB.numpy(), compiled))
 
 
-def pack_rows(form: Form, values_ND: Tensor) -> Tensor:
+def pack_rows(form: Form, values_ND: Tensor, tables: Tables) -> Tensor:
     """Return each adapter's packed bytes, (N, B), laid out as `form.layout` says."""
     sizes = [shape.numel() for shape in form.shapes]
     columns = zip(form.keys, form.shapes, values_ND.split(sizes, dim=1), strict=True)
     factors = {key: column.unflatten(1, shape) for key, shape, column in columns}
-    payload_NB = torch.zeros(len(values_ND), form.layout.nbytes, dtype=torch.uint8)
+    payload_NB = tables.take(len(values_ND), form.layout.nbytes, torch.uint8)
     packed_values = payload_NB.view(form.dtype)
-    for block in form.layout.blocks:
+    starts = [block.offset for block in form.layout.blocks]
+    for block, end in zip(form.layout.blocks, [*starts[1:], form.layout.nbytes], strict=True):
+        # What aligns the next one.
+        payload_NB[:, block.offset + block.count * form.dtype.itemsize : end] = 0
         start = block.offset // form.dtype.itemsize
         values = packed_values[:, start : start + block.count].unflatten(1, block.shape)
         for module, target in packed.projections(block, values):
             factor = factors[f"{module}.lora_{block.side}"]
             target.copy_(factor if block.side == "A" else factor.mT)
     return payload_NB
-
-
-def _hash_rows(header: bytes, rows_NB: Tensor) -> list[str]:
-    """Return the sha256 of `header` followed by each row; over 2047 bytes a row, other threads run."""
-    start, found = hashlib.sha256(header), []
-    for row in _rows(rows_NB):
-        state = start.copy()
-        state.update(row)
-        found.append(state.hexdigest())
-    return found
-
-
-def _rows(rows_NB: Tensor) -> Iterator[memoryview]:
-    count, size = rows_NB.shape
-    data = memoryview(rows_NB.view(-1).numpy())  # type: ignore[arg-type]
-    return (data[start : start + size] for start in range(0, count * size, size))
 
 
 def _name(dtype: torch.dtype) -> str:

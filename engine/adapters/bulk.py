@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engine.adapters.batches import Form, finite_rows, first_fault, stack
+from engine.adapters.batches import Form, Tables, finite_rows, first_fault, stack
 from engine.adapters.bulk_entries import Entry, Gate, Registered, Row, refusal
 from engine.adapters.bulk_writer import Placed, Writer
 from engine.errors import AdapterError
@@ -35,9 +35,12 @@ BATCH_BYTES = 16 << 20
 HELD_BYTES = 8 * BATCH_BYTES
 # Batches under way to the store: one that is named, and one whose bytes are written.
 BEHIND = 2
-# Batches of one transaction. Digests are random, so that a row changes a page of the index: among 16,000 rows
-# many change the same, and SQLite writes a fifth of what it writes for them in transactions of 2,000.
-TOGETHER = 8
+# Batches that are committed together, at least and, the longer a run is, at most. Digests are random, so
+# that a row changes a page of the index: among 16,000 rows many change the same, and SQLite writes a fifth
+# of what it writes for 2,000 at a time.
+TOGETHER, MOST_TOGETHER = 8, 32
+# One in so many of the batches so far is as many as are committed together.
+SHARE_TOGETHER = 2
 # Batches after which all are waited for, so that those who clean up the store find their segments free.
 SETTLED = 256
 VERSION = attrgetter("_version")
@@ -114,9 +117,9 @@ class _Pipeline:
     def __init__(self, writer: Writer):
         self._writer = writer
         self._behind = deque[Future[Placed]](maxlen=BEHIND)
-        # Batches that wait to be committed together.
-        self._placed: list[Future[Placed]] = []
-        self._placed_bytes = 0
+        # Batches that wait to be committed together, and the bytes of each.
+        self._placed: dict[Future[Placed], int] = {}
+        self._batches = 0
         self._committed: deque[tuple[list[Future[Placed]], Future[list[Registered]]]] = deque()
         self._unsettled = 0
 
@@ -130,19 +133,20 @@ class _Pipeline:
 
     def put(self, group: _Group) -> Iterator[Registered]:
         """Hand a group over, and yield its refused entries and what has been committed meanwhile."""
-        rows, values_ND, refused = _fit(group)
+        rows, values_ND, refused = _fit(group, self._writer.tables)
         yield from refused
         if rows:
             if len(self._behind) == BEHIND:
                 wait([self._behind[0]])
             placed = self._writer.place(group.form, values_ND, rows)
             self._behind.append(placed)
-            self._placed.append(placed)
+            self._placed[placed] = len(rows) * group.form.nbytes
+            self._batches += 1
             self._unsettled += 1
-            self._placed_bytes += len(rows) * group.form.nbytes
         # A batch that the store did not take ends the run: nothing more is handed over behind it.
         failed = any(one.done() and one.exception() for one in self._placed)
-        if len(self._placed) >= TOGETHER or self._placed_bytes >= HELD_BYTES or failed:
+        together = min(MOST_TOGETHER, max(TOGETHER, self._batches // SHARE_TOGETHER))
+        if len(self._placed) >= together or self._held_bytes() >= HELD_BYTES or failed:
             self._commit()
         if self._unsettled >= SETTLED:
             yield from self.drain()
@@ -156,8 +160,17 @@ class _Pipeline:
 
     def _commit(self) -> None:
         if self._placed:
-            self._committed.append((self._placed, self._writer.commit(self._placed)))
-            self._placed, self._placed_bytes = [], 0
+            placed = list(self._placed)
+            self._committed.append((placed, self._writer.commit(placed)))
+            self._placed = {}
+
+    def _held_bytes(self) -> int:
+        """Return the bytes that are in memory until their rows are committed."""
+        return sum(
+            nbytes
+            for one, nbytes in self._placed.items()
+            if not one.done() or (not one.exception() and one.result().batch is not None)
+        )
 
     def _written(self, most: int) -> Iterator[Registered]:
         """Yield what has been committed, and wait until at most so many transactions have not."""
@@ -169,17 +182,17 @@ class _Pipeline:
                 placed.result()
 
 
-def _fit(group: _Group) -> tuple[list[Row], Tensor, list[Registered]]:
+def _fit(group: _Group, tables: Tables) -> tuple[list[Row], Tensor, list[Registered]]:
     """Return the rows whose values can be served, these values, and the refused."""
     group, refused = _unchanged(group)
     form, rows = group.form, group.rows
     if not rows:
         return rows, torch.empty(0, 1), refused
     try:
-        values_ND = stack(form, group.tensors)
+        values_ND = stack(form, group.tensors, tables)
     except RuntimeError:
         # Sparse ones, or some on another device: torch says so of a whole batch.
-        rows, values_ND, unread = _stack_each(group)
+        rows, values_ND, unread = _stack_each(group, tables)
         refused += unread
     finite_N = finite_rows(values_ND)
     if not finite_N.all():
@@ -212,11 +225,11 @@ def _version(tensors: tuple[Tensor, ...]) -> int:
         return 0
 
 
-def _stack_each(group: _Group) -> tuple[list[Row], Tensor, list[Registered]]:
+def _stack_each(group: _Group, tables: Tables) -> tuple[list[Row], Tensor, list[Registered]]:
     rows, values, refused = [], [], []
     for row, tensors in zip(group.rows, group.tensors, strict=True):
         try:
-            values.append(stack(group.form, [tensors]))
+            values.append(stack(group.form, [tensors], tables))
             rows.append(row)
         except RuntimeError as error:
             refused.append(refusal(row, f"The adapter's values cannot be read: {str(error).splitlines()[0]}"))

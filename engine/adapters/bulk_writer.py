@@ -5,13 +5,14 @@ is packed and hashed. Bytes are fsynced before the rows that name them are commi
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import compress, takewhile
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from engine.adapters.batches import Batch, Form, batch_of
+from engine.adapters.batches import Batch, Form, Tables, batch_of
 from engine.adapters.bulk_entries import Registered, Row, refusal
 from engine.adapters.catalog_batches import RevisionBatch
 from engine.adapters.publishing import ATTEMPTS
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from engine.adapters.store import Location, Store
 
 Places = dict[str, "Location"]
+# Adapters of a run after which hashes are compiled.
+MANY = 20_000
+# Rows of one transaction, about; it keeps other writers waiting.
+ROWS = 16_384
 
 
 @dataclass(frozen=True)
@@ -48,9 +53,11 @@ class Placed:
         places = self.known | self.appended
         return [places[digest] for digest in self.digests]
 
-    def without(self, policies: Collection[str]) -> "Placed":
-        kept = [row.policy not in policies for row in self.rows]
+    def only(self, kept: Sequence[bool]) -> "Placed":
         return replace(self, rows=list(compress(self.rows, kept)), digests=list(compress(self.digests, kept)))
+
+    def without(self, policies: Collection[str]) -> "Placed":
+        return self.only([row.policy not in policies for row in self.rows])
 
 
 class Writer:
@@ -67,6 +74,10 @@ class Writer:
         self._layouts: set[str] = set()
         # Bytes whose rows are on their way: a batch that comes meanwhile shares them.
         self._pending: Places = {}
+        # Batches whose bytes had to be appended once more before their rows could be committed.
+        self._again: list[Placed] = []
+        self.tables = Tables()
+        self._named = 0
         self._names = ThreadPoolExecutor(1, "register-names")
         self._bytes = ThreadPoolExecutor(1, "register-bytes")
         self._rows = ThreadPoolExecutor(1, "register-rows")
@@ -80,7 +91,7 @@ class Writer:
 
     def place(self, form: Form, values_ND: "Tensor", rows: list[Row]) -> Future[Placed]:
         """Have N adapters of D elements in the store; they are registered when they are committed."""
-        return self._bytes.submit(self._place, self._names.submit(batch_of, form, values_ND), rows)
+        return self._bytes.submit(self._place, self._names.submit(self._name, form, values_ND), rows)
 
     def commit(self, given: Sequence[Future[Placed]]) -> "Future[list[Registered]]":
         """Register batches; the result says what became of each entry.
@@ -92,6 +103,14 @@ class Writer:
     def settle(self) -> None:
         """Let go of the store's segments. Only when every result is there."""
         self._store.committed()
+
+    # In the thread of the names
+
+    def _name(self, form: Form, values_ND: "Tensor") -> Batch:
+        self._named += len(values_ND)
+        batch = batch_of(form, values_ND, self.tables, compiled=self._named > MANY)
+        self.tables.give(values_ND)
+        return batch
 
     # In the thread of the bytes
 
@@ -126,6 +145,8 @@ class Writer:
             )
             appended = appended | dict(zip(missing, found, strict=True))
         self._pending.update(appended)
+        if not known:
+            self.tables.give(batch.payload_NB)
         return replace(placed, batch=batch if known else None, known=known, appended=appended)
 
     def _damaged(self, rows: list[Row], digests: list[str]) -> Set[str]:
@@ -148,31 +169,33 @@ class Writer:
         for one in takewhile(lambda one: one.exception() is None, given):
             forms[one.result().form].append(one.result())
         try:
-            return [found for form, placed in forms.items() for found in self._register(form, placed)]
+            parts = [(form, part) for form, placed in forms.items() for part in _parts(placed)]
+            found = [one for form, part in parts for one in self._register(form, part)]
+            return sorted(found, key=attrgetter("position")) if len(parts) > len(forms) else found
         finally:
             # Also those of batches that are left out: nobody may wait for their rows.
             self._forget(one.result() for one in given if one.exception() is None)
+            self._forget(self._again)
+            self._again.clear()
 
     def _register(self, form: Form, placed: list[Placed]) -> list[Registered]:
         refused: list[Registered] = []
-        try:
-            for _ in range(ATTEMPTS):
-                rows = [row for one in placed for row in one.rows]
-                batch = self._revisions(form, rows, placed)
-                try:
-                    new = self._catalog.add_batch(batch, _shared(placed))
-                except Moved:
-                    placed = [self._bytes.submit(self._append, one).result() for one in placed]
-                except Purged as error:
-                    # While this run was under way; the others are none the worse for it.
-                    refused += [_purged(row) for row in rows if row.policy in error.policies]
-                    placed = [one.without(error.policies) for one in placed]
-                else:
-                    self._heal(batch, new, placed)
-                    positions = [row.position for row in rows]
-                    return refused + list(map(Registered, positions, batch.policies, batch.digests, new))
-        finally:
-            self._forget(placed)
+        for _ in range(ATTEMPTS):
+            rows = [row for one in placed for row in one.rows]
+            batch = self._revisions(form, rows, placed)
+            try:
+                new = self._catalog.add_batch(batch, _shared(placed))
+            except Moved:
+                placed = [self._bytes.submit(self._append, one).result() for one in placed]
+                self._again += placed
+            except Purged as error:
+                # While this run was under way; the others are none the worse for it.
+                refused += [_purged(row) for row in rows if row.policy in error.policies]
+                placed = [one.without(error.policies) for one in placed]
+            else:
+                self._heal(batch, new, placed)
+                positions = [row.position for row in rows]
+                return refused + list(map(Registered, positions, batch.policies, batch.digests, new))
         raise Conflict(
             f"Bytes that {len(rows)} revisions share were moved away {ATTEMPTS} times. Register them "
             "again when `graftwork store compact` has ended."
@@ -214,6 +237,23 @@ class Writer:
             offsets=[location.offset for location in at],
             checksums=[location.checksum for location in at],
         )
+
+
+def _parts(placed: list[Placed]) -> Iterator[list[Placed]]:
+    """Cut batches into parts of neighbouring digests, a transaction each.
+
+    Digests are random, so that a row changes a page of the index, which is written as a whole. Among the
+    neighbours of four times as many rows, four times as many change the same page.
+    """
+    count = max(1, sum(len(one.rows) for one in placed) // ROWS)
+    if count == 1:
+        yield placed
+        return
+    numbers = [[int(digest[:4], 16) * count >> 16 for digest in one.digests] for one in placed]
+    for part in range(count):
+        yield [
+            one.only([number == part for number in each]) for one, each in zip(placed, numbers, strict=True)
+        ]
 
 
 def _shared(placed: list[Placed]) -> Set[int]:

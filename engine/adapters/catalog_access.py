@@ -44,7 +44,7 @@ PATIENCE = {
     "keepalives_interval": 2,
     "keepalives_count": 3,
 }
-CACHE_KIB = 32 << 10
+CACHE_KIB = 64 << 10
 # Random digests touch a page each: the log is copied into the database in larger parts than by default.
 # With 10^6 rows it grows to some 100 MB, 1% of the bytes that small adapters of that number have.
 CHECKPOINT_PAGES = 16_000

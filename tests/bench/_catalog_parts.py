@@ -20,7 +20,7 @@ from typing import Any
 from _memory import peak_bytes
 
 # What is made ahead while the clock stands still.
-AHEAD_BYTES = 512 << 20
+AHEAD_BYTES = 2 << 30
 SEGMENT_BYTES = 1 << 30
 WARM_UP = 200
 QUANTILES = {"50": 0.5, "99": 0.99, "999": 0.999}

@@ -45,7 +45,7 @@ def seconds_of(phase: Sequence[Answer]) -> float:
 
 @dataclass(frozen=True)
 class Alternation:
-    """A storm, its control and traffic without either, one after another."""
+    """A storm, its control and traffic without either, one after another; a control may be left out."""
 
     storm: Sequence[Answer]
     control: Sequence[Answer]
@@ -56,7 +56,7 @@ class Alternation:
     @property
     def seconds(self) -> float:
         """Return how long the slower arm took until each of its burst had its first token."""
-        return max(seconds_of(self.storm), seconds_of(self.control))
+        return max(seconds_of(arm) for arm in (self.storm, self.control) if arm)
 
     @property
     def outlived_traffic(self) -> bool:
@@ -106,7 +106,7 @@ class Arms:
         """Return warm p95 in storms over warm p95 in their controls."""
         pairs = [one.counted() for one in chosen]
         storm, control = ([value for pair in pairs for value in pair[side]] for side in (0, 1))
-        return percentile(storm) / percentile(control) if storm else math.nan
+        return percentile(storm) / percentile(control) if storm and control else math.nan
 
     def over_calm(self, chosen: Sequence[Alternation]) -> float:
         """Return warm p95 in storms over warm p95 without any."""
@@ -116,7 +116,8 @@ class Arms:
 
     def ready(self, chosen: Sequence[Alternation]) -> float:
         """Return the median of the alternations' cold seconds over resident seconds to all first tokens."""
-        return record.median([seconds_of(one.storm) / seconds_of(one.control) for one in chosen])
+        ratios = [seconds_of(one.storm) / seconds_of(one.control) for one in chosen if one.control]
+        return record.median(ratios) if ratios else math.nan
 
     def spread(self, figure: Callable[[Sequence[Alternation]], float]) -> str:
         """Return the 5th and 95th percentile of a figure over alternations drawn with replacement."""
@@ -129,7 +130,8 @@ class Arms:
         """Return each figure's value and its spread, by plain names."""
         found = {"ratio": self.ratio, "over_calm": self.over_calm, "ready_over_warm": self.ready}
         values = {name: figure(self.alternations) for name, figure in found.items()}
-        spreads = {name: self.spread(figure) for name, figure in found.items()}
+        values = {name: value for name, value in values.items() if not math.isnan(value)}
+        spreads = {name: self.spread(found[name]) for name in values}
         cold = [answer.ttft for one in self.alternations for answer in burst_of(one.storm)]
         resident = [answer.ttft for one in self.alternations for answer in burst_of(one.control)]
         storm, control = ([v for one in self.alternations for v in one.counted()[side]] for side in (0, 1))
@@ -142,15 +144,16 @@ class Arms:
                 )
         values |= {
             "ready_cold_s": self.window_s,
-            "ready_resident_s": record.median([seconds_of(one.control) for one in self.alternations]),
             "longest_cold_s": self.longest_cold_s,
             "longest_cold_over_window": self.longest_cold_s / self.window_s,
-            "longest_resident_s": max(resident),
             "median_cold_s": percentile(cold, 0.5),
             "counted": float(self.counted),
             "alternations": float(len(self.alternations)),
             "run_again": float(len(self.outlived)),
         }
+        if resident:
+            controls = [seconds_of(one.control) for one in self.alternations]
+            values |= {"ready_resident_s": record.median(controls), "longest_resident_s": max(resident)}
         return values, spreads
 
 
@@ -178,6 +181,6 @@ def faults(name: str, arms: Arms, alternations: int, least: int) -> list[str]:
         found.append(f"{name}: a cold adapter starved: it waited {waits}.")
     for one in arms.alternations:
         asked = [[(a.ask.at, a.ask.prompt, a.ask.tokens) for a in arm] for arm in (one.storm, one.control)]
-        if asked[0] != asked[1]:
+        if one.control and asked[0] != asked[1]:
             found.append(f"{name}: a storm and its control were not the same requests.")
     return found

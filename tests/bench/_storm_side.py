@@ -25,7 +25,7 @@ CHECKED = 8
 class Side:
     """A server under storms, ours or vLLM's own, which calls its base `base`.
 
-    `make` gives names of adapters that nobody asked for.
+    `make` gives names of adapters that nobody asked for; without `residents` storms have no control.
     """
 
     name: str
@@ -93,8 +93,8 @@ class Side:
             (arms.outlived if one.outlived_traffic else arms.alternations).append(one)
             seconds = max(seconds, one.seconds)
             # Where time goes while a long run is watched.
-            took = ", ".join(f"{seconds_of(arm):.2f} s" for arm in (one.storm, one.control))
-            print(f"  {self.name} n{cold}: storm and control {took} of {one.traffic_s:.2f} s", flush=True)
+            took = " and ".join(f"{seconds_of(arm):.2f} s" for arm in (one.storm, one.control) if arm)
+            print(f"  {self.name} n{cold}: {took} of {one.traffic_s:.2f} s", flush=True)
             compared = time.monotonic()
             arms.checks += self.checks(one)
             began += time.monotonic() - compared
@@ -108,7 +108,7 @@ class Side:
         times = arrivals(self.chance, self.rate, LEAD_S + seconds)
         traffic = [self.warm_ask(at) for at in times]
         prompts = [self.prompt() for _ in range(cold)]
-        names = {"storm": self.make(cold), "control": resident}
+        names = {"storm": self.make(cold)} | ({"control": resident} if resident else {})
         compared = set(self.chance.sample(range(cold), min(CHECKED, cold)))
         before_storm()
         found: dict[str, list[Answer]] = {}
@@ -123,7 +123,7 @@ class Side:
         if calm_s:
             times = arrivals(self.chance, self.rate, LEAD_S + calm_s)
             calm = [a for a in self.ask([self.warm_ask(at) for at in times]) if a.ask.at >= LEAD_S]
-        return Alternation(found["storm"], found["control"], calm, seconds)
+        return Alternation(found["storm"], found.get("control", []), calm, seconds)
 
     def checks(self, one: Alternation) -> list[Check]:
         """Ask the sampled cold adapters alone, the base and a warm adapter the same, one after another."""
