@@ -4,13 +4,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import made_adapters
 import pytest
 import torch
 
-from engine.adapters import bulk, packed, revision
+from engine.adapters import bulk, bulk_writer, packed, revision
 from engine.adapters.bulk import Registered, register_many
 from engine.adapters.bulk_entries import Entry
 from engine.adapters.catalog import Catalog, Policy, migrate
@@ -159,6 +160,36 @@ def test_batches_that_follow_each_other_share_bytes(
     found = register(catalog, store, [*entries, *entries[:4]])
     assert [one.new for one in found] == [True] * 8 + [False] * 4
     assert stored_bytes(store) <= 4 * packed.pack(adapter(0), torch.float32, DENSE.fused).layout.nbytes
+
+
+@pytest.mark.parametrize("moves", [0, 3])
+def test_each_transaction_takes_neighbouring_digests(
+    catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch, moves: int
+):
+    """What is committed together is cut by digest; bytes that move meanwhile are appended once more."""
+    monkeypatch.setattr(bulk, "BATCH", 4)
+    monkeypatch.setattr(bulk, "TOGETHER", 8)
+    monkeypatch.setattr(bulk_writer, "ROWS", 9)
+    add, parts, failures = catalog.add_batch, [], iter(range(moves))
+
+    def counted(batch, shared=()):
+        if parts and next(failures, None) is not None:
+            raise Moved("The bytes were moved.")
+        parts.append(sorted(batch.digests))
+        return add(batch, shared)
+
+    monkeypatch.setattr(catalog, "add_batch", counted)
+    entries = [Entry("one", adapter(seed)) for seed in range(29)]
+    twins = [entries[3], entries[17], Entry("two", entries[20].tensors)]
+    found = list(register_many(catalog, store, DENSE, BASE, [*entries, *twins], OWNER, NOW, torch.float32))
+    assert [one.position for one in found] == list(range(32))
+    assert [one.new for one in found] == [True] * 29 + [False, False, True]
+    assert [one.digest for one in found[:29]] == [alone(e.tensors, DENSE, torch.float32)[0] for e in entries]
+    assert len(parts) == 32 // 9
+    parts.sort()
+    assert all(before[-1] < after[0] for before, after in pairwise(parts))
+    for one in found:
+        stored_tensors(catalog, store, catalog.revision(one.policy, one.digest))
 
 
 def test_batches_are_bounded_whatever_comes(catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch):
@@ -360,3 +391,18 @@ def test_tensors_that_were_filled_again_are_refused(catalog: Catalog, store: Sto
         untracked = adapter(5)
     (one,) = register(catalog, store, [Entry("one", untracked)])
     assert one.new
+
+
+def test_a_long_run_leaves_no_long_log(catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bulk_writer, "MANY", 2)
+    log = Path(catalog.label + "-wal")
+    register(catalog, store, [Entry("one", adapter(seed)) for seed in range(2)])
+    assert log.stat().st_size > 0
+    register(catalog, store, [Entry("one", adapter(seed)) for seed in range(2, 5)])
+    assert log.stat().st_size == 0
+    register(catalog, store, [Entry("one", adapter(5))])
+    # Somebody who reads is not waited for long.
+    with catalog._read() as reader:
+        reader.exec_driver_sql("SELECT count(*) FROM revisions").scalar()
+        register(catalog, store, [Entry("one", adapter(seed)) for seed in range(6, 9)])
+        assert log.stat().st_size > 0

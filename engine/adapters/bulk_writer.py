@@ -88,6 +88,8 @@ class Writer:
         self._bytes.shutdown()
         self._names.shutdown()
         self.settle()
+        if self._named > MANY:
+            self._catalog.shorten_log()
 
     def place(self, form: Form, values_ND: "Tensor", rows: list[Row]) -> Future[Placed]:
         """Have N adapters of D elements in the store; they are registered when they are committed."""

@@ -7,7 +7,7 @@ words become short ids in rows.
 import sqlite3
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,6 +48,8 @@ CACHE_KIB = 64 << 10
 # Random digests touch a page each: the log is copied into the database in larger parts than by default.
 # With 10^6 rows it grows to some 100 MB, 1% of the bytes that small adapters of that number have.
 CHECKPOINT_PAGES = 16_000
+# For how long others may keep it from being shortened.
+LOG_S = 0.2
 # The advisory lock that makes writers of one Postgres database take turns, as SQLite's do.
 WRITE_LOCK = 0x67726166
 # Words kept in memory; owners may be many.
@@ -177,6 +179,13 @@ class Access:
         if self._watch:
             self._watch.close()
         self._engine.dispose()
+
+    def shorten_log(self) -> None:
+        """Copy SQLite's log into the database and give its bytes back, unless somebody is busy with it."""
+        if self._is_sqlite:
+            with closing(sqlite3.connect(self.label, timeout=LOG_S, isolation_level=None)) as connection:
+                # It says so in a row when it could not.
+                connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
 
     def data_version(self) -> int:
         """Return a number that changes when another connection changes what gateways route by.
