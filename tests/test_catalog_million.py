@@ -532,3 +532,20 @@ def test_a_page_may_have_more_words_than_a_statement_takes(catalog: Catalog, cat
     other = Catalog(catalog_url)
     assert len(other.used_bytes_by_segment()) == many
     other.close()
+
+
+def test_the_whole_file_is_read_ahead(tmp_path: Path) -> None:
+    path = tmp_path / "catalog.db"
+    migrate(f"sqlite:///{path}")
+    catalog = Catalog(f"sqlite:///{path}")
+
+    def read_bytes() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    before = read_bytes()
+    catalog.read_ahead()
+    assert read_bytes() - before >= path.stat().st_size > 0
+    # Nothing depends on it.
+    path.unlink()
+    catalog.read_ahead()
+    catalog.close()

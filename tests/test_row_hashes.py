@@ -1,6 +1,7 @@
 """Hashes of many rows at once are those of hashlib, also where OpenSSL cannot be reached."""
 
 import hashlib
+from functools import cache
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from engine.adapters.row_hashes import hash_rows
 @pytest.mark.parametrize("shape", [(0, 8), (1, 1), (3, 55), (7, 64), (2, 5000), (300, 7680)])
 @pytest.mark.parametrize("header", [b"", b"x" * 200])
 def test_each_row_is_hashed_behind_the_header(compiled: bool, shape: tuple[int, int], header: bytes):
+    row_hashes._openssl.cache_clear()
     rows = np.random.default_rng(1).integers(0, 256, shape, dtype=np.uint8)
     want = [hashlib.sha256(header + row.tobytes()).hexdigest() for row in rows]
     assert hash_rows(header, rows, compiled) == want
@@ -31,7 +33,7 @@ def test_this_python_has_an_openssl_that_can_be_reached():
 
 
 def test_without_openssl_hashlib_hashes(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(row_hashes, "_openssl", lambda: None)
+    monkeypatch.setattr(row_hashes, "_openssl", cache(lambda: None))
     rows = np.zeros((2, 3000), np.uint8)
     assert hash_rows(b"a", rows, compiled=True) == [hashlib.sha256(b"a" + bytes(3000)).hexdigest()] * 2
 

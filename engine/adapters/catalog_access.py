@@ -7,7 +7,7 @@ words become short ids in rows.
 import sqlite3
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,6 +48,7 @@ CACHE_KIB = 64 << 10
 # Random digests touch a page each: the log is copied into the database in larger parts than by default.
 # With 10^6 rows it grows to some 100 MB, 1% of the bytes that small adapters of that number have.
 CHECKPOINT_PAGES = 16_000
+READ_AHEAD_BYTES = 1 << 20
 # For how long others may keep it from being shortened.
 LOG_S = 0.2
 # The advisory lock that makes writers of one Postgres database take turns, as SQLite's do.
@@ -179,6 +180,13 @@ class Access:
         if self._watch:
             self._watch.close()
         self._engine.dispose()
+
+    def read_ahead(self) -> None:
+        """Have SQLite's file in the page cache: to look at a page that is only on the disk takes 0.2 ms."""
+        if self._is_sqlite:
+            with suppress(OSError), open(self.label, "rb", buffering=0) as file:
+                while file.read(READ_AHEAD_BYTES):
+                    pass
 
     def shorten_log(self) -> None:
         """Copy SQLite's log into the database and give its bytes back, unless somebody is busy with it."""

@@ -28,7 +28,8 @@ def hash_rows(header: bytes, rows_NB: Rows, compiled: bool = False) -> list[str]
     Python's own OpenSSL cannot be reached, `hashlib` hashes.
     """
     rows_NB = np.ascontiguousarray(rows_NB)
-    if compiled and (openssl := _openssl()) is not None:
+    # Once it is there it is the faster one for any number of rows.
+    if (compiled or _openssl.cache_info().currsize) and (openssl := _openssl()) is not None:
         return openssl.hash_rows(header, rows_NB)
     start, found = hashlib.sha256(header), []
     for row in rows_NB:

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import time
 from argparse import Namespace
+from threading import Thread
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -85,6 +86,7 @@ class GraftworkEndpoints:
         }
         state.graftwork_loads, state.graftwork_slots = engine.loads, engine.slots
         catalog = Catalog(params.paths.catalog_url)
+        Thread(target=catalog.read_ahead, name="graftwork-read-ahead", daemon=True).start()
         # A catalog of its own: loads may have every connection of theirs in use.
         router = Router(
             Catalog(params.paths.catalog_url),

@@ -14,10 +14,10 @@ SHARE, WARM = 0.4, 16
 LEAD_S = 0.5
 # Closed-loop requests that find what the engine can do.
 UNDER_WAY, PROBED = 64, 384
-LIMIT_S = 600.0
+LIMIT_S = 1200.0
 # For so many times the longest storm so far warm traffic goes on.
 MARGIN = 1.5
-# Cold answers of each alternation that are compared.
+# Cold answers that are compared, of each of the first `repeats` alternations.
 CHECKED = 8
 
 
@@ -74,7 +74,8 @@ class Side:
     def alternate(self, cold: int, repeats: int, least: int, before_storm: Callable[[], None]) -> Arms:
         """Alternate until there are `repeats`, with `least` warm requests counted in each arm.
 
-        An alternation that lasts longer than its warm traffic does not count: the next one has more.
+        An alternation that lasts longer than its warm traffic does not count: the next one has more. Those
+        behind the first `repeats` are storms and controls only, for more warm requests.
         """
         arms, resident = Arms(), self.resident[:cold]
         if not self.seconds_a_cold:
@@ -89,15 +90,17 @@ class Side:
             if time.monotonic() - began > LIMIT_S:
                 break
             number = len(arms.alternations)
-            one = self.alternation(cold, resident, MARGIN * seconds, number, calm_s, before_storm)
+            is_whole = number < repeats
+            one = self.alternation(cold, resident, MARGIN * seconds, number, calm_s * is_whole, before_storm)
             (arms.outlived if one.outlived_traffic else arms.alternations).append(one)
             seconds = max(seconds, one.seconds)
             # Where time goes while a long run is watched.
             took = " and ".join(f"{seconds_of(arm):.2f} s" for arm in (one.storm, one.control) if arm)
             print(f"  {self.name} n{cold}: {took} of {one.traffic_s:.2f} s", flush=True)
-            compared = time.monotonic()
-            arms.checks += self.checks(one)
-            began += time.monotonic() - compared
+            if is_whole:
+                compared = time.monotonic()
+                arms.checks += self.checks(one)
+                began += time.monotonic() - compared
         return arms
 
     def alternation(

@@ -119,6 +119,7 @@ def size_of(state: Path, base: BaseInfo, entries: int, url: str) -> tuple[dict[s
         "resolve_p99_us": found["p99_us"],
         "resolve_p999_us": found["p999_us"],
         "restart_s": record.median([one["restart_s"] for one in restarts]),
+        "read_ahead_s": found["read_ahead_s"],
         "restart_import_s": record.median([one["interpreter_s"] + one["import_s"] for one in restarts]),
         "restart_open_and_first_s": record.median([one["open_and_first_s"] for one in restarts]),
         "bytes_over_payload": (registered["store"] + registered["database"]) / registered["payload_bytes"],
