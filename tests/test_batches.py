@@ -33,12 +33,27 @@ def rows_of(adapters: list[dict]) -> list[tuple[torch.Tensor, ...]]:
     return [tuple(one[key] for key in sorted(one)) for one in adapters]
 
 
-def stained_tables() -> Tables:
-    """Return tables in which an earlier batch left bytes."""
+def stained_tables(*sizes: int) -> Tables:
+    """Return tables of so many bytes in which an earlier batch left some."""
     tables = Tables()
-    for _ in range(2):
-        tables.give(torch.full((1 << 20,), 0xAA, dtype=torch.uint8))
+    for nbytes in sizes:
+        tables.give(torch.full((nbytes,), 0xAA, dtype=torch.uint8))
     return tables
+
+
+def test_a_table_is_used_again_for_one_of_its_size():
+    large, tables = torch.zeros(1000, dtype=torch.uint8), Tables()
+    tables.give(large)
+    assert tables.take(1, 100, torch.uint8).data_ptr() != large.data_ptr()
+    tables = stained_tables(1000)
+    table = tables.take(3, 125, torch.bfloat16)
+    assert (table.view(torch.uint8) == 0xAA).all()
+    tables.give(table)
+    # Its memory is as large as it was.
+    assert (tables.take(1, 1000, torch.uint8) == 0xAA).all()
+    with torch.inference_mode():
+        fresh = tables.take(2, 8, torch.float32)
+    fresh.zero_()
 
 
 @settings(max_examples=60, deadline=None)
@@ -62,7 +77,7 @@ def test_digests_and_bytes_are_those_of_one_at_a_time(model_type, dtype, count, 
 
     adapters = [made(seed) for seed in range(count)]
     form = form_of(adapters[0], base, base.modules(), BASE, dtype)
-    tables = stained_tables()
+    tables = stained_tables(count * form.nbytes, count * form.layout.nbytes)
     batch = batch_of(form, stack(form, rows_of(adapters), tables), tables, compiled)
     for one, digest, checksum, payload in zip(
         adapters, batch.digests, batch.checksums, batch.payloads(), strict=True

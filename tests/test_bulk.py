@@ -192,6 +192,30 @@ def test_each_transaction_takes_neighbouring_digests(
         stored_tensors(catalog, store, catalog.revision(one.policy, one.digest))
 
 
+def test_each_part_appends_its_own_bytes_when_rows_that_shared_them_are_gone(
+    catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch
+):
+    entries = [Entry("one", adapter(seed)) for seed in range(12)]
+    register(catalog, store, entries)
+    monkeypatch.setattr(bulk_writer, "ROWS", 4)
+    add, calls = catalog.add_batch, []
+
+    def without_the_others(batch, shared=()):
+        if not calls:
+            with catalog._write() as connection:
+                connection.exec_driver_sql("DELETE FROM revisions WHERE policy = 'one'")
+        calls.append(len(batch))
+        return add(batch, shared)
+
+    monkeypatch.setattr(catalog, "add_batch", without_the_others)
+    found = register(catalog, store, [Entry("two", entry.tensors) for entry in entries])
+    assert [one.new for one in found] == [True] * 12
+    assert len(calls) == 2 * 3
+    for entry, one in zip(entries, found, strict=True):
+        stored = stored_tensors(catalog, store, catalog.revision("two", one.digest))
+        assert all(torch.equal(stored[key], value) for key, value in entry.tensors.items())
+
+
 def test_batches_are_bounded_whatever_comes(catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bulk, "BATCH", 8)
     monkeypatch.setattr(bulk, "TOGETHER", 2)

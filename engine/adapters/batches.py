@@ -66,16 +66,20 @@ class Tables:
     def take(self, count: int, width: int, dtype: torch.dtype) -> Tensor:
         """Return a table (count, width) that is nobody's."""
         nbytes = count * width * dtype.itemsize
-        memory = torch.empty(0, dtype=torch.uint8)
-        with suppress(IndexError):
-            memory = self._spare.popleft()
-        if len(memory) < nbytes:
-            memory = torch.empty(nbytes, dtype=torch.uint8)
-        return memory[:nbytes].view(dtype).view(count, width)
+        # Whoever iterates over results may be in inference mode, and other threads write to the table later.
+        with torch.inference_mode(False):
+            memory = torch.empty(0, dtype=torch.uint8)
+            with suppress(IndexError):
+                memory = self._spare.popleft()
+            # A much larger one would stay in memory for little.
+            if not nbytes <= len(memory) <= 2 * nbytes:
+                memory = torch.empty(nbytes, dtype=torch.uint8)
+            return memory[:nbytes].view(dtype).view(count, width)
 
     def give(self, table: Tensor) -> None:
         """Take a table back that nobody reads any more."""
-        self._spare.append(table.view(-1).view(torch.uint8))
+        with torch.inference_mode(False):
+            self._spare.append(torch.empty(0, dtype=torch.uint8).set_(table.untyped_storage()))
 
 
 def form_of(

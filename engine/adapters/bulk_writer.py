@@ -120,14 +120,19 @@ class Writer:
         batch = named.result()
         self._add_layout(batch.form)
         damaged = self._damaged(rows, batch.digests)
-        return self._append(Placed(batch.form, batch, rows, batch.digests, damaged, {}, {}))
+        placed = self._append(Placed(batch.form, batch, rows, batch.digests, damaged, {}, {}))
+        if placed.batch is None:
+            self.tables.give(batch.payload_NB)
+        return placed
 
     def _append(self, placed: Placed) -> Placed:
         """Look up where each digest's bytes lie, and append those that the store does not have."""
         batch, appended = placed.batch, placed.appended
         if batch is None:
             return placed
-        wanted = [digest for digest in batch.digests if digest not in placed.damaged]
+        # Parts of a batch look for their own bytes only: a later part may have to append its own again too.
+        rows = set(placed.digests)
+        wanted = [digest for digest in placed.digests if digest not in placed.damaged]
         # In this order: what is pending no longer is in the catalog.
         pending = {digest: at for digest in wanted if (at := self._pending.get(digest))}
         known = {digest: at for digest, at in pending.items() if digest not in appended}
@@ -135,6 +140,8 @@ class Writer:
         places = known | appended
         missing: dict[str, int] = {}
         for i, (digest, checksum) in enumerate(zip(batch.digests, batch.checksums, strict=True)):
+            if digest not in rows:
+                continue
             at = places.get(digest)
             # Bytes of another packing are other bytes: this batch's layout does not describe them.
             if at is None or (at.checksum, at.length) != (checksum, batch.form.layout.nbytes):
@@ -147,8 +154,6 @@ class Writer:
             )
             appended = appended | dict(zip(missing, found, strict=True))
         self._pending.update(appended)
-        if not known:
-            self.tables.give(batch.payload_NB)
         return replace(placed, batch=batch if known else None, known=known, appended=appended)
 
     def _damaged(self, rows: list[Row], digests: list[str]) -> Set[str]:
@@ -188,8 +193,9 @@ class Writer:
             try:
                 new = self._catalog.add_batch(batch, _shared(placed))
             except Moved:
-                placed = [self._bytes.submit(self._append, one).result() for one in placed]
-                self._again += placed
+                for number, one in enumerate(placed):
+                    placed[number] = self._bytes.submit(self._append, one).result()
+                    self._again.append(placed[number])
             except Purged as error:
                 # While this run was under way; the others are none the worse for it.
                 refused += [_purged(row) for row in rows if row.policy in error.policies]

@@ -66,13 +66,17 @@ class _OpenSsl:
         prefix = np.frombuffer(header, np.uint8)
         start, state = self._new(), self._new()
         try:
-            began = self._init(start, self._sha256(), 0)
-            began &= self._update(start, prefix.ctypes.data, prefix.nbytes)
-            done = self._loop(start, state, rows_NB.ctypes.data, count, size, digests.ctypes.data)
+            done = -1
+            if (
+                start and state
+                and self._init(start, self._sha256(), 0)
+                and self._update(start, prefix.ctypes.data, prefix.nbytes)
+            ):  # fmt: skip
+                done = self._loop(start, state, rows_NB.ctypes.data, count, size, digests.ctypes.data)
         finally:
             self._free(start)
             self._free(state)
-        if not began or done != count:
+        if done != count:
             raise RuntimeError("OpenSSL could not hash. Is there memory left?")
         text = digests.tobytes().hex()
         return [text[i : i + 2 * DIGEST_BYTES] for i in range(0, len(text), 2 * DIGEST_BYTES)]

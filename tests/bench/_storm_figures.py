@@ -112,7 +112,7 @@ class Arms:
         """Return warm p95 in storms over warm p95 without any."""
         storm = [value for one in chosen for value in one.counted()[0]]
         calm = [answer.ttft for one in chosen for answer in one.calm]
-        return percentile(storm) / percentile(calm) if storm else math.nan
+        return percentile(storm) / percentile(calm) if storm and calm else math.nan
 
     def ready(self, chosen: Sequence[Alternation]) -> float:
         """Return the median of the alternations' cold seconds over resident seconds to all first tokens."""

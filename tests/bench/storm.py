@@ -21,6 +21,7 @@ starves, which is one that waits for more than three times the median of the sto
 """
 
 import argparse
+import math
 import random
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -79,7 +80,7 @@ class Result:
         values |= _answers.figures_of(arms.checks, TOLERANCE_NATS[base])
         self.figures |= {f"{name}{tail}.{base}.n{cold}": value for name, value in values.items()}
         self.spreads |= {f"{name}{tail}.{base}.n{cold}": text for name, text in spreads.items()}
-        if tail == PACED_ENGINE:
+        if tail == PACED_ENGINE and "over_calm" in values:
             name = f"ratio_paced.{base}.n{cold}"
             self.figures[name], self.spreads[name] = values["over_calm"], spreads["over_calm"]
 
@@ -87,7 +88,7 @@ class Result:
 def worst(figures: Mapping[str, float]) -> dict[str, float]:
     """Return the plain names: the worst ratios of every base and N, and the sum of errors."""
     found = {
-        figure: max(value for name, value in figures.items() if name.startswith(f"{figure}."))
+        figure: max((v for name, v in figures.items() if name.startswith(f"{figure}.")), default=math.nan)
         for figure in ("ratio", "ratio_paced")
     }
     ready = [
@@ -149,7 +150,7 @@ def ours(
                 maker.remove([fresh.pop(0)])
 
         for cold in arguments.cold:
-            repeats, least = arguments.repeats, arguments.least or LEAST[base]
+            repeats, least = arguments.repeats, LEAST[base] if arguments.least is None else arguments.least
             if is_paced:
                 repeats = min(repeats, PACED_REPEATS.get(cold, repeats))
             arms = side.alternate(cold, repeats, least, before_storm)
