@@ -55,7 +55,7 @@ class Batch:
 
 
 class Tables:
-    """Memory of batches that are done, for those to come: fresh pages would be a tenth of all CPU time.
+    """Memory of batches that are done, for those to come: fresh pages would be 5% of all CPU time.
 
     A table has the values that were left in it. For any thread.
     """
