@@ -21,8 +21,10 @@ import asyncio
 import errno
 import hashlib
 import os
+import sys
 import threading
-from concurrent.futures import Future
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -286,6 +288,30 @@ def test_who_asks_again_while_it_is_on_its_way_is_told_with_the_first(tmp_path):
     host, address = worker().host, addresses(tmp_path, 1)["p@0"]
     assert [future.result(10) for future in [told(host, "p@0", address) for _ in range(3)]] == [READY] * 3
     assert host.verified_bytes == address["length"]
+
+
+def test_a_segment_that_one_thread_lets_go_is_open_to_the_next(tmp_path):
+    """Who takes it up while another drops it gets an open one, or opens it anew: never one that closes."""
+    address = addresses(tmp_path, 1)["p@0"]
+    segments, end = host_tier.Segments(), time.monotonic() + 3
+
+    def take_and_drop() -> None:
+        while time.monotonic() < end:
+            held = segments.at(address)
+            assert len(os.pread(held.file.fd, 16, 0)) == 16
+            del held
+
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            for future in [pool.submit(take_and_drop) for _ in range(4)]:
+                future.result()
+    finally:
+        sys.setswitchinterval(usual)
+    assert not [
+        path for path in map(os.path.realpath, Path("/proc/self/fd").iterdir()) if path == address["path"]
+    ]
 
 
 async def test_bytes_that_another_host_moved_are_loaded_anew(tmp_path, monkeypatch):

@@ -17,9 +17,8 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from io import FileIO
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, finalize
 
 import torch
 from torch import Tensor
@@ -52,6 +51,20 @@ REFUSED: dict[str, type[AdapterError]] = {
 }
 
 
+class Segment:
+    """A file open for reading, closed when nobody holds it any more.
+
+    By `finalize`, which ends weak references before it closes: of an object that closes itself, as Python's
+    own files do, another thread can still get the closed one.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Open no link, and at once, whatever the path has become since somebody looked."""
+        self.path = path
+        self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        finalize(self, os.close, self.fd).atexit = False
+
+
 @dataclass(frozen=True)
 class Bytes:
     """An adapter's payload: `length` bytes at `offset` of a segment that stays open, also without its name.
@@ -59,7 +72,7 @@ class Bytes:
     `payload` is a mapping of them, or where they are few a copy, which needs no `file`.
     """
 
-    file: FileIO | None
+    file: Segment | None
     offset: int
     length: int
     is_alone: bool
@@ -79,7 +92,7 @@ class Bytes:
         start = self.offset - self.offset % mmap.ALLOCATIONGRANULARITY
         size = self.offset + self.length - start
         # Private, so that torch may call the memory writable; nothing ever writes to it.
-        mapped = mmap.mmap(self.file.fileno(), size, offset=start, access=mmap.ACCESS_COPY)
+        mapped = mmap.mmap(self.file.fd, size, offset=start, access=mmap.ACCESS_COPY)
         payload = torch.frombuffer(mapped, dtype=BYTE, offset=self.offset - start, count=self.length)
         return replace(self, payload=payload, mapped=mapped)
 
@@ -109,9 +122,9 @@ class Bytes:
         view = memoryview(into.numpy())  # type: ignore[arg-type]
         done = 0
         while done < self.length:
-            read = os.preadv(self.file.fileno(), [view[done:]], self.offset + done)
+            read = os.preadv(self.file.fd, [view[done:]], self.offset + done)
             if not read:
-                raise MissingBytes(f"its bytes in {self.file.name} end early. Export the revision again.")
+                raise MissingBytes(f"its bytes in {self.file.path} end early. Export the revision again.")
             done += read
         return into
 
@@ -120,7 +133,7 @@ class Segments:
     """Open segments by path, each for as long as an adapter of it is held. For several threads."""
 
     def __init__(self) -> None:
-        self._files: WeakValueDictionary[str, FileIO] = WeakValueDictionary()
+        self._files: WeakValueDictionary[str, Segment] = WeakValueDictionary()
 
     def at(self, address: Mapping[str, Any]) -> Bytes:
         """Return where an address points. Raises `MissingBytes` when the bytes are not there."""
@@ -133,14 +146,14 @@ class Segments:
             )
         return Bytes(file, offset, length, is_alone=size == length)
 
-    def _open(self, path: str) -> tuple[FileIO, int]:
+    def _open(self, path: str) -> tuple[Segment, int]:
         """Return a regular file and its size, by few system calls: for each, the step gets Python's lock."""
         known = self._files.get(path)
         try:
             now = os.lstat(path)
-            if known is not None and os.path.samestat(now, os.fstat(known.fileno())):
+            if known is not None and os.path.samestat(now, os.fstat(known.fd)):
                 return known, now.st_size
-            file = _open(path) if stat.S_ISREG(now.st_mode) else None
+            file = Segment(path) if stat.S_ISREG(now.st_mode) else None
         except OSError as error:
             if error.errno not in GONE:
                 raise
@@ -175,7 +188,7 @@ class PackedAdapter:
     def fill(self, slot: int, before: Plan | None) -> None:
         """Put the adapter into a slot. Raises `OSError` when its bytes are lost; then the slot is clear."""
         if self._file is not None:
-            self.plan.read(slot, self._file.fileno(), self.bytes.offset, before)
+            self.plan.read(slot, self._file.fd, self.bytes.offset, before)
         else:
             self.plan.fill(slot, self.sources, before)
 
@@ -185,7 +198,7 @@ class PackedAdapter:
             _ = self.sources
 
     @property
-    def _file(self) -> FileIO | None:
+    def _file(self) -> Segment | None:
         """Return the file that slots are filled from; None where it is memory."""
         return self.bytes.file if self.plan.can_read else None
 
@@ -277,12 +290,6 @@ def _kind(error: Exception) -> str:
         # On NFS another host may remove a segment between the look at it and the read.
         return "missing"
     return next((kind for kind, of in REFUSED.items() if isinstance(error, of)), "refused")
-
-
-def _open(path: str) -> FileIO:
-    """Open a file for reading: no link, and at once, whatever it has become since somebody looked."""
-    flags = os.O_NOFOLLOW | os.O_NONBLOCK
-    return FileIO(path, opener=lambda name, given: os.open(name, given | flags))
 
 
 def read_layout(text: str) -> Layout:
