@@ -30,7 +30,7 @@ from engine.adapters.catalog import (
     ensure_local_key,
     migrate,
 )
-from engine.adapters.catalog_access import open_engine
+from engine.adapters.catalog_database import open_engine
 from engine.adapters.catalog_tables import metadata
 from engine.errors import ConfigError, Conflict, NotFound, ServiceError
 

@@ -23,8 +23,8 @@ from sqlalchemy import column, table
 import engine.adapters.catalog as catalog_module
 from engine.adapters import catalog_batches
 from engine.adapters.catalog import Catalog, Policy, Revision, Route, migrate
-from engine.adapters.catalog_access import open_engine
 from engine.adapters.catalog_batches import RevisionBatch
+from engine.adapters.catalog_database import open_engine
 from engine.adapters.catalog_rows import COLUMNS, encode
 from engine.adapters.store import Location
 from engine.errors import AdapterError, Ambiguous, Conflict, Moved, NotFound, Purged

@@ -15,8 +15,8 @@ from sqlalchemy import Connection, select, update
 from sqlalchemy.exc import IntegrityError, OperationalError
 
 from engine.adapters import catalog_tables as tables
-from engine.adapters.catalog_access import open_engine, sqlite_path
 from engine.adapters.catalog_batches import Batches
+from engine.adapters.catalog_database import open_engine, sqlite_path
 from engine.adapters.catalog_guards import Guards, ensure_local_key
 from engine.adapters.catalog_lifecycle import Lifecycle
 from engine.adapters.catalog_looks import Looks
