@@ -39,10 +39,11 @@ class EngineConfig(Settings):
     start_timeout_s: float = Field(300, gt=0, description="for engine and trainer, each, to load the base")
     host_bytes: int = Field(1 << 30, ge=1 << 20, description="budget of the host tier, bytes")
     host_adapters: int = Field(4096, ge=1, description="adapters that the host tier holds at most")
-    load_concurrency: int = Field(
-        6,
+    load_concurrency: int | None = Field(
+        None,
         ge=1,
-        description="cold loads under way at once; more of them let a burst in sooner, and others feel it",
+        description="cold loads under way at once; more of them let a burst in sooner, and others feel it; "
+        "empty: 6, or 16 where adapters take a MiB or more",
     )
     paced_loads: float = Field(
         0,

@@ -47,6 +47,14 @@ async def test_loads_are_bounded_and_a_full_queue_says_when_to_come_again():
     assert tier.loading == 0
 
 
+@pytest.mark.parametrize(("size", "at_once"), [(1000, 6), (1 << 20, 16)])
+async def test_more_large_adapters_load_at_once_than_small_ones(size, at_once):
+    engine = FakeEngine(0.01)
+    tier = residency(engine, host_bytes=64 << 20)
+    await asyncio.gather(*(use(tier, revision(i, size)) for i in range(40)))
+    assert engine.peak == at_once
+
+
 async def test_retry_after_follows_the_queue_and_how_long_loads_took():
     tier = residency(FakeEngine(0.2), load_concurrency=1, load_queue=40)
     await use(tier, revision(1))

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from engine.adapters.catalog import Revision
+from engine.adapters.store import PAGE_ALIGNED_FROM
 from engine.errors import Busy
 
 INTERACTIVE, BACKGROUND = "interactive", "background"
@@ -20,6 +21,9 @@ SHARE = 4
 BACKGROUND_PLACES = 0.5
 # And of those that run: who comes next waits for all of them.
 BACKGROUND_RUNNING = 1 / 3
+# Loads at once, where nobody said how many. A small adapter's is mostly Python, for which the steps wait; a
+# large one's is checksums, outside Python's lock, and who waits for it waits for long steps anyway.
+AT_ONCE, LARGE_AT_ONCE = 6, 16
 # For so long at most a paced load keeps its place once it is ready: an answer that does not stream is long.
 PACED_S = 2.0
 # What a load is taken to last before one has ended, and the weight of each one that ends.
@@ -56,8 +60,11 @@ class LoadQueue:
     first token, and then for a rest.
     """
 
-    def __init__(self, places: int, concurrency: int, paced: float = 0.0):
-        self.places, self.concurrency, self._paced = places, math.ceil(paced) or concurrency, paced
+    def __init__(self, places: int, concurrency: int | None = None, paced: float = 0.0):
+        self.places, self._paced = places, paced
+        self._concurrency = math.ceil(paced) or concurrency
+        # Whether the adapter is that was asked for last: those of one base mostly are alike.
+        self._is_large = False
         self.waiting: dict[str, OrderedDict[str, Load]] = {priority: OrderedDict() for priority in PRIORITIES}
         self.running: dict[str, Load] = {}
         # Ready, and on the way to their first token, or at rest behind it.
@@ -67,6 +74,11 @@ class LoadQueue:
 
     def __len__(self) -> int:
         return sum(map(len, self.waiting.values())) + len(self.running)
+
+    @property
+    def concurrency(self) -> int:
+        """How many may run at once."""
+        return self._concurrency or (LARGE_AT_ONCE if self._is_large else AT_ONCE)
 
     def loads(self) -> list[Load]:
         """Return every load, those that run first."""
@@ -88,6 +100,7 @@ class LoadQueue:
                 {"waiting": len(self) - len(self.running), "running": len(self.running)},
             )
         self.waiting[load.priority][load.name] = load
+        self._is_large = load.revision.length >= PAGE_ALIGNED_FROM
 
     def raise_priority(self, load: Load) -> None:
         """Let a background load that a person now waits for go with the interactive ones."""

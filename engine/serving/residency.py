@@ -71,7 +71,7 @@ class Residency:
         self._lost: set[str] = set()
         # asyncio keeps only weak references to tasks.
         self._prewarming: set[asyncio.Task[None]] = set()
-        self._threads = ThreadPoolExecutor(min(THREADS, self.queue.concurrency), "graftwork-fetch")
+        self._threads = ThreadPoolExecutor(THREADS, "graftwork-fetch")
         self._layout = lru_cache(LAYOUTS)(catalog.layout)
         self._metrics = metrics or LoadMetrics(CollectorRegistry())
         self._metrics.watch(self.tier, self.queue)
