@@ -129,11 +129,12 @@ class Side:
         return Alternation(found["storm"], found.get("control", []), calm, seconds)
 
     def checks(self, one: Alternation) -> list[Check]:
-        """Ask the sampled cold adapters alone, the base and a warm adapter the same, one after another."""
+        """Ask the sampled cold adapters one after another, and then the base and a warm adapter the same."""
         cold = [answer for answer in one.storm if answer.ask.logprobs]
+        # Only what is to be equal must be alone in its steps.
         alone, base, other = (
-            self.ask([replace(a.ask, at=0.0, model=model or a.ask.model) for a in cold], under_way=1)
-            for model in ("", self.base, self.warm[0])
+            self.ask([replace(a.ask, at=0.0, model=model or a.ask.model) for a in cold], under_way)
+            for model, under_way in (("", 1), (self.base, CHECKED), (self.warm[0], CHECKED))
         )
         return [check_of(*answers) for answers in zip(cold, alone, base, other, strict=True)]
 
