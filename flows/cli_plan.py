@@ -61,15 +61,14 @@ def plan_memory(
 ) -> None:
     """Show what trainer and engine need of one GPU, and refuse settings that do not fit.
 
-    With --config: what adapters of that model take, over how many devices it is cut, and how long a load is.
+    With --config: what adapters of that model take, over how many devices it is cut, and how long a load is;
+    without a GPU and --memory-gib, what one device would need.
     """
     settings = enter(params)
     from engine import gpu
     from engine.memory import GIB, refuse_unless_it_fits
 
     available = int(memory_gib * GIB) if memory_gib else gpu.cuda_bytes()
-    if available is None:
-        raise ConfigError("torch sees no GPU here; give the memory of one with --memory-gib.")
     asked = {
         "rank": rank, "slots": slots, "dtype": dtype, "targets": targets, "tensor_parallel": tensor_parallel,
         "weight_bits": weight_bits, "load_gb_s": load_gb_s, "read_gb_s": read_gb_s,
@@ -79,6 +78,8 @@ def plan_memory(
         return plan_config(settings, config, available, given, as_json)
     if given:
         raise ConfigError(f"--{next(iter(given)).replace('_', '-')} goes with --config CONFIG.json.")
+    if available is None:
+        raise ConfigError("torch sees no GPU here; give the memory of one with --memory-gib.")
     base, found = gpu.plan_for(settings, available)
     if as_json:
         share = found.gpu_memory_utilization
@@ -89,7 +90,7 @@ def plan_memory(
 
 
 def plan_config(
-    settings: Params, file: Path, available: int, given: Mapping[str, Any], as_json: bool
+    settings: Params, file: Path, available: int | None, given: Mapping[str, Any], as_json: bool
 ) -> None:
     """Show the plan of the adapters of the model whose `config.json` this is."""
     from engine.adapter_plan import Rates, Wanted, plan_adapters, table

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.adapters import packed
+from engine.adapters.checksums import BLAKE3_FROM, checksum_of
 from engine.adapters.families import BaseShapes
 from engine.adapters.revision import Shapes, digest_header, is_finite, split_key, validate
 from engine.adapters.row_hashes import hash_rows
@@ -147,7 +148,10 @@ def batch_of(form: Form, values_ND: Tensor, tables: Tables, compiled: bool = Fal
     """Name and pack adapters that were found fit; `compiled` as for `hash_rows`."""
     digests = hash_rows(form.header, values_ND.view(torch.uint8).numpy(), compiled)
     payload_NB = pack_rows(form, values_ND, tables)
-    return Batch(form, digests, payload_NB, hash_rows(b"", payload_NB.numpy(), compiled))
+    rows_NB = payload_NB.numpy()
+    is_large = form.layout.nbytes >= BLAKE3_FROM
+    sums = [checksum_of(row.data) for row in rows_NB] if is_large else hash_rows(b"", rows_NB, compiled)
+    return Batch(form, digests, payload_NB, sums)
 
 
 def pack_rows(form: Form, values_ND: Tensor, tables: Tables) -> Tensor:

@@ -5,7 +5,6 @@ and would fill the disk. It is verified before it gets its name. Several process
 What was used longest ago leaves first, by a counter of uses: no clock is asked, so none can mislead.
 """
 
-import hashlib
 import os
 import sqlite3
 import threading
@@ -15,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from engine.adapters.checksums import Checked
 from engine.adapters.store import Location, damaged, lock
 from engine.errors import ServiceError
 
@@ -225,12 +225,9 @@ def _draft(directory: Path) -> tuple[Path, int]:
 
 
 def _fill(file: BinaryIO, location: Location, chunks: Iterable[bytes]) -> None:
-    found, size = hashlib.sha256(), 0
-    for chunk in chunks:
-        file.write(chunk)
-        found.update(chunk)
-        size += len(chunk)
+    seen = Checked(location.length)
+    file.writelines(seen.through(chunks))
     file.flush()
     os.fsync(file.fileno())
-    if found.hexdigest() != location.checksum:
-        raise damaged(location, size)
+    if not seen.is_whole(location.checksum):
+        raise damaged(location, seen.size)

@@ -9,7 +9,8 @@ import torch
 
 from engine.adapters import packed
 from engine.adapters.catalog_schema import Revision
-from engine.adapters.store import Location, sums
+from engine.adapters.checksums import is_whole
+from engine.adapters.store import Location
 from engine.config import served_name
 from engine.errors import AdapterError, Conflict, Moved, NotFound
 
@@ -97,11 +98,10 @@ def append(
     """
     whole = packed.pack(tensors, dtype, base.fused)
     payload = whole.tobytes()
-    (checksum,) = sums([payload])
     at = catalog.places([manifest.digest]).get(manifest.digest) if shares else None
-    is_shared = at is not None and at.checksum == checksum and store.check([at]) == [None]
+    is_shared = at is not None and is_whole(payload, at.checksum) and store.check([at]) == [None]
     if at is None or not is_shared:
-        (at,) = store.append_many([payload], [checksum])
+        (at,) = store.append_many([payload])
     catalog.add_layout(whole.layout.digest, whole.layout.to_json())
     row = exported(
         at,

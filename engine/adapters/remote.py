@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.adapters.cache import Cache
+from engine.adapters.checksums import checksum_of
 from engine.adapters.store import (
     CHUNK,
     SEGMENT_NAME,
@@ -25,7 +26,6 @@ from engine.adapters.store import (
     checked,
     lay_out,
     lock,
-    sums,
 )
 from engine.errors import AdapterError, ConfigError, GraftworkError, MissingBytes, ServiceError
 
@@ -56,7 +56,7 @@ class RemoteStore(Store):
     def append_many(
         self, payloads: Sequence[Payload], checksums: Sequence[str] | None = None, cached: bool = True
     ) -> list[Location]:
-        """Upload blobs as one object; `checksums` are their sha256 where known.
+        """Upload blobs as one object; `checksums` are theirs where known.
 
         Raises `ServiceError` when the store does not take them; then none of them is there.
         """
@@ -69,7 +69,9 @@ class RemoteStore(Store):
             self._client.pipe_file(self._object(segment), b"".join(buffers))
         return [
             Location(segment, offset, len(view), checksum)
-            for offset, view, checksum in zip(offsets, views, checksums or sums(views), strict=True)
+            for offset, view, checksum in zip(
+                offsets, views, checksums or map(checksum_of, views), strict=True
+            )
         ]
 
     def committed(self) -> None:

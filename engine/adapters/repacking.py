@@ -15,11 +15,11 @@ import torch
 
 from engine.adapters import packed
 from engine.adapters.catalog_schema import Revision
+from engine.adapters.checksums import checksum_of
 from engine.adapters.families import BaseShapes
 from engine.adapters.maintenance import BATCH_BYTES, OnPage, Report, pages, quarantine, silent
 from engine.adapters.packed_check import check_layout
 from engine.adapters.publishing import stored_tensors
-from engine.adapters.store import sums
 from engine.errors import AdapterError, BaseModelError, GraftworkError, NotFound
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class _Repacking:
         if digest not in self._layouts:
             self._catalog.add_layout(digest, whole.layout.to_json())
             self._layouts.add(digest)
-        (checksum,) = sums([payload])
+        checksum = checksum_of(payload)
         if checksum not in batch.payloads:
             batch.payloads[checksum] = payload
             batch.size += len(payload)

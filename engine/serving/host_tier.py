@@ -8,7 +8,6 @@ packed layout, neither vLLM nor slots by number.
 """
 
 import errno
-import hashlib
 import mmap
 import os
 import stat
@@ -23,11 +22,12 @@ from weakref import WeakValueDictionary, finalize
 import torch
 from torch import Tensor
 
+from engine.adapters.checksums import is_whole
 from engine.adapters.packed import Layout
 from engine.adapters.packed_check import check_layout
 from engine.adapters.revision import is_finite
 from engine.adapters.store import ALIGNMENT, PAGE_ALIGNED_FROM
-from engine.errors import AdapterError, DamagedBytes, MissingBytes
+from engine.errors import AdapterError, DamagedBytes, GraftworkError, MissingBytes, ServiceError
 from engine.serving.fill import Module, Plan
 from engine.serving.load_channel import Tell
 
@@ -44,10 +44,12 @@ BYTE = torch.uint8
 SCRATCH = threading.local()
 READY = ("ready", "")
 FORGOTTEN = ("refused", "The engine has forgotten it.")
-REFUSED: dict[str, type[AdapterError]] = {
+# By kind; what fails otherwise says nothing of the adapter.
+REFUSED: dict[str, type[GraftworkError]] = {
     "damaged": DamagedBytes,
     "missing": MissingBytes,
     "refused": AdapterError,
+    "failed": ServiceError,
 }
 
 
@@ -242,7 +244,7 @@ class HostTier:
     def open(self, name: str, address: Mapping[str, Any]) -> PackedAdapter:
         """Map a packed adapter and lay out its copies; its bytes are neither read nor verified.
 
-        `address` holds `path`, `offset`, `length` (bytes), `checksum` (sha256 hex) and `layout` (JSON).
+        `address` holds `path`, `offset`, `length` (bytes), `checksum` (hex) and `layout` (JSON).
         """
         plan = self._plan(address["layout"])
         if address["length"] != plan.layout.nbytes:
@@ -253,16 +255,18 @@ class HostTier:
         """Compare the checksum, on one rank, and refuse what is not finite; the error names the tensor."""
         plan, payload = adapter.plan, adapter.bytes.look()
         if self._verifies:
-            if hashlib.sha256(memoryview(payload.numpy())).hexdigest() != address["checksum"]:  # type: ignore[arg-type]
+            if not is_whole(memoryview(payload.numpy()), address["checksum"]):  # type: ignore[arg-type]
                 raise DamagedBytes(f"its bytes in {address['path']} are damaged; export the revision again.")
-            self.verified_bytes += payload.numel()
+            with self._lock:
+                self.verified_bytes += payload.numel()
         adapter.lay_out()
         # Where every byte is needed, one look at all of them is much less work than one at each region.
         if not (plan.can_read and is_finite(payload.view(plan.layout.dtype))):
             for region, values in zip(plan.regions, plan.sources(payload), strict=True):
                 if not is_finite(values):
                     raise AdapterError(f"{region.block.module}.lora_{region.block.side} holds NaN or Inf.")
-        self.validated_bytes += plan.bytes
+        with self._lock:
+            self.validated_bytes += plan.bytes
 
     def _prepare(self, name: str, address: dict[str, Any], waiting: list[Tell]) -> None:
         adapter, state = None, READY
@@ -289,6 +293,8 @@ def _kind(error: Exception) -> str:
     if isinstance(error, OSError) and error.errno in GONE:
         # On NFS another host may remove a segment between the look at it and the read.
         return "missing"
+    if isinstance(error, OSError):
+        return "failed"
     return next((kind for kind, of in REFUSED.items() if isinstance(error, of)), "refused")
 
 
