@@ -4,6 +4,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import torch
 from engine.adapters import bulk, bulk_writer, packed, revision
 from engine.adapters.bulk import Registered, register_many
 from engine.adapters.bulk_entries import Entry
-from engine.adapters.catalog import Catalog, Policy, migrate
+from engine.adapters.catalog import Catalog, Policy
 from engine.adapters.families import BaseShapes
 from engine.adapters.publishing import location, stored_tensors
 from engine.adapters.revision import make_manifest
@@ -36,15 +37,24 @@ def alone(tensors: dict, base: BaseShapes, dtype: torch.dtype) -> tuple[str, pac
     return revision.digest(tensors, rank, targets, BASE), packed.pack(tensors, dtype, base.fused)
 
 
+@contextmanager
+def opened(url: str) -> Iterator[Catalog]:
+    with closing(Catalog(url)) as catalog:
+        for name in ("one", "two"):
+            catalog.add_policy(Policy(name, BASE, {}, OWNER, NOW))
+        yield catalog
+
+
 @pytest.fixture
-def catalog(tmp_path: Path) -> Iterator[Catalog]:
-    url = f"sqlite:///{tmp_path / 'catalog.db'}"
-    migrate(url)
-    catalog = Catalog(url)
-    for name in ("one", "two"):
-        catalog.add_policy(Policy(name, BASE, {}, OWNER, NOW))
-    yield catalog
-    catalog.close()
+def catalog(catalog_url: str) -> Iterator[Catalog]:
+    with opened(catalog_url) as catalog:
+        yield catalog
+
+
+@pytest.fixture
+def sqlite_catalog(sqlite_catalog_url: str) -> Iterator[Catalog]:
+    with opened(sqlite_catalog_url) as catalog:
+        yield catalog
 
 
 @pytest.fixture
@@ -336,7 +346,7 @@ base = made_adapters.shapes("qwen3")
 state = Path(sys.argv[1])
 entries = (Entry("one", made_adapters.canonical(base, seed=i)) for i in range(1_000_000))
 for one in bulk.register_many(
-    Catalog(f"sqlite:///{state / 'catalog.db'}"), Store(state / "store"), base, "ba" * 32, entries, "me",
+    Catalog(sys.argv[3]), Store(state / "store"), base, "ba" * 32, entries, "me",
     1000.0, torch.float32,
 ):
     print(one.digest, flush=True)
@@ -344,9 +354,9 @@ for one in bulk.register_many(
 
 
 @pytest.mark.parametrize("told", [1, 40, 133])
-def test_a_kill_loses_nothing_that_was_told(catalog: Catalog, store: Store, told: int):
+def test_a_kill_loses_nothing_that_was_told(catalog: Catalog, store: Store, catalog_url: str, told: int):
     state = store.root.parent
-    command = [sys.executable, "-c", KILLED, str(state), str(Path(__file__).parent)]
+    command = [sys.executable, "-c", KILLED, str(state), str(Path(__file__).parent), catalog_url]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
         digests = [process.stdout.readline().strip() for _ in range(told)]
@@ -417,7 +427,10 @@ def test_tensors_that_were_filled_again_are_refused(catalog: Catalog, store: Sto
     assert one.new
 
 
-def test_a_long_run_leaves_no_long_log(catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch):
+def test_a_long_run_leaves_no_long_log(
+    sqlite_catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch
+):
+    catalog = sqlite_catalog
     monkeypatch.setattr(bulk_writer, "MANY", 2)
     log = Path(catalog.label + "-wal")
     register(catalog, store, [Entry("one", adapter(seed)) for seed in range(2)])

@@ -25,7 +25,15 @@ POLICIES = ("here", "there")
 
 
 @pytest.fixture
-def state(tmp_path):
+def state(tmp_path, empty_catalog_url):
+    params = Params(state_dir=tmp_path, catalog={"url": empty_catalog_url})
+    prepare(params, *POLICIES)
+    with opened(params) as stored:
+        yield stored
+
+
+@pytest.fixture
+def sqlite_state(tmp_path):
     params = Params(state_dir=tmp_path)
     prepare(params, *POLICIES)
     with opened(params) as stored:
@@ -133,8 +141,9 @@ def test_gc_takes_what_no_row_names_and_no_living_writer_holds(state, monkeypatc
     assert state.is_whole(kept)
 
 
-def test_a_commit_that_a_kill_cut_short_never_comes_back_to_bytes_that_gc_took(state, tmp_path):
+def test_a_commit_that_a_kill_cut_short_never_comes_back_to_bytes_that_gc_took(sqlite_state, tmp_path):
     """Killed in its fsync, a commit's frames are in the log and unseen, until somebody recovers the log."""
+    state = sqlite_state
     state.publish("here", 1)
     new_segment(state)
     database = state.params.paths.catalog
@@ -313,7 +322,8 @@ def test_the_commands_say_what_they_did_and_fail_when_something_is_damaged(state
     rows = [state.publish("here", seed) for seed in range(3)]
     new_segment(state)
     file = tmp_path / "params.yaml"
-    file.write_text(json.dumps({"state_dir": str(tmp_path)}))
+    catalog = {"url": state.params.paths.catalog_url}
+    file.write_text(json.dumps({"state_dir": str(tmp_path), "catalog": catalog}))
     code, report, _ = command(file, "verify")
     assert (code, report["revisions"], report["damaged"]) == (0, 3, 0)
     assert 0 < report["peak_bytes"] < 4 << 30

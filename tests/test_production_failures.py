@@ -314,6 +314,22 @@ def test_a_segment_that_one_thread_lets_go_is_open_to_the_next(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE, errno.EACCES])
+async def test_a_fault_of_the_machine_is_not_the_adapters(tmp_path, monkeypatch, number):
+    """Who asks hears that the service failed and may ask again; nothing goes into quarantine."""
+    manager, given = worker(), addresses(tmp_path, 1)["p@0"]
+    engine = await VllmEngine.connect(WorkerClient(manager), models())
+
+    def fails(path, flags):
+        raise OSError(number, os.strerror(number), path)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(host_tier.os, "open", fails)
+        with pytest.raises(ServiceError, match=os.strerror(number)):
+            await engine.prepare("p@0", given)
+    await engine.prepare("p@0", given)
+
+
 async def test_bytes_that_another_host_moved_are_loaded_anew(tmp_path, monkeypatch):
     """On NFS a segment that is open here ends with its name: what a step then lacks, the next load finds."""
     manager, table, whole = worker(), models(), adapter(1)

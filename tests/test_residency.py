@@ -55,6 +55,18 @@ async def test_more_large_adapters_load_at_once_than_small_ones(size, at_once):
     assert engine.peak == at_once
 
 
+async def test_small_and_large_adapters_share_the_places():
+    """Eight large ones take half of the places, and three small ones the other."""
+    engine = FakeEngine(0.05)
+    tier = residency(engine, host_bytes=64 << 20)
+    sizes = [1 << 20] * 8 + [1000] * 10 + [1 << 20] * 10
+    users = [asyncio.create_task(use(tier, revision(i, size))) for i, size in enumerate(sizes)]
+    await asyncio.sleep(0.02)
+    assert len(tier.queue.running) == 11
+    await asyncio.gather(*users)
+    assert tier.loading == 0
+
+
 async def test_retry_after_follows_the_queue_and_how_long_loads_took():
     tier = residency(FakeEngine(0.2), load_concurrency=1, load_queue=40)
     await use(tier, revision(1))

@@ -23,9 +23,8 @@ from sqlalchemy import (
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DatabaseError, OperationalError
 
-from engine.adapters import catalog_database
+from engine.adapters import catalog_database as databases
 from engine.adapters import catalog_tables as tables
-from engine.adapters.catalog_database import database, open_engine, sqlite_path
 from engine.adapters.catalog_rows import BASE, LAYOUT, OWNER, SEGMENT, decode
 from engine.adapters.catalog_schema import SCHEMA_VERSION, Revision
 from engine.errors import ConfigError, NotFound, ServiceError
@@ -44,8 +43,8 @@ class Access:
     """One open catalog: its connections, its transactions, and the words of its rows."""
 
     def __init__(self, url: str):
-        address = database(url)
-        self.label = str(address.database if sqlite_path(url) else address.render_as_string())
+        address = databases.database(url)
+        self.label = str(address.database if databases.sqlite_path(url) else address.render_as_string())
         self._is_sqlite = address.get_backend_name() == "sqlite"
         # When `data_version` last asked a server, and what it answered.
         self._looked: tuple[float, int] | None = None
@@ -53,7 +52,7 @@ class Access:
         self._failed: tuple[float, str] | None = None
         if self._is_sqlite and not Path(self.label).is_file():
             raise NotFound(f"There is no catalog at {self.label}. Start the services with `graftwork up`.")
-        self._engine = open_engine(url)
+        self._engine = databases.open_engine(url)
         self._single = self._engine.execution_options(single=True)
         self._writer = self._engine.execution_options(write=True)
         # Several queries of one transaction see one moment: always so in SQLite.
@@ -86,12 +85,12 @@ class Access:
     def read_ahead(self) -> None:
         """Have revisions in memory before they are asked for, where the database is a file."""
         if self._is_sqlite:
-            catalog_database.read_ahead(self.label)
+            databases.read_ahead(self.label)
 
     def shorten_log(self) -> None:
         """Put the log into the database, where it is a file that nobody is busy with."""
         if self._is_sqlite:
-            catalog_database.shorten_log(self.label)
+            databases.shorten_log(self.label)
 
     def data_version(self) -> int:
         """Return a number that changes when another connection changes what gateways route by.

@@ -1,6 +1,7 @@
 """The databases of a catalog, SQLite or Postgres: their addresses, and how a connection must be set up.
 
-Knows what SQLite's file and log need; knows none of the catalog's rows but that `revisions` is large.
+Knows what SQLite's file and log need. Knows none of the catalog's rows, but that `revisions` is large and by
+which index it is asked.
 """
 
 import sqlite3
@@ -26,7 +27,7 @@ PATIENCE = {
 }
 CACHE_KIB = 64 << 10
 # Random digests touch a page each: the log is copied into the database in larger parts than by default.
-# With 10^6 rows it grows to some 100 MB, 1% of the bytes that small adapters of that number have.
+# While 10^6 rows come it grows to some 150 MB, 2% of the bytes of so many small adapters.
 CHECKPOINT_PAGES = 16_000
 # For how long others may keep it from being shortened.
 LOG_S = 0.2
@@ -128,4 +129,6 @@ def shorten_log(path: str) -> None:
         suppress(sqlite3.Error),
         closing(sqlite3.connect(path, timeout=LOG_S, isolation_level=None)) as connection,
     ):
-        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        # The first holds nobody up, and leaves little for the second, for which writers wait.
+        for way in ("PASSIVE", "TRUNCATE"):
+            connection.execute(f"PRAGMA wal_checkpoint({way})").fetchone()

@@ -45,11 +45,13 @@ class LoadMetrics:
         self.adapters = Gauge("graftwork_tier_adapters", "Adapters in a tier.", ["tier"], registry=registry)
         self.bytes = Gauge("graftwork_tier_bytes", "Bytes of a tier.", ["tier"], registry=registry)
         self.queue = Gauge("graftwork_load_queue", "Cold loads that wait.", ["priority"], registry=registry)
+        self.running = Gauge("graftwork_loads_running", "Cold loads that run.", registry=registry)
 
     def watch(self, tier: WarmSet, queue: LoadQueue) -> None:
         """Read these whenever somebody looks."""
         self.adapters.labels("host").set_function(lambda: len(tier.residents))
         self.bytes.labels("host").set_function(lambda: tier.bytes)
+        self.running.set_function(lambda: len(queue.running))
         for priority, line in queue.waiting.items():
             self.queue.labels(priority).set_function(partial(len, line))
 

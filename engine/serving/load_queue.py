@@ -7,6 +7,7 @@ import asyncio
 import math
 import time
 from collections import OrderedDict
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from engine.adapters.catalog import Revision
@@ -21,14 +22,21 @@ SHARE = 4
 BACKGROUND_PLACES = 0.5
 # And of those that run: who comes next waits for all of them.
 BACKGROUND_RUNNING = 1 / 3
-# Loads at once, where nobody said how many. A small adapter's is mostly Python, for which the steps wait; a
-# large one's is checksums, outside Python's lock, and who waits for it waits for long steps anyway.
+# Loads at once, where nobody said how many, of small adapters and of large ones. A small one's load is mostly
+# Python, for which the steps wait; a large one's is checksums, outside Python's lock.
 AT_ONCE, LARGE_AT_ONCE = 6, 16
+# Of the sum of shares: a sixth six times is not quite one.
+ROUNDING = 1e-9
 # For so long at most a paced load keeps its place once it is ready: an answer that does not stream is long.
 PACED_S = 2.0
 # What a load is taken to last before one has ended, and the weight of each one that ends.
 FIRST_S = 0.1
 WEIGHT = 0.2
+
+
+def at_once(revision: Revision) -> int:
+    """Return how many loads of such adapters go well beside each other."""
+    return LARGE_AT_ONCE if revision.length >= PAGE_ALIGNED_FROM else AT_ONCE
 
 
 @dataclass(eq=False)
@@ -63,8 +71,6 @@ class LoadQueue:
     def __init__(self, places: int, concurrency: int | None = None, paced: float = 0.0):
         self.places, self._paced = places, paced
         self._concurrency = math.ceil(paced) or concurrency
-        # Whether the adapter is that was asked for last: those of one base mostly are alike.
-        self._is_large = False
         self.waiting: dict[str, OrderedDict[str, Load]] = {priority: OrderedDict() for priority in PRIORITIES}
         self.running: dict[str, Load] = {}
         # Ready, and on the way to their first token, or at rest behind it.
@@ -77,8 +83,10 @@ class LoadQueue:
 
     @property
     def concurrency(self) -> int:
-        """How many may run at once."""
-        return self._concurrency or (LARGE_AT_ONCE if self._is_large else AT_ONCE)
+        """How many may run at once, of such as run now."""
+        if self._concurrency is not None:
+            return self._concurrency
+        return round(len(self.running) / self._taken(self.running.values())) if self.running else AT_ONCE
 
     def loads(self) -> list[Load]:
         """Return every load, those that run first."""
@@ -100,7 +108,6 @@ class LoadQueue:
                 {"waiting": len(self) - len(self.running), "running": len(self.running)},
             )
         self.waiting[load.priority][load.name] = load
-        self._is_large = load.revision.length >= PAGE_ALIGNED_FROM
 
     def raise_priority(self, load: Load) -> None:
         """Let a background load that a person now waits for go with the interactive ones."""
@@ -111,21 +118,30 @@ class LoadQueue:
 
     def next(self) -> Load | None:
         """Return the load to start now, which then counts as running; None when none may start."""
-        if len(self.running) + len(self.entering) >= self.concurrency:
-            return None
         people, background = self.waiting[INTERACTIVE], self.waiting[BACKGROUND]
-        held = sum(load.priority == BACKGROUND for load in self.running.values())
-        may = background and held < max(1, int(self.concurrency * BACKGROUND_RUNNING))
+        held = [load for load in self.running.values() if load.priority == BACKGROUND]
+        may = background and (not held or self._fits(background, held, BACKGROUND_RUNNING))
         if may and (not people or self._in_a_row >= SHARE):
-            line, self._in_a_row = background, 0
+            line = background
         elif people:
-            line, self._in_a_row = people, self._in_a_row + 1 if background else 0
+            line = people
         else:
             return None
+        if not self._fits(line, [*self.running.values(), *self.entering.values()], 1.0):
+            return None
+        self._in_a_row = self._in_a_row + 1 if line is people and background else 0
         name, load = line.popitem(last=False)
         self.running[name] = load
         load.started_at = time.monotonic()
         return load
+
+    def _fits(self, line: "OrderedDict[str, Load]", held: Collection[Load], most: float) -> bool:
+        """Say whether the first of a line may run beside those that hold places."""
+        return self._taken([*held, next(iter(line.values()))]) <= most + ROUNDING
+
+    def _taken(self, loads: Iterable[Load]) -> float:
+        """Return the share of all places that these take."""
+        return sum(1 / (self._concurrency or at_once(load.revision)) for load in loads)
 
     def discard(self, load: Load) -> None:
         """Forget a load that waits, or one that runs and did not end well: it teaches nothing of times."""

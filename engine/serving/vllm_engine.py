@@ -61,7 +61,7 @@ class VllmEngine:
     async def prepare(self, name: str, address: dict[str, Any]) -> None:
         """Return when every worker has the adapter and the server takes requests for it.
 
-        Raises the `AdapterError` of a worker that refuses it.
+        Raises the `AdapterError` of a worker that refuses it, `ServiceError` where its machine fails.
         """
         if (left := self._leaving.pop(name, None)) is not None and not left.done():
             # It has not left yet, and need not.
