@@ -204,6 +204,9 @@ def serve(arguments: list[str]) -> None:
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    from engine.serving.accepting import accept_bursts
+
+    accept_bursts()
     cli_env_setup()
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
     validate_parsed_serve_args(args)
