@@ -290,11 +290,9 @@ class HostTier:
 
 
 def _kind(error: Exception) -> str:
-    if isinstance(error, OSError) and error.errno in GONE:
-        # On NFS another host may remove a segment between the look at it and the read.
-        return "missing"
     if isinstance(error, OSError):
-        return "failed"
+        # On NFS another host may remove a segment between the look at it and the read.
+        return "missing" if error.errno in GONE else "failed"
     return next((kind for kind, of in REFUSED.items() if isinstance(error, of)), "refused")
 
 
