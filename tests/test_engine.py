@@ -2,7 +2,9 @@
 
 import asyncio
 import time
+from contextlib import closing, suppress
 from dataclasses import replace
+from http.client import HTTPConnection
 from pathlib import Path
 
 import httpx
@@ -14,6 +16,7 @@ from parity import RANK, Reference, ask, base_rows, prompts, random_adapter
 from engine.adapters.families import BaseShapes
 from engine.adapters.publishing import location
 from engine.config import load_params
+from engine.serving.accepting import HANDLES
 from tasks.residency import residency
 
 # Log-probabilities in float32 by two implementations: measured 2e-6 to 2e-5, see docs/benchmarks.md.
@@ -33,6 +36,31 @@ def test_marker_names_our_parts(engine: RunningEngine, shapes):
     assert marker["workers"][0]["operations"] == ["GroupedPunica"]
     # Seven projections of a layer are four modules of the engine: qkv, o, gate_up and down.
     assert marker["workers"][0]["modules"] == len(shapes) // 7 * 4
+
+
+def test_the_engine_takes_up_bursts_of_connections(engine: RunningEngine):
+    """vLLM hands its own socket to the server that listens by several handles."""
+    port = f":{httpx.URL(engine.url).port:04X} "
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines() if port in line]
+    (inode,) = {line[9] for line in lines if line[3] == "0A"}
+    links = []
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        # Other processes end meanwhile, or are not ours.
+        with suppress(OSError):
+            links.append(str(link.readlink()))
+    assert links.count(f"socket:[{inode}]") >= HANDLES
+
+
+def test_a_connection_that_was_idle_is_still_good(engine: RunningEngine):
+    """A client that keeps connections for 5 s or less never meets one that the server is just closing."""
+    url = httpx.URL(engine.url)
+    with closing(HTTPConnection(url.host, url.port, timeout=10)) as connection:
+        for pause in (0, 6):
+            time.sleep(pause)
+            # Without `auto_open` it would quietly connect anew.
+            connection.auto_open = 0 if pause else 1
+            connection.request("GET", "/graftwork/marker")
+            assert connection.getresponse().read()
 
 
 def test_mixed_batch_equals_the_merged_reference(engine: RunningEngine, shapes):

@@ -61,6 +61,9 @@ def set_environment(params: Params) -> None:
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
+    # Clients, and balancers with their usual 60 s, must be the ones to close an idle connection: a request
+    # that is sent while the server closes it is lost. vLLM's own 5 s is shorter than most clients' patience.
+    os.environ.setdefault("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "75")
     # Last, since looking for a GPU may import torch, which reads the above.
     if cuda_bytes() is None:
         # vLLM's sampler compiles a line of its log-probabilities, for seconds, at a request that asks for it.
