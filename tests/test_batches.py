@@ -78,7 +78,9 @@ def test_digests_and_bytes_are_those_of_one_at_a_time(model_type, dtype, count, 
     adapters = [made(seed) for seed in range(count)]
     form = form_of(adapters[0], base, base.modules(), BASE, dtype)
     tables = stained_tables(count * form.nbytes, count * form.layout.nbytes)
-    batch = batch_of(form, stack(form, rows_of(adapters), tables), tables, compiled)
+    values_ND = tables.take(count, form.nbytes // dtype.itemsize, dtype)
+    stack(form, rows_of(adapters), values_ND)
+    batch = batch_of(form, values_ND, tables, compiled)
     for one, digest, checksum, payload in zip(
         adapters, batch.digests, batch.checksums, batch.payloads(), strict=True
     ):
@@ -96,7 +98,8 @@ def test_the_first_tensor_with_no_number_is_named(bad: float, dtype: torch.dtype
     key = sorted(spoiled)[3]
     spoiled[key][-1, -1] = bad
     form = form_of(good, DENSE, DENSE.modules(), BASE, dtype)
-    values_ND = stack(form, rows_of([good, spoiled]), Tables())
+    values_ND = torch.empty(2, form.nbytes // dtype.itemsize, dtype=dtype)
+    stack(form, rows_of([good, spoiled]), values_ND)
     assert finite_rows(values_ND).tolist() == [True, False]
     with pytest.raises(AdapterError) as alone:
         validate(spoiled, None, DENSE.modules())

@@ -12,7 +12,7 @@ import made_adapters
 import pytest
 import torch
 
-from engine.adapters import bulk, bulk_writer, packed, revision
+from engine.adapters import bulk, bulk_groups, bulk_writer, packed, revision
 from engine.adapters.bulk import Registered, register_many
 from engine.adapters.bulk_entries import Entry
 from engine.adapters.catalog import Catalog, Policy
@@ -70,7 +70,7 @@ def register(catalog: Catalog, store: Store, entries, base=DENSE, dtype=torch.fl
 
 
 def stored_bytes(store: Store) -> int:
-    return sum(path.stat().st_size for path in store.root.iterdir()) if store.root.exists() else 0
+    return sum(size for _, size in store.segments())
 
 
 def test_every_entry_is_in_the_catalog_with_its_own_bytes(catalog: Catalog, store: Store):
@@ -147,7 +147,7 @@ def test_batches_that_follow_each_other_share_bytes(
     catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch, together: int
 ):
     """The rows of one are on their way while the next is looked up, or are committed with its own."""
-    monkeypatch.setattr(bulk, "BATCH", 4)
+    monkeypatch.setattr(bulk_groups, "BATCH", 4)
     monkeypatch.setattr(bulk, "TOGETHER", together)
     add, places = catalog.add_batch, catalog.places
     looked_up = threading.Semaphore(0)
@@ -177,7 +177,7 @@ def test_each_transaction_takes_neighbouring_digests(
     catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch, moves: int
 ):
     """What is committed together is cut by digest; bytes that move meanwhile are appended once more."""
-    monkeypatch.setattr(bulk, "BATCH", 4)
+    monkeypatch.setattr(bulk_groups, "BATCH", 4)
     monkeypatch.setattr(bulk, "TOGETHER", 8)
     monkeypatch.setattr(bulk_writer, "ROWS", 9)
     add, parts, failures = catalog.add_batch, [], iter(range(moves))
@@ -227,7 +227,7 @@ def test_each_part_appends_its_own_bytes_when_rows_that_shared_them_are_gone(
 
 
 def test_batches_are_bounded_whatever_comes(catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(bulk, "BATCH", 8)
+    monkeypatch.setattr(bulk_groups, "BATCH", 8)
     monkeypatch.setattr(bulk, "TOGETHER", 2)
     monkeypatch.setattr(bulk, "MOST_TOGETHER", 2)
     sizes: list[int] = []
@@ -293,7 +293,7 @@ def test_bytes_that_move_meanwhile_are_found_again(
 def test_a_full_disk_loses_nothing_that_was_told(
     catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(bulk, "BATCH", 4)
+    monkeypatch.setattr(bulk_groups, "BATCH", 4)
     append, calls = store.append_many, []
 
     def full(payloads, checksums=None, cached=True):
@@ -320,7 +320,7 @@ def test_a_full_disk_loses_nothing_that_was_told(
 def test_a_caller_who_stops_leaves_whole_batches(
     catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(bulk, "BATCH", 4)
+    monkeypatch.setattr(bulk_groups, "BATCH", 4)
     results = register_many(
         catalog, store, DENSE, BASE, (Entry("one", adapter(i)) for i in range(40)), OWNER, NOW, torch.float32
     )
@@ -337,11 +337,11 @@ import sys, torch
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 import made_adapters
-from engine.adapters import bulk
+from engine.adapters import bulk, bulk_groups
 from engine.adapters.bulk_entries import Entry
 from engine.adapters.catalog import Catalog
 from engine.adapters.store import Store
-bulk.BATCH = 16
+bulk_groups.BATCH = 16
 base = made_adapters.shapes("qwen3")
 state = Path(sys.argv[1])
 entries = (Entry("one", made_adapters.canonical(base, seed=i)) for i in range(1_000_000))
@@ -425,6 +425,42 @@ def test_tensors_that_were_filled_again_are_refused(catalog: Catalog, store: Sto
         untracked = adapter(5)
     (one,) = register(catalog, store, [Entry("one", untracked)])
     assert one.new
+
+
+@pytest.mark.parametrize("together", [1, 3, 12])
+def test_what_is_unfit_among_those_copied_with_it_stops_no_other(
+    catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch, together: int
+):
+    nbytes = sum(tensor.nbytes for tensor in adapter(0).values())
+    monkeypatch.setattr(bulk_groups, "COPIED_BYTES", together * nbytes)
+    monkeypatch.setattr(bulk_groups, "BATCH", 8)
+    adapters = [adapter(seed) for seed in range(12)]
+    key = sorted(adapters[0])[2]
+    adapters[4][key][0, 0] = torch.nan
+    adapters[5][key] = adapters[5][key].to_sparse()
+
+    def entries() -> Iterator[Entry]:
+        for number, one in enumerate(adapters):
+            yield Entry("one", one)
+            # One that was copied alone may change.
+            if number == 6:
+                one[key].mul_(2)
+
+    digests = [alone(adapter(seed), DENSE, torch.float32)[0] for seed in range(12)]
+    found = register(catalog, store, entries())
+    refused = {one.position: str(one.refused) for one in found if one.refused}
+    assert "NaN or Inf" in refused.pop(4)
+    assert "cannot be read" in refused.pop(5)
+    if together > 1:
+        assert "were changed" in refused.pop(6)
+    assert refused == {}
+    assert [one.position for one in found] == list(range(12))
+    for one in found:
+        if not one.refused:
+            assert one.digest == digests[one.position]
+            stored = stored_tensors(catalog, store, catalog.revision("one", one.digest))
+            want = adapter(one.position)
+            assert all(torch.equal(stored[name], value) for name, value in want.items())
 
 
 def test_a_long_run_leaves_no_long_log(

@@ -21,8 +21,6 @@ from engine.adapters.revision import Shapes, digest_header, is_finite, split_key
 from engine.adapters.row_hashes import hash_rows
 from engine.errors import AdapterError
 
-# Adapters stacked at once: what is copied twice stays in the processor's cache.
-STACKED = 512
 # Tables kept for another batch: one that is filled, one that is named, two whose bytes are written.
 SPARE = 4
 
@@ -114,17 +112,12 @@ def form_of(
     )
 
 
-def stack(form: Form, adapters: Sequence[Sequence[Tensor]], tables: Tables) -> Tensor:
-    """Return the adapters' canonical values, (N, D); `adapters` hold tensors in the order of `form.keys`."""
-    sizes = [shape.numel() for shape in form.shapes]
-    values_ND = tables.take(len(adapters), sum(sizes), form.dtype)
+def stack(form: Form, adapters: Sequence[Sequence[Tensor]], values_ND: Tensor) -> None:
+    """Write the adapters' canonical values; `adapters` hold tensors in the order of `form.keys`."""
+    columns = values_ND.split([shape.numel() for shape in form.shapes], dim=1)
     with torch.no_grad():
-        for start in range(0, len(adapters), STACKED):
-            some = adapters[start : start + STACKED]
-            columns = values_ND[start : start + STACKED].split(sizes, dim=1)
-            for column, tensors in zip(columns, zip(*some, strict=True), strict=True):
-                column.copy_(torch.stack(tensors).flatten(1))
-    return values_ND
+        for column, tensors in zip(columns, zip(*adapters, strict=True), strict=True):
+            column.copy_(torch.stack(tensors).flatten(1))
 
 
 def finite_rows(values_ND: Tensor) -> Tensor:

@@ -2,35 +2,30 @@
 
 Adapters are collected by shape into batches; a batch is checked, named and packed while the one before it
 is written. Bytes are appended and fsynced before the rows that name them are committed, so that a kill at
-any moment leaves whole revisions or none. Knows what makes an entry unfit; `batches.py` knows the tensors.
+any moment leaves whole revisions or none. What makes an entry unfit is known to `bulk_entries.py` and,
+by its values, to `bulk_groups.py`.
 """
 
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
-from itertools import compress
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from engine.adapters.batches import Form, Tables, finite_rows, first_fault, stack
-from engine.adapters.bulk_entries import Entry, Gate, Registered, Row, refusal
+from engine.adapters.batches import Form
+from engine.adapters.bulk_entries import Entry, Gate, Registered, Row
+from engine.adapters.bulk_groups import BATCH_BYTES, Group
 from engine.adapters.bulk_writer import Placed, Writer
 from engine.errors import AdapterError
 
 if TYPE_CHECKING:
+    import torch
+
     from engine.adapters.catalog import Catalog
     from engine.adapters.families import BaseShapes
     from engine.adapters.store import Store
 
 __all__ = ["Entry", "Registered", "register_many"]
 
-# A batch: enough adapters to share the wait for an fsync.
-BATCH = 2048
-BATCH_BYTES = 16 << 20
 # What may wait for more of its shape, all shapes together.
 HELD_BYTES = 8 * BATCH_BYTES
 # Batches under way to the store: one that is named, and one whose bytes are written.
@@ -43,25 +38,6 @@ TOGETHER, MOST_TOGETHER = 8, 32
 SHARE_TOGETHER = 2
 # Batches after which all are waited for, so that those who clean up the store find their segments free.
 SETTLED = 256
-VERSION = attrgetter("_version")
-
-
-@dataclass
-class _Group:
-    """Entries of one form that wait for more of them; `tensors` in the order of the form's keys."""
-
-    form: Form
-    rows: list[Row] = field(default_factory=list)
-    tensors: list[tuple[Tensor, ...]] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.rows) * self.form.nbytes
-
-    @property
-    def is_full(self) -> bool:
-        return len(self.rows) >= BATCH or self.nbytes >= BATCH_BYTES
 
 
 def register_many(
@@ -72,13 +48,13 @@ def register_many(
     entries: Iterable[Entry],
     owner: str,
     now: float,
-    dtype: torch.dtype,
+    dtype: "torch.dtype",
 ) -> Iterator[Registered]:
     """Register adapters of `base` at `now` (epoch seconds) and yield what became of each, once committed.
 
-    An entry's tensors are kept, not copied, until its batch is written: they must stay as they are. One
-    whose tensors were changed meanwhile is refused where torch notices, which it does not when their
-    memory is written to by something else.
+    An entry's tensors are kept until those of some more entries are copied with them: they must stay as they
+    are. One whose tensors were changed meanwhile is refused where torch notices, which it does not when
+    their memory is written to by something else.
 
     Policies must be in the catalog and `owner`'s. An entry that does not fit is refused by name and the
     others go on; results come some batches at a time, those of one shape in order. Raises `ServiceError`
@@ -86,9 +62,10 @@ def register_many(
     again.
     """
     gate = Gate(catalog, base, base_digest, owner, dtype)
-    groups: dict[Form, _Group] = {}
+    groups: dict[Form, Group] = {}
     held = 0
-    with _Pipeline(Writer(catalog, store, base_digest, owner, now)) as pipeline:
+    writer = Writer(catalog, store, base_digest, owner, now)
+    with _Pipeline(writer) as pipeline:
         for position, entry in enumerate(entries):
             try:
                 form, tensors = gate.admit(entry)
@@ -97,10 +74,8 @@ def register_many(
                 continue
             group = groups.get(form)
             if group is None:
-                group = groups[form] = _Group(form)
-            group.rows.append(Row(position, entry.policy, entry.parent, entry.step))
-            group.tensors.append(tensors)
-            group.versions.append(_version(tensors))
+                group = groups[form] = Group(form, writer.tables)
+            group.add(Row(position, entry.policy, entry.parent, entry.step), tensors)
             held += form.nbytes
             if group.is_full or held >= HELD_BYTES:
                 fullest = group if group.is_full else max(groups.values(), key=lambda group: group.nbytes)
@@ -131,9 +106,9 @@ class _Pipeline:
         self._commit()
         self._writer.close()
 
-    def put(self, group: _Group) -> Iterator[Registered]:
+    def put(self, group: Group) -> Iterator[Registered]:
         """Hand a group over, and yield its refused entries and what has been committed meanwhile."""
-        rows, values_ND, refused = _fit(group, self._writer.tables)
+        rows, values_ND, refused = group.take()
         yield from refused
         if rows:
             if len(self._behind) == BEHIND:
@@ -180,57 +155,3 @@ class _Pipeline:
             for placed in batches:
                 # Raises what kept it out of the store.
                 placed.result()
-
-
-def _fit(group: _Group, tables: Tables) -> tuple[list[Row], Tensor, list[Registered]]:
-    """Return the rows whose values can be served, these values, and the refused."""
-    group, refused = _unchanged(group)
-    form, rows = group.form, group.rows
-    if not rows:
-        return rows, torch.empty(0, 1), refused
-    try:
-        values_ND = stack(form, group.tensors, tables)
-    except RuntimeError:
-        # Sparse ones, or some on another device: torch says so of a whole batch.
-        rows, values_ND, unread = _stack_each(group, tables)
-        refused += unread
-    finite_N = finite_rows(values_ND)
-    if not finite_N.all():
-        for row, values_D, finite in zip(rows, values_ND, finite_N.tolist(), strict=True):
-            if not finite:
-                refused.append(refusal(row, first_fault(form, values_D)))
-        rows = [row for row, finite in zip(rows, finite_N.tolist(), strict=True) if finite]
-        values_ND = values_ND[finite_N]
-    return rows, values_ND, refused
-
-
-def _unchanged(group: _Group) -> tuple[_Group, list[Registered]]:
-    """Return the group without the entries whose tensors were changed since they came, and the refused."""
-    same = [
-        version == _version(tensors) for version, tensors in zip(group.versions, group.tensors, strict=True)
-    ]
-    if all(same):
-        return group, []
-    reason = "The adapter's tensors were changed before they were registered. Give each entry its own."
-    refused = [refusal(row, reason) for row in compress(group.rows, (not one for one in same))]
-    rows, tensors = list(compress(group.rows, same)), list(compress(group.tensors, same))
-    return _Group(group.form, rows, tensors), refused
-
-
-def _version(tensors: tuple[Tensor, ...]) -> int:
-    """Return a number that grows when torch writes to one of the tensors; those of inference have none."""
-    try:
-        return sum(map(VERSION, tensors))
-    except RuntimeError:
-        return 0
-
-
-def _stack_each(group: _Group, tables: Tables) -> tuple[list[Row], Tensor, list[Registered]]:
-    rows, values, refused = [], [], []
-    for row, tensors in zip(group.rows, group.tensors, strict=True):
-        try:
-            values.append(stack(group.form, [tensors], tables))
-            rows.append(row)
-        except RuntimeError as error:
-            refused.append(refusal(row, f"The adapter's values cannot be read: {str(error).splitlines()[0]}"))
-    return rows, torch.cat(values) if values else torch.empty(0, 1), refused
