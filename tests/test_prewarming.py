@@ -49,6 +49,35 @@ async def test_a_release_brings_its_canary_and_champion(tmp_path):
     assert all(resident.users == 0 for resident in tier.residents.values())
 
 
+async def test_few_wait_at_once_so_that_none_waits_too_long(tmp_path, monkeypatch):
+    monkeypatch.setattr("engine.serving.prewarming.AHEAD", 2)
+    router, tier = FakeRouter(), residency(FakeEngine(0.01), load_concurrency=3)
+    router.released = frozenset(("sums", revision(i).digest) for i in range(12))
+    prewarmer = Prewarmer(tier, router, tmp_path / "warm.json")
+    waiting = []
+
+    def done() -> bool:
+        prewarmer.look()
+        waiting.append(tier.waiting_in_background)
+        return len(tier.residents) == 12
+
+    await settle(done)
+    assert max(waiting) == 2
+
+
+async def test_a_release_whose_load_failed_is_loaded_later(tmp_path, monkeypatch):
+    monkeypatch.setattr("engine.serving.prewarming.LOOK_S", 0.005)
+    monkeypatch.setattr("engine.serving.prewarming.NOTE_S", 0.02)
+    router, engine = FakeRouter(), FakeEngine(0)
+    tier = residency(engine)
+    engine.faults[name_of(1)] = [ServiceError("The store did not answer.")]
+    router.released = frozenset({("sums", revision(1).digest)})
+    running = asyncio.create_task(Prewarmer(tier, router, tmp_path / "warm.json").run())
+    await settle(lambda: name_of(1) in tier.residents)
+    running.cancel()
+    assert engine.faults[name_of(1)] == []
+
+
 async def test_what_is_gone_does_not_keep_the_others_from_coming(tmp_path):
     router, tier = FakeRouter(known=2), residency(FakeEngine(0))
     router.released = frozenset({("sums", revision(1).digest), ("sums", "ff" * 32)})
@@ -105,7 +134,8 @@ async def test_what_was_purged_leaves_once_its_last_request_has(tmp_path):
 
 async def test_a_file_that_is_no_list_of_names_prewarms_nothing(tmp_path):
     prewarmer = Prewarmer(residency(FakeEngine(0)), FakeRouter(), tmp_path / "warm.json")
-    for text in ("", "{", "[1]", json.dumps([{"policy": "sums"}]), '{"a": 1}'):
+    used = {"policy": "sums", "digest": "ab" * 32, "bytes": 1, "hits": 1, "used_at": None}
+    for text in ("", "{", "[1]", json.dumps([{"policy": "sums"}]), '{"a": 1}', json.dumps([used]), "1"):
         (tmp_path / "warm.json").write_text(text)
         assert prewarmer.popular(time.time()) == []
 

@@ -68,6 +68,29 @@ async def test_small_and_large_adapters_share_the_places():
     assert tier.loading == 0
 
 
+@pytest.mark.parametrize("concurrency", [1, 6])
+async def test_what_a_prewarm_is_told_comes_true(concurrency: int):
+    """The background has a third of the places, and people go first."""
+    load_s = 0.05
+    tier = residency(FakeEngine(load_s), load_concurrency=concurrency, load_queue=100)
+    for i in range(12):
+        await use(tier, revision(i))
+    people = [asyncio.create_task(use(tier, revision(i))) for i in range(20, 20 + 2 * concurrency)]
+    await asyncio.sleep(0.01)
+    began = time.monotonic()
+    told = [tier.prewarm(revision(i)) for i in range(50, 62)]
+    took = {}
+    while len(took) < 12:
+        await asyncio.sleep(0.005)
+        for i in range(50, 62):
+            if name_of(i) in tier.residents and i not in took:
+                took[i] = time.monotonic() - began
+    assert told == sorted(told)
+    for i, said in zip(range(50, 62), told, strict=True):
+        assert took[i] / 2 - load_s < said < 2 * took[i] + load_s
+    await asyncio.gather(*people)
+
+
 async def test_retry_after_follows_the_queue_and_how_long_loads_took():
     tier = residency(FakeEngine(0.2), load_concurrency=1, load_queue=40)
     await use(tier, revision(1))

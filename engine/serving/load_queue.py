@@ -181,10 +181,18 @@ class LoadQueue:
         self._mean_s += WEIGHT * (time.monotonic() - load.started_at - self._mean_s)
 
     def estimate_s(self, load: Load | None = None) -> float:
-        """Return in how many seconds a load will be ready; by default one that joins the queue now."""
+        """Return in how many seconds a load will be ready; by default a person's that joins the queue now."""
         if load is not None and load.started_at is not None:
             return max(0.0, self._mean_s - (time.monotonic() - load.started_at))
-        return self._mean_s * (1 + len(self) / self.concurrency)
+        if load is None or load.priority == INTERACTIVE:
+            return self._mean_s * (1 + len(self) / self.concurrency)
+        # The background has a share of the places, and of those that people want a smaller one.
+        before = list(self.waiting[BACKGROUND]).index(load.name) + 1
+        running = sum(one.priority == BACKGROUND for one in self.running.values())
+        people = len(self) - len(self.waiting[BACKGROUND]) - running
+        alone = (before + running) / max(1, int(self.concurrency * BACKGROUND_RUNNING))
+        behind = min(people, SHARE * before) / self.concurrency
+        return self._mean_s * (1 + alone + behind)
 
     def told(self) -> dict[str, object]:
         """Return the queue for people: how many wait and run, the limits, and every load by name."""

@@ -19,6 +19,9 @@ from engine.serving.routing import Router
 
 LOOK_S = 0.25
 NOTE_S = 15.0
+# Loads that wait at once: what waits longer than a load may take is called off, and people's background
+# work, as scoring, waits behind them.
+AHEAD = 32
 # Who was used within this is loaded at the start, as far as half of the tier goes.
 RECENT_S = 3600.0
 START_SHARE = 0.5
@@ -48,6 +51,8 @@ class Prewarmer:
                 self.look()
                 if time.monotonic() - noted_at >= NOTE_S:
                     noted_at = time.monotonic()
+                    # Those that did not come, as when the store was away, are asked for again.
+                    self._seen = frozenset()
                     rows = self.rows(time.time())
                     await asyncio.to_thread(self._write, rows)
             except (GraftworkError, OSError) as error:
@@ -61,9 +66,10 @@ class Prewarmer:
         if self._to_check is None or self._to_check:
             self._drop_what_is_gone(self._to_check)
         released = self._router.under_release()
-        self._pending = [*(released - self._seen), *self._pending]
+        fresh = released - self._seen
+        self._pending = [*fresh, *(one for one in self._pending if one not in fresh)]
         self._seen = released
-        while self._pending:
+        while self._pending and self._residency.waiting_in_background < AHEAD:
             policy, digest = self._pending[0]
             try:
                 # Nobody has asked for it: popularity must not feed on itself.
@@ -128,8 +134,7 @@ class Prewarmer:
 
     def _read(self) -> list[dict[str, Any]]:
         try:
-            rows = json.loads(self._file.read_text())
-            return [row for row in rows if {"policy", "digest", "bytes", "hits", "used_at"} <= row.keys()]
+            return [row for row in json.loads(self._file.read_text()) if _is_note(row)]
         except FileNotFoundError:
             return []
         except (OSError, ValueError, AttributeError, TypeError) as error:
@@ -141,6 +146,14 @@ class Prewarmer:
         temporary = self._file.with_name(f"{self._file.name}.{os.getpid()}")
         temporary.write_text(json.dumps(rows))
         temporary.replace(self._file)
+
+
+def _is_note(row: dict[str, Any]) -> bool:
+    """Say whether a row of the file is one that `rows` made: anything may lie there."""
+    words, numbers = ("policy", "digest"), ("bytes", "hits", "used_at")
+    return all(isinstance(row.get(name), str) for name in words) and all(
+        isinstance(row.get(name), int | float) for name in numbers
+    )
 
 
 def names_under_release(router: Router) -> frozenset[str]:

@@ -86,6 +86,11 @@ class Residency:
         """How many cold loads wait or run."""
         return len(self.queue)
 
+    @property
+    def waiting_in_background(self) -> int:
+        """How many loads that nobody waits for stand in the queue."""
+        return len(self.queue.waiting[BACKGROUND])
+
     @asynccontextmanager
     async def use(self, revision: Revision, priority: str = INTERACTIVE) -> AsyncIterator[str]:
         """Hold a revision in the host tier inside the block; yields its served name. Raises as `hold`."""
