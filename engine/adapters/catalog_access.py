@@ -34,6 +34,9 @@ WORDS = 200_000
 # Changes kept for gateways; one that is further behind reads everything again.
 CHANGES = 10_000
 POLL_S = 0.2
+# A server that made somebody wait for so long in vain is not asked again for so many times as long: a gateway
+# asks on the loop that all its streams run on.
+SILENT_S, SILENT_TIMES, SILENT_MOST_S = 0.5, 5.0, 15.0
 # Words of one query: a statement has a limit.
 CHUNK = 1000
 Row = TypeVar("Row")
@@ -50,6 +53,8 @@ class Access:
         self._looked: tuple[float, int] | None = None
         # When it last did not answer, and why.
         self._failed: tuple[float, str] | None = None
+        # Until when nobody waits for a server that has said nothing, and what is told meanwhile.
+        self._silent_until, self._silence = 0.0, ""
         if self._is_sqlite and not Path(self.label).is_file():
             raise NotFound(f"There is no catalog at {self.label}. Start the services with `graftwork up`.")
         self._engine = databases.open_engine(url)
@@ -130,10 +135,12 @@ class Access:
     @contextmanager
     def _read(self, engine: Engine | None = None) -> Iterator[Connection]:
         """One connection for queries; `ServiceError` when the database does not answer."""
+        began = self._refuse_while_silent()
         try:
             with (engine or self._engine).connect() as connection:
                 yield connection
         except OperationalError as error:
+            self._note_silence(error, began)
             raise ServiceError(f"The catalog {self.label} cannot be read: {error.orig}.") from error
 
     def _quick(self, query: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
@@ -142,6 +149,7 @@ class Access:
         For what a cold name asks of a gateway.
         """
         drivers: Any = self._engine.dialect.loaded_dbapi
+        began = self._refuse_while_silent()
         try:
             connection = self._single.raw_connection()
             try:
@@ -155,8 +163,23 @@ class Access:
             finally:
                 connection.close()
         except (drivers.OperationalError, OperationalError) as error:
+            self._note_silence(error, began)
             cause = getattr(error, "orig", error)
             raise ServiceError(f"The catalog {self.label} cannot be read: {cause}.") from error
+
+    def _refuse_while_silent(self) -> float:
+        """Raise `ServiceError` while a server is taken to be silent; return the time."""
+        now = time.monotonic()
+        if now < self._silent_until:
+            raise ServiceError(self._silence)
+        return now
+
+    def _note_silence(self, error: Exception, began: float) -> None:
+        now = time.monotonic()
+        # What failed while it was computed, as by the limit of a statement, says nothing of the server.
+        if now - began >= SILENT_S and getattr(error, "statement", None) is None:
+            self._silent_until = now + min(SILENT_MOST_S, SILENT_TIMES * (now - began))
+            self._silence = f"The catalog {self.label} did not answer within {now - began:.1f} s: {error}"
 
     def _check_schema(self) -> None:
         query = "SELECT version_num FROM alembic_version"
