@@ -5,8 +5,7 @@
     ├── BaseModelError           3  the base is missing, incomplete or another one
     ├── AdapterError             4  an adapter cannot be accepted: format, shape, values
     │   ├── EffectError          4  the engine does not reproduce the trainer's log-probabilities
-    │   ├── DamagedBytes         4  its bytes in the store are not those that its checksum was taken of
-    │   └── MissingBytes         4  its bytes are not where its row says
+    │   └── DamagedBytes         4  its bytes in the store are not those that its checksum was taken of
     ├── NotFound                 5  no such policy, revision, suite, key or release; carries `nearest` names
     ├── Conflict                 6  somebody else holds it: a lease, a name, a newer version
     │   ├── Ambiguous            6  a prefix that several names share; carries `candidates`
@@ -15,6 +14,7 @@
     │   └── Cancelled            6  the operation was called off
     └── ServiceError             7  a service is down, full, or answered with a fault
         ├── PortInUse            7
+        ├── MissingBytes         7  an adapter's bytes are not where its row says, or cannot be read now
         └── Busy                 7  full for the moment; carries `retry_after_s` and the queue's state
 
 A message is a full sentence: what is wrong, then what to do. Errors hold strings and numbers
@@ -45,10 +45,6 @@ class EffectError(AdapterError):
 
 
 class DamagedBytes(AdapterError):
-    pass
-
-
-class MissingBytes(AdapterError):
     pass
 
 
@@ -91,6 +87,10 @@ class ServiceError(GraftworkError):
 
 
 class PortInUse(ServiceError):
+    pass
+
+
+class MissingBytes(ServiceError):
     pass
 
 

@@ -25,7 +25,10 @@ SAID_EVERY_S = 5.0
 
 @store_app.command("verify")
 def verify(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
-    """Read every revision's bytes and compare checksum and layout; what is damaged is quarantined."""
+    """Read every revision's bytes and compare checksum and layout; what is damaged is quarantined.
+
+    What is missing is reported, and stays as it is.
+    """
     from engine.adapters import maintenance
 
     _run(params, as_json, maintenance.verify)
@@ -66,7 +69,9 @@ def _run(params: ParamsFile, as_json: bool, operation: Callable[..., "Report"], 
     """Run an operation, print its report, and end with an error when something is damaged."""
     settings = enter(params)
     from engine.adapters.store import open_store
+    from tasks.look import require_catalog
 
+    require_catalog(settings)
     began = time.monotonic()
     with closing(catalog(params)) as index, closing(open_store(settings)) as store:
         report = operation(index, store, on_page=_progress(), **options)
@@ -93,8 +98,8 @@ def _run(params: ParamsFile, as_json: bool, operation: Callable[..., "Report"], 
     if report.unreadable:
         count = f"{report.unreadable} revisions" if report.unreadable > 1 else "1 revision"
         raise AdapterError(
-            f"{count} could not be packed anew: the base cannot be read. They are served as before; put "
-            "the base back and run this again."
+            f"{count} could not be read, since bytes or a base are not there for the moment. Nothing was "
+            "changed about them: put back what is named above and run this again."
         )
 
 

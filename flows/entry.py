@@ -58,8 +58,12 @@ def on_base(settings: Params, name: str) -> Params:
     if name == settings.base.name:
         return settings
     base = settings.base.model_copy(update={"name": name, "revision": None})
-    state = settings.state_dir / name
-    return settings.model_copy(update={"base": base, "state_dir": state, "source": None})
+    changed: dict[str, Any] = {"base": base, "state_dir": settings.state_dir / name, "source": None}
+    if settings.store.url and not settings.catalog.url:
+        # The state directory's catalog is its own, and so must be the store.
+        url = f"{settings.store.url.rstrip('/')}/{name}"
+        changed["store"] = settings.store.model_copy(update={"url": url})
+    return settings.model_copy(update=changed)
 
 
 def flow_settings() -> Params:

@@ -233,12 +233,12 @@ def _store(params: Params, catalog: Catalog, record: Record) -> Counts:
     with closing(open_store(params)) as store:
         report = compact(catalog, store, segments=record.segments)
         left = set(record.segments).intersection(segment for segment, _ in store.segments())
-    if left and report.damaged:
+    if left and report.examples:
         names = ", ".join(found["revision"] for found in report.examples)
         raise ServiceError(
-            f"{len(left)} segments with bytes of {record.policy!r} cannot be rewritten: they hold damaged "
-            f"revisions ({names}). Import or export those again, or let them expire (`graftwork adapters "
-            "expire`), then purge again: it goes on from here."
+            f"{len(left)} segments with bytes of {record.policy!r} cannot be rewritten: they hold revisions "
+            f"whose bytes are damaged or cannot be read ({names}). Import or export those again, or let them "
+            "expire (`graftwork adapters expire`), then purge again: it goes on from here."
         )
     if left:
         raise ServiceError(

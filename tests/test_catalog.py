@@ -1,6 +1,8 @@
 """The catalog: identity, compare-and-swap between processes, expiry, keys, leases, schema."""
 
+import hashlib
 import multiprocessing
+import socket
 import sqlite3
 import statistics
 import subprocess
@@ -11,6 +13,7 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import psycopg
 import pytest
@@ -18,9 +21,9 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from postgres import fresh_database
 from rows import make_release, make_revision
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, event, select, update
 
-from engine.adapters import catalog_access
+from engine.adapters import catalog_access, catalog_guards
 from engine.adapters.catalog import (
     Base,
     Catalog,
@@ -31,8 +34,8 @@ from engine.adapters.catalog import (
     migrate,
 )
 from engine.adapters.catalog_database import open_engine
-from engine.adapters.catalog_tables import metadata
-from engine.errors import ConfigError, Conflict, NotFound, ServiceError
+from engine.adapters.catalog_tables import layouts, metadata
+from engine.errors import AdapterError, ConfigError, Conflict, NotFound, ServiceError
 
 spawn = multiprocessing.get_context("spawn")
 
@@ -130,9 +133,10 @@ def test_bases_and_layouts_are_added_once(catalog: Catalog) -> None:
     catalog.add_base(Base("b1", "tiny", "/somewhere", 1.0))
     catalog.add_base(Base("b1", "renamed", "/elsewhere", 2.0))
     assert catalog.base("b1").name == "tiny"
-    catalog.add_layout("l1", "{}")
-    catalog.add_layout("l1", "{}")
-    assert catalog.layout("l1") == "{}"
+    digest = hashlib.sha256(b"{}").hexdigest()
+    catalog.add_layout(digest, "{}")
+    catalog.add_layout(digest, "{}")
+    assert catalog.layout(digest) == "{}"
     with pytest.raises(NotFound):
         catalog.base("b2")
 
@@ -297,6 +301,22 @@ def test_a_lease_has_one_holder_and_a_growing_fence(catalog: Catalog) -> None:
     assert catalog.acquire("controller", "a", ttl_s=60) == 3
 
 
+def test_a_clock_that_was_put_back_leaves_no_lease_for_ever(
+    catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1_800_000_000.0
+    monkeypatch.setattr(catalog_guards, "time", SimpleNamespace(time=lambda: now))
+    day = 86_400.0
+    now += day
+    assert catalog.acquire("controller", "a pod that is gone", ttl_s=60) == 1
+    now -= day
+    assert catalog.acquire("controller", "b", ttl_s=60) == 2
+    assert not catalog.renew("controller", "a pod that is gone", 1, ttl_s=60)
+    # Another machine's clock may be somewhat behind.
+    now -= 30
+    assert catalog.acquire("controller", "c", ttl_s=60) is None
+
+
 def test_keys_are_stored_as_hashes(catalog: Catalog, catalog_url: str) -> None:
     plaintext = catalog.create_key("me", "user")
     assert len(plaintext) == 43
@@ -355,6 +375,20 @@ def test_a_revision_is_found_fast_among_many(catalog: Catalog) -> None:
     assert statistics.median(seconds) < 0.003
 
 
+def test_a_damaged_layout_is_refused_until_it_is_whole_again(catalog: Catalog) -> None:
+    body = '{"blocks": "ab"}'
+    digest = hashlib.sha256(body.encode()).hexdigest()
+    catalog.add_layout(digest, body)
+    assert catalog.layout(digest) == body
+    with catalog._write() as connection:
+        # Of the same form: nothing but its digest says that it is another.
+        connection.execute(update(layouts).values(body='{"blocks": "ba"}'))
+    with pytest.raises(AdapterError, match="is damaged"):
+        catalog.layout(digest)
+    catalog.add_layout(digest, body)
+    assert catalog.layout(digest) == body
+
+
 def test_importing_the_catalog_is_light() -> None:
     code = "import engine.adapters.catalog, sys; sys.exit('torch' in sys.modules or 'alembic' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -390,6 +424,37 @@ def test_a_server_that_is_down_is_asked_once_in_a_while(
         assert catalog.data_version_age() >= 0.1
 
 
+def test_nobody_waits_again_for_a_server_that_says_nothing(postgres_server: str) -> None:
+    """Its packets are dropped, or it hangs: each request would wait 2 s, on the loop of all streams."""
+    url = fresh_database(postgres_server)
+    migrate(url)
+    silent = socket.create_server(("127.0.0.1", 0))
+    with silent, closing(Catalog(url)) as catalog:
+        catalog._engine.dispose()
+
+        @event.listens_for(catalog._engine, "do_connect")
+        def _elsewhere(_dialect: object, _record: object, _args: object, options: dict[str, object]) -> None:
+            options |= {"host": "127.0.0.1", "port": silent.getsockname()[1]}
+
+        asks = [
+            catalog.data_version,
+            partial(catalog.route, "sorting"),
+            partial(catalog.tombstone, "sorting", "ab" * 32),
+        ]
+        waited = []
+        for ask in asks * 3:
+            began = time.monotonic()
+            with pytest.raises(ServiceError):
+                ask()
+            waited.append(time.monotonic() - began)
+        assert waited[0] > 1.0
+        assert max(waited[1:]) < 0.1
+        event.remove(catalog._engine, "do_connect", _elsewhere)
+        catalog._silent_until = 0.0
+        with pytest.raises(NotFound):
+            catalog.route("sorting")
+
+
 @pytest.mark.parametrize("kind", ["quick", "read", "write"])
 def test_a_restart_of_the_server_fails_nobody(postgres_server: str, kind: str) -> None:
     """Afterwards every connection of the pool is dead: one for each thread that used the catalog."""
@@ -414,12 +479,6 @@ def test_a_restart_of_the_server_fails_nobody(postgres_server: str, kind: str) -
         assert ended == [(True,)] * 3
         for _ in threads:
             work()
-
-
-def test_a_damaged_layout_is_whole_again_when_it_comes_again(catalog: Catalog) -> None:
-    catalog.add_layout("digest", "damaged")
-    catalog.add_layout("digest", "whole")
-    assert catalog.layout("digest") == "whole"
 
 
 def test_what_has_expired_is_neither_routed_nor_released(catalog: Catalog) -> None:

@@ -1,6 +1,7 @@
 """The gateway in front of a fake server: who may ask, what is passed on, what is observed."""
 
 import asyncio
+import hashlib
 import json
 import time
 from dataclasses import replace
@@ -72,12 +73,11 @@ def world(tmp_path):
     catalog = Catalog(url)
     catalog.add_base(Base("base", "tiny", "/tiny", 0.0))
     catalog.add_policy(Policy("sums", "base", {}, "me", 0.0))
-    catalog.add_layout("layout", "{}")
+    layout = hashlib.sha256(b"{}").hexdigest()
+    catalog.add_layout(layout, "{}")
     for digest in (CHAMPION, CANARY):
         catalog.add_revision(
-            Revision(
-                "sums", digest, "base", None, 1, 8, 10, "layout", "s", 0, 10, "cc", "exported", "me", 0.0
-            )
+            Revision("sums", digest, "base", None, 1, 8, 10, layout, "s", 0, 10, "cc", "exported", "me", 0.0)
         )
     route = catalog.route("sums")
     catalog.set_route(replace(route, champion=CHAMPION, canary=CANARY, weight=0.5), route.version)

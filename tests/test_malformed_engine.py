@@ -29,7 +29,9 @@ def test_a_malformed_packed_adapter_is_refused_by_the_engine_that_serves_on(engi
     with engine.client() as client:
         response = client.post("/v1/completions", json={"model": model, **QUESTION})
     serves()
-    assert response.status_code in (404, 422), response.text
+    # Bytes that are not where the row says may come back; everything else is for good.
+    missing = words in ("are not in", "not a regular file", "missing or not a regular file")
+    assert response.status_code in ((503,) if missing else (404, 422)), response.text
     message = response.json()["error"]["message"]
     assert words in message
     assert message.endswith(".")

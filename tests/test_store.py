@@ -12,7 +12,7 @@ import pytest
 from engine.adapters import store as store_module
 from engine.adapters.store import IOV_MAX, PAGE, PAGE_ALIGNED_FROM, Location, Store, open_store
 from engine.config import Params
-from engine.errors import AdapterError, ServiceError
+from engine.errors import AdapterError, DamagedBytes, MissingBytes, ServiceError
 from engine.service_config import StoreConfig
 
 
@@ -79,13 +79,12 @@ def test_damage_is_refused(tmp_path):
     with pytest.raises(AdapterError, match="50 of 100 bytes"):
         store.read(location)
     gone = Location("gone.seg", 0, 1, "0" * 64)
-    with pytest.raises(AdapterError, match="missing"):
+    with pytest.raises(MissingBytes, match="No such file"):
         store.read(gone)
     cut, missing = store.check([location, gone])
-    assert cut is not None
-    assert "50 of 100 bytes" in cut
-    assert missing is not None
-    assert "missing" in missing
+    assert isinstance(cut, DamagedBytes)
+    assert "50 of 100 bytes" in str(cut)
+    assert isinstance(missing, MissingBytes)
 
 
 def test_a_full_disk_publishes_nothing(tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from engine.adapters.batches import Batch, Form, Tables, batch_of
 from engine.adapters.bulk_entries import Registered, Row, refusal
 from engine.adapters.catalog_batches import RevisionBatch
+from engine.adapters.ownership import claim
 from engine.adapters.publishing import ATTEMPTS
 from engine.errors import Conflict, Moved, Purged
 
@@ -69,6 +70,7 @@ class Writer:
     """
 
     def __init__(self, catalog: "Catalog", store: "Store", base_digest: str, owner: str, now: float):
+        claim(catalog, store)
         self._catalog, self._store = catalog, store
         self._base_digest, self._owner, self._now = base_digest, owner, now
         self._layouts: set[str] = set()

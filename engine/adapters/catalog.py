@@ -7,6 +7,8 @@ nor what a revision's bytes mean.
 
 import secrets
 import time
+from functools import cached_property
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ from engine.adapters.catalog_schema import (
     Route,
     Tombstone,
 )
-from engine.errors import Conflict, NotFound, ServiceError
+from engine.errors import AdapterError, Conflict, NotFound, ServiceError
 
 __all__ = [
     "AliasNote",
@@ -99,6 +101,12 @@ def _upgrade(url: str) -> None:
 class Catalog(Guards, Notes, Routes, Looks, Batches, Lifecycle):
     """One open catalog. Thread-safe; open one in each process."""
 
+    @cached_property
+    def id(self) -> str:
+        """The catalog's own id, by which a store knows whose it is."""
+        with self._read() as connection:
+            return str(connection.execute(select(tables.catalog.c.id)).scalar_one())
+
     # Bases, policies and layouts
 
     def add_base(self, base: Base) -> None:
@@ -150,11 +158,15 @@ class Catalog(Guards, Notes, Routes, Looks, Batches, Lifecycle):
             connection.execute(row.on_conflict_do_update(index_elements=["digest"], set_={"body": body}))
 
     def layout(self, digest: str) -> str:
+        """Return a layout's body. Raises `AdapterError` when it is not what its digest says."""
         query = select(tables.layouts.c.body).where(tables.layouts.c.digest == digest)
         with self._read() as connection:
             body: str | None = connection.execute(query).scalar()
         if body is None:
             raise NotFound(f"There is no layout {digest[:12]} in the catalog.")
+        # Whole bytes under another layout would be other weights.
+        if sha256(body.encode()).hexdigest() != digest:
+            raise AdapterError(f"The layout {digest[:12]} is damaged. Export the revision again.")
         return body
 
     # Releases

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 # The newest file of engine/adapters/migrations/versions.
-SCHEMA_VERSION = "0004"
+SCHEMA_VERSION = "0005"
 # What `Revision.state` may be; a row holds the index.
 STATES = ("snapshot", "exported")
 

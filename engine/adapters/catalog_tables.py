@@ -28,6 +28,9 @@ def partial_index(name: str, *columns: str, where: str, unique: bool = False) ->
     return Index(name, *columns, unique=unique, sqlite_where=text(where), postgresql_where=text(where))
 
 
+# One row: which catalog this is, whatever its address.
+catalog = Table("catalog", metadata, Column("id", String, primary_key=True))
+
 bases = Table(
     "bases",
     metadata,

@@ -9,16 +9,16 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import lru_cache
-from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from engine.adapters import packed
 from engine.adapters.catalog_schema import Revision
+from engine.adapters.ownership import require
 from engine.adapters.packed_check import check_layout
 from engine.adapters.publishing import location
 from engine.adapters.store import Location
 from engine.config import served_name
-from engine.errors import AdapterError, NotFound
+from engine.errors import AdapterError, DamagedBytes, GraftworkError, MissingBytes, NotFound
 
 if TYPE_CHECKING:
     from engine.adapters.catalog import Catalog
@@ -43,7 +43,7 @@ class Report:
 
     `held` counts segments that a living writer keeps from us, the next run takes them; `named` those that
     a row still names, as one whose bytes are damaged and cannot be moved does. `unreadable` are revisions
-    whose base cannot be read here: they stay as they are, and are served.
+    whose bytes or base cannot be read here: they stay as they are.
     """
 
     operation: str
@@ -84,6 +84,7 @@ def silent(report: Report) -> None:
 
 def verify(catalog: "Catalog", store: "Store", on_page: OnPage = silent) -> Report:
     """Read every revision's bytes where they lie; quarantine what is damaged, release what is whole again."""
+    require(catalog, store)
     report, layout_fault = Report("verify"), _layout_faults(catalog)
     for rows in pages(catalog):
         faults = store.check([location(row) for row in rows])
@@ -103,6 +104,7 @@ def verify(catalog: "Catalog", store: "Store", on_page: OnPage = silent) -> Repo
 
 def gc(catalog: "Catalog", store: "Store", on_page: OnPage = silent) -> Report:
     """Remove segments that no row names and no living writer holds, and drafts that a crash left."""
+    require(catalog, store)
     report = Report("gc")
     used = catalog.used_bytes_by_segment().keys()
     unused = {segment: size for segment, size in store.segments() if segment not in used}
@@ -123,6 +125,7 @@ def compact(
 
     `segments` names those that may be rewritten, and then they are, however much of them is live.
     """
+    require(catalog, store)
     report = Report("compact")
     # What is copied goes to a segment of its own, never to the end of one that is to leave.
     store.close()
@@ -217,8 +220,8 @@ def _move(catalog: "Catalog", store: "Store", batch: Batch, report: Report) -> N
                 payloads[at.checksum] = store.read(at)
                 report.bytes += at.length
             whole.append((at, digest))
-        except AdapterError as error:
-            quarantine(catalog, store, row, str(error), report)
+        except (DamagedBytes, MissingBytes) as error:
+            quarantine(catalog, store, row, error, report)
     if not whole:
         return
     try:
@@ -231,8 +234,13 @@ def _move(catalog: "Catalog", store: "Store", batch: Batch, report: Report) -> N
     report.moved += len(whole)
 
 
-def quarantine(catalog: "Catalog", store: "Store", row: Revision, fault: str, report: Report) -> None:
-    """Keep a damaged revision from being served, unless its row is gone or names other bytes by now."""
+def quarantine(
+    catalog: "Catalog", store: "Store", row: Revision, fault: GraftworkError, report: Report
+) -> None:
+    """Keep a damaged revision from being served, unless its row is gone or names other bytes by now.
+
+    Bytes that are only missing are no damage: nothing wrong can be served, and they may come back.
+    """
     try:
         now = catalog.revision(row.policy, row.digest)
     except NotFound:
@@ -242,29 +250,31 @@ def quarantine(catalog: "Catalog", store: "Store", row: Revision, fault: str, re
         if moved_fault is None:
             return
         row, fault = now, moved_fault
-    catalog.quarantine(row.policy, row.digest, fault)
-    report.add_damage(row, fault)
+    if isinstance(fault, MissingBytes):
+        report.add_unreadable(row, str(fault))
+        return
+    catalog.quarantine(row.policy, row.digest, str(fault))
+    report.add_damage(row, str(fault))
 
 
-def _layout_faults(catalog: "Catalog") -> Callable[[str, int], str | None]:
+def _layout_faults(catalog: "Catalog") -> Callable[[str, int], GraftworkError | None]:
     """Return what says why a layout, or a length under it, cannot be right; None when it is."""
 
     @lru_cache(LAYOUTS)
-    def nbytes(digest: str) -> int | str:
+    def nbytes(digest: str) -> int | GraftworkError:
         try:
-            body = catalog.layout(digest)
-            if sha256(body.encode()).hexdigest() != digest:
-                raise AdapterError(f"The layout {digest[:12]} is damaged. Export the revision again.")
-            layout = packed.Layout.from_json(body)
+            layout = packed.Layout.from_json(catalog.layout(digest))
             check_layout(layout)
             return layout.nbytes
         except (AdapterError, NotFound) as error:
-            return str(error)
+            return error
 
-    def fault(digest: str, length: int) -> str | None:
+    def fault(digest: str, length: int) -> GraftworkError | None:
         found = nbytes(digest)
-        if isinstance(found, str):
+        if isinstance(found, GraftworkError):
             return found
-        return None if found == length else f"expected {found} bytes by its layout, found {length}."
+        if found == length:
+            return None
+        return AdapterError(f"expected {found} bytes by its layout, found {length}.")
 
     return fault

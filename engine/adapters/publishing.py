@@ -10,9 +10,10 @@ import torch
 from engine.adapters import packed
 from engine.adapters.catalog_schema import Revision
 from engine.adapters.checksums import is_whole
+from engine.adapters.ownership import claim
 from engine.adapters.store import Location
 from engine.config import served_name
-from engine.errors import AdapterError, Conflict, Moved, NotFound
+from engine.errors import Conflict, DamagedBytes, MissingBytes, Moved, NotFound
 
 if TYPE_CHECKING:
     from engine.adapters.catalog import Catalog
@@ -96,6 +97,7 @@ def append(
     Identical bytes that are there already are shared. Return the row that would commit them: an
     exported revision's, made at `now` (epoch seconds).
     """
+    claim(catalog, store)
     whole = packed.pack(tensors, dtype, base.fused)
     payload = whole.tobytes()
     at = catalog.places([manifest.digest]).get(manifest.digest) if shares else None
@@ -134,16 +136,16 @@ def exported(at: Location, **known: Any) -> Revision:
 def stored_tensors(catalog: "Catalog", store: "Store", row: Revision) -> "Tensors":
     """Return the canonical tensors of a revision as its packed bytes have them.
 
-    Raises `AdapterError` when the bytes are missing or damaged.
+    Raises `DamagedBytes` or `MissingBytes`.
     """
     return packed.unpack(stored_packed(catalog, store, row))
 
 
 def stored_packed(catalog: "Catalog", store: "Store", row: Revision) -> packed.Packed:
-    """Return the packed form of a revision; `AdapterError` when its bytes are missing or damaged."""
+    """Return the packed form of a revision. Raises `DamagedBytes` or `MissingBytes`."""
     try:
         payload = store.read(location(row))
-    except AdapterError:
+    except (DamagedBytes, MissingBytes):
         # They may have been moved since the row was read.
         found, row = row, catalog.revision(row.policy, row.digest)
         if location(row) == location(found):

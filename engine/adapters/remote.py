@@ -16,18 +16,22 @@ from pathlib import Path
 from typing import Any
 
 from engine.adapters.cache import Cache
-from engine.adapters.checksums import checksum_of
+from engine.adapters.checksums import checksum_of, is_whole
 from engine.adapters.store import (
+    CATALOG_ID,
     CHUNK,
     SEGMENT_NAME,
+    Fault,
     Location,
     Payload,
     Store,
     checked,
+    damaged,
     lay_out,
     lock,
 )
-from engine.errors import AdapterError, ConfigError, GraftworkError, MissingBytes, ServiceError
+from engine.errors import ConfigError, DamagedBytes, GraftworkError, MissingBytes, ServiceError
+from engine.files import write_once
 
 INSTALLATION = "installation"
 # How long another installation may take from an upload to its commit.
@@ -52,6 +56,10 @@ class RemoteStore(Store):
         self.cache = cache
         self._client, self._prefix = _client(url)
         self._held: dict[str, int] = {}
+
+    @property
+    def place(self) -> str:
+        return self._prefix
 
     def append_many(
         self, payloads: Sequence[Payload], checksums: Sequence[str] | None = None, cached: bool = True
@@ -82,9 +90,9 @@ class RemoteStore(Store):
         self._held.clear()
 
     def read(self, location: Location) -> bytes:
-        """Read a blob through the cache. Raises `AdapterError` when bytes are missing or changed."""
+        """Read a blob through the cache. Raises `DamagedBytes` or `MissingBytes`."""
         path, _ = self.fetch(location)
-        with suppress(AdapterError, OSError):
+        with suppress(DamagedBytes, OSError):
             return checked(location, path.read_bytes())
         # The copy has left the cache meanwhile, or the disk has damaged it.
         self.drop_cached(location)
@@ -98,9 +106,9 @@ class RemoteStore(Store):
         self.cache.drop(location.checksum)
         return True
 
-    def check(self, locations: Sequence[Location]) -> list[str | None]:
+    def check(self, locations: Sequence[Location]) -> list[Fault | None]:
         """Compare checksums where the bytes lie, not in the cache; many small blobs are asked for at once."""
-        found: dict[Location, str | None] = {}
+        found: dict[Location, Fault | None] = {}
         small: list[Location] = []
         for location in dict.fromkeys(locations):
             if location.length > CHUNK:
@@ -153,6 +161,21 @@ class RemoteStore(Store):
                         removed += 1
         return removed
 
+    def catalog_id(self) -> str | None:
+        with self._faults("say whose it is"):
+            try:
+                said: bytes = self._client.cat_file(self._object(CATALOG_ID))
+            except FileNotFoundError:
+                return None
+        return said.decode().strip()
+
+    def belong_to(self, catalog_id: str) -> str:
+        # Of two that come at the same moment the later one has it, and the other hears of it next time.
+        if (owner := self.catalog_id()) is None:
+            with self._faults("note whose it is"):
+                self._client.pipe_file(self._object(CATALOG_ID), catalog_id.encode())
+        return owner or catalog_id
+
     def path(self, segment: str) -> Path:
         raise NotImplementedError("A remote segment has no local path; use `fetch`.")
 
@@ -166,13 +189,7 @@ class RemoteStore(Store):
         file = self.root / INSTALLATION
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            if not file.is_file():
-                draft = file.with_name(f".{uuid.uuid4().hex}")
-                draft.write_text(uuid.uuid4().hex[:8])
-                with suppress(FileExistsError):
-                    os.link(draft, file)
-                draft.unlink()
-            return file.read_text()
+            return write_once(file, uuid.uuid4().hex[:8])
         except OSError as error:
             raise ServiceError(f"Could not write {file}: {error.strerror}. Make it writable.") from None
 
@@ -214,7 +231,7 @@ class RemoteStore(Store):
             yield chunk
             at += len(chunk)
 
-    def _check_small(self, locations: Sequence[Location]) -> dict[Location, str | None]:
+    def _check_small(self, locations: Sequence[Location]) -> dict[Location, Fault | None]:
         if not locations:
             return {}
         paths = [self._object(one.segment) for one in locations]
@@ -224,17 +241,13 @@ class RemoteStore(Store):
             bodies = self._client.cat_ranges(paths, starts, ends, on_error="return")
         return {one: self._said(one, body) for one, body in zip(locations, bodies, strict=True)}
 
-    def _said(self, location: Location, body: bytes | Exception) -> str | None:
-        try:
-            if isinstance(body, FileNotFoundError):
-                raise _missing(location)
-            if isinstance(body, Exception):
-                # A range behind the object's end is an error of its own with some stores.
-                return self._fault(location)
-            checked(location, body)
-        except AdapterError as error:
-            return str(error)
-        return None
+    def _said(self, location: Location, body: bytes | Exception) -> Fault | None:
+        if isinstance(body, FileNotFoundError):
+            return _missing(location)
+        if isinstance(body, Exception):
+            # A range behind the object's end is an error of its own with some stores.
+            return self._fault(location)
+        return None if is_whole(body, location.checksum) else damaged(location, len(body))
 
     def _is_abandoned(self, segment: str) -> bool:
         with self._faults(f"say when {segment} was written"):
@@ -247,7 +260,7 @@ class RemoteStore(Store):
     @cached_property
     def _now(self) -> datetime:
         """Return the time by the store's own clock: an object says when it came."""
-        probe = self._object(f".clock-{uuid.uuid4().hex}")
+        probe = self._object(f".clock-{self._installation}-{os.getpid()}")
         self._client.pipe_file(probe, b"now")
         try:
             written: datetime = self._client.modified(probe)

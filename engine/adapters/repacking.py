@@ -18,9 +18,10 @@ from engine.adapters.catalog_schema import Revision
 from engine.adapters.checksums import checksum_of
 from engine.adapters.families import BaseShapes
 from engine.adapters.maintenance import BATCH_BYTES, OnPage, Report, pages, quarantine, silent
+from engine.adapters.ownership import require
 from engine.adapters.packed_check import check_layout
 from engine.adapters.publishing import stored_tensors
-from engine.errors import AdapterError, BaseModelError, GraftworkError, NotFound
+from engine.errors import AdapterError, BaseModelError, GraftworkError, MissingBytes, NotFound
 
 if TYPE_CHECKING:
     from engine.adapters.catalog import Catalog
@@ -36,6 +37,7 @@ def repack(catalog: "Catalog", store: "Store", on_page: OnPage = silent) -> Repo
 
     Raises `ServiceError` when store or catalog cannot be written; what has moved by then stays moved.
     """
+    require(catalog, store)
     report, work = Report("repack"), _Repacking(catalog, store)
     for rows in pages(catalog):
         batch = _Batch()
@@ -86,8 +88,8 @@ class _Repacking:
                 report.bytes += row.length
             layout, checksum = batch.forms[row.digest, row.layout]
             batch.rows.append(replace(row, layout=layout, checksum=checksum))
-        except AdapterError as error:
-            quarantine(self._catalog, self._store, row, str(error), report)
+        except (AdapterError, MissingBytes) as error:
+            quarantine(self._catalog, self._store, row, error, report)
         except BaseModelError as error:
             report.add_unreadable(row, str(error))
         except NotFound as error:
@@ -108,7 +110,7 @@ class _Repacking:
             self._store.committed()
 
     def _pack(self, batch: _Batch, row: Revision, fused: dict[str, tuple[str, ...]]) -> None:
-        """Pack a revision's bytes as they would be today; raises `AdapterError` when they are damaged."""
+        """Pack a revision's bytes as they would be today. Raises `DamagedBytes` or `MissingBytes`."""
         tensors = stored_tensors(self._catalog, self._store, row)
         whole = packed.pack(tensors, next(iter(tensors.values())).dtype, fused)
         payload, digest = whole.tobytes(), whole.layout.digest

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.adapters.checksums import Checked, Payload, checksum_of, is_whole
-from engine.errors import AdapterError, DamagedBytes, MissingBytes, ServiceError
-from engine.files import sync
+from engine.errors import DamagedBytes, MissingBytes, ServiceError
+from engine.files import sync, write_once
 
 if TYPE_CHECKING:
     from engine.config import Params
@@ -36,12 +36,16 @@ PAGE = 4096
 # Blobs over this size start on a page, so that they can be mapped alone.
 PAGE_ALIGNED_FROM = 1 << 20
 SEGMENT_BYTES = 1 << 30
+# The file, or object, that says whose the store is.
+CATALOG_ID = "catalog.id"
 SEGMENT_NAME = re.compile(r"(?:[0-9a-f]{8}-)?[0-9a-f]{32}\.seg")
 # What is read at once to compare a checksum.
 CHUNK = 8 << 20
 # Linux takes this many buffers in one write.
 IOV_MAX = 1024
 ZEROS = memoryview(bytes(PAGE))
+# What keeps a blob from being used.
+Fault = DamagedBytes | MissingBytes
 
 
 class Location(NamedTuple):
@@ -77,12 +81,19 @@ class Store:
 
     def __init__(self, root: Path):
         self.root = root
+        # The id of the catalog whose bytes go here, once that is known.
+        self.claimed_by: str | None = None
         self._file: int | None = None
         self._is_held = False
         # Segments before the present one that may hold bytes whose rows are not committed yet.
         self._earlier: list[int] = []
         self._segment = ""
         self._end = 0
+
+    @property
+    def place(self) -> str:
+        """Return where it is, for people."""
+        return str(self.root)
 
     def append(self, payload: Payload) -> Location:
         """Write a blob and fsync it. Raises `ServiceError` when the disk is full; nothing is lost."""
@@ -129,14 +140,13 @@ class Store:
         self._is_held = False
 
     def read(self, location: Location) -> bytes:
-        """Read a blob and verify its checksum. Raises `AdapterError` when bytes are missing or changed."""
+        """Read a blob and verify its checksum. Raises `DamagedBytes` or `MissingBytes`."""
         return checked(location, b"".join(self._chunks(location)))
 
     def fetch(self, location: Location) -> tuple[Path, int]:
         """Return a local file and the offset of the blob in it, for a reader that verifies it itself.
 
-        Downloads it first where the store `is_remote`. Raises `AdapterError` when the bytes are missing or
-        damaged.
+        Downloads it first where the store `is_remote`. Raises `DamagedBytes` or `MissingBytes`.
         """
         return self.path(location.segment), location.offset
 
@@ -144,8 +154,11 @@ class Store:
         """Forget a local copy of the blob, so that it is fetched anew; say whether there can be one."""
         return False
 
-    def check(self, locations: Sequence[Location]) -> list[str | None]:
-        """Compare checksums where the bytes lie, in bounded memory; None, or the sentence what is wrong."""
+    def check(self, locations: Sequence[Location]) -> list[Fault | None]:
+        """Compare checksums where the bytes lie, in bounded memory; say what is wrong with each, if anything.
+
+        Raises `ServiceError` when a service that has them does not answer.
+        """
         return [self._fault(location) for location in locations]
 
     def segments(self) -> Iterator[tuple[str, int]]:
@@ -180,6 +193,23 @@ class Store:
     def clean(self) -> int:
         """Remove what a crash left of other files than segments; return how many."""
         return 0
+
+    def catalog_id(self) -> str | None:
+        """Return the id of the catalog that the store belongs to; None when nobody has said so."""
+        try:
+            return (self.root / CATALOG_ID).read_text().strip()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise ServiceError(f"Could not read {self.root / CATALOG_ID}: {error.strerror}.") from None
+
+    def belong_to(self, catalog_id: str) -> str:
+        """Let the store belong to a catalog, unless it belongs to one; return to which."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            return write_once(self.root / CATALOG_ID, catalog_id)
+        except OSError as error:
+            raise ServiceError(f"Could not write {self.root / CATALOG_ID}: {error.strerror}.") from None
 
     def path(self, segment: str) -> Path:
         return self.root / segment
@@ -234,8 +264,8 @@ class Store:
             file = os.open(path, os.O_RDONLY)
         except OSError as error:
             raise MissingBytes(
-                f"The segment {path} is missing from the store ({error.strerror}). "
-                "Restore it, or export again."
+                f"The segment {path} cannot be opened ({error.strerror}). "
+                "Restore it and make it readable, or export again."
             ) from None
         try:
             at, end = location.offset, location.offset + location.length
@@ -243,21 +273,21 @@ class Store:
                 yield chunk
                 at += len(chunk)
         except OSError as error:
-            raise AdapterError(f"{path} cannot be read: {error.strerror}. Restore it.") from None
+            raise MissingBytes(f"{path} cannot be read ({error.strerror}). Look at its disk.") from None
         finally:
             os.close(file)
 
-    def _fault(self, location: Location) -> str | None:
+    def _fault(self, location: Location) -> Fault | None:
         seen = Checked(location.length)
         try:
             deque(seen.through(self._chunks(location)), maxlen=0)
-        except AdapterError as error:
-            return str(error)
-        return None if seen.is_whole(location.checksum) else str(damaged(location, seen.size))
+        except MissingBytes as error:
+            return error
+        return None if seen.is_whole(location.checksum) else damaged(location, seen.size)
 
 
 def checked(location: Location, data: bytes) -> bytes:
-    """Return the bytes if they are those of the location; `AdapterError` otherwise."""
+    """Return the bytes if they are those of the location; `DamagedBytes` otherwise."""
     if not is_whole(data, location.checksum):
         raise damaged(location, len(data))
     return data

@@ -1,0 +1,18 @@
+"""A catalog's own id, by which a store knows whose it is."""
+
+import uuid
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0005"
+down_revision = "0004"
+
+
+def upgrade() -> None:
+    table = op.create_table(
+        "catalog",
+        sa.Column("id", sa.String(), nullable=False),
+        sa.PrimaryKeyConstraint("id"),
+    )
+    op.bulk_insert(table, [{"id": uuid.uuid4().hex}])
