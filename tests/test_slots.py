@@ -3,6 +3,8 @@
 import ctypes
 import errno
 import os
+import threading
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +17,7 @@ from vllm.lora.model_manager import LRUCacheLoRAModelManager
 from engine.adapters import packed
 from engine.adapters.families import BaseShapes
 from engine.adapters.store import PAGE_ALIGNED_FROM, Store
-from engine.errors import AdapterError
+from engine.errors import AdapterError, MissingBytes
 from engine.serving import fill as fill_module
 from engine.serving import loader
 from engine.serving.fill import Plan
@@ -274,8 +276,47 @@ def test_a_file_cut_short_takes_no_slot(tmp_path, mapped, reason):
         manager.activate_adapter(1)
     assert manager.lora_index_to_id == [None, None]
     assert not manager.modules["model.gate_up_proj"].lora_b_stacked[0].any()
-    with pytest.raises(AdapterError, match="are not in"):
+    with pytest.raises(MissingBytes, match="are not in"):
         tier.open("again", address)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_several_that_come_at_once_are_read_beside_each_other(tmp_path, monkeypatch, mapped):
+    """One whose file was cut short takes no slot, keeps none from the others, and leaves its own clear."""
+    manager, tier, address, tensors = open_tier(tmp_path, slots=4)
+    scales, threads = {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0, 5: 5.0}, set()
+    read = fill_module.Plan.read
+
+    def noted(self, *given):
+        threads.add(threading.current_thread())
+        return read(self, *given)
+
+    monkeypatch.setattr(fill_module.Plan, "read", noted)
+    addresses = {}
+    for number, scale in scales.items():
+        whole = packed.pack({name: scale * each for name, each in tensors.items()}, torch.float32, MOE.fused)
+        with closing(Store(tmp_path)) as store:
+            at = store.append(whole.tobytes())
+        addresses[number] = address | at._asdict() | {"path": str(store.path(at.segment))}
+        adapter = tier.open(str(number), addresses[number])
+        adapter.plan.can_read = not mapped
+        tier.verify(adapter, addresses[number])
+        manager.add_adapter(loader.Registered(number, adapter))
+    manager.activate_adapter(1)
+    os.truncate(addresses[3]["path"], addresses[3]["offset"] + 4096)
+    lost = manager.activate_all([2, 3, 4])
+    assert list(lost) == [3]
+    assert manager.lora_index_to_id == [1, 2, None, 4]
+    layer = manager.modules["model.gate_up_proj"]
+    for slot, number in enumerate(manager.lora_index_to_id):
+        wanted = scales[number] * tensors["model.up_proj.lora_B"] if number else torch.zeros(2048, 64)
+        assert torch.equal(layer.lora_b_stacked[1][slot, 0, :, :64], wanted)
+    if not mapped:
+        assert len(threads - {threading.current_thread()}) == 2
+    # The free one is taken, and then the oldest leaves.
+    manager.add_adapter(loader.Registered(6, tier.open("6", addresses[1])))
+    assert manager.activate_all([5, 6]) == {}
+    assert manager.lora_index_to_id == [5, 2, 6, 4]
 
 
 @pytest.mark.parametrize("rank", [64, 128])

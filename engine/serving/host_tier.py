@@ -182,6 +182,11 @@ class PackedAdapter:
         assert self.bytes.payload is not None
         return self.plan.sources(self.bytes.payload)
 
+    @property
+    def is_read_at_length(self) -> bool:
+        """Say whether `fill` leaves Python's lock to others for most of its time: a large read."""
+        return self._file is not None and self.bytes.length >= PAGE_ALIGNED_FROM
+
     def bring_in(self) -> None:
         """Have every page that `fill` will map in memory, or raise `OSError`."""
         if self._file is None:

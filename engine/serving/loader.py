@@ -11,8 +11,11 @@ Knows vLLM's LoRA managers (0.26 to 0.32). Does not know names' meaning, routes 
 
 import logging
 import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
+from threading import Lock
 from typing import Any
 
 from vllm.lora.lora_model import LoRAModel
@@ -26,6 +29,8 @@ from engine.serving.load_channel import LoadListener
 from engine.serving.lost import is_lost_on_any_rank
 from engine.serving.slots import ModuleSlots, slots_of
 
+# That read large adapters into slots at a step's beginning: one does not fill the memory's bandwidth.
+FILL_THREADS = 2
 log = logging.getLogger("graftwork.loader")
 
 
@@ -49,6 +54,8 @@ class SlotManager(LRUCacheLoRAModelManager):
         self._written: list[Plan | None] = [None] * self.lora_slots
         # Ids whose bytes were lost, and their names.
         self.lost: dict[int, str] = {}
+        self._fillers = ThreadPoolExecutor(FILL_THREADS, thread_name_prefix="graftwork-fill")
+        self._lock = Lock()
         self.activations = 0
         self.activated_bytes = 0
         self.activate_seconds = 0.0
@@ -72,20 +79,35 @@ class SlotManager(LRUCacheLoRAModelManager):
         if lora_id in self._active_adapters:
             self._active_adapters.touch(lora_id)
             return False
-        started = time.perf_counter()
-        registered: Any = self._registered_adapters[lora_id]
-        # First, so that every rank evicts the same adapter, also one whose bytes are lost.
-        if len(self._active_adapters) >= self.lora_slots:
-            self._active_adapters.remove_oldest()
-        if registered.adapter is not None:
-            registered.adapter.bring_in()
-        slot = self.lora_index_to_id.index(None)
-        self._fill(slot, registered.adapter)
-        # Last, so that no step ever sees a slot that is half filled under this id.
-        self.lora_index_to_id[slot] = lora_id
-        self._active_adapters[lora_id] = None
-        self.activate_seconds = time.perf_counter() - started
+        if lost := self.activate_all([lora_id]):
+            raise lost[lora_id]
         return True
+
+    def activate_all(self, ids: Sequence[int]) -> dict[int, OSError]:
+        """Copy registered adapters that have no slot into slots; the least recently used occupants leave.
+
+        Returns those whose bytes are lost, which have no slot.
+        """
+        started = time.perf_counter()
+        # First, so that every rank evicts the same adapters, also for those whose bytes are lost.
+        for _ in range(len(self._active_adapters) + len(ids) - self.lora_slots):
+            self._active_adapters.remove_oldest()
+        slots, slot = [], -1
+        for _ in ids:
+            slot = self.lora_index_to_id.index(None, slot + 1)
+            slots.append(slot)
+        registered: list[Any] = [self._registered_adapters[lora_id] for lora_id in ids]
+        lost = {}
+        faults = self._fill_all(slots, [one.adapter for one in registered])
+        for lora_id, slot, fault in zip(ids, slots, faults, strict=True):
+            if fault is not None:
+                lost[lora_id] = fault
+                continue
+            # Last, so that no step ever sees a slot that is half filled under this id.
+            self.lora_index_to_id[slot] = lora_id
+            self._active_adapters[lora_id] = None
+        self.activate_seconds = time.perf_counter() - started
+        return lost
 
     def names(self) -> list[str]:
         """Return the names of the adapters that have a slot."""
@@ -93,18 +115,36 @@ class SlotManager(LRUCacheLoRAModelManager):
         registered: list[Any] = [self._registered_adapters.get(lora_id) for lora_id in ids]
         return [found.adapter.name for found in registered if found is not None and found.adapter is not None]
 
-    def _fill(self, slot: int, adapter: PackedAdapter | None) -> None:
+    def _fill_all(
+        self, slots: Sequence[int], adapters: Sequence[PackedAdapter | None]
+    ) -> Iterable[OSError | None]:
+        """Fill slots, of which each is another; return what kept an adapter's bytes out of its own.
+
+        Every row of the step waits for it, so that several large ones are read by as many threads as help.
+        """
+        if len(slots) > 1 and all(one is not None and one.is_read_at_length for one in adapters):
+            return self._fillers.map(self._fill, slots, adapters)
+        return map(self._fill, slots, adapters)
+
+    def _fill(self, slot: int, adapter: PackedAdapter | None) -> OSError | None:
         before = self._written[slot]
-        if adapter is not None:
+        if adapter is None:
+            if before is not None:
+                before.clear(slot)
+                self._written[slot] = None
+            return None
+        try:
+            adapter.bring_in()
             # Nothing is known of a slot whose filling fails but that it is clear.
             self._written[slot] = None
             adapter.fill(slot, before)
+        except OSError as error:
+            return error
+        self._written[slot] = adapter.plan
+        with self._lock:
             self.activations += 1
             self.activated_bytes += adapter.plan.bytes
-            self._written[slot] = adapter.plan
-        elif before is not None:
-            before.clear(slot)
-            self._written[slot] = None
+        return None
 
 
 class PackedWorkerManager(LRUCacheWorkerLoRAManager):
@@ -163,13 +203,23 @@ class PackedWorkerManager(LRUCacheWorkerLoRAManager):
         for request in lora_requests:
             if request and request.lora_int_id not in self.slots.lost:
                 self._register(request.lora_int_id, request.lora_name)
-        # Touch what is active first, so that no adapter of this batch is evicted for another. Then by id:
-        # ranks activate in one order, and a set of requests has another in every process.
-        for lora_id in sorted(
-            names, key=lambda lora_id: (lora_id not in self.slots._active_adapters, lora_id)
-        ):
-            if lora_id not in self.slots.lost:
-                self._activate(lora_id, names[lora_id])
+        # By id: ranks activate in one order, and a set of requests has another in every process.
+        ids = sorted(lora_id for lora_id in names if lora_id not in self.slots.lost)
+        cold = []
+        for lora_id in ids:
+            if lora_id in self.slots._active_adapters:
+                # Before others come, so that no adapter of this batch is evicted for another.
+                self.slots.activate_adapter(lora_id)
+            else:
+                cold.append(lora_id)
+        faults = self.slots.activate_all(cold) if cold else {}
+        for lora_id in cold:
+            # A loss on one rank is one on every rank.
+            fault = faults.get(lora_id)
+            if is_lost_on_any_rank(fault is not None):
+                self.slots.deactivate_adapter(lora_id)
+                reason = (fault.strerror or str(fault)) if fault else "on another rank"
+                self._lose(lora_id, names[lora_id], reason)
 
     def _register(self, lora_id: int, name: str) -> None:
         """Register an adapter of the host tier, as on every other rank; one that is not there is lost."""
@@ -181,18 +231,6 @@ class PackedWorkerManager(LRUCacheWorkerLoRAManager):
             return
         # Forgotten under a request, which the gateway never does: an error here would end the engine.
         self._lose(lora_id, name, "it left the host tier under a request")
-
-    def _activate(self, lora_id: int, name: str) -> None:
-        """Activate an adapter on every rank, or lose it on every rank."""
-        fault = None
-        try:
-            if not self.slots.activate_adapter(lora_id):
-                return
-        except OSError as error:
-            fault = error.strerror or str(error)
-        if is_lost_on_any_rank(fault is not None):
-            self.slots.deactivate_adapter(lora_id)
-            self._lose(lora_id, name, fault or "on another rank")
 
     def _lose(self, lora_id: int, name: str, reason: str) -> None:
         """Let requests of this id fail until it is forgotten; its name may then come back with another."""
