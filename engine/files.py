@@ -22,9 +22,13 @@ def write_once(path: Path, text: str) -> str:
         try:
             draft.write_text(text)
             sync(draft)
-            # Who comes second finds what the first one wrote.
-            with suppress(FileExistsError):
-                os.link(draft, path)
+            try:
+                # Who comes second finds what the first one wrote.
+                with suppress(FileExistsError):
+                    os.link(draft, path)
+            except OSError:
+                # A file system without links: of two at the same moment the later one has it.
+                draft.rename(path)
             sync(path.parent)
         finally:
             draft.unlink(missing_ok=True)

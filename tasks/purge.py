@@ -70,6 +70,7 @@ def _purge_alone(
         return record
     if "name" not in record.places:
         _refuse_while_released(catalog, policy)
+        _refuse_without_store(params, catalog)
         _sessions(params, policy, only_ask=True)
         # Until it has an end the name is not taken again, wherever a kill comes.
         record.write(file)
@@ -121,6 +122,15 @@ def _begun(catalog: Catalog, file: Path, policy: str, by: str, reason: str) -> R
 
 def _mark(catalog: Catalog, policy: str, by: str) -> Counts:
     return catalog.mark_purged(policy, by, time.time())
+
+
+def _refuse_without_store(params: Params, catalog: Catalog) -> None:
+    """Ask for the store's own word before rows go: no bytes are removed from one that may be another's."""
+    from engine.adapters.ownership import require
+    from engine.adapters.store import open_store
+
+    with closing(open_store(params)) as store:
+        require(catalog, store)
 
 
 def _refuse_while_released(catalog: Catalog, policy: str) -> None:

@@ -450,7 +450,7 @@ def test_nobody_waits_again_for_a_server_that_says_nothing(postgres_server: str)
         assert waited[0] > 1.0
         assert max(waited[1:]) < 0.1
         event.remove(catalog._engine, "do_connect", _elsewhere)
-        catalog._silent_until = 0.0
+        catalog._silent.until = 0.0
         with pytest.raises(NotFound):
             catalog.route("sorting")
 

@@ -14,9 +14,9 @@ from engine.adapters.maintenance import compact, gc, verify
 from engine.adapters.ownership import claim, require
 from engine.adapters.publishing import put
 from engine.adapters.repacking import repack
-from engine.adapters.store import CATALOG_ID, open_store
+from engine.adapters.store import CATALOG_ID, Store, open_store
 from engine.config import Params
-from engine.errors import AdapterError, Conflict, NotFound
+from engine.errors import AdapterError, Conflict, MissingBytes, NotFound
 from engine.service_config import StoreConfig
 from flows.entry import on_base
 
@@ -97,6 +97,10 @@ def test_a_store_that_is_not_mounted_is_not_damaged(state, tmp_path):
     for operation in (verify, gc, compact, repack):
         with pytest.raises(Conflict, match="is mounted"):
             operation(state.catalog, state.store)
+    # Neither does a revision that comes again go to what is there instead.
+    with closing(open_store(state.params)) as store, pytest.raises(Conflict, match="is mounted"):
+        put(state.catalog, store, *placing(state, "here", 1)[2:])
+    assert not state.store.root.exists()
     assert [state.catalog.quarantined("here", row.digest) for row in rows] == [None] * 3
     (tmp_path / "elsewhere").rename(state.store.root)
     assert verify(state.catalog, state.store).examples == []
@@ -121,7 +125,7 @@ def test_a_store_from_before_is_taken_over_by_its_catalog_alone(state, other):
     require(other.catalog, other.store)
 
 
-def test_bytes_that_are_not_there_are_no_damage(state, tmp_path):
+def test_bytes_that_are_not_there_are_no_damage(state, tmp_path, monkeypatch):
     rows = [state.publish("here", seed) for seed in range(3)]
     state.store.close()
     rows += [state.publish("here", seed) for seed in range(3, 5)]
@@ -132,19 +136,33 @@ def test_bytes_that_are_not_there_are_no_damage(state, tmp_path):
     for fault in (None, gone.mkdir):
         if fault:
             fault()
-        for operation in (verify, compact):
-            report = operation(state.catalog, state.store)
-            assert (report.damaged, report.moved, report.removed) == (0, 0, 0)
-            if operation is verify:
-                assert report.unreadable == 3
+        report = verify(state.catalog, state.store)
+        assert (report.damaged, report.unreadable) == (0, 3)
     assert state.catalog.quarantined("here", rows[0].digest) is None
     params = tmp_path / "params.yaml"
     params.write_text(json.dumps({"state_dir": str(state.params.state_dir)}))
     assert command(params, "verify") == AdapterError.exit_code
     gone.rmdir()
     (tmp_path / "gone.seg").rename(gone)
+    chunks = Store._chunks
+
+    def faulty(self, location):
+        if self.path(location.segment) == gone:
+            raise MissingBytes("Its disk does not answer.")
+        return chunks(self, location)
+
+    older = state.publish_older("here", 20)
+    monkeypatch.setattr(Store, "_chunks", faulty)
+    report = compact(state.catalog, state.store, everything=True)
+    assert (report.damaged, report.unreadable, report.named) == (0, 3, 1)
+    assert gone.exists()
+    gone = state.store.path(state.row(older).segment)
+    report = repack(state.catalog, state.store)
+    assert (report.damaged, report.unreadable, report.moved) == (0, 1, 0)
+    monkeypatch.undo()
+    assert repack(state.catalog, state.store).moved == 1
     assert verify(state.catalog, state.store).examples == []
-    assert all(state.is_whole(row) for row in rows)
+    assert all(state.is_whole(row) for row in [*rows, older])
 
 
 def test_a_store_behind_a_url_says_whose_it_is_too(tmp_path):

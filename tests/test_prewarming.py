@@ -58,7 +58,7 @@ async def test_few_wait_at_once_so_that_none_waits_too_long(tmp_path, monkeypatc
 
     def done() -> bool:
         prewarmer.look()
-        waiting.append(tier.waiting_in_background)
+        waiting.append(tier.loading)
         return len(tier.residents) == 12
 
     await settle(done)
@@ -67,7 +67,7 @@ async def test_few_wait_at_once_so_that_none_waits_too_long(tmp_path, monkeypatc
 
 async def test_a_release_whose_load_failed_is_loaded_later(tmp_path, monkeypatch):
     monkeypatch.setattr("engine.serving.prewarming.LOOK_S", 0.005)
-    monkeypatch.setattr("engine.serving.prewarming.NOTE_S", 0.02)
+    monkeypatch.setattr("engine.serving.prewarming.NOTE_S", 0.01)
     router, engine = FakeRouter(), FakeEngine(0)
     tier = residency(engine)
     engine.faults[name_of(1)] = [ServiceError("The store did not answer.")]

@@ -20,7 +20,7 @@ from adapters_cold import (
 
 from engine.errors import AdapterError, Busy, DamagedBytes, MissingBytes, NotFound, ServiceError
 from engine.service_config import EngineConfig
-from engine.serving.load_queue import BACKGROUND, INTERACTIVE, SHARE
+from engine.serving.load_queue import BACKGROUND, FIRST_S, INTERACTIVE, SHARE, Load, LoadQueue
 from engine.serving.residency import Residency
 
 
@@ -68,27 +68,19 @@ async def test_small_and_large_adapters_share_the_places():
     assert tier.loading == 0
 
 
-@pytest.mark.parametrize("concurrency", [1, 6])
-async def test_what_a_prewarm_is_told_comes_true(concurrency: int):
-    """The background has a third of the places, and people go first."""
-    load_s = 0.05
-    tier = residency(FakeEngine(load_s), load_concurrency=concurrency, load_queue=100)
-    for i in range(12):
-        await use(tier, revision(i))
-    people = [asyncio.create_task(use(tier, revision(i))) for i in range(20, 20 + 2 * concurrency)]
-    await asyncio.sleep(0.01)
-    began = time.monotonic()
-    told = [tier.prewarm(revision(i)) for i in range(50, 62)]
-    took = {}
-    while len(took) < 12:
-        await asyncio.sleep(0.005)
-        for i in range(50, 62):
-            if name_of(i) in tier.residents and i not in took:
-                took[i] = time.monotonic() - began
-    assert told == sorted(told)
-    for i, said in zip(range(50, 62), told, strict=True):
-        assert took[i] / 2 - load_s < said < 2 * took[i] + load_s
-    await asyncio.gather(*people)
+@pytest.mark.parametrize(("concurrency", "alone", "beside"), [(6, 7.0, 9.0), (1, 13.0, 25.0)])
+def test_what_a_prewarm_is_told_counts_its_share_of_the_places(concurrency, alone, beside):
+    """The background has a third of the places, and those who wait for answers go first."""
+    queue = LoadQueue(100, concurrency)
+    loads = [Load(name_of(i), revision(i), BACKGROUND) for i in range(12)]
+    for load in loads:
+        queue.add(load)
+    once = queue.estimate_s(loads[0])
+    assert queue.estimate_s(loads[-1]) == pytest.approx(alone * FIRST_S)
+    for i in range(20, 32):
+        queue.add(Load(name_of(i), revision(i), INTERACTIVE))
+    assert queue.estimate_s(loads[-1]) == pytest.approx(beside * FIRST_S)
+    assert queue.estimate_s(loads[0]) > once
 
 
 async def test_retry_after_follows_the_queue_and_how_long_loads_took():

@@ -284,11 +284,14 @@ def test_a_file_cut_short_takes_no_slot(tmp_path, mapped, reason):
 def test_several_that_come_at_once_are_read_beside_each_other(tmp_path, monkeypatch, mapped):
     """One whose file was cut short takes no slot, keeps none from the others, and leaves its own clear."""
     manager, tier, address, tensors = open_tier(tmp_path, slots=4)
-    scales, threads = {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0, 5: 5.0}, set()
-    read = fill_module.Plan.read
+    scales = {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0, 5: 5.0}
+    read, readers, both = fill_module.Plan.read, [], threading.Barrier(2, timeout=20)
 
     def noted(self, *given):
-        threads.add(threading.current_thread())
+        readers.append(threading.current_thread())
+        # The one that is read alone, and then two of which each waits for the other.
+        if len(readers) in (2, 3):
+            both.wait()
         return read(self, *given)
 
     monkeypatch.setattr(fill_module.Plan, "read", noted)
@@ -311,8 +314,7 @@ def test_several_that_come_at_once_are_read_beside_each_other(tmp_path, monkeypa
     for slot, number in enumerate(manager.lora_index_to_id):
         wanted = scales[number] * tensors["model.up_proj.lora_B"] if number else torch.zeros(2048, 64)
         assert torch.equal(layer.lora_b_stacked[1][slot, 0, :, :64], wanted)
-    if not mapped:
-        assert len(threads - {threading.current_thread()}) == 2
+    assert len(set(readers)) == (0 if mapped else 3)
     # The free one is taken, and then the oldest leaves.
     manager.add_adapter(loader.Registered(6, tier.open("6", addresses[1])))
     assert manager.activate_all([5, 6]) == {}

@@ -4,6 +4,7 @@ Knows how rows are read and written in each of the two, and how long words becom
 """
 
 import sqlite3
+import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,6 +43,11 @@ CHUNK = 1000
 Row = TypeVar("Row")
 
 
+class _Silence(threading.local):
+    until = 0.0
+    said = ""
+
+
 class Access:
     """One open catalog: its connections, its transactions, and the words of its rows."""
 
@@ -53,8 +59,8 @@ class Access:
         self._looked: tuple[float, int] | None = None
         # When it last did not answer, and why.
         self._failed: tuple[float, str] | None = None
-        # Until when nobody waits for a server that has said nothing, and what is told meanwhile.
-        self._silent_until, self._silence = 0.0, ""
+        # Until when a thread does not wait for a server that has told it nothing, and what it says instead.
+        self._silent = _Silence()
         if self._is_sqlite and not Path(self.label).is_file():
             raise NotFound(f"There is no catalog at {self.label}. Start the services with `graftwork up`.")
         self._engine = databases.open_engine(url)
@@ -170,16 +176,20 @@ class Access:
     def _refuse_while_silent(self) -> float:
         """Raise `ServiceError` while a server is taken to be silent; return the time."""
         now = time.monotonic()
-        if now < self._silent_until:
-            raise ServiceError(self._silence)
+        if now < self._silent.until:
+            raise ServiceError(self._silent.said)
         return now
 
     def _note_silence(self, error: Exception, began: float) -> None:
-        now = time.monotonic()
-        # What failed while it was computed, as by the limit of a statement, says nothing of the server.
-        if now - began >= SILENT_S and getattr(error, "statement", None) is None:
-            self._silent_until = now + min(SILENT_MOST_S, SILENT_TIMES * (now - began))
-            self._silence = f"The catalog {self.label} did not answer within {now - began:.1f} s: {error}"
+        took_s = time.monotonic() - began
+        # Without a statement nobody could connect. What failed while it was computed, as by its limit, says
+        # nothing of the server.
+        connects = isinstance(error, OperationalError) and error.statement is None
+        if connects and took_s >= SILENT_S and not self._is_sqlite:
+            self._silent.until = time.monotonic() + min(SILENT_MOST_S, SILENT_TIMES * took_s)
+            self._silent.said = (
+                f"The catalog {self.label} did not answer within {took_s:.1f} s. It is asked again soon."
+            )
 
     def _check_schema(self) -> None:
         query = "SELECT version_num FROM alembic_version"

@@ -97,8 +97,8 @@ def serving_dtype(params: Params) -> str:
 def directory_from_store(params: Params, policy: str, digest: str, target: Path) -> Path:
     """Write the revision directory of a catalog row from its packed bytes, which any step's snapshot has.
 
-    It has no effect probe. Raises `NotFound` when the catalog does not know the revision, `AdapterError`
-    when its bytes are missing or damaged.
+    It has no effect probe. Raises `NotFound` when the catalog does not know the revision, and
+    `DamagedBytes` or `MissingBytes`.
     """
     catalog = Catalog(params.paths.catalog_url)
     try:

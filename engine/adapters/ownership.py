@@ -24,7 +24,7 @@ def claim(catalog: "Catalog", store: "Store") -> None:
     owner = store.catalog_id()
     # One from before stores said it may be another's: that is found out by who would remove something.
     if owner is None and next(store.segments(), None) is None:
-        owner = store.belong_to(catalog.id)
+        owner = _take_over(catalog, store)
     if owner not in (None, catalog.id):
         raise _others(store, owner)
     store.claimed_by = catalog.id
@@ -32,20 +32,23 @@ def claim(catalog: "Catalog", store: "Store") -> None:
 
 def require(catalog: "Catalog", store: "Store") -> None:
     """Raise `Conflict` unless the store is this catalog's, also where nobody has said so yet."""
-    owner = store.catalog_id()
-    if owner is None:
-        segments = {name for name, _ in store.segments()}
-        named = catalog.used_bytes_by_segment().keys()
-        if (segments or named) and len(named & segments) < NAMED_SHARE * max(1, len(segments)):
-            raise Conflict(
-                f"The store {store.place} has {len(segments)} segments. The catalog {catalog.label} names "
-                f"{len(named & segments)} of them, and {len(named - segments)} others. Nothing was changed. "
-                "See that `store.url` and `catalog.url` are those that belong together, and that the store's "
-                f"disk is mounted. If they are, write {catalog.id} into {CATALOG_ID} there."
-            )
-        owner = store.belong_to(catalog.id)
+    owner = store.catalog_id() or _take_over(catalog, store)
     if owner != catalog.id:
         raise _others(store, owner)
+
+
+def _take_over(catalog: "Catalog", store: "Store") -> str:
+    """Let a store that says nothing belong to a catalog, if its segments say the same; return to which."""
+    segments = {name for name, _ in store.segments()}
+    named = catalog.used_bytes_by_segment().keys()
+    if (segments or named) and len(named & segments) < NAMED_SHARE * max(1, len(segments)):
+        raise Conflict(
+            f"The store {store.place} has {len(segments)} segments. The catalog {catalog.label} names "
+            f"{len(named & segments)} of them, and {len(named - segments)} others. Nothing was changed. "
+            "See that `store.url` and `catalog.url` are those that belong together, and that the store's "
+            f"disk is mounted. If they are, write {catalog.id} into {CATALOG_ID} there."
+        )
+    return store.belong_to(catalog.id)
 
 
 def _others(store: "Store", owner: str | None) -> Conflict:

@@ -13,7 +13,7 @@ from engine.adapters.checksums import is_whole
 from engine.adapters.ownership import claim
 from engine.adapters.store import Location
 from engine.config import served_name
-from engine.errors import Conflict, DamagedBytes, MissingBytes, Moved, NotFound
+from engine.errors import AdapterError, Conflict, DamagedBytes, MissingBytes, Moved, NotFound
 
 if TYPE_CHECKING:
     from engine.adapters.catalog import Catalog
@@ -65,7 +65,7 @@ def put(
 ) -> Placed:
     """Return the row of a revision whose bytes in the store are whole; append them where they are not.
 
-    A known revision whose bytes are damaged or missing is moved to new ones. A new one's row is not
+    A known revision whose bytes or layout are damaged or missing is moved to new ones. A new one's row is not
     committed yet; arguments as those of `append`.
     """
     given = (catalog, store, tensors, manifest, dtype, base, owner, now)
@@ -73,12 +73,19 @@ def put(
         known = catalog.revision(manifest.policy, manifest.digest)
     except NotFound:
         return append(*given)
-    if store.check([location(known)]) == [None]:
+    if store.check([location(known)]) == [None] and _has_layout(catalog, known):
         if catalog.quarantined(known.policy, known.digest):
             catalog.release_quarantine(known.policy, known.digest)
         return Placed(known, is_shared=True)
     # Another row's place could be gone before this one names it, so the bytes are its own.
     return Placed(catalog.move_revision(append(*given, shares=False).row), is_shared=True)
+
+
+def _has_layout(catalog: "Catalog", row: Revision) -> bool:
+    try:
+        return bool(catalog.layout(row.layout))
+    except (AdapterError, NotFound):
+        return False
 
 
 def append(
@@ -136,13 +143,16 @@ def exported(at: Location, **known: Any) -> Revision:
 def stored_tensors(catalog: "Catalog", store: "Store", row: Revision) -> "Tensors":
     """Return the canonical tensors of a revision as its packed bytes have them.
 
-    Raises `DamagedBytes` or `MissingBytes`.
+    Raises as `stored_packed`.
     """
     return packed.unpack(stored_packed(catalog, store, row))
 
 
 def stored_packed(catalog: "Catalog", store: "Store", row: Revision) -> packed.Packed:
-    """Return the packed form of a revision. Raises `DamagedBytes` or `MissingBytes`."""
+    """Return the packed form of a revision.
+
+    Raises `DamagedBytes` or `MissingBytes`, and `AdapterError` or `NotFound` where its layout is.
+    """
     try:
         payload = store.read(location(row))
     except (DamagedBytes, MissingBytes):

@@ -170,10 +170,11 @@ class RemoteStore(Store):
         return said.decode().strip()
 
     def belong_to(self, catalog_id: str) -> str:
-        # Of two that come at the same moment the later one has it, and the other hears of it next time.
         if (owner := self.catalog_id()) is None:
             with self._faults("note whose it is"):
                 self._client.pipe_file(self._object(CATALOG_ID), catalog_id.encode())
+            # Of two that come at the same moment the later one has it.
+            owner = self.catalog_id()
         return owner or catalog_id
 
     def path(self, segment: str) -> Path:

@@ -19,7 +19,7 @@ from engine.serving.routing import Router
 
 LOOK_S = 0.25
 NOTE_S = 15.0
-# Loads that wait at once: what waits longer than a load may take is called off, and people's background
+# Loads under way at once: what waits longer than a load may take is called off, and people's background
 # work, as scoring, waits behind them.
 AHEAD = 32
 # Who was used within this is loaded at the start, as far as half of the tier goes.
@@ -37,6 +37,11 @@ class Prewarmer:
         self._file = file
         self._pending: list[tuple[str, str]] = []
         self._seen: frozenset[tuple[str, str]] = frozenset()
+        self._known: frozenset[tuple[str, str]] = frozenset()
+        # Served names that were asked for and may still be on their way.
+        self._asked: set[str] = set()
+        # Notes since something new came under release.
+        self._notes = 0
         # As they were noted before the restart, for those that nobody has used since.
         self._noted: dict[str, dict[str, Any]] = {}
         # Policies of which something may be gone that is still here; None: any of them.
@@ -51,8 +56,11 @@ class Prewarmer:
                 self.look()
                 if time.monotonic() - noted_at >= NOTE_S:
                     noted_at = time.monotonic()
-                    # Those that did not come, as when the store was away, are asked for again.
-                    self._seen = frozenset()
+                    # Those that did not come, as when the store was away, are asked for again after 15 s,
+                    # 30 s, a minute and so on.
+                    self._notes += 1
+                    if self._notes & (self._notes - 1) == 0:
+                        self._seen = frozenset()
                     rows = self.rows(time.time())
                     await asyncio.to_thread(self._write, rows)
             except (GraftworkError, OSError) as error:
@@ -67,13 +75,17 @@ class Prewarmer:
             self._drop_what_is_gone(self._to_check)
         released = self._router.under_release()
         fresh = released - self._seen
+        if not released <= self._known:
+            self._known, self._notes = released, 0
         self._pending = [*fresh, *(one for one in self._pending if one not in fresh)]
         self._seen = released
-        while self._pending and self._residency.waiting_in_background < AHEAD:
+        self._asked = {name for name in self._asked if self._residency.is_loading(name)}
+        while self._pending and len(self._asked) < AHEAD:
             policy, digest = self._pending[0]
             try:
                 # Nobody has asked for it: popularity must not feed on itself.
                 self._residency.prewarm(self._router.revision(policy, digest), is_use=False)
+                self._asked.add(served_name(policy, digest))
             except Busy:
                 return
             except GraftworkError as error:

@@ -86,10 +86,8 @@ class Residency:
         """How many cold loads wait or run."""
         return len(self.queue)
 
-    @property
-    def waiting_in_background(self) -> int:
-        """How many loads that nobody waits for stand in the queue."""
-        return len(self.queue.waiting[BACKGROUND])
+    def is_loading(self, name: str) -> bool:
+        return self.queue.find(name) is not None
 
     @asynccontextmanager
     async def use(self, revision: Revision, priority: str = INTERACTIVE) -> AsyncIterator[str]:
