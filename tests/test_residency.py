@@ -1,6 +1,7 @@
 """Cold loads: shared, bounded, in order, with a deadline on every wait, and ended with their last waiter."""
 
 import asyncio
+import heapq
 import threading
 import time
 from dataclasses import replace
@@ -20,7 +21,7 @@ from adapters_cold import (
 
 from engine.errors import AdapterError, Busy, DamagedBytes, MissingBytes, NotFound, ServiceError
 from engine.service_config import EngineConfig
-from engine.serving.load_queue import BACKGROUND, FIRST_S, INTERACTIVE, SHARE, Load, LoadQueue
+from engine.serving.load_queue import AWAY_S, BACKGROUND, FIRST_S, INTERACTIVE, SHARE, Load, LoadQueue
 from engine.serving.residency import Residency
 
 
@@ -93,6 +94,47 @@ async def test_retry_after_follows_the_queue_and_how_long_loads_took():
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
+
+
+def test_those_who_are_refused_come_back_one_after_another_and_keep_the_queue_full(monkeypatch):
+    """4,000 at once for 1,000 places: all are loaded in the time that loads take, few refused twice."""
+    now, took_s, at_once = 0.0, 0.02, 6
+    monkeypatch.setattr("engine.serving.load_queue.time.monotonic", lambda: now)
+    queue = LoadQueue(1000, at_once)
+    comes = [(0.0, i) for i in range(4000)]
+    ends: list[tuple[float, int, Load]] = []
+    asked = 0
+    while comes or ends:
+        now = min(line[0][0] for line in (comes, ends) if line)
+        if ends and ends[0][0] == now:
+            queue.end(heapq.heappop(ends)[2])
+        else:
+            _, i = heapq.heappop(comes)
+            asked += 1
+            try:
+                queue.add(Load(name_of(i), revision(i), INTERACTIVE))
+            except Busy as busy:
+                heapq.heappush(comes, (now + max(1, round(busy.retry_after_s)), i))
+        while (load := queue.next()) is not None:
+            # The first loads are held up by the burst itself.
+            heapq.heappush(ends, (now + (took_s if now > 1 else 50 * took_s), id(load), load))
+    assert now < 1.2 * 4000 * took_s / at_once
+    assert asked < 2 * 4000
+
+
+def test_refusals_of_the_background_keep_no_person_away():
+    queue = LoadQueue(10, 1)
+    for i in range(10):
+        queue.add(Load(name_of(i), revision(i), INTERACTIVE))
+    away = {BACKGROUND: 0.0, INTERACTIVE: 0.0}
+    for priority, count in ((BACKGROUND, 10_000), (INTERACTIVE, 1)):
+        for i in range(count):
+            with pytest.raises(Busy) as refused:
+                queue.add(Load(name_of(100 + i), revision(100 + i), priority))
+            away[priority] = refused.value.retry_after_s
+    assert away[INTERACTIVE] == 1
+    # However many came before.
+    assert 1 < away[BACKGROUND] <= AWAY_S
 
 
 async def test_people_come_before_the_background_which_goes_on_all_the_same():

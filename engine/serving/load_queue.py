@@ -5,8 +5,9 @@ Knows who waits, who runs and how long loads took of late. Does not know what a 
 
 import asyncio
 import math
+import statistics
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
@@ -29,9 +30,13 @@ AT_ONCE, LARGE_AT_ONCE = 6, 16
 ROUNDING = 1e-9
 # For so long at most a paced load keeps its place once it is ready: an answer that does not stream is long.
 PACED_S = 2.0
-# What a load is taken to last before one has ended, and the weight of each one that ends.
-FIRST_S = 0.1
-WEIGHT = 0.2
+# A load is taken to last as long as the median of so many before it: a burst of thousands of clients holds up
+# the few loads under way by a hundredfold, and a mean of them would send the clients away for a minute.
+RECENT = 64
+# What the first ones are taken to last.
+FIRST_S = 0.02
+# Nobody who is refused is asked to stay away for longer.
+AWAY_S = 60.0
 
 
 def at_once(revision: Revision) -> int:
@@ -75,7 +80,9 @@ class LoadQueue:
         self.running: dict[str, Load] = {}
         # Ready, and on the way to their first token, or at rest behind it.
         self.entering: dict[str, Load] = {}
-        self._mean_s = FIRST_S
+        # When the last of those who were refused has a place, if all come back.
+        self._promised = dict.fromkeys(PRIORITIES, 0.0)
+        self._took_s = deque([FIRST_S] * RECENT, RECENT)
         self._in_a_row = 0
 
     def __len__(self) -> int:
@@ -87,6 +94,11 @@ class LoadQueue:
         if self._concurrency is not None:
             return self._concurrency
         return round(len(self.running) / self._taken(self.running.values())) if self.running else AT_ONCE
+
+    @property
+    def usual_s(self) -> float:
+        """For how long a load takes its place."""
+        return statistics.median(self._took_s)
 
     def loads(self) -> list[Load]:
         """Return every load, those that run first."""
@@ -104,10 +116,23 @@ class LoadQueue:
         if taken >= places or len(self) >= self.places:
             raise Busy(
                 f"{len(self)} cold loads wait or run; ask for {load.name} again later.",
-                max(1.0, self.estimate_s()),
+                self._away_s(load.priority),
                 {"waiting": len(self) - len(self.running), "running": len(self.running)},
             )
         self.waiting[load.priority][load.name] = load
+
+    def _away_s(self, priority: str) -> float:
+        """Return in how many seconds one who is refused has a place, behind those who were refused before.
+
+        All of them together keep the queue full. One answer for all would bring them back together, most of
+        them in vain, and leave the queue empty until then.
+        """
+        now = time.monotonic()
+        share = BACKGROUND_RUNNING if priority == BACKGROUND else 1.0
+        free_each_s = self.usual_s / max(1, int(self.concurrency * share))
+        until = min(max(self._promised[priority], now) + free_each_s, now + AWAY_S)
+        self._promised[priority] = until
+        return max(1.0, until - now)
 
     def raise_priority(self, load: Load) -> None:
         """Let a background load that a person now waits for go with the interactive ones."""
@@ -178,21 +203,21 @@ class LoadQueue:
     def _learn(self, load: Load) -> None:
         """Learn how long places are taken."""
         assert load.started_at is not None
-        self._mean_s += WEIGHT * (time.monotonic() - load.started_at - self._mean_s)
+        self._took_s.append(time.monotonic() - load.started_at)
 
     def estimate_s(self, load: Load | None = None) -> float:
         """Return in how many seconds a load will be ready; by default a person's that joins the queue now."""
         if load is not None and load.started_at is not None:
-            return max(0.0, self._mean_s - (time.monotonic() - load.started_at))
+            return max(0.0, self.usual_s - (time.monotonic() - load.started_at))
         if load is None or load.priority == INTERACTIVE:
-            return self._mean_s * (1 + len(self) / self.concurrency)
+            return self.usual_s * (1 + len(self) / self.concurrency)
         # The background has a share of the places, and of those that people want a smaller one.
         before = list(self.waiting[BACKGROUND]).index(load.name) + 1
         running = sum(one.priority == BACKGROUND for one in self.running.values())
         people = len(self) - len(self.waiting[BACKGROUND]) - running
         alone = (before + running) / max(1, int(self.concurrency * BACKGROUND_RUNNING))
         behind = min(people, SHARE * before) / self.concurrency
-        return self._mean_s * (1 + alone + behind)
+        return self.usual_s * (1 + alone + behind)
 
     def told(self) -> dict[str, object]:
         """Return the queue for people: how many wait and run, the limits, and every load by name."""
