@@ -13,6 +13,7 @@ stays flat.
 """
 
 import argparse
+import math
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -35,6 +36,8 @@ RANKS = (1, 2, 4, 8)
 PROMPT, TOKENS = 16, 8
 # Names in one plan; memory is looked at between plans.
 CHUNK, UNDER_WAY = 1000, 64
+# Before, in bursts: an engine's memory goes with the largest step it has had, whatever the names in it.
+BURSTS, BURST = 20, 256
 # Of the names: small ones, as a policy for each user has them, and a host tier of some 800.
 SMALL = ("q_proj", "k_proj", "v_proj", "o_proj")
 NAMES_HOST_BYTES = 8 << 20
@@ -147,25 +150,25 @@ def figures_of(
 
 def names(given: Params, client: Client, count: int, beside: Path) -> tuple[dict[str, float], list[str]]:
     """Ask `count` distinct names for one token each; return figures, and what was wrong."""
-    memory, failed, refused, seconds = Memory(), 0, 0, 0.0
+    memory, failed, refused, done, seconds = Memory(), 0, 0, 0, 0.0
     chance = random.Random(2)
     with _served.live(given, BASE, beside, slots=SLOTS, host_bytes=NAMES_HOST_BYTES) as engine:
         maker = _made.Maker(engine.params, engine.base, "names", 1, _served.SHAPES[BASE].torch_dtype, SMALL)
         processes = titled(engine.processes())
-        done = 0
-        for first in range(0, count, CHUNK):
-            asks = [
-                Ask(0.0, name, prompt(chance, PROMPT), 1) for name in maker.make(min(CHUNK, count - first))
-            ]
+        before = [(BURST, 0)] * BURSTS
+        for asked, under_way in before + [(CHUNK, UNDER_WAY)] * math.ceil(count / CHUNK):
+            asks = [Ask(0.0, name, prompt(chance, PROMPT), 1) for name in maker.make(asked)]
             began = time.monotonic()
-            answers = client.ask(engine.server, asks, UNDER_WAY)
-            seconds += time.monotonic() - began
-            done += len(asks)
+            answers = client.ask(engine.server, asks, under_way)
             failed += errors(answers)
             refused += refusals(answers)
             say(answers)
+            if not under_way:
+                continue
+            seconds += time.monotonic() - began
+            done += len(asks)
             memory.sample(done, processes)
-            if done % (10 * CHUNK) == 0:
+            if done % (10 * CHUNK) == 0 or done == CHUNK:
                 told = ", ".join(f"{key} {values[-1] >> 20} MiB" for key, values in memory.bytes.items())
                 print(f"  {done} names: {told}", flush=True)
         maker.close()
