@@ -192,7 +192,10 @@ def test_where_adapters_are_is_shown_without_a_label_for_any(engine: RunningEngi
     assert {row["revision"]: row["tier"] for row in shown["revisions"]}[name] == "slot"
     assert told["tiers"]["slot"]["adapters"] <= 4 < told["tiers"]["host"]["max_adapters"]
     assert (told["queue"]["running"], told["queue"]["loads"]) == (0, {})
-    for figure in ("graftwork_loads_total", "graftwork_load_wait_seconds", "graftwork_evictions_total"):
+    for figure in (
+        "graftwork_loads_total", "graftwork_load_wait_seconds", "graftwork_evictions_total",
+        "graftwork_slot_fills_total", "graftwork_slot_evictions_total",
+    ):  # fmt: skip
         assert figure in metrics
     assert 'graftwork_tier_adapters{tier="host"}' in metrics
     assert "shown@" not in metrics

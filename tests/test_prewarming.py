@@ -19,6 +19,7 @@ class FakeRouter:
     def __init__(self, known: int = 1000, size: int = 100):
         self.released: frozenset[tuple[str, str]] = frozenset()
         self.changed: set[str] = set()
+        self.damaged: set[tuple[str, str]] = set()
         self.rows = {revision(i).digest: revision(i, size) for i in range(known)}
 
     def under_release(self):
@@ -27,6 +28,9 @@ class FakeRouter:
     def take_changed(self):
         changed, self.changed = self.changed, set()
         return changed
+
+    def in_quarantine(self, revisions):
+        return {(row.policy, row.digest) for row in revisions} & self.damaged
 
     def revision(self, policy, digest, may_be_old=True):
         if digest not in self.rows:
@@ -130,6 +134,24 @@ async def test_what_was_purged_leaves_once_its_last_request_has(tmp_path):
     await busy
     prewarmer.look()
     await settle(lambda: engine.held == {name_of(0)})
+
+
+async def test_what_came_into_quarantine_is_served_no_more(tmp_path):
+    """At once where nobody uses it; who asks while others still do is told to come again."""
+    router, tier = FakeRouter(), residency(FakeEngine(0))
+    for i in range(3):
+        await use(tier, revision(i))
+    prewarmer = Prewarmer(tier, router, tmp_path / "warm.json")
+    busy = asyncio.create_task(use(tier, revision(2), 0.05))
+    await asyncio.sleep(0)
+    router.damaged = {("sums", revision(i).digest) for i in (1, 2)}
+    router.changed = {"sums"}
+    prewarmer.look()
+    assert set(tier.residents) == {name_of(0), name_of(2)}
+    with pytest.raises(ServiceError, match="lost the bytes"):
+        tier.hold_warm(revision(2))
+    await busy
+    assert set(tier.residents) == {name_of(0)}
 
 
 async def test_a_file_that_is_no_list_of_names_prewarms_nothing(tmp_path):

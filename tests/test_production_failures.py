@@ -361,8 +361,10 @@ async def test_bytes_that_another_host_moved_are_loaded_anew(tmp_path, monkeypat
     for name in users:
         tier.release(name)
     again = table.lora_requests[await tier.hold(row)]
-    watching.cancel()
     manager._apply_adapters({again})
+    # What did not reach the slot is not counted.
+    await settle(lambda: tier._metrics.slot_fills._value.get() == 1)
+    watching.cancel()
     assert (manager.slots.names(), manager.slots.lost) == ([name_of(1)], {})
     # Blocks of the prefix cache that were computed without the bytes are not found again.
     assert lora_key(again) != lora_key(first)

@@ -19,7 +19,7 @@ from adapters_cold import (
     use,
 )
 
-from engine.errors import AdapterError, Busy, DamagedBytes, MissingBytes, NotFound, ServiceError
+from engine.errors import AdapterError, Busy, Conflict, DamagedBytes, MissingBytes, NotFound, ServiceError
 from engine.service_config import EngineConfig
 from engine.serving.load_queue import AWAY_S, BACKGROUND, FIRST_S, INTERACTIVE, SHARE, Load, LoadQueue
 from engine.serving.residency import Residency
@@ -94,6 +94,20 @@ async def test_retry_after_follows_the_queue_and_how_long_loads_took():
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def test_one_of_two_revisions_with_one_name_is_never_taken_for_the_other():
+    """Their digests begin alike: whoever pins one by its whole digest must not get the other's weights."""
+    engine = FakeEngine(0.01)
+    tier, one = residency(engine), revision(1)
+    twin = replace(one, digest=one.digest[:12] + "f" * 52)
+    with_load = await asyncio.gather(use(tier, one), use(tier, twin), return_exceptions=True)
+    assert with_load[0] == name_of(1)
+    assert isinstance(with_load[1], Conflict)
+    with pytest.raises(Conflict, match="the name of two revisions"):
+        await use(tier, twin)
+    assert await use(tier, one) == name_of(1)
+    assert tier.residents[name_of(1)].users == 0
 
 
 def test_those_who_are_refused_come_back_one_after_another_and_keep_the_queue_full(monkeypatch):

@@ -105,10 +105,15 @@ class Lifecycle(Revisions):
     # Bytes
 
     def quarantine(self, policy: str, digest: str, reason: str) -> None:
-        """Keep a revision from being loaded: its bytes are damaged. The first reason stays."""
+        """Keep a revision from being served: its bytes are damaged. The first reason stays.
+
+        Gateways are told, and let it go where they have it already.
+        """
         row = {"policy": policy, "digest": digest, "reason": reason, "at": time.time()}
         with self._write() as connection:
-            connection.execute(self._insert(tables.quarantine).values(row).on_conflict_do_nothing())
+            stone = self._insert(tables.quarantine).values(row).on_conflict_do_nothing()
+            if connection.execute(stone).rowcount:
+                self._tell(connection, policy)
 
     def quarantined(self, policy: str, digest: str) -> str | None:
         """Return why a revision is in quarantine; None when it is not."""
@@ -212,9 +217,15 @@ class Lifecycle(Revisions):
         mark = {"policy": policy, "by": by, "at": now}
         removed: dict[str, int] = {}
         with self._write() as connection:
-            connection.execute(self._insert(tables.purged).values(mark).on_conflict_do_nothing())
             for name, column in (("policies", "name"), ("routes", "policy")):
                 removed[name] = _delete(connection, name, column, policy)
+            stone = self._insert(tables.purged).values(mark)
+            # Of a name that was taken again the last purge counts; of one that is only purged, the first.
+            if removed["policies"]:
+                stone = stone.on_conflict_do_update(index_elements=["policy"], set_=mark)
+            else:
+                stone = stone.on_conflict_do_nothing()
+            connection.execute(stone)
             self._tell(connection, policy)
         return removed
 

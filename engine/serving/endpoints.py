@@ -129,6 +129,7 @@ async def watch_slots(engine: VllmEngine, tier: Residency, metrics: LoadMetrics)
     while True:
         try:
             names, lost = await engine.slots()
+            metrics.count_slots((await engine.loads())[0])
         except Exception as error:
             log.warning("The slots are not watched for the moment: %r", error)
         else:

@@ -2,8 +2,9 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -44,6 +45,13 @@ class LoadMetrics:
         )
         self.adapters = Gauge("graftwork_tier_adapters", "Adapters in a tier.", ["tier"], registry=registry)
         self.bytes = Gauge("graftwork_tier_bytes", "Bytes of a tier.", ["tier"], registry=registry)
+        self.slot_fills = Counter(
+            "graftwork_slot_fills", "Adapters that were copied into a slot.", registry=registry
+        )
+        self.slot_evictions = Counter(
+            "graftwork_slot_evictions", "Adapters that left their slot for another.", registry=registry
+        )
+        self._counted: dict[str, int] = {}
         self.queue = Gauge("graftwork_load_queue", "Cold loads that wait.", ["priority"], registry=registry)
         self.running = Gauge("graftwork_loads_running", "Cold loads that run.", registry=registry)
 
@@ -54,6 +62,12 @@ class LoadMetrics:
         self.running.set_function(lambda: len(queue.running))
         for priority, line in queue.waiting.items():
             self.queue.labels(priority).set_function(partial(len, line))
+
+    def count_slots(self, worker: Mapping[str, Any]) -> None:
+        """Take over what a worker has counted since it started."""
+        for counter, name in ((self.slot_fills, "activations"), (self.slot_evictions, "slot_evictions")):
+            counter.inc(worker[name] - self._counted.get(name, 0))
+            self._counted[name] = worker[name]
 
 
 class LoadLog:

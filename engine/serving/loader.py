@@ -56,7 +56,7 @@ class SlotManager(LRUCacheLoRAModelManager):
         self.lost: dict[int, str] = {}
         self._fillers = ThreadPoolExecutor(FILL_THREADS, thread_name_prefix="graftwork-fill")
         self._lock = Lock()
-        self.activations = 0
+        self.activations = self.evictions = 0
         self.activated_bytes = 0
         self.activate_seconds = 0.0
 
@@ -92,6 +92,7 @@ class SlotManager(LRUCacheLoRAModelManager):
         # First, so that every rank evicts the same adapters, also for those whose bytes are lost.
         for _ in range(len(self._active_adapters) + len(ids) - self.lora_slots):
             self._active_adapters.remove_oldest()
+            self.evictions += 1
         slots, slot = [], -1
         for _ in ids:
             slot = self.lora_index_to_id.index(None, slot + 1)
@@ -272,10 +273,11 @@ class LoaderExtension:
         return slots.names(), list(slots.lost.values())
 
     def graftwork_loads(self) -> dict[str, Any]:
-        """Return what this worker has read and copied since it started; bytes and seconds."""
+        """Return what this worker has read and copied since it started; bytes, and seconds of the last."""
         manager = self.model_runner.lora_manager
         return {
             "activations": manager.slots.activations,
+            "slot_evictions": manager.slots.evictions,
             "activated_bytes": manager.slots.activated_bytes,
             "activate_seconds": manager.slots.activate_seconds,
             "validated_bytes": manager.host.validated_bytes,

@@ -96,18 +96,26 @@ class Prewarmer:
     def _drop_what_is_gone(self, policies: set[str] | None) -> None:
         """Let adapters go whose rows were purged or have expired: nobody can ask for them any more.
 
-        What cannot be read now, and what a request still uses, is looked at again.
+        Those in quarantine go too: a slot may be filled from damaged bytes. What cannot be read now, and
+        what a request still uses, is looked at again.
         """
         self._residency.doubt(policies)
+        rows = {
+            name: resident.revision
+            for name, resident in self._residency.residents.items()
+            if policies is None or resident.revision.policy in policies
+        }
+        damaged = self._router.in_quarantine(rows.values())
         in_use = set()
-        for name, resident in list(self._residency.residents.items()):
-            row = resident.revision
-            if policies is None or row.policy in policies:
-                try:
-                    self._router.revision(row.policy, row.digest, may_be_old=False)
-                except NotFound:
-                    if not self._residency.drop(name):
-                        in_use.add(row.policy)
+        for name, row in rows.items():
+            if (row.policy, row.digest) in damaged:
+                self._residency.lose(name)
+                continue
+            try:
+                self._router.revision(row.policy, row.digest, may_be_old=False)
+            except NotFound:
+                if not self._residency.drop(name):
+                    in_use.add(row.policy)
         self._to_check = in_use
 
     def rows(self, now: float) -> list[dict[str, Any]]:

@@ -22,7 +22,15 @@ from engine.adapters.catalog import Catalog, Revision
 from engine.adapters.publishing import location
 from engine.adapters.store import Store
 from engine.config import served_name
-from engine.errors import AdapterError, Busy, DamagedBytes, GraftworkError, MissingBytes, ServiceError
+from engine.errors import (
+    AdapterError,
+    Busy,
+    Conflict,
+    DamagedBytes,
+    GraftworkError,
+    MissingBytes,
+    ServiceError,
+)
 from engine.service_config import EngineConfig
 from engine.serving.load_metrics import LoadLog, LoadMetrics
 from engine.serving.load_queue import BACKGROUND, INTERACTIVE, PACED_S, Load, LoadQueue
@@ -101,13 +109,16 @@ class Residency:
     def hold_warm(self, revision: Revision) -> str | None:
         """Hold a revision that is in the host tier and return its served name; None when it is cold.
 
-        Raises `ServiceError` while it leaves since its bytes were lost.
+        Raises `ServiceError` while it leaves since its bytes were lost, and `Conflict` for a twin.
         """
         name = served_name(revision.policy, revision.digest)
         if name in self._lost:
             raise ServiceError(f"The engine has lost the bytes of {name}. Try again: it is loaded anew.")
-        if self.tier.hold(name) is None:
+        resident = self.residents.get(name)
+        if resident is None:
             return None
+        refuse_twin(resident.revision, revision)
+        self.tier.hold(name)
         self.tier.popularity.add(name)
         self._metrics.hits.inc()
         return name
@@ -205,8 +216,10 @@ class Residency:
             except Busy:
                 self._metrics.refused.labels(priority).inc()
                 raise
-        elif priority == INTERACTIVE:
-            self.queue.raise_priority(load)
+        else:
+            refuse_twin(load.revision, revision)
+            if priority == INTERACTIVE:
+                self.queue.raise_priority(load)
         waiter = asyncio.get_running_loop().create_future()
         load.waiters.add(waiter)
         load.asked_by += 1
@@ -375,4 +388,13 @@ class Residency:
     def _too_late(self, load: Load) -> ServiceError:
         return ServiceError(
             f"{load.name} was not loaded within {self._timeout_s:g} s; {self.loading} others wait or run."
+        )
+
+
+def refuse_twin(held: Revision, asked: Revision) -> None:
+    """Raise `Conflict` unless two of one served name are one revision: names have 12 digits, digests 64."""
+    if held.digest != asked.digest:
+        raise Conflict(
+            f"{served_name(asked.policy, asked.digest)} is the name of two revisions, and the other, "
+            f"{held.digest}, is in the engine. Train one of them again, or let it expire."
         )

@@ -8,7 +8,7 @@ policy, unit and salt, so that any number of gateways agree without talking. Kno
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -134,6 +134,10 @@ class Router:
         if not may_be_old and self._rows.unread_since(("revision", policy, digest)) is not None:
             raise ServiceError(f"The row of {served_name(policy, digest)} cannot be read. Try again.")
         return found
+
+    def in_quarantine(self, revisions: Iterable[Revision]) -> set[tuple[str, str]]:
+        """Return which of these revisions (policy, digest) are served to nobody: their bytes are damaged."""
+        return self._catalog.in_quarantine([revision.digest for revision in revisions])
 
     def policies(self, limit: int) -> list[str]:
         """Return the names of so many policies, in their order."""
