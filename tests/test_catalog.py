@@ -1,7 +1,10 @@
 """The catalog: identity, compare-and-swap between processes, expiry, keys, leases, schema."""
 
+import asyncio
 import hashlib
 import multiprocessing
+import os
+import signal
 import socket
 import sqlite3
 import statistics
@@ -9,11 +12,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psycopg
 import pytest
@@ -35,6 +39,7 @@ from engine.adapters.catalog import (
 )
 from engine.adapters.catalog_database import open_engine
 from engine.adapters.catalog_tables import layouts, metadata
+from engine.adapters.patient import PatientConnection
 from engine.errors import AdapterError, ConfigError, Conflict, NotFound, ServiceError
 
 spawn = multiprocessing.get_context("spawn")
@@ -424,7 +429,9 @@ def test_a_server_that_is_down_is_asked_once_in_a_while(
         assert catalog.data_version_age() >= 0.1
 
 
-def test_nobody_waits_again_for_a_server_that_says_nothing(postgres_server: str) -> None:
+def test_nobody_waits_again_for_a_server_that_says_nothing(
+    postgres_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its packets are dropped, or it hangs: each request would wait 2 s, on the loop of all streams."""
     url = fresh_database(postgres_server)
     migrate(url)
@@ -432,10 +439,11 @@ def test_nobody_waits_again_for_a_server_that_says_nothing(postgres_server: str)
     with silent, closing(Catalog(url)) as catalog:
         catalog._engine.dispose()
 
-        @event.listens_for(catalog._engine, "do_connect")
-        def _elsewhere(_dialect: object, _record: object, _args: object, options: dict[str, object]) -> None:
+        def elsewhere(*args: Any, **options: Any) -> object:
             options |= {"host": "127.0.0.1", "port": silent.getsockname()[1]}
+            return psycopg.Connection.connect(*args, **options)
 
+        monkeypatch.setattr(PatientConnection, "connect", elsewhere)
         asks = [
             catalog.data_version,
             partial(catalog.route, "sorting"),
@@ -449,10 +457,45 @@ def test_nobody_waits_again_for_a_server_that_says_nothing(postgres_server: str)
             waited.append(time.monotonic() - began)
         assert waited[0] > 1.0
         assert max(waited[1:]) < 0.1
-        event.remove(catalog._engine, "do_connect", _elsewhere)
+        monkeypatch.undo()
         catalog._silent.until = 0.0
         with pytest.raises(NotFound):
             catalog.route("sorting")
+
+
+@pytest.mark.parametrize("is_asked_first", [True, False])
+def test_a_loop_does_not_wait_for_a_server_that_stands_still(
+    postgres_server: str, is_asked_first: bool
+) -> None:
+    """Its kernel acknowledges all that is sent, so that only the client's own patience ends the wait."""
+    url = fresh_database(postgres_server)
+    migrate(url)
+    with closing(Catalog(url)) as catalog:
+        with catalog._read() as connection:
+            (pid,) = connection.exec_driver_sql("SELECT pg_backend_pid()").one()
+
+        def stop(*_: object) -> None:
+            os.kill(pid, signal.SIGSTOP)
+
+        async def ask() -> float:
+            began = time.monotonic()
+            # Whether a connection is alive is asked before its use; instead of a dead one there is a new one.
+            expected = (
+                nullcontext() if is_asked_first else pytest.raises(ServiceError, match="nothing for 2 s")
+            )
+            with expected:
+                catalog.policies()
+            return time.monotonic() - began
+
+        try:
+            if is_asked_first:
+                stop()
+            else:
+                event.listen(catalog._engine, "before_cursor_execute", stop, once=True)
+            assert 1.9 < asyncio.run(ask()) < 6
+            assert catalog.policies() == []
+        finally:
+            os.kill(pid, signal.SIGCONT)
 
 
 @pytest.mark.parametrize("kind", ["quick", "read", "write"])

@@ -7,6 +7,7 @@ which index it is asked.
 import sqlite3
 from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event
 from sqlalchemy.engine import make_url
@@ -97,10 +98,15 @@ def _open_postgres(address: URL) -> Engine:
         # Asked before each use, for one way to the server and back: when that was restarted all of them are
         # dead, and each would fail a request.
         engine = create_engine(address, pool_pre_ping=True, connect_args={**PATIENCE, "options": limits})
+        from engine.adapters.patient import PatientConnection
     except ModuleNotFoundError:
         raise ConfigError(
             f"The catalog {address.render_as_string()} needs psycopg: pip install 'graftwork[postgres]'."
         ) from None
+
+    @event.listens_for(engine, "do_connect")
+    def _on_connect(_dialect: object, _record: object, args: list[Any], options: dict[str, Any]) -> object:
+        return PatientConnection.connect(*args, **options)
 
     @event.listens_for(engine, "begin")
     def _on_begin(connection: Connection) -> None:
