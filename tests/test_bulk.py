@@ -128,6 +128,21 @@ def test_policies_of_others_are_left_alone(catalog: Catalog, store: Store):
     assert "on base efefefefefef" in str(found[1].refused)
 
 
+def test_a_policy_for_each_entry_is_looked_up_with_its_batch(
+    catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch
+):
+    catalog.add_policies(Policy(f"user-{i}", BASE, {}, OWNER, NOW) for i in range(40) if i != 17)
+    asked = []
+    owners = catalog.owners
+    monkeypatch.setattr(catalog, "owners", lambda names: asked.append(len(names)) or owners(names))
+    found = register(catalog, store, [Entry(f"user-{i}", adapter(i)) for i in range(40)])
+    assert [i for i, one in enumerate(found) if one.refused] == [17]
+    assert "There is no policy 'user-17'" in str(found[17].refused)
+    assert sum(one.new for one in found) == 39
+    assert asked == [40]
+    assert catalog.revision("user-39", str(found[39].digest)).policy == "user-39"
+
+
 def test_known_bytes_are_not_appended_again(catalog: Catalog, store: Store):
     entries = [Entry("one", adapter(seed)) for seed in range(4)]
     # Twice in one batch, too.
@@ -383,6 +398,24 @@ def test_whole_bytes_end_a_quarantine(catalog: Catalog, store: Store):
     # Who shared the damaged place has left it, too.
     assert location(catalog.revision("two", beside.digest)) == location(healed)
     assert location(catalog.revision("one", other.digest)) == location(other)
+
+
+@pytest.mark.parametrize("fault", ["lost", "damaged"])
+def test_bytes_that_a_disk_has_lost_are_written_again(catalog: Catalog, store: Store, fault: str):
+    entries = [Entry("one", adapter(seed)) for seed in range(3)]
+    first = register(catalog, store, entries)
+    was = location(catalog.revision("one", str(first[0].digest)))
+    if fault == "lost":
+        store.path(was.segment).unlink()
+    else:
+        with store.path(was.segment).open("r+b") as file:
+            file.seek(was.offset)
+            file.write(b"other bytes")
+    again = register(catalog, store, [*entries, Entry("two", adapter(0))])
+    assert [(one.new, one.refused) for one in again] == [(False, None)] * 3 + [(True, None)]
+    rows = [catalog.revision(one.policy, str(one.digest)) for one in again]
+    assert store.check([location(row) for row in rows]) == [None] * 4
+    assert location(rows[0]) == location(rows[3]) != was
 
 
 def test_a_quarantined_revision_takes_no_place_of_another(catalog: Catalog, store: Store):

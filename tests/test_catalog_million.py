@@ -374,6 +374,34 @@ def test_a_catalog_of_schema_0003_keeps_its_rows_in_the_order_of_lists(
         assert catalog.revision("sorting", digest(99)) == row(99)
 
 
+def test_policies_come_by_the_thousand(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.adapters.catalog.POLICIES", 10)
+    at, _ = catalog.changed_since(0)
+
+    def policy(i: int, owner: str = "me", **config: int) -> Policy:
+        return Policy(f"p{i:02}", "base", config, owner, 1.0)
+
+    # Twice in one transaction, too: the last word counts.
+    catalog.add_policies([policy(i) for i in range(25)] + [policy(24, rank=2), policy(3, rank=1)])
+    names = {f"p{i:02}" for i in range(25)}
+    assert {one.name: one.config for one in catalog.policies(limit=100) if one.config} == {
+        "p03": {"rank": 1}, "p24": {"rank": 2}, "sorting": {"rank": 8},
+    }  # fmt: skip
+    assert catalog.changed_since(at)[1] == names
+    assert len({catalog.route(name).salt for name in names}) == 25
+    assert catalog.owners([*sorted(names), "ghost"]) == dict.fromkeys(names, ("me", "base"))
+    catalog.purge("p07", "ann", 1.0)
+    for refused, reason in ((policy(3, "they"), "belongs to 'me'"), (policy(7), "was purged by 'ann'")):
+        with pytest.raises(Conflict, match=reason):
+            catalog.add_policies([*(policy(i) for i in range(30, 41)), policy(42), refused])
+        # Of one transaction all or none.
+        assert catalog.owners(["p39", "p42"]) == {"p39": ("me", "base")}
+    with pytest.raises(Conflict, match="belongs to 'me'"):
+        catalog.add_policies([policy(50), policy(50, "they")])
+    catalog.add_policies([policy(7)], again=True)
+    assert catalog.owners(["p07", "p50"]) == {"p07": ("me", "base")}
+
+
 def test_gateways_hear_of_what_changed_alone(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.adapters.catalog_access.CHANGES", 20)
     at, changed = catalog.changed_since(0)
@@ -389,6 +417,7 @@ def test_gateways_hear_of_what_changed_alone(catalog: Catalog, monkeypatch: pyte
         "update_release": lambda: catalog.update_release("r1", 0, state="held"),
         "retire": lambda: catalog.retire("sorting", digest(2), "ann", "Old."),
         "unretire": lambda: catalog.unretire("sorting", digest(2), "ann", "Good."),
+        "quarantine": lambda: catalog.quarantine("sorting", digest(4), "The checksum differs."),
         "expire": lambda: (catalog.set_expiry("sorting", digest(3), 1.0), catalog.expire(2.0)),
         "purge": lambda: catalog.purge("sorting", "ann", 3.0),
     }

@@ -65,7 +65,7 @@ def register_many(
     groups: dict[Form, Group] = {}
     held = 0
     writer = Writer(catalog, store, base_digest, owner, now)
-    with _Pipeline(writer) as pipeline:
+    with _Pipeline(writer, gate) as pipeline:
         for position, entry in enumerate(entries):
             try:
                 form, tensors = gate.admit(entry)
@@ -89,8 +89,8 @@ def register_many(
 class _Pipeline:
     """Checks one batch in this thread while the writer's threads name, write and commit those before it."""
 
-    def __init__(self, writer: Writer):
-        self._writer = writer
+    def __init__(self, writer: Writer, gate: Gate):
+        self._writer, self._gate = writer, gate
         self._behind = deque[Future[Placed]](maxlen=BEHIND)
         # Batches that wait to be committed together, and the bytes of each.
         self._placed: dict[Future[Placed], int] = {}
@@ -108,7 +108,7 @@ class _Pipeline:
 
     def put(self, group: Group) -> Iterator[Registered]:
         """Hand a group over, and yield its refused entries and what has been committed meanwhile."""
-        rows, values_ND, refused = group.take()
+        rows, values_ND, refused = group.take(self._gate.faults(group.policies))
         yield from refused
         if rows:
             if len(self._behind) == BEHIND:

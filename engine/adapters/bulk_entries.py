@@ -4,7 +4,7 @@ Remembers what it found of shapes and of policies, so that a million entries of 
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.adapters.batches import Form, form_of
 from engine.config import POLICY_NAME
-from engine.errors import AdapterError, NotFound
+from engine.errors import AdapterError
 
 if TYPE_CHECKING:
     from engine.adapters.catalog import Catalog
@@ -65,6 +65,10 @@ class Row(NamedTuple):
 
 def refusal(row: Row, reason: str) -> Registered:
     return Registered(row.position, row.policy, None, False, reason)
+
+
+def purged(policy: str) -> str:
+    return f"Policy {policy!r} was purged. Create it again to register it."
 
 
 class Gate:
@@ -120,22 +124,32 @@ class Gate:
             return f"The step {str(step)[:80]} is no number of a step."
         if not isinstance(policy, str):
             return f"{str(policy)[:80]!r} is no policy's name."
-        if policy in self._policies:
-            return self._policies[policy]
-        return _remember(self._policies, policy, self._fault_of_policy(policy), POLICIES)
+        # Of one that is new `faults` says more: a query for each would take as long as all the rest.
+        return self._policies.get(policy)
 
-    def _fault_of_policy(self, name: str) -> str | None:
+    def faults(self, policies: Collection[str]) -> dict[str, str]:
+        """Return why nothing may be registered under those of these names under which nothing may be."""
+        unknown = [name for name in policies if name not in self._policies]
+        found = {name: self._policies[name] for name in policies if name in self._policies}
+        owners = self._catalog.owners(unknown) if unknown else {}
+        for name in unknown:
+            fault = self._fault_of_policy(name, owners.get(name))
+            found[name] = _remember(self._policies, name, fault, POLICIES)
+        return {name: fault for name, fault in found.items() if fault}
+
+    def _fault_of_policy(self, name: str, known: tuple[str, str] | None) -> str | None:
         if not POLICY_NAME.fullmatch(name):
             return f"{name[:80]!r} is no policy's name."
-        try:
-            policy = self._catalog.policy(name)
-        except NotFound as error:
-            return str(error)
-        if policy.owner != self._owner:
-            return f"Policy {name!r} belongs to {policy.owner!r}; choose another name."
-        if policy.base != self._base_digest:
+        if known is None:
+            if self._catalog.purged(name):
+                return purged(name)
+            return f"There is no policy {name!r} in the catalog. Add it first."
+        owner, base = known
+        if owner != self._owner:
+            return f"Policy {name!r} belongs to {owner!r}; choose another name."
+        if base != self._base_digest:
             return (
-                f"Policy {name!r} is a line of training on base {policy.base[:12]}, not on "
+                f"Policy {name!r} is a line of training on base {base[:12]}, not on "
                 f"{self._base_digest[:12]}; choose another name."
             )
         return None

@@ -6,6 +6,7 @@ before the processor's cache has lost what their admission read.
 Shapes: N adapters, D elements of an adapter.
 """
 
+from collections.abc import Mapping
 from operator import attrgetter
 
 import torch
@@ -54,20 +55,30 @@ class Group:
         if len(self._waiting) >= self._together:
             self._copy()
 
-    def take(self) -> tuple[list[Row], Tensor, list[Registered]]:
-        """Return the rows whose values can be served, these values (N, D), and the refused."""
+    @property
+    def policies(self) -> set[str]:
+        return {row.policy for row in (*self._rows, *(row for row, _, _ in self._waiting))}
+
+    def take(self, faults: Mapping[str, str]) -> tuple[list[Row], Tensor, list[Registered]]:
+        """Return the rows whose values can be served, these values (N, D), and the refused.
+
+        `faults` says of policies why nothing may be registered under their names.
+        """
         self._copy()
         rows, refused = self._rows, self._refused
         if self._table is None:
             return [], torch.empty(0, 1), refused
         values_ND = self._table[: len(rows)]
         finite_N = finite_rows(values_ND)
-        if not finite_N.all():
-            for row, values_D, finite in zip(rows, values_ND, finite_N.tolist(), strict=True):
-                if not finite:
-                    refused.append(refusal(row, first_fault(self.form, values_D)))
-            rows = [row for row, finite in zip(rows, finite_N.tolist(), strict=True) if finite]
-            values_ND = values_ND[finite_N]
+        if faults or not finite_N.all():
+            kept = []
+            for number, (row, finite) in enumerate(zip(rows, finite_N.tolist(), strict=True)):
+                fault = faults.get(row.policy)
+                if fault or not finite:
+                    refused.append(refusal(row, fault or first_fault(self.form, values_ND[number])))
+                else:
+                    kept.append(number)
+            rows, values_ND = [rows[number] for number in kept], values_ND[kept]
         return rows, values_ND, refused
 
     def _copy(self) -> None:

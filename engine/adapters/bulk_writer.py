@@ -13,7 +13,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from engine.adapters.batches import Batch, Form, Tables, batch_of
-from engine.adapters.bulk_entries import Registered, Row, refusal
+from engine.adapters.bulk_entries import Registered, Row, purged, refusal
 from engine.adapters.catalog_batches import RevisionBatch
 from engine.adapters.ownership import claim
 from engine.adapters.publishing import ATTEMPTS
@@ -138,7 +138,7 @@ class Writer:
         # In this order: what is pending no longer is in the catalog.
         pending = {digest: at for digest in wanted if (at := self._pending.get(digest))}
         known = {digest: at for digest, at in pending.items() if digest not in appended}
-        known |= self._catalog.places(wanted)
+        known |= self._whole(self._catalog.places(wanted))
         places = known | appended
         missing: dict[str, int] = {}
         for i, (digest, checksum) in enumerate(zip(batch.digests, batch.checksums, strict=True)):
@@ -157,6 +157,13 @@ class Writer:
             appended = appended | dict(zip(missing, found, strict=True))
         self._pending.update(appended)
         return replace(placed, batch=batch if known else None, known=known, appended=appended)
+
+    def _whole(self, places: Places) -> Places:
+        """Return those of these places where the bytes are: a row may name what a disk has lost since."""
+        if not places:
+            return places
+        faults = self._store.check(list(places.values()))
+        return {digest: at for (digest, at), fault in zip(places.items(), faults, strict=True) if not fault}
 
     def _damaged(self, rows: list[Row], digests: list[str]) -> Set[str]:
         """Return the digests of rows that are known and in quarantine: these get bytes of their own."""
@@ -200,7 +207,7 @@ class Writer:
                     self._again.append(placed[number])
             except Purged as error:
                 # While this run was under way; the others are none the worse for it.
-                refused += [_purged(row) for row in rows if row.policy in error.policies]
+                refused += [refusal(row, purged(row.policy)) for row in rows if row.policy in error.policies]
                 placed = [one.without(error.policies) for one in placed]
             else:
                 self._heal(batch, new, placed)
@@ -273,7 +280,3 @@ def _shared(placed: list[Placed]) -> Set[int]:
     appended = {at for one in placed for at in one.appended.values()}
     locations = (at for one in placed for at in one.locations)
     return {number for number, at in enumerate(locations) if at not in appended}
-
-
-def _purged(row: Row) -> Registered:
-    return refusal(row, f"Policy {row.policy!r} was purged. Create it again to register it.")

@@ -7,8 +7,10 @@ nor what a revision's bytes mean.
 
 import secrets
 import time
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,9 @@ __all__ = [
     "ensure_local_key",
     "migrate",
 ]
+
+# Policies of one transaction, or of one query.
+POLICIES = 1_000
 
 
 def migrate(url: str) -> None:
@@ -125,17 +130,37 @@ class Catalog(Guards, Notes, Routes, Looks, Batches, Lifecycle):
         Raises `Conflict` when another owner or another base holds the name, or when the name was
         purged and is not taken `again` on purpose.
         """
-        route = Route(policy.name, salt=secrets.token_hex(8), updated_at=time.time())
-        with self._write() as connection:
-            known = connection.execute(select(tables.policies).where(tables.policies.c.name == policy.name))
-            if row := known.one_or_none():
-                _update_policy(connection, Policy(**row._mapping), policy)
-                return
-            if not again:
-                _refuse_purged_name(connection, policy.name)
-            connection.execute(self._new(tables.policies, policy))
-            connection.execute(self._new(tables.routes, route))
-            self._tell(connection, policy.name)
+        self.add_policies([policy], again)
+
+    def add_policies(self, policies: Iterable[Policy], again: bool = False) -> None:
+        """Do as `add_policy` for many, 1,000 a transaction; when one is refused, those before are there."""
+        given = iter(policies)
+        while some := list(islice(given, POLICIES)):
+            with self._write() as connection:
+                self._add_policies(connection, some, again)
+
+    def _add_policies(self, connection: Connection, policies: Sequence[Policy], again: bool) -> None:
+        table = tables.policies
+        found = connection.execute(select(table).where(table.c.name.in_([one.name for one in policies])))
+        known = {row.name: Policy(**row._mapping) for row in found}
+        new: dict[str, Policy] = {}
+        for policy in policies:
+            if before := known.get(policy.name) or new.get(policy.name):
+                _refuse_others(before, policy)
+            if policy.name in known:
+                mine = table.c.name == policy.name
+                connection.execute(update(table).where(mine).values(config=policy.config))
+            else:
+                new[policy.name] = policy
+        if not new:
+            return
+        if not again:
+            _refuse_purged_names(connection, list(new))
+        now = time.time()
+        routes = [Route(name, salt=secrets.token_hex(8), updated_at=now) for name in new]
+        connection.execute(table.insert(), list(map(vars, new.values())))
+        connection.execute(tables.routes.insert(), list(map(vars, routes)))
+        self._tell(connection, *new)
 
     def policy(self, name: str) -> Policy:
         policy = self._one(Policy, select(tables.policies).where(tables.policies.c.name == name))
@@ -150,6 +175,17 @@ class Catalog(Guards, Notes, Routes, Looks, Batches, Lifecycle):
         table = tables.policies.c
         query = select(tables.policies).where(table.name > after).order_by(table.name).limit(limit)
         return self._all(Policy, query)
+
+    def owners(self, names: Sequence[str]) -> dict[str, tuple[str, str]]:
+        """Return owner and base of those of these policies that are there."""
+        table = tables.policies.c
+        query = select(table.name, table.owner, table.base)
+        found: dict[str, tuple[str, str]] = {}
+        with self._read() as connection:
+            for at in range(0, len(names), POLICIES):
+                rows = connection.execute(query.where(table.name.in_(names[at : at + POLICIES])))
+                found |= {name: (owner, base) for name, owner, base in rows}
+        return found
 
     def add_layout(self, digest: str, body: str) -> None:
         """Add a layout by the sha256 of its body; a body that the disk has damaged is whole again."""
@@ -218,7 +254,8 @@ class Catalog(Guards, Notes, Routes, Looks, Batches, Lifecycle):
         return Release(**row._mapping)
 
 
-def _update_policy(connection: Connection, known: Policy, policy: Policy) -> None:
+def _refuse_others(known: Policy, policy: Policy) -> None:
+    """Raise `Conflict` when the name is another owner's, or of another base."""
     if known.owner != policy.owner:
         raise Conflict(f"Policy {policy.name!r} belongs to {known.owner!r}; choose another name.")
     if known.base != policy.base:
@@ -226,13 +263,13 @@ def _update_policy(connection: Connection, known: Policy, policy: Policy) -> Non
             f"Policy {policy.name!r} is a line of training on base {known.base[:12]}, not on "
             f"{policy.base[:12]}; choose another name or another state_dir."
         )
-    mine = tables.policies.c.name == policy.name
-    connection.execute(update(tables.policies).where(mine).values(config=policy.config))
 
 
-def _refuse_purged_name(connection: Connection, name: str) -> None:
-    gone = connection.execute(select(tables.purged).where(tables.purged.c.policy == name)).one_or_none()
+def _refuse_purged_names(connection: Connection, names: Sequence[str]) -> None:
+    marks = tables.purged.c
+    gone = connection.execute(select(tables.purged).where(marks.policy.in_(names)).limit(1)).one_or_none()
     if gone:
         raise Conflict(
-            f"The name {name!r} was purged by {gone.by!r}. Choose another name, or take it again on purpose."
+            f"The name {gone.policy!r} was purged by {gone.by!r}. Choose another name, or take it again on "
+            "purpose."
         )

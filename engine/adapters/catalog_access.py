@@ -233,12 +233,12 @@ class Access:
         with self._read() as connection:
             return [kind(**row._mapping) for row in connection.execute(query)]
 
-    def _tell(self, connection: Connection, policy: str | None) -> None:
-        """Note in a write transaction that what gateways know of a policy has changed; None: the keys."""
-        done = connection.execute(tables.changes.insert().values(policy=policy))
-        assert done.inserted_primary_key is not None
-        old = tables.changes.c.id <= done.inserted_primary_key[0] - CHANGES
-        connection.execute(delete(tables.changes).where(old))
+    def _tell(self, connection: Connection, *policies: str | None) -> None:
+        """Note in a write transaction that what gateways know of policies has changed; None: the keys."""
+        changes = tables.changes
+        connection.execute(changes.insert(), [{"policy": policy} for policy in policies])
+        newest = select(func.max(changes.c.id)).scalar_subquery()
+        connection.execute(delete(changes).where(changes.c.id <= newest - CHANGES))
 
     # Words
 

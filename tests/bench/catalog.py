@@ -1,6 +1,7 @@
 """A catalog of up to a million real adapters: how fast they are registered and found, and what they take.
 
-    graftwork bench catalog [--entries 1000 10000 100000 1000000] [--served 1000] [--postgres URL] [--keep]
+    graftwork bench catalog [--entries 1000 10000 100000 1000000] [--own 100000] [--served 1000]
+                            [--postgres URL] [--keep]
 
 Entries are rank-1 adapters of tiny-dense with real bytes, every one different, 7,680 bytes each in bfloat16;
 they are made while the clock stands still. Names are looked up through a gateway's router in a process of
@@ -96,12 +97,15 @@ def catalog_url(state: Path) -> str:
     return f"sqlite:///{state / 'catalog.db'}"
 
 
-def size_of(state: Path, base: BaseInfo, entries: int, url: str) -> tuple[dict[str, float], list, list[str]]:
+def size_of(
+    state: Path, base: BaseInfo, entries: int, url: str, policies: int | None = None
+) -> tuple[dict[str, float], list, list[str]]:
     """Register so many entries and look them up; return figures, a sample and what is wrong."""
     state.mkdir()
+    policies = policies or min(POLICIES, max(1, entries // 100))
     registered = part(
         "register", state=str(state), url=url, config=str(base.path), base_digest=base.digest, kind="7kb",
-        dtype=DTYPE, entries=entries, policies=min(POLICIES, max(1, entries // 100)), sample=LOOKUPS,
+        dtype=DTYPE, entries=entries, policies=policies, sample=LOOKUPS,
     )  # fmt: skip
     sample = registered["names"]
     names = [served_name(policy, digest) for _, policy, digest in sample]
@@ -115,6 +119,7 @@ def size_of(state: Path, base: BaseInfo, entries: int, url: str) -> tuple[dict[s
         "register_per_s": entries / registered["seconds"],
         "register_with_making_per_s": entries / (registered["seconds"] + registered["made_s"]),
         "made_s": registered["made_s"],
+        "policies_per_s": policies / registered["policies_s"],
         "resolve_p50_us": found["p50_us"],
         "resolve_p99_us": found["p99_us"],
         "resolve_p999_us": found["p999_us"],
@@ -196,6 +201,15 @@ def streamed(root: Path, base: BaseInfo, entries: int) -> tuple[dict[str, float]
     }, missing(registered, entries)
 
 
+def own_policies(root: Path, base: BaseInfo, entries: int) -> tuple[dict[str, float], list[str]]:
+    """Register a policy for each user: every adapter has one of its own, which is added before."""
+    state = root / "own"
+    found, _, wrong = size_of(state, base, entries, catalog_url(state), policies=entries)
+    shutil.rmtree(state)
+    names = ("register_per_s", "policies_per_s", "resolve_p50_us", "resolve_p99_us", "restart_s")
+    return {f"{key}.own": found[key] for key in names}, wrong
+
+
 def through_engine(
     state: Path, base: BaseInfo, sample: list, count: int, scratch: Path
 ) -> tuple[dict[str, float], list[str]]:
@@ -261,6 +275,10 @@ def measure(given: argparse.Namespace, base: BaseInfo, root: Path) -> tuple[dict
     taken, wrong = commands(state, base, CHANGES, name)
     figures |= taken
     faults += wrong
+    if given.own:
+        found, wrong = own_policies(root, base, given.own)
+        figures |= found
+        faults += wrong
     if given.streamed:
         found, wrong = streamed(root, base, given.streamed)
         figures |= found
@@ -280,6 +298,7 @@ def main() -> None:
     parser.add_argument(
         "--streamed", type=int, default=10**5, help="made while they are registered; 0 leaves it out"
     )
+    parser.add_argument("--own", type=int, default=10**5, help="each with a policy of its own; 0: none")
     parser.add_argument("--larger", type=int, default=10**5, help="adapters of 38 kB; 0 leaves them out")
     parser.add_argument("--served", type=int, default=1000, help="asked of a real engine; 0 starts none")
     parser.add_argument("--postgres", help="URL of an empty database, for the same at the largest size")
