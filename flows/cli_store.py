@@ -45,13 +45,16 @@ def gc(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
 @store_app.command("compact")
 def compact(
     threshold: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Rewrite segments of which less than this is live.")
+        float,
+        typer.Option(
+            min=0.0, max=1.0, help="Rewrite segments of which less than this is live; 1: all with garbage."
+        ),
     ] = 0.5,
     everything: Annotated[bool, typer.Option("--all", help="Rewrite every segment.")] = False,
     as_json: Json = False,
     params: ParamsFile = PARAMS,
 ) -> None:
-    """Rewrite segments that are mostly garbage; their room is free again."""
+    """Rewrite segments that are mostly garbage. Their room is free once no running engine has them open."""
     from engine.adapters import maintenance
 
     _run(params, as_json, maintenance.compact, threshold=threshold, everything=everything)

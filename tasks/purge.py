@@ -75,10 +75,10 @@ def _purge_alone(
         # Until it has an end the name is not taken again, wherever a kill comes.
         record.write(file)
     places: dict[str, Callable[[], Counts]] = {
-        "name": lambda: _mark(catalog, policy, by),
+        "name": lambda: _mark(catalog, policy, record.by),
         "sessions": lambda: _sessions(params, policy),
         "segments": lambda: _collect(params, catalog, record, file),
-        "catalog": lambda: catalog.purge(policy, by, time.time()),
+        "catalog": lambda: catalog.purge(policy, record.by, time.time()),
         "store": lambda: _store(params, catalog, record),
         "cache": lambda: _cache(params, file),
         "files": lambda: _files(params, policy),
@@ -236,12 +236,16 @@ def _ask_controller(params: Params, policy: str) -> Counts:
 
 
 def _store(params: Params, catalog: Catalog, record: Record) -> Counts:
-    """Rewrite the segments that held the policy's bytes without them; `ServiceError` while one is left."""
+    """Rewrite every segment that holds bytes which no row names; `ServiceError` while one is left.
+
+    Those of the policy lie in the segments that its rows named, and what was its own before, as snapshots
+    that have expired, in others that nobody can tell from the rest.
+    """
     from engine.adapters.maintenance import compact
     from engine.adapters.store import open_store
 
     with closing(open_store(params)) as store:
-        report = compact(catalog, store, segments=record.segments)
+        report = compact(catalog, store, threshold=1.0, segments=record.segments)
         left = set(record.segments).intersection(segment for segment, _ in store.segments())
     if left and report.examples:
         names = ", ".join(found["revision"] for found in report.examples)
@@ -255,7 +259,7 @@ def _store(params: Params, catalog: Catalog, record: Record) -> Counts:
             f"{len(left)} segments with bytes of {record.policy!r} are still being written to or shared, by "
             "a training run or an import. Purge again when it has ended: it goes on from here."
         )
-    return {"segments": report.removed, "moved": report.moved, "bytes": report.freed}
+    return {"segments": report.removed, "moved": report.moved, "bytes": report.freed, "held": report.held}
 
 
 def _cache(params: Params, file: Path) -> Counts:

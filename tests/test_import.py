@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -293,3 +294,7 @@ def test_a_converted_adapter_keeps_what_it_was_read_from(tiny_base, tmp_path):
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         assert (path.with_name(f"{path.name}.original") / name).read_bytes() == (half / name).read_bytes()
     assert revision.read_revision(path, info.digest)[1] == made
+    # One that was killed before it came to that does it when it is run again.
+    shutil.rmtree(path.with_name(f"{path.name}.original"))
+    assert publish(params, half, foreign, info, "afar", "local", refuse).digest == made.digest
+    assert (path.with_name(f"{path.name}.original") / "adapter_config.json").is_file()

@@ -333,6 +333,7 @@ def test_a_purged_name_is_taken_again_only_on_purpose(params, catalog, monkeypat
     # And purged again: a record of its own.
     again = purging.purge(params, "gone", "bob", "once more", lambda place, counts: None)
     assert (again.by, again.places["catalog"]["revisions"]) == ("bob", 1)
+    assert catalog.purged("gone")["by"] == "bob"
     with pytest.raises(NotFound):
         catalog.revision("gone", row.digest)
 
@@ -343,6 +344,24 @@ def test_a_catalog_of_an_older_version_is_brought_to_the_newest_schema_first(par
     allow_again(params, "sums", "me", False)
     with closing(Catalog(params.paths.catalog_url)) as catalog:
         assert catalog.purged("sums") is None
+
+
+def test_what_was_its_own_before_goes_too(params, catalog):
+    """A snapshot that has expired: no row says any more whose bytes these are."""
+    with closing(open_store(params)) as store:
+        (snapshot,), (beside,) = (
+            keep(params, catalog, name, [seed], into=store) for name, seed in (("gone", 7), ("kept", 8))
+        )
+        payload = bytes(store.read(location(snapshot)))[:256]
+    others = {row.segment for row in catalog.revisions("gone") if row.digest != snapshot.digest}
+    assert snapshot.segment not in others
+    catalog.set_expiry("gone", snapshot.digest, 1.0)
+    assert [row.digest for row in catalog.expire(2.0)] == [snapshot.digest]
+    assert is_anywhere(params, payload)
+    purge(params)
+    assert not is_anywhere(params, payload)
+    with closing(open_store(params)) as store:
+        assert store.check([location(catalog.revision("kept", beside.digest))]) == [None]
 
 
 def test_bytes_that_another_policy_shares_stay(params, catalog):

@@ -15,6 +15,7 @@ from engine.adapters import catalog_tables as tables
 from engine.adapters.catalog_nearest import Nearest
 from engine.adapters.catalog_rows import COLUMNS, PLACE, SEGMENT, blob, encode, prefix_range, words
 from engine.adapters.catalog_schema import STATES, Revision
+from engine.adapters.store import room
 from engine.config import POLICY_NAME, served_name
 from engine.errors import Moved, NotFound, Purged
 
@@ -144,7 +145,7 @@ class Revisions(Nearest):
         return self._rows(query)
 
     def used_bytes_by_segment(self, page: int = 10_000) -> dict[str, int]:
-        """Return how many bytes of each segment rows name; what several rows share counts once."""
+        """Return how much room of each segment rows take; what several rows share counts once."""
         columns = (table.digest, table.policy, table.segment, table.offset, table.length)
         query = select(*columns).order_by(table.digest, table.policy).limit(page)
         used: dict[int, int] = defaultdict(int)
@@ -156,7 +157,7 @@ class Revisions(Nearest):
                         digest, places = found, set()
                     if (segment, offset) not in places:
                         places.add((segment, offset))
-                        used[segment] += length
+                        used[segment] += room(length)
                 last = (rows[-1].digest, rows[-1].policy)
         segments = self._words(used.keys())
         return {segments[id]: size for id, size in used.items()}

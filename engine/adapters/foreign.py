@@ -115,12 +115,14 @@ def publish(
     check_fit(params, base.path, foreign.tensors, manifest, directory)
     made = params.paths.revision(policy, manifest.digest)
     if has_probe(made):
-        return import_revision(params, made, owner)
-    params.state_dir.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=params.state_dir) as folder:
-        draft = write_revision(Path(folder) / "revision", foreign.tensors, manifest, {})
-        (draft / PROBE).write_text(json.dumps(make_probe(manifest, draft).to_json()))
-        import_revision(params, draft, owner)
+        manifest = import_revision(params, made, owner)
+    else:
+        params.state_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=params.state_dir) as folder:
+            draft = write_revision(Path(folder) / "revision", foreign.tensors, manifest, {})
+            (draft / PROBE).write_text(json.dumps(make_probe(manifest, draft).to_json()))
+            import_revision(params, draft, owner)
+    # Also by an import that is run again: the first may have been killed before this.
     _keep_original(directory, made.with_name(f"{made.name}.original"))
     return manifest
 

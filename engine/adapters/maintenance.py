@@ -118,12 +118,13 @@ def compact(
     store: "Store",
     threshold: float = 0.5,
     everything: bool = False,
-    segments: Collection[str] | None = None,
+    segments: Collection[str] = (),
     on_page: OnPage = silent,
 ) -> Report:
     """Rewrite segments and remove them: those of which less than `threshold` is live, or `everything`.
 
-    `segments` names those that may be rewritten, and then they are, however much of them is live.
+    With 1.0 each that holds any bytes which no row names. `segments` are rewritten beside those, however
+    much of them is live.
     """
     require(catalog, store)
     report = Report("compact")
@@ -132,8 +133,7 @@ def compact(
     used = catalog.used_bytes_by_segment()
     chosen = {}
     for segment, size in store.segments():
-        is_sparse = everything or used.get(segment, 0) < threshold * size
-        if segment in segments if segments is not None else is_sparse:
+        if everything or segment in segments or used.get(segment, 0) < threshold * size:
             with store.claim(segment) as is_free:
                 if is_free:
                     chosen[segment] = size

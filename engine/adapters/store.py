@@ -300,6 +300,12 @@ def damaged(location: Location, size: int) -> DamagedBytes:
     )
 
 
+def room(length: int) -> int:
+    """Return how many bytes of a segment a blob takes, with what lies between it and its like."""
+    align = PAGE if length >= PAGE_ALIGNED_FROM else ALIGNMENT
+    return -(-length // align) * align
+
+
 def lay_out(views: Sequence[memoryview], end: int) -> tuple[list[int], list[memoryview], int]:
     """Return where each blob starts from `end` on, what is to be written there, and the new end."""
     offsets, buffers = [], []
