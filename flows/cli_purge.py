@@ -42,8 +42,8 @@ def purge(
     if as_json:
         return typer.echo(json.dumps(asdict(record), indent=2))
     typer.echo(
-        f"{policy} is purged, by {record.by}: {record.reason.rstrip('.')}. What engines hold of it leaves their "
-        "memory within a second."
+        f"{policy} is purged, by {record.by}: {record.reason.rstrip('.')}. What engines hold of it leaves "
+        "their memory within a second."
     )
     if record.elsewhere:
         typer.echo(
