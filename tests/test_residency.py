@@ -276,6 +276,20 @@ async def test_an_engine_that_fails_is_said_to_whoever_waits():
         await use(residency(engine), revision(1))
 
 
+async def test_what_comes_into_quarantine_while_it_is_loaded_is_refused():
+    """`store verify` found the bytes damaged after this load had asked: residents are gone over only once."""
+    catalog = FakeCatalog()
+    tier = residency(FakeEngine(0.02), catalog=catalog)
+    users = [asyncio.create_task(use(tier, revision(i))) for i in (1, 2)]
+    await asyncio.sleep(0.005)
+    catalog.quarantine("sums", revision(1).digest, "Its bytes are damaged.")
+    tier.doubt({"sums"})
+    refused, name = await asyncio.gather(*users, return_exceptions=True)
+    assert isinstance(refused, AdapterError)
+    assert "in quarantine" in str(refused)
+    assert (name, set(tier.residents)) == (name_of(2), {name_of(2)})
+
+
 async def test_damaged_bytes_are_put_in_quarantine_and_others_are_not():
     engine, catalog = FakeEngine(), FakeCatalog()
     tier = residency(engine, catalog=catalog)

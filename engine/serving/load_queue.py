@@ -100,6 +100,11 @@ class LoadQueue:
         """For how long a load takes its place."""
         return statistics.median(self._took_s)
 
+    def _share(self, priority: str) -> int:
+        """Return how many of a priority may run at once."""
+        most = self.concurrency
+        return max(1, int(most * BACKGROUND_RUNNING)) if priority == BACKGROUND else most
+
     def loads(self) -> list[Load]:
         """Return every load, those that run first."""
         return [*self.running.values(), *(load for line in self.waiting.values() for load in line.values())]
@@ -128,8 +133,7 @@ class LoadQueue:
         them in vain, and leave the queue empty until then.
         """
         now = time.monotonic()
-        share = BACKGROUND_RUNNING if priority == BACKGROUND else 1.0
-        free_each_s = self.usual_s / max(1, int(self.concurrency * share))
+        free_each_s = self.usual_s / self._share(priority)
         until = min(max(self._promised[priority], now) + free_each_s, now + AWAY_S)
         self._promised[priority] = until
         return max(1.0, until - now)
@@ -215,7 +219,7 @@ class LoadQueue:
         before = list(self.waiting[BACKGROUND]).index(load.name) + 1
         running = sum(one.priority == BACKGROUND for one in self.running.values())
         people = len(self) - len(self.waiting[BACKGROUND]) - running
-        alone = (before + running) / max(1, int(self.concurrency * BACKGROUND_RUNNING))
+        alone = (before + running) / self._share(BACKGROUND)
         behind = min(people, SHARE * before) / self.concurrency
         return self.usual_s * (1 + alone + behind)
 

@@ -3,7 +3,8 @@
 Tiers: an adapter is `stored`, then in the host tier (`host`), and in a `slot` while the engine computes with
 it. A request waits here, outside the engine, until its adapter is in the host tier: resolve, fetch, then the
 engine verifies, maps and validates. Identical misses share one load, which ends with its last waiter; the
-queue is bounded (load_queue.py); what nobody uses leaves when the tier is full (warm_set.py).
+queue is bounded (load_queue.py); what nobody uses leaves when the tier is full (warm_set.py); where bytes
+come from is source.py's.
 For one event loop. Knows nothing of HTTP; reaches the engine by the two calls of `Engine`.
 """
 
@@ -11,46 +12,21 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from functools import lru_cache
-from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry
 
 from engine.adapters.catalog import Catalog, Revision
-from engine.adapters.publishing import location
 from engine.adapters.store import Store
 from engine.config import served_name
-from engine.errors import (
-    AdapterError,
-    Busy,
-    Conflict,
-    DamagedBytes,
-    GraftworkError,
-    MissingBytes,
-    ServiceError,
-)
+from engine.errors import Busy, Conflict, GraftworkError, ServiceError
 from engine.service_config import EngineConfig
 from engine.serving.load_metrics import LoadLog, LoadMetrics
 from engine.serving.load_queue import BACKGROUND, INTERACTIVE, PACED_S, Load, LoadQueue
+from engine.serving.source import Engine, Source
 from engine.serving.warm_set import Resident, WarmSet
 
-# Texts of a few kilobytes, one for each shape of adapter.
-LAYOUTS = 64
-# Threads that read the catalog and fetch for loads: fewer than the catalog has connections.
-THREADS = 8
 log = logging.getLogger("graftwork.residency")
-
-
-class Engine(Protocol):
-    """What residency asks of the engine."""
-
-    async def prepare(self, name: str, address: dict[str, Any]) -> None:
-        """Return when requests for this name may come. Raises `AdapterError` when it is refused."""
-
-    async def forget(self, name: str) -> None:
-        """Drop every trace of a name, once the engine's last request for it has ended."""
 
 
 class Residency:
@@ -70,8 +46,7 @@ class Residency:
         self.queue = LoadQueue(config.load_queue, config.load_concurrency, config.paced_loads)
         self.evictions = 0
         self._engine = engine
-        self._catalog = catalog
-        self._store = store
+        self._source = Source(engine, catalog, store)
         self._timeout_s = config.load_timeout_s
         self._pinned = pinned
         self._leaving: dict[str, asyncio.Task[None]] = {}
@@ -79,8 +54,6 @@ class Residency:
         self._lost: set[str] = set()
         # asyncio keeps only weak references to tasks.
         self._prewarming: set[asyncio.Task[None]] = set()
-        self._threads = ThreadPoolExecutor(THREADS, "graftwork-fetch")
-        self._layout = lru_cache(LAYOUTS)(catalog.layout)
         self._metrics = metrics or LoadMetrics(CollectorRegistry())
         self._metrics.watch(self.tier, self.queue)
         self._log = LoadLog(self._metrics, on_load, self.tier)
@@ -266,11 +239,10 @@ class Residency:
             async with asyncio.timeout(self._timeout_s):
                 if (leaving := self._leaving.get(load.name)) is not None:
                     await asyncio.wait([leaving])
-                await self._bring(load)
+                await self._source.bring(load.name, load.revision)
                 while load.in_doubt:
                     load.in_doubt = False
-                    row = load.revision
-                    await self._in_thread(self._catalog.revision, row.policy, row.digest)
+                    await self._source.confirm(load.revision)
         except TimeoutError:
             fault = self._too_late(load)
         except GraftworkError as error:
@@ -303,53 +275,6 @@ class Residency:
                 waiter.set_exception(fault)
         self._log.ended(load, "refused" if fault else "ready", str(fault) if fault else None)
         self._evict()
-
-    async def _bring(self, load: Load) -> None:
-        """Fetch and prepare. Bytes that are damaged or not where their row said are looked for once more."""
-        row = load.revision
-        for last in (False, True):
-            try:
-                return await self._engine.prepare(load.name, await self._fetched(row))
-            except (DamagedBytes, MissingBytes) as fault:
-                await self._engine.forget(load.name)
-                better = None if last else await self._in_thread(self._look_again, row)
-                if better is None:
-                    if isinstance(fault, DamagedBytes):
-                        await self._in_thread(self._catalog.quarantine, row.policy, row.digest, str(fault))
-                    raise
-                row = better
-
-    async def _fetched(self, row: Revision) -> dict[str, Any]:
-        # A thread costs as much as the rest of a small load; without a network there is one short query.
-        if self._store.is_remote or not self._catalog.is_file:
-            return await self._in_thread(self._fetch, row)
-        return self._fetch(row)
-
-    def _fetch(self, row: Revision) -> dict[str, Any]:
-        """Return where this machine has the bytes; they come from the store first if they must."""
-        reason = self._catalog.quarantined(row.policy, row.digest)
-        if reason is not None:
-            raise AdapterError(
-                f"{served_name(row.policy, row.digest)} is in quarantine: {reason} "
-                "Export the revision again; its bytes then come back under this name."
-            )
-        path, offset = self._store.fetch(location(row))
-        return {
-            "path": str(path),
-            "offset": offset,
-            "length": row.length,
-            "checksum": row.checksum,
-            "layout": self._layout(row.layout),
-        }
-
-    def _look_again(self, row: Revision) -> Revision | None:
-        """Return the row as it is now if its bytes may be better: they have moved, or a copy was dropped."""
-        now = self._catalog.revision(row.policy, row.digest)
-        was_copy = self._store.drop_cached(location(row))
-        return now if was_copy or location(now) != location(row) else None
-
-    async def _in_thread(self, work: Callable[..., Any], *args: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
     def _evict(self) -> None:
         """Let those go that the tier has no room for."""

@@ -38,7 +38,6 @@ def register(
     from _catalog_adapters import KINDS, Maker
 
     from engine.adapters.bulk import Entry, register_many
-    from engine.adapters.catalog import Base, Catalog, Policy, migrate
     from engine.adapters.families import BaseShapes
     from engine.adapters.store import Store
 
@@ -46,12 +45,8 @@ def register(
     torch.set_num_threads(1)
     base, serving = BaseShapes.read(Path(config)), getattr(torch, dtype)
     maker = Maker(base, KINDS[kind], serving)
-    migrate(url)
-    catalog, store, now = Catalog(url), Store(Path(state) / "store"), time.time()
-    catalog.add_base(Base(base_digest, "bench", config, now))
-    began = time.perf_counter()
-    catalog.add_policies(Policy(f"bulk-{i}", base_digest, {}, "bench", now) for i in range(policies))
-    added_s = time.perf_counter() - began
+    store, now = Store(Path(state) / "store"), time.time()
+    catalog, added_s = catalog_of(url, config, base_digest, policies, now)
     wanted = set(random.Random(entries).sample(range(entries), min(sample, entries)))
     names, counted, seconds, made = [], {"new": 0, "refused": 0}, 0.0, 0.0
     ahead = entries if streamed else max(1, AHEAD_BYTES // maker.nbytes)
@@ -88,6 +83,18 @@ def register(
         **counted,
         **taken,
     }
+
+
+def catalog_of(url: str, config: str, base_digest: str, policies: int, now: float) -> tuple[Any, float]:
+    """Return a new catalog with a base and so many policies, and how many seconds these took."""
+    from engine.adapters.catalog import Base, Catalog, Policy, migrate
+
+    migrate(url)
+    catalog = Catalog(url)
+    catalog.add_base(Base(base_digest, "bench", config, now))
+    began = time.perf_counter()
+    catalog.add_policies(Policy(f"bulk-{i}", base_digest, {}, "bench", now) for i in range(policies))
+    return catalog, time.perf_counter() - began
 
 
 def on_disk(state: Path) -> dict[str, int]:
