@@ -2,8 +2,8 @@
 
 from prefect import flow
 
-from engine.config import resolve_policy, served_name
-from engine.forms import AdaptForm
+from engine.settings.forms import AdaptForm
+from engine.settings.params import resolve_policy, served_name
 from flows.display import training_bar
 from flows.entry import flow_settings
 from tasks import steps

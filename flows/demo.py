@@ -15,9 +15,9 @@ from typing import Any
 
 from prefect import flow
 
-from engine.config import Params, PolicyConfig
 from engine.errors import ServiceError
-from engine.forms import AdaptForm, ReleaseForm
+from engine.settings.forms import AdaptForm, ReleaseForm
+from engine.settings.params import Params, PolicyConfig
 from flows.adapt import adapt
 from flows.display import print_stage
 from flows.release import release
@@ -94,7 +94,7 @@ def release_to_users(
 
 def hold_others(params: Params, revision: Adapted) -> None:
     """End a release that an interrupted run of this job left open; a policy has one at a time."""
-    from engine.adapters.catalog import Catalog
+    from engine.catalog.catalog import Catalog
     from tasks.release import hold
 
     catalog = Catalog(params.paths.catalog_url)
@@ -123,7 +123,7 @@ async def come_in(
     """Send a new user every 1/`per_second` seconds, each with a problem that nobody trained on."""
     from openai import AsyncOpenAI
 
-    from engine.training.problems import stream
+    from engine.problems.procedural import stream
 
     problems = stream(params.policy(policy).task, "user", seed=uuid.uuid4().int % 2**31)
     waiting, crowd = asyncio.Semaphore(PATIENT), []
@@ -146,7 +146,7 @@ async def ask(client: Any, policy: str, config: PolicyConfig, problem: Any) -> s
     """One user: ask, let the verifier judge the answer, say so; return the request's id."""
     from openai import APIError
 
-    from engine.training.problems import reward
+    from engine.problems.procedural import reward
 
     try:
         answer = await client.chat.completions.create(

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
 
-from engine.config import Params
+from engine.settings.params import Params
 from tasks.outcome import Outcome, Stages
 from tasks.progress import told_reward
 
@@ -42,7 +42,7 @@ def live() -> Iterator[None]:
 
 def base_builder(params: Params, stages: Stages) -> Callable[[], object]:
     """Return a function that builds the base with a progress bar, or finds it built already."""
-    from engine.base import ensure_base
+    from engine.base.resident import ensure_base
 
     def build() -> object:
         bar = steps.add_task("base", total=None, note="", visible=False)
@@ -93,7 +93,7 @@ def _training_lines(policy: str, total: int) -> Callable[[Mapping[str, Any]], No
 
 def step_note(row: Mapping[str, Any]) -> str:
     """Return a training step in about 60 characters: reward, ratio, speed, staleness if any, seconds."""
-    from engine.quality.report_data import Step
+    from engine.report.data import Step
 
     parts = [told_reward(row)]
     if row.get("importance_ratio") is not None:

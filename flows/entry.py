@@ -11,10 +11,10 @@ from typing import Annotated, Any, TypeVar
 import typer
 from pydantic import ValidationError
 
-from engine.config import Params, load_params, split_served_name
 from engine.errors import ConfigError
-from engine.forms import Form
-from engine.settings import explain
+from engine.settings.forms import Form
+from engine.settings.model import explain
+from engine.settings.params import Params, load_params, split_served_name
 
 PARAMS = Path("params.yaml")
 FormModel = TypeVar("FormModel", bound=Form)
@@ -33,7 +33,7 @@ def enter(params: Path, base: str | None = None) -> Params:
     settings = load_params(params)
     if base:
         settings = on_base(settings, base)
-    from engine.services import environment
+    from engine.services.lifecycle import environment
 
     os.environ.update(environment(settings))
     return settings
@@ -45,7 +45,7 @@ def on_base(settings: Params, name: str) -> Params:
     Revisions, routes and scores belong to one base, so bases never share a state. Flows and services find
     these settings in that directory's params.json. Raises `ConfigError` for a base that nobody can train.
     """
-    from engine.recipes import RECIPES
+    from engine.base.recipes import RECIPES
 
     known = ", ".join(name for name, recipe in RECIPES.items() if recipe.learns)
     if name not in RECIPES:
@@ -68,7 +68,7 @@ def on_base(settings: Params, name: str) -> Params:
 
 def flow_settings() -> Params:
     """Return the settings for a flow: those of the command that called it, or of the worker."""
-    from engine.services import PARAMS_VARIABLE
+    from engine.services.lifecycle import PARAMS_VARIABLE
 
     return load_params(os.environ.get(PARAMS_VARIABLE, PARAMS))
 
@@ -91,7 +91,7 @@ def load_flows() -> None:
 
 def check(settings: Params, policies: list[str]) -> None:
     """Raise for an unknown policy, task or suite before anything starts."""
-    from engine.training.problems import check_task
+    from engine.problems.procedural import check_task
     from tasks.suites import load_suite
 
     for name in policies:
@@ -101,14 +101,14 @@ def check(settings: Params, policies: list[str]) -> None:
 
 
 def require_services(settings: Params) -> None:
-    from engine import services
+    from engine.services import lifecycle as services
 
     services.require_running(settings)
 
 
 def catalog(params: Path) -> Any:
     settings = enter(params)
-    from engine.adapters.catalog import Catalog, migrate
+    from engine.catalog.catalog import Catalog, migrate
 
     settings.state_dir.mkdir(parents=True, exist_ok=True)
     migrate(settings.paths.catalog_url)

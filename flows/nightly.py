@@ -4,9 +4,9 @@ from typing import Any
 
 from prefect import flow
 
-from engine.config import Params
 from engine.errors import GraftworkError
-from engine.forms import AdaptForm, NightlyForm
+from engine.settings.forms import AdaptForm, NightlyForm
+from engine.settings.params import Params
 from flows.adapt import adapt
 from flows.entry import flow_settings
 from tasks import steps

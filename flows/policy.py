@@ -4,7 +4,7 @@ from typing import Any
 
 from prefect import flow
 
-from engine.forms import CreatePolicyForm
+from engine.settings.forms import CreatePolicyForm
 from flows.entry import flow_settings
 from tasks import steps
 from tasks.progress import show_table, tag_run

@@ -4,8 +4,8 @@ from typing import Any
 
 from prefect import flow
 
-from engine.config import served_name
-from engine.forms import ReleaseForm
+from engine.settings.forms import ReleaseForm
+from engine.settings.params import served_name
 from flows.entry import flow_settings
 from tasks import steps
 from tasks.approval import ask_for_approval

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from prefect import flow
 
-from engine.forms import ReportForm
+from engine.settings.forms import ReportForm
 from flows.entry import flow_settings
 from tasks.progress import show_link
 from tasks.steps import write_report

@@ -15,7 +15,8 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from kernels import experts, testing
+from kernels import testing
+from kernels.experts import cpu as experts
 
 TOKENS, TOP_K, EXPERTS, HIDDEN, RANK = 64, 8, 64, 256, 8
 MIXES = {

@@ -20,7 +20,10 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from kernels import experts_grad, experts_grouped, experts_triton, testing
+from kernels import testing
+from kernels.experts import autograd as experts_grad
+from kernels.experts import cpu_grouped as experts_grouped
+from kernels.experts import triton as experts_triton
 
 EXPERTS, TOP_K, HIDDEN, WIDTH = 128, 8, 2048, 768
 ADAPTERS = (1, 4)

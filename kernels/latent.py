@@ -15,7 +15,7 @@ S slots, O = H * (P + V) outputs of `kv_b_proj`, head by head, D and E widths.
 import torch
 from torch import Tensor
 
-from kernels.grouped import Plan
+from kernels.dense.cpu import Plan
 
 # MKL sums up to three rows behind the last full block of four in another order (float32); whole blocks
 # only, and larger ones than were needed, since other processors have other kernels.

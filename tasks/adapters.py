@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.adapters.catalog import Catalog, Revision
 from engine.adapters.manifests import stored_manifest
-from engine.config import POLICY_NAME, Params, served_name, split_served_name
+from engine.catalog.catalog import Catalog, Revision
 from engine.errors import AdapterError, ConfigError, Conflict, NotFound, ServiceError
 from engine.files import sync
+from engine.settings.params import POLICY_NAME, Params, served_name, split_served_name
 
 PAGE = 500
 DIGITS = re.compile(r"[0-9a-f]{4,64}")
@@ -184,8 +184,8 @@ def export(params: Params, catalog: Catalog, row: Revision, target: Path, packed
 
 def _export_directory(params: Params, catalog: Catalog, row: Revision, target: Path) -> Path:
     """Write the directory from the one that is kept here, with settings and probe, or from packed bytes."""
-    from engine.adapters.importing import directory_from_store
     from engine.adapters.revision import PROBE, read_revision, write_revision
+    from engine.publishing.importing import directory_from_store
 
     kept = params.paths.revision(row.policy, row.digest)
     found = None
@@ -211,8 +211,8 @@ def _probe(file: Path) -> dict[str, Any]:
 
 def _export_file(params: Params, catalog: Catalog, row: Revision, target: Path) -> Path:
     from engine.adapters import packed
-    from engine.adapters.publishing import stored_packed
-    from engine.adapters.store import open_store
+    from engine.publishing.publish import stored_packed
+    from engine.store.segments import open_store
 
     with closing(open_store(params)) as store:
         whole = stored_packed(catalog, store, row)

@@ -8,8 +8,8 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from engine.config import Params
-from engine.forms import ApprovalForm
+from engine.settings.forms import ApprovalForm
+from engine.settings.params import Params
 from tasks import release as controller
 
 # A form that comes in at the last moment finds the release ended, not the flow run failed.

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from engine.config import Params
 from engine.errors import ServiceError
+from engine.settings.params import Params
 
 if TYPE_CHECKING:
     from prefect.automations import AutomationCore
@@ -30,7 +30,7 @@ NOTICE = (
     '{"text": {{ (event.event ~ ": " ~ event.payload.revision ~ " " ~ event.payload.reason) | tojson }}, '
     '"link": {{ event.payload.link | tojson }}}'
 )
-# Three heartbeats (engine/services.py) may be late before a run counts as dead.
+# Three heartbeats (engine/services/lifecycle.py) may be late before a run counts as dead.
 SILENCE_S = 100
 ENDS = ("Completed", "Failed", "Cancelled", "Crashed", "Suspended")
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from engine.config import Params
 from engine.errors import ConfigError, GraftworkError, NotFound
 from engine.quality.estimate import interval, paired_difference
+from engine.settings.params import Params
 
 if TYPE_CHECKING:
     from tasks.score import Score

@@ -11,8 +11,8 @@ import tempfile
 from pathlib import Path
 
 from engine.adapters.revision import Manifest, read_revision
-from engine.config import DIGEST12
 from engine.errors import AdapterError
+from engine.settings.params import DIGEST12
 
 FLAVOR = "graftwork"
 MODEL_FILE = "MLmodel"

@@ -9,13 +9,13 @@ from typing import Any
 
 import httpx
 
-from engine.adapters.catalog import Catalog
-from engine.config import Params, served_name
+from engine.catalog.catalog import Catalog
+from engine.controller.mlflow_registry import Registry
 from engine.errors import NotFound
-from engine.quality.overview import open_ledger, overview
-from engine.quality.report_data import PolicyRow, RevisionRow, SuiteScore
-from engine.quality.why import Chain, Link, moment, why
-from engine.registry import Registry
+from engine.report.data import PolicyRow, RevisionRow, SuiteScore
+from engine.report.overview import open_ledger, overview
+from engine.report.why import Chain, Link, moment, why
+from engine.settings.params import Params, served_name
 
 TIMEOUT_S = 3.0
 

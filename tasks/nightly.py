@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from engine.config import Params, known_policies
+from engine.settings.params import Params, known_policies
 
 
 def due_policies(params: Params, only: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -14,9 +14,9 @@ def due_policies(params: Params, only: Sequence[str] = ()) -> list[dict[str, Any
 
     A policy that is named is judged as if it were scheduled. Raises `ConfigError` for an unknown one.
     """
-    from engine.adapters.catalog import Catalog
-    from engine.quality.due import Facts, judge
-    from engine.quality.facts import gather
+    from engine.catalog.catalog import Catalog
+    from engine.controller.due import Facts, judge
+    from engine.controller.facts import gather
 
     catalog = Catalog(params.paths.catalog_url)
     try:

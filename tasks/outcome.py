@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.config import Params, served_name
 from engine.errors import ServiceError
+from engine.settings.params import Params, served_name
 
 if TYPE_CHECKING:
     from tasks.score import Score
@@ -26,7 +26,7 @@ SETTLE_S = 15.0
 def verdict_of(state: str) -> str:
     """Return the verdict that an ended release's state stands for."""
     # Imported here: its row types bring SQLAlchemy, a tenth of a second that no flow file needs.
-    from engine.quality.release import VERDICTS
+    from engine.controller.advance import VERDICTS
 
     return VERDICTS[state]
 
@@ -147,7 +147,7 @@ def judge_rollback(params: Params, release: Mapping[str, Any], answered: Sequenc
 
     Waits until the ledger holds every request of `answered`; `ServiceError` if it never does.
     """
-    from engine.adapters.catalog import Catalog
+    from engine.catalog.catalog import Catalog
 
     catalog = Catalog(params.paths.catalog_url)
     stone = catalog.tombstone(release["policy"], release["revision"])
@@ -161,7 +161,7 @@ def judge_rollback(params: Params, release: Mapping[str, Any], answered: Sequenc
 
 def _canary_requests(params: Params, release: Mapping[str, Any], answered: Sequence[str]) -> list[float]:
     """Return when the revision's users came, in order (epoch seconds)."""
-    from engine.quality.ledger import open_snapshot
+    from engine.ledger.ledger import open_snapshot
 
     # Events reach the ledger within a second, the readers' copy follows on the controller's clock.
     deadline = time.monotonic() + SETTLE_S + params.controller.snapshot_s

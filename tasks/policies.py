@@ -21,13 +21,13 @@ import yaml
 from filelock import FileLock, Timeout
 from pydantic import ValidationError
 
-from engine.config import POLICY_NAME, Params, PolicyConfig, policy_file
 from engine.errors import ConfigError, Conflict, NotFound, ServiceError
-from engine.settings import explain
-from engine.training.jsonl import Check, Import, import_file, prompt_hash, read_rows
-from engine.training.problems import Problem
-from engine.training.verifiers import NUMBER, Verifier
-from tasks.again import allow_again
+from engine.problems.jsonl import Check, Import, import_file, prompt_hash, read_rows
+from engine.problems.procedural import Problem
+from engine.problems.verifiers import NUMBER, Verifier
+from engine.settings.model import explain
+from engine.settings.params import POLICY_NAME, Params, PolicyConfig, policy_file
+from tasks.purged_names import allow_again
 from tasks.suites import Suite, freeze, load_suite
 
 TRAINING = "train.jsonl"
@@ -167,7 +167,7 @@ def check_for(verifier: str) -> Check:
 
 
 def _refuse_other_owner(params: Params, name: str, owner: str) -> None:
-    from engine.adapters.catalog import Catalog
+    from engine.catalog.catalog import Catalog
 
     known = _own(params, name).get("owner", "local") if policy_file(params, name).is_file() else None
     if known is None and params.paths.has_catalog:
@@ -218,7 +218,7 @@ def _freeze(
 ) -> Suite:
     from transformers import AutoTokenizer
 
-    from engine.base import ensure_base, prompt_text
+    from engine.base.resident import ensure_base, prompt_text
 
     tokenizer = AutoTokenizer.from_pretrained(ensure_base(params.base, params.paths).path)
 
@@ -290,8 +290,8 @@ def _aside(target: Path) -> Path:
 
 def _register(params: Params, name: str) -> None:
     """Tell the controller of the policy, if one runs; otherwise the first training does."""
-    from engine import services
-    from engine.base import ensure_base
+    from engine.base.resident import ensure_base
+    from engine.services import lifecycle as services
     from tasks import release as controller
     from tasks.outcome import local_key
 

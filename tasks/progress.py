@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from engine.config import DIGEST12, Params, Resolved
+from engine.settings.params import DIGEST12, Params, Resolved
 
 OnStep = Callable[[Mapping[str, Any]], None]
 PATIENCE_S = 60.0

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from engine.config import Params
+from engine.settings.params import Params
 
 
 def write_report(params: Params, path: Path, since: float, now: float, stages: Mapping[str, float]) -> Path:
@@ -11,8 +11,8 @@ def write_report(params: Params, path: Path, since: float, now: float, stages: M
 
     Works from catalog and ledger snapshot alone: no service need run.
     """
-    from engine.adapters.catalog import Catalog
-    from engine.quality import report
+    from engine.catalog.catalog import Catalog
+    from engine.report import pages as report
 
     catalog = Catalog(params.paths.catalog_url)
     try:

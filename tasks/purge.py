@@ -17,9 +17,9 @@ from typing import Any
 import httpx
 from filelock import FileLock, Timeout
 
-from engine.adapters.catalog import Catalog
-from engine.config import DIGEST12, POLICY_NAME, Params
+from engine.catalog.catalog import Catalog
 from engine.errors import ConfigError, Conflict, NotFound, ServiceError
+from engine.settings.params import DIGEST12, POLICY_NAME, Params
 from tasks.purge_record import Counts, Record, purges, recorded
 
 PAGE = 1_000
@@ -126,8 +126,8 @@ def _mark(catalog: Catalog, policy: str, by: str) -> Counts:
 
 def _refuse_without_store(params: Params, catalog: Catalog) -> None:
     """Ask for the store's own word before rows go: no bytes are removed from one that may be another's."""
-    from engine.adapters.ownership import require
-    from engine.adapters.store import open_store
+    from engine.publishing.ownership import require
+    from engine.store.segments import open_store
 
     with closing(open_store(params)) as store:
         require(catalog, store)
@@ -146,7 +146,7 @@ def _sessions(params: Params, policy: str, only_ask: bool = False) -> Counts:
 
     `Conflict` while one is open; with `only_ask` that is all.
     """
-    from engine.training.forgetting import refuse_open, remove_sessions
+    from engine.training.service.session_deletion import refuse_open, remove_sessions
 
     try:
         httpx.get(f"{params.url('trainer')}/health", timeout=PATIENCE_S, trust_env=False)
@@ -160,7 +160,7 @@ def _sessions(params: Params, policy: str, only_ask: bool = False) -> Counts:
             f"The trainer at {params.url('trainer')} does not answer ({error!r}), so its sessions cannot be "
             "removed. Start or stop it, then purge again."
         ) from None
-    from engine.training.client import TrainerClient
+    from engine.training.service.client import TrainerClient
 
     with closing(TrainerClient(params.url("trainer"), patience_s=PATIENCE_S)) as trainer:
         return trainer.forget_policy(policy, only_ask)
@@ -207,8 +207,8 @@ def _ledger(params: Params, policy: str) -> Counts:
     paths = params.paths
     if not paths.ledger.is_file() and not any(paths.spool.glob("*")):
         return {}
-    from engine.quality.ledger import Ledger
-    from engine.quality.ledger_purge import purge as purge_ledger
+    from engine.ledger.ledger import Ledger
+    from engine.ledger.purge import purge as purge_ledger
 
     ledger = Ledger(paths.ledger)
     try:
@@ -241,8 +241,8 @@ def _store(params: Params, catalog: Catalog, record: Record) -> Counts:
     Those of the policy lie in the segments that its rows named, and what was its own before, as snapshots
     that have expired, in others that nobody can tell from the rest.
     """
-    from engine.adapters.maintenance import compact
-    from engine.adapters.store import open_store
+    from engine.publishing.maintenance import compact
+    from engine.store.segments import open_store
 
     with closing(open_store(params)) as store:
         report = compact(catalog, store, threshold=1.0, segments=record.segments)
@@ -266,7 +266,7 @@ def _cache(params: Params, file: Path) -> Counts:
     """Drop the read-through cache's copies; bytes that another policy shares are fetched again."""
     if params.store.url is None or not _listed(file).is_file():
         return {}
-    from engine.adapters.store import Location, open_store
+    from engine.store.segments import Location, open_store
 
     dropped = 0
     with closing(open_store(params)) as store, _listed(file).open() as listed:

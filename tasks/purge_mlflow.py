@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
 
-from engine.config import Params
+from engine.settings.params import Params
 
 PAGE = 100
 

@@ -7,8 +7,8 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from engine.config import Params
 from engine.files import sync
+from engine.settings.params import Params
 
 Counts = dict[str, int]
 

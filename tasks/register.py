@@ -14,8 +14,8 @@ from filelock import FileLock
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
 
 from engine.adapters.revision import Manifest, read_revision
-from engine.config import Params, served_name
 from engine.errors import ConfigError, ServiceError
+from engine.settings.params import Params, served_name
 from tasks import flavor
 
 if TYPE_CHECKING:

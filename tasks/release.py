@@ -13,8 +13,8 @@ from urllib.parse import quote
 import httpx
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
 
-from engine.config import Params
 from engine.errors import ConfigError, Conflict, NotFound, ServiceError
+from engine.settings.params import Params
 
 POLL_S = 0.25
 TIMEOUT_S = 10.0
@@ -128,7 +128,7 @@ def thaw(url: str, key: str, reason: str, by: str | None = None) -> dict[str, An
 
 def newest_revision(params: Params, policy: str) -> str:
     """Return the digest of a policy's newest exported revision; `NotFound` when there is none."""
-    from engine.adapters.catalog import Catalog
+    from engine.catalog.catalog import Catalog
 
     catalog = Catalog(params.paths.catalog_url)
     try:

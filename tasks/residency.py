@@ -9,11 +9,11 @@ from typing import Any
 
 import httpx
 
-from engine.adapters.catalog import Catalog, ensure_local_key
-from engine.adapters.store import open_store
-from engine.config import Params, served_name
+from engine.catalog.catalog import Catalog, ensure_local_key
 from engine.errors import ServiceError
-from engine.quality.overview import open_ledger
+from engine.report.overview import open_ledger
+from engine.settings.params import Params, served_name
+from engine.store.segments import open_store
 
 TIMEOUT_S = 10.0
 ORDER = ("slot", "host", "loading", "queued", "stored")

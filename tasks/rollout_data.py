@@ -15,13 +15,13 @@ from statistics import fmean, pstdev
 from time import monotonic
 from typing import Any
 
-from engine.config import PolicyConfig, content_hash, served_name
-from engine.training.problems import Problem, stream
-from engine.training.protocol import Datum, EncodedText, ModelInput, TensorData
+from engine.problems.procedural import Problem, stream
+from engine.problems.verifiers import Verifier
+from engine.settings.params import PolicyConfig, content_hash, served_name
 from engine.training.rollouts import Sample, Sampling, sample_groups
-from engine.training.verifiers import Verifier
-from tasks.lines import Line
+from engine.training.service.protocol import Datum, EncodedText, ModelInput, TensorData
 from tasks.parallel import background
+from tasks.training_lineage import Line
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Source:
 
     def prompt_ids(self, question: str) -> list[int]:
         """Return a question's token ids as the policy asks it: template, system prompt, examples."""
-        from engine.base import prompt_ids
+        from engine.base.resident import prompt_ids
 
         return prompt_ids(self.tokenizer, question, self.config.system, self.config.few_shot)
 
@@ -168,7 +168,7 @@ def build_data(drawn: Drawn, judged: Judged, loss: str) -> tuple[list[Datum], in
     """
     import torch
 
-    from engine.training.grpo import group_advantages, groups_that_teach, loss_of
+    from engine.training.loss.grpo import group_advantages, groups_that_teach, loss_of
 
     size, rule = len(drawn.groups[0]), loss_of(loss)
     rewards_PG = torch.tensor([[0.0] * size if group is None else group for group in judged.rewards])

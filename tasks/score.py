@@ -18,10 +18,10 @@ import httpx
 
 from engine import tls
 from engine.adapters.revision import code_version
-from engine.config import Params, content_hash, served_name
 from engine.errors import ServiceError
+from engine.ledger.ledger import Spool, open_snapshot
 from engine.quality.estimate import interval
-from engine.quality.ledger import Spool, open_snapshot
+from engine.settings.params import Params, content_hash, served_name
 from tasks.suites import Suite, faults, load_suite
 
 RECORDED = """

@@ -7,11 +7,11 @@ digest says that it is the one; where it came from does not matter.
 import tempfile
 from pathlib import Path
 
-from engine.adapters.importing import import_revision
 from engine.adapters.manifests import MANIFEST
 from engine.adapters.revision import Manifest, read_manifest
-from engine.config import Params, served_name, split_served_name
 from engine.errors import AdapterError, Conflict, EffectError, NotFound
+from engine.publishing.importing import import_revision
+from engine.settings.params import Params, served_name, split_served_name
 from tasks import flavor
 from tasks.verify import verify
 
@@ -53,7 +53,7 @@ def prove(params: Params, policy: str, digest: str, key: str) -> str:
 
 def _owner(params: Params, policy: str) -> str:
     """Return whose policy it is here; serving one of its revisions changes nothing of that."""
-    from engine.adapters.catalog import Catalog
+    from engine.catalog.catalog import Catalog
 
     if not params.paths.has_catalog:
         return "local"
@@ -67,7 +67,7 @@ def _owner(params: Params, policy: str) -> str:
 
 
 def _known(params: Params, policy: str, digest: str) -> tuple[str, str]:
-    from engine.adapters.catalog import Catalog
+    from engine.catalog.catalog import Catalog
 
     found = []
     if params.paths.has_catalog:

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from engine.config import Params, load_params
 from engine.errors import BaseModelError, NotFound
+from engine.settings.params import Params, load_params
 
 Report = Callable[[str, str], None]
 
@@ -57,8 +57,8 @@ def own_services(
     prepare: Callable[[Params], object] = lambda stage: None,
 ) -> Iterator[tuple[Params, str]]:
     """Own services in a state directory of their own, which goes when the block succeeds."""
-    from engine import services
-    from engine.adapters.catalog import Catalog, ensure_local_key, migrate
+    from engine.catalog.catalog import Catalog, ensure_local_key, migrate
+    from engine.services import lifecycle as services
 
     with resident(params, name) as stage:
         migrate(stage.paths.catalog_url)
@@ -76,7 +76,7 @@ def resident(params: Params, name: str) -> Iterator[Params]:
 
     It goes when the block succeeds. Raises `BaseModelError` when the base has changed since.
     """
-    from engine.base import ensure_base
+    from engine.base.resident import ensure_base
 
     files = files_of(params)
     known = read_json(files.base / "base.json", "base")
@@ -103,8 +103,8 @@ def resident(params: Params, name: str) -> Iterator[Params]:
 
 def _link_base(stage: Params, files: Files) -> None:
     """Let a built base be found in a stage's state directory."""
-    from engine.base import recipe_digest
-    from engine.recipes import RECIPES
+    from engine.base.recipes import RECIPES
+    from engine.base.resident import recipe_digest
 
     if stage.base.name in RECIPES:
         name = f"{stage.base.name}-{recipe_digest(RECIPES[stage.base.name], stage.base.seed)[:12]}"

@@ -14,8 +14,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from engine.config import DIGEST12, Params, PolicyConfig, content_hash, served_name
 from engine.errors import ConfigError, EffectError, NotFound
+from engine.settings.params import DIGEST12, Params, PolicyConfig, content_hash, served_name
 from tasks.stage_files import (
     Files,
     Report,
@@ -43,8 +43,8 @@ def build_base(params: Params, progress: Callable[[int, int, float], None]) -> N
 
     A base that the checkout's state directory has already, or gets now, is copied from there.
     """
-    from engine.base import ensure_base
-    from engine.recipes import RECIPES
+    from engine.base.recipes import RECIPES
+    from engine.base.resident import ensure_base
 
     files = files_of(params)
     info = ensure_base(params.base, home_params(params).paths, progress)
@@ -60,7 +60,7 @@ def prepare_suites(params: Params) -> None:
     Frozen items are proven to be those of their version, and their prompts those that this policy asks
     on this base. Raises `ConfigError` otherwise, and for an unknown policy or task.
     """
-    from engine.training.problems import TASKS, check_task
+    from engine.problems.procedural import TASKS, check_task
 
     files, name = files_of(params), params.evaluate.policy
     config = params.policy(name)
@@ -82,8 +82,8 @@ def prepare_suites(params: Params) -> None:
 
 def engine_version(params: Params) -> dict[str, Any]:
     """Return the settings and package versions that an engine's answers depend on."""
-    from engine.adapters.importing import serving_dtype
-    from engine.serving.plugin import vllm_version
+    from engine.publishing.importing import serving_dtype
+    from engine.serving.vllm_plugin.plugin import vllm_version
 
     versions = {name: version(name) for name in ("graftwork", "torch", "transformers")}
     settings = params.engine.model_dump(mode="json", exclude={"port", "start_timeout_s"})
@@ -102,7 +102,7 @@ def opened_suite(files: Files) -> Suite:
 def _check_prompts(params: Params, config: PolicyConfig, suite: Suite) -> None:
     from transformers import AutoTokenizer
 
-    from engine.base import ensure_base, prompt_text
+    from engine.base.resident import ensure_base, prompt_text
 
     with resident(params, "suites") as stage:
         tokenizer = AutoTokenizer.from_pretrained(ensure_base(stage.base, stage.paths).path)
@@ -190,7 +190,7 @@ def find_revision(params: Params, policy: str, digest: str, scratch: Path) -> Pa
 
     That comes from the packed bytes in the store, without an effect probe, or from MLflow's registry.
     """
-    from engine.adapters.importing import directory_from_store
+    from engine.publishing.importing import directory_from_store
     from tasks import flavor
 
     known = params.paths.revision(policy, digest)
@@ -210,7 +210,7 @@ def find_revision(params: Params, policy: str, digest: str, scratch: Path) -> Pa
 def _registered(params: Params, policy: str, digest: str) -> int | None:
     import httpx
 
-    from engine.registry import Registry
+    from engine.controller.mlflow_registry import Registry
 
     with httpx.Client(base_url=params.url("mlflow"), trust_env=False) as client:
         try:
@@ -227,8 +227,8 @@ def evaluate(params: Params, report: Report) -> None:
     Items go out in their frozen order, `evaluate.batch` at a time. Raises `EffectError` when the engine
     does not reproduce the revision's effect probe: its scores would be another model's.
     """
-    from engine.adapters.importing import import_revision
     from engine.adapters.revision import read_revision
+    from engine.publishing.importing import import_revision
     from tasks.evaluation import write_evaluation
     from tasks.score import score
     from tasks.verify import verify

@@ -14,9 +14,9 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.context import TaskRunContext
 
-from engine.config import Params, PolicyConfig, served_name
 from engine.errors import ServiceError
-from engine.forms import CreatePolicyForm, DecideForm, HoldForm, ReleaseForm, RestoreForm
+from engine.settings.forms import CreatePolicyForm, DecideForm, HoldForm, ReleaseForm, RestoreForm
+from engine.settings.params import Params, PolicyConfig, served_name
 
 if TYPE_CHECKING:
     from tasks.score import Score
@@ -94,7 +94,7 @@ def score(params: Params, policy: str, digest: str | None, suite: str, key: str)
 @task(name="score champion", task_run_name="score champion of {policy}", cache_policy=NO_CACHE)
 def score_champion(params: Params, policy: str, digest: str, suite: str, key: str) -> None:
     """Score what a release of `digest` is compared with: another version of the suite has other items."""
-    from engine.adapters.catalog import Catalog
+    from engine.catalog.catalog import Catalog
     from tasks import score as plain
 
     catalog = Catalog(params.paths.catalog_url)
@@ -210,7 +210,7 @@ def release_in_background(params: Params, policy: str, digest: str) -> str:
     """Start the `release` deployment for a revision that passed its probe; it may take days."""
     from prefect.deployments import run_deployment
 
-    from engine.adapters.catalog import Catalog
+    from engine.catalog.catalog import Catalog
 
     catalog = Catalog(params.paths.catalog_url)
     probe = catalog.revision(policy, digest).probe or {}

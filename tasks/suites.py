@@ -19,10 +19,10 @@ from typing import Any
 
 import yaml
 
-from engine.config import PolicyConfig
 from engine.errors import ConfigError, Conflict, NotFound
-from engine.training.problems import Problem, stream
-from engine.training.verifiers import Verifier
+from engine.problems.procedural import Problem, stream
+from engine.problems.verifiers import Verifier
+from engine.settings.params import PolicyConfig
 
 SUITES = Path(__file__).parent.parent / "eval_suites"
 ITEMS = "items.jsonl"
@@ -228,8 +228,8 @@ def main() -> None:
     """Freeze the suites of `params.yaml` for the chat template of its base."""
     from transformers import AutoTokenizer
 
-    from engine.base import ensure_base, prompt_text
-    from engine.config import load_params
+    from engine.base.resident import ensure_base, prompt_text
+    from engine.settings.params import load_params
 
     params = load_params()
     tokenizer = AutoTokenizer.from_pretrained(ensure_base(params.base, params.paths).path)

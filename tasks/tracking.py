@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from engine.config import Params
 from engine.errors import ServiceError
+from engine.settings.params import Params
 from tasks.register import ensure_up, log_steps, run_of_session, start_run_of_session
 
 EVERY_S = 20.0

@@ -17,18 +17,18 @@ from typing import Any
 
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, stop_after_delay, wait_fixed
 
-from engine.adapters.families import BaseShapes
-from engine.config import Params, PolicyConfig, content_hash
+from engine.base.families import BaseShapes
 from engine.errors import ConfigError, Conflict, NotFound, ServiceError
-from engine.gpu import cuda_bytes
-from engine.quality.spool import Spool
-from engine.training.client import TrainerClient
-from engine.training.problems import check_task, stream
-from engine.training.protocol import AdamParams, Exported, SessionInfo
-from engine.training.verifiers import Verifier
+from engine.ledger.spool import Spool
+from engine.planning.gpu import cuda_bytes
+from engine.problems.procedural import check_task, stream
+from engine.problems.verifiers import Verifier
+from engine.settings.params import Params, PolicyConfig, content_hash
+from engine.training.service.client import TrainerClient
+from engine.training.service.protocol import AdamParams, Exported, SessionInfo
 from tasks import rollout_data
-from tasks.lines import Line, line_of
 from tasks.rollout_data import Ahead, Drawn, Judged, Sampler, Source
+from tasks.training_lineage import Line, line_of
 
 # About 300 tokens with short answers: in bfloat16 a probe of 100 refuses right mixtures of experts. The
 # trainer draws them, and all other policies wait meanwhile.
@@ -104,8 +104,8 @@ def prepare(params: Params, policy: str, config: PolicyConfig, key: str) -> Run:
     """Open what a run's steps need; `ConfigError` for settings that would fail only after rollouts."""
     from transformers import AutoTokenizer
 
-    from engine.base import ensure_base
-    from engine.training.grpo import loss_of
+    from engine.base.resident import ensure_base
+    from engine.training.loss.grpo import loss_of
 
     # One of the policy's own that cannot be loaded must not cost a rollout.
     loss_of(config.loss)

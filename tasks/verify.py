@@ -7,13 +7,13 @@ a tombstone, which this gate lifts again when the engine does reproduce the revi
 import json
 from typing import TYPE_CHECKING, Any
 
-from engine.config import Params, content_hash, served_name
 from engine.errors import AdapterError, GraftworkError
+from engine.settings.params import Params, content_hash, served_name
 
 if TYPE_CHECKING:
-    from engine.adapters.catalog import Catalog, Revision
-    from engine.quality.blame import Blame
+    from engine.catalog.catalog import Catalog, Revision
     from engine.quality.probe import Probe, ProbeResult
+    from engine.verification.fault_localization import Blame
 
 GATE = "effect probe"
 # A trainer that is up answers at once; a refusal does not wait for one that is not.
@@ -27,7 +27,7 @@ def verify(params: Params, policy: str, digest: str, key: str) -> dict[str, Any]
     `AdapterError` when the revision has no probe, `NotFound` when the catalog does not know it, and
     `ServiceError` when the engine is away.
     """
-    from engine.adapters.catalog import Catalog
+    from engine.catalog.catalog import Catalog
     from engine.quality.probe import check
 
     catalog = Catalog(params.paths.catalog_url)
@@ -47,7 +47,7 @@ def verify(params: Params, policy: str, digest: str, key: str) -> dict[str, Any]
 
 
 def _shipped(params: Params, revision: "Revision") -> "Probe":
-    from engine.adapters.importing import serving_dtype
+    from engine.publishing.importing import serving_dtype
     from engine.quality.probe import from_json
 
     file = params.paths.revision(revision.policy, revision.digest) / "probe.json"
@@ -79,14 +79,14 @@ def _search(
     from contextlib import closing
     from pathlib import Path
 
-    from engine.adapters.families import BaseShapes
-    from engine.adapters.publishing import stored_tensors
     from engine.adapters.revision import read_revision
-    from engine.adapters.store import open_store
-    from engine.quality.blame import Blame, find_module
-    from engine.quality.parts import Parts, trainer_reference
+    from engine.base.families import BaseShapes
+    from engine.publishing.publish import stored_tensors
     from engine.quality.probe import UNKNOWN, asking
-    from engine.training.client import TrainerClient
+    from engine.store.segments import open_store
+    from engine.training.service.client import TrainerClient
+    from engine.verification.adapter_ablation import Parts, trainer_reference
+    from engine.verification.fault_localization import Blame, find_module
 
     try:
         base = BaseShapes.read(Path(catalog.base(revision.base).path))
@@ -116,8 +116,8 @@ def _act(params: Params, catalog: "Catalog", revision: "Revision", result: "Prob
     """Let no request reach a refused revision, and tell the ledger; one that is the base harms nobody."""
     from contextlib import closing
 
-    from engine.quality.apply import Applier
-    from engine.quality.spool import Spool
+    from engine.controller.apply import Applier
+    from engine.ledger.spool import Spool
 
     policy, digest = revision.policy, revision.digest
     stone = catalog.tombstone(policy, digest)

@@ -9,11 +9,11 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from engine.config import Params, served_name
 from engine.errors import ServiceError
-from engine.quality.page_data import VersionFacts, gather
-from engine.quality.report_data import Curve
-from engine.quality.report_training import spoken
+from engine.report.data import Curve
+from engine.report.revision_page import VersionFacts, gather
+from engine.report.training import spoken
+from engine.settings.params import Params, served_name
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

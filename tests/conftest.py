@@ -13,7 +13,7 @@ import pytest
 from live import RunningEngine, start_engine, stop_engine
 from postgres import fresh_database, postgres
 
-from engine.adapters.catalog import Catalog, Policy, migrate
+from engine.catalog.catalog import Catalog, Policy, migrate
 
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",
@@ -64,8 +64,8 @@ def chromium(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session")
 def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base of the real recipe's shape, trained for seconds only: it talks, but badly."""
-    from engine.base import build
-    from engine.recipes import RECIPES
+    from engine.base.recipes import RECIPES
+    from engine.base.resident import build
 
     directory = tmp_path_factory.mktemp("bases") / "tiny"
     directory.mkdir()

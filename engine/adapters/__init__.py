@@ -1,1 +1,1 @@
-"""Revisions: their identity, formats, bytes and catalog."""
+"""Formats of adapters: revisions, layouts, packed files. Knows neither catalog nor store."""

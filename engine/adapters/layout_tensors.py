@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.adapters.families import PROJECTIONS, BaseShapes
 from engine.adapters.layouts import BY_NAME, PER_EXPERT, PLAIN, Detected, Factor, Layout
 from engine.adapters.revision import PEFT_PREFIX, Tensors, split_key
+from engine.base.families import PROJECTIONS, BaseShapes
 from engine.errors import AdapterError
 
 ORDER = {"A": "ERI", "B": "EOR"}

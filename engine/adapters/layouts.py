@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from engine.adapters.families import BaseShapes, Size
 from engine.adapters.revision import PEFT_PREFIX
+from engine.base.families import BaseShapes, Size
 from engine.errors import AdapterError
 
 Shape = tuple[int, ...]

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.adapters.families import FUSED
 from engine.adapters.sizes import ALIGNMENT
+from engine.base.families import FUSED
 from engine.errors import AdapterError
 
 FORMAT_VERSION = 2

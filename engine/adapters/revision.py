@@ -23,8 +23,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 
-from engine.adapters.families import PROJECTIONS
 from engine.adapters.manifests import MANIFEST
+from engine.base.families import PROJECTIONS
 from engine.errors import AdapterError, BaseModelError, Conflict
 from engine.files import sync
 from engine.version import code_version

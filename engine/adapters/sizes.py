@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, groupby
 
-from engine.adapters.families import PROJECTIONS, BaseShapes, Size
+from engine.base.families import PROJECTIONS, BaseShapes, Size
 
 # Blocks of a packed file begin at multiples of this.
 ALIGNMENT = 64

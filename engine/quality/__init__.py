@@ -1,1 +1,1 @@
-"""Ledger, sequential statistics and the release decision."""
+"""Statistics of quality: sequential evidence, estimates, and the effect probe."""

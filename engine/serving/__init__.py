@@ -1,1 +1,1 @@
-"""What runs inside vLLM: plugin, loader, residency, gateway; and how its server is started."""
+"""What runs inside vLLM: gateway, residency, worker, plugin; and how its server is started."""

@@ -15,14 +15,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.config import Params, load_params
 from engine.errors import ConfigError
-from engine.memory import BATCHED_TOKENS
-from engine.service_config import EngineConfig
+from engine.planning.memory import BATCHED_TOKENS
+from engine.settings.params import Params, load_params
+from engine.settings.services import EngineConfig
 
 if TYPE_CHECKING:
-    from engine.base import BaseInfo
-    from engine.memory import Plan
+    from engine.base.resident import BaseInfo
+    from engine.planning.memory import Plan
 
 CPU_KV_CACHE_GIB = 0.25
 # The shortest and longest n-gram that drafts are looked up by.
@@ -36,9 +36,9 @@ def main() -> None:
     params = load_params(path)
     set_environment(params)
 
-    from engine.adapters.catalog import migrate
-    from engine.base import ensure_base
-    from engine.gpu import planned, refuse_unless_served
+    from engine.base.resident import ensure_base
+    from engine.catalog.catalog import migrate
+    from engine.planning.gpu import planned, refuse_unless_served
 
     refuse_unless_served(params)
     plan = planned(params)
@@ -49,7 +49,7 @@ def main() -> None:
 
 def set_environment(params: Params) -> None:
     """Set what vLLM and its children read from the environment; restart once where it must be earlier."""
-    from engine.gpu import cuda_bytes
+    from engine.planning.gpu import cuda_bytes
 
     os.environ.setdefault("VLLM_PLUGINS", "graftwork")
     cores = sorted(os.sched_getaffinity(0))
@@ -124,8 +124,8 @@ def server_arguments(
         *executor_arguments(config, plan),
         *route_arguments(config, base),
         *speculative_arguments(config, plan),
-        "--worker-extension-cls", "engine.serving.loader.LoaderExtension",
-        "--middleware", "engine.serving.gateway.Gateway",
+        "--worker-extension-cls", "engine.serving.worker.loader.LoaderExtension",
+        "--middleware", "engine.serving.gateway.gateway.Gateway",
         "--additional-config", json.dumps({"graftwork": ours}),
         "--api-server-count", "1",
         "--generation-config", "vllm",
@@ -136,7 +136,7 @@ def server_arguments(
 
 def lora_targets(base: "BaseInfo") -> tuple[str, ...]:
     """Return what may carry LoRA; routed experts are one module of the engine, which calls it `experts`."""
-    from engine.adapters.families import BaseShapes
+    from engine.base.families import BaseShapes
 
     shapes = BaseShapes.read(base.path)
     return (*shapes.targets, *(("experts",) if shapes.experts else ()))
@@ -154,12 +154,16 @@ def _is_latent(base: "BaseInfo") -> bool:
 def executor_arguments(config: EngineConfig, plan: "Plan | None") -> list[str]:
     """Keep a worker that is alone on a CPU in the engine's process; ranks have processes of their own."""
     alone = plan is None and config.tensor_parallel == 1
-    return ["--distributed-executor-backend", "engine.serving.executor.InProcessExecutor"] if alone else []
+    return (
+        ["--distributed-executor-backend", "engine.serving.vllm_plugin.executor.InProcessExecutor"]
+        if alone
+        else []
+    )
 
 
 def route_arguments(config: EngineConfig, base: "BaseInfo") -> list[str]:
     """Record the experts of every token of a mixture of experts, if asked to; a request asks for its own."""
-    from engine.adapters.families import BaseShapes
+    from engine.base.families import BaseShapes
 
     recorded = config.routed_experts and BaseShapes.read(base.path).experts
     return ["--enable-return-routed-experts"] if recorded else []
@@ -207,7 +211,7 @@ def serve(arguments: list[str]) -> None:
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from engine.serving.accepting import accept_bursts
+    from engine.serving.gateway.uvicorn_accept import accept_bursts
 
     accept_bursts()
     cli_env_setup()

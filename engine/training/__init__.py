@@ -1,1 +1,1 @@
-"""The resident trainer: LoRA slots, GRPO, sessions, HTTP service and client."""
+"""Training on the resident base: model, loss, the trainer service and its client."""

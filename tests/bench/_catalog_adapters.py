@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.adapters.families import BaseShapes
+from engine.base.families import BaseShapes
 
 ROWS = 4096
 B_SIZE = 1.0

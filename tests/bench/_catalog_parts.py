@@ -37,9 +37,9 @@ def register(
     import torch
     from _catalog_adapters import KINDS, Maker
 
-    from engine.adapters.bulk import Entry, register_many
-    from engine.adapters.families import BaseShapes
-    from engine.adapters.store import Store
+    from engine.base.families import BaseShapes
+    from engine.publishing.bulk import Entry, register_many
+    from engine.store.segments import Store
 
     # The other cores are the hashes' and the writer's.
     torch.set_num_threads(1)
@@ -87,7 +87,7 @@ def register(
 
 def catalog_of(url: str, config: str, base_digest: str, policies: int, now: float) -> tuple[Any, float]:
     """Return a new catalog with a base and so many policies, and how many seconds these took."""
-    from engine.adapters.catalog import Base, Catalog, Policy, migrate
+    from engine.catalog.catalog import Base, Catalog, Policy, migrate
 
     migrate(url)
     catalog = Catalog(url)
@@ -131,8 +131,8 @@ def write(state: str, nbytes: int, batch_bytes: int) -> dict:
 def resolve(url: str, base_digest: str, names: list[str], rounds: int, spawned: float) -> dict:
     """Resolve names through a gateway's router; `spawned` is when this process was asked for."""
     began = time.time()
-    from engine.adapters.catalog import Catalog
-    from engine.serving.routing import Router
+    from engine.catalog.catalog import Catalog
+    from engine.serving.gateway.routing import Router
 
     imported = time.time()
     catalog = Catalog(url)

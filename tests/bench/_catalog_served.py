@@ -17,12 +17,12 @@ import psutil
 import torch
 from _catalog_adapters import Maker
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from live import RunningEngine
 from parity import ask, prompts
 
 from engine.adapters.revision import make_manifest, write_revision
-from engine.config import served_name
+from engine.settings.params import served_name
 
 # Fewer than the gateway's queue for cold loads takes.
 WAVE = 16

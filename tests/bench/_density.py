@@ -17,7 +17,7 @@ import _made
 import _served
 from _traffic import Ask, Client
 
-from engine.config import Params
+from engine.settings.params import Params
 
 SLOTS, BEYOND, HELD = 4, 6, 16
 PROMPT = tuple(range(40, 48))

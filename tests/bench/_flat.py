@@ -61,5 +61,5 @@ def title_of(command: Sequence[str]) -> str:
     if "::" in command[0]:
         return command[0].rpartition("::")[2]
     # The guard's command line has the server's in it.
-    known = {"engine.guard": "guard", "engine.serving.server": "api_server"}
+    known = {"engine.process_reaper": "guard", "engine.serving.server": "api_server"}
     return next((title for module, title in known.items() if module in command), "helper")

@@ -17,14 +17,14 @@ import numpy as np
 import torch
 
 from engine.adapters import packed
-from engine.adapters.catalog import Catalog, Policy, Revision
-from engine.adapters.families import BaseShapes
 from engine.adapters.layout_tensors import from_canonical
 from engine.adapters.layouts import PLAIN
-from engine.adapters.publishing import exported
-from engine.adapters.store import Location, open_store
-from engine.base import BaseInfo, base_config
-from engine.config import Params, served_name
+from engine.base.families import BaseShapes
+from engine.base.resident import BaseInfo, base_config
+from engine.catalog.catalog import Catalog, Policy, Revision
+from engine.publishing.publish import exported
+from engine.settings.params import Params, served_name
+from engine.store.segments import Location, open_store
 
 # Of adapters that are appended and committed together.
 BATCH_BYTES = 64 << 20

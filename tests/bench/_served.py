@@ -17,15 +17,15 @@ import psutil
 import torch
 from _traffic import Server
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from live import StockServer, free_port, stop_group
 
-from engine import services
-from engine.adapters.catalog import Catalog, ensure_local_key
-from engine.adapters.families import BaseShapes
-from engine.base import BaseInfo, ensure_base
-from engine.config import Params
+from engine.base.families import BaseShapes
+from engine.base.resident import BaseInfo, ensure_base
+from engine.catalog.catalog import Catalog, ensure_local_key
+from engine.services import lifecycle as services
 from engine.serving.server import lora_targets
+from engine.settings.params import Params
 
 START_S = 900
 CONTEXT, SEQUENCES = 256, 128
@@ -142,7 +142,7 @@ def stock(base: BaseInfo, shape: Shape, folder: Path, slots: int, cached: int) -
     more += [
         "--enable-mixed-moe-lora-format",
         "--distributed-executor-backend",
-        "engine.serving.executor.InProcessExecutor",
+        "engine.serving.vllm_plugin.executor.InProcessExecutor",
     ]
     variables |= {"OMP_WAIT_POLICY": "passive", "THP_MEM_ALLOC_ENABLE": "1"}
     program = (str(Path(__file__).with_name("_stock_moe.py")), str(folder))

@@ -20,9 +20,9 @@ from vllm.lora.resolver import LoRAResolver, LoRAResolverRegistry
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.v1.worker import lora_model_runner_mixin
 
-from engine.serving import plugin
-from engine.serving.moe_cpu import ExpertsWithLoRA
-from engine.serving.slots import slots_of
+from engine.serving.vllm_plugin import plugin
+from engine.serving.worker.moe_cpu import ExpertsWithLoRA
+from engine.serving.worker.slots import slots_of
 
 # By this name a worker imports the patches before it loads the model.
 EXTENSION = "_stock_moe.Extension"

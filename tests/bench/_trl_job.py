@@ -7,15 +7,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from engine.config import PolicyConfig, content_hash
+from engine.settings.params import PolicyConfig, content_hash
 
 HERE = Path(__file__).parent
 
 
 def job(config: PolicyConfig, base: Path, output: Path, batch: int) -> dict[str, Any]:
     """Return a run of TRL with the settings that our loop has: from the policy, and from the trainer."""
-    from engine.adapters.families import BaseShapes
-    from engine.training.protocol import AdamParams
+    from engine.base.families import BaseShapes
+    from engine.training.service.protocol import AdamParams
 
     adam = AdamParams()
     return {
@@ -36,8 +36,8 @@ def questions(config: PolicyConfig, base: Path) -> list[dict[str, Any]]:
     """Return the problems that our loop draws in its steps, in its order, as text and as token ids."""
     from transformers import AutoTokenizer
 
-    from engine.base import prompt_ids, prompt_text
-    from engine.training.problems import render, stream
+    from engine.base.resident import prompt_ids, prompt_text
+    from engine.problems.procedural import render, stream
 
     tokenizer = AutoTokenizer.from_pretrained(base)
     drawn = islice(stream(config.task, "train", config.seed), config.groups * config.steps)

@@ -32,13 +32,13 @@ import _record as record
 import torch
 from _catalog_adapters import KINDS, Maker, adapter_bytes
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from live import free_port, start_engine, stop_engine
 
-from engine.adapters import bulk
-from engine.adapters.families import BaseShapes
-from engine.base import BaseInfo, ensure_base
-from engine.config import BaseConfig, load_params, served_name
+from engine.base.families import BaseShapes
+from engine.base.resident import BaseInfo, ensure_base
+from engine.publishing import bulk
+from engine.settings.params import BaseConfig, load_params, served_name
 
 PARTS = Path(__file__).with_name("_catalog_parts.py")
 DTYPE = "bfloat16"

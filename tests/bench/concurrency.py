@@ -29,12 +29,12 @@ from _account import Account, members, peak_bytes, reset_peaks
 from _rounds import Round, compared, faults, where_time_goes
 from _shapes import SHAPES, shaped_base
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from live import free_port
 
-from engine import services
-from engine.base import ensure_base
-from engine.config import BaseConfig, Params, PolicyConfig, load_params
+from engine.base.resident import ensure_base
+from engine.services import lifecycle as services
+from engine.settings.params import BaseConfig, Params, PolicyConfig, load_params
 from tasks.parallel import in_parallel
 
 LEAST = {"tiny-dense": 1.5, "tiny-moe": 1.3, "qwen3-0.6b": 2.81, "qwen3-4b": 2.81, "qwen3-30b-a3b": 2.0}
@@ -51,7 +51,7 @@ class Bench:
     """Live services on one base, and the rounds that are run on them."""
 
     def __init__(self, params: Params, steps: int):
-        from engine.adapters.catalog import Catalog, ensure_local_key
+        from engine.catalog.catalog import Catalog, ensure_local_key
 
         self.params, self.steps = params, steps
         self.recipe: dict[str, Any] = {} if params.base.name in TINY else SHAPED
@@ -91,8 +91,8 @@ class Bench:
 
         Both policies are resident.
         """
-        from engine.training.client import TrainerClient
         from engine.training.rollouts import Sample
+        from engine.training.service.client import TrainerClient
         from tasks.rollout_data import datum
 
         client, config = TrainerClient(self.params.url("trainer")), self.config(0, 0)
@@ -133,8 +133,8 @@ def adapted(params: Params, policy: str, config: PolicyConfig, key: str) -> tupl
 @contextmanager
 def watching(account: Account) -> Iterator[None]:
     """Count the calls that make up an adaptation to their phases."""
-    from engine.training.client import TrainerClient
-    from engine.training.verifiers import Verifier
+    from engine.problems.verifiers import Verifier
+    from engine.training.service.client import TrainerClient
     from tasks import rollout_data, score
 
     parts = (

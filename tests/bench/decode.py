@@ -22,13 +22,13 @@ from pathlib import Path
 import _record as record
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from live import RunningEngine, StockServer, start_engine, stop_engine
 from made_adapters import write
 from parity import ask, weight_of
 
-from engine.adapters.families import BaseShapes
-from engine.recipes import RECIPES
+from engine.base.families import BaseShapes
+from engine.base.recipes import RECIPES
 
 BATCH, RANK = 64, 8
 PROMPT, SHORT, LONG = 16, 4, 132
@@ -45,7 +45,7 @@ Server = RunningEngine | StockServer
 
 def make_base(name: str, root: Path) -> Path:
     """Build a base of the recipe's shape, trained for seconds only: speed does not depend on its weights."""
-    from engine.base import build
+    from engine.base.resident import build
 
     recipe = RECIPES[name]
     directory = root / name

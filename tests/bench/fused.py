@@ -17,11 +17,11 @@ from pathlib import Path
 import _record as record
 import torch
 
-from engine.base import ensure_base
-from engine.config import BaseConfig, load_params
-from engine.training.fused import Call, forward_backward_many, is_worth_fusing
-from engine.training.lora import Example, ResidentBase, Row
-from engine.training.update import forward_backward
+from engine.base.resident import ensure_base
+from engine.settings.params import BaseConfig, load_params
+from engine.training.model.fused import Call, forward_backward_many, is_worth_fusing
+from engine.training.model.lora import Example, ResidentBase, Row
+from engine.training.model.update import forward_backward
 
 POLICIES = (1, 3, 9)
 SAMPLES = (8, 16, 32, 128)

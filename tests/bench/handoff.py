@@ -23,10 +23,10 @@ import torch
 from _shapes import QWEN3_06B, QWEN3_4B, SHAPES, shaped_base
 from safetensors.torch import load_file, save_file
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from live import RunningEngine, StockServer, start_engine, stop_engine
 
-from engine.adapters.families import BaseShapes
+from engine.base.families import BaseShapes
 
 LENGTHS = (1, 64, 305)
 TARGETS = {
@@ -80,8 +80,8 @@ def adapter_shares() -> dict[str, float]:
 
 def make_base(name: str, root: Path) -> tuple[Path, str]:
     """Build the base once; return its directory and serving dtype."""
-    from engine.base import build
-    from engine.recipes import RECIPES
+    from engine.base.recipes import RECIPES
+    from engine.base.resident import build
 
     chosen = name if name in RECIPES else "tiny-dense"
     built, recipe = root / chosen, RECIPES[chosen]

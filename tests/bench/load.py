@@ -24,15 +24,15 @@ import _record as record
 import torch
 from safetensors.torch import save_file
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 import vllm_layers as made
 
 from engine.adapters import packed
-from engine.adapters.checksums import checksum_of
-from engine.adapters.families import BaseShapes
-from engine.adapters.store import Store
-from engine.serving.host_tier import HostTier
-from engine.serving.loader import Registered, SlotManager
+from engine.base.families import BaseShapes
+from engine.serving.worker.host_tier import HostTier
+from engine.serving.worker.loader import Registered, SlotManager
+from engine.store.checksums import checksum_of
+from engine.store.segments import Store
 
 WIDTH = {
     "model_type": "qwen3_moe", "num_hidden_layers": 48, "hidden_size": 2048, "num_attention_heads": 32,
@@ -60,7 +60,7 @@ class CpuExperts:
     """The experts of a layer as the engine keeps them on a CPU."""
 
     def __init__(self, config, rank: int, tp: tuple[int, int]):
-        from engine.serving.slots import ExpertSlots
+        from engine.serving.worker.slots import ExpertSlots
 
         count, hidden = config["num_experts"], config["hidden_size"]
         inner = config["moe_intermediate_size"] // tp[1]

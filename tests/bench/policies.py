@@ -22,16 +22,16 @@ import _record as record
 import httpx
 import psutil
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from live import free_port
-from test_trainer_service import ADAM, Service, data
+from trainer_service import ADAM, Service, data
 
-from engine.adapters.families import BaseShapes
-from engine.base import ensure_base
-from engine.config import BaseConfig, Paths, load_params
-from engine.training.adapter import sites_of
-from engine.training.capacity import bytes_of
-from engine.training.protocol import SessionInfo
+from engine.base.families import BaseShapes
+from engine.base.resident import ensure_base
+from engine.settings.params import BaseConfig, Paths, load_params
+from engine.training.model.adapter import sites_of
+from engine.training.service.capacity import bytes_of
+from engine.training.service.protocol import SessionInfo
 
 # Calls of each of two policies in one round.
 CALLS = 16

@@ -19,19 +19,19 @@ from pathlib import Path
 import _record as record
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from live import RunningEngine, start_engine, stop_engine
 from parity import RANK, prompts, random_adapter
 
-from engine.adapters.families import BaseShapes
 from engine.adapters.revision import make_manifest, write_revision
-from engine.base import ensure_base
-from engine.config import BaseConfig, Params, load_params
-from engine.quality.blame import place
+from engine.base.families import BaseShapes
+from engine.base.resident import ensure_base
 from engine.quality.probe import TOLERANCE, Probe, ProbeResult, check
-from engine.training.export import Exporter
-from engine.training.lora import ResidentBase
-from engine.training.protocol import ProbeRevision
+from engine.settings.params import BaseConfig, Params, load_params
+from engine.training.model.lora import ResidentBase
+from engine.training.service.export import Exporter
+from engine.training.service.protocol import ProbeRevision
+from engine.verification.fault_localization import place
 from tasks.train import PROBE_PROMPTS, PROBE_TOKENS
 
 FAULTS = (1.0, 0.5, 0.3, 0.1, 0.03, 0.01)

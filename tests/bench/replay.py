@@ -19,17 +19,17 @@ from pathlib import Path
 import _record as record
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from live import RunningEngine, start_engine, stop_engine
 from parity import RANK, random_adapter
 
-from engine.adapters.families import BaseShapes
-from engine.base import ensure_base, prompt_ids
-from engine.config import BaseConfig, load_params
-from engine.training.lora import ResidentBase
-from engine.training.packing import Row
-from engine.training.problems import TASKS, stream
-from engine.training.replay import decode
+from engine.base.families import BaseShapes
+from engine.base.resident import ensure_base, prompt_ids
+from engine.problems.procedural import TASKS, stream
+from engine.settings.params import BaseConfig, load_params
+from engine.training.model.lora import ResidentBase
+from engine.training.model.packing import Row
+from engine.training.model.replay import decode
 from engine.training.rollouts import Sampling, sample_groups
 
 ENGINES = {"float32": ("float32",), "bfloat16": ("float32", "bfloat16")}

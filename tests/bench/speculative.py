@@ -26,18 +26,18 @@ import _record as record
 import httpx
 import psutil
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from live import RunningEngine, start_engine, stop_engine
 from parity import ask, random_adapter
 
-from engine.adapters.families import BaseShapes
-from engine.base import ensure_base, prompt_ids
-from engine.config import BaseConfig, load_params
+from engine.base.families import BaseShapes
+from engine.base.resident import ensure_base, prompt_ids
 from engine.errors import ConfigError
-from engine.gpu import cuda_bytes
-from engine.service_config import EngineConfig
+from engine.planning.gpu import cuda_bytes
+from engine.problems.procedural import TASKS, stream
 from engine.serving.server import speculative_arguments
-from engine.training.problems import TASKS, stream
+from engine.settings.params import BaseConfig, load_params
+from engine.settings.services import EngineConfig
 from engine.training.rollouts import Sampling, sample_groups
 
 GROUPS, GROUP_SIZE, TOKENS = 16, 8, 24

@@ -45,12 +45,12 @@ import _lengthy_base as lengthy
 import _record as record
 from _trl_job import environment, job
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from live import free_port
 
-from engine import services
-from engine.config import Params, PolicyConfig, content_hash
-from engine.loss_config import LossConfig
+from engine.services import lifecycle as services
+from engine.settings.losses import LossConfig
+from engine.settings.params import Params, PolicyConfig, content_hash
 
 WARM, LAST = 2, 3
 LEARNING_RATE = 3e-4
@@ -169,8 +169,8 @@ def settings(base: Path, state: Path) -> Params:
 
 def lengthy_base(directory: Path, params: Path) -> Path:
     """Return the base of long answers, built once for each way of building it; about four minutes."""
-    from engine.base import ensure_base, progress_bar
-    from engine.config import BaseConfig, load_params
+    from engine.base.resident import ensure_base, progress_bar
+    from engine.settings.params import BaseConfig, load_params
 
     source = ensure_base(BaseConfig(name="tiny-dense"), load_params(params).paths).path
     name = content_hash([source.name, Path(lengthy.__file__).read_text()])
@@ -198,7 +198,7 @@ def measure(params: Params, base: Path, python: Path, given: argparse.Namespace)
 
 
 def local_key(params: Params) -> str:
-    from engine.adapters.catalog import Catalog, ensure_local_key
+    from engine.catalog.catalog import Catalog, ensure_local_key
 
     catalog = Catalog(params.paths.catalog_url)
     key = ensure_local_key(catalog, params.paths.local_key)

@@ -14,10 +14,10 @@ from live import start_engine, stop_engine
 from mla_bases import deepseek_v32
 from parity import RANK, prompts, random_adapter
 
-from engine.adapters.families import DROPPED_ON_CUDA, BaseShapes
-from engine.training.lora import ResidentBase
-from engine.training.packing import Row
-from engine.training.replay import decode
+from engine.base.families import DROPPED_ON_CUDA, BaseShapes
+from engine.training.model.lora import ResidentBase
+from engine.training.model.packing import Row
+from engine.training.model.replay import decode
 from engine.training.rollouts import Sampling, sample_groups
 
 pytestmark = [

@@ -18,8 +18,11 @@ pytestmark = [
     ),
 ]
 
-from kernels import experts_grad, experts_triton, naive, scatter_triton, testing  # noqa: E402
-from kernels.scatter import Copy  # noqa: E402
+from kernels import naive, testing  # noqa: E402
+from kernels.experts import autograd as experts_grad  # noqa: E402
+from kernels.experts import triton as experts_triton  # noqa: E402
+from kernels.scatter import triton as scatter_triton  # noqa: E402
+from kernels.scatter.cpu import Copy  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 MIXES = {

@@ -14,10 +14,10 @@ import pytest
 import torch
 from live import free_port, start_engine, stop_engine
 
-from engine import gpu
-from engine.config import Params
-from engine.memory import gib
-from engine.service_config import EngineConfig, TrainerConfig
+from engine.planning import gpu
+from engine.planning.memory import gib
+from engine.settings.params import Params
+from engine.settings.services import EngineConfig, TrainerConfig
 
 pytestmark = [
     pytest.mark.gpu,
@@ -69,7 +69,7 @@ def show(what: str, planned: int, measured: int) -> None:
 
 
 def rows(count: int, length: int):
-    from engine.training.lora import Example, Row
+    from engine.training.model.lora import Example, Row
 
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(5, 300, (count, length), generator=generator).tolist()
@@ -80,8 +80,8 @@ def rows(count: int, length: int):
 
 def test_memory_and_answers_are_as_planned(params: Params, base: Path) -> None:
     """One test, since each part's memory is measured on top of the one before."""
-    from engine.training.service import load_base
-    from engine.training.update import forward_backward
+    from engine.training.model.update import forward_backward
+    from engine.training.service.app import load_base
 
     found = gpu.planned(params)
     assert found is not None

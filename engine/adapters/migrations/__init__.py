@@ -1,1 +1,0 @@
-"""Alembic migrations of the catalog; `engine.adapters.catalog.migrate` runs them."""

@@ -1,0 +1,1 @@
+"""Resident bases: found or built, their families and sizes."""

@@ -1,0 +1,146 @@
+"""A base's sizes, read from its `config.json`: how many numbers it has, and how wide its layers are.
+
+Knows what a family has beside its projections, which engine/base/families.py lists: norms, biases,
+routers. Opens no file and loads no tensor.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.base.families import PROJECTIONS, BaseShapes, Experts
+from engine.errors import ConfigError
+
+INPUTS = ("q_proj", "k_proj", "v_proj")
+# Families whose parameters are counted here, with the projections that have a bias when `attention_bias`
+# is set; a test counts each by transformers too.
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "llama": (*INPUTS, "o_proj"),
+    "mistral": (),
+    "qwen2": INPUTS,
+    "qwen3": (*INPUTS, "o_proj"),
+    "qwen3_moe": (*INPUTS, "o_proj"),
+    "mixtral": (),
+    "deepseek_v3": ("q_a_proj", "kv_a_proj_with_mqa", "o_proj"),
+    "kimi_k2": ("q_a_proj", "kv_a_proj_with_mqa", "o_proj"),
+    "deepseek_v32": ("q_a_proj", "kv_a_proj_with_mqa", "o_proj"),
+    "glm4_moe": INPUTS,
+    "gpt_oss": (*INPUTS, "o_proj"),
+}
+# Families that have those biases also when their file does not say so.
+BIASED = ("qwen2", "gpt_oss")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What of a base's `config.json` decides its memory.
+
+    `queries` and `keys` are the widths of all heads of a token, `cached` what the KV cache keeps of a token
+    in a layer, `widest_mlp` the inner width that a token passes through in the widest layer, `experts` and
+    `active` how many routed experts such a layer has and a token takes (0 without), and `lora_width` the sum
+    of inputs and outputs of all projections: an adapter of rank R has R times as many numbers.
+    """
+
+    layers: int
+    hidden: int
+    queries: int
+    keys: int
+    cached: int
+    vocabulary: int
+    widest_mlp: int
+    experts: int
+    active: int
+    parameters: int
+    lora_width: int
+
+    @staticmethod
+    def of(config: Mapping[str, Any]) -> "Shape":
+        """Read a `config.json`; `ConfigError` for a family whose memory is not known here."""
+        if config.get("model_type") not in FAMILIES:
+            raise ConfigError(
+                f"The memory of a base of the family {config.get('model_type')!r} cannot be planned. "
+                f"Choose one of {', '.join(FAMILIES)}, or set base.name to such a base."
+            )
+        shapes = BaseShapes.of(config)
+        sizes = [(1, size) for size in shapes.linear.values()]
+        for experts in shapes.experts.values():
+            sizes += [(experts.count, experts.size(name)) for name in PROJECTIONS]
+        queries, keys, cached = _heads(config)
+        embeddings = 1 if config.get("tie_word_embeddings") else 2
+        return Shape(
+            layers=config["num_hidden_layers"],
+            hidden=config["hidden_size"],
+            queries=queries,
+            keys=keys,
+            cached=cached,
+            vocabulary=config["vocab_size"],
+            widest_mlp=_widest(config, shapes),
+            experts=max((experts.count for experts in shapes.experts.values()), default=0),
+            active=config["num_experts_per_tok"] if shapes.experts else 0,
+            parameters=sum(count * inputs * outputs for count, (inputs, outputs) in sizes)
+            + embeddings * config["vocab_size"] * config["hidden_size"]
+            + _biases(config, shapes)
+            + _norms(config)
+            + _indexers(config)
+            + sum(_router(config, experts) for experts in shapes.experts.values()),
+            lora_width=sum(count * (inputs + outputs) for count, (inputs, outputs) in sizes),
+        )
+
+
+def _heads(config: Mapping[str, Any]) -> tuple[int, int, int]:
+    heads = config["num_attention_heads"]
+    if latent := config.get("kv_lora_rank"):
+        # The trainer computes every head's keys; vLLM keeps latent, rotated part and indexer's key, once.
+        rope = config["qk_rope_head_dim"]
+        width = heads * (config["qk_nope_head_dim"] + rope)
+        return width, width, latent + rope + (config.get("index_head_dim") or 0)
+    keys = (config.get("num_key_value_heads") or heads) * _head_dim(config)
+    return heads * _head_dim(config), keys, 2 * keys
+
+
+def _head_dim(config: Mapping[str, Any]) -> int:
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
+def _widest(config: Mapping[str, Any], shapes: BaseShapes) -> int:
+    shared = config.get("n_shared_experts") or 0
+    routed = [(config["num_experts_per_tok"] + shared) * experts.inner for experts in shapes.experts.values()]
+    dense = [size[1] for module, size in shapes.linear.items() if module.endswith(".mlp.gate_proj")]
+    return max(routed + dense)
+
+
+def _biases(config: Mapping[str, Any], shapes: BaseShapes) -> int:
+    family = config["model_type"]
+    biased = FAMILIES[family] if config.get("attention_bias", family in BIASED) else ()
+    if family == "llama" and config.get("mlp_bias"):
+        biased = (*biased, *PROJECTIONS)
+    return sum(size[1] for name, size in shapes.linear.items() if name.rpartition(".")[2] in biased)
+
+
+def _norms(config: Mapping[str, Any]) -> int:
+    """Count the norms, the last one included, and what else a layer has a vector of."""
+    family, hidden = config["model_type"], config["hidden_size"]
+    layer = 2 * hidden
+    if family.startswith("qwen3") or (family == "glm4_moe" and config.get("use_qk_norm")):
+        layer += 2 * _head_dim(config)
+    if latent := config.get("kv_lora_rank"):
+        layer += latent + (config.get("q_lora_rank") or 0)
+    if family == "gpt_oss":
+        # The attention's sinks.
+        layer += config["num_attention_heads"]
+    return int(config["num_hidden_layers"] * layer + hidden)
+
+
+def _indexers(config: Mapping[str, Any]) -> int:
+    """Count what picks the keys of sparse attention: three projections and a norm with bias a layer."""
+    if not (heads := config.get("index_n_heads")):
+        return 0
+    width, hidden = config["index_head_dim"], config["hidden_size"]
+    layer = config["q_lora_rank"] * heads * width + hidden * (width + heads) + 2 * width
+    return int(config["num_hidden_layers"] * layer)
+
+
+def _router(config: Mapping[str, Any], experts: Experts) -> int:
+    """Count a layer's router, and with GPT-OSS the biases of router and experts."""
+    biases = 1 + 2 * experts.inner + experts.hidden if config["model_type"] == "gpt_oss" else 0
+    return experts.count * (experts.hidden + biases)

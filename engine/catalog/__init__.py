@@ -1,0 +1,1 @@
+"""The catalog: durable index of bases, policies, revisions, routes and releases."""

@@ -1,0 +1,140 @@
+"""The databases of a catalog, SQLite or Postgres: their addresses, and how a connection must be set up.
+
+Knows what SQLite's file and log need. Knows none of the catalog's rows, but that `revisions` is large and by
+which index it is asked.
+"""
+
+import sqlite3
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import URL, Connection, Engine, create_engine, event
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import ArgumentError
+
+from engine.errors import ConfigError
+
+BUSY_TIMEOUT_MS = 15_000
+STATEMENT_TIMEOUT_MS = 120_000
+# With a Postgres server that says nothing: seconds until a connection has failed (2 is the least),
+# milliseconds until bytes that it does not acknowledge have, and seconds of silence until it is asked.
+PATIENCE = {
+    "connect_timeout": 2,
+    "tcp_user_timeout": 5000,
+    "keepalives_idle": 5,
+    "keepalives_interval": 2,
+    "keepalives_count": 3,
+}
+CACHE_KIB = 64 << 10
+# Random digests touch a page each: the log is copied into the database in larger parts than by default.
+# While 10^6 rows come it grows to some 150 MB, 2% of the bytes of so many small adapters.
+CHECKPOINT_PAGES = 16_000
+# For how long others may keep it from being shortened.
+LOG_S = 0.2
+# The advisory lock that makes writers of one Postgres database take turns, as SQLite's do.
+WRITE_LOCK = 0x67726166
+
+
+def database(url: str) -> URL:
+    """Return a catalog's address; `ConfigError` when it names neither SQLite nor Postgres."""
+    try:
+        address = make_url(url)
+    except ArgumentError:
+        raise ConfigError(
+            f"{url!r} is no address of a catalog. It is sqlite:///FILE or postgresql://USER@HOST/NAME."
+        ) from None
+    backend = address.get_backend_name()
+    if backend == "postgresql":
+        return address.set(drivername="postgresql+psycopg")
+    if backend != "sqlite" or not address.database:
+        raise ConfigError(
+            "The catalog's address must be sqlite:///FILE or postgresql://USER@HOST/NAME, "
+            f"not {address.render_as_string()}."
+        )
+    return address
+
+
+def sqlite_path(url: str) -> Path | None:
+    """Return the file of a SQLite URL; None for Postgres."""
+    address = database(url)
+    return Path(address.database or "") if address.get_backend_name() == "sqlite" else None
+
+
+def open_engine(url: str) -> Engine:
+    """Return an engine whose transactions begin when SQLAlchemy's do, and wait for a lock 15 s at most.
+
+    Writers take their lock at once (SQLite: BEGIN IMMEDIATE; Postgres: an advisory lock): two of them
+    queue up instead of failing when both try to upgrade a read lock. A commit is on disk.
+    """
+    address = database(url)
+    return _open_sqlite(address) if address.get_backend_name() == "sqlite" else _open_postgres(address)
+
+
+def _open_sqlite(address: URL) -> Engine:
+    engine = create_engine(address)
+
+    @event.listens_for(engine, "connect")
+    def _on_connect(connection: sqlite3.Connection, _record: object) -> None:
+        connection.isolation_level = None
+        connection.execute(f"PRAGMA busy_timeout={BUSY_TIMEOUT_MS}")
+        connection.execute("PRAGMA synchronous=FULL")
+        connection.execute(f"PRAGMA cache_size=-{CACHE_KIB}")
+        connection.execute(f"PRAGMA wal_autocheckpoint={CHECKPOINT_PAGES}")
+
+    @event.listens_for(engine, "begin")
+    def _on_begin(connection: Connection) -> None:
+        options = connection.get_execution_options()
+        # A single SELECT is a transaction by itself.
+        if not options.get("single", False):
+            connection.exec_driver_sql("BEGIN IMMEDIATE" if options.get("write", False) else "BEGIN")
+
+    return engine
+
+
+def _open_postgres(address: URL) -> Engine:
+    limits = f"-c lock_timeout={BUSY_TIMEOUT_MS} -c statement_timeout={STATEMENT_TIMEOUT_MS}"
+    try:
+        # Asked before each use, for one way to the server and back: when that was restarted all of them are
+        # dead, and each would fail a request.
+        engine = create_engine(address, pool_pre_ping=True, connect_args={**PATIENCE, "options": limits})
+        from engine.catalog.postgres_timeouts import PatientConnection
+    except ModuleNotFoundError:
+        raise ConfigError(
+            f"The catalog {address.render_as_string()} needs psycopg: pip install 'graftwork[postgres]'."
+        ) from None
+
+    @event.listens_for(engine, "do_connect")
+    def _on_connect(_dialect: object, _record: object, args: list[Any], options: dict[str, Any]) -> object:
+        return PatientConnection.connect(*args, **options)
+
+    @event.listens_for(engine, "begin")
+    def _on_begin(connection: Connection) -> None:
+        if connection.get_execution_options().get("write", False):
+            connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({WRITE_LOCK})")
+
+    return engine
+
+
+def read_ahead(path: str) -> None:
+    """Have the revisions of a SQLite file in the page cache: a page from the disk takes 0.2 ms.
+
+    Through SQLite, since closing the file in any other way would end SQLite's locks of this process.
+    """
+    with suppress(sqlite3.Error), closing(sqlite3.connect(path, timeout=LOG_S)) as connection:
+        connection.execute("SELECT count(*) FROM revisions NOT INDEXED").fetchone()
+        # Without a condition SQLite would count another index.
+        index = "INDEXED BY revisions_key WHERE digest >= x''"
+        connection.execute(f"SELECT count(*) FROM revisions {index}").fetchone()
+
+
+def shorten_log(path: str) -> None:
+    """Copy a SQLite log into its database and give its bytes back, unless somebody is busy with it."""
+    # What was committed stays so: whoever cannot shorten it leaves it for the next.
+    with (
+        suppress(sqlite3.Error),
+        closing(sqlite3.connect(path, timeout=LOG_S, isolation_level=None)) as connection,
+    ):
+        # The first holds nobody up, and leaves little for the second, for which writers wait.
+        for way in ("PASSIVE", "TRUNCATE"):
+            connection.execute(f"PRAGMA wal_checkpoint({way})").fetchone()

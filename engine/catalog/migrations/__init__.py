@@ -1,0 +1,1 @@
+"""Alembic migrations of the catalog; `engine.catalog.catalog.migrate` runs them."""

@@ -1,0 +1,91 @@
+"""What a name that names nothing, or too much, may have meant. Bounded reads: anybody may misspell."""
+
+import difflib
+import re
+from collections.abc import Sequence
+
+from sqlalchemy import select
+
+from engine.catalog import tables
+from engine.catalog.access import Access
+from engine.catalog.row_codec import HEX, prefix_range
+from engine.errors import Ambiguous, NotFound
+from engine.settings.params import DIGEST12, served_name
+
+NEAREST = 5
+# Digits, or letters, that are compared at least; rows that are read at most.
+COMMON_DIGITS = 3
+COMMON_LETTERS = 8
+NEIGHBOURS = 1000
+# Names that are compared letter by letter, up to 80 us each: a gateway's loop waits for it.
+ALIKE = 24
+NEWEST = 100
+
+
+class Nearest(Access):
+    """The catalog's answers to names that it cannot resolve; part of `Catalog`."""
+
+    def missing(self, policy: str, digest_prefix: str) -> NotFound:
+        """Return the error for a revision that is not there: it carries up to 5 names that are near."""
+        digests = self._nearest_digests(policy, digest_prefix)
+        nearest = [served_name(policy, digest) for digest in digests]
+        if not nearest and self._knows(policy):
+            return NotFound(f"Policy {policy!r} has no revisions in the catalog.")
+        near = nearest or self.nearest_policies(policy)
+        what = f"Policy {policy!r} has no revision {digest_prefix[:DIGEST12]!r} in the catalog."
+        return NotFound(f"{what} Nearest: {', '.join(near)}." if near else what, near)
+
+    def ambiguous(self, policy: str, digest_prefix: str, digests: Sequence[str]) -> Ambiguous:
+        """Return the error for a prefix of several digests: it names them, with digits enough to differ."""
+        digits = DIGEST12
+        while len({digest[:digits] for digest in digests}) < len(digests):
+            digits += 1
+        candidates = [f"{policy}@{digest[:digits]}" for digest in digests]
+        return Ambiguous(
+            f"Several revisions of {policy!r} begin with {digest_prefix!r}; give more digits. "
+            f"Candidates: {', '.join(candidates)}.",
+            candidates,
+        )
+
+    def nearest_policies(self, name: str) -> list[str]:
+        """Return up to 5 policies whose names are like this one, the most alike first."""
+        table = tables.policies.c
+        name = re.sub(r"[^a-z0-9-]", "", name.lower())[:63]
+        with self._read() as connection:
+            for letters in range(min(len(name), COMMON_LETTERS), -1, -1):
+                start = name[:letters]
+                # "~" sorts after every character of a name.
+                alike = select(table.name).where(table.name >= start, table.name < start + "~")
+                # Its neighbours in order share the most letters with it.
+                after = alike.where(table.name >= name).order_by(table.name)
+                before = alike.where(table.name < name).order_by(table.name.desc())
+                sides = (connection.execute(side.limit(ALIKE // 2)).scalars() for side in (after, before))
+                if found := [near for side in sides for near in side]:
+                    return difflib.get_close_matches(name, found, n=NEAREST, cutoff=0.0)
+        return []
+
+    def _nearest_digests(self, policy: str, prefix: str) -> list[str]:
+        table = tables.revisions.c
+        match = HEX.match(prefix.lower())
+        digits = match.group() if match else ""
+        newest = select(table.digest).where(table.policy == policy)
+        queries = [newest.order_by(table.created_at.desc(), table.id.desc()).limit(NEWEST)]
+        between = prefix_range(digits[:COMMON_DIGITS])
+        if between and len(digits) >= COMMON_DIGITS:
+            # As in `revision`: by the key of revisions, not by the index on policies.
+            alike = select(table.digest).where(table.digest >= between[0], table.digest <= between[1])
+            queries.append(alike.where(table.policy.concat("") == policy).limit(NEIGHBOURS))
+        with self._read() as connection:
+            found = {digest.hex() for query in queries for digest in connection.execute(query).scalars()}
+        return sorted(found, key=lambda digest: (-_shared(digest, digits), digest))[:NEAREST]
+
+    def _knows(self, policy: str) -> bool:
+        table = tables.policies.c
+        with self._read() as connection:
+            return connection.execute(select(table.name).where(table.name == policy)).first() is not None
+
+
+def _shared(one: str, other: str) -> int:
+    """Return how many characters two words share at their beginning."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (left, right) in pairs if left != right), min(len(one), len(other)))

@@ -1,0 +1,106 @@
+"""How a revision is written in a row, and a row read as a revision.
+
+Rows are short: digests and checksums are bytes, words that many rows share are ids of the table
+`names`. Callers of the catalog never see that. Knows no connection.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from engine.catalog import tables
+from engine.catalog.records import STATES, Revision
+from engine.errors import AdapterError
+
+# What a revision's row says of its bytes; everything else of a revision is part of what it is.
+PLACE = ("layout", "segment", "offset", "length", "checksum")
+# A row's values in the order of the fields of `Revision`.
+COLUMNS = tuple(tables.revisions.c[field.name] for field in fields(Revision))
+BASE, LAYOUT, SEGMENT, OWNER = (
+    [column.name for column in COLUMNS].index(name) for name in ("base", "layout", "segment", "owner")
+)
+DIGEST_BYTES = 32
+HEX = re.compile(r"[0-9a-f]*")
+
+
+def blob(digest: str) -> bytes | None:
+    """Return a digest's bytes; None when it is no digest, so that no row can have it."""
+    if HEX.fullmatch(digest) and len(digest) % 2 == 0:
+        return bytes.fromhex(digest)
+    return None
+
+
+def prefix_range(prefix: str) -> tuple[bytes, bytes] | None:
+    """Return the first and the last digest that can begin so; None when no digest begins so."""
+    if not HEX.fullmatch(prefix) or len(prefix) > 2 * DIGEST_BYTES:
+        return None
+    first = prefix if len(prefix) % 2 == 0 else prefix + "0"
+    return bytes.fromhex(first), bytes.fromhex(prefix.ljust(2 * DIGEST_BYTES, "f"))
+
+
+def words(row: Revision) -> tuple[str, str, str, str]:
+    """Return what of a revision is an id of `names` in its row."""
+    return row.base, row.layout, row.segment, row.owner
+
+
+def encode(row: Revision, ids: Mapping[str, int]) -> tuple[Any, ...]:
+    """Return a row's values in the order of `COLUMNS`; `ids` holds at least its words.
+
+    Raises `AdapterError` when digest, parent or checksum are no sha256 in hexadecimal digits.
+    """
+    try:
+        return (
+            row.policy,
+            bytes.fromhex(row.digest),
+            ids[row.base],
+            bytes.fromhex(row.parent) if row.parent else None,
+            row.step,
+            row.rank,
+            row.bytes,
+            ids[row.layout],
+            ids[row.segment],
+            row.offset,
+            row.length,
+            bytes.fromhex(row.checksum),
+            STATES.index(row.state),
+            ids[row.owner],
+            row.created_at,
+            row.expires_at,
+            None if row.probe is None else json.dumps(row.probe),
+            row.retired_at,
+            row.retired_by,
+            row.retired_reason,
+        )
+    except ValueError:
+        raise AdapterError(
+            f"The digests {row.digest!r}, {row.parent!r} and {row.checksum!r} of a revision of "
+            f"{row.policy!r} must be hexadecimal digits, its state {' or '.join(STATES)}, not {row.state!r}."
+        ) from None
+
+
+def decode(row: Any, names: Mapping[int, str]) -> Revision:
+    """Return the revision of a row whose values are in the order of `COLUMNS`."""
+    (policy, digest, base, parent, step, rank, size, layout, segment, offset) = row[:10]
+    (length, checksum, state, owner, created_at, expires_at, probe, *retired) = row[10:]
+    return Revision(
+        policy,
+        digest.hex(),
+        names[base],
+        parent and parent.hex(),
+        step,
+        rank,
+        size,
+        names[layout],
+        names[segment],
+        offset,
+        length,
+        checksum.hex(),
+        STATES[state],
+        names[owner],
+        created_at,
+        expires_at,
+        json.loads(probe) if isinstance(probe, str) else probe,
+        *retired,
+    )

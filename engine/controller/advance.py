@@ -1,0 +1,172 @@
+"""What a release does next: a pure function of its row and the evidence.
+
+Knows the gates in their order: effect probe, offline score, approval, canary, promotion. A gate without
+evidence fails closed. Does not know how evidence is read or how an action is carried out.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from engine.catalog.records import Release, Route
+from engine.settings.params import ReleaseConfig
+
+Kind = Literal["wait", "next_gate", "start_canary", "promote", "rollback", "hold"]
+ENDS: dict[str, str] = {"promote": "promoted", "rollback": "rolled_back", "hold": "held"}
+VERDICTS: dict[str, str] = {state: verdict for verdict, state in ENDS.items()}
+# The effect probe is not among them: nobody may skip it.
+SKIPPABLE = ("score", "canary")
+
+
+@dataclass(frozen=True)
+class OfflineScore:
+    """Mean scores of revision and baseline on the `items` that both have answered."""
+
+    items: int
+    revision: float
+    baseline: float
+
+
+@dataclass(frozen=True)
+class CanaryResult:
+    """Rated units and mean rewards of both arms; the reward difference lies in (lower, upper)."""
+
+    canary_units: int = 0
+    baseline_units: int = 0
+    canary_reward: float | None = None
+    baseline_reward: float | None = None
+    pairs: int = 0
+    lower: float = -1.0
+    upper: float = 1.0
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All that is known about a release at the time `now` (epoch seconds).
+
+    `probe` is the effect probe's result, `score` the offline score; None: there is none.
+    `tombstone` is why the revision is buried, `frozen` whether promotions are switched off.
+    """
+
+    now: float
+    route: Route
+    probe: dict[str, Any] | None = None
+    score: OfflineScore | None = None
+    canary: CanaryResult = CanaryResult()
+    tombstone: str | None = None
+    frozen: bool = False
+
+    def summary(self) -> dict[str, Any]:
+        """Return what a verdict is based on, for its row."""
+        score = asdict(self.score) if self.score else None
+        return {"probe": self.probe, "score": score, "canary": asdict(self.canary)}
+
+
+@dataclass(frozen=True)
+class Action:
+    """What to do, and why, in a sentence."""
+
+    kind: Kind
+    reason: str = ""
+
+
+def advance(release: Release, evidence: Evidence) -> Action:
+    """Return the next action of a release. Pure: the same row and evidence give the same action.
+
+    A release at step `done` that still runs was decided but not carried out: its row holds the
+    verdict. A rollback needs no such note, since its tombstone is written first.
+    """
+    if release.state != "running":
+        return Action("wait")
+    if evidence.tombstone is not None:
+        return Action("rollback", evidence.tombstone)
+    if release.step == "done":
+        # Decided, and then interrupted: the decision stands.
+        return Action(release.evidence["verdict"], release.reason)
+    if evidence.route.champion != release.baseline:
+        return Action("hold", "Superseded: the champion changed while the release was running.")
+    gates = {"probe": _probe, "score": _score, "approval": _approval, "canary": _canary}
+    return gates[release.step](release, evidence)
+
+
+def _probe(release: Release, evidence: Evidence) -> Action:
+    if evidence.probe is None:
+        return Action(
+            "hold", "The effect probe has not run for this revision. Verify it, then release again."
+        )
+    if not evidence.probe.get("accepted", False):
+        why = evidence.probe.get("reason") or "no reason was recorded."
+        return Action("hold", f"The effect probe refused the revision: {why}")
+    return Action("next_gate", "The effect probe accepted the revision.")
+
+
+def _score(release: Release, evidence: Evidence) -> Action:
+    settings = ReleaseConfig.model_validate(release.settings)
+    if "score" in release.skip_gates:
+        return Action("next_gate", _skipped(release, "score"))
+    score = evidence.score
+    if score is None or score.items == 0:
+        return Action("hold", "Revision and baseline have no scored items in common. Score both first.")
+    change = score.revision - score.baseline
+    figures = f"{score.baseline:.3f} to {score.revision:.3f} on {score.items} items"
+    if change < -settings.score_margin:
+        return Action("hold", f"The offline score fell from {figures}; {settings.score_margin:g} is allowed.")
+    return Action("next_gate", f"The offline score went from {figures}.")
+
+
+def _approval(release: Release, evidence: Evidence) -> Action:
+    wanted_s = ReleaseConfig.model_validate(release.settings).approval_s
+    if not wanted_s:
+        return Action("next_gate", release.reason)
+    if release.approved:
+        return Action("next_gate", f"Approved by {release.approved['by']}: {release.approved['reason']}")
+    # The row's last change is the step's beginning: nothing else changes it while it waits.
+    if evidence.now - release.updated_at >= wanted_s:
+        return Action("hold", f"Nobody approved the release within {wanted_s:g} s.")
+    return Action("wait")
+
+
+def _canary(release: Release, evidence: Evidence) -> Action:
+    settings = ReleaseConfig.model_validate(release.settings)
+    if evidence.frozen:
+        return _guard(release, evidence, settings) or Action("wait", "Releases are frozen.")
+    if "canary" in release.skip_gates:
+        return Action("promote", _skipped(release, "canary"))
+    if release.canary_started_at is None or evidence.route.canary != release.revision:
+        return Action("start_canary", f"{settings.weight:.0%} of the units go to the canary.")
+    return _guard(release, evidence, settings) or _reach_verdict(release, evidence, settings)
+
+
+def _guard(release: Release, evidence: Evidence, settings: ReleaseConfig) -> Action | None:
+    canary = evidence.canary
+    if release.canary_started_at is None or canary.upper > 0:
+        return None
+    return Action(
+        "rollback",
+        f"The canary's reward is below the baseline's: {_figures(canary)} at level {settings.alpha:g}.",
+    )
+
+
+def _reach_verdict(release: Release, evidence: Evidence, settings: ReleaseConfig) -> Action:
+    canary = evidence.canary
+    if canary.lower >= -settings.margin and canary.canary_units >= settings.min_units:
+        return Action(
+            "promote",
+            f"The canary's reward is within {settings.margin:g} of the baseline's or above it: "
+            f"{_figures(canary)} at level {settings.alpha:g}.",
+        )
+    assert release.canary_started_at is not None
+    if evidence.now - release.canary_started_at >= settings.max_seconds:
+        return Action("hold", f"No verdict within {settings.max_seconds:g} s: {_figures(canary)}.")
+    return Action("wait")
+
+
+def _figures(canary: CanaryResult) -> str:
+    return (
+        f"the difference lies between {canary.lower:+.3f} and {canary.upper:+.3f} after "
+        f"{canary.canary_units} canary and {canary.baseline_units} baseline units"
+    )
+
+
+def _skipped(release: Release, gate: str) -> str:
+    by = release.skip_gates[gate]
+    return f"The {gate} gate was skipped by {by['by']}: {by['reason']}"

@@ -1,0 +1,289 @@
+"""The controller's HTTP side: requests of people, flows and tools, a page and metrics.
+
+Knows bodies, status codes and who may write. Decides nothing: writing calls go to the desk, under
+the loop's lock; reading calls read the catalog and the ledger's snapshot.
+"""
+
+import json
+import math
+import time
+import uuid
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from fastapi import Depends, FastAPI, Query, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from prometheus_client import generate_latest
+from pydantic import Field
+
+from engine.catalog.catalog import Key, Notice, Policy, Release
+from engine.controller.loop import Controller
+from engine.controller.mlflow_aliases import AliasMirror
+from engine.controller.notifications import DELIVERED
+from engine.controller.page import LivePage
+from engine.errors import ConfigError, Conflict, GraftworkError, NotFound, ServiceError
+from engine.ledger.ledger import open_snapshot
+from engine.settings.model import Settings
+from engine.settings.params import PolicyName
+
+STATUS = ((ConfigError, 400), (NotFound, 404), (Conflict, 409), (ServiceError, 503))
+Reason = Annotated[str, Field(min_length=1)]
+
+
+class PolicyBody(Settings):
+    name: PolicyName
+    base: str
+    config: dict[str, Any] = Field(default_factory=dict)
+    owner: str = "local"
+
+
+class ReleaseBody(Settings):
+    policy: str
+    digest: str
+    settings: dict[str, Any] = Field(default_factory=dict)
+    skip_gates: dict[str, str] = Field(default_factory=dict)
+    by: str | None = None
+
+
+class PurgeBody(Settings):
+    policy: PolicyName
+
+
+class HoldBody(Settings):
+    reason: Reason
+    by: str | None = None
+
+
+class RevisionBody(Settings):
+    """A revision, what to do with it, and who wants it why."""
+
+    policy: str
+    digest: str
+    reason: Reason
+    by: str | None = None
+
+
+class RestoreBody(Settings):
+    policy: str
+    digest: str | None = None
+    reason: Reason
+    by: str | None = None
+
+
+class Unauthorized(GraftworkError):
+    pass
+
+
+def build_app(controller: Controller, mirror: AliasMirror) -> FastAPI:
+    """Return the app over a controller that runs."""
+    app = FastAPI(title="Graftwork controller", docs_url="/docs", redoc_url=None)
+    app.state.controller = controller
+    app.add_exception_handler(GraftworkError, _answer_fault)
+    app.add_exception_handler(RequestValidationError, _answer_bad_body)
+    _add_reading(app, controller, mirror)
+    _add_policies_and_releases(app, controller)
+    _add_decisions(app, controller)
+    _add_switches(app, controller)
+    _add_notices(app, controller, mirror)
+    return app
+
+
+def _add_reading(app: FastAPI, controller: Controller, mirror: AliasMirror) -> None:
+    @app.get("/health")
+    def health() -> JSONResponse:
+        alarms = [f"{part}: {fault}" for part, fault in controller.faults.items()]
+        rejected = len(list(controller.params.paths.spool.glob("rejected/*")))
+        if rejected:
+            alarms.append(f"{rejected} spool files held lines that fit no table; see spool/rejected.")
+        stalled = controller.is_stalled()
+        status = "stalled" if stalled else "degraded" if alarms else "ok"
+        body = {
+            "status": status,
+            "alarms": alarms,
+            "aliases": mirror.fault,
+            "frozen": controller.desk.frozen(),
+        }
+        return JSONResponse(body, status_code=503 if stalled else 200)
+
+    @app.get("/metrics")
+    def metrics() -> PlainTextResponse:
+        return PlainTextResponse(generate_latest(controller.metrics.registry))
+
+    @app.get("/ledger/{table}")
+    def ledger(table: str, policy: str | None = None, limit: int = 1000) -> list[dict[str, Any]]:
+        return read_ledger(controller, table, policy, limit)
+
+    live = LivePage(controller)
+
+    @app.get("/", response_class=HTMLResponse)
+    def page() -> str:
+        return live.html()
+
+
+def _add_policies_and_releases(app: FastAPI, controller: Controller) -> None:
+    catalog, desk = controller.catalog, controller.desk
+
+    @app.get("/policies")
+    def policies(after: str = "", limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> list[dict[str, Any]]:
+        return [
+            asdict(policy) | {"route": asdict(catalog.route(policy.name))}
+            for policy in catalog.policies(after, limit)
+        ]
+
+    @app.post("/policies")
+    def add_policy(body: PolicyBody, _key: Admin) -> dict[str, Any]:
+        catalog.add_policy(Policy(body.name, body.base, body.config, body.owner, time.time()))
+        return asdict(catalog.policy(body.name)) | {"route": asdict(catalog.route(body.name))}
+
+    @app.get("/releases")
+    def releases(policy: str | None = None) -> list[dict[str, Any]]:
+        return [asdict(release) for release in catalog.releases(policy)]
+
+    @app.get("/releases/{release_id}")
+    def release(release_id: str) -> dict[str, Any]:
+        return _with_evidence(controller, catalog.release(release_id))
+
+    @app.post("/releases")
+    def start(body: ReleaseBody, key: Admin) -> dict[str, Any]:
+        with controller.lock:
+            by = body.by or key.owner
+            release = desk.start(body.policy, body.digest, body.settings, body.skip_gates, by)
+        return _with_evidence(controller, release)
+
+    @app.post("/releases/{release_id}/approve")
+    def approve(release_id: str, body: HoldBody, key: Admin) -> dict[str, Any]:
+        with controller.lock:
+            return asdict(desk.approve(release_id, body.by or key.owner, body.reason))
+
+    @app.post("/releases/{release_id}/hold")
+    def hold(release_id: str, body: HoldBody, key: Admin) -> dict[str, Any]:
+        with controller.lock:
+            return asdict(desk.hold(release_id, body.by or key.owner, body.reason))
+
+
+def _add_decisions(app: FastAPI, controller: Controller) -> None:
+    desk = controller.desk
+
+    @app.post("/promote")
+    def promote(body: RevisionBody, key: Admin) -> dict[str, Any]:
+        with controller.lock:
+            return asdict(desk.promote(body.policy, body.digest, body.by or key.owner, body.reason))
+
+    @app.post("/rollback")
+    def rollback(body: RevisionBody, key: Admin) -> dict[str, Any]:
+        with controller.lock:
+            return asdict(desk.rollback(body.policy, body.digest, body.by or key.owner, body.reason))
+
+    @app.post("/lift")
+    def lift(body: RevisionBody, key: Admin) -> dict[str, Any]:
+        with controller.lock:
+            return asdict(desk.lift(body.policy, body.digest, body.by or key.owner, body.reason))
+
+
+def _add_switches(app: FastAPI, controller: Controller) -> None:
+    desk = controller.desk
+
+    @app.post("/restore")
+    def restore(body: RestoreBody, key: Admin) -> dict[str, Any]:
+        with controller.lock:
+            return asdict(desk.restore(body.policy, body.digest, body.by or key.owner, body.reason))
+
+    @app.post("/purge")
+    def purge(body: PurgeBody, _key: Admin) -> dict[str, int]:
+        """Remove a policy's rows from the ledger; `graftwork purge` sees to everything else."""
+        return controller.purge(body.policy)
+
+    @app.post("/freeze")
+    def freeze(body: HoldBody, key: Admin) -> dict[str, Any]:
+        with controller.lock:
+            return {"frozen": desk.freeze(body.by or key.owner, body.reason)}
+
+    @app.post("/thaw")
+    def thaw(body: HoldBody, key: Admin) -> dict[str, Any]:
+        with controller.lock:
+            desk.thaw(body.by or key.owner, body.reason)
+            return {"frozen": desk.frozen()}
+
+
+def _add_notices(app: FastAPI, controller: Controller, mirror: AliasMirror) -> None:
+    catalog = controller.catalog
+
+    @app.get("/notices")
+    def notices(limit: int = 100) -> list[dict[str, Any]]:
+        return [asdict(notice) for notice in catalog.notices(min(limit, 1000))]
+
+    @app.post("/notices/inbox")
+    async def inbox(request: Request) -> dict[str, str]:
+        """Keep what an automation of Prefect delivered, where no other address was given."""
+        text, link = read_delivery(await request.body())
+        id = str(uuid.uuid4())
+        now = time.time()
+        catalog.add_notice(Notice(id, DELIVERED, "", None, text, link, now, sent_at=now))
+        return {"id": id}
+
+    @app.post("/mlflow/webhook")
+    def webhook() -> dict[str, bool]:
+        """Look at the aliases now. It says nothing that is believed, so anybody may say it."""
+        mirror.wake()
+        return {"looking": True}
+
+
+def read_delivery(body: bytes) -> tuple[str, str]:
+    """Return text and link of what was delivered; what is no JSON object with them is all text."""
+    try:
+        data = json.loads(body)
+        return str(data["text"])[:2000], str(data.get("link", ""))[:2000]
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return body.decode(errors="replace")[:2000], ""
+
+
+def read_ledger(controller: Controller, table: str, policy: str | None, limit: int) -> list[dict[str, Any]]:
+    """Return rows of a table or view from the readers' snapshot, newest first where it has a time."""
+    with open_snapshot(controller.params.paths.ledger_snapshot) as connection:
+        query = "SELECT column_name FROM duckdb_columns() WHERE table_name = ? AND NOT internal"
+        columns = [row[0] for row in connection.execute(query, [table]).fetchall()]
+        if not columns:
+            raise NotFound(f"The ledger has no table or view {table!r}.")
+        where = "WHERE policy = $policy" if policy is not None and "policy" in columns else ""
+        order = 'ORDER BY "at" DESC' if "at" in columns else ""
+        named = {"policy": policy} if where else {}
+        rows = connection.execute(f"SELECT * FROM {table} {where} {order} LIMIT {int(limit)}", named)
+        names = [column[0] for column in rows.description or []]
+        return [dict(zip(names, map(_plain, row), strict=True)) for row in rows.fetchall()]
+
+
+def _plain(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _with_evidence(controller: Controller, release: Release) -> dict[str, Any]:
+    latest = controller.latest.get(release.id)
+    if release.state == "running" and latest:
+        return asdict(release) | {"evidence": latest.summary()}
+    return asdict(release)
+
+
+def _require_admin(request: Request) -> Key:
+    controller: Controller = request.app.state.controller
+    scheme, _, plaintext = request.headers.get("authorization", "").partition(" ")
+    key = controller.catalog.key(plaintext.strip()) if scheme.lower() == "bearer" else None
+    if key is None or key.scope != "admin":
+        raise Unauthorized("This call needs `Authorization: Bearer KEY` with an admin key in force.")
+    return key
+
+
+Admin = Annotated[Key, Depends(_require_admin)]
+
+
+def _answer_fault(_request: Request, error: Exception) -> Response:
+    if isinstance(error, Unauthorized):
+        return JSONResponse({"error": str(error)}, status_code=401)
+    status = next((code for kind, code in STATUS if isinstance(error, kind)), 500)
+    return JSONResponse({"error": str(error)}, status_code=status)
+
+
+def _answer_bad_body(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    faults = "; ".join(f"{'.'.join(map(str, item['loc'][1:]))}: {item['msg']}" for item in error.errors())
+    return JSONResponse({"error": f"The request is not valid. {faults}."}, status_code=400)

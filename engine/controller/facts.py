@@ -1,0 +1,80 @@
+"""Gathers what `due` judges by: catalog, manifests and the ledger's snapshot."""
+
+import time
+from typing import Any
+
+import duckdb
+
+from engine.adapters.manifests import stored_manifest
+from engine.catalog.catalog import Catalog, Policy, Revision
+from engine.controller.due import Facts
+from engine.errors import NotFound
+from engine.ledger.ledger import open_snapshot
+from engine.settings.params import Params, Paths, PolicyConfig
+
+SINCE = "SELECT since FROM champion_history WHERE policy = ? AND champion = ? AND until IS NULL"
+ONLINE = """
+    SELECT avg(reward) FROM rated
+    WHERE policy = $policy AND digest = $digest AND purpose = 'user' AND unit IS NOT NULL
+        AND rated_at >= $since GROUP BY unit
+"""
+OFFLINE = """
+    SELECT arg_max(score, "at") FROM scores
+    WHERE policy = $policy AND digest = $digest AND suite = $suite GROUP BY suite_version, item
+"""
+
+
+def gather(params: Params, name: str, catalog: Catalog) -> Facts:
+    """Return what is known of a policy now; one that was never adapted has no row in the catalog yet."""
+    config, now = params.policy(name), time.time()
+    try:
+        policy = catalog.policy(name)
+    except NotFound:
+        return Facts(name, config, now)
+    newest = catalog.newest_exported(name)
+    champion = catalog.route(name).champion
+    rated: dict[str, Any] = {}
+    if champion and params.paths.ledger_snapshot.is_file():
+        with open_snapshot(params.paths.ledger_snapshot) as ledger:
+            rated = _rated(ledger, name, champion, config, now)
+    return Facts(
+        name,
+        config,
+        now,
+        blocked=_blocked(catalog, policy, newest),
+        newest=newest.digest if newest else None,
+        newest_at=newest.created_at if newest else None,
+        newest_data=_data_of(params.paths, newest) if newest else None,
+        **rated,
+    )
+
+
+def _blocked(catalog: Catalog, policy: Policy, newest: Revision | None) -> str | None:
+    if catalog.switch("freeze"):
+        return "Releases are frozen."
+    if running := catalog.releases(policy.name, open_only=True):
+        return f"Its release of {running[0].revision[:12]} is running."
+    if newest and newest.base != policy.base:
+        return f"Its newest revision stands on another base, {newest.base[:12]}."
+    return None
+
+
+def _data_of(paths: Paths, revision: Revision) -> str | None:
+    manifest = stored_manifest(paths.revision(revision.policy, revision.digest))
+    found = manifest.get("config", {}).get("data_digest")
+    return str(found) if found else None
+
+
+def _rated(
+    ledger: duckdb.DuckDBPyConnection, policy: str, champion: str, config: PolicyConfig, now: float
+) -> dict[str, Any]:
+    row = ledger.execute(SINCE, [policy, champion]).fetchone()
+    named = {"policy": policy, "digest": champion}
+    since = now - (config.drift_after_s or 0)
+    online = ledger.execute(ONLINE, named | {"since": since}).fetchall()
+    offline = ledger.execute(OFFLINE, named | {"suite": config.suite}).fetchall()
+    return {
+        "champion_s": now - row[0] if row else 0.0,
+        "online": tuple(value for (value,) in online),
+        "offline": tuple(value for (value,) in offline),
+    }

@@ -1,0 +1,87 @@
+"""What the controller watches besides releases: is the engine there, do users still like champions.
+
+On a thread of its own, since both wait for others. Each finding is a notice, once.
+"""
+
+import logging
+import threading
+import time
+
+import httpx
+
+from engine.catalog.catalog import Catalog
+from engine.controller.due import drift
+from engine.controller.facts import gather
+from engine.controller.notifications import drifted, engine_changed
+from engine.errors import GraftworkError
+from engine.settings.params import Params, known_policies
+
+EVERY_S = 3.0
+DRIFT_EVERY_S = 30.0
+MISSES = 3
+TIMEOUT_S = 2.0
+log = logging.getLogger(__name__)
+
+
+class Watch(threading.Thread):
+    """Notes when the engine goes and comes back, and when a champion has drifted."""
+
+    def __init__(self, catalog: Catalog, params: Params):
+        super().__init__(name="watch", daemon=True)
+        self._catalog = catalog
+        self._params = params
+        self._client = httpx.Client(base_url=params.url("engine"), timeout=TIMEOUT_S)
+        self._stopped = threading.Event()
+        self._seen = False
+        self._misses = 0
+        self._down_since: float | None = None
+        self._drift_due = 0.0
+
+    def run(self) -> None:
+        while not self._stopped.wait(EVERY_S):
+            try:
+                self.look()
+            except Exception:
+                # A catalog or snapshot that cannot be read is the controller's own alarm.
+                log.debug("watch", exc_info=True)
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def look(self) -> None:
+        """Ask the engine; every half minute also ask the ledger."""
+        self._look_at_engine()
+        if time.monotonic() >= self._drift_due:
+            self._drift_due = time.monotonic() + DRIFT_EVERY_S
+            self._look_at_champions()
+
+    def _look_at_engine(self) -> None:
+        link = f"{self._params.url('controller')}/"
+        if self._healthy():
+            if self._down_since is not None:
+                away_s = time.time() - self._down_since
+                engine_changed(self._catalog, True, f"Back after {away_s:.0f} s.", link, self._down_since)
+            self._seen, self._misses, self._down_since = True, 0, None
+            return
+        # An engine that starts for the first time is not an outage.
+        self._misses += self._seen
+        if self._misses == MISSES:
+            self._down_since = time.time()
+            reason = f"The engine at {self._params.url('engine')} has not answered {MISSES} times in a row."
+            engine_changed(self._catalog, False, reason, link, self._down_since)
+
+    def _healthy(self) -> bool:
+        try:
+            return self._client.get("/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def _look_at_champions(self) -> None:
+        for name in known_policies(self._params):
+            try:
+                facts = gather(self._params, name, self._catalog)
+                champion = self._catalog.route(name).champion if facts.config.drift_after_s else None
+            except GraftworkError:
+                continue
+            if champion and (why := drift(facts)):
+                drifted(self._catalog, name, champion, why, f"{self._params.url('controller')}/")

@@ -1,0 +1,331 @@
+"""The controller: the only writer of routes, releases and ledger.
+
+Knows its loop: keep the lease, take events in, advance every running release, expire snapshots,
+give readers a new copy of the ledger. Its HTTP side is in `controller_api.py`. One active: the
+ledger's lock decides on one machine, the lease in the catalog between machines.
+"""
+
+import argparse
+import logging
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import duckdb
+import httpx
+import uvicorn
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from engine.catalog.catalog import Catalog, Release, ensure_local_key, migrate
+from engine.controller.advance import Evidence, advance
+from engine.controller.apply import Applier
+from engine.controller.evidence import EvidenceReader
+from engine.controller.health_monitor import Watch
+from engine.controller.mlflow_aliases import AliasMirror
+from engine.controller.mlflow_registry import Registry
+from engine.controller.notifications import NoticeSender
+from engine.controller.release_decisions import Desk
+from engine.controller.trusted_clock import TrustedClock
+from engine.errors import Conflict, GraftworkError, PortInUse, ServiceError
+from engine.ledger.ledger import Ledger, Spool
+from engine.ledger.purge import purge
+from engine.loop_requests import Asked
+from engine.settings.params import Params, load_params
+
+LEASE = "controller"
+EXPIRE_S = 10.0
+SWEEP_S = 3600.0
+# Feedback may be ahead of its answer, which is told of at its end.
+AHEAD_S = 3600.0
+PURGE_S = 300.0
+STALLED_S = 5.0
+log = logging.getLogger("graftwork.controller")
+
+
+class Metrics:
+    """What Prometheus reads, in a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.events = Counter("graftwork_events", "Events taken into the ledger.", registry=self.registry)
+        self.faults = Counter("graftwork_faults", "Failed parts of a tick.", ["part"], registry=self.registry)
+        self.verdicts = Counter(
+            "graftwork_verdicts", "Releases that ended.", ["verdict"], registry=self.registry
+        )
+        self.releases = Gauge("graftwork_open_releases", "Releases that run.", registry=self.registry)
+        self.tick = Histogram("graftwork_tick_seconds", "One turn of the loop.", registry=self.registry)
+        self.decision = Histogram(
+            "graftwork_verdict_seconds", "From verdict to its end in the catalog.", registry=self.registry
+        )
+
+
+class Controller:
+    """The loop and what it owns. `tick` is one turn; `run` turns until `stop`."""
+
+    def __init__(self, params: Params, holder: str):
+        """Open everything; raises `Conflict` while another process holds the ledger or the lease."""
+        self.params = params
+        self.metrics = Metrics()
+        self.catalog = Catalog(params.paths.catalog_url)
+        self.ledger: Ledger | None = Ledger(params.paths.ledger)
+        self.spool = Spool(params.paths.spool, "controller")
+        self.applier = Applier(self.catalog, self.spool, params.url("controller"))
+        self.latest: dict[str, Evidence] = {}
+        self.desk = Desk(self.catalog, self.applier, params.release, self.latest)
+        self.faults: dict[str, str] = {}
+        self.last_tick = time.monotonic()
+        # Between the loop and people's requests: each sees the other's changes whole.
+        self.lock = threading.Lock()
+        self.asked = Asked()
+        self._reader = EvidenceReader(self.catalog)
+        self._holder = holder
+        self._fence = self._take_lease()
+        self._stopped = threading.Event()
+        self._due: dict[str, float] = {}
+        self._clock = TrustedClock(params.paths.clock)
+        self._caught_up = False
+        self._ingested_at = 0.0
+
+    def run(self) -> None:
+        """Turn until `stop`; raises `Conflict` when another controller has taken the lease."""
+        while not self._stopped.is_set():
+            started = time.monotonic()
+            self.tick()
+            self._stopped.wait(max(0.0, self.params.controller.tick_s - (time.monotonic() - started)))
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def close(self) -> None:
+        """Take in and show what is ready, and give everything back."""
+        self._due.clear()
+        self.spool.close()
+        self._part("ingest", self._ingest)
+        self._part("snapshot", self._snapshot)
+        self.catalog.release_lease(LEASE, self._holder)
+        if self.ledger:
+            self.ledger.close()
+        self.catalog.close()
+
+    def tick(self) -> None:
+        """Do every part that is due. A part that fails is an alarm and does not stop the others."""
+        with self.metrics.tick.time():
+            # Not at every turn: each commit makes gateways look at the catalog.
+            self._part("lease", self._renew_lease, self.params.controller.lease_s / 3)
+            self._part("ingest", self._ingest)
+            self._part("asked", self.asked.carry_out)
+            self._part("releases", self._advance_all)
+            self._part("expire", self._expire, EXPIRE_S)
+            self._part("sweep", self._sweep, SWEEP_S)
+            self._part("snapshot", self._snapshot, self.params.controller.snapshot_s)
+        self.last_tick = time.monotonic()
+
+    def purge(self, policy: str) -> dict[str, int]:
+        """Remove a policy's rows from ledger, spool and snapshot, in the loop's own thread."""
+        return self.asked.ask(partial(self._purge, policy), PURGE_S)
+
+    def is_stalled(self) -> bool:
+        return time.monotonic() - self.last_tick > max(STALLED_S, 4 * self.params.controller.tick_s)
+
+    def _part(self, name: str, work: Callable[[], None], every_s: float = 0.0) -> None:
+        if time.monotonic() < self._due.get(name, 0.0):
+            return
+        if every_s:
+            self._due[name] = time.monotonic() + every_s
+        try:
+            work()
+            self.faults.pop(name, None)
+        except _LeaseLost:
+            raise
+        except Exception as error:
+            self.metrics.faults.labels(name).inc()
+            if self.faults.get(name) != str(error):
+                log.exception("The part %r of the loop failed; it is tried again.", name)
+            self.faults[name] = str(error)
+
+    def _take_lease(self) -> int:
+        fence = self.catalog.acquire(LEASE, self._holder, self.params.controller.lease_s)
+        if fence is None:
+            lease = self.catalog.lease(LEASE)
+            other = lease.holder if lease else "unknown"
+            raise Conflict(
+                f"Another controller ({other}) holds the lease of this catalog. "
+                f"Stop it, or wait {self.params.controller.lease_s:g} s after its death."
+            )
+        return fence
+
+    def _renew_lease(self) -> None:
+        if not self.catalog.renew(LEASE, self._holder, self._fence, self.params.controller.lease_s):
+            raise _LeaseLost("Another controller has taken the lease of this catalog; this one stops.")
+
+    def _ingest(self) -> None:
+        started = time.time()
+        try:
+            if self.ledger is None:
+                self.ledger = Ledger(self.params.paths.ledger)
+            self.metrics.events.inc(self.ledger.ingest(self.params.paths.spool, self.catalog.gone))
+            self._ingested_at = started
+            if not self._caught_up:
+                self.applier.say_missing(self.ledger)
+                self._caught_up = True
+        except duckdb.Error:
+            # After a failed write DuckDB may refuse all work until it is opened again.
+            if self.ledger:
+                self.ledger.close()
+            self.ledger = None
+            raise
+
+    def _advance_all(self) -> None:
+        releases = self.catalog.releases(open_only=True)
+        self.metrics.releases.set(len(releases))
+        self._forget_all_but({release.id for release in releases})
+        if releases and self.ledger is None:
+            raise ServiceError("The ledger cannot be opened; releases wait, nothing is lost.")
+        for release in releases:
+            if release.created_at > self._ingested_at:
+                # Scores spooled just before its start may not be in the ledger yet.
+                continue
+            self._part(f"release {release.id}", partial(self._advance, release))
+
+    def _advance(self, release: Release) -> None:
+        """Take one release as far as the evidence carries it."""
+        assert self.ledger is not None
+        with self.lock:
+            release = self.catalog.release(release.id)
+            evidence = None
+            while release.state == "running":
+                evidence = self._reader.read(release, self.ledger)
+                self.latest[release.id] = evidence
+                action = advance(release, evidence)
+                if action.kind == "wait":
+                    return
+                log.info("%s %s: %s. %s", release.policy, release.revision[:12], action.kind, action.reason)
+                release = self.applier.apply(release, action, evidence)
+            self.metrics.verdicts.labels(release.state).inc()
+            if evidence:
+                self.metrics.decision.observe(time.time() - evidence.now)
+
+    def _forget_all_but(self, running: set[str]) -> None:
+        for ended in set(self.latest) - running:
+            self.latest.pop(ended, None)
+            self.faults.pop(f"release {ended}", None)
+            self._reader.forget(ended)
+
+    def _expire(self) -> None:
+        self.catalog.expire(self._clock.now())
+
+    def _sweep(self) -> None:
+        if self.ledger:
+            # Up to the last whole ingest: what is not taken in yet may hold the answer.
+            self.ledger.sweep(min(self._clock.now(), self._ingested_at) - AHEAD_S)
+
+    def _purge(self, policy: str) -> dict[str, int]:
+        if self.ledger is None:
+            raise ServiceError("The ledger cannot be opened now. See `graftwork status`, then purge again.")
+        try:
+            return purge(self.ledger, self.params.paths.spool, self.params.paths.ledger_snapshot, policy)
+        except (duckdb.Error, OSError):
+            # The next turn opens it again, whichever file is in its place.
+            with suppress(duckdb.Error, OSError):
+                self.ledger.close()
+            self.ledger = None
+            raise
+
+    def _snapshot(self) -> None:
+        if self.ledger:
+            self.ledger.snapshot(self.params.paths.ledger_snapshot)
+
+
+class _LeaseLost(Conflict):
+    """The one fault that ends the loop."""
+
+
+def bind(port: int) -> socket.socket:
+    """Return a listening-ready socket on 127.0.0.1; `PortInUse` names the port and its setting."""
+    server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        server.bind(("127.0.0.1", port))
+    except OSError as error:
+        server.close()
+        raise PortInUse(
+            f"Port {port} is in use ({error.strerror}). Stop what listens there, "
+            "or set controller.port in params.yaml to another one."
+        ) from None
+    return server
+
+
+def serve(params: Params) -> None:
+    """Run the controller until SIGTERM or SIGINT; raises the fault that ended it, if one did."""
+    from engine.controller.api import build_app
+
+    listener = bind(params.controller.port)
+    migrate(params.paths.catalog_url)
+    # Not the process: after a kill its successor on this machine, which the ledger's lock has let
+    # in, need not wait for the lease to run out. The fence still shuts the old one out.
+    controller = Controller(params, holder=f"{socket.gethostname()}:{params.paths.root}")
+    ensure_local_key(controller.catalog, params.paths.local_key)
+    registry = Registry(httpx.Client(base_url=params.url("mlflow")))
+    site = params.url("controller")
+    mirror = AliasMirror(
+        controller.catalog, controller.desk, controller.lock, registry, site, f"{site}/mlflow/webhook"
+    )
+    beside: list[AliasMirror | NoticeSender | Watch] = [
+        mirror,
+        NoticeSender(controller.catalog, httpx.Client(base_url=params.url("prefect"))),
+        Watch(controller.catalog, params),
+    ]
+    config = uvicorn.Config(
+        build_app(controller, mirror), log_level="warning", timeout_graceful_shutdown=1, lifespan="off"
+    )
+    server = uvicorn.Server(config)
+    ended: list[BaseException] = []
+
+    def loop() -> None:
+        try:
+            controller.run()
+        except BaseException as error:
+            ended.append(error)
+            server.should_exit = True
+
+    turning = threading.Thread(target=loop, name="loop")
+    # uvicorn raises the signal that stopped it once more; that must not cut our own ending short.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.signal(signal.SIGINT, lambda *_: None)
+    for thread in (*beside, turning):
+        thread.start()
+    try:
+        server.run(sockets=[listener])
+    finally:
+        for thread in beside:
+            thread.stop()
+        controller.stop()
+        turning.join()
+        controller.close()
+    if ended:
+        raise ended[0]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m engine.controller.loop", description=__doc__)
+    parser.add_argument("--params", type=Path, default=Path("params.yaml"))
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for noisy in ("httpx", "alembic"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    try:
+        serve(load_params(arguments.params))
+    except GraftworkError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

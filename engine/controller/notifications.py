@@ -1,0 +1,122 @@
+"""Notices: what people and automations want to hear of, as durable rows, sent to Prefect as events.
+
+Knows each notice's name and how one becomes an event of Prefect's server. A notice's id follows from
+what happened, so that saying it twice is harmless; Prefect keeps one event for an id. While Prefect is
+away the rows wait.
+"""
+
+import logging
+import threading
+import time
+import uuid
+from datetime import UTC, datetime
+from typing import Any
+
+import httpx
+
+from engine.catalog.catalog import Catalog, Notice, Release
+from engine.settings.params import served_name
+
+NAMES = uuid.UUID("0b4b4c39-5c1e-5b6f-8f55-5ab1f5a1c6d4")
+INTERVAL_S = 1.0
+TIMEOUT_S = 5.0
+BATCH = 50
+# Delivered automations come back to the controller under this name.
+DELIVERED = "graftwork.notice.delivered"
+log = logging.getLogger(__name__)
+
+
+def released(catalog: Catalog, release: Release, link: str) -> None:
+    """Say how a release ended; a revision that the effect probe refused is said to be refused too."""
+    name = f"graftwork.release.{release.state}"
+    _add(catalog, name, release.policy, release.revision, release.reason, link, release.id)
+    probe = release.evidence.get("probe") or {}
+    if release.state == "held" and probe.get("accepted") is False:
+        refused(catalog, release.policy, release.revision, release.reason, link, release.id)
+
+
+def refused(
+    catalog: Catalog, policy: str, digest: str | None, reason: str, link: str, key: str | None = None
+) -> None:
+    """Say that a revision was refused; `key` tells one refusal from the next, by default the moment."""
+    _add(catalog, "graftwork.revision.refused", policy, digest, reason, link, key or str(time.time()))
+
+
+def engine_changed(catalog: Catalog, up: bool, reason: str, link: str, since: float) -> None:
+    """Say that the engine went away or is back; `since` (epoch seconds) names the outage."""
+    _add(catalog, f"graftwork.engine.{'up' if up else 'down'}", "", None, reason, link, str(since))
+
+
+def drifted(catalog: Catalog, policy: str, champion: str, reason: str, link: str) -> None:
+    """Say that users' rewards fell under the champion's offline score; once a champion."""
+    _add(catalog, "graftwork.policy.drift", policy, champion, reason, link, "")
+
+
+def _add(
+    catalog: Catalog, name: str, policy: str, digest: str | None, reason: str, link: str, key: str
+) -> None:
+    id = str(uuid.uuid5(NAMES, f"{name}/{policy}/{digest}/{key}"))
+    catalog.add_notice(Notice(id, name, policy, digest, reason, link, time.time()))
+
+
+def event_of(notice: Notice) -> dict[str, Any]:
+    """Return a notice as Prefect's server takes an event."""
+    about = f"graftwork.policy.{notice.policy}" if notice.policy else "graftwork.engine"
+    revision = served_name(notice.policy, notice.revision) if notice.revision else ""
+    resource = {
+        "prefect.resource.id": about,
+        "prefect.resource.name": notice.policy or "engine",
+        "graftwork.revision": revision,
+        "graftwork.reason": notice.reason,
+        "graftwork.link": notice.link,
+    }
+    related = [{"prefect.resource.id": f"graftwork.revision.{revision}", "prefect.resource.role": "revision"}]
+    return {
+        "id": notice.id,
+        "occurred": datetime.fromtimestamp(notice.at, UTC).isoformat(),
+        "event": notice.name,
+        "resource": resource,
+        "related": related if revision else [],
+        "payload": {"revision": revision, "reason": notice.reason, "link": notice.link},
+    }
+
+
+class NoticeSender(threading.Thread):
+    """Sends what waits to Prefect's server; `client` talks to it, without a path."""
+
+    def __init__(self, catalog: Catalog, client: httpx.Client):
+        super().__init__(name="notices", daemon=True)
+        self._catalog = catalog
+        self._client = client
+        self._stopped = threading.Event()
+
+    def run(self) -> None:
+        while not self._stopped.wait(INTERVAL_S):
+            try:
+                self.send()
+            except Exception:
+                # Prefect is away: the notices wait.
+                log.debug("notices", exc_info=True)
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def send(self) -> int:
+        """Send the notices that wait and return how many; raises `httpx.HTTPError`."""
+        waiting = self._catalog.notices(limit=BATCH, unsent=True)
+        if waiting:
+            events = [event_of(notice) for notice in waiting if notice.name != DELIVERED]
+            self._post(events)
+            self._catalog.mark_sent([notice.id for notice in waiting])
+        return len(waiting)
+
+    def _post(self, events: list[dict[str, Any]]) -> None:
+        answer = self._client.post("/api/events", json=events, timeout=TIMEOUT_S)
+        if answer.is_client_error and len(events) > 1:
+            # One that Prefect does not take must not keep back the others.
+            for event in events:
+                self._post([event])
+        elif answer.is_client_error:
+            log.error("Prefect does not take %s: %s", events[0], answer.text)
+        else:
+            answer.raise_for_status()

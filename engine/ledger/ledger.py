@@ -1,0 +1,266 @@
+"""The ledger: every number of every revision, in one DuckDB file.
+
+Knows how events get from the spool into tables exactly once, and how readers get a snapshot that
+never blocks the writer. Tables and views are in `migrations/*.sql`. Does not know what the numbers
+mean. DuckDB allows one writing process: the controller.
+"""
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import duckdb
+
+from engine.errors import ConfigError, Conflict, NotFound
+from engine.files import sync
+from engine.ledger.spool import Spool, read_lines, ready_files
+
+__all__ = ["Ledger", "Spool", "open_snapshot"]
+
+MIGRATIONS = Path(__file__).parent / "migrations"
+FILES_A_COMMIT = 64
+CLOSED = -1
+NAMED = re.compile(rb'"policy": ?"([^"]+)"')
+# Of the policies that events name, which are gone: their rows must not come back.
+Gone = Callable[[Collection[str]], set[str]]
+Events = dict[str, dict[str, dict[str, Any]]]  # table -> id -> event
+JSON_TYPES: dict[str, tuple[type, ...]] = {
+    "VARCHAR": (str,),
+    "DOUBLE": (int, float),
+    "INTEGER": (int,),
+    "BIGINT": (int,),
+    "JSON": (dict, list, str, int, float),
+}
+
+
+class Ledger:
+    """The one writing end. For one thread at a time. `columns` are the types of each table's columns.
+
+    Raises `Conflict` when another process has the file open, `ConfigError` when the file comes
+    from a newer version.
+    """
+
+    def __init__(self, path: Path | str):
+        self.path = Path(path)
+        self._source = CLOSED
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._open()
+        self._changed = True
+
+    def _open(self) -> None:
+        self.connection = _connect(self.path)
+        _migrate(self.connection, self.path)
+        # DuckDB's lock ends when this process closes any descriptor of the file. The one that
+        # snapshots are copied from therefore stays open as long as the ledger.
+        self._source = os.open(self.path, os.O_RDONLY)
+        self.columns = _columns(self.connection)
+
+    def close(self) -> None:
+        """Close the file; a second time does nothing."""
+        self.connection.close()
+        if self._source != CLOSED:
+            os.close(self._source)
+            # Its number may be another file's from now on.
+            self._source = CLOSED
+
+    def become(self, path: Path) -> None:
+        """Go on with another file of the same schema, which takes this one's place and name."""
+        self.close()
+        path.replace(self.path)
+        sync(self.path.parent)
+        self._open()
+
+    def touch(self) -> None:
+        """Let the next `snapshot` write a copy whatever has changed."""
+        self._changed = True
+
+    def ingest(self, spool_root: Path, gone: Gone = lambda policies: set()) -> int:
+        """Insert the events that are ready and return how many were new.
+
+        Those of policies that are `gone` are dropped: an answer that was under way while its policy was
+        purged is told of afterwards.
+        An event that is known already (by its id) is ignored; a file is removed after the commit.
+        Lines that fit no table are moved to `rejected/` beside the spool's files.
+        """
+        new = 0
+        files = ready_files(spool_root)
+        for start in range(0, len(files), FILES_A_COMMIT):
+            new += self._ingest_files(files[start : start + FILES_A_COMMIT], spool_root / "rejected", gone)
+        return new
+
+    def sweep(self, before: float) -> int:
+        """Remove feedback from before this time on answers that are not here; return how many.
+
+        Feedback names no policy: on an answer whose policy was purged meanwhile it would stay for ever.
+        """
+        unknown = "NOT EXISTS (SELECT 1 FROM observations WHERE observations.id = request_id)"
+        query = f'DELETE FROM feedback WHERE "at" < ? AND {unknown}'
+        row = self.connection.execute(query, [before]).fetchone()
+        removed = int(row[0]) if row else 0
+        self._changed = self._changed or removed > 0
+        return removed
+
+    def snapshot(self, destination: Path) -> bool:
+        """Replace the readers' copy if anything changed since the last one; return whether it did."""
+        if not self._changed and destination.is_file():
+            return False
+        self.connection.execute("CHECKPOINT")
+        temporary = destination.with_name(f"{destination.name}.{os.getpid()}")
+        with temporary.open("wb") as target:
+            size, offset = os.fstat(self._source).st_size, 0
+            while offset < size:
+                offset += os.sendfile(target.fileno(), self._source, offset, size - offset)
+        temporary.replace(destination)
+        self._changed = False
+        return True
+
+    def _ingest_files(self, files: list[Path], rejected: Path, gone: Gone) -> int:
+        events: Events = {}
+        bad: dict[Path, list[bytes]] = {}
+        for path in files:
+            for line in read_lines(path):
+                event = _parse(line, self.columns)
+                if event is None:
+                    bad.setdefault(path, []).append(line)
+                else:
+                    events.setdefault(event.pop("table"), {}).setdefault(event["id"], event)
+        _drop_gone(events, bad, gone)
+        for path, lines in ((path, lines) for path, lines in bad.items() if lines):
+            rejected.mkdir(exist_ok=True)
+            (rejected / path.name).write_bytes(b"".join(lines))
+        try:
+            self._insert(events)
+        except duckdb.ConstraintException:
+            events = self._unknown(events)
+            self._insert(events)
+        for path in files:
+            path.unlink(missing_ok=True)
+        new = sum(map(len, events.values()))
+        self._changed = self._changed or new > 0
+        return new
+
+    def _insert(self, events: Events) -> None:
+        """Insert all or nothing, in order of arrival (which INSERT OR IGNORE would not keep)."""
+        self.connection.begin()
+        try:
+            for table, rows in events.items():
+                query = f"INSERT INTO {table} BY NAME SELECT unnest(from_json(?::JSON, ?), max_depth := 2)"
+                shape = json.dumps([self.columns[table]])
+                self.connection.execute(query, [json.dumps(list(rows.values())), shape])
+            self.connection.commit()
+        except duckdb.Error:
+            self.connection.rollback()
+            raise
+
+    def _unknown(self, events: Events) -> Events:
+        unknown: Events = {}
+        for table, rows in events.items():
+            query = f"SELECT id FROM {table} WHERE id IN (SELECT unnest(?))"
+            known = {row[0] for row in self.connection.execute(query, [list(rows)]).fetchall()}
+            unknown[table] = {id: row for id, row in rows.items() if id not in known}
+        return unknown
+
+
+def policy_of(line: bytes) -> str | None:
+    """Return the policy that a line of the spool names, also one that is torn or fits no table."""
+    try:
+        event: Any = json.loads(line)
+    except ValueError:
+        named = NAMED.search(line)
+        return named[1].decode(errors="replace") if named else None
+    found = event.get("policy") if isinstance(event, dict) else None
+    return found if isinstance(found, str) else None
+
+
+def _drop_gone(events: Events, bad: dict[Path, list[bytes]], gone: Gone) -> None:
+    """Take out what belongs to policies that are gone, and the feedback on their answers."""
+    named = {row.get("policy") for rows in events.values() for row in rows.values()}
+    named |= {policy_of(line) for lines in bad.values() for line in lines}
+    lost = gone([policy for policy in named if policy])
+    if not lost:
+        return
+    answers = {id for id, row in events.get("observations", {}).items() if row.get("policy") in lost}
+    for table, rows in events.items():
+        events[table] = {
+            id: row
+            for id, row in rows.items()
+            if row.get("policy") not in lost and row.get("request_id") not in answers
+        }
+    for path, lines in bad.items():
+        bad[path] = [line for line in lines if policy_of(line) not in lost]
+
+
+def create(path: Path) -> None:
+    """Write an empty ledger of the newest schema."""
+    connection = _connect(path)
+    _migrate(connection, path)
+    connection.close()
+
+
+def open_snapshot(path: Path) -> duckdb.DuckDBPyConnection:
+    """Open the readers' copy; it is as old as the controller's `snapshot_s` at most."""
+    if not path.is_file():
+        raise NotFound(f"There is no ledger snapshot at {path} yet. The controller writes it while it runs.")
+    return duckdb.connect(str(path), read_only=True)
+
+
+def _connect(path: Path) -> duckdb.DuckDBPyConnection:
+    try:
+        return duckdb.connect(str(path))
+    except duckdb.IOException as error:
+        holder = re.search(r"held in (\S+) \(PID (\d+)\)", str(error))
+        if not holder:
+            raise
+        raise Conflict(
+            f"The ledger {path} is held by process {holder[2]} ({holder[1]}). "
+            "Close it there; to read, open the snapshot beside it instead."
+        ) from None
+
+
+def _migrate(connection: duckdb.DuckDBPyConnection, path: Path) -> None:
+    connection.execute('CREATE TABLE IF NOT EXISTS migrations (version INTEGER PRIMARY KEY, "at" DOUBLE)')
+    row = connection.execute("SELECT coalesce(max(version), 0) FROM migrations").fetchone()
+    found = row[0] if row else 0
+    files = {int(file.name[:4]): file for file in MIGRATIONS.glob("*.sql")}
+    if found > max(files):
+        raise ConfigError(f"The ledger {path} has schema {found}, this code knows {max(files)}. Upgrade it.")
+    for version in sorted(number for number in files if number > found):
+        connection.begin()
+        connection.execute(files[version].read_text())
+        connection.execute("INSERT INTO migrations VALUES (?, ?)", [version, time.time()])
+        connection.commit()
+
+
+def _columns(connection: duckdb.DuckDBPyConnection) -> dict[str, dict[str, str]]:
+    query = """
+        SELECT table_name, column_name, data_type FROM duckdb_columns()
+        WHERE database_name = current_database() AND table_name IN (SELECT table_name FROM duckdb_tables())
+        AND NOT internal AND table_name <> 'migrations'
+    """
+    tables: dict[str, dict[str, str]] = {}
+    for table, column, kind in connection.execute(query).fetchall():
+        tables.setdefault(table, {})[column] = kind
+    return tables
+
+
+def _parse(line: bytes, tables: dict[str, dict[str, str]]) -> dict[str, Any] | None:
+    """Return an event that fits its table, None for any other line. NaN and Infinity become null."""
+    try:
+        event = json.loads(line, parse_constant=lambda _: None)
+    except ValueError:
+        return None
+    if not isinstance(event, dict):
+        return None
+    columns = tables.get(str(event.get("table")))
+    if columns is None or event.get("id") is None or event.get("at") is None:
+        return None
+    for name, value in event.items():
+        if name == "table" or value is None:
+            continue
+        if not isinstance(value, JSON_TYPES.get(columns.get(name, ""), ())):
+            return None
+    return event

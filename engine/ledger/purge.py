@@ -1,0 +1,107 @@
+"""One policy's rows out of the ledger, its spool and its snapshot, so that nothing of them can be read again.
+
+DuckDB marks deleted rows and keeps their bytes (it does not compact tables that have a key), so the file is
+written anew from what is left and takes the old one's place. Knows which rows are a policy's; does not know
+why they must go.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import duckdb
+
+from engine.ledger.ledger import Ledger, create
+from engine.ledger.spool import read_lines
+
+FRESH = ".fresh"
+
+
+def purge(ledger: Ledger, spool: Path, snapshot: Path, policy: str) -> dict[str, int]:
+    """Remove a policy's events from ledger, spool and snapshot; return how many of each, by table.
+
+    What is in the spool is taken in first, so that it goes too; what writers hold open (`Spool` hands it
+    over within a quarter of a second) is found by a second call. Rows of feedback go with the observations
+    that they rate.
+    """
+    ledger.ingest(spool)
+    removed = _delete(ledger, policy)
+    removed["rejected"] = _purge_rejected(spool / "rejected", policy)
+    # Also when nothing was found: a kill may have come between the rows and their bytes.
+    rewrite(ledger)
+    for copy in snapshot.parent.glob(f"{snapshot.name}.*"):
+        # What a kill left half copied; one that is being made has our own process id, and none is.
+        copy.unlink(missing_ok=True)
+    ledger.touch()
+    ledger.snapshot(snapshot)
+    return removed
+
+
+def _delete(ledger: Ledger, policy: str) -> dict[str, int]:
+    tables = sorted(table for table, columns in ledger.columns.items() if "policy" in columns)
+    rated = "DELETE FROM feedback WHERE request_id IN (SELECT id FROM observations WHERE policy = ?)"
+    connection = ledger.connection
+    connection.begin()
+    try:
+        removed = {"feedback": _changed(connection, rated, policy)}
+        for table in tables:
+            removed[table] = _changed(connection, f"DELETE FROM {table} WHERE policy = ?", policy)
+        connection.commit()
+    except duckdb.Error:
+        connection.rollback()
+        raise
+    return removed
+
+
+def _changed(connection: duckdb.DuckDBPyConnection, statement: str, policy: str) -> int:
+    row = connection.execute(statement, [policy]).fetchone()
+    return int(row[0]) if row else 0
+
+
+def rewrite(ledger: Ledger) -> None:
+    """Write the ledger's file anew, its rows in their order; a kill leaves the old one."""
+    fresh = ledger.path.with_name(f"{ledger.path.name}{FRESH}")
+    for leftover in (fresh, fresh.with_name(f"{fresh.name}.wal")):
+        leftover.unlink(missing_ok=True)
+    create(fresh)
+    ledger.connection.execute(f"ATTACH '{_quoted(fresh)}' AS fresh")
+    for table in ledger.columns:
+        ledger.connection.execute(f"INSERT INTO fresh.{table} BY NAME SELECT * FROM {table} ORDER BY rowid")
+    ledger.connection.execute("CHECKPOINT fresh")
+    ledger.connection.execute("DETACH fresh")
+    # Nothing is left to a log, which the new file would find beside it.
+    ledger.connection.execute("CHECKPOINT")
+    with fresh.open("rb") as file:
+        os.fsync(file.fileno())
+    ledger.become(fresh)
+
+
+def _quoted(path: Path) -> str:
+    return str(path).replace("'", "''")
+
+
+def _purge_rejected(folder: Path, policy: str) -> int:
+    """Take a policy's lines out of the files of lines that fitted no table."""
+    removed = 0
+    for path in folder.glob("*") if folder.is_dir() else ():
+        lines = list(read_lines(path))
+        kept = [line for line in lines if not _is_of(line, policy)]
+        if len(kept) == len(lines):
+            continue
+        removed += len(lines) - len(kept)
+        draft = path.with_name(f".{path.name}")
+        draft.write_bytes(b"".join(kept))
+        draft.replace(path)
+        if not kept:
+            path.unlink()
+    return removed
+
+
+def _is_of(line: bytes, policy: str) -> bool:
+    try:
+        event: Any = json.loads(line)
+    except ValueError:
+        # A torn or foreign line that names the policy as a value of JSON.
+        return json.dumps(policy).encode() in line
+    return isinstance(event, dict) and event.get("policy") == policy

@@ -1,0 +1,292 @@
+"""What adapters of a base cost, planned from its `config.json`: bytes, tensor-parallel degree, load time.
+
+For any base whose shapes are known, also one that no machine here could hold. Each device has its part of
+the base, the slots, the KV cache and its working memory; a machine's page cache has an adapter's bytes once.
+Knows sizes and rates; opens no file and loads no tensor.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+from engine.adapters.sizes import device_size, packed_blocks, projections, slot_bytes, uncut_reason
+from engine.base.families import DROPPED_ON_CUDA, BaseShapes
+from engine.base.sizes import Shape
+from engine.errors import ConfigError
+from engine.planning.memory import CONTEXT_BYTES, DTYPE_BYTES, gib, kv_bytes, step_bytes
+from engine.settings.services import EngineConfig
+from engine.store.segments import PAGE_ALIGNED_FROM
+
+DEGREES = (1, 2, 4, 8, 16, 32, 64)
+# Bits of a weight by `quantization_config.quant_method`: of routed experts, and of other projections.
+WEIGHT_BITS = {"fp8": (8.0, 8.0), "mxfp4": (4.25, 16.0)}
+WHAT = {
+    "engine_base": "its part of the base",
+    "engine_slots": "adapter slots",
+    "engine_kv_cache": "its part of the KV cache",
+    "engine_activations": "activations and logits of one step",
+    "engine_context": "CUDA context",
+}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Bytes a second of each step of a load on one device.
+
+    The defaults were measured with 105.5 MB at rank 1 on two CPU cores (docs/benchmarks.md, `bench load`):
+    `load` is host tier to slot, 6.9 ms, which is 1.21 times the memcpy of as many bytes (18.5 GB/s);
+    `read` is what 62 ms with a dropped page cache have beyond that; `verify` is the checksum and the search
+    for NaN, 25 and 7 ms. A GPU's link is slower or faster than a core's memcpy: give its rate.
+    """
+
+    load: float = 15.3e9
+    read: float = 1.9e9
+    verify: float = 3.3e9
+
+
+@dataclass(frozen=True)
+class AdapterPlan:
+    """Bytes and seconds of adapters of one rank, with `slots` slots, on devices of `available` bytes.
+
+    `slot_rank` is the engine's rank that holds `rank`. `adapter_bytes` are the packed file's; `host_bytes`
+    what one takes of its machine's memory; `load_bytes` what one device copies of it. `engine_*` are one
+    device's parts of `tensor_parallel`. `load_s` is host tier to slot, `cold_load_s` local disk to slot.
+    """
+
+    model_type: str
+    parameters: int
+    rank: int
+    slot_rank: int
+    slots: int
+    dtype: str
+    adapter_bytes: int
+    adapter_share: float
+    adapter_tensors: int
+    adapter_blocks: int
+    host_bytes: int
+    host_adapters: int
+    available: int | None
+    tensor_parallel: int
+    slot_bytes: int
+    load_bytes: int
+    engine_base: int
+    engine_slots: int
+    engine_kv_cache: int
+    engine_activations: int
+    engine_context: int
+    load_s: float
+    cold_load_s: float
+    dropped_on_cuda: tuple[str, ...]
+
+    @property
+    def needed(self) -> int:
+        """Return what one device needs, in bytes."""
+        return sum(getattr(self, name) for name in WHAT)
+
+    @property
+    def fits(self) -> bool:
+        return self.available is None or self.needed <= self.available
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a plan is asked for; `devices` None: the fewest that fit. `weight_bits` None: as the base says.
+
+    `available` are the bytes of one device; None, where nobody knows them, fits whatever it takes.
+    """
+
+    rank: int
+    available: int | None
+    devices: int | None = None
+    weight_bits: float | None = None
+    targets: tuple[str, ...] | None = None
+    rates: Rates = Rates()
+
+
+def plan_adapters(config: Mapping[str, Any], engine: EngineConfig, wanted: Wanted) -> AdapterPlan:
+    """Return the plan of the fewest devices that hold base, slots and KV cache, or of `wanted.devices`.
+
+    Raises `ConfigError` for a config (of `read_config`) that lacks a size, a rank or target that no engine
+    serves, a degree that vLLM cannot cut the base by, and when nothing fits; `BaseModelError` for an unknown
+    family.
+    """
+    try:
+        shapes, shape = BaseShapes.of(config), Shape.of(config)
+    except KeyError as error:
+        raise ConfigError(
+            f"The config lacks {error}, without which a {config['model_type']} base has no sizes. "
+            "Give the whole config.json."
+        ) from None
+    _check_targets(shapes, wanted.targets)
+    heads, key_heads = config["num_attention_heads"], _key_heads(config)
+
+    def on(devices: int) -> AdapterPlan:
+        return _plan(config, shapes, shape, engine, replace(wanted, devices=devices))
+
+    if wanted.devices is not None:
+        if reason := uncut_reason(shapes, heads, key_heads, wanted.devices):
+            raise ConfigError(f"vLLM cannot cut this base over {wanted.devices} devices: {reason}.")
+        found = on(wanted.devices)
+    else:
+        cut = [devices for devices in DEGREES if not uncut_reason(shapes, heads, key_heads, devices)]
+        found = next((one for one in map(on, cut) if one.fits), on(cut[-1]))
+    _refuse_unless_it_fits(found)
+    return found
+
+
+def _refuse_unless_it_fits(found: AdapterPlan) -> None:
+    if found.available is None or found.fits:
+        return
+    parts = {name: getattr(found, name) for name in WHAT}
+    largest = max(parts, key=lambda name: parts[name])
+    raise ConfigError(
+        f"Each of {found.tensor_parallel} devices has {gib(found.available)} and needs {gib(found.needed)}, "
+        f"most of it for {WHAT[largest]} ({gib(parts[largest])}). Lower --slots or --rank, or give devices "
+        "with more memory or more of them."
+    )
+
+
+def slot_rank(rank: int, fused_experts: bool = False) -> int:
+    """Return the smallest rank of slots that holds this rank; `ConfigError` over the largest.
+
+    Fused experts hold gate and up as one factor of twice the rank (`slots.FusedGateUp`).
+    """
+    served = get_args(EngineConfig.model_fields["max_rank"].annotation)
+    needed = 2 * rank if fused_experts else rank
+    if not 0 < needed <= max(served):
+        twice = f", which needs {needed} in its fused experts" if fused_experts else ""
+        raise ConfigError(f"No engine serves rank {rank}{twice}; the largest is {max(served)}.")
+    return int(min(one for one in served if one >= needed))
+
+
+def _plan(
+    config: Mapping[str, Any], shapes: BaseShapes, shape: Shape, engine: EngineConfig, wanted: Wanted
+) -> AdapterPlan:
+    dtype = engine.dtype_on(cuda=True)
+    itemsize, devices, key_heads = DTYPE_BYTES[dtype], wanted.devices or 1, _key_heads(config)
+    # vLLM keeps these experts in three axes on CUDA.
+    fused = shapes.family.interleaved
+    held = slot_rank(wanted.rank, fused)
+    blocks = packed_blocks(shapes, wanted.rank, itemsize, wanted.targets)
+    slot = slot_bytes(shapes, held, itemsize, devices, key_heads, fused_experts=fused)
+    loaded = slot_bytes(shapes, wanted.rank, itemsize, devices, key_heads, wanted.targets)
+    base = _base_bytes(config, shapes, shape, itemsize, devices, wanted.weight_bits)
+    whole = sum(blocks)
+    # Larger ones lie once in the page cache; of smaller ones each process has a copy.
+    host = whole if whole >= PAGE_ALIGNED_FROM else whole * devices
+    targets = wanted.targets or shapes.targets
+    return AdapterPlan(
+        model_type=config["model_type"],
+        parameters=shape.parameters,
+        rank=wanted.rank,
+        slot_rank=held,
+        slots=engine.slots,
+        dtype=dtype,
+        adapter_bytes=whole,
+        adapter_share=whole / _base_bytes(config, shapes, shape, itemsize, 1, wanted.weight_bits),
+        adapter_tensors=2 * sum(one.count for one in projections(shapes, wanted.targets)),
+        adapter_blocks=len(blocks),
+        host_bytes=host,
+        host_adapters=engine.host_bytes // host,
+        available=wanted.available,
+        tensor_parallel=devices,
+        slot_bytes=slot,
+        load_bytes=loaded,
+        engine_base=base,
+        engine_slots=engine.slots * slot,
+        # A latent is on every device; keys of grouped attention are shared out by heads.
+        engine_kv_cache=kv_bytes(shape, itemsize, engine) // max(1, min(devices, key_heads)),
+        engine_activations=step_bytes(shape, itemsize, engine),
+        engine_context=CONTEXT_BYTES,
+        load_s=loaded / wanted.rates.load,
+        cold_load_s=whole / wanted.rates.read + whole / wanted.rates.verify + loaded / wanted.rates.load,
+        dropped_on_cuda=tuple(sorted(set(targets) & DROPPED_ON_CUDA.keys())),
+    )
+
+
+def _base_bytes(
+    config: Mapping[str, Any],
+    shapes: BaseShapes,
+    shape: Shape,
+    itemsize: int,
+    devices: int,
+    weight_bits: float | None,
+) -> int:
+    """Return one device's part of the base: projections and embeddings are cut, all else is on each."""
+    routed, plain = _weight_bits(config, itemsize) if weight_bits is None else (weight_bits, weight_bits)
+    bits, whole = 0.0, 0
+    for one in projections(shapes):
+        inputs, outputs = device_size(one, devices, _key_heads(config))
+        bits += one.count * inputs * outputs * (routed if one.parent in shapes.experts else plain)
+        whole += one.count * one.size[0] * one.size[1]
+    embeddings = (1 if config.get("tie_word_embeddings") else 2) * shape.vocabulary * shape.hidden
+    rest = shape.parameters - whole - embeddings
+    return int(bits / 8) + (embeddings // devices + rest) * itemsize
+
+
+def _weight_bits(config: Mapping[str, Any], itemsize: int) -> tuple[float, float]:
+    stated = config.get("quantization_config")
+    if not stated:
+        return 8.0 * itemsize, 8.0 * itemsize
+    method = stated.get("quant_method") if isinstance(stated, Mapping) else None
+    if method not in WEIGHT_BITS:
+        raise ConfigError(
+            f"How many bits a weight takes under the quantization {method!r} is not known here: "
+            "give --weight-bits."
+        )
+    return WEIGHT_BITS[str(method)]
+
+
+def _key_heads(config: Mapping[str, Any]) -> int:
+    """Return the heads of keys that grouped attention cuts; 0 for latent attention, which caches none."""
+    if config.get("kv_lora_rank"):
+        return 0
+    return int(config.get("num_key_value_heads") or config["num_attention_heads"])
+
+
+def _check_targets(shapes: BaseShapes, targets: Collection[str] | None) -> None:
+    unknown = sorted(set(targets or ()) - set(shapes.targets))
+    if unknown:
+        raise ConfigError(f"The base has no projection {unknown[0]!r}; it has {', '.join(shapes.targets)}.")
+
+
+def rows(found: AdapterPlan) -> list[tuple[str, str]]:
+    """Return what a plan says as (part, size) for people."""
+    dropped = ", ".join(found.dropped_on_cuda)
+    return [
+        ("an adapter, packed", f"{size(found.adapter_bytes)}, {found.adapter_share:.4%} of the base"),
+        ("its tensors, and blocks of the file", f"{found.adapter_tensors:,}, {found.adapter_blocks:,}"),
+        ("host memory for each adapter", size(found.host_bytes)),
+        ("adapters in engine.host_bytes", f"{found.host_adapters:,}"),
+        ("tensor-parallel degree", str(found.tensor_parallel)),
+        ("a slot, on each device", f"{size(found.slot_bytes)} for rank {found.slot_rank}"),
+        *((what, gib(getattr(found, name))) for name, what in WHAT.items()),
+        ("each device needs", gib(found.needed)),
+        *([("each device has", gib(found.available))] if found.available is not None else []),
+        ("load, host to slot", seconds(found.load_s)),
+        ("cold load, local disk to slot", seconds(found.cold_load_s)),
+        *([("not applied by vLLM on CUDA", dropped)] if dropped else []),
+    ]
+
+
+def table(found: AdapterPlan) -> Any:
+    """Return a plan as a table for a terminal."""
+    from rich.table import Table
+
+    title = (
+        f"Adapters of rank {found.rank} in {found.dtype} on a {found.model_type} base of "
+        f"{found.parameters:,} parameters, {found.slots} slots"
+    )
+    shown = Table("part", "size", title=title)
+    for what, said in rows(found):
+        shown.add_row(what, said)
+    return shown
+
+
+def size(nbytes: int) -> str:
+    """Return bytes as people read them: MB are 10^6."""
+    return f"{nbytes / 1e6:,.1f} MB" if nbytes >= 1e6 else f"{nbytes / 1e3:,.1f} kB"
+
+
+def seconds(value: float) -> str:
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.2f} ms"

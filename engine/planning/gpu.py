@@ -1,0 +1,96 @@
+"""This machine's GPU: whether there is one, and the memory plan of these settings on it.
+
+Trainer and engine ask here before they load anything, and `graftwork up` before it starts either. Knows
+one GPU, the first that CUDA shows (`CUDA_VISIBLE_DEVICES` chooses another).
+"""
+
+from importlib.metadata import version
+from typing import Any
+
+from engine.base.families import CUDA_ONLY
+from engine.base.resident import base_config
+from engine.errors import ConfigError
+from engine.planning.memory import WHAT, Plan, gib, plan, refuse_unless_it_fits
+from engine.settings.params import Params
+
+
+def cuda_bytes() -> int | None:
+    """Return the bytes of the GPU's memory, or None where torch has no CUDA or sees no GPU."""
+    # A CPU build is told by its name: importing torch takes seconds that a start does not have.
+    if version("torch").endswith("+cpu"):
+        return None
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    return int(torch.cuda.get_device_properties(0).total_memory)
+
+
+def trainer_device(params: Params, cuda: bool) -> str:
+    """Return `cuda` or `cpu`; `ConfigError` when CUDA is asked for and there is none."""
+    wanted = params.trainer.device
+    if wanted == "cuda" and not cuda:
+        raise ConfigError(
+            "trainer.device is cuda, but torch sees no GPU. Install the CUDA build and its driver, "
+            "or leave the setting out."
+        )
+    return "cuda" if cuda and wanted != "cpu" else "cpu"
+
+
+def planned(params: Params) -> Plan | None:
+    """Print and return the plan for this machine's GPU, before anything is loaded; None without a GPU.
+
+    Raises `ConfigError` with the numbers when it does not fit.
+    """
+    available = cuda_bytes()
+    if available is None:
+        return None
+    config, found = plan_for(params, available)
+    say(found)
+    refuse_unless_it_fits(config, found, params.engine, params.trainer)
+    return found
+
+
+def refuse_unless_served(params: Params) -> None:
+    """Raise `ConfigError` when vLLM cannot serve the base on this machine; asked before anything is built."""
+    reason = CUDA_ONLY.get(base_config(params.base, params.paths).get("model_type", ""))
+    if reason and cuda_bytes() is None:
+        raise ConfigError(
+            f"The base {params.base.name!r} cannot be served on a CPU: {reason}. Serve it where there is a "
+            "GPU. Here sessions can train it on given data: set base.name, and `graftwork up --only trainer`."
+        )
+
+
+def plan_for(params: Params, available: int) -> tuple[dict[str, Any], Plan]:
+    """Return the base's `config.json` and its plan on a GPU with `available` bytes."""
+    config = base_config(params.base, params.paths)
+    return config, plan(config, available, params.engine, params.trainer)
+
+
+def rows(found: Plan) -> list[tuple[str, str]]:
+    """Return what a plan says as (part, size) for people, ending with the sum and vLLM's share."""
+    parts = [(WHAT[name], gib(size)) for name, size in found.parts.items()]
+    kept = f"{found.sequences} sequences"
+    return [
+        *((what, f"{size}, {kept}" if what == WHAT["engine_kv_cache"] else size) for what, size in parts),
+        ("needed", gib(found.needed)),
+        ("the GPU has", gib(found.available)),
+        ("vLLM's gpu_memory_utilization", f"{found.gpu_memory_utilization:.4f}"),
+    ]
+
+
+def table(found: Plan) -> Any:
+    """Return a plan as a table for a terminal."""
+    from rich.table import Table
+
+    shown = Table("part", "memory", title=f"One GPU, a base of {found.parameters:,} parameters")
+    for what, size in rows(found):
+        shown.add_row(what, size)
+    return shown
+
+
+def say(found: Plan) -> None:
+    """Print the plan's table; a service's log begins with it."""
+    from rich.console import Console
+
+    Console(width=100).print(table(found))

@@ -1,0 +1,272 @@
+"""One GPU's memory, planned from the base's `config.json` before anything is loaded.
+
+Trainer and engine each hold the whole base and everything that they work with. `plan` adds it all up in
+bytes, `refuse_unless_it_fits` names the settings that would make it fit, and vLLM's share of the GPU is
+the engine's part of the plan. Knows sizes and arithmetic; opens no file and loads no tensor.
+
+Legend: L layers, H hidden size, Q query heads times head size, K key heads times head size, I inner size
+of the MLP, V vocabulary, E experts, R rank, N tokens at once, B bytes of a number of the base's dtype.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from engine.base.sizes import Shape
+from engine.errors import ConfigError
+from engine.settings.services import EngineConfig, TrainerConfig
+
+GIB = 1 << 30
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+# A process's CUDA context, library workspaces and the allocator's rounding: a planning figure, to be
+# replaced by what tests/gpu/test_one_gpu.py measures.
+CONTEXT_BYTES = GIB
+# Prefill tokens of one engine step on a GPU, and completion tokens whose logits the trainer holds at once
+# while it checkpoints.
+BATCHED_TOKENS = 2048
+HEAD_TOKENS = 1024
+# Copies of keys and values that attention may hold for each token of a microbatch: samples share a prompt.
+COPIES = 2
+# Tokens of a block of vLLM's KV cache on CUDA.
+BLOCK = 16
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes of each part of a GPU with `available` bytes; the trainer's are 0 when it works on the CPU.
+
+    `sequences` is how many of `max_model_len` tokens the KV cache holds.
+    """
+
+    available: int
+    trainer_base: int
+    trainer_adapters: int
+    trainer_activations: int
+    trainer_context: int
+    engine_base: int
+    engine_kv_cache: int
+    engine_slots: int
+    engine_activations: int
+    engine_context: int
+    parameters: int
+    sequences: int
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Return every part by its field's name, in the order in which they are shown."""
+        names = [item.name for item in fields(self) if item.name.startswith(("trainer_", "engine_"))]
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def needed(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.needed <= self.available and self.sequences >= 1
+
+    @property
+    def gpu_memory_utilization(self) -> float:
+        """Return vLLM's share: what its worker allocates, without the context that it never counts.
+
+        `request_memory` in vllm/v1/worker/utils.py compares the share of the whole GPU with what is free
+        once the context exists. Rounded up to a ten thousandth.
+        """
+        allocated = self.engine_base + self.engine_kv_cache + self.engine_slots + self.engine_activations
+        return -(-allocated * 10_000 // self.available) / 10_000
+
+    @property
+    def trainer_share(self) -> float:
+        """Return what the trainer's allocator may take of the whole: all that the engine leaves."""
+        contexts = self.trainer_context + self.engine_context
+        return max(0.0, 1 - self.gpu_memory_utilization - contexts / self.available)
+
+
+WHAT = {
+    "trainer_base": "base in the trainer",
+    "trainer_adapters": "adapters, gradients, Adam moments (float32)",
+    "trainer_activations": "activations of one microbatch",
+    "trainer_context": "CUDA context of the trainer",
+    "engine_base": "base in the engine",
+    "engine_kv_cache": "KV cache",
+    "engine_slots": "adapter slots",
+    "engine_activations": "activations and logits of one step",
+    "engine_context": "CUDA context of the engine",
+}
+
+
+def plan(config: Mapping[str, Any], available: int, engine: EngineConfig, trainer: TrainerConfig) -> Plan:
+    """Return the bytes of every part on a GPU with `available` bytes, for a base's `config.json`.
+
+    Raises `ConfigError` for a family that is not known; whether the plan fits is the plan's own word.
+    """
+    shape, size = Shape.of(config), DTYPE_BYTES[engine.dtype_on(cuda=True)]
+    base, there = shape.parameters * size, int(trainer.device != "cpu")
+    kv_cache = kv_bytes(shape, size, engine)
+    return Plan(
+        available=available,
+        trainer_base=there * base,
+        trainer_adapters=there
+        * (trainer.session_bytes or adapter_bytes(shape, engine.max_rank, trainer.sessions)),
+        trainer_activations=there * training_bytes(shape, size, engine, trainer),
+        trainer_context=there * CONTEXT_BYTES,
+        engine_base=base,
+        engine_kv_cache=kv_cache,
+        engine_slots=engine.slots * engine.max_rank * shape.lora_width * size,
+        engine_activations=step_bytes(shape, size, engine),
+        engine_context=CONTEXT_BYTES,
+        parameters=shape.parameters,
+        sequences=kv_cache // sequence_bytes(shape, size, engine.max_model_len),
+    )
+
+
+def sequence_bytes(shape: Shape, size: int, length: int) -> int:
+    """Return the KV cache of one sequence, in whole blocks: 2 L K B for each token, and of a latent L K B.
+
+    vLLM's `FullAttentionSpec.page_size_bytes` and `MLAAttentionSpec`'s (vllm/v1/kv_cache_interface.py).
+    """
+    return -(-length // BLOCK) * BLOCK * shape.layers * shape.cached * size
+
+
+def kv_bytes(shape: Shape, size: int, engine: EngineConfig) -> int:
+    """Return the wanted KV cache: `kv_cache_gib`, else `max_num_seqs` whole sequences and a spare block."""
+    if engine.kv_cache_gib is not None:
+        return int(engine.kv_cache_gib * GIB)
+    # Block 0 is vLLM's null block, which no sequence gets.
+    spare = sequence_bytes(shape, size, BLOCK)
+    return engine.max_num_seqs * sequence_bytes(shape, size, engine.max_model_len) + spare
+
+
+def adapter_bytes(shape: Shape, rank: int, sessions: int) -> int:
+    """Return the trainer's adapters: R numbers for each input and output, four float32 of each.
+
+    The factor itself, its gradient, and AdamW's two moments (arXiv 1711.05101, algorithm 2).
+    """
+    return sessions * rank * shape.lora_width * 4 * 4
+
+
+def layer_bytes(shape: Shape, size: int, rank: int) -> int:
+    """Return what autograd keeps of one token in one layer when base weights are frozen.
+
+    Read off transformers' decoder layer with our factors on all seven projections, and measured by saved
+    tensor hooks in tests/engine/planning/test_memory.py: two norms (their input in float32, their output),
+    q and k in float32 before their norms, q in B for attention, k and v in B `COPIES` times, the
+    attention's output and its copy, four tensors of the MLP (gate, its activation, up, the product), and
+    the seven products with A. Of each routed expert of the token (engine/training/model/experts.py) its
+    output, which the router's weight multiplies, three products with A and its place in the order, twice;
+    and the router's probabilities in float32.
+    """
+    norms = 2 * (4 + size) * shape.hidden
+    attention = (4 + 3 * size) * shape.queries + (4 + 2 * COPIES * size) * shape.keys
+    routed = shape.active * (size * (shape.hidden + 3 * rank) + 2 * 8) + 4 * shape.experts
+    return norms + attention + 4 * size * shape.widest_mlp + 7 * size * rank + routed
+
+
+def training_bytes(shape: Shape, size: int, engine: EngineConfig, trainer: TrainerConfig) -> int:
+    """Return the activations of one microbatch: what is kept for the backward, and its own tensors.
+
+    With gradient checkpointing (arXiv 1604.06174) a layer keeps only its input, and is computed again
+    in the backward; the logits of `HEAD_TOKENS` tokens exist at a time. Without, all layers and the logits
+    of all tokens. A layer's backward holds about as much again as it kept. The factors are there once more
+    in B, as the forward multiplies by them. So are, of the one session that is served, the gradients of its
+    calls before in float32 (`adding_gradients` in engine/training/model/update.py).
+    """
+    tokens = max(trainer.microbatch_tokens, engine.max_model_len)
+    layer = layer_bytes(shape, size, engine.max_rank)
+    factors = engine.max_rank * shape.lora_width * size
+    before = engine.max_rank * shape.lora_width * 4
+    if trainer.checkpoints_on(cuda=True):
+        kept = shape.layers * shape.hidden * size + layer
+        logits = min(tokens, HEAD_TOKENS) * logit_bytes(shape, size)
+        factors //= shape.layers
+    else:
+        kept = shape.layers * layer
+        logits = tokens * logit_bytes(shape, size)
+    last = (4 + size) * shape.hidden
+    return tokens * (kept + layer + last) + logits + factors + before
+
+
+def logit_bytes(shape: Shape, size: int) -> int:
+    """Return one completion token's logits and their gradients.
+
+    Logits in B and float32, the gradients of logsumexp and gather in float32, and their sum in B.
+    """
+    return shape.vocabulary * (2 * size + 12)
+
+
+def step_bytes(shape: Shape, size: int, engine: EngineConfig) -> int:
+    """Return the engine's working memory of its largest step, without CUDA graphs.
+
+    A prefill of `BATCHED_TOKENS`: residual, norm, q, k, v, attention, the MLP's three, and vLLM's float32
+    buffer of products with A (at most three slices at once). Then the larger of the sampler, which sorts
+    float32 logits of every sequence by int64 indices, and a prompt's log-probabilities, which the effect
+    probe asks for (`_get_prompt_logprobs_dict` in vllm/v1/worker/gpu_model_runner.py).
+    """
+    tokens = max(BATCHED_TOKENS, engine.max_num_seqs)
+    widths = 4 * shape.hidden + 2 * shape.queries + 2 * shape.keys + 3 * shape.widest_mlp
+    forward = tokens * (size * widths + 4 * 3 * engine.max_rank)
+    sampler = engine.max_num_seqs * shape.vocabulary * (size + 4 + 4 + 4 + 8)
+    prompt = min(tokens, engine.max_model_len) * shape.vocabulary * (size + 4 + 4)
+    return forward + max(sampler, prompt)
+
+
+def refuse_unless_it_fits(
+    config: Mapping[str, Any], found: Plan, engine: EngineConfig, trainer: TrainerConfig
+) -> None:
+    """Raise `ConfigError` with the numbers and the settings to lower, unless the plan fits."""
+    if found.fits:
+        return
+    if found.sequences < 1:
+        raise ConfigError(
+            f"A KV cache of {gib(found.engine_kv_cache)} does not hold one sequence of "
+            f"{engine.max_model_len} tokens. Raise engine.kv_cache_gib, leave it out, or lower "
+            "engine.max_model_len."
+        )
+    largest = max(found.parts, key=lambda name: found.parts[name])
+    numbers = (
+        f"The GPU has {gib(found.available)}, and trainer and engine need {gib(found.needed)}, "
+        f"{gib(found.needed - found.available)} more. The largest part is the {WHAT[largest]} with "
+        f"{gib(found.parts[largest])}."
+    )
+    remedies = list(_remedies(config, found.available, engine, trainer))
+    if remedies:
+        raise ConfigError(f"{numbers} Any one of these makes it fit: {'; '.join(remedies)}.")
+    raise ConfigError(
+        f"{numbers} No single setting makes it fit: lower several of engine.max_num_seqs, "
+        "engine.max_model_len, engine.slots and trainer.microbatch_tokens, or choose a smaller base."
+    )
+
+
+def _remedies(
+    config: Mapping[str, Any], available: int, engine: EngineConfig, trainer: TrainerConfig
+) -> Iterator[str]:
+    """Yield each single change that makes the plan fit: the largest number that does, or a switch."""
+
+    def fits(section: str, **change: Any) -> bool:
+        changed = (engine if section == "engine" else trainer).model_copy(update=change)
+        both = (changed, trainer) if section == "engine" else (engine, changed)
+        return plan(config, available, *both).fits
+
+    switches: list[tuple[str, str, Any]] = [("engine", "dtype", "bfloat16")]
+    if trainer.device != "cpu":
+        switches += [("trainer", "gradient_checkpointing", True), ("trainer", "device", "cpu")]
+    for section, field, value in switches:
+        if fits(section, **{field: value}):
+            yield f"{section}.{field}: {str(value).lower()}"
+    lowered = (
+        ("engine", "max_num_seqs", 1, engine.max_num_seqs),
+        ("engine", "max_model_len", BLOCK, engine.max_model_len),
+        ("engine", "slots", 2, engine.slots),
+        ("trainer", "microbatch_tokens", 64, trainer.microbatch_tokens),
+        ("trainer", "sessions", 1, trainer.sessions),
+    )
+    for section, field, least, now in lowered:
+        values = range(least, now)
+        first = bisect_left(values, True, key=lambda value: not fits(section, **{field: value}))
+        if first:
+            yield f"{section}.{field}: {values[first - 1]}"
+
+
+def gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB"

@@ -1,0 +1,1 @@
+"""What needs catalog and store together: publish, import, register in bulk, maintain."""

@@ -1,0 +1,170 @@
+"""Adapters of the same names, shapes and dtype, hundreds at once: checked, named and packed.
+
+Gives byte for byte what `revision.digest` and `packed.pack` give for each adapter alone. Knows tensors and
+bytes; knows no catalog and no store.
+
+Shapes: N adapters, D elements of an adapter, B bytes of a packed one, R rank, I inputs, O outputs.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.adapters import packed
+from engine.adapters.revision import Shapes, digest_header, is_finite, split_key, validate
+from engine.base.families import BaseShapes
+from engine.errors import AdapterError
+from engine.publishing.row_hashes import hash_rows
+from engine.store.checksums import BLAKE3_FROM, checksum_of
+
+# Tables kept for another batch: one that is filled, one that is named, two whose bytes are written.
+SPARE = 4
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """What adapters of the same shapes share. `keys` are sorted, `nbytes` counts an adapter's tensors."""
+
+    keys: tuple[str, ...]
+    shapes: tuple[torch.Size, ...]
+    dtype: torch.dtype
+    rank: int
+    nbytes: int
+    header: bytes
+    layout: packed.Layout
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Adapters of one form; `digests` name them, `checksums` are those of the rows of `payload_NB`."""
+
+    form: Form
+    digests: list[str]
+    payload_NB: Tensor
+    checksums: list[str]
+
+    def payloads(self) -> list[memoryview]:
+        count, size = self.payload_NB.shape
+        data = memoryview(self.payload_NB.view(-1).numpy())  # type: ignore[arg-type]
+        return [data[start : start + size] for start in range(0, count * size, size)]
+
+
+class Tables:
+    """Memory of batches that are done, for those to come: fresh pages would be 5% of all CPU time.
+
+    A table has the values that were left in it. For any thread.
+    """
+
+    def __init__(self) -> None:
+        self._spare = deque[Tensor](maxlen=SPARE)
+
+    def take(self, count: int, width: int, dtype: torch.dtype) -> Tensor:
+        """Return a table (count, width) that is nobody's."""
+        nbytes = count * width * dtype.itemsize
+        # Whoever iterates over results may be in inference mode, and other threads write to the table later.
+        with torch.inference_mode(False):
+            memory = torch.empty(0, dtype=torch.uint8)
+            with suppress(IndexError):
+                memory = self._spare.popleft()
+            # A much larger one would stay in memory for little.
+            if not nbytes <= len(memory) <= 2 * nbytes:
+                memory = torch.empty(nbytes, dtype=torch.uint8)
+            return memory[:nbytes].view(dtype).view(count, width)
+
+    def give(self, table: Tensor) -> None:
+        """Take a table back that nobody reads any more."""
+        with torch.inference_mode(False):
+            self._spare.append(torch.empty(0, dtype=torch.uint8).set_(table.untyped_storage()))
+
+
+def form_of(
+    tensors: Mapping[str, Tensor], base: BaseShapes, modules: Shapes, base_digest: str, dtype: torch.dtype
+) -> Form:
+    """Return the form of an adapter whose values nobody has looked at yet.
+
+    `modules` is `base.modules()`. Raises `AdapterError` as `revision.validate` does, and when the adapter is
+    not in the serving `dtype`, in which its values would be others.
+    """
+    found = {tensor.dtype for tensor in tensors.values()}
+    if len(found) == 1 and found != {dtype}:
+        raise AdapterError(
+            f"The adapter is in {_name(found.pop())}, the engine serves {_name(dtype)}. Convert it, or set "
+            "`engine.dtype`."
+        )
+    keys = tuple(sorted(tensors))
+    # No memory and no values of its own, so that only names and shapes can be found wrong.
+    empty = {key: torch.zeros((), dtype=dtype).expand(tensors[key].shape) for key in keys}
+    validate({key: value.to(tensors[key].dtype) for key, value in empty.items()}, None, modules)
+    targets = {split_key(key)[0].rpartition(".")[2] for key in keys}
+    rank = max(value.shape[0] for key, value in empty.items() if key.endswith("lora_A"))
+    return Form(
+        keys=keys,
+        shapes=tuple(value.shape for value in empty.values()),
+        dtype=dtype,
+        rank=rank,
+        nbytes=sum(value.numel() for value in empty.values()) * dtype.itemsize,
+        header=digest_header(empty, rank, targets, base_digest),
+        layout=packed.pack(empty, dtype, base.fused).layout,
+    )
+
+
+def stack(form: Form, adapters: Sequence[Sequence[Tensor]], values_ND: Tensor) -> None:
+    """Write the adapters' canonical values; `adapters` hold tensors in the order of `form.keys`."""
+    columns = values_ND.split([shape.numel() for shape in form.shapes], dim=1)
+    with torch.no_grad():
+        for column, tensors in zip(columns, zip(*adapters, strict=True), strict=True):
+            column.copy_(torch.stack(tensors).flatten(1))
+
+
+def finite_rows(values_ND: Tensor) -> Tensor:
+    """Say of each adapter whether no value is NaN or infinite."""
+    if is_finite(values_ND):
+        # Nearly always, and told in a fiftieth of the time.
+        return torch.ones(len(values_ND), dtype=torch.bool)
+    return values_ND.isfinite().all(dim=1)
+
+
+def first_fault(form: Form, values_D: Tensor) -> str:
+    """Say which tensor of an adapter makes it unfit to be served."""
+    sizes = [shape.numel() for shape in form.shapes]
+    for key, values in zip(form.keys, values_D.split(sizes), strict=True):
+        if not is_finite(values):
+            return f"The tensor {key} holds NaN or Inf; this adapter cannot be served."
+    raise AssertionError("every value is finite")
+
+
+def batch_of(form: Form, values_ND: Tensor, tables: Tables, compiled: bool = False) -> Batch:
+    """Name and pack adapters that were found fit; `compiled` as for `hash_rows`."""
+    digests = hash_rows(form.header, values_ND.view(torch.uint8).numpy(), compiled)
+    payload_NB = pack_rows(form, values_ND, tables)
+    rows_NB = payload_NB.numpy()
+    is_large = form.layout.nbytes >= BLAKE3_FROM
+    sums = [checksum_of(row.data) for row in rows_NB] if is_large else hash_rows(b"", rows_NB, compiled)
+    return Batch(form, digests, payload_NB, sums)
+
+
+def pack_rows(form: Form, values_ND: Tensor, tables: Tables) -> Tensor:
+    """Return each adapter's packed bytes, (N, B), laid out as `form.layout` says."""
+    sizes = [shape.numel() for shape in form.shapes]
+    columns = zip(form.keys, form.shapes, values_ND.split(sizes, dim=1), strict=True)
+    factors = {key: column.unflatten(1, shape) for key, shape, column in columns}
+    payload_NB = tables.take(len(values_ND), form.layout.nbytes, torch.uint8)
+    packed_values = payload_NB.view(form.dtype)
+    starts = [block.offset for block in form.layout.blocks]
+    for block, end in zip(form.layout.blocks, [*starts[1:], form.layout.nbytes], strict=True):
+        # What aligns the next one.
+        payload_NB[:, block.offset + block.count * form.dtype.itemsize : end] = 0
+        start = block.offset // form.dtype.itemsize
+        values = packed_values[:, start : start + block.count].unflatten(1, block.shape)
+        for module, target in packed.projections(block, values):
+            factor = factors[f"{module}.lora_{block.side}"]
+            target.copy_(factor if block.side == "A" else factor.mT)
+    return payload_NB
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

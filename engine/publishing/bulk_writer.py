@@ -1,0 +1,282 @@
+"""Batches of a bulk registration into store and catalog: a thread names them, one takes bytes, one rows.
+
+While the catalog takes the rows of some batches, the disk takes the bytes of the next, and the one after it
+is packed and hashed. Bytes are fsynced before the rows that name them are committed, in the order of batches.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import compress, takewhile
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from engine.catalog.batches import RevisionBatch
+from engine.errors import Conflict, Moved, Purged
+from engine.publishing.batches import Batch, Form, Tables, batch_of
+from engine.publishing.bulk_entries import Registered, Row, purged, refusal
+from engine.publishing.ownership import claim
+from engine.publishing.publish import ATTEMPTS
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engine.catalog.catalog import Catalog
+    from engine.store.segments import Location, Store
+
+Places = dict[str, "Location"]
+# Adapters of a run after which hashes are compiled.
+MANY = 20_000
+# Rows of one transaction, about; it keeps other writers waiting.
+ROWS = 16_384
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A batch whose bytes are in the store: each row with its digest, and where the digests' bytes lie.
+
+    `known` were there before, `appended` are this batch's own. `damaged` digests share no bytes. `batch`
+    is kept while known bytes may still move: None when there are none.
+    """
+
+    form: Form
+    batch: Batch | None
+    rows: list[Row]
+    digests: list[str]
+    damaged: Set[str]
+    known: Places
+    appended: Places
+
+    @property
+    def locations(self) -> list["Location"]:
+        """Where the bytes of each row lie."""
+        places = self.known | self.appended
+        return [places[digest] for digest in self.digests]
+
+    def only(self, kept: Sequence[bool]) -> "Placed":
+        return replace(self, rows=list(compress(self.rows, kept)), digests=list(compress(self.digests, kept)))
+
+    def without(self, policies: Collection[str]) -> "Placed":
+        return self.only([row.policy not in policies for row in self.rows])
+
+
+class Writer:
+    """Puts batches into the store and commits them, in the order in which they come.
+
+    `place` and `commit` return at once. Until `settle` the store's segments are held against those who clean
+    up, so it must hold no other bytes that wait for their rows. `close` ends it when all that was handed over
+    is written.
+    """
+
+    def __init__(self, catalog: "Catalog", store: "Store", base_digest: str, owner: str, now: float):
+        claim(catalog, store)
+        self._catalog, self._store = catalog, store
+        self._base_digest, self._owner, self._now = base_digest, owner, now
+        self._layouts: set[str] = set()
+        # Bytes whose rows are on their way: a batch that comes meanwhile shares them.
+        self._pending: Places = {}
+        # Batches whose bytes had to be appended once more before their rows could be committed.
+        self._again: list[Placed] = []
+        self.tables = Tables()
+        self._named = 0
+        self._names = ThreadPoolExecutor(1, "register-names")
+        self._bytes = ThreadPoolExecutor(1, "register-bytes")
+        self._rows = ThreadPoolExecutor(1, "register-rows")
+
+    def close(self) -> None:
+        # The thread of the rows may ask that of the bytes once more.
+        self._rows.shutdown()
+        self._bytes.shutdown()
+        self._names.shutdown()
+        self.settle()
+        if self._named > MANY:
+            self._catalog.shorten_log()
+
+    def place(self, form: Form, values_ND: "Tensor", rows: list[Row]) -> Future[Placed]:
+        """Have N adapters of D elements in the store; they are registered when they are committed."""
+        return self._bytes.submit(self._place, self._names.submit(self._name, form, values_ND), rows)
+
+    def commit(self, given: Sequence[Future[Placed]]) -> "Future[list[Registered]]":
+        """Register batches; the result says what became of each entry.
+
+        Those that come after one that the store did not take are left out.
+        """
+        return self._rows.submit(self._commit, given)
+
+    def settle(self) -> None:
+        """Let go of the store's segments. Only when every result is there."""
+        self._store.committed()
+
+    # In the thread of the names
+
+    def _name(self, form: Form, values_ND: "Tensor") -> Batch:
+        self._named += len(values_ND)
+        batch = batch_of(form, values_ND, self.tables, compiled=self._named > MANY)
+        self.tables.give(values_ND)
+        return batch
+
+    # In the thread of the bytes
+
+    def _place(self, named: "Future[Batch]", rows: list[Row]) -> Placed:
+        batch = named.result()
+        self._add_layout(batch.form)
+        damaged = self._damaged(rows, batch.digests)
+        placed = self._append(Placed(batch.form, batch, rows, batch.digests, damaged, {}, {}))
+        if placed.batch is None:
+            self.tables.give(batch.payload_NB)
+        return placed
+
+    def _append(self, placed: Placed) -> Placed:
+        """Look up where each digest's bytes lie, and append those that the store does not have."""
+        batch, appended = placed.batch, placed.appended
+        if batch is None:
+            return placed
+        # Parts of a batch look for their own bytes only: a later part may have to append its own again too.
+        rows = set(placed.digests)
+        wanted = [digest for digest in placed.digests if digest not in placed.damaged]
+        # In this order: what is pending no longer is in the catalog.
+        pending = {digest: at for digest in wanted if (at := self._pending.get(digest))}
+        known = {digest: at for digest, at in pending.items() if digest not in appended}
+        known |= self._whole(self._catalog.places(wanted))
+        places = known | appended
+        missing: dict[str, int] = {}
+        for i, (digest, checksum) in enumerate(zip(batch.digests, batch.checksums, strict=True)):
+            if digest not in rows:
+                continue
+            at = places.get(digest)
+            # Bytes of another packing are other bytes: this batch's layout does not describe them.
+            if at is None or (at.checksum, at.length) != (checksum, batch.form.layout.nbytes):
+                missing[digest] = i
+        if missing:
+            payloads = batch.payloads()
+            numbers = missing.values()
+            found = self._store.append_many(
+                [payloads[i] for i in numbers], [batch.checksums[i] for i in numbers], cached=False
+            )
+            appended = appended | dict(zip(missing, found, strict=True))
+        self._pending.update(appended)
+        return replace(placed, batch=batch if known else None, known=known, appended=appended)
+
+    def _whole(self, places: Places) -> Places:
+        """Return those of these places where the bytes are: a row may name what a disk has lost since."""
+        if not places:
+            return places
+        faults = self._store.check(list(places.values()))
+        return {digest: at for (digest, at), fault in zip(places.items(), faults, strict=True) if not fault}
+
+    def _damaged(self, rows: list[Row], digests: list[str]) -> Set[str]:
+        """Return the digests of rows that are known and in quarantine: these get bytes of their own."""
+        held = self._catalog.in_quarantine(digests)
+        if not held:
+            return frozenset()
+        return {digest for row, digest in zip(rows, digests, strict=True) if (row.policy, digest) in held}
+
+    def _add_layout(self, form: Form) -> None:
+        digest = form.layout.digest
+        if digest not in self._layouts:
+            self._catalog.add_layout(digest, form.layout.to_json())
+            self._layouts.add(digest)
+
+    # In the thread of the rows
+
+    def _commit(self, given: Sequence[Future[Placed]]) -> list[Registered]:
+        forms = defaultdict[Form, list[Placed]](list)
+        for one in takewhile(lambda one: one.exception() is None, given):
+            forms[one.result().form].append(one.result())
+        try:
+            parts = [(form, part) for form, placed in forms.items() for part in _parts(placed)]
+            found = [one for form, part in parts for one in self._register(form, part)]
+            return sorted(found, key=attrgetter("position")) if len(parts) > len(forms) else found
+        finally:
+            # Also those of batches that are left out: nobody may wait for their rows.
+            self._forget(one.result() for one in given if one.exception() is None)
+            self._forget(self._again)
+            self._again.clear()
+
+    def _register(self, form: Form, placed: list[Placed]) -> list[Registered]:
+        refused: list[Registered] = []
+        for _ in range(ATTEMPTS):
+            rows = [row for one in placed for row in one.rows]
+            batch = self._revisions(form, rows, placed)
+            try:
+                new = self._catalog.add_batch(batch, _shared(placed))
+            except Moved:
+                for number, one in enumerate(placed):
+                    placed[number] = self._bytes.submit(self._append, one).result()
+                    self._again.append(placed[number])
+            except Purged as error:
+                # While this run was under way; the others are none the worse for it.
+                refused += [refusal(row, purged(row.policy)) for row in rows if row.policy in error.policies]
+                placed = [one.without(error.policies) for one in placed]
+            else:
+                self._heal(batch, new, placed)
+                positions = [row.position for row in rows]
+                return refused + list(map(Registered, positions, batch.policies, batch.digests, new))
+        raise Conflict(
+            f"Bytes that {len(rows)} revisions share were moved away {ATTEMPTS} times. Register them "
+            "again when `graftwork store compact` has ended."
+        )
+
+    def _forget(self, placed: Iterable[Placed]) -> None:
+        """Have bytes looked up in the catalog from now on: their rows are there, or will not come."""
+        for one in placed:
+            for digest in one.appended:
+                self._pending.pop(digest, None)
+
+    def _heal(self, batch: RevisionBatch, new: list[bool], placed: list[Placed]) -> None:
+        """Let known rows, of which no whole bytes were known, name those that were just appended."""
+        if all(new):
+            return
+        own = {digest for one in placed for digest in one.appended.keys() - one.known.keys()}
+        keys = list(zip(batch.policies, batch.digests, strict=True))
+        done = set(compress(keys, new))
+        for number, key in enumerate(keys):
+            if key[1] in own and key not in done:
+                self._catalog.move_revision(batch.row(number))
+                done.add(key)
+
+    def _revisions(self, form: Form, rows: list[Row], placed: list[Placed]) -> RevisionBatch:
+        at = [location for one in placed for location in one.locations]
+        return RevisionBatch(
+            base=self._base_digest,
+            rank=form.rank,
+            bytes=form.nbytes,
+            layout=form.layout.digest,
+            length=form.layout.nbytes,
+            owner=self._owner,
+            created_at=self._now,
+            policies=[row.policy for row in rows],
+            digests=[digest for one in placed for digest in one.digests],
+            parents=[row.parent for row in rows],
+            steps=[row.step for row in rows],
+            segments=[location.segment for location in at],
+            offsets=[location.offset for location in at],
+            checksums=[location.checksum for location in at],
+        )
+
+
+def _parts(placed: list[Placed]) -> Iterator[list[Placed]]:
+    """Cut batches into parts of neighbouring digests, a transaction each.
+
+    Digests are random, so that a row changes a page of the index, which is written as a whole. Among the
+    neighbours of four times as many rows, four times as many change the same page.
+    """
+    count = max(1, sum(len(one.rows) for one in placed) // ROWS)
+    if count == 1:
+        yield placed
+        return
+    numbers = [[int(digest[:4], 16) * count >> 16 for digest in one.digests] for one in placed]
+    for part in range(count):
+        yield [
+            one.only([number == part for number in each]) for one, each in zip(placed, numbers, strict=True)
+        ]
+
+
+def _shared(placed: list[Placed]) -> Set[int]:
+    """Return the numbers of the rows whose bytes none of these batches has appended."""
+    if not any(one.known for one in placed):
+        return frozenset()
+    appended = {at for one in placed for at in one.appended.values()}
+    locations = (at for one in placed for at in one.locations)
+    return {number for number, at in enumerate(locations) if at not in appended}

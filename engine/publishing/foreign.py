@@ -1,0 +1,206 @@
+"""Adapters from elsewhere: find out what a directory holds, and bring it into catalog and store.
+
+Knows the order of proofs: names and sizes, then scaling, then values; nothing is published before the
+last. Knows no layout in particular. No trainer of ours made what it publishes, so it has an effect probe
+made for it; who computes that is not known here.
+"""
+
+import json
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from engine.adapters import foreign_files
+from engine.adapters.foreign_files import DTYPES, RANK_LIMIT, Entry, Scaling
+from engine.adapters.layout_tensors import to_canonical
+from engine.adapters.layouts import Detected, detect
+from engine.adapters.revision import (
+    CONFIG,
+    PROBE,
+    TENSORS,
+    Manifest,
+    Tensors,
+    digest,
+    is_finite,
+    make_manifest,
+    read_manifest,
+    split_key,
+    validate,
+    write_revision,
+)
+from engine.base.families import BaseShapes
+from engine.base.resident import BaseInfo, ensure_base
+from engine.errors import AdapterError, ConfigError
+from engine.publishing.importing import check_fit, has_probe, import_revision, serving_dtype
+from engine.quality.probe import Probe
+from engine.settings.params import POLICY_NAME, Params
+
+MakeProbe = Callable[[Manifest, Path], Probe]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What an adapter directory holds. `ranks` counts canonical modules by rank; `bytes` are the file's."""
+
+    layout: str
+    family: str
+    dtype: str
+    modules: int
+    experts: int
+    shared_experts: bool
+    ranks: Mapping[int, int]
+    tensors: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """An adapter in canonical form, with what was found in its files."""
+
+    found: Found
+    tensors: Tensors = field(repr=False)
+
+    @property
+    def rank(self) -> int:
+        return max(self.found.ranks)
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        return tuple(sorted({split_key(key)[0].rpartition(".")[2] for key in self.tensors}))
+
+    def digest(self, base_digest: str) -> str:
+        return digest(self.tensors, self.rank, self.targets, base_digest)
+
+
+def inspect(params: Params, directory: Path) -> tuple[Foreign, BaseInfo]:
+    """Read an adapter for the base of these settings, in the dtype that its engine serves."""
+    base = ensure_base(params.base, params.paths)
+    shapes = BaseShapes.read(base.path)
+    return read_adapter(directory, shapes, getattr(torch, serving_dtype(params))), base
+
+
+def publish(
+    params: Params,
+    directory: Path,
+    foreign: Foreign,
+    base: BaseInfo,
+    policy: str,
+    owner: str,
+    make_probe: MakeProbe,
+) -> Manifest:
+    """Bring an inspected adapter into catalog and store as a revision of `policy`; idempotent.
+
+    A revision directory of that policy keeps its probe, any other gets one by `make_probe`. What it was read
+    from is kept beside the revisions, since dtype or scale may have been converted. Raises `ConfigError` for
+    a policy's name that is none, and `AdapterError` for a rank that the engine does not serve.
+    """
+    if not POLICY_NAME.fullmatch(policy):
+        raise ConfigError(f"{policy!r} is no policy's name. Use small letters, digits and dashes.")
+    if has_probe(directory) and read_manifest(directory).policy == policy:
+        return import_revision(params, directory, owner)
+    manifest = make_manifest(
+        foreign.tensors,
+        policy=policy,
+        base_digest=base.digest,
+        rank=foreign.rank,
+        targets=foreign.targets,
+        step=0,
+    )
+    # Before anything is written or computed: what the engine cannot serve.
+    check_fit(params, base.path, foreign.tensors, manifest, directory)
+    made = params.paths.revision(policy, manifest.digest)
+    if has_probe(made):
+        manifest = import_revision(params, made, owner)
+    else:
+        params.state_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=params.state_dir) as folder:
+            draft = write_revision(Path(folder) / "revision", foreign.tensors, manifest, {})
+            (draft / PROBE).write_text(json.dumps(make_probe(manifest, draft).to_json()))
+            import_revision(params, draft, owner)
+    # Also by an import that is run again: the first may have been killed before this.
+    _keep_original(directory, made.with_name(f"{made.name}.original"))
+    return manifest
+
+
+def _keep_original(directory: Path, kept: Path) -> None:
+    if kept.exists():
+        return
+    draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=kept.parent))
+    for name in (CONFIG, TENSORS):
+        shutil.copyfile(directory / name, draft / name)
+    draft.rename(kept)
+
+
+def read_adapter(directory: Path, base: BaseShapes, dtype: torch.dtype | None = None) -> Foreign:
+    """Read an adapter directory of any layout into canonical tensors, the scaling folded into B.
+
+    With `dtype` every tensor is converted to it. Raises `AdapterError` that names the tensor or the
+    setting at fault; names, sizes and settings are checked before any tensor is read.
+    """
+    if not directory.is_dir():
+        raise AdapterError(f"{directory} is no directory.")
+    scaling = foreign_files.read_scaling(directory)
+    entries = foreign_files.read_entries(directory)
+    detected = detect({entry.name: entry.shape for entry in entries}, base)
+    _check_ranks(detected, scaling)
+    tensors = _load(directory, detected, scaling, base, dtype)
+    validate(tensors, None, base.modules())
+    return Foreign(_describe(entries, detected, tensors, base), tensors)
+
+
+def _check_ranks(detected: Detected, scaling: Scaling) -> None:
+    for module, rank in detected.ranks.items():
+        factor, _ = detected.pairs[module]
+        said, fused = scaling.expected_rank(factor.given), factor.projection == "gate_up_proj"
+        # peft doubles the rank of a fused gate_up and keeps alpha / r; not every tool writes that down.
+        if rank != said and not (fused and rank == 2 * said):
+            raise AdapterError(
+                f"The tensor {factor.name} has the rank {rank}, {CONFIG} says {said}, so its scaling is "
+                "unknown. Say it in rank_pattern and alpha_pattern."
+            )
+        if rank > RANK_LIMIT * (2 if fused else 1):
+            raise AdapterError(
+                f"The tensor {factor.name} has the rank {rank}; no engine serves over {RANK_LIMIT}."
+            )
+
+
+def _load(
+    directory: Path, detected: Detected, scaling: Scaling, base: BaseShapes, dtype: torch.dtype | None
+) -> Tensors:
+    tensors: Tensors = {}
+    with foreign_files.opened(directory) as file:
+
+        def load(name: str) -> torch.Tensor:
+            tensor: torch.Tensor = file.get_tensor(name)
+            if not is_finite(tensor):
+                raise AdapterError(f"The tensor {name} holds NaN or Inf; this adapter cannot be served.")
+            return tensor
+
+        for module, given, (A, B) in to_canonical(detected, load, base):
+            tensors[f"{module}.lora_A"] = A.to(dtype or A.dtype, copy=True).contiguous()
+            # In float32 whatever the layout, so that every layout rounds alike.
+            scaled = B.float() * scaling.factor(given)
+            tensors[f"{module}.lora_B"] = scaled.to(dtype or B.dtype).contiguous()
+    return tensors
+
+
+def _describe(entries: list[Entry], detected: Detected, tensors: Tensors, base: BaseShapes) -> Found:
+    modules = {split_key(key)[0] for key in tensors}
+    shared = f".{base.family.shared}."
+    routed = {module.rsplit(".", 2)[0] for module in modules if module not in base.linear}
+    return Found(
+        layout=detected.layout,
+        family=base.family.name,
+        dtype=", ".join(sorted({entry.dtype for entry in entries})),
+        modules=len(modules),
+        experts=max((base.experts[parent].count for parent in routed), default=0),
+        shared_experts=any(shared in module for module in modules),
+        ranks=dict(sorted(Counter(tensors[f"{module}.lora_A"].shape[0] for module in modules).items())),
+        tensors=len(entries),
+        bytes=sum(torch.Size(entry.shape).numel() * DTYPES[entry.dtype].itemsize for entry in entries),
+    )

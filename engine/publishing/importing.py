@@ -1,0 +1,175 @@
+"""Bring a revision directory into a state directory's catalog and store, so that its engine can serve it.
+
+Knows what must hold before the engine may see foreign tensors: the base, the digest, every shape, rank and
+dtype. Trusts nothing that the directory says of itself. Does not know where the directory comes from.
+"""
+
+import json
+import time
+from contextlib import closing, suppress
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine.adapters.manifests import MANIFEST
+from engine.adapters.revision import (
+    PROBE,
+    Manifest,
+    Tensors,
+    code_version,
+    read_revision,
+    split_key,
+    validate,
+    write_revision,
+)
+from engine.base.families import DROPPED_ON_CUDA, BaseShapes
+from engine.base.resident import ensure_base
+from engine.catalog.catalog import Base, Catalog, Policy, Revision, migrate
+from engine.errors import AdapterError, NotFound
+from engine.planning.gpu import cuda_bytes
+from engine.publishing.publish import publish, put, stored_tensors
+from engine.quality.probe import from_json
+from engine.settings.params import POLICY_NAME, Params
+from engine.store.segments import open_store
+
+if TYPE_CHECKING:
+    from engine.base.resident import BaseInfo
+
+
+def import_revision(params: Params, directory: Path, owner: str = "local") -> Manifest:
+    """Validate the revision in `directory`, pack it, and publish it in catalog and store; idempotent.
+
+    Its directory, with its effect probe, is copied to the state directory too. Raises `AdapterError` that
+    names what does not fit, `BaseModelError` for a revision of another base, and `Conflict` when its
+    policy is another owner's. Nothing is published then.
+    """
+    base = ensure_base(params.base, params.paths)
+    tensors, manifest = read_revision(directory, base.digest)
+    check_fit(params, base.path, tensors, manifest, directory)
+    migrate(params.paths.catalog_url)
+    catalog = Catalog(params.paths.catalog_url)
+    try:
+        _publish(params, catalog, base, tensors, manifest, owner, _probe(directory))
+    finally:
+        catalog.close()
+    return manifest
+
+
+def check_fit(params: Params, base: Path, tensors: Tensors, manifest: Manifest, directory: Path) -> None:
+    """Raise `AdapterError` unless base and engine of these settings can serve the tensors."""
+    if not POLICY_NAME.fullmatch(manifest.policy):
+        raise AdapterError(f"{directory} names the policy {manifest.policy!r}, which is no policy's name.")
+    validate(tensors, None, BaseShapes.read(base).modules())
+    _refuse_dropped(tensors, directory)
+    largest = max(tensor.shape[0] for key, tensor in tensors.items() if key.endswith(".lora_A"))
+    if manifest.rank != largest:
+        raise AdapterError(
+            f"The revision in {directory} says rank {manifest.rank}, its largest module has {largest}."
+        )
+    if manifest.rank > params.engine.max_rank:
+        raise AdapterError(
+            f"The revision in {directory} has rank {manifest.rank}, over the engine's "
+            f"{params.engine.max_rank}. Set `engine.max_rank`."
+        )
+    found = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    serving = serving_dtype(params)
+    if found != serving:
+        # Another dtype would serve other numbers than the digest names.
+        raise AdapterError(
+            f"The revision in {directory} is in {found}, the engine serves {serving}. Set `engine.dtype`."
+        )
+
+
+def _refuse_dropped(tensors: Tensors, directory: Path) -> None:
+    targets = {split_key(key)[0].rpartition(".")[2] for key in tensors}
+    dropped = sorted(targets & DROPPED_ON_CUDA.keys())
+    if dropped and cuda_bytes() is not None:
+        raise AdapterError(f"{directory} has the target {dropped[0]}: {DROPPED_ON_CUDA[dropped[0]]}.")
+
+
+def serving_dtype(params: Params) -> str:
+    """Return the dtype in which the engine serves adapters on this machine."""
+    return params.engine.dtype_on(cuda_bytes() is not None)
+
+
+def directory_from_store(params: Params, policy: str, digest: str, target: Path) -> Path:
+    """Write the revision directory of a catalog row from its packed bytes, which any step's snapshot has.
+
+    It has no effect probe. Raises `NotFound` when the catalog does not know the revision, and
+    `DamagedBytes` or `MissingBytes`.
+    """
+    catalog = Catalog(params.paths.catalog_url)
+    try:
+        row = catalog.revision(policy, digest)
+        with closing(open_store(params)) as store:
+            tensors = stored_tensors(catalog, store, row)
+    finally:
+        catalog.close()
+    return write_revision(target, tensors, _manifest(row, tensors), {})
+
+
+def _manifest(row: Revision, tensors: Tensors) -> Manifest:
+    targets = sorted({key.rpartition(".lora_")[0].rpartition(".")[2] for key in tensors})
+    return Manifest(
+        digest=row.digest,
+        base_digest=row.base,
+        policy=row.policy,
+        parent=row.parent,
+        step=row.step,
+        rank=row.rank,
+        targets=tuple(targets),
+        tensor_count=len(tensors),
+        bytes=row.bytes,
+        code_version=code_version(),
+        created_at=row.created_at,
+    )
+
+
+def has_probe(directory: Path) -> bool:
+    """Say whether `directory` is one of a revision with an effect probe that can be judged."""
+    try:
+        return (directory / MANIFEST).is_file() and bool(_probe(directory))
+    except AdapterError:
+        return False
+
+
+def _probe(directory: Path) -> dict[str, Any]:
+    """Read a revision's probe; nothing when it has none, `AdapterError` when it could not be judged."""
+    file = directory / PROBE
+    if not file.is_file():
+        return {}
+    try:
+        body = dict(json.loads(file.read_text()))
+    except (ValueError, TypeError):
+        raise AdapterError(f"{file} is no JSON object. Export the revision again.") from None
+    if body:
+        from_json(body)
+    return body
+
+
+def _publish(
+    params: Params,
+    catalog: Catalog,
+    base: "BaseInfo",
+    tensors: Tensors,
+    manifest: Manifest,
+    owner: str,
+    probe: dict[str, Any],
+) -> None:
+    """Write the directory with its probe, then the bytes, then the catalog's row, which commits both."""
+    now, config = time.time(), manifest.config
+    dtype = getattr(torch, serving_dtype(params))
+    if probe:
+        write_revision(params.paths.revision(manifest.policy, manifest.digest), tensors, manifest, probe)
+    catalog.add_base(Base(base.digest, base.name, str(base.path), now))
+    with suppress(NotFound):
+        # What a policy is set to here outlives an import of one of its revisions.
+        config = catalog.policy(manifest.policy).config
+    catalog.add_policy(Policy(manifest.policy, base.digest, config, owner, now))
+    shapes = BaseShapes.read(base.path)
+    with closing(open_store(params)) as store:
+        place = partial(put, catalog, store, tensors, manifest, dtype, shapes, owner, now)
+        # A snapshot that is imported by name is an exported revision from now on.
+        publish(catalog, store, place, state="exported", expires_at=None)

@@ -1,0 +1,170 @@
+"""A revision's bytes into the store, and the catalog row that would commit them."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine.adapters import packed
+from engine.catalog.records import Revision
+from engine.errors import AdapterError, Conflict, DamagedBytes, MissingBytes, Moved, NotFound
+from engine.publishing.ownership import claim
+from engine.settings.params import served_name
+from engine.store.checksums import is_whole
+from engine.store.segments import Location
+
+if TYPE_CHECKING:
+    from engine.adapters.revision import Manifest, Tensors
+    from engine.base.families import BaseShapes
+    from engine.catalog.catalog import Catalog
+    from engine.store.segments import Store
+
+# How often bytes may move under a row that is about to share them.
+ATTEMPTS = 5
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A revision's row that is not committed yet; `is_shared`: another row named its bytes already."""
+
+    row: Revision
+    is_shared: bool
+
+
+def publish(catalog: "Catalog", store: "Store", place: Callable[[], Placed], **changes: Any) -> Revision:
+    """Commit the row of what `place` puts into the store, with `changes` to its fields.
+
+    Bytes that were to be shared may have moved meanwhile; then `place` is called again.
+    """
+    try:
+        for _ in range(ATTEMPTS):
+            placed = place()
+            row = replace(placed.row, **changes)
+            with suppress(Moved):
+                catalog.add_revisions([row], [row.digest] if placed.is_shared else [])
+                return row
+    finally:
+        store.committed()
+    raise Conflict(
+        f"The bytes of {served_name(row.policy, row.digest)} moved {ATTEMPTS} times while it was published. "
+        "Run this again."
+    )
+
+
+def put(
+    catalog: "Catalog",
+    store: "Store",
+    tensors: "Tensors",
+    manifest: "Manifest",
+    dtype: "torch.dtype",
+    base: "BaseShapes",
+    owner: str,
+    now: float,
+) -> Placed:
+    """Return the row of a revision whose bytes in the store are whole; append them where they are not.
+
+    A known revision whose bytes or layout are damaged or missing is moved to new ones. A new one's row is not
+    committed yet; arguments as those of `append`.
+    """
+    given = (catalog, store, tensors, manifest, dtype, base, owner, now)
+    try:
+        known = catalog.revision(manifest.policy, manifest.digest)
+    except NotFound:
+        return append(*given)
+    if store.check([location(known)]) == [None] and _has_layout(catalog, known):
+        if catalog.quarantined(known.policy, known.digest):
+            catalog.release_quarantine(known.policy, known.digest)
+        return Placed(known, is_shared=True)
+    # Another row's place could be gone before this one names it, so the bytes are its own.
+    return Placed(catalog.move_revision(append(*given, shares=False).row), is_shared=True)
+
+
+def _has_layout(catalog: "Catalog", row: Revision) -> bool:
+    try:
+        return bool(catalog.layout(row.layout))
+    except (AdapterError, NotFound):
+        return False
+
+
+def append(
+    catalog: "Catalog",
+    store: "Store",
+    tensors: "Tensors",
+    manifest: "Manifest",
+    dtype: "torch.dtype",
+    base: "BaseShapes",
+    owner: str,
+    now: float,
+    shares: bool = True,
+) -> Placed:
+    """Pack the tensors of an adapter of `base` in `dtype`, have them in the store and add their layout.
+
+    Identical bytes that are there already are shared. Return the row that would commit them: an
+    exported revision's, made at `now` (epoch seconds).
+    """
+    claim(catalog, store)
+    whole = packed.pack(tensors, dtype, base.fused)
+    payload = whole.tobytes()
+    at = catalog.places([manifest.digest]).get(manifest.digest) if shares else None
+    is_shared = at is not None and is_whole(payload, at.checksum) and store.check([at]) == [None]
+    if at is None or not is_shared:
+        (at,) = store.append_many([payload])
+    catalog.add_layout(whole.layout.digest, whole.layout.to_json())
+    row = exported(
+        at,
+        policy=manifest.policy,
+        digest=manifest.digest,
+        base=manifest.base_digest,
+        parent=manifest.parent,
+        step=manifest.step,
+        rank=manifest.rank,
+        bytes=manifest.bytes,
+        layout=whole.layout.digest,
+        owner=owner,
+        created_at=now,
+    )
+    return Placed(row, is_shared)
+
+
+def exported(at: Location, **known: Any) -> Revision:
+    """Return the row of an exported revision whose bytes lie there; `known` are its other fields."""
+    return Revision(
+        segment=at.segment,
+        offset=at.offset,
+        length=at.length,
+        checksum=at.checksum,
+        state="exported",
+        **known,
+    )
+
+
+def stored_tensors(catalog: "Catalog", store: "Store", row: Revision) -> "Tensors":
+    """Return the canonical tensors of a revision as its packed bytes have them.
+
+    Raises as `stored_packed`.
+    """
+    return packed.unpack(stored_packed(catalog, store, row))
+
+
+def stored_packed(catalog: "Catalog", store: "Store", row: Revision) -> packed.Packed:
+    """Return the packed form of a revision.
+
+    Raises `DamagedBytes` or `MissingBytes`, and `AdapterError` or `NotFound` where its layout is.
+    """
+    try:
+        payload = store.read(location(row))
+    except (DamagedBytes, MissingBytes):
+        # They may have been moved since the row was read.
+        found, row = row, catalog.revision(row.policy, row.digest)
+        if location(row) == location(found):
+            raise
+        payload = store.read(location(row))
+    layout = packed.Layout.from_json(catalog.layout(row.layout))
+    return packed.Packed(layout, torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+
+
+def location(row: Revision) -> Location:
+    """Return where a row says that its bytes lie."""
+    return Location(row.segment, row.offset, row.length, row.checksum)

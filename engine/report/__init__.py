@@ -1,0 +1,1 @@
+"""Reports: what ledger and catalog hold, as pages, plots and answers to `why`."""

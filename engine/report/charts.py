@@ -1,0 +1,72 @@
+"""The plots of the report but training's: scores with intervals, canaries.
+
+Knows what each plot shows and in which colour; how a mark is drawn is `report_svg`'s.
+"""
+
+from collections.abc import Sequence
+
+from markupsafe import Markup
+
+from engine.report.data import CanaryPoint, ReleaseResult, SuiteScore
+from engine.report.svg import Panel, Point, Scale, drawing, legend, steps
+
+# Names of the page's CSS variables.
+BASELINE, REVISION = "baseline", "revision"
+STATE_COLOURS = {"promoted": "promoted", "rolled_back": "rolled_back", "held": "held", "running": "running"}
+STATE_WORDS = {"promoted": "promoted", "rolled_back": "rolled back", "held": "held", "running": "running"}
+WIDTH, LEFT, RIGHT = 500, 56, 490
+
+
+def score_intervals(rows: Sequence[tuple[str, SuiteScore, str]]) -> Markup:
+    """Draw scores with their intervals, one row each; `rows` are (label, score, colour)."""
+    room, row_height = 20 + 7.2 * max(len(label) for label, _, _ in rows), 36
+    bottom = row_height * len(rows) + 8
+    # The rows are the vertical axis; nothing is to be read off between them.
+    panel = Panel(Scale(0, 1, room, room + 560), Scale(len(rows), 0, bottom, 8))
+    parts = [panel.axes("share of unseen items solved", x_label="{:.0%}".format, y_ticks=0)]
+    for number, (label, score, colour) in enumerate(rows):
+        y = number + 0.6
+        parts += [
+            Markup('<text x="{}" y="{}" class="tick end">{}</text>').format(room - 12, panel.y(y) + 4, label),
+            panel.line([(score.ci_low, y), (score.ci_high, y)], colour, 4),
+            panel.dot(score.mean, y, colour, 5.5),
+            Markup('<text x="{}" y="{}" class="value mid">{:.1%}</text>').format(
+                panel.x(score.mean), panel.y(y) - 10, score.mean
+            ),
+        ]
+    return drawing(room + 590, bottom + 42, parts)
+
+
+def canary_timeline(release: ReleaseResult) -> Markup:
+    """Draw both arms' mean reward over a difference's confidence sequence, with the verdict's moment."""
+    points = release.timeline
+    end = release.canary_s if release.state != "running" else None
+    x = Scale(0, max(points[-1].seconds, end or 0, 1), LEFT, RIGHT)
+    above, below = Panel(x, Scale(0, 1, 160, 28)), Panel(x, Scale(-1, 1, 310, 200))
+    parts = [
+        above.axes("", "mean reward", x_label=lambda _: ""),
+        below.axes("seconds since the first canary user", "canary − baseline", y_label="{:+.1f}".format),
+        legend((("canary", REVISION), ("baseline", BASELINE)), LEFT, 4),
+        *_arms(above, points),
+        *_bounds(below, points),
+        below.across(0.0),
+        below.across(-release.margin, "5 4"),
+    ]
+    if end is not None:
+        parts += [panel.upright(end, STATE_COLOURS[release.state]) for panel in (above, below)]
+    return drawing(WIDTH, 350, parts)
+
+
+def _arms(panel: Panel, points: Sequence[CanaryPoint]) -> list[Markup]:
+    arms: dict[str, list[Point]] = {
+        BASELINE: [(it.seconds, it.baseline_reward) for it in points if it.baseline_reward is not None],
+        REVISION: [(it.seconds, it.canary_reward) for it in points if it.canary_reward is not None],
+    }
+    return [panel.line(steps(arm), colour) for colour, arm in arms.items() if arm]
+
+
+def _bounds(panel: Panel, points: Sequence[CanaryPoint]) -> list[Markup]:
+    lower = steps([(it.seconds, it.lower) for it in points])
+    upper = steps([(it.seconds, it.upper) for it in points])
+    edges = [panel.line(edge, REVISION, 1.6) for edge in (lower, upper)]
+    return [panel.band(lower, upper, REVISION), *edges]

@@ -1,0 +1,192 @@
+"""Gathers what a report shows from the ledger's snapshot and the catalog.
+
+Knows which rows belong in a report of a run, and replays a canary's evidence as the controller saw it.
+Writes nothing.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import duckdb
+import numpy as np
+
+from engine.adapters.manifests import stored_manifest
+from engine.catalog.catalog import Catalog, Release
+from engine.ledger.ledger import open_snapshot
+from engine.quality.sequential import CanaryComparison
+from engine.report.data import (
+    CanaryPoint,
+    Curve,
+    Event,
+    ReleaseResult,
+    ReportData,
+    RevisionRow,
+    Step,
+)
+from engine.report.overview import overview, suite_score
+from engine.settings.params import DIGEST12, ReleaseConfig
+
+MAX_POINTS = 200
+# What one page holds. The tables of a catalog with a million revisions are not read here.
+MAX_POLICIES, MAX_REVISIONS, MAX_RELEASES, MAX_LINES, MAX_NOTICES = 50, 20, 30, 12, 20
+
+# The rows that the controller judges by (engine.controller.evidence), with the moment they were rated.
+RATED = """
+    SELECT rated_at, unit, arm = 'canary', reward FROM rated
+    WHERE policy = $policy AND "at" >= $started AND rated_at <= $ended
+        AND purpose = 'user' AND unit IS NOT NULL AND reward BETWEEN 0 AND 1
+        AND ((arm = 'canary' AND digest = $revision)
+            OR (arm IN ('champion', 'base') AND digest IS NOT DISTINCT FROM $baseline))
+    ORDER BY seq
+"""
+# All columns: a snapshot that an older version wrote has fewer of them.
+STEPS = """
+    WITH lines AS (
+        SELECT session, min("at") AS began FROM train_steps
+        WHERE policy = $policy AND "at" >= $since AND reward IS NOT NULL
+        GROUP BY session ORDER BY began DESC LIMIT $most
+    )
+    SELECT train_steps.* FROM train_steps JOIN lines USING (session)
+    WHERE policy = $policy AND "at" >= $since AND reward IS NOT NULL ORDER BY began, session, step
+"""
+
+
+def collect(
+    ledger_snapshot: Path,
+    catalog: Catalog,
+    policies: Sequence[str],
+    *,
+    title: str,
+    created_at: float,
+    since: float = 0.0,
+    stages: Mapping[str, float] | None = None,
+    links: Mapping[str, str] | None = None,
+    revisions_dir: Path | None = None,
+    alarms: Sequence[str] = (),
+) -> ReportData:
+    """Gather `policies` with their newest revisions, and their training and releases from `since` on.
+
+    `revisions_dir` holds the exported revisions, whose manifests say which training made them. What the
+    catalog has beyond this is counted in `left_out`. Raises `NotFound` when there is no snapshot yet or a
+    policy is unknown.
+    """
+    with open_snapshot(ledger_snapshot) as ledger:
+        seen = overview(ledger, catalog, policies, MAX_REVISIONS)
+        made = _made(seen.revisions, revisions_dir)
+        curves = [curve for name in policies for curve in _curves(ledger, name, since, made)]
+        releases = [item for name in policies for item in catalog.releases(name) if item.created_at >= since]
+        releases.sort(key=lambda item: item.created_at)
+        results = tuple(_result(ledger, catalog, release) for release in releases[-MAX_RELEASES:])
+    names = catalog.base_names()
+    bases = sorted({policy.base for policy in seen.policies})
+    counted = {
+        "policies": catalog.count_policies() - len(policies),
+        "revisions": sum(policy.revisions for policy in seen.policies) - len(seen.revisions),
+        "releases": len(releases) - len(results),
+    }
+    return ReportData(
+        title=title,
+        created_at=created_at,
+        base=", ".join(f"{names.get(digest, 'unknown')} ({digest[:DIGEST12]})" for digest in bases),
+        policies=seen.policies,
+        curves=tuple(curves),
+        releases=results,
+        revisions=seen.revisions,
+        notices=tuple(
+            Event(it.at, it.name.removeprefix("graftwork."), it.policy, it.revision, it.reason)
+            for it in catalog.notices(MAX_NOTICES)
+            if it.at >= since
+        ),
+        tombstones=_tombstones(catalog, policies),
+        stages=tuple((stages or {}).items()),
+        links=tuple((links or {}).items()),
+        alarms=tuple(alarms),
+        left_out=tuple(f"{count} of the {what}" for what, count in counted.items() if count > 0),
+    )
+
+
+def _tombstones(catalog: Catalog, policies: Sequence[str]) -> tuple[Event, ...]:
+    stones = [stone for stone in catalog.tombstones() if stone.policy in policies][-MAX_REVISIONS:]
+    return tuple(Event(it.at, "buried", it.policy, it.digest, it.reason, it.by) for it in reversed(stones))
+
+
+def _made(revisions: Sequence[RevisionRow], directory: Path | None) -> dict[str, str]:
+    """Return the newest exported digest of each training session, as the manifests say."""
+    made: dict[str, str] = {}
+    for row in reversed(revisions) if directory else ():
+        assert directory is not None
+        manifest = stored_manifest(directory / row.policy / row.digest[:DIGEST12])
+        session = manifest.get("config", {}).get("session")
+        made |= {session: row.digest} if session else {}
+    return made
+
+
+def _curves(
+    ledger: duckdb.DuckDBPyConnection, policy: str, since: float, made: Mapping[str, str]
+) -> list[Curve]:
+    """Return a policy's newest lines of training, the oldest of them first."""
+    found = ledger.execute(STEPS, {"policy": policy, "since": since, "most": MAX_LINES})
+    names = [column[0] for column in found.description or []]
+    lines: dict[str, list[Step]] = {}
+    for values in found.fetchall():
+        row = dict(zip(names, values, strict=True))
+        lines.setdefault(row["session"], []).append(Step.of(row))
+    return [Curve(policy, made.get(session), tuple(steps), session) for session, steps in lines.items()]
+
+
+def _result(ledger: duckdb.DuckDBPyConnection, catalog: Catalog, release: Release) -> ReleaseResult:
+    policy = catalog.policy(release.policy)
+    suite = policy.config.get("suite", "")
+    started = release.canary_started_at
+    return ReleaseResult(
+        policy=release.policy,
+        revision=release.revision,
+        baseline=release.baseline,
+        state=release.state,
+        reason=release.reason,
+        margin=ReleaseConfig.model_validate(release.settings).margin,
+        base_score=suite_score(ledger, policy.base, release.policy, suite, None),
+        score=suite_score(ledger, policy.base, release.policy, suite, release.revision),
+        skipped=tuple((gate, f"{by['by']}: {by['reason']}") for gate, by in release.skip_gates.items()),
+        canary_s=release.updated_at - started if started is not None else None,
+        timeline=timeline(ledger, release),
+        id=release.id,
+        created_at=release.created_at,
+    )
+
+
+def timeline(ledger: duckdb.DuckDBPyConnection, release: Release) -> tuple[CanaryPoint, ...]:
+    """Return a canary's evidence over time as the controller saw it, at most `MAX_POINTS` points."""
+    started = release.canary_started_at
+    if started is None:
+        return ()
+    ended = release.updated_at if release.state != "running" else float("inf")
+    named = {"policy": release.policy, "started": started, "ended": ended}
+    named |= {"revision": release.revision, "baseline": release.baseline}
+    seen: set[str] = set()
+    rows, latest = [], started
+    for at, unit, is_canary, reward in ledger.execute(RATED, named).fetchall():
+        if unit not in seen:
+            seen.add(unit)
+            # Evidence has the order of arrival, which two gateways' clocks need not keep.
+            latest = max(latest, at)
+            rows.append((latest - started, is_canary, reward))
+    settings = ReleaseConfig.model_validate(release.settings)
+    return _points(rows, CanaryComparison(release.weight, settings.alpha, settings.margin))
+
+
+def _points(rows: list[tuple[float, bool, float]], comparison: CanaryComparison) -> tuple[CanaryPoint, ...]:
+    stride = max(1, -(-len(rows) // MAX_POINTS))
+    arms: dict[bool, list[float]] = {True: [], False: []}
+    points = []
+    for number, (seconds, is_canary, reward) in enumerate(rows, start=1):
+        arms[is_canary].append(reward)
+        if number % stride and number != len(rows):
+            continue
+        canary, baseline = np.array(arms[True], dtype=float), np.array(arms[False], dtype=float)
+        comparison.update(canary, baseline)
+        mean, other = (float(arm.mean()) if len(arm) else None for arm in (canary, baseline))
+        points.append(
+            CanaryPoint(seconds, len(canary), len(baseline), mean, other, comparison.lower, comparison.upper)
+        )
+    return tuple(points)

@@ -1,0 +1,157 @@
+"""Policies and their revisions at a glance: what is served, how it scored, what was said of it.
+
+Reads the catalog and the ledger's snapshot; writes nothing. The report, the controller's page and
+`graftwork ls` show these rows.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import duckdb
+
+from engine.catalog.catalog import Catalog, Revision, Route
+from engine.ledger.ledger import MIGRATIONS, open_snapshot
+from engine.quality.estimate import interval
+from engine.report.data import PolicyRow, RevisionRow, SuiteScore
+
+SCORES = """
+    SELECT arg_max(score, "at") FROM scores
+    WHERE base = $base AND suite = $suite AND digest IS NOT DISTINCT FROM $digest
+        AND (digest IS NULL OR policy = $policy) AND suite_version = (
+            SELECT arg_max(suite_version, "at") FROM scores WHERE base = $base AND suite = $suite)
+    GROUP BY item ORDER BY item
+"""
+USERS = """
+    SELECT policy, digest, avg(reward), count(DISTINCT unit) FROM rated
+    WHERE policy IN (SELECT unnest(?)) AND purpose = 'user' AND unit IS NOT NULL AND digest IS NOT NULL
+    GROUP BY policy, digest
+"""
+VERDICTS = """
+    SELECT policy, digest, arg_max(verdict, "at"), arg_max(reason, "at") FROM verdicts
+    WHERE policy IN (SELECT unnest(?)) GROUP BY policy, digest
+"""
+Key = tuple[str, str]  # policy, digest
+
+
+@dataclass(frozen=True)
+class Overview:
+    """Policies as they stand, and the newest exported revisions of each, newest first."""
+
+    policies: tuple[PolicyRow, ...]
+    revisions: tuple[RevisionRow, ...]
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What users, releases and people said of revisions."""
+
+    users: dict[Key, tuple[float, int]]
+    verdicts: dict[Key, tuple[str, str]]
+    graves: dict[Key, str]
+
+
+def open_ledger(path: Path) -> duckdb.DuckDBPyConnection:
+    """Open the readers' copy, or an empty ledger while there is none."""
+    if path.is_file():
+        return open_snapshot(path)
+    ledger = duckdb.connect()
+    for file in sorted(MIGRATIONS.glob("*.sql")):
+        ledger.execute(file.read_text())
+    return ledger
+
+
+def overview(
+    ledger: duckdb.DuckDBPyConnection, catalog: Catalog, names: Sequence[str], limit: int
+) -> Overview:
+    """Return these policies with at most `limit` revisions each; `NotFound` for an unknown policy."""
+    said = _Said(
+        {(row[0], row[1]): (row[2], int(row[3])) for row in ledger.execute(USERS, [list(names)]).fetchall()},
+        {(row[0], row[1]): (row[2], row[3]) for row in ledger.execute(VERDICTS, [list(names)]).fetchall()},
+        {(stone.policy, stone.digest): stone.reason for stone in catalog.tombstones()},
+    )
+    policies, revisions = [], []
+    for name in names:
+        rows = [_revision_row(ledger, catalog, said, row) for row in catalog.exported(name, limit)]
+        policies.append(_policy_row(ledger, catalog, name, rows[0] if rows else None))
+        revisions += rows
+    return Overview(tuple(policies), tuple(revisions))
+
+
+def _policy_row(
+    ledger: duckdb.DuckDBPyConnection, catalog: Catalog, name: str, newest: RevisionRow | None
+) -> PolicyRow:
+    policy, route = catalog.policy(name), catalog.route(name)
+    running = catalog.releases(name, open_only=True)
+    config, suite = policy.config, str(policy.config.get("suite", ""))
+    base_score, champion_score = (
+        suite_score(ledger, policy.base, name, suite, digest) for digest in (None, route.champion)
+    )
+    return PolicyRow(
+        name=name,
+        owner=policy.owner,
+        base=policy.base,
+        task=str(config.get("task", "")),
+        contract=contract_of(config),
+        suite=suite,
+        champion=route.champion,
+        canary=route.canary,
+        previous=route.previous,
+        weight=route.weight,
+        revisions=catalog.count_exported(name),
+        newest=newest,
+        base_score=base_score,
+        champion_score=champion_score,
+        running=running[0].step if running else "",
+    )
+
+
+def contract_of(config: Mapping[str, Any]) -> str:
+    """Return what earns a policy's reward: its verifier, or the contract of a generated task."""
+    verifier = str(config.get("verifier") or "contract")
+    return str(config.get("contract", "")) if verifier == "contract" else verifier
+
+
+def _revision_row(
+    ledger: duckdb.DuckDBPyConnection, catalog: Catalog, said: _Said, revision: Revision
+) -> RevisionRow:
+    policy, digest = key = (revision.policy, revision.digest)
+    suite = str(catalog.policy(policy).config.get("suite", ""))
+    online, units = said.users.get(key, (None, 0))
+    verdict, reason = said.verdicts.get(key, ("", ""))
+    role = "buried" if key in said.graves else role_of(catalog.route(policy), digest)
+    return RevisionRow(
+        policy=policy,
+        digest=digest,
+        parent=revision.parent,
+        step=revision.step,
+        rank=revision.rank,
+        bytes=revision.bytes,
+        created_at=revision.created_at,
+        role=role,
+        score=suite_score(ledger, revision.base, policy, suite, digest),
+        online=online,
+        units=units,
+        accepted=revision.probe.get("accepted") if revision.probe else None,
+        verdict=verdict,
+        reason=reason or said.graves.get(key, ""),
+    )
+
+
+def role_of(route: Route, digest: str) -> str:
+    """Return what a revision is in its policy's route: champion, canary, previous or nothing."""
+    roles = {route.previous: "previous", route.canary: "canary", route.champion: "champion"}
+    return roles.get(digest, "")
+
+
+def suite_score(
+    ledger: duckdb.DuckDBPyConnection, base: str, policy: str, suite: str, digest: str | None
+) -> SuiteScore | None:
+    """Return the mean and 95% interval on the suite's newest version; a digest of None is the base."""
+    named = {"base": base, "policy": policy, "suite": suite, "digest": digest}
+    scores = [row[0] for row in ledger.execute(SCORES, named).fetchall()]
+    if not scores:
+        return None
+    return SuiteScore(policy, digest, suite, len(scores), fmean(scores), *interval(scores))

@@ -1,0 +1,161 @@
+"""What is known of one revision for its page: scores, verdicts, lineage, training, probe.
+
+Reads the catalog and the ledger's snapshot; writes nothing.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import duckdb
+
+from engine.adapters.manifests import stored_manifest
+from engine.catalog.catalog import Catalog
+from engine.ledger.ledger import open_snapshot
+from engine.quality.estimate import Difference, interval, paired_difference
+from engine.report.data import Step
+from engine.settings.params import Params
+
+SCORES = """
+    SELECT item, arg_max(score, "at"), max("at") FROM scores
+    WHERE base = $base AND suite = $suite AND digest IS NOT DISTINCT FROM $digest
+        AND (digest IS NULL OR policy = $policy) AND suite_version = (
+            SELECT arg_max(suite_version, "at") FROM scores WHERE base = $base AND suite = $suite)
+    GROUP BY item ORDER BY item
+"""
+VERDICTS = """
+    SELECT "at", verdict, "by", reason FROM verdicts
+    WHERE policy = ? AND digest = ? ORDER BY "at" DESC LIMIT 20
+"""
+# All columns: a snapshot that an older version wrote has fewer of them.
+STEPS = """
+    SELECT * FROM train_steps
+    WHERE policy = ? AND session = ? AND step <= ? AND reward IS NOT NULL ORDER BY step
+"""
+
+
+@dataclass(frozen=True)
+class MeanScore:
+    """A suite's mean with its 95% interval, in [0, 1], and when it was taken (epoch seconds)."""
+
+    mean: float
+    low: float
+    high: float
+    items: int
+    at: float
+
+
+@dataclass(frozen=True)
+class Said:
+    """One verdict."""
+
+    at: float
+    verdict: str
+    by: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class VersionFacts:
+    """What a version's page shows; `steps` are those of the training that made it, in order."""
+
+    policy: str
+    digest: str
+    parent: str | None
+    champion: str | None
+    suite: str
+    rank: int
+    bytes: int
+    probe: dict[str, Any]
+    children: tuple[str, ...] = ()
+    score: MeanScore | None = None
+    parent_score: MeanScore | None = None
+    champion_score: MeanScore | None = None
+    base_score: MeanScore | None = None
+    against_champion: Difference | None = None
+    verdicts: tuple[Said, ...] = ()
+    steps: tuple[Step, ...] = ()
+
+    @property
+    def rewards(self) -> tuple[float, ...]:
+        """Return the mean reward of each step."""
+        return tuple(step.reward for step in self.steps)
+
+    @property
+    def tokens(self) -> int:
+        """Return how many tokens were trained on."""
+        return sum(step.tokens or 0 for step in self.steps)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Return what the steps' seconds went to."""
+        spent: Counter[str] = Counter()
+        for step in self.steps:
+            spent.update(step.phases)
+        return dict(spent)
+
+
+def gather(params: Params, policy: str, digest: str) -> VersionFacts:
+    """Return what is known of a revision; `NotFound` when the catalog does not know it."""
+    catalog = Catalog(params.paths.catalog_url)
+    try:
+        revision = catalog.revision(policy, digest)
+        champion = catalog.route(policy).champion
+        children = tuple(child.digest for child in catalog.children(policy, revision.digest))
+        config = catalog.policy(policy).config
+    finally:
+        catalog.close()
+    fixed: dict[str, Any] = {
+        "policy": policy, "digest": revision.digest, "parent": revision.parent, "champion": champion,
+        "suite": str(config.get("suite", "")), "rank": revision.rank, "bytes": revision.bytes,
+        "probe": revision.probe or {}, "children": children,
+    }  # fmt: skip
+    if not params.paths.ledger_snapshot.is_file():
+        return VersionFacts(**fixed)
+    with open_snapshot(params.paths.ledger_snapshot) as ledger:
+        measured = _measured(ledger, revision.base, fixed)
+        steps = _trained(ledger, params, policy, revision.digest, revision.step)
+    return VersionFacts(**fixed, **measured, steps=steps)
+
+
+def _measured(ledger: duckdb.DuckDBPyConnection, base: str, fixed: dict[str, Any]) -> dict[str, Any]:
+    def items(digest: str | None) -> dict[str, tuple[float, float]]:
+        named = {"base": base, "suite": fixed["suite"], "policy": fixed["policy"], "digest": digest}
+        return {item: (score, at) for item, score, at in ledger.execute(SCORES, named).fetchall()}
+
+    mine, champion = items(fixed["digest"]), items(fixed["champion"])
+    common = sorted(set(mine) & set(champion))
+    against = None
+    if common and fixed["champion"] != fixed["digest"]:
+        against = paired_difference([mine[i][0] for i in common], [champion[i][0] for i in common])
+    said = ledger.execute(VERDICTS, [fixed["policy"], fixed["digest"]]).fetchall()
+    return {
+        "score": _mean(mine),
+        "base_score": _mean(items(None)),
+        "parent_score": _mean(items(fixed["parent"])) if fixed["parent"] else None,
+        "champion_score": _mean(champion) if fixed["champion"] else None,
+        "against_champion": against,
+        "verdicts": tuple(Said(*row) for row in said),
+    }
+
+
+def _mean(items: dict[str, tuple[float, float]]) -> MeanScore | None:
+    if not items:
+        return None
+    scores = [score for score, _ in items.values()]
+    return MeanScore(fmean(scores), *interval(scores), len(scores), max(at for _, at in items.values()))
+
+
+def _trained(
+    ledger: duckdb.DuckDBPyConnection, params: Params, policy: str, digest: str, step: int
+) -> tuple[Step, ...]:
+    manifest = stored_manifest(params.paths.revision(policy, digest))
+    session = manifest.get("config", {}).get("session")
+    return read_steps(ledger.execute(STEPS, [policy, session, step]))
+
+
+def read_steps(found: duckdb.DuckDBPyConnection) -> tuple[Step, ...]:
+    """Return the rows of `train_steps` that were found, in their order."""
+    names = [column[0] for column in found.description or []]
+    return tuple(Step.of(dict(zip(names, values, strict=True))) for values in found.fetchall())

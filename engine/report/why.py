@@ -1,0 +1,278 @@
+"""Why an answer came: answer, revision, verdict, scores, run, data and commit, each link with what is known.
+
+Reads the ledger's snapshot, the catalog and the revision's own manifest; writes nothing and asks no
+service. A link of which nothing is known says so, and why.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+import duckdb
+
+from engine.adapters.manifests import stored_manifest
+from engine.catalog.catalog import Catalog, Revision
+from engine.errors import Conflict, NotFound
+from engine.report import revision_page as page_data
+from engine.report.data import Curve
+from engine.report.overview import contract_of, open_ledger, role_of, suite_score
+from engine.report.training import spoken
+from engine.settings.params import DIGEST12, Params, served_name, split_served_name
+
+ANSWER = """
+    SELECT id, "at", policy, digest, arm, unit, purpose, status, latency_s, prompt_tokens, completion_tokens,
+        route_version, gateway,
+        (SELECT any_value(reward) FROM rated WHERE rated.id = observations.id) AS reward
+    FROM observations WHERE id = ?
+"""
+ROUTED = """
+    SELECT "at", "by", reason FROM route_changes WHERE policy = ? AND version = ? ORDER BY "at" LIMIT 1
+"""
+STEP = "SELECT session, step FROM train_steps WHERE policy = ? AND digest = ? LIMIT 1"
+SUITE = """
+    SELECT suite, arg_max(suite_version, "at") FROM scores WHERE policy = ? AND digest = ? GROUP BY suite
+"""
+DIGITS = 6
+NOT_BASE = "The base is not trained here."
+
+
+@dataclass(frozen=True)
+class Link:
+    """One link: `says` is a sentence for people, `facts` the same for programs."""
+
+    name: str
+    known: bool
+    says: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """From an answer, or from a revision, back to the commit. A digest of None is the base."""
+
+    subject: str
+    policy: str | None
+    digest: str | None
+    links: tuple[Link, ...]
+
+
+def why(params: Params, subject: str) -> Chain:
+    """Explain a request id, `policy@digest`, the beginning of a digest, or a policy's champion.
+
+    Raises `NotFound` when it is none of them, `Conflict` when several revisions begin so.
+    """
+    catalog = Catalog(params.paths.catalog_url)
+    ledger = open_ledger(params.paths.ledger_snapshot)
+    try:
+        answer = _answer(ledger, subject)
+        if answer:
+            policy, digest = answer["policy"], answer["digest"]
+        else:
+            policy, digest = _find(catalog, subject)
+        first = (_answer_link(ledger, answer),) if answer else ()
+        if digest is None:
+            return Chain(subject, policy, None, first + _base_links(catalog, ledger, policy))
+        return Chain(subject, policy, digest, first + _links(params, catalog, ledger, str(policy), digest))
+    finally:
+        ledger.close()
+        catalog.close()
+
+
+def _answer(ledger: duckdb.DuckDBPyConnection, subject: str) -> dict[str, Any] | None:
+    found = ledger.execute(ANSWER, [subject])
+    names = [column[0] for column in found.description or []]
+    row = found.fetchone()
+    return dict(zip(names, row, strict=True)) if row else None
+
+
+def _find(catalog: Catalog, subject: str) -> tuple[str, str | None]:
+    policy, prefix = split_served_name(subject)
+    if prefix:
+        return policy, catalog.revision(policy, prefix).digest
+    found = catalog.revisions_like(subject, limit=3) if len(subject) >= DIGITS else []
+    if len(found) > 1:
+        names = ", ".join(served_name(item.policy, item.digest) for item in found)
+        raise Conflict(f"Several revisions begin with {subject!r}: {names}. Name one as POLICY@DIGEST.")
+    if found:
+        return found[0].policy, found[0].digest
+    try:
+        return subject, catalog.route(subject).champion
+    except NotFound:
+        raise NotFound(
+            f"There is no answer, revision or policy {subject!r}. Give the `id` of an answer, POLICY@DIGEST, "
+            f"{DIGITS} digits of a digest, or a policy; an answer of the last seconds may not be here yet."
+        ) from None
+
+
+def _answer_link(ledger: duckdb.DuckDBPyConnection, answer: dict[str, Any]) -> Link:
+    routed = ledger.execute(ROUTED, [answer["policy"], answer["route_version"]]).fetchone()
+    who = answer["unit"] or "nobody in particular"
+    reward = f"rated {answer['reward']:g}" if answer["reward"] is not None else "not rated"
+    says = (
+        f"{moment(answer['at'])}, asked for {answer['purpose']}, unit {who}: answered by {answer['arm']}, "
+        f"status {answer['status']}, {answer['completion_tokens'] or 0} tokens, {reward}."
+    )
+    if routed:
+        says += f" The route was set by {routed[1]} at {moment(routed[0])}: {routed[2]}"
+        answer |= {"route": {"at": routed[0], "by": routed[1], "reason": routed[2]}}
+    return Link("answer", True, says, answer)
+
+
+def _base_links(catalog: Catalog, ledger: duckdb.DuckDBPyConnection, policy: str | None) -> tuple[Link, ...]:
+    says = "The base itself, by its own name."
+    scores = Link("scores", False, "Scores of the base belong to a policy's suite.")
+    if policy:
+        says = f"The base itself: {policy!r} had no champion."
+        known = catalog.policy(policy)
+        suite = str(known.config.get("suite", ""))
+        score = suite_score(ledger, known.base, policy, suite, None)
+        words = f"{score.mean:.1%} [{score.ci_low:.1%}, {score.ci_high:.1%}]" if score else "not scored"
+        scores = Link("scores", bool(score), f"{suite}: base {words}.", vars(score) if score else {})
+    return (
+        Link("revision", True, says),
+        Link("verdict", False, "The base needs none: it is what revisions are judged against."),
+        scores,
+        *(Link(name, False, NOT_BASE) for name in ("run", "data", "commit")),
+    )
+
+
+def _links(
+    params: Params, catalog: Catalog, ledger: duckdb.DuckDBPyConnection, policy: str, digest: str
+) -> tuple[Link, ...]:
+    try:
+        revision = catalog.revision(policy, digest)
+    except NotFound:
+        return _expired(ledger, policy, digest)
+    facts = page_data.gather(params, policy, digest)
+    manifest = stored_manifest(params.paths.revision(revision.policy, revision.digest))
+    return (
+        _revision_link(catalog, revision),
+        _verdict_link(catalog, facts),
+        _scores_link(facts),
+        _run_link(facts, revision, manifest),
+        _data_link(ledger, catalog, revision, manifest),
+        commit_link(str(manifest.get("code_version", ""))),
+    )
+
+
+def _expired(ledger: duckdb.DuckDBPyConnection, policy: str, digest: str) -> tuple[Link, ...]:
+    """Explain a single training step whose adapter has been removed since."""
+    row = ledger.execute(STEP, [policy, digest]).fetchone()
+    gone = f"{served_name(policy, digest)} is no longer in the catalog: single training steps expire."
+    run = f"Sampled from in step {row[1]} of training {row[0]}." if row else "No training names it."
+    facts = {"session": row[0], "step": row[1]} if row else {}
+    rest = ("data", "commit")
+    return (
+        Link("revision", True, gone, {"policy": policy, "digest": digest}),
+        Link("verdict", False, "Single training steps are never released."),
+        Link("scores", False, "Single training steps are not scored."),
+        Link("run", bool(row), run, facts),
+        *(Link(name, False, "Only exported revisions keep it.") for name in rest),
+    )
+
+
+def _revision_link(catalog: Catalog, revision: Revision) -> Link:
+    role = role_of(catalog.route(revision.policy), revision.digest) or "in no route"
+    stone = catalog.tombstone(revision.policy, revision.digest)
+    probe = (revision.probe or {}).get("reason", "The effect probe has not run.")
+    parent = revision.parent[:DIGEST12] if revision.parent else "the base"
+    says = (
+        f"{served_name(revision.policy, revision.digest)}, trained from {parent}, step {revision.step}, "
+        f"rank {revision.rank}, {revision.state} {moment(revision.created_at)}; now {role}. {probe}"
+    )
+    if stone:
+        says += f" Buried by {stone.by}: {stone.reason}"
+    facts = {
+        "policy": revision.policy, "digest": revision.digest, "parent": revision.parent,
+        "base": revision.base, "step": revision.step, "rank": revision.rank, "state": revision.state,
+        "created_at": revision.created_at, "role": role, "probe": revision.probe,
+        "tombstone": vars(stone) if stone else None,
+    }  # fmt: skip
+    return Link("revision", True, says, facts)
+
+
+def _verdict_link(catalog: Catalog, facts: page_data.VersionFacts) -> Link:
+    running = [it for it in catalog.releases(facts.policy, open_only=True) if it.revision == facts.digest]
+    said = [vars(item) for item in facts.verdicts]
+    if running:
+        says = f"A release of it runs, at its {running[0].step}. {running[0].reason}"
+        return Link("verdict", True, says, {"running": running[0].step, "verdicts": said})
+    if not facts.verdicts:
+        return Link("verdict", False, "No release of it has ended.", {"verdicts": []})
+    says = " ".join(f"{it.verdict} by {it.by} at {moment(it.at)}: {it.reason}" for it in facts.verdicts[:3])
+    return Link("verdict", True, says, {"verdicts": said})
+
+
+def _scores_link(facts: page_data.VersionFacts) -> Link:
+    named = {
+        "revision": facts.score, "parent": facts.parent_score,
+        "champion": facts.champion_score, "base": facts.base_score,
+    }  # fmt: skip
+    known = {name: vars(score) for name, score in named.items() if score}
+    if facts.score is None:
+        return Link("scores", False, f"It was not scored on {facts.suite or 'any suite'}.", known)
+    words = ", ".join(
+        f"{name} {score.mean:.1%} [{score.low:.1%}, {score.high:.1%}]"
+        for name, score in named.items()
+        if score
+    )
+    says = f"{facts.suite}, {facts.score.items} items: {words}."
+    if facts.against_champion:
+        paired = facts.against_champion
+        says += f" Against the champion {paired.mean:+.1%} [{paired.low:+.1%}, {paired.high:+.1%}]."
+    return Link("scores", True, says, known)
+
+
+def _run_link(facts: page_data.VersionFacts, revision: Revision, manifest: Mapping[str, Any]) -> Link:
+    session = manifest.get("config", {}).get("session")
+    if not session:
+        return Link("run", False, _no_manifest(revision))
+    known = {
+        "session": session,
+        "steps": len(facts.rewards),
+        "tokens": facts.tokens,
+        "seconds": facts.seconds,
+    }
+    if not facts.rewards:
+        return Link("run", True, f"Training {session}; the ledger holds no step of it.", known)
+    came_to = spoken([Curve(facts.policy, facts.digest, facts.steps, session)])
+    says = f"Training {session}: {came_to}; {sum(facts.seconds.values()):.0f} s in all."
+    return Link("run", True, says, known)
+
+
+def _data_link(
+    ledger: duckdb.DuckDBPyConnection, catalog: Catalog, revision: Revision, manifest: Mapping[str, Any]
+) -> Link:
+    config = manifest.get("config")
+    if not config:
+        return Link("data", False, _no_manifest(revision))
+    suites = dict(ledger.execute(SUITE, [revision.policy, revision.digest]).fetchall())
+    known = {name: config.get(name) for name in ("task", "data_digest", "seed", "line_seed", "suite")}
+    known |= {"judged_by": contract_of(config), "suite_versions": suites}
+    data = f" with the data {config['data_digest'][:DIGEST12]}" if config.get("data_digest") else ""
+    scored = ", ".join(f"{suite} version {version}" for suite, version in suites.items())
+    says = f"Task {known['task']}{data}, judged by {known['judged_by']}, seed {known['line_seed']}."
+    return Link("data", True, says + (f" Scored on {scored}." if scored else ""), known)
+
+
+def commit_link(code_version: str) -> Link:
+    """Return what a code version such as `0.1.0+g13ad72a0c1b2.dirty` says of the commit."""
+    version, _, local = code_version.partition("+g")
+    commit, _, dirty = local.partition(".")
+    known = {"version": version or None, "commit": commit or None, "dirty": bool(dirty)}
+    if not version:
+        return Link("commit", False, "The revision's manifest is not on this machine.", known)
+    if not commit:
+        return Link("commit", False, f"Version {version}; no commit was recorded.", known)
+    changed = ", with changes that were not committed" if dirty else ""
+    return Link("commit", True, f"{commit} of version {version}{changed}.", known)
+
+
+def _no_manifest(revision: Revision) -> str:
+    kind = "A single training step has" if revision.state == "snapshot" else "This machine has"
+    return f"{kind} no manifest of it."
+
+
+def moment(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

@@ -1,0 +1,1 @@
+"""The services: what they are, how they are started, supervised and stopped."""

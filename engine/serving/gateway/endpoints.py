@@ -1,0 +1,219 @@
+"""Graftwork's own routes in vLLM's server, and what joins the gateway to the live engine.
+
+vLLM calls `attach_router` before the engine is up and `init_state` once it is. The engine must show
+our marker there, or the server refuses to start: vLLM only logs when a plugin fails to import.
+"""
+
+import asyncio
+import logging
+import time
+from argparse import Namespace
+from threading import Thread
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import REGISTRY
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.datastructures import State
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+
+from engine.catalog.catalog import Catalog
+from engine.errors import GraftworkError, ServiceError
+from engine.ledger.spool import Spool
+from engine.serving.gateway.gateway import GatewayState, send_error
+from engine.serving.gateway.rollouts import gate_of_platform, rollouts
+from engine.serving.gateway.routing import Router
+from engine.serving.gateway.row_cache import kept_rows
+from engine.serving.residency.load_metrics import LoadMetrics
+from engine.serving.residency.prewarming import Prewarmer, names_under_release
+from engine.serving.residency.residency import Residency
+from engine.serving.residency.vllm_engine import VllmEngine
+from engine.serving.vllm_plugin.plugin import vllm_version
+from engine.settings.params import load_params
+from engine.store.segments import open_store
+
+# Of `/v1/models`: a catalog may have a million policies.
+MODELS = 1000
+# Between two looks at the slots; each is a call into the engine.
+SLOTS_S = 5.0
+log = logging.getLogger("graftwork.endpoints")
+
+
+class Feedback(BaseModel):
+    """What a user thought of an answer; `request_id` is the response's `id`."""
+
+    model_config = ConfigDict(extra="forbid")
+    request_id: str = Field(min_length=1, max_length=200)
+    reward: float = Field(ge=0, le=1)
+
+
+class Prewarm(BaseModel):
+    """Which model will soon be asked for."""
+
+    model_config = ConfigDict(extra="forbid")
+    model: str
+
+
+class GraftworkEndpoints:
+    """vLLM's endpoint plugin."""
+
+    name = "graftwork"
+    required_tasks = ("generate",)
+
+    def attach_router(self, app: FastAPI) -> None:
+        app.get("/graftwork/marker")(marker)
+        app.get("/graftwork/residency")(residency)
+        app.get("/graftwork/loads")(loads)
+        app.get("/v1/models")(models)
+        app.state.graftwork_gate = gate_of_platform()
+        app.post("/graftwork/rollouts")(rollouts)
+        app.post("/v1/feedback", status_code=202)(feedback)
+        app.post("/v1/prewarm", status_code=202)(prewarm)
+
+    async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
+        settings = engine_client.vllm_config.additional_config["graftwork"]
+        params = load_params(settings["params"])
+        serving_models: OpenAIServingModels = state.openai_serving_models
+        workers = check_marker(await VllmEngine.markers(engine_client))
+        engine = await VllmEngine.connect(engine_client, serving_models)
+        state.graftwork_marker = {
+            "plugin": settings["version"],
+            "vllm": vllm_version(),
+            "base": settings["base"],
+            "base_name": settings["base_name"],
+            "workers": workers,
+        }
+        state.graftwork_loads, state.graftwork_slots = engine.loads, engine.slots
+        catalog = Catalog(params.paths.catalog_url)
+        Thread(target=catalog.read_ahead, name="graftwork-read-ahead", daemon=True).start()
+        # A catalog of its own: loads may have every connection of theirs in use.
+        router = Router(
+            Catalog(params.paths.catalog_url),
+            settings["base_name"],
+            settings["base"],
+            kept=kept_rows(params.engine.host_adapters),
+        )
+        spool = Spool(params.paths.spool, "gateway")
+        metrics = LoadMetrics(REGISTRY)
+        tier = Residency(
+            engine,
+            catalog,
+            open_store(params),
+            params.engine,
+            on_load=lambda **fields: spool.emit("loads", **fields),
+            pinned=lambda: names_under_release(router),
+            metrics=metrics,
+        )
+        state.graftwork = GatewayState(router, tier, spool, name=f"127.0.0.1:{params.engine.port}")
+        # Held here, since asyncio keeps only weak references to tasks.
+        state.graftwork_slots_watched = asyncio.create_task(watch_slots(engine, tier, metrics))
+        prewarmer = Prewarmer(tier, router, params.paths.warm / f"{params.engine.port}.json")
+        state.graftwork_prewarming = asyncio.create_task(prewarmer.run())
+
+
+def check_marker(workers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the workers' proof that our parts run; `ServiceError` when one lacks them."""
+    for worker in workers:
+        if worker["manager"] != "PackedWorkerManager" or not worker["modules"]:
+            raise ServiceError(f"The engine runs without Graftwork's loader: {worker}. See its log above.")
+        if "PunicaWrapperCPU" in worker["operations"]:
+            raise ServiceError(
+                "The engine runs vLLM's own CPU LoRA operations, which are wrong for base rows."
+            )
+    return workers
+
+
+async def watch_slots(engine: VllmEngine, tier: Residency, metrics: LoadMetrics) -> None:
+    """Keep Prometheus's figures of the slots, and let go whose bytes were lost: the worker alone knows."""
+    while True:
+        try:
+            names, lost = await engine.slots()
+            metrics.count_slots((await engine.loads())[0])
+        except Exception as error:
+            log.warning("The slots are not watched for the moment: %r", error)
+        else:
+            size = sum(tier.residents[name].bytes for name in names if name in tier.residents)
+            metrics.adapters.labels("slot").set(len(names))
+            metrics.bytes.labels("slot").set(size)
+            for name in lost:
+                tier.lose(name)
+        await asyncio.sleep(SLOTS_S)
+
+
+async def marker(request: Request) -> Response:
+    found = getattr(request.app.state, "graftwork_marker", None)
+    return JSONResponse(found or {"error": "The engine is starting."}, 200 if found else 503)
+
+
+async def residency(request: Request) -> dict[str, Any]:
+    """Say where adapters are: tiers, sizes, queue, and each resident's own; bytes and seconds."""
+    state: GatewayState = request.app.state.graftwork
+    here, now = state.residency, time.monotonic()
+    in_slot, _ = await request.app.state.graftwork_slots()
+    slots = set(in_slot)
+    adapters = {
+        name: {
+            "tier": "slot" if name in slots else "host",
+            "bytes": resident.bytes,
+            "users": resident.users,
+            "idle_s": 0.0 if resident.users else now - resident.used_at,
+        }
+        for name, resident in here.residents.items()
+    }
+    in_slots = [adapter["bytes"] for adapter in adapters.values() if adapter["tier"] == "slot"]
+    limits = {"max_adapters": here.tier.max_adapters, "max_bytes": here.tier.max_bytes}
+    return {
+        "tiers": {
+            "slot": {"adapters": len(in_slots), "bytes": sum(in_slots)},
+            "host": {"adapters": len(adapters), "bytes": here.tier.bytes, **limits},
+        },
+        "queue": here.queue.told(),
+        "adapters": adapters,
+        "loading": here.loading,
+        "evictions": here.evictions,
+    }
+
+
+async def loads(request: Request) -> list[dict[str, Any]]:
+    return await request.app.state.graftwork_loads()
+
+
+async def models(request: Request) -> dict[str, Any]:
+    """List the base and the first policies, in the form of OpenAI's API; revisions are not models."""
+    state: GatewayState = request.app.state.graftwork
+    names = [state.router.base_name, *state.router.policies(MODELS)]
+    created = int(time.time())
+    data = [{"id": name, "object": "model", "created": created, "owned_by": "graftwork"} for name in names]
+    return {"object": "list", "data": data}
+
+
+async def feedback(body: Feedback, request: Request) -> dict[str, str]:
+    state: GatewayState = request.app.state.graftwork
+    key = request.state.graftwork_key
+    state.spool.emit("feedback", request_id=body.request_id, reward=body.reward, key=key.hash)
+    return {"status": "accepted"}
+
+
+async def prewarm(body: Prewarm, request: Request) -> Any:
+    """Load a model's adapter in the background; answers in how many seconds it is there."""
+    state: GatewayState = request.app.state.graftwork
+    try:
+        target = state.router.resolve(body.model, "")
+        if target.policy is None or target.digest is None:
+            return {"model": body.model, "revision": "base", "estimate_s": 0.0}
+        estimate_s = state.residency.prewarm(state.router.revision(target.policy, target.digest))
+    except GraftworkError as error:
+        return _Refusal(error)
+    return {"model": body.model, "revision": target.name, "estimate_s": round(estimate_s, 3)}
+
+
+class _Refusal(Response):
+    """A GraftworkError as the gateway answers it."""
+
+    def __init__(self, error: GraftworkError):
+        super().__init__()
+        self._error = error
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await send_error(send, self._error)

@@ -1,0 +1,1 @@
+"""Residency: where adapters are now, and the cold loads that move them."""

@@ -1,0 +1,97 @@
+"""Where a cold adapter comes from: its row, its bytes, and what is done when these are damaged or have moved.
+
+Knows catalog, store and engine. Knows neither who waits for a load nor its turn.
+"""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any, Protocol
+
+from engine.catalog.catalog import Catalog, Revision
+from engine.errors import AdapterError, DamagedBytes, MissingBytes
+from engine.publishing.publish import location
+from engine.settings.params import served_name
+from engine.store.segments import Store
+
+# Texts of a few kilobytes, one for each shape of adapter.
+LAYOUTS = 64
+# Threads that read the catalog and fetch for loads: fewer than the catalog has connections.
+THREADS = 8
+
+
+class Engine(Protocol):
+    """What loads ask of the engine."""
+
+    async def prepare(self, name: str, address: dict[str, Any]) -> None:
+        """Return when requests for this name may come. Raises `AdapterError` when it is refused."""
+
+    async def forget(self, name: str) -> None:
+        """Drop every trace of a name, once the engine's last request for it has ended."""
+
+
+class Source:
+    """Brings revisions into one engine's host tier."""
+
+    def __init__(self, engine: Engine, catalog: Catalog, store: Store):
+        self._engine, self._catalog, self._store = engine, catalog, store
+        self._threads = ThreadPoolExecutor(THREADS, "graftwork-fetch")
+        self._layout = lru_cache(LAYOUTS)(catalog.layout)
+
+    async def bring(self, name: str, row: Revision) -> None:
+        """Fetch and prepare. Bytes that are damaged or not where their row said are looked for once more."""
+        for last in (False, True):
+            try:
+                return await self._engine.prepare(name, await self._fetched(row))
+            except (DamagedBytes, MissingBytes) as fault:
+                await self._engine.forget(name)
+                better = None if last else await self._in_thread(self._look_again, row)
+                if better is None:
+                    if isinstance(fault, DamagedBytes):
+                        await self._in_thread(self._catalog.quarantine, row.policy, row.digest, str(fault))
+                    raise
+                row = better
+
+    async def confirm(self, row: Revision) -> None:
+        """Raise unless the row is there still, and not in quarantine."""
+        await self._in_thread(self._confirm, row)
+
+    async def _fetched(self, row: Revision) -> dict[str, Any]:
+        # A thread costs as much as the rest of a small load; without a network there is one short query.
+        if self._store.is_remote or not self._catalog.is_file:
+            return await self._in_thread(self._fetch, row)
+        return self._fetch(row)
+
+    def _fetch(self, row: Revision) -> dict[str, Any]:
+        """Return where this machine has the bytes; they come from the store first if they must."""
+        self._refuse_quarantined(row)
+        path, offset = self._store.fetch(location(row))
+        return {
+            "path": str(path),
+            "offset": offset,
+            "length": row.length,
+            "checksum": row.checksum,
+            "layout": self._layout(row.layout),
+        }
+
+    def _refuse_quarantined(self, row: Revision) -> None:
+        reason = self._catalog.quarantined(row.policy, row.digest)
+        if reason is not None:
+            raise AdapterError(
+                f"{served_name(row.policy, row.digest)} is in quarantine: {reason} "
+                "Export the revision again; its bytes then come back under this name."
+            )
+
+    def _confirm(self, row: Revision) -> None:
+        self._catalog.revision(row.policy, row.digest)
+        self._refuse_quarantined(row)
+
+    def _look_again(self, row: Revision) -> Revision | None:
+        """Return the row as it is now if its bytes may be better: they have moved, or a copy was dropped."""
+        now = self._catalog.revision(row.policy, row.digest)
+        was_copy = self._store.drop_cached(location(row))
+        return now if was_copy or location(now) != location(row) else None
+
+    async def _in_thread(self, work: Callable[..., Any], *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)

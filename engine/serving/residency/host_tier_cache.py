@@ -1,0 +1,181 @@
+"""Which adapters stay in the host tier: the least recently used leaves, but a newcomer must earn its place.
+
+Newcomers live in a window, a small share of the tier. What leaves the window stays only if it was asked for
+more often than the one it would push out of the main part (TinyLFU admission, Einziger, Friedman and Manes,
+2017), so that a scan of cold names passes through the window alone. Between equals the one used less recently
+goes. Who is in use never leaves. Knows names and sizes; knows no engine and no queue.
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from engine.catalog.catalog import Revision
+
+# Of the tier, for newcomers.
+WINDOW = 0.1
+# Newcomers in use may take as much again as the whole tier before the warm ones make room for them.
+OVERSHOOT = 2.0
+ROWS, WIDTH = 4, 1 << 16
+MOST = 15
+HALVES = bytes(count // 2 for count in range(256))
+AGE_ASKS = 40_000
+AGE_S = 1800.0
+# Uses count half after so long; an hour has two halves.
+HALF_LIFE_S = 1800.0
+
+
+class Popularity:
+    """How often each name was asked for of late, in constant memory: a count-min sketch that ages.
+
+    Counts end at 15, and all of them are halved after 40,000 asks and every half hour.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rows = [bytearray(WIDTH) for _ in range(ROWS)]
+        self._clock = clock
+        self._asks, self._aged_at = 0, clock()
+
+    def add(self, name: str) -> None:
+        cells = self._cells(name)
+        least = min(row[cell] for row, cell in zip(self._rows, cells, strict=True))
+        if least < MOST:
+            for row, cell in zip(self._rows, cells, strict=True):
+                if row[cell] == least:
+                    row[cell] += 1
+        self._asks += 1
+        if self._asks >= AGE_ASKS or self._clock() - self._aged_at >= AGE_S:
+            self._age()
+
+    def of(self, name: str) -> int:
+        return min(row[cell] for row, cell in zip(self._rows, self._cells(name), strict=True))
+
+    def _cells(self, name: str) -> list[int]:
+        # Python's own hash has 64 bits, salted anew in each process: enough for four rows.
+        word = hash(name)
+        return [(word >> 16 * row) & (WIDTH - 1) for row in range(ROWS)]
+
+    def _age(self) -> None:
+        self._rows = [row.translate(HALVES) for row in self._rows]
+        self._asks, self._aged_at = self._asks // 2, self._clock()
+
+
+@dataclass(eq=False)
+class Resident:
+    """An adapter in the host tier; `users` counts the requests under way on it, `hits` fade with time."""
+
+    revision: Revision
+    users: int = 0
+    used_at: float = 0.0
+    loaded_at: float = 0.0
+    hits: float = 0.0
+    is_warm: bool = False
+
+    @property
+    def bytes(self) -> int:
+        return self.revision.length
+
+
+class WarmSet:
+    """The residents of the host tier, bounded by bytes and by number."""
+
+    def __init__(self, max_bytes: int, max_adapters: int, clock: Callable[[], float] = time.monotonic):
+        self.residents: dict[str, Resident] = {}
+        self.bytes = 0
+        self.max_bytes, self.max_adapters = max_bytes, max_adapters
+        self.popularity = Popularity(clock)
+        self._clock = clock
+        self._window_bytes = self._window_adapters = 0
+        # Who is not in use, the one used least recently first: newcomers, and the warm.
+        self._idle_new: OrderedDict[str, Resident] = OrderedDict()
+        self._idle_warm: OrderedDict[str, Resident] = OrderedDict()
+
+    def add(self, name: str, revision: Revision) -> None:
+        """Take in a newcomer that is not in use yet."""
+        now = self._clock()
+        resident = self.residents[name] = Resident(revision, used_at=now, loaded_at=now)
+        self._idle_new[name] = resident
+        self.bytes += resident.bytes
+        self._window_bytes += resident.bytes
+        self._window_adapters += 1
+
+    def hold(self, name: str) -> Resident | None:
+        """Count one more user, if the adapter is here."""
+        resident = self.residents.get(name)
+        if resident is not None:
+            resident.users += 1
+            (self._idle_warm if resident.is_warm else self._idle_new).pop(name, None)
+        return resident
+
+    def release(self, name: str, is_use: bool = True) -> None:
+        """Count one user less; who has none may leave from now on. Who was only brought here is no user."""
+        resident, now = self.residents[name], self._clock()
+        assert resident.users > 0
+        resident.users -= 1
+        if is_use:
+            resident.hits = resident.hits * 0.5 ** ((now - resident.used_at) / HALF_LIFE_S) + 1
+            resident.used_at = now
+        if resident.users == 0:
+            (self._idle_warm if resident.is_warm else self._idle_new)[name] = resident
+
+    def drop(self, name: str) -> Resident | None:
+        """Remove and return an adapter that nobody uses, whatever its merit."""
+        resident = self.residents.get(name)
+        return self._remove(name) if resident is not None and resident.users == 0 else None
+
+    def evict(self, pinned: Callable[[], Collection[str]]) -> list[tuple[str, Resident]]:
+        """Remove and return who has to go; those in `pinned` and those in use stay."""
+        while self._window_is_over() and not self._is_over() and self._idle_new:
+            self._warm(next(iter(self._idle_new)))
+        gone: list[tuple[str, Resident]] = []
+        if not self._is_over():
+            return gone
+        stay = pinned()
+        while self._is_over():
+            name = self._next_out(stay)
+            if name is None:
+                break
+            gone.append((name, self._remove(name)))
+        return gone
+
+    def _is_over(self, share: float = 1.0) -> bool:
+        return self.bytes > share * self.max_bytes or len(self.residents) > share * self.max_adapters
+
+    def _window_is_over(self) -> bool:
+        return (
+            self._window_bytes > WINDOW * self.max_bytes or self._window_adapters > WINDOW * self.max_adapters
+        )
+
+    def _next_out(self, stay: Collection[str]) -> str | None:
+        new = next((name for name in self._idle_new if name not in stay), None)
+        warm = next((name for name in self._idle_warm if name not in stay), None)
+        if new is not None and (warm is None or not self._window_is_over()):
+            return new if warm is None else warm
+        if new is None or warm is None:
+            return warm if self._is_over(OVERSHOOT) or not self._window_is_over() else None
+        if self._merit(new) <= self._merit(warm):
+            return new
+        self._warm(new)
+        return warm
+
+    def _merit(self, name: str) -> tuple[int, float]:
+        return self.popularity.of(name), self.residents[name].used_at
+
+    def _warm(self, name: str) -> None:
+        resident = self._idle_new.pop(name)
+        resident.is_warm = True
+        self._window_bytes -= resident.bytes
+        self._window_adapters -= 1
+        self._idle_warm[name] = resident
+
+    def _remove(self, name: str) -> Resident:
+        resident = self.residents.pop(name)
+        self.bytes -= resident.bytes
+        if resident.is_warm:
+            del self._idle_warm[name]
+        else:
+            del self._idle_new[name]
+            self._window_bytes -= resident.bytes
+            self._window_adapters -= 1
+        return resident

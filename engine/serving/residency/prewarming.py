@@ -1,0 +1,181 @@
+"""What is loaded before anybody asks: who was popular when the engine last ran, and what a release brings.
+
+Notes who is popular, in a small file for each engine, and lets go what is gone from the catalog. All of it
+is in the background: people's requests go first. Knows served revisions and when they were used; no HTTP.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from engine.errors import Busy, GraftworkError, NotFound
+from engine.serving.gateway.routing import Router
+from engine.serving.residency.residency import Residency
+from engine.settings.params import served_name
+
+LOOK_S = 0.25
+NOTE_S = 15.0
+# Loads under way at once: what waits longer than a load may take is called off, and people's background
+# work, as scoring, waits behind them.
+AHEAD = 32
+# Who was used within this is loaded at the start, as far as half of the tier goes.
+RECENT_S = 3600.0
+START_SHARE = 0.5
+log = logging.getLogger("graftwork.prewarming")
+
+
+class Prewarmer:
+    """One engine's background loads; `run` goes on until it is cancelled."""
+
+    def __init__(self, residency: Residency, router: Router, file: Path):
+        self._residency = residency
+        self._router = router
+        self._file = file
+        self._pending: list[tuple[str, str]] = []
+        self._seen: frozenset[tuple[str, str]] = frozenset()
+        self._known: frozenset[tuple[str, str]] = frozenset()
+        # Served names that were asked for and may still be on their way.
+        self._asked: set[str] = set()
+        # Notes since something new came under release.
+        self._notes = 0
+        # As they were noted before the restart, for those that nobody has used since.
+        self._noted: dict[str, dict[str, Any]] = {}
+        # Policies of which something may be gone that is still here; None: any of them.
+        self._to_check: set[str] | None = set()
+
+    async def run(self) -> None:
+        """Prewarm what was popular, then whatever a release brings; note who is popular every 15 s."""
+        self._pending = self.popular(time.time())
+        noted_at = time.monotonic()
+        while True:
+            try:
+                self.look()
+                if time.monotonic() - noted_at >= NOTE_S:
+                    noted_at = time.monotonic()
+                    # Those that did not come, as when the store was away, are asked for again after 15 s,
+                    # 30 s, a minute and so on.
+                    self._notes += 1
+                    if self._notes & (self._notes - 1) == 0:
+                        self._seen = frozenset()
+                    rows = self.rows(time.time())
+                    await asyncio.to_thread(self._write, rows)
+            except (GraftworkError, OSError) as error:
+                log.warning("Nothing is prewarmed for the moment: %s", error)
+            await asyncio.sleep(LOOK_S)
+
+    def look(self) -> None:
+        """Prewarm what came under release since the last look, and as much of the rest as the queue takes."""
+        changed = self._router.take_changed()
+        self._to_check = None if changed is None or self._to_check is None else self._to_check | changed
+        if self._to_check is None or self._to_check:
+            self._drop_what_is_gone(self._to_check)
+        released = self._router.under_release()
+        fresh = released - self._seen
+        if not released <= self._known:
+            self._known, self._notes = released, 0
+        self._pending = [*fresh, *(one for one in self._pending if one not in fresh)]
+        self._seen = released
+        self._asked = {name for name in self._asked if self._residency.is_loading(name)}
+        while self._pending and len(self._asked) < AHEAD:
+            policy, digest = self._pending[0]
+            try:
+                # Nobody has asked for it: popularity must not feed on itself.
+                self._residency.prewarm(self._router.revision(policy, digest), is_use=False)
+                self._asked.add(served_name(policy, digest))
+            except Busy:
+                return
+            except GraftworkError as error:
+                # It may be gone, or of another base; whoever asks for it hears why.
+                log.info("%s is not prewarmed: %s", served_name(policy, digest), error)
+            self._pending.pop(0)
+
+    def _drop_what_is_gone(self, policies: set[str] | None) -> None:
+        """Let adapters go whose rows were purged or have expired: nobody can ask for them any more.
+
+        Those in quarantine go too: a slot may be filled from damaged bytes. What cannot be read now, and
+        what a request still uses, is looked at again.
+        """
+        self._residency.doubt(policies)
+        rows = {
+            name: resident.revision
+            for name, resident in self._residency.residents.items()
+            if policies is None or resident.revision.policy in policies
+        }
+        damaged = self._router.in_quarantine(rows.values())
+        in_use = set()
+        for name, row in rows.items():
+            if (row.policy, row.digest) in damaged:
+                self._residency.lose(name)
+                continue
+            try:
+                self._router.revision(row.policy, row.digest, may_be_old=False)
+            except NotFound:
+                if not self._residency.drop(name):
+                    in_use.add(row.policy)
+        self._to_check = in_use
+
+    def rows(self, now: float) -> list[dict[str, Any]]:
+        """Return the residents that were used within an hour, with the time and how often they were used."""
+        idle_since = now - time.monotonic()
+        rows: list[dict[str, Any] | None] = [
+            {
+                "policy": resident.revision.policy,
+                "digest": resident.revision.digest,
+                "bytes": resident.bytes,
+                "hits": round(resident.hits, 2),
+                "used_at": round(idle_since + resident.used_at, 3),
+            }
+            if resident.hits
+            else self._noted.get(name)
+            for name, resident in self._residency.residents.items()
+        ]
+        return [row for row in rows if row is not None and row["used_at"] > now - RECENT_S]
+
+    def popular(self, now: float) -> list[tuple[str, str]]:
+        """Return (policy, digest) of the last hour's most used, as many as half of the tier holds."""
+        tier = self._residency.tier
+        names: list[tuple[str, str]] = []
+        size = 0
+        rows = [row for row in self._read() if now - row["used_at"] <= RECENT_S]
+        for row in sorted(rows, key=lambda row: -row["hits"]):
+            size += row["bytes"]
+            if size > START_SHARE * tier.max_bytes or len(names) >= START_SHARE * tier.max_adapters:
+                break
+            names.append((row["policy"], row["digest"]))
+            self._noted[served_name(row["policy"], row["digest"])] = row
+            # So that a scan of cold names does not pass by what was warm before the restart.
+            for _ in range(min(int(row["hits"]), 3)):
+                tier.popularity.add(served_name(row["policy"], row["digest"]))
+        return names
+
+    def _read(self) -> list[dict[str, Any]]:
+        try:
+            return [row for row in json.loads(self._file.read_text()) if _is_note(row)]
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError, AttributeError, TypeError) as error:
+            log.warning("%s cannot be read, so nothing is prewarmed from it: %s", self._file, error)
+            return []
+
+    def _write(self, rows: list[dict[str, Any]]) -> None:
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self._file.with_name(f"{self._file.name}.{os.getpid()}")
+        temporary.write_text(json.dumps(rows))
+        temporary.replace(self._file)
+
+
+def _is_note(row: dict[str, Any]) -> bool:
+    """Say whether a row of the file is one that `rows` made: anything may lie there."""
+    words, numbers = ("policy", "digest"), ("bytes", "hits", "used_at")
+    return all(isinstance(row.get(name), str) for name in words) and all(
+        isinstance(row.get(name), int | float) for name in numbers
+    )
+
+
+def names_under_release(router: Router) -> frozenset[str]:
+    """Return the served names that must stay resident."""
+    return frozenset(served_name(policy, digest) for policy, digest in router.under_release())

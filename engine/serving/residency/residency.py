@@ -1,0 +1,325 @@
+"""Where adapters are now: a cold load is scheduled work with its own queue, never a request's side effect.
+
+Tiers: an adapter is `stored`, then in the host tier (`host`), and in a `slot` while the engine computes with
+it. A request waits here, outside the engine, until its adapter is in the host tier: resolve, fetch, then the
+engine verifies, maps and validates. Identical misses share one load, which ends with its last waiter; the
+queue is bounded (load_queue.py); what nobody uses leaves when the tier is full (warm_set.py); where bytes
+come from is source.py's.
+For one event loop. Knows nothing of HTTP; reaches the engine by the two calls of `Engine`.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager, suppress
+
+from prometheus_client import CollectorRegistry
+
+from engine.catalog.catalog import Catalog, Revision
+from engine.errors import Busy, Conflict, GraftworkError, ServiceError
+from engine.serving.residency.adapter_fetch import Engine, Source
+from engine.serving.residency.host_tier_cache import Resident, WarmSet
+from engine.serving.residency.load_metrics import LoadLog, LoadMetrics
+from engine.serving.residency.load_queue import BACKGROUND, INTERACTIVE, PACED_S, Load, LoadQueue
+from engine.settings.params import served_name
+from engine.settings.services import EngineConfig
+from engine.store.segments import Store
+
+log = logging.getLogger("graftwork.residency")
+
+
+class Residency:
+    """The host tier as the gateway sees it."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        catalog: Catalog,
+        store: Store,
+        config: EngineConfig,
+        on_load: Callable[..., object] = lambda **fields: None,
+        pinned: Callable[[], Collection[str]] = frozenset,
+        metrics: LoadMetrics | None = None,
+    ):
+        self.tier = WarmSet(config.host_bytes, config.host_adapters)
+        self.queue = LoadQueue(config.load_queue, config.load_concurrency, config.paced_loads)
+        self.evictions = 0
+        self._engine = engine
+        self._source = Source(engine, catalog, store)
+        self._timeout_s = config.load_timeout_s
+        self._pinned = pinned
+        self._leaving: dict[str, asyncio.Task[None]] = {}
+        # Who has lost its bytes and still has users, which fail.
+        self._lost: set[str] = set()
+        # asyncio keeps only weak references to tasks.
+        self._prewarming: set[asyncio.Task[None]] = set()
+        self._metrics = metrics or LoadMetrics(CollectorRegistry())
+        self._metrics.watch(self.tier, self.queue)
+        self._log = LoadLog(self._metrics, on_load, self.tier)
+
+    @property
+    def residents(self) -> dict[str, Resident]:
+        return self.tier.residents
+
+    @property
+    def loading(self) -> int:
+        """How many cold loads wait or run."""
+        return len(self.queue)
+
+    def is_loading(self, name: str) -> bool:
+        return self.queue.find(name) is not None
+
+    @asynccontextmanager
+    async def use(self, revision: Revision, priority: str = INTERACTIVE) -> AsyncIterator[str]:
+        """Hold a revision in the host tier inside the block; yields its served name. Raises as `hold`."""
+        name = await self.hold(revision, priority)
+        try:
+            yield name
+        finally:
+            self.release(name)
+
+    def hold_warm(self, revision: Revision) -> str | None:
+        """Hold a revision that is in the host tier and return its served name; None when it is cold.
+
+        Raises `ServiceError` while it leaves since its bytes were lost, and `Conflict` for a twin.
+        """
+        name = served_name(revision.policy, revision.digest)
+        if name in self._lost:
+            raise ServiceError(f"The engine has lost the bytes of {name}. Try again: it is loaded anew.")
+        resident = self.residents.get(name)
+        if resident is None:
+            return None
+        refuse_twin(resident.revision, revision)
+        self.tier.hold(name)
+        self.tier.popularity.add(name)
+        self._metrics.hits.inc()
+        return name
+
+    async def hold(self, revision: Revision, priority: str = INTERACTIVE) -> str:
+        """Bring a revision into the host tier and hold it until `release`; return its served name.
+
+        Raises `Busy` when the queue is full, `AdapterError` when the engine refuses the adapter and
+        `ServiceError` when it is not there within `engine.load_timeout_s`.
+        """
+        name = self.hold_warm(revision)
+        if name is None:
+            load, waiter = self._join(revision, priority)
+            await self._wait(load, waiter)
+            name = load.name
+        return name
+
+    def release(self, name: str, is_use: bool = True) -> None:
+        """End what `hold` began; `is_use` says whether anybody computed with it."""
+        self.tier.release(name, is_use)
+        if name in self._lost:
+            self.lose(name)
+        self.entered(name)
+        self._evict()
+
+    def entered(self, name: str) -> None:
+        """Let the next load start, where they are paced: a request of this name has its first token."""
+        if (load := self.queue.entering.get(name)) is not None:
+            self._entered(load)
+
+    def _entered(self, load: Load) -> None:
+        if self.queue.entered(load):
+            asyncio.get_running_loop().call_later(self.queue.rest_s(load), self._go_on_after, load)
+
+    def _go_on_after(self, load: Load) -> None:
+        self.queue.free(load)
+        self._start()
+
+    def drop(self, name: str) -> bool:
+        """Let an adapter go that is gone from the catalog; False while a request still runs on it."""
+        resident = self.tier.drop(name)
+        if resident is not None:
+            self._take_out([(name, resident)])
+        return resident is not None
+
+    def lose(self, name: str) -> None:
+        """Let an adapter go whose bytes the engine has lost, so that it is loaded anew for who asks next."""
+        if name in self.residents and not self.drop(name):
+            self._lost.add(name)
+        else:
+            self._lost.discard(name)
+
+    def doubt(self, policies: Collection[str] | None) -> None:
+        """Have loads of these policies (None: of all) look again whether their row is there."""
+        for load in self.queue.loads():
+            load.in_doubt |= policies is None or load.revision.policy in policies
+
+    def prewarm(self, revision: Revision, is_use: bool = True) -> float:
+        """Bring a revision into the host tier in the background; return in how many seconds it is there.
+
+        `is_use` says whether somebody asked for it, which makes it more popular. Raises `Busy` when the
+        queue has no place for it.
+        """
+        name = served_name(revision.policy, revision.digest)
+        if not is_use and name in self.residents:
+            return 0.0
+        if is_use and self.hold_warm(revision) is not None:
+            self.release(name)
+            return 0.0
+        load, waiter = self._join(revision, BACKGROUND, is_use)
+
+        async def keep() -> None:
+            # Whoever asks for it hears what was wrong.
+            with suppress(GraftworkError):
+                await self._wait(load, waiter)
+                self.release(load.name, is_use)
+
+        task = asyncio.create_task(keep())
+        self._prewarming.add(task)
+        task.add_done_callback(self._prewarming.discard)
+        return self.queue.estimate_s(load)
+
+    def _join(
+        self, revision: Revision, priority: str, is_use: bool = True
+    ) -> "tuple[Load, asyncio.Future[None]]":
+        """Return the load of a revision, begun or in the queue, and this request's part in it."""
+        name = served_name(revision.policy, revision.digest)
+        if is_use:
+            self.tier.popularity.add(name)
+        load = self.queue.find(name)
+        if load is None:
+            load = Load(name, revision, priority)
+            try:
+                self.queue.add(load)
+            except Busy:
+                self._metrics.refused.labels(priority).inc()
+                raise
+        else:
+            refuse_twin(load.revision, revision)
+            if priority == INTERACTIVE:
+                self.queue.raise_priority(load)
+        waiter = asyncio.get_running_loop().create_future()
+        load.waiters.add(waiter)
+        load.asked_by += 1
+        self._start()
+        return load, waiter
+
+    async def _wait(self, load: Load, waiter: "asyncio.Future[None]") -> None:
+        """Wait until the load has ended; the adapter is then held for this waiter."""
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await waiter
+        except BaseException as error:
+            # It may have been held for a waiter that was just leaving.
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                self.release(load.name)
+            load.waiters.discard(waiter)
+            if not load.waiters:
+                self._call_off(load)
+            if isinstance(error, TimeoutError):
+                raise self._too_late(load) from None
+            raise
+        finally:
+            self._metrics.wait_s.labels(load.priority).observe(time.monotonic() - began)
+
+    def _call_off(self, load: Load) -> None:
+        """Nobody waits for a load any more: it leaves the queue, or ends where it is."""
+        if self.queue.find(load.name) is not load:
+            return
+        self.queue.discard(load)
+        if load.task is not None:
+            load.task.cancel()
+            self._let_go(load.name, load.task)
+        self._log.ended(load, "cancelled", "Nobody waited for it any more.")
+        self._start()
+
+    def _start(self) -> None:
+        while (load := self.queue.next()) is not None:
+            load.task = asyncio.create_task(self._run(load))
+
+    async def _run(self, load: Load) -> None:
+        fault: Exception | None = None
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                if (leaving := self._leaving.get(load.name)) is not None:
+                    await asyncio.wait([leaving])
+                await self._source.bring(load.name, load.revision)
+                while load.in_doubt:
+                    load.in_doubt = False
+                    await self._source.confirm(load.revision)
+        except TimeoutError:
+            fault = self._too_late(load)
+        except GraftworkError as error:
+            fault = error
+        except Exception as error:
+            fault = ServiceError(f"{load.name} was not loaded: {error!r}. The engine's log says more.")
+        try:
+            self._settle(load, fault)
+        finally:
+            # Whatever went wrong: others wait for the place.
+            self._start()
+
+    def _settle(self, load: Load, fault: Exception | None) -> None:
+        """Take a load's adapter in, or let it go, and tell who waits for it."""
+        if fault is None:
+            self.queue.end(load)
+            self.tier.add(load.name, load.revision)
+            if load.name in self.queue.entering:
+                asyncio.get_running_loop().call_later(PACED_S, self._entered, load)
+        else:
+            self.queue.discard(load)
+            self._let_go(load.name)
+        for waiter in load.waiters:
+            if waiter.done():
+                continue
+            if fault is None:
+                self.tier.hold(load.name)
+                waiter.set_result(None)
+            else:
+                waiter.set_exception(fault)
+        self._log.ended(load, "refused" if fault else "ready", str(fault) if fault else None)
+        self._evict()
+
+    def _evict(self) -> None:
+        """Let those go that the tier has no room for."""
+        try:
+            gone = self.tier.evict(self._pinned)
+        except Exception:
+            # Who must stay is not known, so that nobody leaves; the next load or request tries again.
+            log.exception("Nothing leaves the host tier for the moment.")
+            return
+        self._take_out(gone)
+
+    def _take_out(self, gone: list[tuple[str, Resident]]) -> None:
+        self.evictions += len(gone)
+        for name, _ in gone:
+            self._let_go(name)
+        for _, resident in gone:
+            self._log.evicted(resident)
+
+    def _let_go(self, name: str, after: "asyncio.Task[None] | None" = None) -> None:
+        """Have the engine forget a name, after what is under way for it."""
+        before = [task for task in (after, self._leaving.get(name)) if task is not None]
+
+        async def leave() -> None:
+            try:
+                if before:
+                    await asyncio.wait(before)
+                await self._engine.forget(name)
+            except Exception:
+                log.exception("The engine did not forget %s.", name)
+            finally:
+                if self._leaving.get(name) is asyncio.current_task():
+                    del self._leaving[name]
+
+        self._leaving[name] = asyncio.create_task(leave())
+
+    def _too_late(self, load: Load) -> ServiceError:
+        return ServiceError(
+            f"{load.name} was not loaded within {self._timeout_s:g} s; {self.loading} others wait or run."
+        )
+
+
+def refuse_twin(held: Revision, asked: Revision) -> None:
+    """Raise `Conflict` unless two of one served name are one revision: names have 12 digits, digests 64."""
+    if held.digest != asked.digest:
+        raise Conflict(
+            f"{served_name(asked.policy, asked.digest)} is the name of two revisions, and the other, "
+            f"{held.digest}, is in the engine. Train one of them again, or let it expire."
+        )

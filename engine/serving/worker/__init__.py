@@ -1,0 +1,1 @@
+"""Inside the engine's worker: host tier, slots, loader and LoRA operations."""

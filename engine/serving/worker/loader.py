@@ -1,0 +1,292 @@
+"""Adapters inside the engine's worker: prepared on a thread, copied into a slot inside the step.
+
+`prepare` (the host tier's) maps a packed adapter, verifies and validates it, and takes no slot.
+`activate` is the only work inside vLLM's step loop: a copy for each block, once the mapping's pages are
+known to be there. When they are lost (a failed disk, a segment cut short, or on NFS removed by another host)
+the slot stays free and clear, and the requests under way fail alone (plugin.fail_requests_of_lost_adapters).
+The gateway is told, and whoever asks next has the adapter loaded anew.
+
+Knows vLLM's LoRA managers (0.26 to 0.32). Does not know names' meaning, routes or the catalog.
+"""
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property
+from threading import Lock
+from typing import Any
+
+from vllm.lora.lora_model import LoRAModel
+from vllm.lora.model_manager import LRUCacheLoRAModelManager
+from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+
+from engine.errors import AdapterError
+from engine.serving.worker.failed_adapters import is_lost_on_any_rank
+from engine.serving.worker.host_tier import HostTier, PackedAdapter
+from engine.serving.worker.load_channel import LoadListener
+from engine.serving.worker.slot_copy import Plan
+from engine.serving.worker.slots import ModuleSlots, slots_of
+
+# That read large adapters into slots at a step's beginning: one does not fill the memory's bandwidth.
+FILL_THREADS = 2
+log = logging.getLogger("graftwork.loader")
+
+
+@dataclass
+class Registered:
+    """What vLLM's manager keeps for an adapter id; `adapter` is None for a warm-up dummy."""
+
+    id: int
+    adapter: PackedAdapter | None
+
+
+class SlotManager(LRUCacheLoRAModelManager):
+    """vLLM's adapter manager over our slot buffers."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.buffers: dict[str, ModuleSlots] = {}
+        for name, module in self.modules.items():
+            self.buffers |= slots_of(name, module)
+        # What each slot's last occupant wrote, also after it left.
+        self._written: list[Plan | None] = [None] * self.lora_slots
+        # Ids whose bytes were lost, and their names.
+        self.lost: dict[int, str] = {}
+        self._fillers = ThreadPoolExecutor(FILL_THREADS, thread_name_prefix="graftwork-fill")
+        self._lock = Lock()
+        self.activations = self.evictions = 0
+        self.activated_bytes = 0
+        self.activate_seconds = 0.0
+
+    def create_dummy_lora(self, lora_id: int, rank: int, embedding_modules: Any = None) -> LoRAModel:
+        """Return the warm-up's adapter: it needs a slot and no factors."""
+        return LoRAModel(lora_id, rank, {})
+
+    def add_adapter(self, adapter: Any) -> bool:
+        known = adapter.id in self._registered_adapters
+        if not known:
+            registered: Any = Registered(adapter.id, getattr(adapter, "adapter", None))
+            self._registered_adapters[adapter.id] = registered
+        return not known
+
+    def activate_adapter(self, lora_id: int) -> bool:
+        """Copy a registered adapter into a slot; the least recently used occupant leaves.
+
+        Raises `OSError` when the adapter's bytes are lost; then it has no slot.
+        """
+        if lora_id in self._active_adapters:
+            self._active_adapters.touch(lora_id)
+            return False
+        if lost := self.activate_all([lora_id]):
+            raise lost[lora_id]
+        return True
+
+    def activate_all(self, ids: Sequence[int]) -> dict[int, OSError]:
+        """Copy registered adapters that have no slot into slots; the least recently used occupants leave.
+
+        Returns those whose bytes are lost, which have no slot.
+        """
+        started = time.perf_counter()
+        # First, so that every rank evicts the same adapters, also for those whose bytes are lost.
+        for _ in range(len(self._active_adapters) + len(ids) - self.lora_slots):
+            self._active_adapters.remove_oldest()
+            self.evictions += 1
+        slots, slot = [], -1
+        for _ in ids:
+            slot = self.lora_index_to_id.index(None, slot + 1)
+            slots.append(slot)
+        registered: list[Any] = [self._registered_adapters[lora_id] for lora_id in ids]
+        lost = {}
+        faults = self._fill_all(slots, [one.adapter for one in registered])
+        for lora_id, slot, fault in zip(ids, slots, faults, strict=True):
+            if fault is not None:
+                lost[lora_id] = fault
+                continue
+            # Last, so that no step ever sees a slot that is half filled under this id.
+            self.lora_index_to_id[slot] = lora_id
+            self._active_adapters[lora_id] = None
+        self.activate_seconds = time.perf_counter() - started
+        return lost
+
+    def names(self) -> list[str]:
+        """Return the names of the adapters that have a slot."""
+        ids = list(self._active_adapters)
+        registered: list[Any] = [self._registered_adapters.get(lora_id) for lora_id in ids]
+        return [found.adapter.name for found in registered if found is not None and found.adapter is not None]
+
+    def _fill_all(
+        self, slots: Sequence[int], adapters: Sequence[PackedAdapter | None]
+    ) -> Iterable[OSError | None]:
+        """Fill slots, of which each is another; return what kept an adapter's bytes out of its own.
+
+        Every row of the step waits for it, so that several large ones are read by as many threads as help.
+        """
+        if len(slots) > 1 and all(one is not None and one.is_read_at_length for one in adapters):
+            return self._fillers.map(self._fill, slots, adapters)
+        return map(self._fill, slots, adapters)
+
+    def _fill(self, slot: int, adapter: PackedAdapter | None) -> OSError | None:
+        before = self._written[slot]
+        if adapter is None:
+            if before is not None:
+                before.clear(slot)
+                self._written[slot] = None
+            return None
+        try:
+            adapter.bring_in()
+            # Nothing is known of a slot whose filling fails but that it is clear.
+            self._written[slot] = None
+            adapter.fill(slot, before)
+        except OSError as error:
+            return error
+        self._written[slot] = adapter.plan
+        with self._lock:
+            self.activations += 1
+            self.activated_bytes += adapter.plan.bytes
+        return None
+
+
+class PackedWorkerManager(LRUCacheWorkerLoRAManager):
+    """vLLM's worker manager over the host tier: registering takes no slot, a step only copies."""
+
+    _manager_cls = SlotManager
+    host: HostTier
+
+    def create_lora_manager(self, *args: Any, **kwargs: Any) -> Any:
+        model = super().create_lora_manager(*args, **kwargs)
+        self.host = HostTier(self.slots.buffers, verifies=is_first_of_machine())
+        return model
+
+    @cached_property
+    def listener(self) -> LoadListener:
+        return LoadListener(self.host)
+
+    @property
+    def slots(self) -> SlotManager:
+        manager = self._adapter_manager
+        assert isinstance(manager, SlotManager)
+        return manager
+
+    def add_adapter(self, lora_request: Any) -> bool:
+        """Register a prepared adapter under vLLM's id. Raises `AdapterError` when it is not prepared."""
+        if lora_request.lora_int_id in self.slots._registered_adapters:
+            return False
+        adapter = self.host.adapters.get(lora_request.lora_name)
+        if adapter is None:
+            raise AdapterError(
+                f"{lora_request.lora_name} is not in the host tier; ask for it through the gateway."
+            )
+        return self.slots.add_adapter(Registered(lora_request.lora_int_id, adapter))
+
+    def forget(self, name: str, lora_id: int | None) -> bool:
+        """Drop every trace of a name that nobody computes with any more; say whether its bytes were lost."""
+        self.host.forget(name)
+        if lora_id is None:
+            return False
+        self.slots.remove_adapter(lora_id)
+        return self.slots.lost.pop(lora_id, None) is not None
+
+    def set_active_adapters(self, requests: set[Any], mapping: Any | None) -> None:
+        """Activate a step's adapters. Rows of one whose bytes are lost run as the base's, and then fail."""
+        self._apply_adapters(requests)
+        if mapping is not None:
+            lost = self.slots.lost
+            if not lost.keys().isdisjoint(mapping.prompt_mapping):
+                rows = (mapping.index_mapping, mapping.prompt_mapping)
+                kept = [tuple(0 if lora_id in lost else lora_id for lora_id in ids) for ids in rows]
+                mapping = replace(mapping, index_mapping=kept[0], prompt_mapping=kept[1])
+            self.slots.set_adapter_mapping(mapping)
+
+    def _apply_adapters(self, lora_requests: set[Any]) -> None:
+        names = {request.lora_int_id: request.lora_name for request in lora_requests if request}
+        for request in lora_requests:
+            if request and request.lora_int_id not in self.slots.lost:
+                self._register(request.lora_int_id, request.lora_name)
+        # By id: ranks activate in one order, and a set of requests has another in every process.
+        ids = sorted(lora_id for lora_id in names if lora_id not in self.slots.lost)
+        cold = []
+        for lora_id in ids:
+            if lora_id in self.slots._active_adapters:
+                # Before others come, so that no adapter of this batch is evicted for another.
+                self.slots.activate_adapter(lora_id)
+            else:
+                cold.append(lora_id)
+        faults = self.slots.activate_all(cold) if cold else {}
+        for lora_id in cold:
+            # A loss on one rank is one on every rank.
+            fault = faults.get(lora_id)
+            if is_lost_on_any_rank(fault is not None):
+                self.slots.deactivate_adapter(lora_id)
+                reason = (fault.strerror or str(fault)) if fault else "on another rank"
+                self._lose(lora_id, names[lora_id], reason)
+
+    def _register(self, lora_id: int, name: str) -> None:
+        """Register an adapter of the host tier, as on every other rank; one that is not there is lost."""
+        if lora_id in self.slots._registered_adapters:
+            return
+        adapter = self.host.adapters.get(name)
+        if adapter is not None:
+            self.slots.add_adapter(Registered(lora_id, adapter))
+            return
+        # Forgotten under a request, which the gateway never does: an error here would end the engine.
+        self._lose(lora_id, name, "it left the host tier under a request")
+
+    def _lose(self, lora_id: int, name: str, reason: str) -> None:
+        """Let requests of this id fail until it is forgotten; its name may then come back with another."""
+        log.warning("The bytes of %s were lost: %s. Whoever asks next has it loaded anew.", name, reason)
+        self.slots.lost[lora_id] = name
+        self.host.forget(name)
+
+
+class LoaderExtension:
+    """Mixed into vLLM's worker; what the API server asks of it by `collective_rpc`."""
+
+    model_runner: Any
+
+    def graftwork_marker(self) -> dict[str, Any]:
+        """Return proof that our parts run in this worker."""
+        manager = getattr(self.model_runner, "lora_manager", None)
+        wrappers = (
+            manager.slots.punica_wrapper_mapping.values() if isinstance(manager, PackedWorkerManager) else ()
+        )
+        return {
+            "manager": type(manager).__name__,
+            "operations": sorted({type(wrapper).__name__ for wrapper in wrappers}),
+            "modules": len(manager.slots.buffers) if isinstance(manager, PackedWorkerManager) else 0,
+        }
+
+    def graftwork_listen(self) -> tuple[str, str]:
+        """Return where, and with which token, this worker is asked to prepare adapters beside its steps."""
+        listener = self.model_runner.lora_manager.listener
+        return listener.address, listener.token
+
+    def graftwork_forget(self, leaving: dict[str, int | None]) -> list[str]:
+        """Forget names (name: id) between two steps, whose slots may change; return whose bytes were lost."""
+        manager = self.model_runner.lora_manager
+        return [name for name, lora_id in leaving.items() if manager.forget(name, lora_id)]
+
+    def graftwork_slots(self) -> tuple[list[str], list[str]]:
+        """Return the names whose adapters are in a slot, and those whose bytes were lost."""
+        slots = self.model_runner.lora_manager.slots
+        return slots.names(), list(slots.lost.values())
+
+    def graftwork_loads(self) -> dict[str, Any]:
+        """Return what this worker has read and copied since it started; bytes, and seconds of the last."""
+        manager = self.model_runner.lora_manager
+        return {
+            "activations": manager.slots.activations,
+            "slot_evictions": manager.slots.evictions,
+            "activated_bytes": manager.slots.activated_bytes,
+            "activate_seconds": manager.slots.activate_seconds,
+            "validated_bytes": manager.host.validated_bytes,
+            "verified_bytes": manager.host.verified_bytes,
+        }
+
+
+def is_first_of_machine() -> bool:
+    """Say whether this worker is the one of its machine that verifies checksums."""
+    from vllm.distributed.parallel_state import get_world_group
+
+    return get_world_group().local_rank == 0

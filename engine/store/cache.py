@@ -1,0 +1,233 @@
+"""Local copies of blobs that lie behind a URL, each under its checksum, within a budget of bytes.
+
+A copy is keyed by what it holds, never by where it came from: a signed address changes with every request
+and would fill the disk. It is verified before it gets its name. Several processes may share the directory.
+What was used longest ago leaves first, by a counter of uses: no clock is asked, so none can mislead.
+"""
+
+import os
+import sqlite3
+import threading
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from engine.errors import ServiceError
+from engine.store.checksums import Checked
+from engine.store.segments import Location, damaged, lock
+
+DRAFT = ".draft-"
+INDEX = "index.db"
+# How many leave in one transaction.
+BATCH = 256
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS entries (
+    checksum BLOB PRIMARY KEY, bytes INTEGER NOT NULL, used INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS oldest ON entries (used);
+CREATE TABLE IF NOT EXISTS total (bytes INTEGER NOT NULL);
+INSERT INTO total SELECT 0 WHERE NOT EXISTS (SELECT 1 FROM total);
+CREATE TRIGGER IF NOT EXISTS came AFTER INSERT ON entries
+BEGIN UPDATE total SET bytes = bytes + new.bytes; END;
+CREATE TRIGGER IF NOT EXISTS gone AFTER DELETE ON entries
+BEGIN UPDATE total SET bytes = bytes - old.bytes; END;
+"""
+NEXT = "(SELECT ifnull(max(used), 0) + 1 FROM entries)"
+
+
+class Cache:
+    """One directory of copies; for any thread of any process."""
+
+    def __init__(self, root: Path, budget: int):
+        self.root, self.budget = root, budget
+        self._guard = threading.Lock()
+        self._index: sqlite3.Connection | None = None
+
+    def path(self, checksum: str) -> Path:
+        return self.root / checksum[:2] / checksum
+
+    def find(self, location: Location) -> Path | None:
+        """Return the copy of a blob, which counts as a use of it; None when there is none."""
+        path = self.path(location.checksum)
+        if not path.is_file():
+            return None
+        # A copy can be read also where nothing can be written any more.
+        with suppress(ServiceError):
+            self._note(location)
+        return path
+
+    def add(self, location: Location, chunks: Iterable[bytes]) -> Path:
+        """Keep a copy of what `chunks` yield, verified; let the oldest go when the budget is exceeded.
+
+        Raises `AdapterError` when the bytes are not those of the location, `ServiceError` when the disk
+        is full or read-only; then nothing is kept.
+        """
+        path = self.path(location.checksum)
+        draft: Path | None = None
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            draft, handle = _draft(path.parent)
+            with os.fdopen(handle, "wb") as file:
+                _fill(file, location, chunks)
+            # The row comes first, so that every file is counted.
+            self._note(location)
+            os.replace(draft, path)
+        except OSError as error:
+            raise ServiceError(
+                f"Could not write {location.length} bytes to the cache {self.root}: {error.strerror}. "
+                "Free some space, or set a smaller `store.cache_bytes`."
+            ) from None
+        finally:
+            if draft is not None:
+                with suppress(OSError):
+                    draft.unlink(missing_ok=True)
+        self._evict(location.checksum)
+        return path
+
+    def drop(self, checksum: str) -> None:
+        """Remove a copy, for instance one that the disk has damaged."""
+        with self._transaction() as index:
+            index.execute("DELETE FROM entries WHERE checksum = ?", (bytes.fromhex(checksum),))
+        self.path(checksum).unlink(missing_ok=True)
+
+    def bytes(self) -> int:
+        """Return how many bytes of copies there are."""
+        with self._transaction() as index:
+            return int(index.execute("SELECT bytes FROM total").fetchone()[0])
+
+    def clean(self) -> int:
+        """Remove drafts that no living process writes, and count files that a crash left uncounted."""
+        removed = 0
+        for path in self.root.glob(f"??/{DRAFT}*"):
+            with suppress(FileNotFoundError):
+                handle = os.open(path, os.O_RDWR)
+                try:
+                    if lock(handle):
+                        path.unlink(missing_ok=True)
+                        removed += 1
+                finally:
+                    os.close(handle)
+        with self._transaction() as index:
+            self._count(index)
+        if self.root.is_dir():
+            self._evict("")
+        return removed
+
+    def _note(self, location: Location) -> None:
+        """Make this the last used of all."""
+        row = {"checksum": bytes.fromhex(location.checksum), "bytes": location.length}
+        with self._transaction() as index:
+            index.execute(
+                f"INSERT INTO entries VALUES (:checksum, :bytes, {NEXT}) "
+                f"ON CONFLICT DO UPDATE SET used = {NEXT}",
+                row,
+            )
+
+    def _evict(self, newest: str) -> None:
+        """Let those go that were used longest ago; the newest stays, or nobody could ever read it."""
+        kept = bytes.fromhex(newest)
+        while True:
+            with self._transaction() as index:
+                excess = index.execute("SELECT bytes FROM total").fetchone()[0] - self.budget
+                query = "SELECT checksum, bytes FROM entries WHERE checksum != ? ORDER BY used LIMIT ?"
+                leaving = []
+                for checksum, size in index.execute(query, (kept, BATCH)):
+                    if excess <= 0:
+                        break
+                    leaving.append((checksum,))
+                    excess -= size
+                index.executemany("DELETE FROM entries WHERE checksum = ?", leaving)
+            for (checksum,) in leaving:
+                self.path(checksum.hex()).unlink(missing_ok=True)
+            if not leaving:
+                return
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._guard:
+            if self._index is None:
+                self._index = self._open()
+            try:
+                self._index.execute("BEGIN IMMEDIATE")
+                with self._index:
+                    yield self._index
+            except sqlite3.OperationalError as error:
+                raise ServiceError(f"The cache {self.root} cannot be written: {error}.") from None
+            except sqlite3.DatabaseError as error:
+                self._begin_anew()
+                raise ServiceError(
+                    f"The index of the cache {self.root} was damaged and is made anew: {error}. Try again."
+                ) from None
+
+    def _begin_anew(self) -> None:
+        """Remove a damaged index; the next one counts the files that are there."""
+        if self._index is not None:
+            self._index.close()
+            self._index = None
+        for path in self.root.glob(f"{INDEX}*"):
+            path.unlink(missing_ok=True)
+
+    def _count(self, index: sqlite3.Connection) -> None:
+        for path in self.root.glob("??/*"):
+            if len(path.name) == 64:
+                with suppress(FileNotFoundError):
+                    row = (bytes.fromhex(path.name), path.stat().st_size)
+                    index.execute("INSERT OR IGNORE INTO entries VALUES (?, ?, 0)", row)
+
+    def _open(self) -> sqlite3.Connection:
+        try:
+            return self._opened()
+        except (OSError, sqlite3.OperationalError) as error:
+            raise ServiceError(f"The cache {self.root} cannot be opened: {error}.") from None
+        except sqlite3.DatabaseError:
+            self._begin_anew()
+        try:
+            return self._opened()
+        except (OSError, sqlite3.DatabaseError) as error:
+            raise ServiceError(f"The cache {self.root} cannot be opened: {error}.") from None
+
+    def _opened(self) -> sqlite3.Connection:
+        self.root.mkdir(parents=True, exist_ok=True)
+        is_new = not (self.root / INDEX).exists()
+        index = sqlite3.connect(self.root / INDEX, timeout=15, isolation_level=None, check_same_thread=False)
+        try:
+            with suppress(sqlite3.OperationalError):
+                # Another process may be at it, and the mode is the file's.
+                index.execute("PRAGMA journal_mode=WAL")
+            index.execute("PRAGMA synchronous=NORMAL")
+            index.executescript(SCHEMA)
+            if is_new:
+                index.execute("BEGIN IMMEDIATE")
+                with index:
+                    self._count(index)
+        except BaseException:
+            index.close()
+            raise
+        return index
+
+    def close(self) -> None:
+        with self._guard:
+            if self._index is not None:
+                self._index.close()
+                self._index = None
+
+
+def _draft(directory: Path) -> tuple[Path, int]:
+    """Create a file that nobody takes for what a crash left: it is locked while it is open."""
+    while True:
+        draft = directory / f"{DRAFT}{uuid.uuid4().hex}"
+        handle = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        if lock(handle):
+            return draft, handle
+        os.close(handle)
+
+
+def _fill(file: BinaryIO, location: Location, chunks: Iterable[bytes]) -> None:
+    seen = Checked(location.length)
+    file.writelines(seen.through(chunks))
+    file.flush()
+    os.fsync(file.fileno())
+    if not seen.is_whole(location.checksum):
+        raise damaged(location, seen.size)

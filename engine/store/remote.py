@@ -1,0 +1,303 @@
+"""A store behind a URL (S3, GCS and whatever else fsspec speaks), read through a local cache.
+
+Every batch that is appended is one object: nothing is ever appended to an object, and it is there whole or
+not at all. A writer holds a local file's lock until its rows are committed, as for a local segment; objects
+that another installation wrote are taken for abandoned only when they are a day old by the store's own clock.
+"""
+
+import errno
+import os
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ConfigError, DamagedBytes, GraftworkError, MissingBytes, ServiceError
+from engine.files import write_once
+from engine.store.cache import Cache
+from engine.store.checksums import checksum_of, is_whole
+from engine.store.segments import (
+    CATALOG_ID,
+    CHUNK,
+    SEGMENT_NAME,
+    Fault,
+    Location,
+    Payload,
+    Store,
+    checked,
+    damaged,
+    lay_out,
+    lock,
+)
+
+INSTALLATION = "installation"
+# How long another installation may take from an upload to its commit.
+ABANDONED_S = 86_400
+# Small blobs that are asked for at once.
+BATCH_BYTES = 64 << 20
+# Settings of the clients whose libraries would wait longer.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 3}}},
+    "gcs": {"timeout": 60},
+}
+OPTIONS |= {"s3a": OPTIONS["s3"], "gs": OPTIONS["gcs"]}
+
+
+class RemoteStore(Store):
+    """Append to and read from objects under a URL. One instance per thread that writes."""
+
+    is_remote = True
+
+    def __init__(self, url: str, holds: Path, cache: Cache):
+        super().__init__(holds)
+        self.cache = cache
+        self._client, self._prefix = _client(url)
+        self._held: dict[str, int] = {}
+
+    @property
+    def place(self) -> str:
+        return self._prefix
+
+    def append_many(
+        self, payloads: Sequence[Payload], checksums: Sequence[str] | None = None, cached: bool = True
+    ) -> list[Location]:
+        """Upload blobs as one object; `checksums` are theirs where known.
+
+        Raises `ServiceError` when the store does not take them; then none of them is there.
+        """
+        views = [memoryview(payload).cast("B") for payload in payloads]
+        if not views:
+            return []
+        offsets, buffers, _ = lay_out(views, 0)
+        segment = self._hold_new()
+        with self._faults(f"take {sum(map(len, views))} bytes; nothing was published"):
+            self._client.pipe_file(self._object(segment), b"".join(buffers))
+        return [
+            Location(segment, offset, len(view), checksum)
+            for offset, view, checksum in zip(
+                offsets, views, checksums or map(checksum_of, views), strict=True
+            )
+        ]
+
+    def committed(self) -> None:
+        """Say that the rows of everything appended so far are committed, or never will be."""
+        for segment, handle in self._held.items():
+            (self.root / segment).unlink(missing_ok=True)
+            os.close(handle)
+        self._held.clear()
+
+    def read(self, location: Location) -> bytes:
+        """Read a blob through the cache. Raises `DamagedBytes` or `MissingBytes`."""
+        path, _ = self.fetch(location)
+        with suppress(DamagedBytes, OSError):
+            return checked(location, path.read_bytes())
+        # The copy has left the cache meanwhile, or the disk has damaged it.
+        self.drop_cached(location)
+        return checked(location, self.fetch(location)[0].read_bytes())
+
+    def fetch(self, location: Location) -> tuple[Path, int]:
+        """Return the cache's file of the blob, which is downloaded and verified where there is none."""
+        return self.cache.find(location) or self.cache.add(location, self._chunks(location)), 0
+
+    def drop_cached(self, location: Location) -> bool:
+        self.cache.drop(location.checksum)
+        return True
+
+    def check(self, locations: Sequence[Location]) -> list[Fault | None]:
+        """Compare checksums where the bytes lie, not in the cache; many small blobs are asked for at once."""
+        found: dict[Location, Fault | None] = {}
+        small: list[Location] = []
+        for location in dict.fromkeys(locations):
+            if location.length > CHUNK:
+                found[location] = self._fault(location)
+                continue
+            small.append(location)
+            if sum(one.length for one in small) > BATCH_BYTES:
+                found |= self._check_small(small)
+                small = []
+        found |= self._check_small(small)
+        return [found[location] for location in locations]
+
+    def segments(self) -> Iterator[tuple[str, int]]:
+        """Yield each object and its bytes; other names under the prefix are nobody's business."""
+        with self._faults("list its objects"):
+            try:
+                found = self._client.ls(self._prefix, detail=True, refresh=True)
+            except FileNotFoundError:
+                return
+        for entry in found:
+            name = entry["name"].rpartition("/")[2]
+            if SEGMENT_NAME.fullmatch(name):
+                yield name, entry["size"]
+
+    @contextmanager
+    def claim(self, segment: str) -> Iterator[bool]:
+        """Yield whether no living writer of any installation may be about to commit what lies here."""
+        try:
+            handle = os.open(self.root / segment, os.O_RDWR)
+        except FileNotFoundError:
+            yield segment.startswith(f"{self._installation}-") or self._is_abandoned(segment)
+            return
+        try:
+            yield lock(handle)
+        finally:
+            os.close(handle)
+
+    def remove(self, segment: str) -> None:
+        with self._faults(f"remove {segment}"), suppress(FileNotFoundError):
+            self._client.rm_file(self._object(segment))
+
+    def clean(self) -> int:
+        """Remove drafts of the cache, and the holds of writers that have died."""
+        removed = self.cache.clean()
+        with suppress(FileNotFoundError):
+            for name in [entry.name for entry in os.scandir(self.root) if SEGMENT_NAME.fullmatch(entry.name)]:
+                with self.claim(name) as is_free:
+                    if is_free:
+                        (self.root / name).unlink(missing_ok=True)
+                        removed += 1
+        return removed
+
+    def catalog_id(self) -> str | None:
+        with self._faults("say whose it is"):
+            try:
+                said: bytes = self._client.cat_file(self._object(CATALOG_ID))
+            except FileNotFoundError:
+                return None
+        return said.decode().strip()
+
+    def belong_to(self, catalog_id: str) -> str:
+        if (owner := self.catalog_id()) is None:
+            with self._faults("note whose it is"):
+                self._client.pipe_file(self._object(CATALOG_ID), catalog_id.encode())
+            # Of two that come at the same moment the later one has it.
+            owner = self.catalog_id()
+        return owner or catalog_id
+
+    def path(self, segment: str) -> Path:
+        raise NotImplementedError("A remote segment has no local path; use `fetch`.")
+
+    def close(self) -> None:
+        self.committed()
+        self.cache.close()
+
+    @cached_property
+    def _installation(self) -> str:
+        """Return the name under which this state directory writes: only its own writers can hold that."""
+        file = self.root / INSTALLATION
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            return write_once(file, uuid.uuid4().hex[:8])
+        except OSError as error:
+            raise ServiceError(f"Could not write {file}: {error.strerror}. Make it writable.") from None
+
+    def _hold_new(self) -> str:
+        """Name a new object and hold it, before it is there."""
+        segment = f"{self._installation}-{uuid.uuid4().hex}.seg"
+        try:
+            while True:
+                handle = os.open(self.root / segment, os.O_RDWR | os.O_CREAT, 0o644)
+                if lock(handle):
+                    self._held[segment] = handle
+                    return segment
+                os.close(handle)
+        except OSError as error:
+            raise ServiceError(
+                f"Could not write {self.root / segment}: {error.strerror}; nothing was published."
+            ) from None
+
+    def _object(self, segment: str) -> str:
+        return f"{self._prefix}/{segment}"
+
+    def _chunks(self, location: Location) -> Iterator[bytes]:
+        at, end = location.offset, location.offset + location.length
+        while at < end:
+            with self._faults(f"read {location.segment}"):
+                try:
+                    chunk = self._client.cat_file(
+                        self._object(location.segment), start=at, end=min(at + CHUNK, end)
+                    )
+                except FileNotFoundError:
+                    raise _missing(location) from None
+                except OSError as error:
+                    # A range behind the object's end, as S3 puts it.
+                    if error.errno != errno.EINVAL:
+                        raise
+                    return
+            if not chunk:
+                return
+            yield chunk
+            at += len(chunk)
+
+    def _check_small(self, locations: Sequence[Location]) -> dict[Location, Fault | None]:
+        if not locations:
+            return {}
+        paths = [self._object(one.segment) for one in locations]
+        starts = [one.offset for one in locations]
+        ends = [one.offset + one.length for one in locations]
+        with self._faults("be read"):
+            bodies = self._client.cat_ranges(paths, starts, ends, on_error="return")
+        return {one: self._said(one, body) for one, body in zip(locations, bodies, strict=True)}
+
+    def _said(self, location: Location, body: bytes | Exception) -> Fault | None:
+        if isinstance(body, FileNotFoundError):
+            return _missing(location)
+        if isinstance(body, Exception):
+            # A range behind the object's end is an error of its own with some stores.
+            return self._fault(location)
+        return None if is_whole(body, location.checksum) else damaged(location, len(body))
+
+    def _is_abandoned(self, segment: str) -> bool:
+        with self._faults(f"say when {segment} was written"):
+            try:
+                age = self._now - self._client.modified(self._object(segment))
+            except FileNotFoundError:
+                return False
+        return age.total_seconds() > ABANDONED_S
+
+    @cached_property
+    def _now(self) -> datetime:
+        """Return the time by the store's own clock: an object says when it came."""
+        probe = self._object(f".clock-{self._installation}-{os.getpid()}")
+        self._client.pipe_file(probe, b"now")
+        try:
+            written: datetime = self._client.modified(probe)
+            return written
+        finally:
+            self._client.rm_file(probe)
+
+    @contextmanager
+    def _faults(self, wish: str) -> Iterator[None]:
+        """Say in one sentence what the service did not do; its libraries raise whatever they like."""
+        try:
+            yield
+        except GraftworkError:
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {str(error)[:200]}"
+            raise ServiceError(
+                f"The store {self._prefix} did not {wish} ({reason}). Try again when it answers."
+            ) from error
+
+
+def _missing(location: Location) -> MissingBytes:
+    return MissingBytes(f"The segment {location.segment} is missing from the store. Restore it.")
+
+
+def _client(url: str) -> tuple[Any, str]:
+    """Return the file system of a URL and the prefix in it; `ConfigError` when its library is missing."""
+    import fsspec
+
+    protocol = url.partition("://")[0]
+    options = OPTIONS.get(protocol, {})
+    try:
+        client, prefix = fsspec.core.url_to_fs(url, use_listings_cache=False, **options)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            f"`store.url` begins with {protocol}://, which cannot be opened: {error}. "
+            "For S3: pip install 'graftwork[s3]'."
+        ) from None
+    return client, prefix.rstrip("/")

@@ -1,0 +1,1 @@
+"""Losses of policies, their corrections, and what is measured of them."""

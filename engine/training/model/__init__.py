@@ -1,0 +1,1 @@
+"""LoRA on the resident base: factors, layers, packed sequences, forward and backward."""

@@ -1,0 +1,154 @@
+"""The routed experts of a layer, frozen, with the factors of whichever adapter is switched on.
+
+Knows transformers' modules of experts (version 5: `gate_up_proj` (E, 2I, H), the rows of up after those of
+gate, and `down_proj` (E, H, I)). Chooses no expert: the router is the base's own.
+
+Shapes: T tokens, K experts of a token, P = T*K pairs, N rows of pairs and padding, E experts, H hidden size,
+I inner size, D width, O outputs.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn.functional import grouped_mm
+
+from engine.base.families import PROJECTIONS
+from engine.errors import BaseModelError
+from engine.training.model.adapter import Part
+from engine.training.model.linear import served
+from kernels.experts.autograd import lora
+from kernels.routed import LEAST_ROWS
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Pairs sorted by expert: the pair of each row, `order` (N), each pair's row, `place` (P), `ends` (E).
+
+    On a CPU a row's bits do not depend on what else is in its batch: the BLAS sums in one order from four
+    rows on and in another for fewer, so an expert has at least four or none, some of them padding.
+    """
+
+    order: Tensor
+    place: Tensor
+    ends: Tensor
+
+    @staticmethod
+    def of(experts_TK: Tensor, count: int) -> "Groups":
+        experts = experts_TK.flatten()
+        pairs, rows_E = len(experts), torch.bincount(experts, minlength=count)
+        if not experts.is_cuda:
+            missing_E = (LEAST_ROWS - rows_E).clamp(min=0).where(rows_E > 0, 0)
+            experts = torch.cat([experts, torch.arange(count).repeat_interleave(missing_E)])
+            rows_E += missing_E
+        order, ends = experts.argsort(stable=True), rows_E.cumsum(0, dtype=torch.int32)
+        # Padding has the numbers after all pairs'; its rows repeat the last of them.
+        return Groups(order.clamp(max=pairs - 1), order.argsort()[:pairs], ends)
+
+
+class Product(Function):
+    """Each pair's product (P, O) with its expert's frozen weight; the rows alone get a gradient.
+
+    `x` has a row for `each` pairs. On any device the same sums in the same order: no atomic additions.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_EOD: Tensor, groups: Groups, each: int) -> Tensor:
+        ctx.each = each
+        ctx.save_for_backward(weight_EOD, groups.order, groups.place, groups.ends)
+        rows_ND = x.index_select(0, groups.order // each)
+        y_NO = grouped_mm(rows_ND, weight_EOD.transpose(1, 2), offs=groups.ends)
+        return y_NO.index_select(0, groups.place)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        weight_EOD, order, place, ends = ctx.saved_tensors
+        dy_NO = grads[0].index_select(0, order)
+        dx_PD = grouped_mm(dy_NO, weight_EOD, offs=ends).index_select(0, place)
+        return dx_PD.view(-1, ctx.each, dx_PD.shape[1]).sum(1), None, None, None
+
+
+class SlottedExperts(nn.Module):
+    """A layer's frozen experts that add the factors of whichever adapter is switched on."""
+
+    def __init__(self, base: Any):
+        super().__init__()
+        self.base = base
+        self.parts: Sequence[Part] = ()
+        self.pairs: dict[str, dict[int, tuple[Tensor, Tensor, float]]] = {}
+        name = "kernels.experts.triton" if base.down_proj.is_cuda else "kernels.experts.cpu_grouped"
+        # Triton is imported on a GPU alone.
+        self.ops = import_module(name)
+
+    def switch(self, name: str, parts: Sequence[Part]) -> None:
+        """Switch adapters on for their parts; `name` is this module's path."""
+        self.parts = parts
+        self.pairs = {
+            projection: {
+                number: pair
+                for number, part in enumerate(parts)
+                if (pair := part.adapter.pair(f"{name}.{projection}"))
+            }
+            for projection in PROJECTIONS
+        }
+
+    def forward(self, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        tokens, count = experts_TK.shape
+        groups = Groups.of(experts_TK, len(self.base.down_proj))
+        slots = Slots(self.parts, experts_TK, self.ops)
+        both_PI = Product.apply(x_TH, self.base.gate_up_proj, groups, count)
+        gate_TKI, up_TKI = both_PI.view(tokens, count, -1).chunk(2, dim=-1)
+        gate_TKI = slots.add(gate_TKI, x_TH, self.pairs.get("gate_proj", {}))
+        up_TKI = slots.add(up_TKI, x_TH, self.pairs.get("up_proj", {}))
+        inner_TKI = self.base.act_fn(gate_TKI) * up_TKI
+        y_PH = Product.apply(inner_TKI.flatten(0, 1), self.base.down_proj, groups, 1)
+        y_TKH = slots.add(y_PH.view(tokens, count, -1), inner_TKI, self.pairs.get("down_proj", {}))
+        return (y_TKH * weights_TK[..., None]).sum(1).to(x_TH.dtype)
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Whose a layer's tokens are, given their `experts` (T, K). Adapters of one rank share products."""
+
+    parts: Sequence[Part]
+    experts: Tensor
+    ops: Any
+    _plans: dict[tuple[int, ...], tuple[Tensor, Any]] = field(default_factory=dict)
+
+    def add(self, y_TKO: Tensor, x: Tensor, pairs: Mapping[int, tuple[Tensor, Tensor, float]]) -> Tensor:
+        """Add each part's product of one projection, given its factors; `x` is (T, D) or (T, K, D)."""
+        by_rank: dict[int, list[int]] = {}
+        for number, (a_ERD, _, _) in pairs.items():
+            by_rank.setdefault(a_ERD.shape[1], []).append(number)
+        for numbers in by_rank.values():
+            slots_T, plan = self._plan(tuple(numbers))
+            chosen = [pairs[number] for number in numbers]
+            # In the base's dtype, rounded as `Adapter.canonical` rounds them: what the engine serves.
+            a_SERD = torch.stack([a.to(x.dtype) for a, _, _ in chosen])
+            b_SERO = torch.stack([served(b, scale, x.dtype) for _, b, scale in chosen])
+            b_SEOR = b_SERO.transpose(2, 3)
+            y_TKO = y_TKO + lora(x, a_SERD, b_SEOR, slots_T, self.experts, ops=self.ops, plan=plan)
+        return y_TKO
+
+    def _plan(self, numbers: tuple[int, ...]) -> tuple[Tensor, Any]:
+        """Return the slot of each token, -1 where it is no part's of `numbers`, and the plan for them."""
+        if numbers not in self._plans:
+            slots_T = self.experts.new_full((len(self.experts),), -1)
+            for slot, number in enumerate(numbers):
+                slots_T[self.parts[number].span] = slot
+            self._plans[numbers] = slots_T, self.ops.plan(slots_T, self.experts)
+        return self._plans[numbers]
+
+
+def slotted_experts(base: Any) -> SlottedExperts:
+    """Wrap a layer's experts; `BaseModelError` when their parameters are laid out in another way."""
+    if base.has_bias or base.is_transposed or not base.is_concatenated:
+        raise BaseModelError(
+            f"The trainer cannot train {type(base).__name__}: it has biases, transposed weights, or "
+            "alternating rows of gate and up. Set base.name to a base of another family."
+        )
+    return SlottedExperts(base)

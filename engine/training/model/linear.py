@@ -1,0 +1,92 @@
+"""A frozen projection with the factors of whichever adapters are switched on, each for its own tokens.
+
+The tokens of an adapter lie one after another, so each adapter is two plain products on its part, at its own
+rank. Knows tensors alone.
+
+Shape suffixes: _T tokens, _R rank, _I input features, _O output features.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn.functional import linear
+
+from engine.training.model.adapter import Part
+
+
+class Product(Function):
+    """`x @ W.T + x @ A.T @ (scale * B).T` of each part's tokens; W is frozen, x and factors get gradients.
+
+    Written out because autograd would keep and add a whole output for each of the products.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TI: Tensor,
+        weight_OI: Tensor,
+        bias_O: Tensor | None,
+        spans: Any,
+        scales: Any,
+        *factors: Tensor,
+    ) -> Tensor:
+        y_TO = linear(x_TI, weight_OI, bias_O)
+        hidden = []
+        for span, scale, a_RI, b_OR in zip(spans, scales, factors[::2], factors[1::2], strict=True):
+            hidden.append(x_TI[span] @ a_RI.to(x_TI.dtype).T)
+            y_TO[span].addmm_(hidden[-1], served(b_OR, scale, x_TI.dtype).T)
+        ctx.spans, ctx.scales = spans, scales
+        ctx.save_for_backward(x_TI, weight_OI, *factors, *hidden)
+        return y_TO
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        x_TI, weight_OI, *saved = ctx.saved_tensors
+        count = len(ctx.spans)
+        factors, hidden = saved[: 2 * count], saved[2 * count :]
+        dy_TO, found = grads[0], list[Tensor | None]()
+        dx_TI = dy_TO @ weight_OI if ctx.needs_input_grad[0] else None
+        parts = zip(ctx.spans, ctx.scales, factors[::2], factors[1::2], hidden, strict=True)
+        for span, scale, a_RI, b_OR, h_TR in parts:
+            dh_TR = dy_TO[span] @ served(b_OR, scale, dy_TO.dtype)
+            if dx_TI is not None:
+                dx_TI[span].addmm_(dh_TR, a_RI.to(dy_TO.dtype))
+            found += [(dh_TR.T @ x_TI[span]).float(), (dy_TO[span].T @ h_TR).float() * scale]
+        return dx_TI, None, None, None, None, *found
+
+
+def served(b: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """Return B with alpha folded in, rounded as `Adapter.canonical` does: what the engine serves."""
+    return (b * scale).to(dtype)
+
+
+class SlottedLinear(nn.Module):
+    """A frozen projection that adds the factors of the adapters that are switched on."""
+
+    def __init__(self, base: nn.Linear):
+        super().__init__()
+        self.base = base
+        self.spans: list[slice] = []
+        self.scales: list[float] = []
+        self.factors: list[Tensor] = []
+
+    def switch(self, name: str, parts: Sequence[Part]) -> None:
+        """Switch adapters on for their parts, or the plain base where none has factors here.
+
+        `name` is this module's path.
+        """
+        found = [(part.span, pair) for part in parts if (pair := part.adapter.pair(name))]
+        self.spans = [span for span, _ in found]
+        self.scales = [scale for _, (_, _, scale) in found]
+        self.factors = [factor for _, (a, b, _) in found for factor in (a, b)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.factors:
+            y: Tensor = self.base(x)
+            return y
+        flat = x.flatten(0, -2)
+        y = Product.apply(flat, self.base.weight, self.base.bias, self.spans, self.scales, *self.factors)
+        return y.view(*x.shape[:-1], -1)

@@ -1,0 +1,326 @@
+"""LoRA on a resident base: the base is loaded once and frozen, each adapter is a small set of factors.
+
+`ResidentBase.using(adapter)` switches an adapter on, `using_many` several, each for its own tokens of a
+stream. The base may be in bfloat16 and on a GPU. Knows tensors, shapes and devices. Knows nothing of
+sessions, tasks or files of revisions.
+
+Shape suffixes: _B rows, _S positions, _T completion tokens one after another, _R rank, _I input
+features, _O output features, _V vocabulary.
+"""
+
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from engine.adapters.revision import validate
+from engine.base.families import BaseShapes
+from engine.planning.memory import HEAD_TOKENS
+from engine.training.model.adapter import Adapter, Part, by_pattern, chosen_sites, ranks_at, sites_of
+from engine.training.model.experts import SlottedExperts, slotted_experts
+from engine.training.model.linear import SlottedLinear
+from engine.training.model.microbatches import microbatches
+from engine.training.model.packing import IMPLEMENTATION, Row, Stream, can_pack, pack, use_packing
+from engine.training.model.replay import Replay
+
+
+@dataclass(frozen=True)
+class Example:
+    """A row with what its completion tokens were sampled at and are worth, one value a token.
+
+    Both are empty where the loss needs no samples. `number` is what errors call it where others of its call
+    were left out.
+    """
+
+    row: Row
+    old_logprobs: tuple[float, ...] = ()
+    advantages: tuple[float, ...] = ()
+    number: int | None = None
+
+
+Slotted = SlottedLinear | SlottedExperts
+
+
+class ResidentBase:
+    """The frozen base in `dtype` on a device, shared by every adapter. One thread at a time may call it.
+
+    With `checkpointing`, a layer's activations are computed again in the backward, and logits exist for
+    `HEAD_TOKENS` tokens at a time. `longest` is the most tokens that a row may have, within its context.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        threads: int,
+        microbatch_tokens: int,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        checkpointing: bool = False,
+        longest: int | None = None,
+    ):
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        torch.set_num_threads(threads)
+        self.shapes = BaseShapes.of(AutoConfig.from_pretrained(path, trust_remote_code=False).to_dict())
+        self.device, self.checkpointing = torch.device(device), checkpointing
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
+        self.model: Any = model.eval().to(self.device)
+        self.model.requires_grad_(False)
+        self.packs = can_pack(self.model.config)
+        if self.packs:
+            use_packing(self.model)
+        if checkpointing:
+            checkpoint_layers(self.model)
+        self.microbatch_tokens = microbatch_tokens
+        text = self.model.config.get_text_config()
+        self.vocabulary = int(text.vocab_size)
+        self.longest = min(int(text.max_position_embeddings), longest or sys.maxsize)
+        self.modules, self.sites = self.shapes.modules(), sites_of(self.shapes)
+        self.slotted: dict[str, Slotted] = {
+            **{name: self._slot(name, SlottedLinear) for name in self.shapes.linear},
+            **{name: self._slot(name, slotted_experts) for name in self.shapes.experts},
+        }
+        self.replay = Replay(self.model, self.shapes)
+
+    def _slot(self, name: str, wrap: Callable[[Any], Slotted]) -> Slotted:
+        parent, _, leaf = name.rpartition(".")
+        slotted = wrap(self.model.get_submodule(name))
+        setattr(self.model.get_submodule(parent), leaf, slotted)
+        return slotted
+
+    def new_adapter(
+        self,
+        rank: int,
+        alpha: float,
+        targets: Sequence[str],
+        generator: torch.Generator,
+        ranks: Mapping[str, int] | None = None,
+        alphas: Mapping[str, float] | None = None,
+    ) -> Adapter:
+        """Return a fresh adapter at `targets`, with PEFT's patterns where ranks and alphas differ.
+
+        Raises `ConfigError` that names unknown targets or patterns.
+        """
+        chosen = chosen_sites(self.sites, targets)
+        adapter = Adapter(
+            chosen,
+            by_pattern(chosen, rank, ranks or {}),
+            by_pattern(chosen, alpha, alphas or {}),
+            self.device,
+        )
+        adapter.draw(generator)
+        return adapter
+
+    def hold(self, tensors: dict[str, Tensor]) -> Adapter:
+        """Return an adapter with a revision's tensors, whose ranks may differ and whose experts be few.
+
+        Raises `AdapterError` that names the tensor that does not fit the base.
+        """
+        validate(tensors, None, self.modules)
+        ranks = ranks_at(self.sites, tensors)
+        chosen = {name: self.sites[name] for name in ranks}
+        adapter = Adapter(chosen, ranks, ranks, self.device)
+        adapter.place(tensors)
+        return adapter
+
+    def using(self, adapter: Adapter | None) -> AbstractContextManager[None]:
+        """Switch an adapter on, or the plain base with None, for the forwards and backwards inside."""
+        return self._switched([Part(adapter, slice(None))] if adapter else [])
+
+    def using_many(self, counts: Sequence[tuple[Adapter, int]]) -> AbstractContextManager[None]:
+        """Switch adapters on for so many tokens of a stream each, one after another (`Stream.counts`)."""
+        ends = list(accumulate((count for _, count in counts), initial=0))
+        spans = [slice(*pair) for pair in pairwise(ends)]
+        parts = [Part(adapter, span) for (adapter, _), span in zip(counts, spans, strict=True)]
+        return self._switched(parts)
+
+    @contextmanager
+    def _switched(self, parts: Sequence[Part]) -> Iterator[None]:
+        self.replay.forget()
+        for name, slotted in self.slotted.items():
+            slotted.switch(name, parts)
+        try:
+            yield
+        finally:
+            for name, slotted in self.slotted.items():
+                slotted.switch(name, ())
+            self.replay.lay((), self.device)
+
+    def pack(self, parts: Sequence[Sequence[Row]]) -> Stream:
+        """Return rows of several adapters as one stream for `logprobs` under `using_many`."""
+        return pack(parts, self.device, self.model.dtype)
+
+    def microbatches(self, rows: Sequence[Row], unit: int = 1) -> list[list[int]]:
+        """Return indices in batches for `logprobs`; `unit` consecutive rows stay together."""
+        return microbatches(rows, self.microbatch_tokens, unit, shared=self.packs)
+
+    def logprobs(self, rows: Sequence[Row] | Stream) -> Tensor:
+        """Return log-probabilities (T,) in float32 of all rows' completion tokens, row after row."""
+        return self._read(rows, entropy=False)[0]
+
+    def logprobs_and_entropy(self, rows: Sequence[Row] | Stream) -> tuple[Tensor, Tensor]:
+        """Return `logprobs`, and for each the entropy (nats, no gradient) of what could stand there."""
+        logprob_T, entropy_T = self._read(rows, entropy=True)
+        return logprob_T, entropy_T
+
+    def _read(self, rows: Sequence[Row] | Stream, entropy: bool) -> tuple[Tensor, ...]:
+        """Return the log-probabilities, and the entropies where they are asked for.
+
+        The vocabulary is only touched at those positions.
+        """
+        hidden_TH, chosen_T = self._hidden(rows)
+        if not self.checkpointing:
+            return self._picked(hidden_TH, chosen_T, entropy)
+        parts = zip(hidden_TH.split(HEAD_TOKENS), chosen_T.split(HEAD_TOKENS), strict=True)
+        found = [checkpoint(self._picked, *part, entropy, use_reentrant=False) for part in parts]
+        return tuple(torch.cat(column) for column in zip(*found, strict=True))
+
+    def _hidden(self, rows: Sequence[Row] | Stream) -> tuple[Tensor, Tensor]:
+        """Return the hidden states before all completion tokens, and these tokens."""
+        if not isinstance(rows, Stream):
+            return self._hidden(self.pack([rows])) if self.packs else self._padded(rows)
+        stream = rows
+        self.replay.lay(stream.routes, self.device)
+        found = self.model.get_decoder()(
+            stream.tokens[None],
+            position_ids=stream.positions[None],
+            use_cache=False,
+            layout=stream.layout,
+        )
+        self.replay.count(stream.before)
+        return found.last_hidden_state[0].index_select(0, stream.before), stream.chosen
+
+    def _padded(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
+        """Return `_hidden` by rows that are padded on the right, where causal attention never looks."""
+        width = max(len(row.tokens) for row in rows)
+        tokens_BS = torch.zeros(len(rows), width, dtype=torch.long)
+        for i, row in enumerate(rows):
+            tokens_BS[i, : len(row.tokens)] = torch.tensor(row.tokens)
+        position_S = torch.arange(width)
+        start_B = torch.tensor([row.start for row in rows])
+        end_B = torch.tensor([len(row.tokens) for row in rows])
+        completion_BS = (position_S >= start_B[:, None]) & (position_S < end_B[:, None])
+        # Found on the CPU: a mask on a GPU would make both wait for each other.
+        chosen_T = tokens_BS[completion_BS].to(self.device)
+        before_T = completion_BS.flatten().nonzero()[:, 0].sub(1).to(self.device)
+        decoder = self.model.get_decoder()
+        self.replay.lay(((row.routes, width) for row in rows), self.device)
+        hidden_BSH = decoder(tokens_BS.to(self.device), use_cache=False).last_hidden_state
+        self.replay.count(before_T)
+        return hidden_BSH.flatten(0, 1).index_select(0, before_T), chosen_T
+
+    def _picked(self, hidden_TH: Tensor, chosen_T: Tensor, entropy: bool) -> tuple[Tensor, ...]:
+        logits_TV = self.model.get_output_embeddings()(hidden_TH).float()
+        whole_T = logits_TV.logsumexp(dim=1)
+        picked_T = logits_TV.gather(1, chosen_T[:, None])[:, 0] - whole_T
+        if not entropy:
+            return (picked_T,)
+        with torch.no_grad():
+            chance_TV = (logits_TV - whole_T[:, None]).exp_()
+            return picked_T, whole_T - torch.linalg.vecdot(chance_TV, logits_TV)
+
+    def score(
+        self, adapter: Adapter | None, rows: Sequence[Row], between: Callable[[], None] = lambda: None
+    ) -> list[list[float]]:
+        """Return each row's completion log-probabilities under an adapter, or under the base.
+
+        `between` is called before each microbatch and may raise to end the call.
+        """
+        scored: dict[int, list[float]] = {}
+        with torch.no_grad(), self.using(adapter):
+            for batch in self.microbatches(rows):
+                between()
+                parts = self.logprobs([rows[i] for i in batch]).split([rows[i].length for i in batch])
+                scored |= {i: part.tolist() for i, part in zip(batch, parts, strict=True)}
+        return [scored[i] for i in range(len(rows))]
+
+    def greedy(
+        self,
+        adapter: Adapter | None,
+        prompts: Sequence[Sequence[int]],
+        ends: Collection[int],
+        limit: int,
+        between: Callable[[], None] = lambda: None,
+    ) -> list[Row]:
+        """Return each prompt with its most likely completion, up to `limit` tokens or a token of `ends`.
+
+        `between` is called after each token and may raise to end the call.
+        """
+        from transformers import GenerationConfig, StoppingCriteriaList
+
+        def goes_on(tokens_BS: Tensor, scores: Any) -> Tensor:
+            between()
+            return torch.zeros(len(tokens_BS), dtype=torch.bool, device=tokens_BS.device)
+
+        # What the base's own settings would say of sampling does not count here.
+        settings = GenerationConfig(
+            do_sample=False,
+            num_beams=1,
+            repetition_penalty=1.0,
+            max_new_tokens=limit,
+            eos_token_id=list(ends),
+            pad_token_id=0,
+        )
+        longest = [Row((*prompt, *[0] * limit), len(prompt)) for prompt in prompts]
+        rows: dict[int, Row] = {}
+        with torch.no_grad(), self.using(adapter), self._generating():
+            for batch in microbatches(longest, self.microbatch_tokens, shared=False):
+                asked = [longest[i].prompt for i in batch]
+                width = max(map(len, asked))
+                tokens_BS = torch.tensor([(0,) * (width - len(prompt)) + prompt for prompt in asked])
+                start_B1 = torch.tensor([[width - len(prompt)] for prompt in asked])
+                found_BS = self.model.generate(
+                    tokens_BS.to(self.device),
+                    attention_mask=(torch.arange(width) >= start_B1).to(self.device),
+                    generation_config=settings,
+                    stopping_criteria=StoppingCriteriaList([goes_on]),
+                )
+                for i, prompt, found in zip(batch, asked, found_BS[:, width:].tolist(), strict=True):
+                    count = next((at for at, token in enumerate(found, 1) if token in ends), len(found))
+                    rows[i] = Row((*prompt, *found[:count]), len(prompt))
+        return [rows[i] for i in range(len(prompts))]
+
+    @contextmanager
+    def _generating(self) -> Iterator[None]:
+        """Let the model read padded rows with a cache, which attention over a stream and checkpoints lack."""
+        if self.packs:
+            self.model.set_attn_implementation("sdpa")
+        if self.checkpointing:
+            switch_checkpoints(self.model, False)
+        try:
+            yield
+        finally:
+            if self.packs:
+                self.model.set_attn_implementation(IMPLEMENTATION)
+            if self.checkpointing:
+                switch_checkpoints(self.model, True)
+
+
+def checkpoint_layers(model: Any) -> None:
+    """Let every decoder layer compute its activations again in the backward; dropout stays off.
+
+    Without transformers' hook that makes embeddings require gradients, which is for reentrant checkpoints,
+    the backward ends at the lowest adapter.
+    """
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.disable_input_require_grads()
+    switch_checkpoints(model, True)
+
+
+def switch_checkpoints(model: Any, on: bool) -> None:
+    """Switch checkpoints on or off: transformers makes them of layers in training mode, without a cache.
+
+    The layers alone are switched, not what is in them.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = on

@@ -1,0 +1,67 @@
+"""Which rows go through the base together: within a budget of tokens, and so that samples share prompts.
+
+Knows how many tokens rows take. Knows no tensor.
+"""
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from engine.planning.memory import COPIES
+from engine.training.model.packing import Row
+
+Piece = TypeVar("Piece")
+
+
+def microbatches(rows: Sequence[Row], budget: int, unit: int = 1, shared: bool = True) -> list[list[int]]:
+    """Return indices in batches of at most `budget` tokens of the stream; a larger unit is alone.
+
+    `unit` consecutive rows stay together. Rows with the same prompt do where they fit, so that they share
+    it; without `shared` every row counts its own. A prompt's keys are copied for each of its samples: a
+    token of the budget allows for `COPIES` of them.
+    """
+    groups: dict[Any, list[list[int]]] = {}
+    for begin in range(0, len(rows), unit):
+        members = list(range(begin, min(begin + unit, len(rows))))
+        groups.setdefault(rows[begin].shared if shared else begin, []).append(members)
+
+    def size(units: Sequence[Sequence[int]]) -> int:
+        chosen = [rows[i] for members in units for i in members]
+        keys = sum(len(row.tokens) - 1 for row in chosen)
+        if not shared:
+            return keys
+        prompts = _prompt_tokens(chosen)
+        return max(stream_tokens(chosen), -(-(prompts + keys) // COPIES))
+
+    pieces: list[list[list[int]]] = []
+    for units in groups.values():
+        pieces.append([])
+        for members in units:
+            if pieces[-1] and size([*pieces[-1], members]) > budget:
+                pieces.append([])
+            pieces[-1].append(members)
+    sized = [(size(piece), [i for members in piece for i in members]) for piece in pieces]
+    return [sorted(i for piece in batch for i in piece) for batch in first_fit(sized, budget)]
+
+
+def stream_tokens(rows: Sequence[Row]) -> int:
+    """Return how many tokens `pack` makes of one part's rows."""
+    return _prompt_tokens(rows) + sum(row.length - 1 for row in rows)
+
+
+def _prompt_tokens(rows: Sequence[Row]) -> int:
+    """Return the tokens of the prompts that these rows share."""
+    return sum({row.shared: row.start for row in rows}.values())
+
+
+def first_fit(pieces: Sequence[tuple[int, Piece]], budget: int) -> list[list[Piece]]:
+    """Fill batches with pieces of so many tokens up to the budget, the largest first."""
+    batches: list[list[Piece]] = []
+    room: list[int] = []
+    for size, piece in sorted(pieces, key=lambda sized: -sized[0]):
+        at = next((at for at, left in enumerate(room) if size <= left), len(batches))
+        if at == len(batches):
+            batches.append([])
+            room.append(budget)
+        batches[at].append(piece)
+        room[at] -= size
+    return batches

@@ -1,0 +1,1 @@
+"""The trainer service: sessions, their queue, the HTTP protocol and its client."""

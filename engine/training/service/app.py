@@ -1,0 +1,219 @@
+"""The trainer: one resident base, the sessions of many policies, operations that can be polled.
+
+    python -m engine.training.service.app --params FILE
+
+Every mutating call answers at once with an operation, or with 503, when to come again and the queue's
+state. One thread carries operations out, sessions by turns. An operation's id is the client's request id,
+so a request that is sent again is not done again, also after a restart if it changed what is stored.
+"""
+
+import argparse
+import asyncio
+import math
+import os
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse
+
+from engine.errors import Busy, Cancelled, Conflict, GraftworkError, NotFound
+from engine.settings.params import Params, load_params
+from engine.training.service import protocol
+
+if TYPE_CHECKING:
+    from engine.planning.memory import Plan
+    from engine.training.model.lora import ResidentBase
+    from engine.training.service.trainer import Trainer
+
+STATUS: dict[type[GraftworkError], int] = {NotFound: 404, Conflict: 409, Busy: 503}
+LONGEST_WAIT_S = 30.0
+NICENESS = 10
+# Sessions that are listed unless more are asked for.
+NEWEST = 100
+
+
+def make_app(trainer: "Trainer") -> FastAPI:
+    """Return the HTTP face of a trainer."""
+    app = FastAPI(title="Graftwork trainer")
+    app.add_exception_handler(GraftworkError, _answer_error)  # type: ignore[arg-type]
+    app.add_exception_handler(RequestValidationError, _answer_invalid)  # type: ignore[arg-type]
+
+    @app.get("/health")
+    def health() -> dict[str, Any]:
+        return {"status": "ok", "base": trainer.base_digest, "pid": os.getpid(), **trainer.health()}
+
+    @app.get("/sessions")
+    def sessions(limit: int = NEWEST) -> dict[str, Any]:
+        return {"sessions": trainer.sessions.rows(limit)}
+
+    @app.get("/metrics")
+    def metrics() -> PlainTextResponse:
+        return PlainTextResponse(trainer.render_metrics())
+
+    @app.post("/sessions")
+    def create_session(body: protocol.CreateSession) -> dict[str, str]:
+        return {"operation": trainer.submit(body, trainer.create_session)}
+
+    @app.post("/session_heartbeat")
+    def session_heartbeat(body: protocol.Heartbeat) -> dict[str, bool]:
+        return {"writes": trainer.sessions.hear(body.session, body.fence)}
+
+    @app.post("/close_session")
+    def close_session(body: protocol.CloseSession) -> dict[str, str]:
+        return {"operation": trainer.submit(body, trainer.close_session)}
+
+    @app.post("/forward")
+    def forward(body: protocol.Forward) -> dict[str, str]:
+        return {"operation": trainer.submit(body, trainer.forward)}
+
+    @app.post("/forward_backward")
+    def forward_backward(body: protocol.ForwardBackward) -> dict[str, str]:
+        return {"operation": trainer.submit(body, trainer.forward_backward)}
+
+    @app.post("/optim_step")
+    def optim_step(body: protocol.OptimStep) -> dict[str, str]:
+        return {"operation": trainer.submit(body, trainer.optim_step)}
+
+    @app.post("/save_state")
+    def save_state(body: protocol.SaveState) -> dict[str, str]:
+        return {"operation": trainer.submit(body, trainer.save_state)}
+
+    @app.post("/load_state")
+    def load_state(body: protocol.LoadState) -> dict[str, str]:
+        return {"operation": trainer.submit(body, trainer.load_state)}
+
+    @app.post("/export")
+    def export(body: protocol.Export) -> dict[str, str]:
+        return {"operation": trainer.submit(body, trainer.export)}
+
+    @app.post("/probe")
+    def probe(body: protocol.ProbeRevision) -> dict[str, str]:
+        return {"operation": trainer.submit(body, trainer.probe)}
+
+    @app.post("/forget_policy")
+    def forget_policy(body: protocol.ForgetPolicy) -> dict[str, str]:
+        return {"operation": trainer.submit(body, trainer.forget_policy)}
+
+    @app.get("/operations/{id}")
+    async def operation(id: str, wait_s: float = 0.0) -> dict[str, Any]:
+        """Answer `pending`, `done` with the result, or `failed` with the error, after at most `wait_s`."""
+        # In a thread: one of before a restart is looked for in many files, and others poll meanwhile.
+        future = await asyncio.to_thread(trainer.operation, id)
+        waiting = asyncio.wrap_future(future)
+        # Looked at, so that asyncio does not log an error that its client was told.
+        waiting.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        await asyncio.wait([waiting], timeout=min(wait_s, LONGEST_WAIT_S))
+        return state_of(future) if future.done() else {"state": "pending", "queue": trainer.queue.place(id)}
+
+    @app.delete("/operations/{id}")
+    def cancel(id: str) -> dict[str, Any]:
+        """Call an operation off; one that runs stops between two microbatches, if it can at all."""
+        trainer.queue.cancel(id)
+        return {"operation": id}
+
+    return app
+
+
+def state_of(future: Future[Any]) -> dict[str, Any]:
+    """Return what an operation that has ended says."""
+    error = future.exception()
+    if error is None:
+        return {"state": "done", "result": future.result()}
+    state = "cancelled" if isinstance(error, Cancelled) else "failed"
+    if not isinstance(error, GraftworkError):
+        return {"state": state, "kind": "ServiceError", "error": f"The trainer failed: {error!r}."}
+    return {"state": state, **_said(error)}
+
+
+def _said(error: GraftworkError) -> dict[str, Any]:
+    said: dict[str, Any] = {"kind": type(error).__name__, "error": str(error)}
+    if isinstance(error, Busy):
+        said |= {"retry_after_s": error.retry_after_s, "queue": error.queue}
+    return said
+
+
+async def _answer_error(_: Any, error: GraftworkError) -> JSONResponse:
+    status = next((code for kind, code in STATUS.items() if isinstance(error, kind)), 400)
+    # In whole seconds, as HTTP has it (RFC 9110, section 10.2.3).
+    headers = {"Retry-After": str(math.ceil(error.retry_after_s))} if isinstance(error, Busy) else None
+    return JSONResponse(_said(error), status, headers)
+
+
+async def _answer_invalid(_: Any, error: RequestValidationError) -> JSONResponse:
+    """Say what is wrong with a body: FastAPI puts `body` before each field's path."""
+    faults = (f"`{'.'.join(map(str, one['loc'][1:]))}`: {one['msg']}." for one in error.errors())
+    return JSONResponse(
+        {"kind": "ConfigError", "error": f"The request is not valid. {' '.join(faults)}"}, 400
+    )
+
+
+def load_trainer(params: Params) -> "Trainer":
+    """Load the base, prepare the catalog, and return a trainer without sessions.
+
+    On a GPU the memory plan is printed first; `ConfigError` when it does not fit.
+    """
+    import torch
+
+    from engine.base.resident import end_tokens, ensure_base
+    from engine.catalog.catalog import Base, Catalog, migrate
+    from engine.planning.gpu import planned
+    from engine.training.service.capacity import FREE_SHARE, free_bytes
+    from engine.training.service.export import Exporter
+    from engine.training.service.trainer import Trainer
+
+    plan = planned(params)
+    info = ensure_base(params.base, params.paths)
+    migrate(params.paths.catalog_url)
+    catalog = Catalog(params.paths.catalog_url)
+    catalog.add_base(Base(info.digest, info.name, str(info.path), time.time()))
+    dtype = getattr(torch, params.engine.dtype_on(plan is not None))
+    exporter = Exporter(params, catalog, dtype, end_tokens(info.path))
+    base = load_base(params, info.path, plan)
+    on_gpu = plan.trainer_adapters if plan else 0
+    session_bytes = params.trainer.session_bytes or on_gpu or int(free_bytes() * FREE_SHARE)
+    return Trainer(params, base, info.digest, exporter, session_bytes)
+
+
+def load_base(params: Params, path: Path, plan: "Plan | None") -> "ResidentBase":
+    """Load the base where the settings want it: float32 on a CPU, the engine's dtype on a GPU."""
+    import torch
+
+    from engine.planning.gpu import trainer_device
+    from engine.training.model.lora import ResidentBase
+
+    trainer = params.trainer
+    threads = trainer.threads or max(1, len(os.sched_getaffinity(0)) // 2)
+    device = trainer_device(params, plan is not None)
+    # As the memory plan has it.
+    longest = max(trainer.microbatch_tokens, params.engine.max_model_len)
+    if plan is None or device == "cpu":
+        checkpointing = trainer.checkpoints_on(cuda=False)
+        return ResidentBase(
+            path, threads, trainer.microbatch_tokens, checkpointing=checkpointing, longest=longest
+        )
+    # An error in the trainer, rather than an engine that finds no memory for its next step.
+    torch.cuda.set_per_process_memory_fraction(plan.trainer_share)
+    dtype = getattr(torch, params.engine.dtype_on(cuda=True))
+    checkpointing = trainer.checkpoints_on(cuda=True)
+    return ResidentBase(path, threads, trainer.microbatch_tokens, device, dtype, checkpointing, longest)
+
+
+def main() -> None:
+    import uvicorn
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--params", required=True, type=Path, help="resolved settings (YAML or JSON)")
+    params = load_params(parser.parse_args().params)
+    # Beside an engine on the same cores training waits, not those who ask: its steps are long, theirs short.
+    os.nice(NICENESS)
+    trainer = load_trainer(params)
+    uvicorn.run(make_app(trainer), host="127.0.0.1", port=params.trainer.port, access_log=False)
+    trainer.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""The memory that sessions take, and what there is for all of them."""
+
+from pathlib import Path
+
+import psutil
+
+from engine.training.model.adapter import Site
+
+# Of what is free once the base is loaded: the rest is for activations, for what one session at a time needs
+# besides (the gradients of calls before, the copy that is being stored), and for the engine beside.
+FREE_SHARE = 0.25
+# Where Linux says what a container may use and uses (cgroup v2).
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def bytes_of(site: Site, rank: int) -> int:
+    """Return the memory of a site's factors that train, between operations: four float32 of each number.
+
+    The factor itself, its gradient, and AdamW's two moments (arXiv 1711.05101, algorithm 2).
+    """
+    return rank * (site.inputs + site.outputs) * max(1, site.experts) * 4 * 4
+
+
+def free_bytes() -> int:
+    """Return the memory that this process may still take, by the machine and by its container."""
+    free = int(psutil.virtual_memory().available)
+    limit = CGROUP / "memory.max"
+    if not limit.is_file() or (allowed := limit.read_text().strip()) == "max":
+        return free
+    return min(free, int(allowed) - int((CGROUP / "memory.current").read_text()))

@@ -1,0 +1,255 @@
+"""The trainer's client: one method for each operation, waiting for its result.
+
+Connection errors are retried with the same request id, so that nothing is applied twice; a full trainer
+is asked again when it says so. What it refuses is raised as the error that it names.
+"""
+
+import threading
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+from pydantic import ValidationError
+from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
+
+from engine import errors, tls
+from engine.errors import Busy, ConfigError, GraftworkError, ServiceError
+from engine.quality.probe import Probe, from_json
+from engine.settings.params import explain
+from engine.training.service import protocol
+from engine.training.service.protocol import Exported, SessionInfo
+
+POLL_S = 20.0
+# Well within the trainer's lease.
+HEARTBEAT_S = 8.0
+Body = TypeVar("Body", bound=protocol.Request)
+
+
+class _Lost(Exception):
+    """The trainer was restarted and does not know the operation."""
+
+
+class TrainerClient:
+    """Talk to the trainer at `url`; a trainer that is away is waited for up to `patience_s`.
+
+    Sessions that it opened keep their leases until they or the client are closed, also during long rollouts.
+    A full trainer is asked again for up to `busy_s`. `backpressure_s` are the seconds that each session has
+    waited so, all in all. Gradients are counted, so that a step whose trainer lost some is refused.
+    """
+
+    def __init__(self, url: str, patience_s: float = 90.0, timeout_s: float = 600.0, busy_s: float = 600.0):
+        self.url, self.patience_s, self.timeout_s, self.busy_s = url, patience_s, timeout_s, busy_s
+        self.backpressure_s: defaultdict[str, float] = defaultdict(float)
+        self._gathered: dict[str, int] = {}
+        self._writing: dict[str, int] = {}
+        self._closed = threading.Event()
+        self._heart = threading.Thread(target=self._beat, name="trainer-heartbeat", daemon=True)
+        self._http = httpx.Client(base_url=url, timeout=POLL_S + 10, verify=tls.context())
+
+    def health(self) -> dict[str, Any]:
+        return dict(self._retrying(lambda: self._answer(self._http.get("/health"))))
+
+    def create_session(self, session: str, policy: str, **settings: Any) -> SessionInfo:
+        """Open a session or go on with it; the fields are those of `protocol.CreateSession`."""
+        given = {"request_id": _new_id(), **settings}
+        body = _body(protocol.CreateSession, session=session, policy=policy, **given)
+        result = self._run("/sessions", body)
+        self._gathered[session], self._writing[session] = 0, result["fence"]
+        if not self._heart.ident:
+            self._heart.start()
+        return _info(result)
+
+    def close_session(self, session: SessionInfo) -> None:
+        """Give the session up, so that another holder may write its policy at once."""
+        self._writing.pop(session.session, None)
+        self._run("/close_session", protocol.CloseSession(**_who(session)))
+
+    def sessions(self) -> list[dict[str, Any]]:
+        """Return what the trainer says of its sessions, those in memory and the newest stored ones."""
+        return list(self._retrying(lambda: self._answer(self._http.get("/sessions")))["sessions"])
+
+    def forward(self, session: SessionInfo, data: Sequence[protocol.Datum]) -> list[list[float]]:
+        """Return each datum's log-probabilities under the session's adapter."""
+        given = protocol.ForwardBackwardInput(data=list(data))
+        outputs = self._run("/forward", protocol.Forward(**_who(session), forward_input=given))
+        return [row["logprobs"]["data"] for row in outputs["loss_fn_outputs"]]
+
+    def forward_backward(
+        self,
+        session: SessionInfo,
+        data: Sequence[protocol.Datum],
+        loss: str = "dapo",
+        config: Mapping[str, Any] | None = None,
+        request_id: str | None = None,
+        router_replay: bool = False,
+    ) -> dict[str, Any]:
+        """Gather gradients; return each datum's log-probabilities and the metrics."""
+        given = protocol.ForwardBackwardInput(
+            data=list(data),
+            loss_fn=loss,
+            loss_fn_config=dict(config or {}),
+            router_replay=router_replay,
+        )
+        who = {**_who(session, request_id), "gathered": self._gathered.get(session.session)}
+        body = protocol.ForwardBackward(**who, forward_backward_input=given)
+        result = self._run("/forward_backward", body)
+        if session.session in self._gathered:
+            self._gathered[session.session] += 1
+        return result
+
+    def optim_step(
+        self, session: SessionInfo, adam: protocol.AdamParams, request_id: str | None = None, **fields: Any
+    ) -> dict[str, Any]:
+        """Apply the gathered gradients; `fields` are `position`, `record`, `skip`. Durable on return.
+
+        Raises `ServiceError` when the trainer has lost some of them: open the session and repeat the step.
+        """
+        who = {**_who(session, request_id), "gathered": self._gathered.get(session.session)}
+        result = self._run("/optim_step", _body(protocol.OptimStep, **who, adam_params=adam, **fields))
+        self._gathered[session.session] = 0
+        return result
+
+    def save_state(self, session: SessionInfo, name: str) -> Path:
+        return Path(self._run("/save_state", protocol.SaveState(**_who(session), name=name))["path"])
+
+    def load_state(self, session: SessionInfo, name: str) -> SessionInfo:
+        result = self._run("/load_state", protocol.LoadState(**_who(session), name=name))
+        self._gathered[session.session] = 0
+        return _info(result)
+
+    def export(self, session: SessionInfo, kind: protocol.Kind = "snapshot", **fields: Any) -> Exported:
+        """Publish the session's adapter; a revision needs `probe_prompts`, lists of token ids."""
+        result = self._run("/export", protocol.Export(**_who(session), kind=kind, **fields))
+        return Exported(**{**result, "directory": Path(result["directory"]) if result["directory"] else None})
+
+    def probe_revision(
+        self,
+        policy: str,
+        digest: str,
+        prompts: Sequence[Sequence[int]],
+        tokens: int = 24,
+        directory: Path | None = None,
+    ) -> Probe:
+        """Let the trainer's base make the effect probe of a revision that it did not train.
+
+        The revision is read from its `directory`, which needs no probe yet and is proven against its
+        manifest, or without one from catalog and store. `prompts` are token ids; each gets up to `tokens`
+        more. Raises `AdapterError` or `BaseModelError` when the revision does not fit the base.
+        """
+        body = protocol.ProbeRevision(
+            request_id=_new_id(),
+            policy=policy,
+            digest=digest,
+            directory=str(directory) if directory else None,
+            prompts=[list(prompt) for prompt in prompts],
+            tokens=tokens,
+        )
+        return from_json(self._run("/probe", body))
+
+    def forget_policy(self, policy: str, only_ask: bool = False) -> dict[str, int]:
+        """Remove every session of a policy, or only ask; `Conflict` while one of them is open."""
+        body = protocol.ForgetPolicy(request_id=_new_id(), policy=policy, only_ask=only_ask)
+        return self._run("/forget_policy", body)
+
+    def cancel(self, request_id: str) -> None:
+        """Call an operation off; `Conflict` when it has begun and cannot stop."""
+        self._retrying(lambda: self._answer(self._http.delete(f"/operations/{request_id}")))
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._heart.ident:
+            self._heart.join(HEARTBEAT_S)
+        self._http.close()
+
+    def _beat(self) -> None:
+        while not self._closed.wait(HEARTBEAT_S):
+            for session, fence in list(self._writing.items()):
+                body = protocol.Heartbeat(session=session, fence=fence).model_dump()
+                # A trainer that is away is waited for by the next operation; a closed client raises too.
+                with suppress(httpx.TransportError, RuntimeError):
+                    self._http.post("/session_heartbeat", json=body)
+
+    def _run(self, path: str, body: protocol.Request) -> dict[str, Any]:
+        def send() -> dict[str, Any]:
+            answer = self._answer(self._http.post(path, content=body.model_dump_json(), headers=_JSON))
+            return self._wait(answer["operation"])
+
+        session, until = str(getattr(body, "session", "")), time.monotonic() + self.busy_s
+        while True:
+            try:
+                return self._retrying(send)
+            except Busy as busy:
+                if time.monotonic() + busy.retry_after_s > until:
+                    raise
+                self.backpressure_s[session] += busy.retry_after_s
+                time.sleep(busy.retry_after_s)
+
+    def _wait(self, operation: str) -> dict[str, Any]:
+        until = time.monotonic() + self.timeout_s
+        while time.monotonic() < until:
+            response = self._http.get(f"/operations/{operation}", params={"wait_s": POLL_S})
+            if response.status_code == 404:
+                raise _Lost
+            answer = self._answer(response)
+            if answer["state"] == "done":
+                return dict(answer["result"])
+            if answer["state"] != "pending":
+                raise _error(answer)
+        raise ServiceError(f"The trainer did not finish {operation} within {self.timeout_s:.0f} s.")
+
+    def _retrying(self, call: Any) -> Any:
+        retrying = Retrying(
+            retry=retry_if_exception_type((httpx.TransportError, _Lost)),
+            stop=stop_after_delay(self.patience_s),
+            wait=wait_exponential(0.1, max=2.0),
+            reraise=True,
+        )
+        try:
+            return retrying(call)
+        except (httpx.TransportError, _Lost) as error:
+            raise ServiceError(
+                f"The trainer at {self.url} does not answer ({error!r}). Is it up? See `graftwork status`."
+            ) from None
+
+    def _answer(self, response: httpx.Response) -> dict[str, Any]:
+        body = (
+            response.json() if response.headers.get("content-type", "").startswith("application/json") else {}
+        )
+        if response.status_code == 200:
+            return dict(body)
+        sentence = f"The trainer answered {response.status_code}: {response.text[:500]}"
+        raise _error({"kind": "ServiceError", "error": sentence, **body})
+
+
+_JSON = {"content-type": "application/json"}
+
+
+def _who(session: SessionInfo, request_id: str | None = None) -> dict[str, Any]:
+    return {"request_id": request_id or _new_id(), "session": session.session, "fence": session.fence}
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex
+
+
+def _info(result: Mapping[str, Any]) -> SessionInfo:
+    return SessionInfo(**{**result, "history": tuple(result["history"])})
+
+
+def _body(kind: type[Body], **fields: Any) -> Body:
+    try:
+        return kind(**fields)
+    except ValidationError as error:
+        raise ConfigError(f"The request is not valid. {explain(error, kind)}") from None
+
+
+def _error(said: Mapping[str, Any]) -> GraftworkError:
+    found, sentence = getattr(errors, said["kind"], ServiceError), said["error"]
+    if found is Busy:
+        return Busy(sentence, said["retry_after_s"], said["queue"])
+    return found(sentence) if issubclass(found, GraftworkError) else ServiceError(sentence)

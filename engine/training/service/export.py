@@ -1,0 +1,162 @@
+"""From a session's adapter to a published revision: canonical tensors, packed bytes, catalog row.
+
+A merged checkpoint is never written. Bytes come first and are fsynced, a revision's directory next; the
+catalog row is the commit point. Everything is idempotent by digest.
+"""
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from engine.adapters.revision import Manifest, make_manifest, read_revision, validate, write_revision
+from engine.catalog.catalog import Catalog
+from engine.errors import AdapterError, ConfigError
+from engine.publishing.publish import publish, put, stored_tensors
+from engine.quality.probe import Probe, ProbeRow
+from engine.settings.params import Params, served_name
+from engine.store.segments import open_store
+from engine.training.model.adapter import Adapter
+from engine.training.model.lora import ResidentBase, Row
+from engine.training.service.protocol import Export, Exported, ProbeRevision
+from engine.training.service.session import Session
+
+
+class Exporter:
+    """Publish revisions in `dtype`, which is the engine's. One instance for the thread that trains."""
+
+    def __init__(self, params: Params, catalog: Catalog, dtype: torch.dtype, ends: Collection[int]):
+        self.paths, self.catalog, self.dtype, self.ends = params.paths, catalog, dtype, ends
+        self.store = open_store(params)
+
+    def export(
+        self, session: Session, request: Export, between: Callable[[], None] = lambda: None
+    ) -> Exported:
+        """Publish the session's adapter as it is now. Raises `AdapterError` when it holds NaN or Inf.
+
+        `between` is called before each pass of the base for the probe and may raise: nothing is published.
+        """
+        began = time.monotonic()
+        tensors = session.adapter.canonical(self.dtype)
+        validate(tensors, None, session.base.modules)
+        manifest = self._manifest(session, tensors)
+        directory = (
+            self._directory(session, request, tensors, manifest, between)
+            if request.kind == "revision"
+            else None
+        )
+        self._publish(session, manifest, tensors, exported=request.kind == "revision")
+        name = served_name(session.policy, manifest.digest)
+        seconds = time.monotonic() - began
+        return Exported(
+            manifest.digest, name, directory, manifest.rank, manifest.step, manifest.bytes, seconds
+        )
+
+    def parent_tensors(self, policy: str, digest: str) -> dict[str, Tensor]:
+        """Return the canonical tensors of a revision in the store."""
+        return stored_tensors(self.catalog, self.store, self.catalog.revision(policy, digest))
+
+    def probe_revision(
+        self,
+        base: ResidentBase,
+        base_digest: str,
+        request: ProbeRevision,
+        between: Callable[[], None] = lambda: None,
+    ) -> Probe:
+        """Make the effect probe of a revision in a directory, or in the store, on a base that is idle.
+
+        `between` is called before each pass of the base and may raise to end the call.
+        Raises `AdapterError` when it is another revision than the asked one or does not fit the base.
+        """
+        if request.directory is None:
+            tensors = self.parent_tensors(request.policy, request.digest)
+        else:
+            tensors, manifest = read_revision(Path(request.directory), base_digest)
+            if manifest.digest != request.digest:
+                raise AdapterError(
+                    f"{request.directory} holds the revision {manifest.digest}, not {request.digest}."
+                )
+        adapter = base.hold(tensors)
+        return self._probe(
+            base, base_digest, adapter, request.digest, request.prompts, request.tokens, between
+        )
+
+    def _manifest(self, session: Session, tensors: dict[str, Tensor]) -> Manifest:
+        return make_manifest(
+            tensors,
+            policy=session.policy,
+            base_digest=session.base_digest,
+            rank=session.adapter.rank,
+            targets=session.adapter.targets,
+            step=session.step,
+            parent=session.parent,
+            config=session.opened.config,
+        )
+
+    def _directory(
+        self,
+        session: Session,
+        request: Export,
+        tensors: dict[str, Tensor],
+        manifest: Manifest,
+        between: Callable[[], None],
+    ) -> Path:
+        if not request.probe_prompts:
+            raise ConfigError("A revision needs prompts for its effect probe; give `probe_prompts`.")
+        probe = self._probe(
+            session.base,
+            session.base_digest,
+            session.adapter,
+            manifest.digest,
+            request.probe_prompts,
+            request.probe_tokens,
+            between,
+        )
+        path = self.paths.revision(session.policy, manifest.digest)
+        return write_revision(path, tensors, manifest, probe.to_json())
+
+    def _probe(
+        self,
+        base: ResidentBase,
+        base_digest: str,
+        adapter: Adapter,
+        digest: str,
+        prompts: Sequence[Sequence[int]],
+        limit: int,
+        between: Callable[[], None],
+    ) -> Probe:
+        """Complete the prompts greedily and record every token's log-probability under adapter and base."""
+        rows = [Row(row.tokens, 1) for row in base.greedy(adapter, prompts, self.ends, limit, between)]
+        scores = (base.score(scored, rows, between) for scored in (adapter, None))
+        values = zip(rows, *scores, strict=True)
+        name = str(self.dtype).removeprefix("torch.")
+        probed = tuple(
+            ProbeRow(row.tokens, tuple(with_it), tuple(without)) for row, with_it, without in values
+        )
+        return Probe(digest, base_digest, name, probed)
+
+    def _publish(
+        self,
+        session: Session,
+        manifest: Manifest,
+        tensors: dict[str, Tensor],
+        exported: bool,
+    ) -> None:
+        now = time.time()
+        place = partial(
+            put,
+            self.catalog,
+            self.store,
+            tensors,
+            manifest,
+            self.dtype,
+            session.base.shapes,
+            session.opened.owner,
+            now,
+        )
+        state = "exported" if exported else "snapshot"
+        expires_at = None if exported else now + session.opened.snapshot_ttl_s
+        publish(self.catalog, self.store, place, state=state, expires_at=expires_at)

@@ -1,0 +1,89 @@
+"""The effect probe of an adapter that no session of ours trained: what our base makes of it.
+
+A trainer that is up on the same base computes it; otherwise the base is loaded here for it. Its questions are
+fixed: an adapter from elsewhere has no task whose own could be asked.
+"""
+
+import uuid
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.adapters.revision import Manifest
+from engine.base.resident import end_tokens, prompt_ids
+from engine.catalog.catalog import Catalog, migrate
+from engine.errors import ServiceError
+from engine.publishing.importing import serving_dtype
+from engine.quality.probe import Probe
+from engine.settings.params import Params
+from engine.training.service.client import TrainerClient
+from engine.training.service.protocol import ProbeRevision
+
+if TYPE_CHECKING:
+    from engine.base.resident import BaseInfo
+
+QUESTIONS = (
+    "What is 12 + 7?",
+    "Sort these numbers: 9, 4, 31, 2.",
+    "Name three colours and nothing else.",
+    "Write one sentence about the sea.",
+    "Is 17 a prime number? Answer yes or no.",
+    "Translate 'good morning' into French.",
+    "Return the JSON object with the key a and the value 1.",
+    "Who are you?",
+)
+TOKENS = 24
+
+
+def probe_by_base(params: Params, base: "BaseInfo", say: Callable[[str], object]) -> Callable[..., Probe]:
+    """Return what makes the probe of a revision in a directory; `say` is told who computes it.
+
+    It raises `AdapterError` when the revision does not fit the base.
+    """
+
+    def probe(manifest: Manifest, directory: Path) -> Probe:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(base.path)
+        prompts = [prompt_ids(tokenizer, question) for question in QUESTIONS]
+        with closing(TrainerClient(params.url("trainer"), patience_s=0.0)) as trainer:
+            if _serves(trainer, base):
+                say("The trainer computes its effect probe.")
+                return trainer.probe_revision(manifest.policy, manifest.digest, prompts, TOKENS, directory)
+        say("No trainer is up on this base: it is loaded here, to compute the effect probe.")
+        return _computed_here(params, base, manifest, directory, prompts)
+
+    return probe
+
+
+def _serves(trainer: TrainerClient, base: "BaseInfo") -> bool:
+    try:
+        return bool(trainer.health()["base"] == base.digest)
+    except ServiceError:
+        return False
+
+
+def _computed_here(
+    params: Params, base: "BaseInfo", manifest: Manifest, directory: Path, prompts: list[list[int]]
+) -> Probe:
+    import torch
+
+    from engine.planning.gpu import planned
+    from engine.training.service.app import load_base
+    from engine.training.service.export import Exporter
+
+    request = ProbeRevision(
+        request_id=uuid.uuid4().hex,
+        policy=manifest.policy,
+        digest=manifest.digest,
+        directory=str(directory),
+        prompts=prompts,
+        tokens=TOKENS,
+    )
+    dtype = getattr(torch, serving_dtype(params))
+    migrate(params.paths.catalog_url)
+    with closing(Catalog(params.paths.catalog_url)) as catalog:
+        exporter = Exporter(params, catalog, dtype, end_tokens(base.path))
+        resident = load_base(params, base.path, planned(params))
+        return exporter.probe_revision(resident, base.digest, request)

@@ -1,0 +1,91 @@
+"""A policy's stored sessions, found and removed: their states hold adapter, moments and what was sampled.
+
+Knows directories and headers. Whether a session is open is told by when its state was last touched; a
+running trainer knows better (`Sessions.forget`).
+"""
+
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+from engine.errors import Conflict, ServiceError
+from engine.settings.params import DIGEST12
+from engine.training.service import state
+from engine.training.service.session import state_file
+
+LEASE_S = 30.0
+GONE = ".purged-"
+
+
+def stored_sessions(directory: Path, policy: str) -> Iterator[Path]:
+    """Yield the directories of a policy's sessions, also one whose state is damaged but bears its name."""
+    line = re.compile(rf"{re.escape(policy)}-[0-9a-f]{{{DIGEST12}}}")
+    for folder in directory.iterdir() if directory.is_dir() else ():
+        if folder.is_dir() and not folder.name.startswith("."):
+            owner = _policy_of(folder)
+            if owner == policy or (owner is None and line.fullmatch(folder.name)):
+                yield folder
+
+
+def _policy_of(folder: Path) -> str | None:
+    file = state_file(folder)
+    if not file.is_file():
+        return None
+    try:
+        opened = state.read_header(file).get("opened")
+    except ServiceError:
+        return None
+    return str(opened["policy"]) if isinstance(opened, dict) else None
+
+
+def refuse_open(directory: Path, policy: str) -> list[Path]:
+    """Return a policy's stored sessions; `Conflict` while one of them was written within the lease."""
+    found = list(stored_sessions(directory, policy))
+    for folder in found:
+        file = state_file(folder)
+        if file.is_file() and time.time() - file.stat().st_mtime < LEASE_S:
+            raise Conflict(open_sentence(policy, folder.name))
+    return found
+
+
+def remove_sessions(directory: Path, policy: str) -> dict[str, int]:
+    """Remove a policy's sessions and return how many, and their bytes; a kill leaves none half there.
+
+    Raises `Conflict` while a session was written within the lease; then nothing is removed. Raises
+    `ServiceError` that names what could not be removed.
+    """
+    gone = [_hidden(folder) for folder in refuse_open(directory, policy)]
+    removed = sum(file.stat().st_size for folder in gone for file in folder.rglob("*") if file.is_file())
+    # Those that an earlier kill left go too.
+    hidden = [folder for folder in directory.glob(f"{GONE}*") if folder.is_dir()]
+    for folder in hidden:
+        shutil.rmtree(folder, ignore_errors=True)
+    if left := [str(folder) for folder in hidden if folder.exists()]:
+        raise _stays(", ".join(left), "not everything in them may be deleted")
+    return {"sessions": len(gone), "bytes": removed}
+
+
+def _hidden(folder: Path) -> Path:
+    """Give a session's directory a name of its own under which nobody finds a session."""
+    try:
+        return folder.rename(folder.with_name(f"{GONE}{folder.name}-{uuid.uuid4().hex}"))
+    except OSError as error:
+        raise _stays(str(folder), str(error.strerror)) from None
+
+
+def _stays(what: str, reason: str) -> ServiceError:
+    return ServiceError(
+        f"Could not remove {what}: {reason}. Make it writable, or remove it, then purge again."
+    )
+
+
+def open_sentence(policy: str, session: str, holder: str | None = None) -> str:
+    """Return why a policy cannot be purged now, and how its session ends."""
+    whose = f" by {holder!r}" if holder else ""
+    return (
+        f"The session {session!r} of {policy!r} is open{whose}. Let its training end, or stop it (Ctrl-C, "
+        f"or Cancel in Prefect's UI); {LEASE_S:.0f} s after its last word it counts as closed."
+    )

@@ -1,0 +1,265 @@
+"""All sessions that the trainer knows: who writes each, which are in memory, and which leave it.
+
+A session that is not needed lies in its state file alone and comes back at its next operation. Used by
+the trainer's one thread; other threads may look, and say that a holder was heard of.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from engine.errors import Busy, ConfigError, Conflict, NotFound, ServiceError
+from engine.training.model.adapter import by_pattern, chosen_sites
+from engine.training.model.lora import ResidentBase
+from engine.training.service import state
+from engine.training.service.capacity import bytes_of
+from engine.training.service.protocol import CreateSession, SessionRequest
+from engine.training.service.session import CURRENT, SHAPE, Session, settings_of, state_file
+from engine.training.service.session_deletion import LEASE_S, open_sentence, refuse_open, remove_sessions
+
+NEVER = float("-inf")
+
+
+@dataclass
+class Known:
+    """One session: its writer's request and fence, when that writer was last heard of, and its bytes.
+
+    `heard` is in monotonic seconds. `session` is None while it lies on disk alone.
+    """
+
+    opened: CreateSession
+    fence: int
+    heard: float
+    bytes: int
+    step: int
+    session: Session | None = None
+
+    @property
+    def is_active(self) -> bool:
+        return time.monotonic() - self.heard < LEASE_S
+
+    @property
+    def can_leave(self) -> bool:
+        """Say whether leaving memory loses nothing that its writer still waits for."""
+        return self.session is None or not (self.session.calls and self.is_active)
+
+
+class Sessions:
+    """Sessions under `directory`, at most `budget` bytes of them in memory; `waiting` counts operations."""
+
+    def __init__(
+        self,
+        directory: Path,
+        base: ResidentBase,
+        base_digest: str,
+        budget: int,
+        waiting: Callable[[str], int],
+    ):
+        self.directory, self.base, self.base_digest = directory, base, base_digest
+        self.budget, self.waiting = budget, waiting
+        self._known: dict[str, Known] = {}
+        # Whoever wrote before a restart may still be there.
+        for name, stored in self._newest():
+            if not stored.is_active:
+                break
+            self._known[name] = stored
+
+    def find(self, name: str) -> Known | None:
+        """Return a session that is known or stored; None when there is none, or an older trainer's."""
+        if name not in self._known and (stored := self._stored(name)):
+            # Whoever opened it while the file was read is newer than the file.
+            self._known.setdefault(name, stored)
+        return self._known.get(name)
+
+    def _stored(self, name: str) -> Known | None:
+        file = state_file(self.directory / name)
+        return self._described(file, state.read_header(file)) if file.is_file() else None
+
+    def _described(self, file: Path, header: dict[str, Any]) -> Known | None:
+        if "opened" not in header:
+            return None
+        opened = CreateSession.model_validate(header["opened"])
+        heard = time.monotonic() - (time.time() - file.stat().st_mtime)
+        return Known(opened, header["fence"], heard, self.bytes_of(opened), header["step"])
+
+    def bytes_of(self, opened: CreateSession) -> int:
+        """Return what a session takes in memory: its factors, their gradients and their Adam moments."""
+        assert opened.rank is not None
+        assert opened.targets is not None
+        chosen = chosen_sites(self.base.sites, opened.targets)
+        ranks = by_pattern(chosen, opened.rank, opened.ranks or {})
+        return sum(bytes_of(site, ranks[name]) for name, site in chosen.items())
+
+    def hear(self, name: str, fence: int) -> bool:
+        """Note that the writer with this fence is there; say whether it still writes.
+
+        It has its lease back unless it gave the session up, or another holder came meanwhile.
+        """
+        known = self.find(name)
+        if known is None or known.fence != fence or known.heard == NEVER:
+            return False
+        if not known.is_active and self._other_writer(known.opened):
+            return False
+        known.heard = time.monotonic()
+        return True
+
+    def _other_writer(self, opened: CreateSession) -> CreateSession | None:
+        """Return what another active holder of the same policy opened."""
+        active = [one.opened for one in list(self._known.values()) if one.is_active]
+        same = (one for one in active if one.policy == opened.policy and one.holder != opened.holder)
+        return next(same, None)
+
+    def refuse_other_writers(self, opened: CreateSession) -> None:
+        """Raise `Conflict` while another holder writes any session of this policy."""
+        if other := self._other_writer(opened):
+            raise Conflict(
+                f"Policy {opened.policy!r} is being written by {other.holder!r} in the session "
+                f"{other.session!r}. Wait until it has closed it or been silent for {LEASE_S:.0f} s."
+            )
+
+    def checked(self, request: SessionRequest) -> Known:
+        """Return the session of a request if its fence is the newest and nobody else writes the policy."""
+        known = self.find(request.session)
+        if known is None:
+            raise NotFound(f"There is no session {request.session!r}. Create it first.")
+        if known.fence != request.fence:
+            raise Conflict(f"Session {request.session!r} has another writer now; this one must stop.")
+        if not known.is_active:
+            self.refuse_other_writers(known.opened)
+        known.heard = time.monotonic()
+        return known
+
+    def writable(self, request: SessionRequest) -> Session:
+        """Return the session of a request in memory, as after its last step if it had left."""
+        known = self.checked(request)
+        session = known.session or self._bring(known.opened)
+        self.keep(session)
+        return session
+
+    def resume(self, request: CreateSession) -> Session | None:
+        """Return a stored session in memory for the writer of this request; None when there is none.
+
+        What the request leaves open is as it was. Raises `Conflict` when it says something else.
+        """
+        file = state_file(self.directory / request.session)
+        if not file.is_file():
+            return None
+        header = state.read_header(file)
+        has = {"parent": header["parent"], **{name: settings_of(header)[name] for name in SHAPE}}
+        left_open = {name: value for name, value in has.items() if getattr(request, name) is None}
+        return self._bring(request.model_copy(update=left_open))
+
+    def _bring(self, opened: CreateSession) -> Session:
+        session = self.fresh(opened)
+        session.load(CURRENT)
+        return session
+
+    def fresh(self, opened: CreateSession) -> Session:
+        """Return a session as it is before its first step, with room made for it."""
+        self.make_room(opened)
+        return Session(self.directory / opened.session, self.base, self.base_digest, opened)
+
+    def keep(self, session: Session) -> None:
+        """Hold a session in memory from now on; its writer was heard of."""
+        opened = session.opened
+        self._known[session.name] = Known(
+            opened, session.fence, time.monotonic(), self.bytes_of(opened), session.step, session
+        )
+
+    def release(self, name: str) -> None:
+        """Let a session leave memory, and its policy to whoever comes, also after a restart."""
+        self._known[name].heard = NEVER
+        # After a restart the file's time says when its writer was last heard of.
+        long_ago = time.time() - LEASE_S
+        os.utime(state_file(self.directory / name), (long_ago, long_ago))
+        self._leave(self._known[name])
+
+    def forget(self, policy: str, only_ask: bool = False) -> dict[str, int]:
+        """Remove every session of a policy, from memory and disk; `Conflict` while one is open.
+
+        Return how many there were on disk, and their bytes. With `only_ask` nothing is removed.
+        """
+        mine = [name for name, one in dict(self._known).items() if one.opened.policy == policy]
+        for name in mine:
+            if self._known[name].is_active:
+                raise Conflict(open_sentence(policy, name, self._known[name].opened.holder))
+        if only_ask:
+            refuse_open(self.directory, policy)
+            return {}
+        removed = remove_sessions(self.directory, policy)
+        for name in mine:
+            del self._known[name]
+        return removed
+
+    def make_room(self, opened: CreateSession) -> None:
+        """Let the sessions leave that were idle for longest, until this one fits beside the others.
+
+        Raises `ConfigError` when it fits into no trainer with this budget, `Busy` while those in memory are
+        in the middle of a step.
+        """
+        needed = self.bytes_of(opened)
+        if needed > self.budget:
+            raise ConfigError(
+                f"A session of rank {opened.rank} needs {needed:,} bytes with gradients and Adam moments; "
+                f"the trainer has {self.budget:,} for all. Lower `rank`, or raise trainer.session_bytes."
+            )
+        others = {name: one for name, one in self._known.items() if name != opened.session}
+        leaving = iter(sorted((one for one in others.values() if one.session), key=self._idleness))
+        while sum(one.bytes for one in others.values() if one.session) + needed > self.budget:
+            one = next(leaving)
+            if not one.can_leave:
+                raise Busy(
+                    f"The {self.budget:,} bytes for sessions are full of policies in the middle of a step.",
+                    1.0,
+                    {"queue_state": "paused_capacity"},
+                )
+            self._leave(one)
+
+    def _idleness(self, known: Known) -> tuple[bool, bool, float]:
+        return not known.can_leave, self.waiting(known.opened.session) > 0, known.heard
+
+    def _leave(self, known: Known) -> None:
+        if known.session:
+            known.step = known.session.step
+        known.session = None
+
+    def headers(self) -> Iterator[tuple[Path, dict[str, Any]]]:
+        """Yield what is stored of every session without its tensors, the newest first; damaged ones not."""
+        files = self.directory.glob(f"*/{CURRENT}.state")
+        for file in sorted(files, key=lambda file: file.stat().st_mtime, reverse=True):
+            with suppress(ServiceError):
+                yield file, state.read_header(file)
+
+    def _newest(self) -> Iterator[tuple[str, Known]]:
+        read = ((file, self._described(file, header)) for file, header in self.headers())
+        return ((file.parent.name, known) for file, known in read if known)
+
+    def resident(self) -> list[Session]:
+        """Return the sessions in memory, the last heard of last."""
+        held = [one for one in list(self._known.values()) if one.session]
+        return [one.session for one in sorted(held, key=lambda one: one.heard) if one.session]
+
+    def rows(self, stored: int = 0) -> list[dict[str, Any]]:
+        """Describe the known sessions and the newest `stored` ones, the last heard of first."""
+        known = dict(self._known)
+        known |= {name: one for name, one in islice(self._newest(), stored) if name not in known}
+        now = time.monotonic()
+        ordered = sorted(known.items(), key=lambda item: item[1].heard, reverse=True)
+        return [
+            {
+                "session": name,
+                "policy": one.opened.policy,
+                "step": one.session.step if one.session else one.step,
+                "resident": one.session is not None,
+                "bytes": one.bytes,
+                "heard_s": None if one.heard == NEVER else round(now - one.heard, 3),
+                "holder": one.opened.holder if one.is_active else None,
+                "queued": self.waiting(name),
+            }
+            for name, one in ordered
+        ]

@@ -1,0 +1,124 @@
+"""Where a new session begins: at the base, at a revision, at an adapter from elsewhere, or at a fork.
+
+A fork of a policy begins at what that policy serves: its champion, or without one its newest exported
+revision. A fork of a session begins at its last stored step, Adam moments included. Either has a history
+and random state of its own, and counts its steps from 0. Knows sources and fits; opens no session.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.adapters.revision import split_key, validate
+from engine.errors import AdapterError, ConfigError, NotFound
+from engine.publishing.foreign import read_adapter
+from engine.training.model.adapter import Adapter, chosen_sites, ranks_at
+from engine.training.model.lora import ResidentBase
+from engine.training.service import state
+from engine.training.service.export import Exporter
+from engine.training.service.protocol import CreateSession
+from engine.training.service.session import SHAPE, check_base, settings_of, state_file
+
+SOURCES = ("parent", "adapter", "fork", "fork_session")
+
+
+@dataclass(frozen=True)
+class Start:
+    """A request with its rank, alpha, targets and parent said, and what its adapter begins with."""
+
+    opened: CreateSession
+    tensors: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    stored: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    def fill(self, adapter: Adapter) -> None:
+        """Write the beginning into a fresh adapter; ranks beyond the source's stay as drawn, with B zero."""
+        if self.stored:
+            adapter.load_state_dict(self.stored["adapter"])
+        adapter.place(self.tensors)
+
+
+def start_of(
+    request: CreateSession, base: ResidentBase, base_digest: str, exporter: Exporter, sessions: Path
+) -> Start:
+    """Find what a new session begins with.
+
+    Raises `ConfigError` for more than one source or for settings that are missing, `NotFound` for a source
+    that is not there, and `AdapterError` that names the tensor which the session has no room for.
+    """
+    given = [name for name in SOURCES if getattr(request, name)]
+    if len(given) > 1:
+        raise ConfigError(f"A session begins at one place; {' and '.join(given)} are two.")
+    if request.fork_session:
+        return _fork_of_session(request, base_digest, sessions / request.fork_session)
+    if request.adapter:
+        return _fitted(
+            request, dict(read_adapter(Path(request.adapter), base.shapes, torch.float32).tensors), base
+        )
+    policy = request.fork or request.parent_policy or request.policy
+    if digest := _newest(exporter, policy) if request.fork else request.parent:
+        opened = request.model_copy(update={"parent": digest})
+        return _fitted(opened, exporter.parent_tensors(policy, digest), base)
+    if request.rank is None or not request.targets:
+        raise ConfigError("A session that begins at the base needs `rank` and `targets`.")
+    return Start(request.model_copy(update={"alpha": request.alpha or float(request.rank)}))
+
+
+def _newest(exporter: Exporter, policy: str) -> str:
+    """Return the digest of a policy's champion, or of its newest exported revision."""
+    catalog = exporter.catalog
+    if champion := catalog.route(policy).champion:
+        return champion
+    exported = (row.digest for row in catalog.revisions(policy) if row.state == "exported")
+    if newest := next(exported, None):
+        return newest
+    raise NotFound(
+        f"Policy {policy!r} has no exported revision to fork. Train it first, or begin at the base."
+    )
+
+
+def _fork_of_session(request: CreateSession, base_digest: str, directory: Path) -> Start:
+    """Begin at another session's last stored step; rank, alpha and targets are its own."""
+    file = state_file(directory)
+    if not file.exists():
+        raise NotFound(f"There is no session {directory.name!r} to fork.")
+    stored = state.read(file)
+    check_base(directory.name, stored, base_digest)
+    settings = {name: settings_of(stored)[name] for name in SHAPE}
+    for name, value in settings.items():
+        wanted = getattr(request, name)
+        if wanted is not None and (sorted(wanted) if name == "targets" else wanted) != value:
+            raise ConfigError(
+                f"A fork of the session {directory.name!r} has its {name}, {value}; leave {name} out."
+            )
+    return Start(request.model_copy(update={**settings, "parent": stored["parent"]}), stored=stored)
+
+
+def _fitted(request: CreateSession, tensors: dict[str, Tensor], base: ResidentBase) -> Start:
+    """Begin at canonical tensors: what the request leaves open is theirs, what it says must hold them."""
+    validate(tensors, None, base.modules)
+    modules = {split_key(key)[0] for key in tensors}
+    found = max(tensor.shape[0] for key, tensor in tensors.items() if key.endswith("lora_A"))
+    targets = request.targets or sorted({module.rpartition(".")[2] for module in modules})
+    rank = request.rank or found
+    if found > rank:
+        raise AdapterError(
+            f"The adapter has rank {found}, over this session's {rank}. Raise `rank`, or leave it out."
+        )
+    chosen = chosen_sites(base.sites, targets)
+    places = {split_key(key)[0] for site in chosen.values() for key in site.keys("lora_A")}
+    if outside := sorted(modules - places):
+        raise AdapterError(
+            f"The adapter has factors at {outside[0]}, where this session trains nothing. Add "
+            f"{outside[0].rpartition('.')[2]} to `targets`, or leave them out."
+        )
+    alpha = request.alpha or float(rank)
+    update = {"rank": rank, "alpha": alpha, "targets": targets}
+    if request.rank is None and request.ranks is None and request.alphas is None:
+        # Its own ranks, each at its own scale: no module is padded to the largest.
+        other = {f"^{name}": own for name, own in ranks_at(chosen, tensors).items() if own != rank}
+        update |= {"ranks": other, "alphas": {name: own * alpha / rank for name, own in other.items()}}
+    return Start(request.model_copy(update=update), tensors)

@@ -1,0 +1,307 @@
+"""The trainer's operations: sessions on one base, each carried out by the queue's one thread.
+
+Knows what an operation does. Who may write and what is in memory is known by `sessions`, order and turns
+by `queue`. Small `forward_backward` of several sessions share a pass. Knows nothing of HTTP.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from itertools import islice
+from typing import Any
+
+from engine.catalog.catalog import Policy
+from engine.errors import ConfigError, GraftworkError, NotFound
+from engine.settings.params import Params
+from engine.training.model.fused import Call, forward_backward_many, is_small, is_worth_fusing
+from engine.training.model.lora import Example, ResidentBase, Row
+from engine.training.model.replay import decode, mask_unknown
+from engine.training.model.update import Backward, Objective, check, forward
+from engine.training.service import protocol
+from engine.training.service.export import Exporter
+from engine.training.service.metrics import TrainerMetrics, peak_memory
+from engine.training.service.queue import Operation, Queue, alone, joined
+from engine.training.service.session import Session, answer
+from engine.training.service.sessions import Sessions
+from engine.training.service.start import start_of
+
+# What goes through the base in parts, between which it may stop.
+WITH_PASSES = protocol.Forward | protocol.ForwardBackward | protocol.Export | protocol.ProbeRevision
+# Stored sessions that are searched for a request's result.
+SEARCHED = 256
+
+
+class Trainer:
+    """All sessions on one base. Its operations run on one thread; `submit` may be called from any."""
+
+    def __init__(
+        self, params: Params, base: ResidentBase, base_digest: str, exporter: Exporter, session_bytes: int
+    ):
+        self.params, self.base, self.base_digest, self.exporter = params, base, base_digest, exporter
+        # Measured on a CPU alone.
+        self.fuses = params.trainer.fuse == "auto" and base.packs and base.device.type == "cpu"
+        choose = joined if self.fuses else alone
+        self.queue = Queue(params.trainer.queue_of_session, params.trainer.queue, choose, self._perform)
+        self.sessions = Sessions(params.paths.sessions, base, base_digest, session_bytes, self.queue.waiting)
+        self.metrics = TrainerMetrics()
+        # Grows over restarts too, so that a fence of an earlier process is never accepted again.
+        self.fence = time.time_ns()
+
+    def submit(self, request: protocol.Request, work: Callable[[Any], Any]) -> str:
+        """Queue an operation and return its id; see `Queue`. Raises `Busy` when the queue is full."""
+        if isinstance(request, protocol.SessionRequest):
+            self.sessions.hear(request.session, request.fence)
+        # What belongs to no session stands in one line of its own.
+        line = getattr(request, "session", "")
+        can_stop = isinstance(request, WITH_PASSES) and not is_brief(request)
+        can_join = self.fuses and isinstance(request, protocol.ForwardBackward) and is_joinable(request)
+        return self.queue.submit(
+            request,
+            line,
+            self.metrics.timed(work),
+            can_stop=can_stop,
+            can_join=can_join,
+            brief=is_brief(request),
+            # Gradients are applied, and what they made of the adapter is handed over.
+            leads=isinstance(request, protocol.ForwardBackward | protocol.OptimStep),
+        )
+
+    def operation(self, id: str) -> "Future[Any]":
+        """Return an operation's result to come, also of one that was done and stored before a restart."""
+        try:
+            operation = self.queue.operation(id)
+        except NotFound:
+            return self._done_before(id)
+        if operation.fence is not None:
+            self.sessions.hear(operation.line, operation.fence)
+        return operation.future
+
+    def _done_before(self, id: str) -> "Future[Any]":
+        for _, stored in islice(self.sessions.headers(), SEARCHED):
+            if id in stored["done"]:
+                future: Future[Any] = Future()
+                future.set_result(answer(stored["done"][id], stored["history"]))
+                return future
+        raise NotFound(f"There is no operation {id!r}; the trainer may have been restarted. Send it again.")
+
+    def create_session(self, request: protocol.CreateSession) -> dict[str, Any]:
+        """Open a session, or go on with it from its last stored step."""
+        self.sessions.refuse_other_writers(request)
+        session = self.sessions.resume(request) or self._begin(request)
+        if request.request_id not in session.done:
+            self.fence += 1
+            session.fence = self.fence
+            session.remember(request.request_id)
+            session.save()
+        self.sessions.keep(session)
+        return session.answer(request.request_id)
+
+    def _begin(self, request: protocol.CreateSession) -> Session:
+        start = start_of(request, self.base, self.base_digest, self.exporter, self.params.paths.sessions)
+        session = self.sessions.fresh(start.opened)
+        start.fill(session.adapter)
+        self._add_policy(request)
+        return session
+
+    def _add_policy(self, request: protocol.CreateSession) -> None:
+        config, catalog = request.policy_config, self.exporter.catalog
+        if config is None:
+            # Raises for a policy that nobody has described: its revisions could never be released.
+            catalog.policy(request.policy)
+            return
+        catalog.add_policy(Policy(request.policy, self.base_digest, config, request.owner, time.time()))
+
+    def close_session(self, request: protocol.CloseSession) -> dict[str, Any]:
+        self.sessions.checked(request)
+        self.sessions.release(request.session)
+        return {"closed": request.session}
+
+    def forward(self, request: protocol.Forward) -> dict[str, Any]:
+        """Return each datum's log-probabilities under the session's adapter."""
+        session = self.sessions.writable(request)
+        rows = [example.row for example in self._examples(request.forward_input.data)]
+        logprobs = forward(self.base, session.adapter, rows, self._between(request))
+        return {"loss_fn_outputs": _outputs(logprobs), "metrics": {"tokens": sum(map(len, logprobs))}}
+
+    def forward_backward(self, request: protocol.ForwardBackward) -> dict[str, Any]:
+        session = self.sessions.writable(request)
+        session.expect(request.gathered)
+        given = request.forward_backward_input
+        data = self._examples(given.data)
+        data, unknown = self._known(data, given) if given.router_replay else (data, 0)
+        found = session.forward_backward(data, given.loss_fn, given.loss_fn_config, self._between(request))
+        result = _learned(found)
+        if given.router_replay:
+            result["metrics"]["masked"] |= {"router_replay": unknown}
+        return result
+
+    def _between(self, request: protocol.Request) -> Callable[[], None]:
+        """Return what ends a request's operation between two parts once it was called off."""
+        return self.queue.operation(request.request_id).go_on
+
+    def _perform(self, operations: Sequence[Operation]) -> None:
+        """Carry out operations of different sessions: in one pass what can, the others by turns."""
+        found = self._in_one_pass(operations) if len(operations) > 1 else {}
+        for operation in operations:
+            if operation in found:
+                operation.future.set_result(found[operation])
+            else:
+                operation.perform()
+
+    def _in_one_pass(self, operations: Sequence[Operation]) -> dict[Operation, dict[str, Any]]:
+        """Return the results of those that shared a pass: none if anything is wrong or one is cancelled.
+
+        The pass has then changed nothing, and in its own turn each operation is told its own fault alone.
+        """
+        began = time.monotonic()
+        try:
+            prepared = self._calls(operations)
+            calls = [call for _, call in prepared.values()]
+            if not is_worth_fusing(self.base, calls):
+                return {}
+            found = forward_backward_many(self.base, calls, partial(_all_go_on, list(prepared)))
+        except BaseException:
+            # A loss by import path may raise anything, `SystemExit` too: the trainer's one thread goes on.
+            self.metrics.unfused.inc()
+            return {}
+        for session, _ in prepared.values():
+            session.calls += 1
+            self.metrics.observe_operation("forward_backward", (time.monotonic() - began) / len(calls))
+        self.metrics.fused.inc(len(calls))
+        return {operation: _learned(one) for operation, one in zip(prepared, found, strict=True)}
+
+    def _calls(self, operations: Sequence[Operation]) -> dict[Operation, tuple[Session, Call]]:
+        """Return what can share a pass now: writable, and in memory, so that none leaves for another."""
+        calls = {}
+        for operation in operations:
+            known, request = self.sessions.find(operation.line), operation.request
+            assert isinstance(request, protocol.ForwardBackward)
+            if known is None or known.session is None:
+                continue
+            # Its own turn says what is wrong.
+            with suppress(GraftworkError):
+                session, given = self.sessions.writable(request), request.forward_backward_input
+                session.expect(request.gathered)
+                data = self._examples(given.data)
+                calls[operation] = session, Call(session.adapter, data, given.loss_fn, given.loss_fn_config)
+        return calls
+
+    def _known(
+        self, data: Sequence[Example], given: protocol.ForwardBackwardInput
+    ) -> tuple[list[Example], int]:
+        """Return what has known experts; what is wrong is refused by its number in all that was sent."""
+        loss = Objective.of(given.loss_fn, given.loss_fn_config).loss
+        check(self.base, data, given.loss_fn, loss)
+        return mask_unknown(data, loss.unit)
+
+    def _examples(self, data: Sequence[protocol.Datum]) -> list[Example]:
+        examples = [example_of(datum) for datum in data]
+        for example in examples:
+            self.base.replay.check(example.row.routes)
+        return examples
+
+    def optim_step(self, request: protocol.OptimStep) -> dict[str, Any]:
+        session = self.sessions.writable(request)
+        before = session.step
+        result = session.optim_step(request)
+        if session.step > before:
+            self.metrics.observe_step(session.history[-1])
+        return result
+
+    def save_state(self, request: protocol.SaveState) -> dict[str, Any]:
+        return self.sessions.writable(request).save_as(request.name, request.request_id)
+
+    def load_state(self, request: protocol.LoadState) -> dict[str, Any]:
+        return self.sessions.writable(request).load_from(request.name, request.request_id)
+
+    def export(self, request: protocol.Export) -> dict[str, Any]:
+        session = self.sessions.writable(request)
+        exported = asdict(self.exporter.export(session, request, self._between(request)))
+        return {**exported, "directory": str(exported["directory"]) if exported["directory"] else None}
+
+    def forget_policy(self, request: protocol.ForgetPolicy) -> dict[str, int]:
+        """Remove every session of a policy, from memory and disk; or only say whether one is open."""
+        return self.sessions.forget(request.policy, request.only_ask)
+
+    def probe(self, request: protocol.ProbeRevision) -> dict[str, Any]:
+        between = self._between(request)
+        return self.exporter.probe_revision(self.base, self.base_digest, request, between).to_json()
+
+    def health(self) -> dict[str, Any]:
+        """Return the known sessions' steps, the bytes of those in memory and the limit, and the queue."""
+        rows = self.sessions.rows()
+        return {
+            "sessions": {row["session"]: row["step"] for row in rows},
+            "session_bytes": sum(row["bytes"] for row in rows if row["resident"]),
+            "session_bytes_limit": self.sessions.budget,
+            "queue": self.queue.state(""),
+        }
+
+    def render_metrics(self) -> bytes:
+        """Return what Prometheus reads."""
+        return self.metrics.render(self.sessions.resident(), self.queue)
+
+    def close(self) -> None:
+        self.queue.close()
+
+
+def _all_go_on(operations: Sequence[Operation]) -> None:
+    for operation in operations:
+        operation.go_on()
+
+
+def is_brief(request: protocol.Request) -> bool:
+    """Say whether an operation only ends a step: no pass through the model."""
+    snapshot = isinstance(request, protocol.Export) and request.kind == "snapshot"
+    return snapshot or isinstance(request, protocol.OptimStep | protocol.CloseSession)
+
+
+def is_joinable(request: protocol.ForwardBackward) -> bool:
+    """Say whether a call may share a pass with others': small, and the first of its step.
+
+    Gradients from before would be in memory twice, for all sessions at once. Bad data take a turn.
+    """
+    given = request.forward_backward_input
+    if request.gathered or given.router_replay or any(datum.routed_experts for datum in given.data):
+        return False
+    with suppress(ConfigError, ValueError, OverflowError):
+        return is_small([example_of(datum).row for datum in given.data])
+    return False
+
+
+def _learned(found: Backward) -> dict[str, Any]:
+    metrics = {**asdict(found.metrics), "peak_memory": peak_memory()}
+    return {"loss_fn_outputs": _outputs(found.logprobs), "metrics": metrics}
+
+
+def _outputs(logprobs: Sequence[Sequence[float]]) -> list[dict[str, Any]]:
+    return [{"logprobs": {"data": row, "dtype": "float32"}} for row in logprobs]
+
+
+def example_of(datum: protocol.Datum) -> Example:
+    """Turn a datum into a row with its completion's log-probabilities and advantages, where it has them.
+
+    Raises `ConfigError` when the completion is not one run at the end, the lengths differ, or its last token
+    is none.
+    """
+    inputs = {name: tensor.data for name, tensor in datum.loss_fn_inputs.items()}
+    tokens = [token for chunk in datum.model_input.chunks for token in chunk.tokens]
+    missing = {"target_tokens", "weights"} - set(inputs)
+    if missing or any(len(values) != len(tokens) for values in inputs.values()):
+        raise ConfigError(
+            f"A datum needs target_tokens and weights, and {len(tokens)} values in each loss input; "
+            f"missing: {sorted(missing)}."
+        )
+    first = inputs["weights"].index(1.0) if 1.0 in inputs["weights"] else len(tokens)
+    if first == len(tokens) or inputs["weights"][first:] != [1.0] * (len(tokens) - first):
+        raise ConfigError("A datum's weights must be 0 over the prompt and then 1 to the end.")
+    last = inputs["target_tokens"][-1]
+    if not last.is_integer():
+        raise ConfigError(f"A datum's target_tokens are token ids; {last} is none.")
+    whole = (*tokens, int(last))
+    routes = decode(datum.routed_experts) if datum.routed_experts else None
+    old, advantages = (tuple(inputs.get(name, ())[first:]) for name in ("logprobs", "advantages"))
+    return Example(Row(whole, first + 1, routes), old, advantages)

@@ -1,0 +1,86 @@
+"""Parts of a revision as adapters of their own, for minutes: what engine and trainer make of each.
+
+To the engine a part is a snapshot that expires, loaded by the way of every adapter; people's lists never show
+snapshots. To the trainer it is a revision directory. Does not know which parts to ask for.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import httpx
+
+from engine.adapters.revision import Manifest, Tensors, make_manifest, split_key, write_revision
+from engine.base.families import BaseShapes
+from engine.catalog.catalog import Catalog, Revision
+from engine.publishing.publish import append, publish
+from engine.quality.probe import MEASURES, Probe, ask, gaps
+from engine.settings.params import served_name
+from engine.store.segments import Store
+from engine.training.service.client import TrainerClient
+
+KEPT_S = 600.0
+Reference = Callable[[Tensors], Probe]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Ask for parts of the revision `row`, whose whole effect `probe` says."""
+
+    catalog: Catalog
+    store: Store
+    row: Revision
+    base: BaseShapes
+    probe: Probe
+    engine: httpx.Client
+    base_name: str
+    reference: Reference
+
+    def compare(self, served: Tensors, shipped: Tensors) -> float:
+        """Return how far the engine's answers under `served` are from the trainer's under `shipped`, in nats.
+
+        Either may be empty, which is the base.
+        """
+        rows = self.reference(shipped).rows if shipped else self.probe.rows
+        wanted = [row.adapter if shipped else row.base for row in rows]
+        name = self._publish(served) if served else self.base_name
+        found = gaps([ask(self.engine, name, row.tokens) for row in rows], wanted)
+        return MEASURES[self.probe.dtype](found, gaps([r.adapter for r in rows], [r.base for r in rows]))
+
+    def _publish(self, tensors: Tensors) -> str:
+        manifest, now = describe(self.row, tensors), time.time()
+        dtype = next(iter(tensors.values())).dtype
+        given = (self.catalog, self.store, tensors, manifest, dtype, self.base, self.row.owner, now)
+        expires_at = now + KEPT_S
+        publish(self.catalog, self.store, partial(append, *given), state="snapshot", expires_at=expires_at)
+        return served_name(self.row.policy, manifest.digest)
+
+
+def describe(row: Revision, tensors: Tensors) -> Manifest:
+    """Describe a part of the revision `row` by what it holds."""
+    targets = {split_key(key)[0].rpartition(".")[2] for key in tensors}
+    return make_manifest(
+        tensors,
+        policy=row.policy,
+        base_digest=row.base,
+        rank=max(tensor.shape[0] for key, tensor in tensors.items() if key.endswith(".lora_A")),
+        targets=tuple(sorted(targets)),
+        step=row.step,
+    )
+
+
+def trainer_reference(trainer: TrainerClient, row: Revision, probe: Probe, scratch: Path) -> Reference:
+    """Return what asks a trainer for a part's log-probabilities, on the rows of the whole revision's probe.
+
+    The trainer writes each row's last token anew, so that rows never outgrow the engine's longest prompt.
+    """
+    prompts = [row.tokens[:-1] for row in probe.rows]
+
+    def reference(tensors: Tensors) -> Probe:
+        manifest = describe(row, tensors)
+        directory = write_revision(scratch / manifest.digest, tensors, manifest, {})
+        return trainer.probe_revision(row.policy, manifest.digest, prompts, tokens=1, directory=directory)
+
+    return reference

@@ -1,0 +1,128 @@
+"""Commands that look and change nothing: status, sessions, ls, why, report.
+
+Only `status` needs the services' supervisor, and `sessions` the trainer; the others read the catalog and
+the ledger's snapshot.
+"""
+
+import time
+from typing import Annotated, Any
+
+import typer
+
+from flows.entry import PARAMS, Json, ParamsFile, enter
+
+app = typer.Typer()
+PATIENCE_S = 5.0
+Limit = Annotated[int, typer.Option(min=1, max=10_000, help="How many lines at most, newest first.")]
+
+
+@app.command()
+def status(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
+    """Show each service: its state, address and age; and what runs or stands still."""
+    settings = enter(params)
+    from engine.services import lifecycle as services
+    from tasks.look import plain, standing
+
+    states, now = services.status(settings), standing(settings)
+    if as_json:
+        return print_json({"services": plain(states), **now})
+    from flows.display import print_status
+
+    print_status(states)
+    for alarm in now["alarms"]:
+        say(f"Alarm: {alarm}")
+    if now["frozen"]:
+        say("Releases are frozen: no pointer moves but rollbacks. `graftwork thaw` ends it.")
+    for release in now["releases"]:
+        say(f"A release of {release['revision']} is at its {release['step']}. {release['reason']}")
+    for notice in now["notices"]:
+        say(f"{notice['name']}: {notice['reason']}")
+
+
+@app.command()
+def sessions(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
+    """List the trainer's sessions: step, whether in memory, bytes, when and of whom it last heard, queue."""
+    settings = enter(params)
+    from engine.training.service.client import TrainerClient
+
+    rows = TrainerClient(settings.url("trainer"), patience_s=PATIENCE_S).sessions()
+    if as_json:
+        return print_json(rows)
+    from flows.display import print_rows
+
+    print_rows(rows)
+
+
+@app.command()
+def ls(
+    policy: Annotated[str | None, typer.Argument(help="List this policy's revisions.")] = None,
+    limit: Limit = 20,
+    as_json: Json = False,
+    params: ParamsFile = PARAMS,
+) -> None:
+    """List the policies, or one policy's revisions: scores, users' rewards, verdicts, who is champion."""
+    settings = enter(params)
+    from tasks import look
+
+    look.require_catalog(settings)
+    fresh = look.as_of(settings)
+    if policy is None:
+        policies, total = look.policies(settings, limit)
+        shown, rows = [look.shown_policy(row) for row in policies], look.plain(policies)
+    else:
+        revisions, total = look.revisions(settings, policy, limit)
+        shown, rows = [look.shown_revision(row) for row in revisions], look.plain(revisions)
+    if as_json:
+        kind = "policies" if policy is None else "revisions"
+        return print_json({"as_of": fresh, "total": total, kind: rows})
+    from flows.display import print_rows
+
+    print_rows(shown)
+    say(f"{len(rows)} of {total}; `--limit` shows more." if total > len(rows) else "")
+    say(look.note(fresh))
+
+
+@app.command()
+def why(
+    subject: Annotated[str, typer.Argument(help="An answer's id, POLICY@DIGEST, a digest, or a policy.")],
+    as_json: Json = False,
+    params: ParamsFile = PARAMS,
+) -> None:
+    """Show why: answer, revision, verdict, scores, run, data, commit; and what is not known."""
+    settings = enter(params)
+    from tasks import look
+
+    look.require_catalog(settings)
+    fresh, chain = look.as_of(settings), look.explain(settings, subject)
+    if as_json:
+        return print_json({"as_of": fresh, **look.plain(chain)})
+    from flows.display import print_links
+
+    print_links(chain.links)
+    say(look.note(fresh))
+
+
+@app.command()
+def report(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
+    """Write the HTML report of everything in the ledger."""
+    settings = enter(params)
+    from tasks.look import require_catalog
+    from tasks.publish import write_report
+
+    require_catalog(settings)
+    now = time.time()
+    path = write_report(settings, settings.paths.runs / "report.html", 0.0, now, {})
+    if as_json:
+        return print_json({"path": str(path)})
+    typer.echo(f"The report is {path}.")
+
+
+def say(sentence: str) -> None:
+    if sentence:
+        typer.echo(sentence)
+
+
+def print_json(value: Any) -> None:
+    import json
+
+    typer.echo(json.dumps(value, indent=2))

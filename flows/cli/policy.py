@@ -1,0 +1,90 @@
+"""Commands about policies: create one from your own data, list them, show where settings come from."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from engine.settings.forms import CreatePolicyForm
+from engine.settings.params import known_policies, resolve_policy
+from flows.entry import PARAMS, Json, ParamsFile, enter, filled
+
+app = typer.Typer()
+policy_app = typer.Typer(help="Policies: lines of training, each with its task.", no_args_is_help=True)
+app.add_typer(policy_app, name="policy")
+
+
+@policy_app.command("create")
+def create(
+    name: str,
+    data: Annotated[Path, typer.Option(help="JSONL: question and answer on each line.")],
+    verifier: Annotated[str, typer.Option(help="exact, numeric, regex, json-schema or python:MODULE:FUNC")],
+    owner: Annotated[str, typer.Option(help="Whose policy it is.")] = "local",
+    base: Annotated[str | None, typer.Option(help="The resident base.")] = None,
+    system: Annotated[str | None, typer.Option(help="System prompt before every question.")] = None,
+    few_shot: Annotated[Path | None, typer.Option(help="JSONL of worked questions before each one.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Training steps.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Longest answer, tokens.")] = None,
+    items: Annotated[int, typer.Option(help="Frozen items at most.")] = 200,
+    scheduled: Annotated[
+        bool | None, typer.Option("--scheduled/--unscheduled", help="Adapted by the nightly flow when due.")
+    ] = None,
+    max_age_hours: Annotated[float | None, typer.Option(help="Due when older than this.")] = None,
+    drift_after_hours: Annotated[
+        float | None, typer.Option(help="Due when users' rewards stayed under the score for so long.")
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Take a name again that was purged once.")] = False,
+    params: ParamsFile = PARAMS,
+) -> None:
+    """Split your data into training and frozen items, and make a policy of it.
+
+    Created again, with newer data say, it keeps every setting that is not given.
+    """
+    settings = enter(params)
+    from engine.problems.jsonl import read_rows
+    from tasks.policies import create_policy, describe
+
+    worked = [asdict(row) for _, row in read_rows(few_shot)] if few_shot else None
+    form = filled(
+        CreatePolicyForm, name=name, owner=owner, base=base, data=data, verifier=verifier, system=system,
+        steps=steps, max_tokens=max_tokens, items=items, scheduled=scheduled, max_age_hours=max_age_hours,
+        drift_after_hours=drift_after_hours, few_shot=worked,
+    )  # fmt: skip
+    created = create_policy(
+        settings, name, data, verifier, owner, base, form.settings(), items,
+        lambda lines: typer.echo(f"  {lines} lines", err=True), again,
+    )  # fmt: skip
+    typer.echo(describe(created))
+
+
+@policy_app.command("ls")
+def ls(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
+    """List the policies that can be adapted here."""
+    settings = enter(params)
+    rows = []
+    for name in known_policies(settings):
+        config = settings.policy(name)
+        row = {"policy": name, "owner": config.owner, "verifier": config.verifier, "suite": config.suite}
+        rows.append(row | {"scheduled": config.scheduled})
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    from flows.display import print_rows
+
+    print_rows(rows)
+
+
+@policy_app.command("show")
+def show(name: str, as_json: Json = False, params: ParamsFile = PARAMS) -> None:
+    """Show a policy's settings, each with where it comes from."""
+    resolved = resolve_policy(enter(params), name)
+    values = resolved.config.model_dump(mode="json")
+    rows = [{"setting": key, "value": values[key], "from": resolved.sources[key]} for key in values]
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    from flows.display import print_rows
+
+    print_rows(rows)

@@ -1,0 +1,34 @@
+"""The command that shows where adapters are."""
+
+from typing import Annotated
+
+import typer
+
+from flows.entry import PARAMS, Json, ParamsFile, enter
+
+app = typer.Typer()
+Limit = Annotated[int, typer.Option(min=1, max=10_000, help="How many revisions at most.")]
+
+
+@app.command()
+def residency(limit: Limit = 50, as_json: Json = False, params: ParamsFile = PARAMS) -> None:
+    """Show the tiers (stored, host, slot), the queue of cold loads, and each revision's loads and waits."""
+    settings = enter(params)
+    from tasks import look
+    from tasks import residency as tiers
+
+    look.require_catalog(settings)
+    found = tiers.residency(settings, limit)
+    if as_json:
+        from flows.cli.look import print_json
+
+        return print_json(found)
+    from flows.display import print_row, print_rows
+
+    if not found["engine"]:
+        typer.echo("No engine runs: every revision is stored.")
+    for name, tier in found["tiers"].items():
+        print_row({name: ", ".join(f"{key} {value:,}" for key, value in tier.items() if value is not None)})
+    if found["queue"]:
+        print_row({"queue": ", ".join(f"{key} {value}" for key, value in found["queue"].items())})
+    print_rows([tiers.shown(row) for row in found["revisions"]])

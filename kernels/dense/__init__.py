@@ -1,0 +1,1 @@
+"""LoRA on dense layers, for rows of many adapters."""

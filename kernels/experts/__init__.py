@@ -1,0 +1,1 @@
+"""LoRA on a mixture of experts."""

@@ -1,0 +1,119 @@
+"""LoRA on a mixture of experts, on CPU, at a trainer's width: torch's grouped product over sorted pairs.
+
+The three operations of `experts`, which says what they mean, for many pairs a segment: there the products
+are what costs, and `experts` computes padding and reads factors line by line (its time over this one's in
+docs/benchmarks.md). A segment's pairs are one product, so a row's bits may depend on its batch; where they
+must not, as in serving, `experts` is the one to take.
+
+Shapes: T tokens, L tokens with an adapter, K experts of a token, P pairs, R rank, D width, S slots,
+E experts.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.functional import grouped_mm, pad
+
+from kernels.experts import cpu as experts
+
+
+@dataclass(frozen=True)
+class Sorted:
+    """Pairs in the order of their segments: `order` (P), and the `ends` (S*E) of segments."""
+
+    order: Tensor
+    ends: Tensor
+
+    def gather(self, rows: Tensor, each: int) -> Tensor:
+        """Return one row (D) a pair, sorted; `rows` is (L, D), a row for `each` pairs, or (L, K, D)."""
+        if rows.dim() == 2:
+            return rows.index_select(0, self.order // each)
+        return rows.flatten(0, 1).index_select(0, self.order)
+
+    def scatter(self, sorted_PD: Tensor, each: int) -> Tensor:
+        """Return the rows in the order of pairs, (L, `each`, D)."""
+        rows_PD = torch.empty_like(sorted_PD).index_copy_(0, self.order, sorted_PD)
+        return rows_PD.view(-1, each, sorted_PD.shape[-1])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which token goes to which segments, sorted once for all factors of a layer's step."""
+
+    pairs: experts.Plan
+    _sorted: dict[tuple[int, int, int], Sorted] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> Tensor | None:
+        return self.pairs.tokens
+
+    def rows(self, values: Tensor) -> Tensor:
+        """Return the rows of tokens that have an adapter."""
+        return self.pairs.rows(values)
+
+    def sorted(self, slots: int, experts: int, each: int) -> Sorted:
+        """Return the pairs, `each` a token, in a factor of so many slots and experts."""
+        key = (slots, experts, each)
+        if key not in self._sorted:
+            segment_P = self.pairs.segments(experts, each).flatten()
+            ends = torch.bincount(segment_P, minlength=slots * experts).cumsum(0, dtype=torch.int32)
+            self._sorted[key] = Sorted(segment_P.argsort(stable=True), ends)
+        return self._sorted[key]
+
+
+def plan(slots_T: Tensor, experts_TK: Tensor) -> Plan | None:
+    """Keep the tokens that have an adapter (slot >= 0). None when no token has one."""
+    pairs = experts.plan(slots_T, experts_TK)
+    return Plan(pairs) if pairs else None
+
+
+def shrink(x: Tensor, factor_SERD: Tensor, plan: Plan) -> Tensor:
+    """Return h (L, K, R), as `experts.shrink` does."""
+    count = plan.pairs.experts.shape[1]
+    slots, number = factor_SERD.shape[:2]
+    # A shared factor gives all experts of a token's one row the same result.
+    each = 1 if x.dim() == 2 and number == 1 else count
+    pairs = plan.sorted(slots, number, each)
+    rows_PD, factor_GRD = _aligned(pairs.gather(plan.rows(x), each)), _aligned(factor_SERD.flatten(0, 1))
+    h_PR = grouped_mm(rows_PD, factor_GRD.transpose(1, 2), offs=pairs.ends)
+    return pairs.scatter(h_PR, each).expand(-1, count, -1)
+
+
+def expand(
+    y: Tensor, h_LKR: Tensor, factor_SERD: Tensor, plan: Plan, weights_TK: Tensor | None = None
+) -> None:
+    """Add each pair's h times its segment's factor to `y` in place, as `experts.expand` does."""
+    if weights_TK is not None:
+        h_LKR = (h_LKR * plan.rows(weights_TK)[..., None]).to(h_LKR.dtype)
+    slots, number = factor_SERD.shape[:2]
+    if y.dim() == 2 and number == 1:
+        h_LKR = h_LKR.sum(1, keepdim=True)
+    each = h_LKR.shape[1]
+    pairs = plan.sorted(slots, number, each)
+    h_PR, factor_GRD = _aligned(pairs.gather(h_LKR, each)), _aligned(factor_SERD.flatten(0, 1), ranks=True)
+    delta_PD = grouped_mm(h_PR, factor_GRD, offs=pairs.ends)[:, : factor_SERD.shape[-1]]
+    delta = pairs.scatter(delta_PD, each)
+    delta = delta.sum(1) if y.dim() == 2 else delta
+    if plan.tokens is None:
+        y += delta
+    else:
+        y[plan.tokens] += delta
+
+
+def outer(h_LKR: Tensor, x: Tensor, experts: int, slots: int, plan: Plan) -> Tensor:
+    """Return each segment's sum of `h` times row, (S, E, R, D): the gradient of its factor."""
+    if x.dim() == 2 and experts == 1:
+        h_LKR = h_LKR.sum(1, keepdim=True)
+    each, rank = h_LKR.shape[1:]
+    pairs = plan.sorted(slots, experts, each)
+    h_PR, x_PD = _aligned(pairs.gather(h_LKR, each)), _aligned(pairs.gather(plan.rows(x), each))
+    sums_GRD = grouped_mm(h_PR.T, x_PD, offs=pairs.ends)[:, :rank, : x.shape[-1]]
+    return sums_GRD.reshape(slots, experts, rank, -1)
+
+
+def _aligned(values: Tensor, ranks: bool = False) -> Tensor:
+    """Pad the last axis with zeros to whole 16 bytes, which `grouped_mm` asks of rows; and the one before."""
+    whole = 16 // values.element_size()
+    missing = [-size % whole for size in (values.shape[-1], values.shape[-2] if ranks else 0)]
+    return pad(values, (0, missing[0], 0, missing[1])) if any(missing) else values

@@ -1,0 +1,1 @@
+"""Copy a packed adapter's values into slot buffers."""

@@ -1,0 +1,49 @@
+"""A name that was purged, taken again on purpose: the one way past the marker that a purge leaves."""
+
+import time
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+from engine.errors import Conflict, NotFound
+from engine.settings.params import Params
+from tasks.purge_record import is_under_way
+
+if TYPE_CHECKING:
+    from engine.catalog.catalog import Catalog
+
+
+def allow_again(params: Params, name: str, owner: str, again: bool) -> None:
+    """Raise `Conflict` for a name that was purged; with `again` make it a policy without revisions anew.
+
+    `Conflict` also with `again` while the purge has not come to its end.
+    """
+    from engine.base.resident import ensure_base
+    from engine.catalog.catalog import Catalog, Policy, migrate
+
+    if not params.paths.has_catalog:
+        return
+    migrate(params.paths.catalog_url)
+    with closing(Catalog(params.paths.catalog_url)) as catalog:
+        mark = catalog.purged(name)
+        if mark is None or _is_there(catalog, name):
+            return
+        if is_under_way(params, name):
+            raise Conflict(
+                f"The purge of {name!r} by {mark['by']!r} has not come to its end. Run `graftwork purge "
+                f"{name}` again, it goes on from where it was; then give --again."
+            )
+        if not again:
+            raise Conflict(
+                f"The name {name!r} was purged by {mark['by']!r}. Choose another name, or give --again to "
+                "use it for something new."
+            )
+        base = ensure_base(params.base, params.paths).digest
+        catalog.add_policy(Policy(name, base, {}, owner, time.time()), again=True)
+
+
+def _is_there(catalog: "Catalog", name: str) -> bool:
+    try:
+        catalog.policy(name)
+    except NotFound:
+        return False
+    return True

@@ -1,0 +1,73 @@
+"""Which line of training a policy's settings continue.
+
+A line goes on from the policy's champion while task and contract stay the same; with another contract it
+begins at the base. Knows catalog and manifests. Knows neither trainer nor engine.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.adapters.manifests import stored_manifest
+from engine.errors import NotFound
+from engine.settings.params import DIGEST12, Paths, PolicyConfig, content_hash
+
+# Settings that may change while a line of training goes on.
+NOT_OF_A_LINE = {"steps", "suite", "snapshot_ttl_s", "scheduled", "max_age_s", "drift_after_s", "owner"}
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of training: its session's name, the revision where it starts, its seed, and where LoRA sits."""
+
+    session: str
+    parent: str | None
+    seed: int
+    targets: tuple[str, ...]
+
+
+def line_of(paths: Paths, policy: str, config: PolicyConfig, targets: Sequence[str]) -> Line:
+    """Return the line of training that these settings continue; `targets` are all that can be served.
+
+    Settings, champion and the releases that it has withstood name the line, so that a run that was killed
+    finds it again, while a policy whose revision was promoted or refused since gets a new line with a
+    seed of its own.
+    """
+    champion, refused = _standing(paths, policy)
+    settings = config.model_dump(mode="json", exclude=NOT_OF_A_LINE, exclude_defaults=True)
+    if config.data_digest:
+        # The data by its content: where the file lies must not change what is drawn.
+        settings["task"] = config.data_digest
+    name = content_hash([settings, champion, refused])
+    targets = config.targets or tuple(targets)
+    seed = int(name[:8], 16) >> 1 if champion or refused else config.seed
+    parent = champion if champion and _continues(paths, policy, champion, config, targets) else None
+    return Line(f"{policy}-{name[:DIGEST12]}", parent, seed, targets)
+
+
+def _standing(paths: Paths, policy: str) -> tuple[str | None, int]:
+    """Return the champion and how many releases were refused in its favour."""
+    from engine.catalog.catalog import Catalog
+
+    catalog = Catalog(paths.catalog_url)
+    try:
+        champion = catalog.route(policy).champion
+    except NotFound:
+        return None, 0
+    else:
+        ended = [release for release in catalog.releases(policy) if release.baseline == champion]
+        return champion, sum(release.state in ("held", "rolled_back") for release in ended)
+    finally:
+        catalog.close()
+
+
+def _continues(
+    paths: Paths, policy: str, champion: str, config: PolicyConfig, targets: Sequence[str]
+) -> bool:
+    manifest = stored_manifest(paths.revision(policy, champion))
+    if not manifest or sorted(manifest["targets"]) != sorted(targets):
+        return False
+    before, now = manifest["config"], config.model_dump(mode="json")
+    # New data of the same policy is learned on top of its champion.
+    same = ("contract", "verifier", "system", "few_shot", "rank")
+    names = same if config.data_digest else ("task", *same)
+    return all(before.get(name, now[name]) == now[name] for name in names)

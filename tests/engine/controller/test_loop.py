@@ -1,0 +1,709 @@
+"""The controller: gates to verdict on real stores, kills between any two effects, faults, requests."""
+
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi.testclient import TestClient
+from rows import ACCEPTED, NEW, OLD, THIRD, fill
+
+from engine.catalog.catalog import Catalog, Release, ensure_local_key, migrate
+from engine.controller import trusted_clock
+from engine.controller.advance import Action, CanaryResult, Evidence, advance
+from engine.controller.api import build_app
+from engine.controller.apply import Applier
+from engine.controller.loop import Controller
+from engine.controller.mlflow_aliases import AliasMirror
+from engine.controller.mlflow_registry import Registry
+from engine.controller.trusted_clock import TrustedClock
+from engine.errors import Conflict, NotFound, ServiceError
+from engine.ledger.ledger import Ledger, Spool, open_snapshot
+from engine.settings.params import Params, ReleaseConfig
+from tasks import release as calls
+
+SETTINGS = ReleaseConfig(min_units=10).model_dump(mode="json")
+
+
+@pytest.fixture
+def params(tmp_path: Path) -> Params:
+    return Params(state_dir=tmp_path / "state", release=ReleaseConfig(min_units=10))
+
+
+@pytest.fixture
+def controller(params: Params) -> Iterator[Controller]:
+    migrate(params.paths.catalog_url)
+    fill(Catalog(params.paths.catalog_url))
+    controller = Controller(params, "test")
+    yield controller
+    controller.close()
+
+
+class Users:
+    """What gateways spool about users, and about others who must not count."""
+
+    def __init__(self, params: Params):
+        self.spool = Spool(params.paths.spool, "gateway")
+        self._number = itertools.count()
+
+    def ask(self, digest: str | None, reward: float, arm: str, unit: str | None = "own", **more: Any) -> None:
+        id = f"request-{next(self._number)}"
+        fields = {"policy": "sorting", "digest": digest, "arm": arm, "key": "k", "purpose": "user"} | more
+        self.spool.emit("observations", id=id, unit=id if unit == "own" else unit, **fields)
+        self.spool.emit("feedback", request_id=id, reward=reward, key="k")
+
+    def crowd(self, canary: float, baseline: float, pairs: int, champion: str | None = OLD) -> None:
+        for _ in range(pairs):
+            self.ask(NEW, canary, "canary")
+            for _ in range(4):
+                self.ask(champion, baseline, "champion" if champion else "base")
+        self.spool.rotate()
+
+
+@pytest.fixture
+def users(params: Params) -> Users:
+    return Users(params)
+
+
+def start(controller: Controller, digest: str = NEW, **settings: Any) -> Release:
+    return controller.desk.start("sorting", digest, settings, {"score": "not scored here"}, "me")
+
+
+def ledger_rows(controller: Controller, query: str) -> list[tuple]:
+    controller.spool.rotate()
+    controller.tick()
+    assert controller.ledger is not None
+    return controller.ledger.connection.execute(query).fetchall()
+
+
+def test_a_bad_canary_is_buried_and_a_good_one_promoted(controller: Controller, users: Users) -> None:
+    catalog = controller.catalog
+    bad = start(controller)
+    controller.tick()
+    assert catalog.route("sorting").canary == NEW
+    assert catalog.route("sorting").weight == 0.2
+    users.crowd(canary=0.0, baseline=1.0, pairs=8)
+    controller.tick()
+    ended = catalog.release(bad.id)
+    assert (ended.state, ended.step) == ("rolled_back", "done")
+    assert ended.evidence["canary"]["canary_units"] == 8
+    stone = catalog.tombstone("sorting", NEW)
+    assert stone is not None
+    assert stone.at - ended.evidence["decided_at"] < 1
+    route = catalog.route("sorting")
+    assert (route.champion, route.canary, route.weight) == (OLD, None, 0.0)
+
+    catalog.lift("sorting", NEW, "me", "try again")
+    good = start(controller)
+    controller.tick()
+    users.crowd(canary=1.0, baseline=1.0, pairs=60)
+    controller.tick()
+    assert catalog.release(good.id).state == "promoted"
+    route = catalog.route("sorting")
+    assert (route.champion, route.previous, route.canary) == (NEW, OLD, None)
+    verdicts = ledger_rows(controller, 'SELECT verdict, digest, baseline FROM verdicts ORDER BY "at"')
+    assert verdicts == [("rollback", NEW, OLD), ("promote", NEW, OLD)]
+    versions = ledger_rows(controller, "SELECT version FROM route_changes ORDER BY version")
+    assert versions == [(1,), (2,), (3,), (4,), (5,)]
+
+
+def test_the_base_is_the_baseline_of_a_first_canary(params: Params, users: Users) -> None:
+    migrate(params.paths.catalog_url)
+    fill(Catalog(params.paths.catalog_url), champion=None)
+    controller = Controller(params, "test")
+    release = start(controller)
+    controller.tick()
+    users.crowd(canary=1.0, baseline=0.0, pairs=12, champion=None)
+    controller.tick()
+    assert controller.catalog.release(release.id).state == "promoted"
+    assert controller.catalog.route("sorting").previous is None
+    controller.close()
+
+
+def test_only_users_with_a_unit_and_only_their_first_reward_count(
+    controller: Controller, users: Users
+) -> None:
+    users.ask(NEW, 0.0, "canary", unit="before the canary")
+    users.spool.rotate()
+    release = start(controller)
+    controller.tick()
+    for _ in range(50):
+        users.ask(NEW, 0.0, "canary", unit=None)
+        users.ask(NEW, 0.0, "canary", purpose="score")
+        users.ask(NEW, 0.0, "canary", unit="one and the same")
+        users.ask(NEW, 0.0, "pinned")
+        users.ask(THIRD, 0.0, "champion")
+        users.ask(OLD, 1.0, "champion")
+        users.ask(NEW, 0.0, "canary", policy="another")
+    users.spool.rotate()
+    controller.tick()
+    seen = controller.latest[release.id].canary
+    assert (seen.canary_units, seen.baseline_units, seen.pairs) == (1, 50, 1)
+    assert (seen.canary_reward, seen.baseline_reward) == (0.0, 1.0)
+    assert controller.catalog.release(release.id).state == "running"
+
+
+def test_evidence_grows_the_same_after_a_restart(
+    controller: Controller, params: Params, users: Users
+) -> None:
+    release = start(controller, margin=0.0)
+    controller.tick()
+    for turn in range(5):
+        for i in range(7):
+            users.ask(NEW, (i % 3) / 2, "canary")
+            for j in range(4):
+                users.ask(OLD, ((i + j + turn) % 3) / 2, "champion")
+        users.spool.rotate()
+        controller.tick()
+    before = controller.latest[release.id].canary
+    assert before.pairs == 35
+    controller.close()
+    again = Controller(params, "test")
+    again.tick()
+    assert again.latest[release.id].canary == before
+    controller.catalog = again.catalog
+    controller.ledger = None
+    again.close()
+
+
+def test_the_offline_score_is_paired_by_item(controller: Controller, users: Users) -> None:
+    def score(digest: str | None, item: str, value: float, **more: Any) -> None:
+        fields = {"policy": "sorting", "base": "base", "suite": "sorting-json", "suite_version": "1"} | more
+        users.spool.emit("scores", digest=digest, item=item, score=value, **fields)
+
+    for item in ("a", "b"):
+        score(OLD, item, 1.0)
+        score(NEW, item, 0.0, at=1.0)
+        score(NEW, item, 1.0, at=2.0)
+    score(OLD, "only old", 1.0)
+    score(NEW, "only new", 0.0)
+    score(NEW, "a", 0.0, suite="another")
+    score(NEW, "a", 0.0, suite_version="0")
+    users.spool.rotate()
+    release = controller.desk.start("sorting", NEW, {}, {}, "me")
+    controller.tick()
+    row = controller.catalog.release(release.id)
+    assert row.step == "canary"
+    assert row.state == "running"
+    controller.desk.hold(row.id, "me", "enough")
+    for item in ("a", "b"):
+        score(THIRD, item, 0.0)
+    users.spool.rotate()
+    worse = controller.desk.start("sorting", THIRD, {}, {}, "me")
+    controller.tick()
+    ended = controller.catalog.release(worse.id)
+    assert (ended.state, ended.evidence["score"]) == ("held", {"items": 2, "revision": 0.0, "baseline": 1.0})
+    assert controller.catalog.route("sorting").canary is None
+
+
+def test_a_release_waits_for_what_was_spooled_before_it(controller: Controller, users: Users) -> None:
+    controller._ingest()
+    fields = {"policy": "sorting", "base": "base", "suite": "sorting-json", "suite_version": "1"}
+    for digest in (OLD, NEW):
+        users.spool.emit("scores", digest=digest, item="a", score=1.0, **fields)
+    users.spool.rotate()
+    release = controller.desk.start("sorting", NEW, {}, {}, "me")
+    controller._advance_all()
+    assert controller.catalog.release(release.id).step == "probe"
+    controller.tick()
+    assert controller.catalog.release(release.id).step == "canary"
+
+
+class Killed(BaseException):
+    """Stands for kill -9: nothing in the product catches it."""
+
+
+class Boundary:
+    """Passes calls through to a real store and dies right after the n-th effect of all."""
+
+    effects = ("bury", "set_route", "update_release", "emit")
+
+    def __init__(self, real: Any, countdown: Iterator[int], last: int):
+        self._real, self._countdown, self._last = real, countdown, last
+
+    def __getattr__(self, name: str) -> Any:
+        method: Callable[..., Any] = getattr(self._real, name)
+        if name not in self.effects:
+            return method
+
+        def effect(*args: Any, **kwargs: Any) -> Any:
+            result = method(*args, **kwargs)
+            if next(self._countdown) == self._last:
+                raise Killed
+            return result
+
+        return effect
+
+
+CANARIES = {
+    "promote": CanaryResult(50, 200, 1.0, 1.0, 50, -0.1, 0.2),
+    "rollback": CanaryResult(8, 32, 0.0, 1.0, 8, -1.0, -0.2),
+    "hold": CanaryResult(5, 20, 1.0, 1.0, 5, -0.5, 0.5),
+}
+
+
+def see(catalog: Catalog, release: Release, result: CanaryResult) -> Evidence:
+    stone = catalog.tombstone("sorting", NEW)
+    now = (release.canary_started_at or 0.0) + SETTINGS["max_seconds"]
+    route = catalog.route("sorting")
+    return Evidence(now, route, ACCEPTED, None, result, stone.reason if stone else None)
+
+
+def drive(catalog: Any, spool: Any, result: CanaryResult) -> None:
+    applier = Applier(catalog, spool)
+    for release in catalog.releases(open_only=True):
+        while release.state == "running":
+            evidence = see(catalog, release, result)
+            release = applier.apply(release, advance(release, evidence), evidence)
+
+
+def end_state(root: Path, verdict: str, kill_after: int | None) -> tuple[Any, ...]:
+    """Take a release to its end, with a kill after the n-th effect and a restart; return what is left."""
+    url = f"sqlite:///{root}/catalog.db"
+    migrate(url)
+    catalog, spool = Catalog(url), Spool(root / "spool", "test")
+    fill(catalog)
+    skipped = {"score": {"by": "me", "reason": "not scored here"}}
+    row = Release("r1", "sorting", NEW, OLD, "probe", 0.2, "running", SETTINGS, 1.0, 1.0, skip_gates=skipped)
+    catalog.add_release(row)
+    if kill_after is not None:
+        countdown = itertools.count(1)
+        with pytest.raises(Killed):
+            drive(
+                Boundary(catalog, countdown, kill_after),
+                Boundary(spool, countdown, kill_after),
+                CANARIES[verdict],
+            )
+    # What is seen after the restart may say less; before any decision it must say the same.
+    decided = catalog.release("r1").step == "done" or catalog.tombstone("sorting", NEW)
+    drive(catalog, spool, CanaryResult() if decided else CANARIES[verdict])
+    spool.rotate()
+    ledger = Ledger(root / "ledger.duckdb")
+    ledger.ingest(root / "spool")
+    Applier(catalog, spool).say_missing(ledger)
+    spool.close()
+    ledger.ingest(root / "spool")
+    said = ledger.connection.execute('SELECT id, verdict, reason, "by" FROM verdicts').fetchall()
+    changes = ledger.connection.execute(
+        "SELECT id, champion, canary FROM route_changes ORDER BY version"
+    ).fetchall()
+    ledger.close()
+    route, release = catalog.route("sorting"), catalog.release("r1")
+    stones = [(stone.digest, stone.reason, stone.by) for stone in catalog.tombstones()]
+    catalog.close()
+    return (
+        (route.champion, route.previous, route.canary, route.weight, route.version),
+        (release.state, release.step, release.reason),
+        stones,
+        said,
+        changes,
+    )
+
+
+EFFECTS = {"promote": 11, "rollback": 12, "hold": 11}
+
+
+@pytest.mark.parametrize("verdict", list(EFFECTS))
+def test_a_kill_after_any_effect_reaches_the_same_end(tmp_path: Path, verdict: str) -> None:
+    (tmp_path / "whole").mkdir()
+    whole = end_state(tmp_path / "whole", verdict, None)
+    assert [row[1] for row in whole[3]] == [verdict]
+    for n in itertools.count(1):
+        root = tmp_path / str(n)
+        root.mkdir()
+        try:
+            assert end_state(root, verdict, n) == whole, f"killed after effect {n}"
+        except pytest.fail.Exception:
+            break
+    # The loop above ended because a run had no n-th effect any more.
+    assert n - 1 == EFFECTS[verdict]
+
+
+def test_a_rollback_writes_its_tombstone_first(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/catalog.db"
+    migrate(url)
+    catalog, spool = Catalog(url), Spool(tmp_path / "spool", "test")
+    fill(catalog)
+    catalog.set_route(replace(catalog.route("sorting"), canary=NEW, weight=0.2), 1)
+    row = Release(
+        "r1", "sorting", NEW, OLD, "canary", 0.2, "running", SETTINGS, 1.0, 1.0, canary_started_at=5.0
+    )
+    catalog.add_release(row)
+    countdown = itertools.count(1)
+    applier = Applier(Boundary(catalog, countdown, 1), spool)  # type: ignore[arg-type]
+    with pytest.raises(Killed):
+        applier.apply(row, Action("rollback", "bad"), see(catalog, row, CANARIES["rollback"]))
+    assert catalog.tombstone("sorting", NEW) is not None
+    assert catalog.route("sorting").canary == NEW
+    assert catalog.release("r1").state == "running"
+
+
+def test_users_count_although_the_controller_died_while_it_started_the_canary(
+    controller: Controller, users: Users
+) -> None:
+    release = start(controller)
+    countdown = itertools.count(1)
+    with pytest.raises(Killed):
+        drive(Boundary(controller.catalog, countdown, 4), controller.spool, CanaryResult())
+    assert controller.catalog.route("sorting").canary == NEW
+    assert controller.catalog.release(release.id).canary_started_at is None
+    users.crowd(canary=0.0, baseline=1.0, pairs=8)
+    controller.tick()
+    assert controller.catalog.release(release.id).state == "rolled_back"
+
+
+def test_a_failing_part_is_an_alarm_and_stops_no_other(controller: Controller, users: Users) -> None:
+    snapshot = controller.params.paths.ledger_snapshot
+    snapshot.mkdir()
+    release = start(controller)
+    controller.tick()
+    users.crowd(canary=0.0, baseline=1.0, pairs=8)
+    controller.tick()
+    assert controller.catalog.release(release.id).state == "rolled_back"
+    assert set(controller.faults) == {"snapshot"}
+    snapshot.rmdir()
+    controller._due.clear()
+    controller.tick()
+    assert controller.faults == {}
+    assert snapshot.is_file()
+
+
+def test_a_ledger_that_cannot_be_opened_again_keeps_the_rest_going(
+    controller: Controller, users: Users
+) -> None:
+    release = start(controller)
+    controller.tick()
+    assert controller.ledger is not None
+    controller.ledger.close()
+    controller.ledger = None
+    code = "import duckdb, sys, time; c = duckdb.connect(sys.argv[1]); print(1, flush=True); time.sleep(60)"
+    command = [sys.executable, "-c", code, str(controller.params.paths.ledger)]
+    holder = subprocess.Popen(command, stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        users.crowd(canary=0.0, baseline=1.0, pairs=8)
+        controller.tick()
+        assert str(holder.pid) in controller.faults["ingest"]
+        assert controller.catalog.release(release.id).state == "running"
+        controller.desk.rollback("sorting", THIRD, "me", "A person needs no ledger.")
+        assert controller.catalog.tombstone("sorting", THIRD) is not None
+    finally:
+        holder.kill()
+        holder.wait()
+    controller.tick()
+    assert controller.faults == {}
+    assert controller.catalog.release(release.id).state == "rolled_back"
+
+
+def test_feedback_that_comes_after_a_purge_goes_within_hours(params: Params, controller: Controller) -> None:
+    users = Users(params)
+    users.ask(OLD, 1.0, "champion")
+    for hours, id in ((2, "late"), (0, "ahead of its answer")):
+        users.spool.emit("feedback", request_id=id, reward=1.0, key="k", at=time.time() - 3600 * hours)
+    users.spool.rotate()
+    controller.tick()
+    with open_snapshot(params.paths.ledger_snapshot) as ledger:
+        found = ledger.execute("SELECT request_id FROM feedback ORDER BY rowid").fetchall()
+    assert found == [("request-0",), ("ahead of its answer",)]
+
+
+def test_feedback_waits_for_answers_that_cannot_be_taken_in(
+    params: Params, controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    users = Users(params)
+    users.spool.emit("feedback", request_id="answer", reward=1.0, key="k", at=time.time() - 7200)
+    users.spool.rotate()
+    ingest = Ledger.ingest
+
+    def partly(self, *given):
+        ingest(self, *given)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Ledger, "ingest", partly)
+    controller.tick()
+    assert controller.ledger.connection.execute("SELECT count(*) FROM feedback").fetchone() == (1,)
+
+
+def test_a_clock_that_jumps_ahead_expires_nothing_until_it_has_held(controller: Controller) -> None:
+    catalog, wall, steady = controller.catalog, [1000.0], [0.0]
+    file = controller.params.paths.clock
+    controller._clock = TrustedClock(file, lambda: wall[0], lambda: steady[0])
+    catalog.add_revision(replace(catalog.revision("sorting", THIRD), digest="dd" * 32, expires_at=5000.0))
+
+    def turn(wall_s: float, steady_s: float) -> bool:
+        wall[0] += wall_s
+        steady[0] += steady_s
+        controller._due.clear()
+        controller.tick()
+        return "expire" in controller.faults
+
+    assert not turn(10, 10)
+    assert turn(1e6, 10)
+    assert "jumped ahead by 999990 s" in controller.faults["expire"]
+    assert turn(1800, 1800)
+    # Who sees the alarm and starts the services again must not make the jump believed.
+    controller._clock = TrustedClock(file, lambda: wall[0], lambda: steady[0])
+    assert turn(10, 10)
+    # Set right, and wrong again: the hour begins anew.
+    assert not turn(-1e6, 10)
+    assert turn(1e6, 10)
+    assert turn(3500, 3500)
+    assert catalog.find("sorting", "dd" * 32)
+    assert not turn(200, 200)
+    assert catalog.find("sorting", "dd" * 32) is None
+
+
+def test_a_clock_is_remembered_until_the_machine_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, wall, steady = tmp_path / "clock.json", [1000.0], [0.0]
+
+    def clock() -> TrustedClock:
+        return TrustedClock(file, lambda: wall[0], lambda: steady[0])
+
+    assert clock().now() == 1000.0
+    # It is set while nobody looks; an hour counts on through several processes.
+    wall[0] += 1e6
+    for _ in range(4):
+        with pytest.raises(ServiceError, match="jumped ahead by 1000000 s"):
+            clock().now()
+        wall[0], steady[0] = wall[0] + 901, steady[0] + 901
+    assert clock().now() == wall[0]
+    # After a start of the machine the monotonic clock says nothing of the time before.
+    boot = tmp_path / "boot_id"
+    boot.write_text("another\n")
+    monkeypatch.setattr(trusted_clock, "BOOT", boot)
+    wall[0] += 1e6
+    assert clock().now() == wall[0]
+    file.write_text("torn")
+    assert clock().now() == wall[0]
+
+
+def test_another_holder_of_the_lease_ends_the_loop(controller: Controller) -> None:
+    controller.catalog.renew("controller", "test", controller._fence, ttl_s=-1)
+    assert controller.catalog.acquire("controller", "another machine", ttl_s=60) is not None
+    with pytest.raises(Conflict, match="taken the lease"):
+        controller.tick()
+    with pytest.raises(Conflict, match="another machine"):
+        controller._take_lease()
+
+
+@pytest.fixture
+def web(controller: Controller) -> Iterator[TestClient]:
+    key = ensure_local_key(controller.catalog, controller.params.paths.local_key)
+    mirror = AliasMirror(controller.catalog, controller.desk, controller.lock, Registry(httpx.Client()))
+    with TestClient(build_app(controller, mirror), headers={"Authorization": f"Bearer {key}"}) as client:
+        yield client
+
+
+def revision_body(digest: str, reason: str = "because") -> dict[str, str]:
+    return {"policy": "sorting", "digest": digest[:12], "reason": reason, "by": "ada"}
+
+
+def test_requests_to_start_and_hold(controller: Controller, web: TestClient) -> None:
+    body = {"policy": "sorting", "digest": NEW[:12], "settings": {"weight": 0.5}, "by": "ada"}
+    first = web.post("/releases", json=body).json()
+    assert (first["weight"], first["baseline"], first["state"]) == (0.5, OLD, "running")
+    assert web.post("/releases", json=body).json()["id"] == first["id"]
+    other = web.post("/releases", json=body | {"digest": THIRD})
+    assert other.status_code == 409
+    assert "running" in other.json()["error"]
+    held = web.post(f"/releases/{first['id']}/hold", json={"reason": "lunch", "by": "ada"}).json()
+    assert (held["state"], held["approval"], held["reason"]) == ("held", "ada", "lunch")
+    assert web.get("/releases", params={"policy": "sorting"}).json()[0]["id"] == first["id"]
+    assert web.get(f"/releases/{first['id']}").json()["evidence"]["verdict"] == "hold"
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "sentence"),
+    [
+        ({"policy": "nobody", "digest": NEW}, 404, "nobody"),
+        ({"policy": "sorting", "digest": "99"}, 404, "no revision"),
+        ({"policy": "sorting", "digest": OLD}, 409, "champion"),
+        ({"policy": "sorting", "digest": NEW, "settings": {"alpah": 1}}, 400, "alpah"),
+        ({"policy": "sorting", "digest": NEW, "settings": {"alpha": 2}}, 400, "alpha"),
+        ({"policy": "sorting", "digest": NEW, "skip_gates": {"probe": "x"}}, 400, "cannot be skipped"),
+        ({"policy": "sorting", "digest": NEW, "skip_gates": {"score": " "}}, 400, "reason"),
+        ({"policy": "sorting"}, 400, "digest"),
+        ({"policy": "sorting", "digest": NEW, "extra": 1}, 400, "extra"),
+    ],
+)
+def test_bad_requests_get_a_sentence(
+    web: TestClient, body: dict[str, Any], status: int, sentence: str
+) -> None:
+    answer = web.post("/releases", json=body)
+    assert answer.status_code == status
+    assert sentence in answer.json()["error"]
+
+
+def test_writing_needs_an_admin_key(controller: Controller, web: TestClient) -> None:
+    user = controller.catalog.create_key("eve", "user")
+    for header in ("", "Bearer nonsense", f"Bearer {user}", f"Basic {user}"):
+        answer = web.post("/rollback", json=revision_body(OLD), headers={"Authorization": header})
+        assert answer.status_code == 401
+        assert "admin key" in answer.json()["error"]
+    assert controller.catalog.tombstones() == []
+
+
+def test_a_person_promotes_rolls_back_and_lifts(controller: Controller, web: TestClient) -> None:
+    catalog = controller.catalog
+    release = web.post("/releases", json={"policy": "sorting", "digest": NEW}).json()
+    assert web.post("/promote", json=revision_body(THIRD)).json()["champion"] == THIRD
+    held = catalog.release(release["id"])
+    assert held.state == "held"
+    assert "uperseded by ada" in held.reason
+    assert catalog.route("sorting").previous == OLD
+    stone = web.post("/rollback", json=revision_body(THIRD, "It is rude.")).json()
+    assert (stone["by"], stone["reason"]) == ("ada", "It is rude.")
+    assert catalog.route("sorting").champion == OLD
+    refused = web.post("/promote", json=revision_body(THIRD))
+    assert refused.status_code == 409
+    assert "It is rude." in refused.json()["error"]
+    assert web.post("/releases", json={"policy": "sorting", "digest": THIRD}).status_code == 409
+    assert web.post("/lift", json=revision_body(THIRD)).json()["lifted_by"] == "ada"
+    assert web.post("/lift", json=revision_body(THIRD)).status_code == 404
+    catalog.set_probe("sorting", THIRD, {"accepted": False})
+    assert "probe" in web.post("/promote", json=revision_body(THIRD)).json()["error"]
+    said = ledger_rows(controller, 'SELECT verdict, digest, "by" FROM verdicts ORDER BY "at"')
+    assert said == [("hold", NEW, "ada"), ("promote", THIRD, "ada"), ("rollback", THIRD, "ada")]
+
+
+def test_a_person_ends_the_revisions_own_release(controller: Controller, web: TestClient) -> None:
+    release = web.post("/releases", json={"policy": "sorting", "digest": NEW}).json()
+    web.post("/promote", json=revision_body(NEW))
+    assert controller.catalog.release(release["id"]).state == "promoted"
+    assert controller.catalog.route("sorting").champion == NEW
+    release = web.post("/releases", json={"policy": "sorting", "digest": THIRD}).json()
+    web.post("/rollback", json=revision_body(THIRD))
+    ended = controller.catalog.release(release["id"])
+    assert (ended.state, ended.approval) == ("rolled_back", "ada")
+
+
+def test_pages_health_ledger_and_metrics(controller: Controller, web: TestClient) -> None:
+    release = start(controller)
+    controller.desk.hold(release.id, "me", "<script>alert(1)</script>")
+    controller.spool.rotate()
+    controller.tick()
+    assert web.get("/health").json()["status"] == "ok"
+    page = web.get("/").text
+    assert "&lt;script&gt;" in page
+    assert "<script>" not in page
+    assert f"http://127.0.0.1:{controller.params.mlflow.port}" in page
+    assert web.get("/policies").json()[0]["route"]["champion"] == OLD
+    controller._due.clear()
+    controller.tick()
+    rows = web.get("/ledger/verdicts", params={"policy": "sorting"}).json()
+    assert [row["verdict"] for row in rows] == ["hold"]
+    assert web.get("/ledger/quality_per_revision").json()[0]["last_verdict"] == "hold"
+    assert web.get("/ledger/nothing").status_code == 404
+    assert "graftwork_events_total" in web.get("/metrics").text
+    made = web.post("/policies", json={"name": "poems", "base": "base", "config": {"suite": "s"}})
+    assert made.json()["route"]["version"] == 0
+    assert web.post("/policies", json={"name": "Bad Name", "base": "base"}).status_code == 400
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Running:
+    """A controller process on a port of its own."""
+
+    def __init__(self, root: Path):
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.file = root / "params.yaml"
+        self.state = root / "state"
+        self.file.write_text(f"state_dir: {self.state}\ncontroller: {{port: {self.port}}}\n")
+        self.process: subprocess.Popen[str] | None = None
+
+    def command(self) -> list[str]:
+        return [sys.executable, "-m", "engine.controller.loop", "--params", str(self.file)]
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(self.command(), stderr=subprocess.DEVNULL, text=True)
+        while True:
+            assert self.process.poll() is None, "the controller ended"
+            try:
+                if httpx.get(f"{self.url}/health").status_code == 200:
+                    return
+            except httpx.TransportError:
+                time.sleep(0.05)
+
+    def send(self, number: int) -> tuple[int, float]:
+        assert self.process is not None
+        started = time.monotonic()
+        os.kill(self.process.pid, number)
+        code = self.process.wait(20)
+        return code, time.monotonic() - started
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Running]:
+    running = Running(tmp_path)
+    running.start()
+    yield running
+    if running.process and running.process.poll() is None:
+        running.send(signal.SIGKILL)
+
+
+def test_a_killed_process_goes_on_where_it_was(running: Running, tmp_path: Path) -> None:
+    params = Params(state_dir=running.state)
+    key = params.paths.local_key.read_text().strip()
+    catalog = Catalog(params.paths.catalog_url)
+    fill(catalog)
+    release = calls.start_release(
+        running.url, key, "sorting", NEW, skip_gates={"score": "none here"}, by="ada"
+    )
+    while not catalog.route("sorting").canary:
+        time.sleep(0.05)
+    running.send(signal.SIGKILL)
+    Users(params).crowd(canary=0.0, baseline=1.0, pairs=8)
+    running.start()
+    rows: list[dict[str, Any]] = []
+    ended = calls.wait_for_verdict(running.url, release["id"], 30, rows.append)
+    assert (ended["state"], rows[-1]) == ("rolled_back", ended)
+    assert catalog.tombstone("sorting", NEW) is not None
+    with pytest.raises(Conflict, match="tombstone"):
+        calls.promote(running.url, key, "sorting", NEW, "please")
+    calls.lift(running.url, key, "sorting", NEW, "please", by="ada")
+    assert calls.promote(running.url, key, "sorting", NEW, "please", by="ada")["champion"] == NEW
+    calls.rollback(running.url, key, "sorting", NEW, "oh no", by="ada")
+    assert catalog.route("sorting").champion == OLD
+    with pytest.raises(NotFound):
+        calls.hold(running.url, key, "no-such-release", "why")
+    code, seconds = running.send(signal.SIGTERM)
+    assert (code, seconds < 3) == (0, True)
+    with open_snapshot(params.paths.ledger_snapshot) as snapshot:
+        said = snapshot.execute('SELECT verdict, "by" FROM verdicts ORDER BY "at"').fetchall()
+    assert said == [("rollback", "controller"), ("promote", "ada"), ("rollback", "ada")]
+
+
+def test_a_second_process_is_refused(running: Running, tmp_path: Path) -> None:
+    second = subprocess.run(running.command(), capture_output=True, text=True, timeout=30, check=False)
+    assert second.returncode == 7
+    assert str(running.port) in second.stderr
+    assert "controller.port" in second.stderr
+    running.file.write_text(f"state_dir: {running.state}\ncontroller: {{port: {free_port()}}}\n")
+    third = subprocess.run(running.command(), capture_output=True, text=True, timeout=30, check=False)
+    assert third.returncode == 6
+    assert running.process is not None
+    assert f"held by process {running.process.pid}" in third.stderr
+
+
+def test_a_controller_that_is_down_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "RETRY_S", 0.3)
+    with pytest.raises(ServiceError, match="graftwork up"):
+        calls.read_release(f"http://127.0.0.1:{free_port()}", "r1")

@@ -1,0 +1,239 @@
+"""What people decide besides promotions: approval, freeze, restore; and what others are told of it."""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from fastapi.testclient import TestClient
+from rows import NEW, OLD, THIRD, fill
+
+from engine.catalog.catalog import Catalog, Notice, Release, ensure_local_key, migrate
+from engine.controller.api import build_app
+from engine.controller.health_monitor import MISSES, Watch
+from engine.controller.loop import Controller
+from engine.controller.mlflow_aliases import AliasMirror
+from engine.controller.mlflow_registry import Registry
+from engine.controller.notifications import NoticeSender, drifted, engine_changed
+from engine.errors import Conflict, NotFound
+from engine.settings.params import Params, ReleaseConfig
+
+PERSON = {"by": "ada", "reason": "I read the answers."}
+
+
+@pytest.fixture
+def controller(tmp_path: Path) -> Iterator[Controller]:
+    params = Params(state_dir=tmp_path / "state", release=ReleaseConfig(min_units=10))
+    migrate(params.paths.catalog_url)
+    fill(Catalog(params.paths.catalog_url))
+    controller = Controller(params, "test")
+    yield controller
+    controller.close()
+
+
+@pytest.fixture
+def web(controller: Controller) -> Iterator[TestClient]:
+    key = ensure_local_key(controller.catalog, controller.params.paths.local_key)
+    mirror = AliasMirror(controller.catalog, controller.desk, controller.lock, Registry(httpx.Client()))
+    with TestClient(build_app(controller, mirror), headers={"Authorization": f"Bearer {key}"}) as client:
+        yield client
+
+
+def start(controller: Controller, approval_s: float, digest: str = NEW) -> Release:
+    skipped = {"score": "not scored here", "canary": "no users here"}
+    release = controller.desk.start("sorting", digest, {"approval_s": approval_s}, skipped, "me")
+    controller.tick()
+    return controller.catalog.release(release.id)
+
+
+def told(controller: Controller) -> list[str]:
+    return [notice.name for notice in reversed(controller.catalog.notices())]
+
+
+def test_a_release_waits_for_its_approval_and_no_user_sees_it(
+    controller: Controller, web: TestClient
+) -> None:
+    release = start(controller, approval_s=3600)
+    for _ in range(3):
+        controller.tick()
+    release = controller.catalog.release(release.id)
+    assert (release.state, release.step) == ("running", "approval")
+    assert controller.catalog.route("sorting").canary is None
+    approved = web.post(f"/releases/{release.id}/approve", json=PERSON).json()
+    assert approved["approved"]["by"] == "ada"
+    again = web.post(f"/releases/{release.id}/approve", json=PERSON | {"by": "bob"}).json()
+    assert again["approved"]["by"] == "ada"
+    controller.tick()
+    assert controller.catalog.release(release.id).state == "promoted"
+
+
+def test_nobody_answered_in_time_is_a_hold(controller: Controller) -> None:
+    release = start(controller, approval_s=0.05)
+    time.sleep(0.06)
+    controller.tick()
+    ended = controller.catalog.release(release.id)
+    assert ended.state == "held"
+    assert "approv" in ended.reason.lower()
+    assert controller.catalog.route("sorting").champion == OLD
+    with pytest.raises(Conflict, match="does not wait for approval"):
+        controller.desk.approve(release.id, "ada", "too late")
+
+
+def test_an_approval_that_nobody_asked_for_is_refused(controller: Controller, web: TestClient) -> None:
+    release = start(controller, approval_s=0)
+    assert release.state == "promoted"
+    refused = web.post(f"/releases/{release.id}/approve", json=PERSON)
+    assert refused.status_code == 409
+    assert web.post("/releases/nothing/approve", json=PERSON).status_code == 404
+
+
+def test_frozen_means_rollbacks_only(controller: Controller, web: TestClient) -> None:
+    assert "ada" in web.post("/freeze", json={"by": "ada", "reason": "A holiday."}).json()["frozen"]
+    body = {"policy": "sorting", "digest": NEW, "by": "bob", "reason": "now"}
+    for path in ("/promote", "/restore"):
+        refused = web.post(path, json=body)
+        assert refused.status_code == 409
+        assert "A holiday." in refused.json()["error"]
+    release = start(controller, approval_s=0)
+    assert release.state == "running"
+    assert web.post("/rollback", json=body | {"digest": OLD}).status_code == 200
+    assert controller.catalog.route("sorting").champion is None
+    assert web.get("/health").json()["frozen"]
+    web.post("/thaw", json=PERSON)
+    assert web.get("/health").json()["frozen"] is None
+    assert told(controller)[0] == "graftwork.frozen"
+    assert "graftwork.thawed" in told(controller)
+
+
+def test_a_canary_under_users_stays_while_frozen(controller: Controller) -> None:
+    release = controller.desk.start("sorting", NEW, {}, {"score": "not scored here"}, "me")
+    controller.tick()
+    assert controller.catalog.route("sorting").canary == NEW
+    controller.desk.freeze("ada", "A holiday.")
+    with pytest.raises(Conflict, match="A holiday"):
+        controller.desk.hold(release.id, "bob", "enough")
+    assert controller.catalog.route("sorting").canary == NEW
+    controller.desk.rollback("sorting", NEW, "bob", "It is rude.")
+    assert controller.catalog.route("sorting").canary is None
+
+
+def test_freezing_twice_keeps_the_first_reason(controller: Controller) -> None:
+    first = controller.desk.freeze("ada", "A holiday.")
+    assert controller.desk.freeze("bob", "Another one.") == first
+    controller.desk.thaw("ada", "Over.")
+    controller.desk.thaw("ada", "Over.")
+    assert told(controller).count("graftwork.thawed") == 1
+
+
+def test_restore_goes_back_to_the_champion_before(controller: Controller, web: TestClient) -> None:
+    controller.desk.promote("sorting", NEW, "ada", "better")
+    route = web.post("/restore", json={"policy": "sorting", **PERSON}).json()
+    assert (route["champion"], route["previous"]) == (OLD, NEW)
+    named = web.post("/restore", json={"policy": "sorting", "digest": THIRD[:12], **PERSON}).json()
+    assert named["champion"] == THIRD
+
+
+def test_restore_without_an_earlier_champion_is_a_sentence(controller: Controller) -> None:
+    with pytest.raises(NotFound, match="no earlier champion"):
+        controller.desk.restore("sorting", None, "ada", "back")
+
+
+def test_each_end_of_a_release_is_told_once_with_reason_and_link(controller: Controller) -> None:
+    release = start(controller, approval_s=0)
+    controller.tick()
+    (notice,) = controller.catalog.notices()
+    assert (notice.name, notice.revision) == ("graftwork.release.promoted", NEW)
+    assert notice.reason == controller.catalog.release(release.id).reason
+    assert notice.link.endswith(f"/releases/{release.id}")
+
+
+def test_a_refused_probe_is_told_too(controller: Controller) -> None:
+    controller.catalog.set_probe("sorting", NEW, {"accepted": False, "reason": "It is the base."})
+    start(controller, approval_s=0)
+    assert sorted(told(controller)) == ["graftwork.release.held", "graftwork.revision.refused"]
+
+
+class Server:
+    """Prefect's events endpoint, at the boundary."""
+
+    def __init__(self) -> None:
+        self.down, self.events, self.refused = False, dict[str, dict](), ""
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        if self.down:
+            return httpx.Response(503)
+        assert request.url.path == "/api/events"
+        if self.refused and self.refused in request.content.decode():
+            return httpx.Response(422)
+        self.events |= {event["id"]: event for event in json.loads(request.content)}
+        return httpx.Response(204)
+
+
+def test_notices_wait_for_prefect_and_arrive_once(controller: Controller) -> None:
+    server = Server()
+    client = httpx.Client(base_url="http://prefect", transport=httpx.MockTransport(server))
+    sender = NoticeSender(controller.catalog, client)
+    for _ in range(2):
+        drifted(controller.catalog, "sorting", OLD, "Users like it less.", "http://page")
+    engine_changed(controller.catalog, False, "It is gone.", "http://page", 7.0)
+    server.down = True
+    with pytest.raises(httpx.HTTPStatusError):
+        sender.send()
+    server.down = False
+    assert sender.send() == 2
+    assert sender.send() == 0
+    names = {event["event"]: event for event in server.events.values()}
+    assert set(names) == {"graftwork.policy.drift", "graftwork.engine.down"}
+    payload = names["graftwork.policy.drift"]["payload"]
+    assert payload == {
+        "revision": f"sorting@{OLD[:12]}", "reason": "Users like it less.", "link": "http://page",
+    }  # fmt: skip
+    assert names["graftwork.engine.down"]["resource"]["prefect.resource.id"] == "graftwork.engine"
+
+
+def test_a_notice_that_prefect_refuses_keeps_back_no_other(controller: Controller) -> None:
+    server = Server()
+    server.refused = "of no use"
+    client = httpx.Client(base_url="http://prefect", transport=httpx.MockTransport(server))
+    sender = NoticeSender(controller.catalog, client)
+    drifted(controller.catalog, "sorting", OLD, "This is of no use.", "http://page")
+    drifted(controller.catalog, "sorting", NEW, "Users like it less.", "http://page")
+    assert sender.send() == 2
+    assert [event["payload"]["revision"] for event in server.events.values()] == [f"sorting@{NEW[:12]}"]
+    assert sender.send() == 0
+
+
+def test_an_engine_that_goes_and_comes_back_is_told_once_each(controller: Controller) -> None:
+    healthy = False
+
+    def engine(request: httpx.Request) -> httpx.Response:
+        if not healthy:
+            raise httpx.ConnectError("refused")
+        return httpx.Response(200)
+
+    watch = Watch(controller.catalog, controller.params)
+    watch._client = httpx.Client(base_url="http://engine", transport=httpx.MockTransport(engine))
+    for _ in range(2 * MISSES):
+        watch.look()
+    assert told(controller) == []  # it has not started yet
+    for healthy in (True, *[False] * (2 * MISSES), True, True):  # noqa: B007
+        watch.look()
+    assert told(controller) == ["graftwork.engine.down", "graftwork.engine.up"]
+
+
+def test_automations_post_back_to_the_page(controller: Controller, web: TestClient) -> None:
+    web.post("/notices/inbox", json={"text": 'sorting "rolled" back', "link": "http://page"})
+    (row,) = web.get("/notices").json()
+    told = ("graftwork.notice.delivered", 'sorting "rolled" back', "http://page")
+    assert (row["name"], row["reason"], row["link"]) == told
+    for body in ("no json", "[1]", '{"text": 3}', "{}"):
+        assert web.post("/notices/inbox", content=body).status_code == 200
+
+
+def test_a_notice_is_a_row_once(controller: Controller) -> None:
+    notice = Notice("n1", "graftwork.policy.drift", "sorting", OLD, "r", "l", 1.0)
+    assert controller.catalog.add_notice(notice)
+    assert not controller.catalog.add_notice(notice)
+    assert len(controller.catalog.notices(unsent=True)) == 1

@@ -1,0 +1,111 @@
+"""A policy's rows leave the ledger, its file, its snapshot and the spool; every other row stays as it was."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from engine.ledger.ledger import Ledger, Spool, open_snapshot
+from engine.ledger.purge import FRESH, purge, rewrite
+
+# What must not be found in any file afterwards; long and random, so that no compression hides it.
+SECRET = os.urandom(2000).hex()
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Path:
+    """A ledger with two policies' rows, some of them still in the spool, one in a file of rejected lines."""
+    spool = Spool(tmp_path / "spool", "test")
+    for policy in ("gone", "kept"):
+        for number in range(50):
+            answer = f"{SECRET}{number}" if policy == "gone" else f"fine {number}"
+            spool.emit("scores", policy=policy, digest="aa", item=str(number), score=0.5, answer=answer)
+            id = spool.emit("observations", policy=policy, digest="aa", arm="champion", key="k", unit="u")
+            spool.emit("feedback", request_id=id, reward=number / 50, key="k")
+        spool.emit("train_steps", policy=policy, step=1, reward=0.5)
+    spool.rotate()
+    ledger = Ledger(tmp_path / "ledger.duckdb")
+    ledger.ingest(tmp_path / "spool")
+    ledger.snapshot(tmp_path / "ledger.snapshot.duckdb")
+    ledger.close()
+    spool.emit("scores", policy="gone", digest="aa", item="late", score=0.1, answer=SECRET)
+    for policy in ("gone", "kept"):
+        spool.emit("scores", policy=policy, unknown=SECRET if policy == "gone" else 1)
+    spool.close()
+    (tmp_path / "ledger.snapshot.duckdb.99999").write_text(SECRET)
+    return tmp_path
+
+
+def purged(state: Path, policy: str = "gone") -> dict[str, int]:
+    ledger = Ledger(state / "ledger.duckdb")
+    try:
+        return purge(ledger, state / "spool", state / "ledger.snapshot.duckdb", policy)
+    finally:
+        ledger.close()
+
+
+def rows(state: Path, query: str) -> list[tuple]:
+    with open_snapshot(state / "ledger.snapshot.duckdb") as connection:
+        return connection.execute(query).fetchall()
+
+
+def test_nothing_of_the_policy_is_left_in_any_file(state):
+    assert any(SECRET.encode() in file.read_bytes() for file in files(state))
+    removed = purged(state)
+    assert {name: count for name, count in removed.items() if count} == {
+        "feedback": 50, "observations": 50, "scores": 51, "train_steps": 1, "rejected": 1
+    }  # fmt: skip
+    for file in files(state):
+        assert SECRET.encode() not in file.read_bytes(), file
+    assert rows(state, "SELECT count(*) FROM scores WHERE policy = 'gone'") == [(0,)]
+
+
+def files(state: Path) -> list[Path]:
+    return [path for path in state.rglob("*") if path.is_file()]
+
+
+def test_every_other_row_stays_in_its_order_with_its_views(state):
+    before = (
+        "SELECT * FROM scores WHERE policy = 'kept' ORDER BY rowid",
+        "SELECT * FROM feedback ORDER BY rowid",
+    )
+    ledger = Ledger(state / "ledger.duckdb")
+    kept = ledger.connection.execute(before[0]).fetchall()
+    feedback = ledger.connection.execute(before[1]).fetchall()[50:]
+    ledger.close()
+    purged(state)
+    assert rows(state, before[0]) == kept
+    assert rows(state, before[1]) == feedback
+    assert rows(state, "SELECT count(*), max(reward) FROM rated") == [(50, 0.98)]
+    rejected = b"".join(file.read_bytes() for file in (state / "spool/rejected").iterdir())
+    assert [json.loads(line)["policy"] for line in rejected.splitlines()] == ["kept"]
+    # What comes later is taken in as ever, and an event that was there already is known.
+    ledger = Ledger(state / "ledger.duckdb")
+    spool = Spool(state / "spool", "test")
+    spool.emit("scores", policy="kept", item="new", score=1.0)
+    spool.emit("scores", id=kept[0][0], policy="kept", item="again", score=1.0)
+    spool.close()
+    assert ledger.ingest(state / "spool") == 1
+    ledger.close()
+
+
+def test_a_second_purge_and_that_of_an_unknown_policy_change_nothing(state):
+    purged(state)
+    assert not any(purged(state).values())
+    assert not any(purged(state, "unknown").values())
+    assert rows(state, "SELECT count(*) FROM scores") == [(50,)]
+
+
+def test_a_kill_before_the_file_is_in_place_loses_nothing(state, monkeypatch):
+    ledger = Ledger(state / "ledger.duckdb")
+    ledger.ingest(state / "spool")
+    monkeypatch.setattr(Ledger, "become", lambda *_: None)
+    rewrite(ledger)
+    count = ledger.connection.execute("SELECT count(*) FROM scores").fetchone()
+    ledger.close()
+    monkeypatch.undo()
+    assert (state / f"ledger.duckdb{FRESH}").is_file()
+    assert count == (101,)
+    assert purged(state)["scores"] == 51
+    assert not (state / f"ledger.duckdb{FRESH}").is_file()

@@ -1,0 +1,126 @@
+"""Verifiers: what counts as right, and that one that raises, hangs, dies or talks nonsense ends nothing."""
+
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from engine.errors import ConfigError
+from engine.problems.procedural import Problem
+from engine.problems.verifiers import FAULTS, Verifier, load_judge
+from engine.settings.params import PolicyConfig
+
+MODULE = """
+import os, time
+
+def half(question, answer, text): return 0.5
+def right(question, answer, text): return text == answer
+def raises(question, answer, text): raise KeyError("no")
+def hangs(question, answer, text): time.sleep(600) if text == "hang" else None; return 1
+def word(question, answer, text): return "yes"
+def much(question, answer, text): return 7
+def odd(question, answer, text): return float("nan")
+def dies(question, answer, text): os._exit(3)
+number = 3
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A person's module in the working directory."""
+    (tmp_path / "my_rules.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    yield "my_rules"
+    sys.modules.pop("my_rules", None)
+    sys.path[:] = [entry for entry in sys.path if entry != str(tmp_path)]
+
+
+def config(kind: str, timeout_s: float = 5) -> PolicyConfig:
+    return PolicyConfig(task="train.jsonl", suite="s", verifier=kind, verifier_timeout_s=timeout_s)
+
+
+def judged(kind: str, answer: str, *texts: str, timeout_s: float = 5) -> tuple[list[float], dict[str, int]]:
+    with Verifier(config(kind, timeout_s)) as verifier:
+        found = verifier.judge([(Problem("t", "q", answer), text) for text in texts])
+    return found.scores, dict(found.errors)
+
+
+@pytest.mark.parametrize(
+    ("kind", "answer", "right", "wrong"),
+    [
+        ("exact", "42", ["42", " 42\n"], ["042", "42.", "", "It is 42"]),
+        (
+            "numeric",
+            "1,234.5",
+            ["1234.5", "It is 1,234.50", "3 + 1 = 1234.5"],
+            ["1234", "1234.5 or 7", "none"],
+        ),
+        ("numeric", "-7", ["-7", "minus: -7.0"], ["7"]),
+        ("regex", r"(yes|no)\.?", ["yes", "no.", " yes "], ["yes!", "maybe", "oh yes"]),
+        ("json-schema", '{"type": "object", "required": ["a"]}', ['{"a": 1}'], ["{}", "no json", "[1]"]),
+    ],
+)
+def test_what_is_right(kind: str, answer: str, right: list[str], wrong: list[str]) -> None:
+    assert judged(kind, answer, *right, *wrong) == ([1.0] * len(right) + [0.0] * len(wrong), {})
+
+
+def test_a_persons_function_gives_the_score(module: str) -> None:
+    assert judged(f"python:{module}:half", "a", "b", "c") == ([0.5, 0.5], {})
+    assert judged(f"python:{module}:right", "a", "a", "b") == ([1.0, 0.0], {})
+
+
+@pytest.mark.parametrize(
+    ("function", "fault"),
+    [
+        ("raises", "raised KeyError"),
+        ("word", "returned str"),
+        ("much", "returned out of range"),
+        ("odd", "returned out of range"),
+        ("dies", "died"),
+    ],
+)
+def test_a_faulty_function_earns_nothing_and_is_counted(module: str, function: str, fault: str) -> None:
+    assert judged(f"python:{module}:{function}", "a", "b", "c") == ([0.0, 0.0], {fault: 2})
+    assert fault.partition(" ")[0] in FAULTS
+
+
+def test_a_hanging_function_is_ended_and_the_next_answer_is_judged(module: str) -> None:
+    began = time.monotonic()
+    scores, errors = judged(f"python:{module}:hangs", "a", "hang", "go on", timeout_s=0.5)
+    assert (scores, errors) == ([0.0, 1.0], {"timeout": 1})
+    assert time.monotonic() - began < 60
+
+
+def test_a_pattern_that_never_ends_is_ended(module: str) -> None:
+    scores, errors = judged("regex", "(a+)+b", "a" * 40, timeout_s=0.5)
+    assert (scores, errors) == ([0.0], {"timeout": 1})
+
+
+@pytest.mark.parametrize("name", ["nowhere:half", "my_rules:absent", "my_rules:number"])
+def test_what_cannot_be_loaded_is_a_sentence(module: str, name: str) -> None:
+    with pytest.raises(ConfigError, match="The verifier 'python:"):
+        load_judge(f"python:{name}")
+    with pytest.raises(ConfigError, match="The verifier 'python:"):
+        Verifier(config(f"python:{name}"))
+
+
+def test_threads_never_get_each_others_scores(module: str) -> None:
+    """Two policies with one rule score side by side, on one verifier."""
+    with Verifier(config(f"python:{module}:right")) as verifier:
+
+        def judge(answer: str) -> list[float]:
+            texts = [answer if number % 3 else "wrong" for number in range(300)]
+            return verifier.judge([(Problem("t", "q", answer), text) for text in texts]).scores
+
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(judge, ["a", "b", "c", "d"]))
+    assert found == [[float(number % 3 > 0) for number in range(300)]] * 4
+
+
+def test_a_module_that_breaks_while_it_runs_ends_nothing(module: str) -> None:
+    with Verifier(config(f"python:{module}:dies")) as verifier:
+        Path("my_rules.py").write_text("def dies(:")
+        found = verifier.judge([(Problem("t", "q", "a"), "b")] * 2)
+    assert (found.scores, dict(found.errors)) == ([0.0, 0.0], {"died": 1, "unloaded": 1})

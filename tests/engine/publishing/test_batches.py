@@ -1,0 +1,127 @@
+"""A batch of adapters has the digests, layout and bytes of each one alone; what is unfit alone is refused."""
+
+import hashlib
+
+import made_adapters
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.adapters import packed, revision
+from engine.adapters.revision import validate
+from engine.base.families import BaseShapes
+from engine.errors import AdapterError
+from engine.publishing.batches import Tables, batch_of, finite_rows, first_fault, form_of, stack
+
+BASE = "ba" * 32
+DENSE = made_adapters.shapes("qwen3")
+
+
+def adapter(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    return made_adapters.canonical(DENSE, seed=seed, dtype=dtype)
+
+
+def alone(tensors: dict, base: BaseShapes, dtype: torch.dtype) -> tuple[str, packed.Packed]:
+    """Return the digest and the packed form of one adapter by the ordinary way."""
+    targets = {key.rpartition(".lora_")[0].rpartition(".")[2] for key in tensors}
+    rank = max(tensor.shape[0] for key, tensor in tensors.items() if key.endswith("lora_A"))
+    return revision.digest(tensors, rank, targets, BASE), packed.pack(tensors, dtype, base.fused)
+
+
+def rows_of(adapters: list[dict]) -> list[tuple[torch.Tensor, ...]]:
+    return [tuple(one[key] for key in sorted(one)) for one in adapters]
+
+
+def stained_tables(*sizes: int) -> Tables:
+    """Return tables of so many bytes in which an earlier batch left some."""
+    tables = Tables()
+    for nbytes in sizes:
+        tables.give(torch.full((nbytes,), 0xAA, dtype=torch.uint8))
+    return tables
+
+
+def test_a_table_is_used_again_for_one_of_its_size():
+    large, tables = torch.zeros(1000, dtype=torch.uint8), Tables()
+    tables.give(large)
+    assert tables.take(1, 100, torch.uint8).data_ptr() != large.data_ptr()
+    tables = stained_tables(1000)
+    table = tables.take(3, 125, torch.bfloat16)
+    assert (table.view(torch.uint8) == 0xAA).all()
+    tables.give(table)
+    # Its memory is as large as it was.
+    assert (tables.take(1, 1000, torch.uint8) == 0xAA).all()
+    with torch.inference_mode():
+        fresh = tables.take(2, 8, torch.float32)
+    fresh.zero_()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    model_type=st.sampled_from(sorted(made_adapters.CONFIGS)),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    count=st.integers(1, 5),
+    compiled=st.booleans(),
+    data=st.data(),
+)
+def test_digests_and_bytes_are_those_of_one_at_a_time(model_type, dtype, count, compiled, data):
+    base = made_adapters.shapes(model_type)
+    modules = data.draw(st.sets(st.sampled_from(sorted(base.modules())), min_size=1))
+    ranks = {module: data.draw(st.sampled_from([1, 2, 5])) for module in sorted(modules)}
+
+    def made(seed: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        sizes = {f"{module}.lora_A": (ranks[module], base.modules()[module][0]) for module in ranks}
+        sizes |= {f"{module}.lora_B": (base.modules()[module][1], ranks[module]) for module in ranks}
+        return {key: torch.randn(size, generator=generator).to(dtype) for key, size in sizes.items()}
+
+    adapters = [made(seed) for seed in range(count)]
+    form = form_of(adapters[0], base, base.modules(), BASE, dtype)
+    tables = stained_tables(count * form.nbytes, count * form.layout.nbytes)
+    values_ND = tables.take(count, form.nbytes // dtype.itemsize, dtype)
+    stack(form, rows_of(adapters), values_ND)
+    batch = batch_of(form, values_ND, tables, compiled)
+    for one, digest, checksum, payload in zip(
+        adapters, batch.digests, batch.checksums, batch.payloads(), strict=True
+    ):
+        want_digest, want = alone(one, base, dtype)
+        assert digest == want_digest
+        assert form.layout == want.layout
+        assert bytes(payload) == bytes(want.tobytes())
+        assert checksum == hashlib.sha256(want.tobytes()).hexdigest()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_first_tensor_with_no_number_is_named(bad: float, dtype: torch.dtype):
+    good, spoiled = adapter(1, dtype=dtype), adapter(2, dtype=dtype)
+    key = sorted(spoiled)[3]
+    spoiled[key][-1, -1] = bad
+    form = form_of(good, DENSE, DENSE.modules(), BASE, dtype)
+    values_ND = torch.empty(2, form.nbytes // dtype.itemsize, dtype=dtype)
+    stack(form, rows_of([good, spoiled]), values_ND)
+    assert finite_rows(values_ND).tolist() == [True, False]
+    with pytest.raises(AdapterError) as alone:
+        validate(spoiled, None, DENSE.modules())
+    assert first_fault(form, values_ND[1]) == str(alone.value)
+
+
+def test_what_does_not_fit_is_refused_as_alone():
+    tensors, q = adapter(0), "model.layers.0.self_attn.q_proj.lora_A"
+    unfit = {
+        "empty": {},
+        "without a partner": {q: tensors[q]},
+        "of another width": tensors | {q: torch.zeros(2, 9)},
+        "unknown": tensors | {"model.layers.9.self_attn.q_proj.lora_A": tensors[q]},
+        "no factor": tensors | {"model.layers.0.self_attn.q_proj": tensors[q]},
+        "of two dtypes": tensors | {q: tensors[q].half()},
+        "of one axis": tensors | {q: torch.zeros(8)},
+    }
+    for name, one in unfit.items():
+        with pytest.raises(AdapterError) as alone:
+            validate(one, None, DENSE.modules())
+        with pytest.raises(AdapterError) as many:
+            form_of(one, DENSE, DENSE.modules(), BASE, torch.float32)
+        assert str(many.value) == str(alone.value), name
+    with pytest.raises(AdapterError, match="float32, the engine serves bfloat16"):
+        form_of(tensors, DENSE, DENSE.modules(), BASE, torch.bfloat16)

@@ -1,0 +1,516 @@
+"""Registration in bulk gives what one adapter at a time gives, and an entry that is unfit stops no other."""
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from itertools import pairwise
+from pathlib import Path
+
+import made_adapters
+import pytest
+import torch
+from repository import ROOT
+
+from engine.adapters import packed, revision
+from engine.adapters.revision import make_manifest
+from engine.base.families import BaseShapes
+from engine.catalog.catalog import Catalog, Policy
+from engine.errors import Moved, ServiceError
+from engine.publishing import bulk, bulk_groups, bulk_writer
+from engine.publishing.bulk import Registered, register_many
+from engine.publishing.bulk_entries import Entry
+from engine.publishing.publish import location, stored_tensors
+from engine.store.segments import Store
+
+BASE, OWNER, NOW = "ba" * 32, "me", 1000.0
+DENSE = made_adapters.shapes("qwen3")
+
+
+def adapter(seed: int, base: BaseShapes = DENSE, dtype=torch.float32, **kwargs) -> dict[str, torch.Tensor]:
+    return made_adapters.canonical(base, seed=seed, dtype=dtype, **kwargs)
+
+
+def alone(tensors: dict, base: BaseShapes, dtype: torch.dtype) -> tuple[str, packed.Packed]:
+    """Return the digest and the packed form of one adapter by the ordinary way."""
+    targets = {key.rpartition(".lora_")[0].rpartition(".")[2] for key in tensors}
+    rank = max(tensor.shape[0] for key, tensor in tensors.items() if key.endswith("lora_A"))
+    return revision.digest(tensors, rank, targets, BASE), packed.pack(tensors, dtype, base.fused)
+
+
+@contextmanager
+def opened(url: str) -> Iterator[Catalog]:
+    with closing(Catalog(url)) as catalog:
+        for name in ("one", "two"):
+            catalog.add_policy(Policy(name, BASE, {}, OWNER, NOW))
+        yield catalog
+
+
+@pytest.fixture
+def catalog(catalog_url: str) -> Iterator[Catalog]:
+    with opened(catalog_url) as catalog:
+        yield catalog
+
+
+@pytest.fixture
+def sqlite_catalog(sqlite_catalog_url: str) -> Iterator[Catalog]:
+    with opened(sqlite_catalog_url) as catalog:
+        yield catalog
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    store = Store(tmp_path / "store")
+    yield store
+    store.close()
+
+
+def register(catalog: Catalog, store: Store, entries, base=DENSE, dtype=torch.float32) -> list[Registered]:
+    found = register_many(catalog, store, base, BASE, entries, OWNER, NOW, dtype)
+    return sorted(found, key=lambda one: one.position)
+
+
+def stored_bytes(store: Store) -> int:
+    return sum(size for _, size in store.segments())
+
+
+def test_every_entry_is_in_the_catalog_with_its_own_bytes(catalog: Catalog, store: Store):
+    made = [
+        adapter(seed, default=rank) for seed, rank in enumerate([1, 2, 1, 1, 2])
+    ]  # two shapes, one batch each
+    found = register(catalog, store, [Entry("one", one, step=i) for i, one in enumerate(made)])
+    assert [(one.position, one.new, one.refused) for one in found] == [(i, True, None) for i in range(5)]
+    for i, (one, tensors) in enumerate(zip(found, made, strict=True)):
+        digest, whole = alone(tensors, DENSE, torch.float32)
+        assert one.digest == digest
+        row = catalog.revision("one", digest)
+        manifest = make_manifest(
+            tensors, policy="one", base_digest=BASE, rank=row.rank, targets=DENSE.targets, step=i
+        )
+        assert (row.digest, row.bytes, row.step) == (manifest.digest, manifest.bytes, i)
+        assert store.read(location(row)) == bytes(whole.tobytes())
+        back = stored_tensors(catalog, store, row)
+        assert all(torch.equal(back[key], tensors[key]) for key in tensors)
+
+
+def test_an_unfit_entry_stops_no_other(catalog: Catalog, store: Store):
+    nan, wide, q = adapter(1), adapter(2), "model.layers.0.self_attn.q_proj.lora_B"
+    nan[q][0, 0] = torch.nan
+    wide[q] = torch.zeros(3, 2)
+    unfit = {
+        f"{q} holds NaN": Entry("one", nan),
+        f"{q} has the shape": Entry("one", wide),
+        "no policy's name": Entry("../one", adapter(3)),
+        "There is no policy 'three'": Entry("three", adapter(3)),
+        "is no digest": Entry("one", adapter(3), parent="abc"),
+        "The step -1 is no number of a step": Entry("one", adapter(3), step=-1),
+        f"The step {1 << 31} is no number of a step": Entry("one", adapter(3), step=1 << 31),
+        "a dict of tensors": Entry("one", None),  # type: ignore[arg-type]
+        "values cannot be read": Entry("one", {k: v.to("meta") for k, v in adapter(3).items()}),
+        "serves float32": Entry("one", {k: v.numpy() for k, v in adapter(3, dtype=torch.float16).items()}),
+    }
+    entries = [Entry("one", adapter(10))]
+    for i, entry in enumerate(unfit.values()):
+        entries += [entry, Entry("two", adapter(11 + i))]
+    found = register(catalog, store, entries)
+    assert [one.new for one in found] == [True] + [False, True] * len(unfit)
+    for reason, one in zip(unfit, found[1::2], strict=True):
+        assert one.refused is not None
+        assert reason in one.refused
+    assert len(catalog.revisions("two", limit=100)) == len(unfit)
+
+
+def test_policies_of_others_are_left_alone(catalog: Catalog, store: Store):
+    catalog.add_policy(Policy("theirs", BASE, {}, "they", NOW))
+    catalog.add_policy(Policy("elsewhere", "ef" * 32, {}, OWNER, NOW))
+    found = register(catalog, store, [Entry("theirs", adapter(0)), Entry("elsewhere", adapter(0))])
+    assert [one.refused is None for one in found] == [False, False]
+    assert "belongs to 'they'" in str(found[0].refused)
+    assert "on base efefefefefef" in str(found[1].refused)
+
+
+def test_a_policy_for_each_entry_is_looked_up_with_its_batch(
+    catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch
+):
+    catalog.add_policies(Policy(f"user-{i}", BASE, {}, OWNER, NOW) for i in range(40) if i != 17)
+    asked = []
+    owners = catalog.owners
+    monkeypatch.setattr(catalog, "owners", lambda names: asked.append(len(names)) or owners(names))
+    found = register(catalog, store, [Entry(f"user-{i}", adapter(i)) for i in range(40)])
+    assert [i for i, one in enumerate(found) if one.refused] == [17]
+    assert "There is no policy 'user-17'" in str(found[17].refused)
+    assert sum(one.new for one in found) == 39
+    assert asked == [40]
+    assert catalog.revision("user-39", str(found[39].digest)).policy == "user-39"
+
+
+def test_known_bytes_are_not_appended_again(catalog: Catalog, store: Store):
+    entries = [Entry("one", adapter(seed)) for seed in range(4)]
+    # Twice in one batch, too.
+    first = register(catalog, store, [*entries, entries[0]])
+    assert [one.new for one in first] == [True] * 4 + [False]
+    took = stored_bytes(store)
+    assert took <= 4 * packed.pack(adapter(0), torch.float32, DENSE.fused).layout.nbytes
+    again = register(catalog, store, [*entries, Entry("two", adapter(1)), Entry("two", adapter(9))])
+    assert [one.new for one in again] == [False] * 4 + [True, True]
+    digest = again[4].digest
+    assert location(catalog.revision("two", digest)) == location(catalog.revision("one", digest))
+    assert stored_bytes(store) - took <= took / 4 + 64
+
+
+@pytest.mark.parametrize("together", [1, 2, 8])
+def test_batches_that_follow_each_other_share_bytes(
+    catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch, together: int
+):
+    """The rows of one are on their way while the next is looked up, or are committed with its own."""
+    monkeypatch.setattr(bulk_groups, "BATCH", 4)
+    monkeypatch.setattr(bulk, "TOGETHER", together)
+    add, places = catalog.add_batch, catalog.places
+    looked_up = threading.Semaphore(0)
+
+    def looks(digests):
+        found = places(digests)
+        looked_up.release()
+        return found
+
+    def late(rows, shared=()):
+        # The next batch has been looked up before these rows are there; no other comes after the last.
+        if not shared:
+            assert looked_up.acquire(timeout=10)
+            assert looked_up.acquire(timeout=10)
+        return add(rows, shared)
+
+    monkeypatch.setattr(catalog, "places", looks)
+    monkeypatch.setattr(catalog, "add_batch", late)
+    entries = [Entry(policy, adapter(seed)) for policy in ("one", "two") for seed in range(4)]
+    found = register(catalog, store, [*entries, *entries[:4]])
+    assert [one.new for one in found] == [True] * 8 + [False] * 4
+    assert stored_bytes(store) <= 4 * packed.pack(adapter(0), torch.float32, DENSE.fused).layout.nbytes
+
+
+@pytest.mark.parametrize("moves", [0, 3])
+def test_each_transaction_takes_neighbouring_digests(
+    catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch, moves: int
+):
+    """What is committed together is cut by digest; bytes that move meanwhile are appended once more."""
+    monkeypatch.setattr(bulk_groups, "BATCH", 4)
+    monkeypatch.setattr(bulk, "TOGETHER", 8)
+    monkeypatch.setattr(bulk_writer, "ROWS", 9)
+    add, parts, failures = catalog.add_batch, [], iter(range(moves))
+
+    def counted(batch, shared=()):
+        if parts and next(failures, None) is not None:
+            raise Moved("The bytes were moved.")
+        parts.append(sorted(batch.digests))
+        return add(batch, shared)
+
+    monkeypatch.setattr(catalog, "add_batch", counted)
+    entries = [Entry("one", adapter(seed)) for seed in range(29)]
+    twins = [entries[3], entries[17], Entry("two", entries[20].tensors)]
+    found = list(register_many(catalog, store, DENSE, BASE, [*entries, *twins], OWNER, NOW, torch.float32))
+    assert [one.position for one in found] == list(range(32))
+    assert [one.new for one in found] == [True] * 29 + [False, False, True]
+    assert [one.digest for one in found[:29]] == [alone(e.tensors, DENSE, torch.float32)[0] for e in entries]
+    assert len(parts) == 32 // 9
+    parts.sort()
+    assert all(before[-1] < after[0] for before, after in pairwise(parts))
+    for one in found:
+        stored_tensors(catalog, store, catalog.revision(one.policy, one.digest))
+
+
+def test_each_part_appends_its_own_bytes_when_rows_that_shared_them_are_gone(
+    catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch
+):
+    entries = [Entry("one", adapter(seed)) for seed in range(12)]
+    register(catalog, store, entries)
+    monkeypatch.setattr(bulk_writer, "ROWS", 4)
+    add, calls = catalog.add_batch, []
+
+    def without_the_others(batch, shared=()):
+        if not calls:
+            with catalog._write() as connection:
+                connection.exec_driver_sql("DELETE FROM revisions WHERE policy = 'one'")
+        calls.append(len(batch))
+        return add(batch, shared)
+
+    monkeypatch.setattr(catalog, "add_batch", without_the_others)
+    found = register(catalog, store, [Entry("two", entry.tensors) for entry in entries])
+    assert [one.new for one in found] == [True] * 12
+    assert len(calls) == 2 * 3
+    for entry, one in zip(entries, found, strict=True):
+        stored = stored_tensors(catalog, store, catalog.revision("two", one.digest))
+        assert all(torch.equal(stored[key], value) for key, value in entry.tensors.items())
+
+
+def test_batches_are_bounded_whatever_comes(catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bulk_groups, "BATCH", 8)
+    monkeypatch.setattr(bulk, "TOGETHER", 2)
+    monkeypatch.setattr(bulk, "MOST_TOGETHER", 2)
+    sizes: list[int] = []
+    ahead: list[int] = []
+    place = bulk.Writer.place
+
+    def recorded(self, form, values_ND, rows):
+        sizes.append(len(rows))
+        return place(self, form, values_ND, rows)
+
+    monkeypatch.setattr(bulk.Writer, "place", recorded)
+    done = 0
+
+    def endless() -> Iterator[Entry]:
+        for number in range(100):
+            ahead.append(number - done)
+            yield Entry("one", adapter(number, default=1))
+
+    for one in register_many(catalog, store, DENSE, BASE, endless(), OWNER, NOW, torch.float32):
+        assert one.new
+        done += 1
+    assert done == 100
+    assert max(sizes) == 8
+    # One batch that is collected, two that wait for each other, and two whose rows are written.
+    assert max(ahead) <= 5 * 8
+
+
+def test_many_shapes_do_not_add_up(catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch):
+    nbytes = sum(tensor.nbytes for tensor in adapter(0, default=1).values())
+    monkeypatch.setattr(bulk, "HELD_BYTES", 10 * nbytes)
+    pulled = 0
+
+    def entries() -> Iterator[Entry]:
+        nonlocal pulled
+        for number in range(60):
+            pulled += 1
+            yield Entry("one", adapter(number, default=1 + number % 3))
+
+    results = register_many(catalog, store, DENSE, BASE, entries(), OWNER, NOW, torch.float32)
+    next(results)
+    assert pulled <= 30
+    assert sum(1 for _ in results) == 59
+
+
+def test_bytes_that_move_meanwhile_are_found_again(
+    catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch
+):
+    add, calls = catalog.add_batch, []
+
+    def moved_once(rows, shared=()):
+        calls.append(len(rows))
+        if len(calls) == 1:
+            raise Moved("The bytes were moved.")
+        return add(rows, shared)
+
+    monkeypatch.setattr(catalog, "add_batch", moved_once)
+    found = register(catalog, store, [Entry("one", adapter(seed)) for seed in range(3)])
+    assert [one.new for one in found] == [True] * 3
+    # What was appended the first time is used, not appended again.
+    assert stored_bytes(store) <= 3 * packed.pack(adapter(0), torch.float32, DENSE.fused).layout.nbytes
+
+
+def test_a_full_disk_loses_nothing_that_was_told(
+    catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(bulk_groups, "BATCH", 4)
+    append, calls = store.append_many, []
+
+    def full(payloads, checksums=None, cached=True):
+        calls.append(len(payloads))
+        if len(calls) == 3:
+            raise ServiceError("Could not write: No space left on device.")
+        return append(payloads, checksums, cached)
+
+    monkeypatch.setattr(store, "append_many", full)
+    entries = (Entry("one", adapter(i)) for i in range(40))
+    results = register_many(catalog, store, DENSE, BASE, entries, OWNER, NOW, torch.float32)
+    told: list[str | None] = []
+    with pytest.raises(ServiceError, match="No space left"):
+        told.extend(one.digest for one in results)
+    assert len(told) == 8
+    # What came behind the refused batch before that was known, not all that are committed together.
+    assert len(calls) <= 3 + bulk.BEHIND
+    rows = {row.digest: row for row in catalog.revisions("one", limit=100)}
+    assert set(told) <= rows.keys()
+    for row in rows.values():
+        store.read(location(row))
+
+
+def test_a_caller_who_stops_leaves_whole_batches(
+    catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(bulk_groups, "BATCH", 4)
+    results = register_many(
+        catalog, store, DENSE, BASE, (Entry("one", adapter(i)) for i in range(40)), OWNER, NOW, torch.float32
+    )
+    next(results)
+    results.close()
+    rows = catalog.revisions("one", limit=100)
+    assert len(rows) % 4 == 0
+    for row in rows:
+        store.read(location(row))
+
+
+KILLED = """
+import sys, torch
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+import made_adapters
+from engine.publishing import bulk, bulk_groups
+from engine.publishing.bulk_entries import Entry
+from engine.catalog.catalog import Catalog
+from engine.store.segments import Store
+bulk_groups.BATCH = 16
+base = made_adapters.shapes("qwen3")
+state = Path(sys.argv[1])
+entries = (Entry("one", made_adapters.canonical(base, seed=i)) for i in range(1_000_000))
+for one in bulk.register_many(
+    Catalog(sys.argv[3]), Store(state / "store"), base, "ba" * 32, entries, "me",
+    1000.0, torch.float32,
+):
+    print(one.digest, flush=True)
+"""
+
+
+@pytest.mark.parametrize("told", [1, 40, 133])
+def test_a_kill_loses_nothing_that_was_told(catalog: Catalog, store: Store, catalog_url: str, told: int):
+    state = store.root.parent
+    command = [sys.executable, "-c", KILLED, str(state), str(ROOT / "tests/helpers"), catalog_url]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        digests = [process.stdout.readline().strip() for _ in range(told)]
+        process.kill()
+        digests += [line.strip() for line in process.stdout if len(line) == 65]
+    rows = {row.digest: row for row in catalog.revisions("one", limit=100_000)}
+    assert set(digests) <= rows.keys()
+    for digest, row in rows.items():
+        tensors = stored_tensors(catalog, store, row)
+        assert alone(tensors, DENSE, torch.float32)[0] == digest
+
+
+def test_whole_bytes_end_a_quarantine(catalog: Catalog, store: Store):
+    entries = [Entry("one", adapter(1)), Entry("two", adapter(1)), Entry("one", adapter(2))]
+    first = register(catalog, store, entries)
+    damaged, beside, other = (catalog.revision(one.policy, str(one.digest)) for one in first)
+    catalog.quarantine("one", damaged.digest, "The checksum differs.")
+    again = register(catalog, store, [*entries, entries[0]])
+    assert [one.new for one in again] == [False] * 4
+    assert catalog.quarantined("one", damaged.digest) is None
+    healed = catalog.revision("one", damaged.digest)
+    assert location(healed) != location(damaged)
+    assert store.check([location(healed)]) == [None]
+    # Who shared the damaged place has left it, too.
+    assert location(catalog.revision("two", beside.digest)) == location(healed)
+    assert location(catalog.revision("one", other.digest)) == location(other)
+
+
+@pytest.mark.parametrize("fault", ["lost", "damaged"])
+def test_bytes_that_a_disk_has_lost_are_written_again(catalog: Catalog, store: Store, fault: str):
+    entries = [Entry("one", adapter(seed)) for seed in range(3)]
+    first = register(catalog, store, entries)
+    was = location(catalog.revision("one", str(first[0].digest)))
+    if fault == "lost":
+        store.path(was.segment).unlink()
+    else:
+        with store.path(was.segment).open("r+b") as file:
+            file.seek(was.offset)
+            file.write(b"other bytes")
+    again = register(catalog, store, [*entries, Entry("two", adapter(0))])
+    assert [(one.new, one.refused) for one in again] == [(False, None)] * 3 + [(True, None)]
+    rows = [catalog.revision(one.policy, str(one.digest)) for one in again]
+    assert store.check([location(row) for row in rows]) == [None] * 4
+    assert location(rows[0]) == location(rows[3]) != was
+
+
+def test_a_quarantined_revision_takes_no_place_of_another(catalog: Catalog, store: Store):
+    (first,) = register(catalog, store, [Entry("one", adapter(1))])
+    catalog.quarantine("one", str(first.digest), "The checksum differs.")
+    register(catalog, store, [Entry("two", adapter(1))])
+    (again,) = register(catalog, store, [Entry("one", adapter(1))])
+    assert not again.new
+    assert catalog.quarantined("one", str(first.digest)) is None
+
+
+def test_a_policy_that_is_purged_meanwhile_stops_no_other(catalog: Catalog, store: Store):
+    def entries() -> Iterator[Entry]:
+        for seed in range(3):
+            yield Entry("one", adapter(seed))
+            yield Entry("two", adapter(10 + seed))
+        catalog.purge("two", "ann", NOW)
+
+    found = register(catalog, store, entries())
+    assert [one.new for one in found] == [True, False] * 3
+    assert all("'two' was purged" in str(one.refused) for one in found[1::2])
+    assert len(catalog.revisions("one")) == 3
+    assert catalog.revisions("two") == []
+
+
+def test_tensors_that_were_filled_again_are_refused(catalog: Catalog, store: Store):
+    buffers = adapter(0)
+
+    def entries() -> Iterator[Entry]:
+        for seed in range(3):
+            for key, tensor in adapter(seed).items():
+                buffers[key].copy_(tensor)
+            yield Entry("one", dict(buffers))
+
+    found = register(catalog, store, entries())
+    assert [one.new for one in found] == [False, False, True]
+    assert all("changed before they were registered" in str(one.refused) for one in found[:2])
+    assert found[2].digest == alone(adapter(2), DENSE, torch.float32)[0]
+    with torch.inference_mode():
+        untracked = adapter(5)
+    (one,) = register(catalog, store, [Entry("one", untracked)])
+    assert one.new
+
+
+@pytest.mark.parametrize("together", [1, 3, 12])
+def test_what_is_unfit_among_those_copied_with_it_stops_no_other(
+    catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch, together: int
+):
+    nbytes = sum(tensor.nbytes for tensor in adapter(0).values())
+    monkeypatch.setattr(bulk_groups, "COPIED_BYTES", together * nbytes)
+    monkeypatch.setattr(bulk_groups, "BATCH", 8)
+    adapters = [adapter(seed) for seed in range(12)]
+    key = sorted(adapters[0])[2]
+    adapters[4][key][0, 0] = torch.nan
+    adapters[5][key] = adapters[5][key].to_sparse()
+
+    def entries() -> Iterator[Entry]:
+        for number, one in enumerate(adapters):
+            yield Entry("one", one)
+            # One that was copied alone may change.
+            if number == 6:
+                one[key].mul_(2)
+
+    digests = [alone(adapter(seed), DENSE, torch.float32)[0] for seed in range(12)]
+    found = register(catalog, store, entries())
+    refused = {one.position: str(one.refused) for one in found if one.refused}
+    assert "NaN or Inf" in refused.pop(4)
+    assert "cannot be read" in refused.pop(5)
+    if together > 1:
+        assert "were changed" in refused.pop(6)
+    assert refused == {}
+    assert [one.position for one in found] == list(range(12))
+    for one in found:
+        if not one.refused:
+            assert one.digest == digests[one.position]
+            stored = stored_tensors(catalog, store, catalog.revision("one", one.digest))
+            want = adapter(one.position)
+            assert all(torch.equal(stored[name], value) for name, value in want.items())
+
+
+def test_a_long_run_leaves_no_long_log(
+    sqlite_catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch
+):
+    catalog = sqlite_catalog
+    monkeypatch.setattr(bulk_writer, "MANY", 2)
+    log = Path(catalog.label + "-wal")
+    register(catalog, store, [Entry("one", adapter(seed)) for seed in range(2)])
+    assert log.stat().st_size > 0
+    register(catalog, store, [Entry("one", adapter(seed)) for seed in range(2, 5)])
+    assert log.stat().st_size == 0
+    register(catalog, store, [Entry("one", adapter(5))])
+    # Somebody who reads is not waited for long.
+    with catalog._read() as reader:
+        reader.exec_driver_sql("SELECT count(*) FROM revisions").scalar()
+        register(catalog, store, [Entry("one", adapter(seed)) for seed in range(6, 9)])
+        assert log.stat().st_size > 0

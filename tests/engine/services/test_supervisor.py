@@ -1,0 +1,189 @@
+"""The supervisor and the guards, on real processes: nothing outlives whoever started it."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from own_ports import own_ports
+
+from engine.errors import Conflict, PortInUse, ServiceError
+from engine.services import lifecycle as services
+from engine.services.supervisor import Supervisor
+from engine.settings.params import Params
+
+# A server that ignores SIGTERM's spirit: it leaves a child in a session of its own behind.
+LEAVES_ORPHAN = (
+    "import subprocess, sys, time;"
+    "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)', sys.argv[1]],"
+    " start_new_session=True);"
+    "time.sleep(600)"
+)
+OWNER = """
+import os, sys, time
+from pathlib import Path
+from engine.services.supervisor import Supervisor
+root = Path(sys.argv[1])
+supervisor = Supervisor(root, root)
+supervisor.spawn({"server": ("-c", sys.argv[2], str(root))}, os.environ, os.getpid(), "settings")
+supervisor.start("server")
+time.sleep(600)
+"""
+
+
+def marked(root: Path) -> list[psutil.Process]:
+    """Return live processes that name `root`: every process of these tests does, this one does not."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        named = any(str(root) in part for part in process.info["cmdline"] or [])
+        if named and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(process)
+    return found
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 20) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+@pytest.fixture
+def supervisor(tmp_path: Path) -> Iterator[Supervisor]:
+    supervisor = Supervisor(tmp_path, tmp_path)
+    yield supervisor
+    supervisor.stop()
+
+
+def spawn(supervisor: Supervisor, **programs: str) -> None:
+    commands = {name: ("-c", code, str(supervisor.pidfile.parent)) for name, code in programs.items()}
+    supervisor.spawn(commands, os.environ, None, "settings")
+
+
+def full_tree(root: Path) -> bool:
+    # supervisor, guard, server, and the server's child
+    return len(marked(root)) >= 4
+
+
+def test_stop_ends_every_descendant_and_is_idempotent(supervisor: Supervisor, tmp_path: Path) -> None:
+    spawn(supervisor, server=LEAVES_ORPHAN)
+    supervisor.start("server")
+    assert eventually(lambda: full_tree(tmp_path))
+    assert supervisor.running()
+    assert supervisor.stop() is True
+    assert marked(tmp_path) == []
+    assert supervisor.running() is None
+    assert supervisor.stop() is False
+
+
+def test_killed_service_takes_its_children_along_and_is_restarted(
+    supervisor: Supervisor, tmp_path: Path
+) -> None:
+    spawn(supervisor, server=LEAVES_ORPHAN)
+    supervisor.start("server")
+    assert eventually(lambda: full_tree(tmp_path))
+    guard = psutil.Process(supervisor.programs()["server"]["pid"])
+    before = guard.children(recursive=True)
+    guard.children()[0].kill()
+    assert eventually(lambda: not any(process.is_running() for process in [guard, *before]))
+    assert eventually(lambda: full_tree(tmp_path))
+    assert supervisor.programs()["server"]["pid"] != guard.pid
+
+
+@pytest.mark.parametrize("victim", ["owner", "supervisor", "guard"])
+def test_kill_9_leaves_nothing_behind(supervisor: Supervisor, tmp_path: Path, victim: str) -> None:
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path), LEAVES_ORPHAN])
+    try:
+        # The owner names the directory too.
+        assert eventually(lambda: len(marked(tmp_path)) >= 5)
+        running = supervisor.running()
+        assert running is not None
+        assert running.owner == owner.pid
+        if victim == "owner":
+            owner.kill()
+            owner.wait()
+        elif victim == "supervisor":
+            os.kill(running.pid, signal.SIGKILL)
+            owner.kill()
+            owner.wait()
+        else:
+            guard = psutil.Process(supervisor.programs()["server"]["pid"])
+            server = guard.children()[0]
+            guard.kill()
+            assert eventually(lambda: not server.is_running())
+            owner.kill()
+            owner.wait()
+        gone = eventually(lambda: len(marked(tmp_path)) <= (1 if victim == "guard" else 0))
+        assert gone, marked(tmp_path)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            owner.kill()
+        owner.wait()
+        # A child that outlived its killed guard has no guard left that could adopt it.
+        for process in marked(tmp_path):
+            process.kill()
+
+
+def test_long_state_directory_gets_a_short_socket(tmp_path: Path) -> None:
+    deep = tmp_path / ("d" * 120)
+    assert Supervisor(tmp_path, tmp_path).socket.name == "supervisor.sock" or len(str(tmp_path)) > 70
+    assert len(str(Supervisor(deep, deep).socket)) < 90
+    assert Supervisor(deep, deep).socket != Supervisor(deep / "x", deep).socket
+
+
+def test_stale_note_of_a_killed_supervisor_is_no_running_supervisor(supervisor: Supervisor) -> None:
+    supervisor.note.write_text('{"pid": 1, "created": 5.0, "owner": null, "settings": "x"}')
+    assert supervisor.running() is None
+    supervisor.socket.write_text("stale")
+    supervisor.pidfile.write_text("1")
+    spawn(supervisor, server="import time; time.sleep(600)")
+    supervisor.start("server")
+    assert eventually(lambda: supervisor.programs()["server"]["statename"] == "RUNNING")
+
+
+def test_port_in_use_is_named_before_anything_starts(tmp_path: Path) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        params = own_ports(state_dir=tmp_path, trainer={"port": port})
+        with pytest.raises(PortInUse, match=rf"Port {port} of the trainer.*`trainer\.port`"):
+            services.up(params, lambda: pytest.fail("the base was built"), lambda name, state: None)
+    assert marked(tmp_path) == []
+
+
+def test_failing_service_shows_its_log_and_stops_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = own_ports(state_dir=tmp_path)
+    broken = services.Service("mlflow", ("-c", "print('no such table'); raise SystemExit(3)"), "/health", 60)
+    monkeypatch.setattr(services, "services", lambda params: (broken,))
+    with pytest.raises(ServiceError, match=r"mlflow service ended while starting(.|\n)*no such table"):
+        services.up(params, lambda: None, lambda name, state: None)
+    assert marked(tmp_path) == []
+    assert [state.state for state in services.status(params)] == ["stopped"]
+
+
+def test_services_of_other_settings_are_not_reused(
+    supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spawn(supervisor, server="import time; time.sleep(600)")
+    params = own_ports(state_dir=tmp_path)
+    monkeypatch.setattr(services, "_supervisor", lambda params: supervisor)
+    with pytest.raises(Conflict, match="other settings"):
+        services.up(params, lambda: None, lambda name, state: None)
+    assert supervisor.running() is not None
+
+
+def test_environment_is_quiet_and_offline_only_for_a_local_base(tmp_path: Path) -> None:
+    local = services.environment(Params(state_dir=tmp_path))
+    assert local["HF_HUB_OFFLINE"] == local["DO_NOT_TRACK"] == local["VLLM_NO_USAGE_STATS"] == "1"
+    hub = Params.model_validate({"state_dir": tmp_path, "base": {"name": "Qwen/Qwen3-0.6B"}})
+    assert "HF_HUB_OFFLINE" not in services.environment(hub)

@@ -1,0 +1,297 @@
+"""The gateway in front of a fake server: who may ask, what is passed on, what is observed."""
+
+import asyncio
+import hashlib
+import json
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from engine.catalog.catalog import Base, Catalog, Policy, Revision, migrate
+from engine.errors import DamagedBytes
+from engine.serving.gateway.gateway import Gateway, GatewayState, unless_left
+from engine.serving.gateway.routing import Router
+from engine.serving.residency.residency import Residency
+from engine.settings.services import EngineConfig
+from engine.store.segments import Store
+
+CHAMPION, CANARY = "a" * 64, "b" * 64
+
+
+class Events:
+    def __init__(self):
+        self.rows = []
+
+    def emit(self, table, **fields):
+        self.rows.append((table, fields))
+
+
+class Engine:
+    """Loads take `seconds`; `faults` are raised one after the other."""
+
+    def __init__(self):
+        self.seconds, self.faults, self.prepared = 0.0, [], []
+
+    async def prepare(self, name, address):
+        self.prepared.append(name)
+        await asyncio.sleep(self.seconds)
+        if self.faults:
+            raise self.faults.pop(0)
+
+    async def forget(self, name): ...
+
+
+class Server:
+    """What stands behind the gateway: notes each body and answers like vLLM."""
+
+    def __init__(self):
+        self.seen = []
+
+    async def __call__(self, scope, receive, send):
+        message = await receive()
+        body = json.loads(message["body"]) if message.get("body") else {}
+        headers = {name.decode(): value.decode() for name, value in scope["headers"]}
+        assert "content-length" not in headers or int(headers["content-length"]) == len(
+            message.get("body", b"")
+        )
+        self.seen.append((scope["path"], body, headers))
+        answer = {
+            "id": f"cmpl-{headers.get('x-request-id')}",
+            "usage": {"prompt_tokens": 3, "completion_tokens": 2},
+        }
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": json.dumps(answer, separators=(",", ":")).encode()})
+
+
+@pytest.fixture
+def world(tmp_path):
+    url = f"sqlite:///{tmp_path}/catalog.db"
+    migrate(url)
+    catalog = Catalog(url)
+    catalog.add_base(Base("base", "tiny", "/tiny", 0.0))
+    catalog.add_policy(Policy("sums", "base", {}, "me", 0.0))
+    layout = hashlib.sha256(b"{}").hexdigest()
+    catalog.add_layout(layout, "{}")
+    for digest in (CHAMPION, CANARY):
+        catalog.add_revision(
+            Revision("sums", digest, "base", None, 1, 8, 10, layout, "s", 0, 10, "cc", "exported", "me", 0.0)
+        )
+    route = catalog.route("sums")
+    catalog.set_route(replace(route, champion=CHAMPION, canary=CANARY, weight=0.5), route.version)
+    server, events, engine, loads = Server(), Events(), Engine(), []
+    state = GatewayState(
+        Router(catalog, "tiny", "base"),
+        Residency(
+            engine,
+            catalog,
+            Store(tmp_path),
+            EngineConfig(load_queue=4),
+            on_load=lambda **fields: loads.append(fields["priority"]),
+        ),
+        events,
+        "here",
+    )
+    app = SimpleNamespace(state=SimpleNamespace(graftwork=state))
+
+    async def with_app(scope, receive, send):
+        scope["app"] = app
+        await Gateway(server)(scope, receive, send)
+
+    keys = {scope: catalog.create_key("me", scope) for scope in ("admin", "user", "score")}
+
+    def client(scope="user"):
+        headers = {"authorization": f"Bearer {keys[scope]}"} if scope else {}
+        return httpx.AsyncClient(
+            transport=httpx.ASGITransport(with_app), base_url="http://gateway", headers=headers
+        )
+
+    return SimpleNamespace(
+        catalog=catalog, server=server, events=events, client=client, keys=keys, app=app, engine=engine,
+        state=state, call=with_app, loads=loads,
+    )  # fmt: skip
+
+
+async def test_the_route_is_followed_and_observed(world):
+    before = time.time()
+    async with world.client() as client:
+        responses = [
+            await client.post("/v1/completions", json={"model": "sums", "prompt": "1+1", "user": f"u{i}"})
+            for i in range(40)
+        ]
+    models = [body["model"] for _, body, _ in world.server.seen]
+    assert set(models) == {f"sums@{CHAMPION[:12]}", f"sums@{CANARY[:12]}"}
+    assert [response.headers["x-graftwork-revision"] for response in responses] == models
+    rows = [fields for table, fields in world.events.rows if table == "observations"]
+    assert [row["id"] for row in rows] == [response.json()["id"] for response in responses]
+    arms = {"champion": CHAMPION, "canary": CANARY}
+    assert all(row["digest"] == arms[row["arm"]] and row["status"] == 200 for row in rows)
+    assert all(before <= row["at"] <= time.time() and row["completion_tokens"] == 2 for row in rows)
+    # The ledger never holds the user's own name.
+    assert len({row["unit"] for row in rows}) == 40
+    assert not any(row["unit"] == "u3" for row in rows)
+
+
+async def test_the_session_header_is_a_unit_and_nobody_is_none(world):
+    async with world.client() as client:
+        await client.post("/v1/completions", json={"model": "sums"}, headers={"x-session-id": "s1"})
+        await client.post("/v1/completions", json={"model": "sums", "user": "s1"})
+        await client.post("/v1/completions", json={"model": "sums"})
+    units = [fields["unit"] for _, fields in world.events.rows]
+    assert units[0] == units[1] is not None
+    assert units[2] is None
+
+
+@pytest.mark.parametrize(
+    ("scope", "path", "body", "headers", "status", "sentence"),
+    [
+        (None, "/v1/completions", {"model": "sums"}, {}, 401, "key in force"),
+        ("user", "/v1/completions", {"model": "nobody"}, {}, 404, "no model 'nobody'"),
+        ("user", "/v1/completions", {"model": "sums@cccc"}, {}, 404, "no revision 'cccc'"),
+        ("user", "/v1/completions", [1], {}, 400, "JSON object"),
+        ("user", "/v1/completions", {"model": "sums"}, {"x-graftwork-purpose": "score"}, 403, "scope 'user'"),
+        ("user", "/graftwork/rollouts", {"model": "sums"}, {}, 403, "scope 'score' or 'admin'"),
+        ("score", "/v1/completions", {"model": "sums"}, {"x-graftwork-purpose": "fun"}, 400, "not 'fun'"),
+        ("admin", "/v1/load_lora_adapter", {}, {}, 404, "not served"),
+    ],
+)
+async def test_refusals_say_why(world, scope, path, body, headers, status, sentence):
+    async with world.client(scope) as client:
+        response = await client.post(path, json=body, headers=headers)
+    assert response.status_code == status
+    assert sentence in response.json()["error"]["message"]
+    assert world.server.seen == []
+
+
+async def test_a_tombstone_answers_410_but_not_to_the_scorer(world):
+    world.catalog.bury("sums", CANARY, "Reward fell.", "controller")
+    pinned = {"model": f"sums@{CANARY[:12]}"}
+    async with world.client("score") as client:
+        refused = await client.post("/v1/completions", json=pinned)
+        scored = await client.post("/v1/completions", json=pinned, headers={"x-graftwork-purpose": "score"})
+        followed = await client.post("/v1/completions", json={"model": "sums", "user": "u1"})
+    assert refused.status_code == 410
+    assert "Reward fell." in refused.json()["error"]["message"]
+    assert scored.status_code == 200
+    assert followed.headers["x-graftwork-revision"] == f"sums@{CHAMPION[:12]}"
+    assert world.events.rows[0][1]["purpose"] == "score"
+
+
+async def test_a_revoked_key_is_refused_at_once(world):
+    async with world.client() as client:
+        assert (await client.post("/v1/completions", json={"model": "tiny"})).status_code == 200
+        world.catalog.revoke_key(world.keys["user"])
+        assert (await client.post("/v1/completions", json={"model": "tiny"})).status_code == 401
+
+
+async def test_the_base_answers_under_its_own_name(world):
+    async with world.client() as client:
+        response = await client.post("/v1/completions", json={"model": "tiny"})
+    assert response.headers["x-graftwork-revision"] == "base"
+    assert world.server.seen[0][1]["model"] == "tiny"
+    assert world.events.rows[0][1]["arm"] == "base"
+
+
+async def test_health_needs_no_key_and_a_starting_engine_says_so(world):
+    async with world.client(None) as client:
+        assert (await client.get("/health")).status_code == 200
+    del world.app.state.graftwork
+    async with world.client() as client:
+        response = await client.post("/v1/completions", json={"model": "tiny"})
+    assert response.status_code == 503
+    assert "starting" in response.json()["error"]["message"]
+
+
+PINNED = {"model": f"sums@{CHAMPION[:12]}"}
+
+
+async def test_a_full_queue_answers_429_and_when_to_come_again(world):
+    world.engine.seconds = 0.2
+    digests = [f"{number:x}" * 64 for number in range(6)]
+    row = world.catalog.revision("sums", CHAMPION)
+    for digest in digests:
+        world.catalog.add_revision(replace(row, digest=digest))
+    async with world.client() as client:
+        asked = [client.post("/v1/completions", json={"model": f"sums@{d[:12]}"}) for d in digests]
+        responses = await asyncio.gather(*asked)
+    codes = sorted(response.status_code for response in responses)
+    assert codes == [200] * 4 + [429] * 2
+    full = next(response for response in responses if response.status_code == 429)
+    assert int(full.headers["retry-after"]) >= 1
+    assert "again later" in full.json()["error"]["message"]
+
+
+async def test_a_client_that_leaves_ends_its_load(world):
+    world.engine.seconds = 30
+    messages = [{"type": "http.request", "body": json.dumps(PINNED).encode(), "more_body": False}]
+    headers = [(b"authorization", f"Bearer {world.keys['user']}".encode())]
+    scope = {"type": "http", "path": "/v1/completions", "headers": headers, "method": "POST"}
+
+    async def receive():
+        if messages:
+            return messages.pop()
+        while not world.engine.prepared:
+            await asyncio.sleep(0.001)
+        return {"type": "http.disconnect"}
+
+    async def send(message): ...
+
+    await asyncio.wait_for(world.call(scope, receive, send), 5)
+    assert world.state.residency.loading == 0
+    assert world.server.seen == []
+    assert world.events.rows[-1][1]["status"] == 499
+
+
+async def test_what_ended_in_the_turn_of_the_cancellation_is_given_back(world):
+    revision, residency = world.catalog.revision("sums", CHAMPION), world.state.residency
+
+    async def work():
+        name = await residency.hold(revision)
+        # After the end of this coroutine, and before its waiter runs.
+        asyncio.get_running_loop().call_soon(asked.cancel)
+        return name
+
+    asked = asyncio.create_task(unless_left(asyncio.Event().wait, work(), residency.release))
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    (resident,) = residency.residents.values()
+    assert resident.users == 0
+
+
+async def test_a_damaged_adapter_is_a_422_until_its_bytes_come_again(world):
+    world.engine.faults = [DamagedBytes("its bytes are damaged; export the revision again.")]
+    async with world.client() as client:
+        first = await client.post("/v1/completions", json=PINNED)
+        second = await client.post("/v1/completions", json=PINNED)
+        other = await client.post("/v1/completions", json={"model": f"sums@{CANARY[:12]}"})
+        row = world.catalog.revision("sums", CHAMPION)
+        world.catalog.move_revision(replace(row, segment="whole.seg"))
+        repaired = await client.post("/v1/completions", json=PINNED)
+    assert [first.status_code, second.status_code, other.status_code] == [422, 422, 200]
+    assert "damaged" in first.json()["error"]["message"]
+    assert "quarantine" in second.json()["error"]["message"]
+    assert repaired.status_code == 200
+
+
+async def test_names_that_name_nothing_or_too_much_are_told_the_near_ones(world):
+    row = world.catalog.revision("sums", CANARY)
+    world.catalog.add_revision(replace(row, digest="b" * 30 + "c" * 34))
+    async with world.client() as client:
+        missing = await client.post("/v1/completions", json={"model": "sums@aab"})
+        several = await client.post("/v1/completions", json={"model": "sums@bb"})
+        unknown = await client.post("/v1/completions", json={"model": "sum"})
+    assert (missing.status_code, several.status_code, unknown.status_code) == (404, 409, 404)
+    assert missing.json()["error"]["nearest"][0] == f"sums@{CHAMPION[:12]}"
+    assert len(several.json()["error"]["candidates"]) == 2
+    assert "sums" in unknown.json()["error"]["nearest"]
+
+
+async def test_scores_wait_in_the_background(world):
+    async with world.client("score") as client:
+        for purpose, model in (("score", CHAMPION), ("user", CANARY)):
+            headers = {"x-graftwork-purpose": purpose}
+            body = {"model": f"sums@{model[:12]}"}
+            assert (await client.post("/v1/completions", json=body, headers=headers)).status_code == 200
+    assert world.loads == ["background", "interactive"]

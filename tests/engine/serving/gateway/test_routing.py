@@ -1,0 +1,384 @@
+"""Routing: sticky and fair splits, tombstones, and what a gateway does when it cannot read."""
+
+import sqlite3
+import time
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+
+from engine.catalog.catalog import Base, Catalog, Policy, Release, Revision, Route, migrate
+from engine.errors import AdapterError, Ambiguous, NotFound, ServiceError
+from engine.serving.gateway.routing import STALE_S, Gone, Router, in_canary
+from engine.serving.gateway.row_cache import kept_rows
+from engine.settings.params import ReleaseConfig
+
+CHAMPION, CANARY = "a" * 64, "b" * 64
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def catalog(tmp_path) -> Catalog:
+    url = f"sqlite:///{tmp_path}/catalog.db"
+    migrate(url)
+    catalog = Catalog(url)
+    catalog.add_base(Base("base", "tiny", "/tiny", 0.0))
+    catalog.add_policy(Policy("sums", "base", {}, "me", 0.0))
+    for digest in (CHAMPION, CANARY):
+        catalog.add_revision(
+            Revision(
+                "sums", digest, "base", None, 1, 8, 10, "layout", "s", 0, 10, "cc", "exported", "me", 0.0
+            )
+        )
+    return catalog
+
+
+def set_route(catalog: Catalog, **changes) -> Route:
+    # With a salt by chance one user in a thousand is not on a canary with all but all of them.
+    route = replace(catalog.route("sums"), salt="fixed")
+    return catalog.set_route(replace(route, **changes), route.version)
+
+
+def test_a_policy_without_champion_is_the_base(catalog):
+    target = Router(catalog, "tiny", "base").resolve("sums", "ann")
+    assert (target.arm, target.name, target.policy) == ("base", None, "sums")
+
+
+def test_the_split_is_sticky_and_fair(catalog):
+    set_route(catalog, champion=CHAMPION, canary=CANARY, weight=0.2)
+    router, second = Router(catalog, "tiny", "base"), Router(catalog, "tiny", "base")
+    arms = [router.resolve("sums", f"user-{i}").arm for i in range(5000)]
+    assert arms == [second.resolve("sums", f"user-{i}").arm for i in range(5000)]
+    # Binomial(5000, 0.2): five standard deviations are 0.028.
+    assert abs(arms.count("canary") / 5000 - 0.2) < 0.03
+    assert set(arms) == {"canary", "champion"}
+
+
+def test_another_salt_draws_other_users(catalog):
+    route = Route("sums", canary=CANARY, weight=0.5, salt="one")
+    other = replace(route, salt="two")
+    units = [f"user-{i}" for i in range(1000)]
+    agree = sum(in_canary(route, unit) == in_canary(other, unit) for unit in units)
+    assert 400 < agree < 600
+
+
+def test_growing_the_weight_only_adds_users(catalog):
+    small, large = (Route("sums", canary=CANARY, weight=weight, salt="s") for weight in (0.1, 0.4))
+    assert all(in_canary(large, f"u{i}") for i in range(2000) if in_canary(small, f"u{i}"))
+
+
+def test_every_resolve_sees_the_last_commit(catalog, tmp_path):
+    router = Router(catalog, "tiny", "base")
+    assert router.resolve("sums", "ann").arm == "base"
+    other = Catalog(f"sqlite:///{tmp_path}/catalog.db")
+    set_route(other, champion=CHAMPION)
+    assert router.resolve("sums", "ann").digest == CHAMPION
+    other.bury("sums", CHAMPION, "It was bad.", "controller")
+    assert router.resolve("sums", "ann").arm == "base"
+
+
+def test_a_tombstone_is_stronger_than_the_route(catalog):
+    set_route(catalog, champion=CHAMPION, canary=CANARY, weight=0.999)
+    catalog.bury("sums", CANARY, "Reward fell.", "controller")
+    router = Router(catalog, "tiny", "base")
+    assert {router.resolve("sums", f"u{i}").digest for i in range(50)} == {CHAMPION}
+    with pytest.raises(Gone, match="Reward fell"):
+        router.resolve(f"sums@{CANARY[:12]}", "ann")
+    assert router.resolve(f"sums@{CANARY[:12]}", "ann", purpose="score").digest == CANARY
+    catalog.lift("sums", CANARY, "ann", "looked again")
+    assert router.resolve(f"sums@{CANARY[:12]}", "ann").arm == "pinned"
+
+
+def test_unknown_names_are_told_the_known_ones(catalog):
+    router = Router(catalog, "tiny", "base")
+    with pytest.raises(NotFound, match="Known: tiny, sums"):
+        router.resolve("nobody", "ann")
+    with pytest.raises(NotFound, match="no revision 'cccc'"):
+        router.resolve("sums@cccc", "ann")
+
+
+def test_a_revision_of_another_base_is_refused(catalog):
+    with pytest.raises(AdapterError, match="belongs to base base, and this engine serves other"):
+        Router(catalog, "tiny", "other").resolve(f"sums@{CANARY[:12]}", "ann")
+
+
+def test_a_gateway_that_cannot_read_drops_the_canary(catalog, monkeypatch):
+    clock = Clock()
+    set_route(catalog, champion=CHAMPION, canary=CANARY, weight=0.999)
+    router = Router(catalog, "tiny", "base", clock)
+    assert router.resolve("sums", "ann").arm == "canary"
+
+    def fail() -> int:
+        raise sqlite3.OperationalError("disk I/O error")
+
+    monkeypatch.setattr(catalog, "data_version", fail)
+    clock.now = STALE_S / 2
+    assert router.resolve("sums", "ann").arm == "canary"
+    clock.now = STALE_S * 1.01
+    assert router.resolve("sums", "ann").arm == "champion"
+    monkeypatch.undo()
+    assert router.resolve("sums", "ann").arm == "canary"
+
+
+def test_a_gateway_that_has_never_read_refuses(catalog, monkeypatch):
+    monkeypatch.setattr(catalog, "data_version", lambda: 1 / 0)
+    with pytest.raises(ServiceError, match="cannot be read"):
+        Router(catalog, "tiny", "base").resolve("sums", "ann")
+
+
+def test_resolving_costs_microseconds(catalog):
+    set_route(catalog, champion=CHAMPION, canary=CANARY, weight=0.5)
+    router = Router(catalog, "tiny", "base")
+    router.resolve("sums", "warm")
+    started = time.perf_counter()
+    for i in range(2000):
+        router.resolve("sums", f"user-{i}")
+    # Some 10 us here; the bound leaves room for a busy machine, not for a query per request.
+    assert (time.perf_counter() - started) / 2000 < 100e-6
+
+
+def test_a_retired_revision_is_gone_but_not_to_the_scorer(catalog):
+    router = Router(catalog, "tiny", "base")
+    pinned = f"sums@{CANARY[:12]}"
+    assert router.resolve(pinned, "ann").arm == "pinned"
+    catalog.retire("sums", CANARY, "ann", "Nobody needs it.")
+    with pytest.raises(Gone, match=r"was retired: Nobody needs it\."):
+        router.resolve(pinned, "ann")
+    assert router.resolve(pinned, "ann", purpose="score").digest == CANARY
+    catalog.unretire("sums", CANARY, "ann", "Somebody does.")
+    assert router.resolve(pinned, "ann").digest == CANARY
+
+
+def test_a_purged_name_is_gone(catalog):
+    router = Router(catalog, "tiny", "base")
+    router.resolve("sums", "ann")
+    router.resolve(f"sums@{CANARY[:12]}", "ann")
+    catalog.purge("sums", "ann", 1.0)
+    for model in ("sums", f"sums@{CANARY[:12]}"):
+        with pytest.raises(Gone, match="purged by ann"):
+            router.resolve(model, "ann")
+
+
+def test_names_that_name_nothing_or_too_much_are_told_the_near_ones(catalog):
+    router = Router(catalog, "tiny", "base")
+    other = CANARY[:20] + "f" * 44
+    catalog.add_revision(replace(catalog.revision("sums", CANARY), digest=other))
+    with pytest.raises(Ambiguous) as several:
+        router.resolve(f"sums@{CANARY[:5]}", "ann")
+    assert set(several.value.candidates) == {f"sums@{CANARY[:21]}", f"sums@{other[:21]}"}
+    with pytest.raises(NotFound) as missing:
+        router.resolve("sums@bbbc", "ann")
+    assert missing.value.nearest[0].startswith("sums@bbb")
+    for name in ("sum", "", "../sums", "sums@", "Sums@@", "x" * 500):
+        with pytest.raises((NotFound, Ambiguous)):
+            router.resolve(name, "ann")
+
+
+def test_a_change_elsewhere_reads_nothing_again(catalog, monkeypatch):
+    """Leases, registrations and other policies' routes change every second; these rows did not."""
+    set_route(catalog, champion=CHAMPION)
+    router = Router(catalog, "tiny", "base")
+    router.resolve("sums", "ann")
+    reads = []
+    for name in ("route", "tombstone"):
+        read = getattr(catalog, name)
+        monkeypatch.setattr(catalog, name, lambda *args, read=read: (reads.append(args), read(*args))[1])
+    catalog.acquire("controller", "me", 5)
+    catalog.add_policy(Policy("others", "base", {}, "me", 0.0))
+    assert router.resolve("sums", "ann").digest == CHAMPION
+    assert reads == []
+    catalog.bury("sums", CHAMPION, "It was bad.", "controller")
+    reads.clear()
+    assert router.resolve("sums", "ann").arm == "base"
+    assert len(reads) == 2
+
+
+def test_more_changes_than_are_kept_make_everything_old(catalog, monkeypatch):
+    monkeypatch.setattr("engine.catalog.access.CHANGES", 3)
+    router = Router(catalog, "tiny", "base", kept=2)
+    assert router.resolve("sums", "ann").arm == "base"
+    set_route(catalog, champion=CHAMPION)
+    for number in range(9):
+        catalog.add_policy(Policy(f"other-{number}", "base", {}, "me", 0.0))
+    assert router.resolve("sums", "ann").arm == "champion"
+    for number in range(9):
+        catalog.add_policy(Policy(f"another-{number}", "base", {}, "me", 0.0))
+        router.resolve(f"another-{number}", "ann")
+    catalog.bury("sums", CHAMPION, "It was bad.", "controller")
+    for number in range(9):
+        catalog.add_policy(Policy(f"third-{number}", "base", {}, "me", 0.0))
+        router.key("gw-nobody")
+    assert router.resolve("sums", "ann").arm == "base"
+    assert len(router._rows._rows) <= 2
+    assert len(router._rows._changed) <= 2
+
+
+def test_what_is_under_release_is_named_and_nothing_else(catalog):
+    router = Router(catalog, "tiny", "base")
+    set_route(catalog, champion=CHAMPION)
+    for number in range(50):
+        catalog.add_policy(Policy(f"user-{number}", "base", {}, "me", 0.0))
+    assert router.under_release() == frozenset()
+    settings = ReleaseConfig().model_dump()
+    release = Release("r1", "sums", CANARY, CHAMPION, "score", 0.2, "running", settings, 0.0, 0.0)
+    catalog.add_release(release)
+    assert router.under_release() == {("sums", CHAMPION)}
+    set_route(catalog, canary=CANARY, weight=0.2)
+    assert router.under_release() == {("sums", CHAMPION), ("sums", CANARY)}
+    catalog.update_release("r1", 0, state="promoted")
+    assert router.under_release() == frozenset()
+
+
+def test_what_has_changed_is_told_once(catalog):
+    router = Router(catalog, "tiny", "base")
+    router.take_changed()
+    set_route(catalog, champion=CHAMPION)
+    catalog.create_key("ann", "user")
+    router.resolve("sums", "ann")
+    assert router.take_changed() == {"sums"}
+    assert router.take_changed() == set()
+    catalog.purge("sums", "ann", 1.0)
+    assert router.take_changed() == {"sums"}
+
+
+def test_the_catalog_is_asked_of_what_is_asked_for_alone(catalog):
+    """A thousand policies: no route is read before its own request."""
+    for number in range(1000):
+        catalog.add_policy(Policy(f"user-{number}", "base", {}, "me", 0.0))
+    router = Router(catalog, "tiny", "base")
+    router.resolve("user-7", "ann")
+    assert len(router._rows._rows) == 1
+    assert router.policies(3) == ["sums", "user-0", "user-1"]
+
+
+def breaks(catalog, monkeypatch, name: str) -> None:
+    def fail(*args) -> None:
+        raise ServiceError("The catalog cannot be read: disk I/O error.")
+
+    monkeypatch.setattr(catalog, name, fail)
+
+
+@pytest.mark.parametrize("name", ["route", "tombstone"])
+def test_a_changed_row_that_cannot_be_read_drops_the_canary(catalog, monkeypatch, name):
+    """The catalog says that something has changed, and then fails."""
+    clock = Clock()
+    set_route(catalog, champion=CHAMPION, canary=CANARY, weight=0.999)
+    router = Router(catalog, "tiny", "base", clock)
+    assert {router.resolve("sums", f"u{i}").arm for i in range(5000)} == {"champion", "canary"}
+    assert router.resolve("sums", "ann").arm == "canary"
+    if name == "tombstone":
+        catalog.bury("sums", CANARY, "Reward fell.", "controller")
+    else:
+        set_route(catalog, canary=None)
+    breaks(catalog, monkeypatch, name)
+    assert router.resolve("sums", "ann").arm == "canary"
+    clock.now = STALE_S * 1.01
+    assert router.resolve("sums", "ann").arm == "champion"
+    monkeypatch.undo()
+    assert router.resolve("sums", "ann").arm == "champion"
+    if name == "tombstone":
+        catalog.lift("sums", CANARY, "ann", "It is fine.")
+    else:
+        set_route(catalog, canary=CANARY, weight=0.999)
+    assert router.resolve("sums", "ann").arm == "canary"
+
+
+def test_a_pinned_revision_whose_stone_cannot_be_read_is_refused(catalog, monkeypatch):
+    clock = Clock()
+    router, pinned = Router(catalog, "tiny", "base", clock), f"sums@{CANARY[:12]}"
+    assert router.resolve(pinned, "ann").digest == CANARY
+    catalog.bury("sums", CANARY, "Reward fell.", "controller")
+    breaks(catalog, monkeypatch, "tombstone")
+    assert router.resolve(pinned, "ann").digest == CANARY
+    clock.now = STALE_S * 1.01
+    with pytest.raises(ServiceError, match="may have been rolled back"):
+        router.resolve(pinned, "ann")
+    assert router.resolve(pinned, "ann", purpose="score").digest == CANARY
+    monkeypatch.undo()
+    with pytest.raises(Gone, match="Reward fell"):
+        router.resolve(pinned, "ann")
+
+
+def test_an_answer_that_the_catalog_kept_is_as_old_as_its_reading(catalog, monkeypatch):
+    """A server in the network is asked five times a second; between two times it may have gone."""
+    clock = Clock()
+    set_route(catalog, champion=CHAMPION, canary=CANARY, weight=0.999)
+    router = Router(catalog, "tiny", "base", clock)
+    assert router.resolve("sums", "ann").arm == "canary"
+    monkeypatch.setattr(catalog, "data_version_age", lambda: STALE_S * 1.01)
+    assert router.resolve("sums", "ann").arm == "champion"
+
+
+def test_what_nobody_has_is_not_kept(catalog):
+    router = Router(catalog, "tiny", "base", kept=4)
+    assert router.resolve("sums", "ann").arm == "base"
+    for number in range(20):
+        for model in (f"nobody-{number}", f"No/body {number}", f"nobody@{number:012x}"):
+            with pytest.raises(NotFound):
+                router.resolve(model, "ann")
+        assert router.key(f"gw-{number}") is None
+    assert list(router._rows._rows) == [("route", "sums")]
+
+
+def test_a_name_of_megabytes_is_refused_in_a_line(catalog, monkeypatch):
+    router = Router(catalog, "tiny", "base")
+    breaks(catalog, monkeypatch, "route")
+    breaks(catalog, monkeypatch, "purged")
+    for model in ("x" * (1 << 20), "X" * (1 << 20) + "@" + "a" * 12):
+        with pytest.raises(NotFound) as missing:
+            router.resolve(model, "ann")
+        assert len(str(missing.value)) < 1000
+
+
+def test_every_row_of_a_full_host_tier_is_kept():
+    assert kept_rows(1) >= 1000
+    assert kept_rows(100_000) > 3 * 100_000
+
+
+def test_a_restored_older_catalog_is_read_anew(catalog, monkeypatch):
+    """Its changes count from a lower number, so none of them would look newer than what was read."""
+    set_route(catalog, champion=CHAMPION)
+    router = Router(catalog, "tiny", "base")
+    assert router.resolve("sums", "ann").digest == CHAMPION
+    newest = router._seen
+    with catalog._write() as connection:
+        connection.exec_driver_sql("DELETE FROM changes WHERE id > 1")
+        connection.exec_driver_sql("UPDATE routes SET champion = NULL")
+    assert router.resolve("sums", "ann").arm == "base"
+    assert 0 < router._seen < newest
+    assert router.take_changed() is None
+    set_route(catalog, champion=CANARY)
+    assert router.resolve("sums", "ann").digest == CANARY
+    assert router.take_changed() == {"sums"}
+
+
+@pytest.mark.parametrize("buried", [False, True])
+def test_a_look_while_a_purge_runs_keeps_nothing_of_it(catalog, monkeypatch, buried):
+    """Rows that were read between two of its transactions are old when the purge has ended."""
+    router, pinned = Router(catalog, "tiny", "base"), f"sums@{CANARY[:12]}"
+    if buried:
+        catalog.bury("sums", CHAMPION, "It was bad.", "controller")
+    purge_some = catalog._purge_revisions
+
+    def looks(policy: str) -> int:
+        with pytest.raises(Gone):
+            router.resolve("sums", "ann")
+        with suppress(NotFound):
+            router.revision("sums", CANARY)
+            router._stone("sums", CHAMPION)
+        return purge_some(policy)
+
+    monkeypatch.setattr(catalog, "_purge_revisions", looks)
+    catalog.purge("sums", "ann", 1.0)
+    with pytest.raises(NotFound):
+        router.revision("sums", CANARY)
+    with pytest.raises(Gone, match="purged by ann"):
+        router.resolve(pinned, "ann")
+    assert router._stone("sums", CHAMPION) is None
+    assert router.take_changed() == {"sums"}

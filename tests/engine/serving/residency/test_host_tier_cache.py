@@ -1,0 +1,170 @@
+"""Who stays in the host tier: the popular, whatever passes by; within the budget of bytes and of names."""
+
+import asyncio
+import random
+
+import pytest
+from adapters_cold import FakeEngine, name_of, residency, revision, settle, use
+
+from engine.serving.residency.host_tier_cache import AGE_ASKS, AGE_S, MOST, Popularity, WarmSet
+
+MIB = 1 << 20
+
+
+def row(i: int):
+    return revision(i, MIB)
+
+
+async def test_the_least_recently_used_leaves_and_comes_back():
+    engine = FakeEngine(0)
+    tier = residency(engine, host_bytes=3 * MIB)
+    for i in (0, 1, 2, 0, 3):
+        await use(tier, row(i))
+    await asyncio.sleep(0)
+    assert set(tier.residents) == {name_of(i) for i in (0, 2, 3)} == engine.held
+    await use(tier, row(1))
+    assert engine.prepared.count(name_of(1)) == 2
+
+
+async def test_who_is_in_use_stays():
+    tier = residency(FakeEngine(0), host_bytes=MIB)
+    busy = asyncio.create_task(use(tier, row(1), 0.1))
+    await asyncio.sleep(0.02)
+    await use(tier, row(2))
+    await use(tier, row(3))
+    assert name_of(1) in tier.residents
+    await busy
+    assert all(resident.users == 0 for resident in tier.residents.values())
+    assert len(tier.residents) == 1
+
+
+async def test_loads_that_end_together_in_a_tier_for_one_are_all_served():
+    engine = FakeEngine(0)
+    tier = residency(engine, host_bytes=MIB, load_concurrency=4)
+
+    async def check(i: int) -> None:
+        async with tier.use(row(i)) as name:
+            assert name in engine.held
+
+    await asyncio.gather(*(check(i) for i in range(4)))
+    # Each is held for its waiters from the moment in which it is there.
+    assert len(engine.prepared) == 4
+    await settle(lambda: len(engine.held) == 1)
+
+
+@pytest.mark.parametrize("at_once", [1, 8])
+async def test_a_scan_leaves_the_warm_set_alone(at_once):
+    """Ten times the capacity, one request each, one after the other and eight at a time."""
+    engine = FakeEngine(0)
+    tier = residency(engine, host_bytes=20 * MIB, load_concurrency=8)
+    warm = range(16)
+    for _ in range(3):
+        for i in warm:
+            await use(tier, row(i))
+    cold = list(range(100, 300))
+    for start in range(0, len(cold), at_once):
+        await asyncio.gather(*(use(tier, row(i), 0.001) for i in cold[start : start + at_once]))
+    assert {name_of(i) for i in warm} <= set(tier.residents)
+    assert all(engine.prepared.count(name_of(i)) == 1 for i in warm)
+    assert tier.tier.bytes <= 20 * MIB
+    assert tier.evictions == len(engine.prepared) - len(tier.residents)
+
+
+async def test_who_becomes_popular_gets_in():
+    engine = FakeEngine(0)
+    tier = residency(engine, host_bytes=20 * MIB)
+    for _ in range(5):
+        for i in range(20):
+            await use(tier, row(i))
+    scan = iter(range(1000, 2000))
+    for _ in range(12):
+        await use(tier, row(99))
+        for _ in range(3):
+            await use(tier, row(next(scan)))
+    assert tier.residents[name_of(99)].is_warm
+    # It left and came back a few times until it was known.
+    assert engine.prepared.count(name_of(99)) <= 7
+
+
+async def test_who_was_popular_once_makes_room():
+    tier = residency(FakeEngine(0), host_bytes=20 * MIB)
+    for _ in range(30):
+        for i in range(20):
+            await use(tier, row(i))
+    for _ in range(2 * MOST):
+        for i in range(100, 118):
+            await use(tier, row(i))
+    assert sum(name_of(i) in tier.residents for i in range(100, 118)) >= 16
+
+
+async def test_the_pinned_stay():
+    pinned = {name_of(0), name_of(1)}
+    tier = residency(FakeEngine(0), host_bytes=2 * MIB, pinned=lambda: pinned)
+    for i in range(30):
+        await use(tier, row(i))
+        await use(tier, row(i))
+    assert pinned <= set(tier.residents)
+    pinned.clear()
+    for i in range(30, 34):
+        await use(tier, row(i))
+        await use(tier, row(i))
+    assert len(tier.residents) <= 2
+
+
+async def test_names_are_bounded_by_number_however_small():
+    engine, events = FakeEngine(0), []
+    tier = residency(engine, events, host_adapters=50)
+    for i in range(500):
+        await use(tier, revision(i, 1))
+    await settle(lambda: not tier._leaving)
+    assert len(tier.residents) == len(engine.held) == 50
+    # Nothing else keeps a name.
+    assert (len(tier.queue), tier._prewarming) == (0, set())
+    assert [event["tier"] for event in events].count("stored") == 450
+
+
+def test_any_traffic_keeps_the_books():
+    """Against the plain sums, over a long random run with pins."""
+    random.seed(3)
+    now = [0.0]
+    tier = WarmSet(40, 12, clock=lambda: now[0])
+    held: list[str] = []
+    for _ in range(6000):
+        now[0] += random.random()
+        i = min(int(random.expovariate(0.1)), 60)
+        name = name_of(i)
+        tier.popularity.add(name)
+        if tier.hold(name) is None:
+            tier.add(name, revision(i, 1 + i % 7))
+            tier.hold(name)
+        held.append(name)
+        while len(held) > 4 or (held and random.random() < 0.4):
+            tier.release(held.pop(random.randrange(len(held))))
+            for gone, _ in tier.evict(lambda: {name_of(0)}):
+                assert gone not in held
+                assert gone != name_of(0)
+        residents = tier.residents
+        assert tier.bytes == sum(resident.bytes for resident in residents.values())
+        assert tier._window_bytes == sum(r.bytes for r in residents.values() if not r.is_warm)
+        assert tier._window_adapters == sum(not r.is_warm for r in residents.values())
+        idle = {*tier._idle_new, *tier._idle_warm}
+        assert idle == {name for name, resident in residents.items() if not resident.users}
+        assert sum(resident.users for resident in residents.values()) == len(held)
+        if not held:
+            assert tier.bytes <= 40
+            assert len(residents) <= 12
+
+
+def test_popularity_counts_ends_and_fades():
+    now = [0.0]
+    popularity = Popularity(clock=lambda: now[0])
+    for _ in range(40):
+        popularity.add("often")
+    popularity.add("once")
+    assert (popularity.of("often"), popularity.of("once"), popularity.of("never")) == (MOST, 1, 0)
+    for i in range(AGE_ASKS):
+        popularity.add(f"name-{i}")
+    assert popularity.of("often") == MOST // 2
+    now[0] = 2 * AGE_S
+    popularity.add("often")
+    assert popularity.of("often") == (MOST // 2 + 1) // 2

@@ -1,0 +1,174 @@
+"""The losses on groups computed by hand, group advantages, and their limits."""
+
+import math
+import sys
+
+import pytest
+import torch
+
+from engine.errors import ConfigError
+from engine.settings.losses import LOSS_SETTINGS
+from engine.training.loss.grpo import (
+    LOSSES,
+    Tokens,
+    group_advantages,
+    groups_that_teach,
+    kl_to_base,
+    loss_of,
+)
+from engine.training.model.update import Objective
+
+# A group of two answers of two tokens each. Ratios trainer/sampler 1.5, 0.9 and 0.5, 1.1; advantages 1, -1.
+RATIO = torch.tensor([1.5, 0.9, 0.5, 1.1])
+OLD = torch.tensor([-1.0, -2.0, -0.5, -3.0])
+ADVANTAGE = torch.tensor([1.0, 1.0, -1.0, -1.0])
+
+
+def group(lengths=(2, 2), loss: str = "dapo", ratio=RATIO, old=OLD, advantage=ADVANTAGE, **config) -> Tokens:
+    """Tokens of a whole batch, with the shares that the loss gives them."""
+    shares = Objective.of(loss, config).shares(lengths)
+    numbers = [i for i, length in enumerate(lengths) for _ in range(length)]
+    return Tokens(
+        new_T=(old + ratio.log()).requires_grad_(),
+        old_T=old,
+        advantage_T=advantage,
+        sequence_T=torch.tensor(numbers),
+        sequences=len(lengths),
+        weight_T=torch.tensor([shares[i] for i in numbers]),
+    )
+
+
+def value(loss: str, tokens: Tokens, **config) -> torch.Tensor:
+    return Objective.of(loss, config).terms(tokens)[0].sum()
+
+
+def test_advantages_of_a_group_by_hand():
+    """Rewards 1, 0, 0, 0: mean 1/4, spread sqrt(3)/4, so sqrt(3) and -1/sqrt(3); Dr. GRPO: 3/4 and -1/4."""
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 0.0]])
+    found = group_advantages(rewards, eps=0.0)[0]
+    torch.testing.assert_close(found, torch.tensor([math.sqrt(3), *[-1 / math.sqrt(3)] * 3]))
+    assert group_advantages(rewards, by_spread=False)[0].tolist() == [0.75, -0.25, -0.25, -0.25]
+    assert [name for name, loss in LOSSES.items() if not loss.by_spread] == ["dr_grpo"]
+
+
+def test_a_group_that_agrees_teaches_nothing():
+    rewards = torch.tensor([[1.0, 1.0], [0.0, 0.0], [0.0, 1.0]])
+    assert groups_that_teach(rewards).tolist() == [False, False, True]
+    assert torch.equal(group_advantages(rewards)[:2], torch.zeros(2, 2))
+
+
+def test_dapo_by_hand():
+    """Clipped to [0.8, 1.28]: 1.28, 0.9 | -0.8, -1.1; a mean over 4 tokens."""
+    tokens = group()
+    found = value("dapo", tokens)
+    assert found.item() == pytest.approx(-(1.28 + 0.9 - 0.8 - 1.1) / 4, abs=1e-6)
+    found.backward()
+    # d(ratio * advantage)/d(log-probability) is ratio * advantage; nothing where the bound was taken.
+    torch.testing.assert_close(tokens.new_T.grad, torch.tensor([0.0, -0.9, 0.0, 1.1]) / 4)
+
+
+def test_grpo_by_hand():
+    """Clipped to [0.8, 1.2]: 1.2, 0.9 | -0.8, -1.1; each answer's mean, then the mean of both."""
+    assert value("grpo", group(loss="grpo")).item() == pytest.approx(-(2.1 / 2 - 1.9 / 2) / 2, abs=1e-6)
+    # Lengths 3 and 1: (1.2 + 0.9 - 0.8) / 3 and -1.1; DAPO weighs all four tokens alike.
+    advantage = torch.tensor([1.0, 1.0, -1.0, -1.0])
+    uneven = group((3, 1), "grpo", advantage=advantage)
+    assert value("grpo", uneven).item() == pytest.approx(-(1.3 / 3 - 1.1) / 2, abs=1e-6)
+    # Dr. GRPO: sums over answers, by a budget of 10 tokens.
+    fixed = group((3, 1), "dr_grpo", budget=10)
+    assert value("dr_grpo", fixed, budget=10).item() == pytest.approx(-(1.3 - 1.1) / 10 / 2, abs=1e-6)
+
+
+def test_gspo_by_hand():
+    """Ratios of sequences: sqrt(1.5 * 0.9) = 1.1619, sqrt(0.5 * 1.1) = 0.7416; clipped to [0.8, 1.1]."""
+    tokens = group(loss="gspo")
+    found = value("gspo", tokens, clip_low=0.2, clip_high=0.1)
+    assert found.item() == pytest.approx(-(1.1 - 0.8) / 2, abs=1e-6)
+    found.backward()
+    assert tokens.new_T.grad.tolist() == [0.0] * 4
+    # Not clipped, all tokens of a sequence have its ratio as gradient, by their number.
+    tokens = group(loss="gspo")
+    found = value("gspo", tokens, clip_low=0.5, clip_high=0.5)
+    assert found.item() == pytest.approx(-(1.161895 - 0.741620) / 2, abs=1e-6)
+    found.backward()
+    want = torch.tensor([-1.161895, -1.161895, 0.741620, 0.741620]) / 4
+    torch.testing.assert_close(tokens.new_T.grad, want, atol=1e-6, rtol=0)
+
+
+def test_cispo_by_hand():
+    """Weights 1.28, 0.9, 0.5, 1.1: clipped above only. A clipped token still has a gradient: its weight's."""
+    tokens = group()
+    found = value("cispo", tokens, clip_high=0.28)
+    new = [-1 + math.log(1.5), -2 + math.log(0.9), -0.5 + math.log(0.5), -3 + math.log(1.1)]
+    want = -(1.28 * new[0] + 0.9 * new[1] - 0.5 * new[2] - 1.1 * new[3]) / 4
+    assert found.item() == pytest.approx(want, abs=1e-6)
+    found.backward()
+    torch.testing.assert_close(tokens.new_T.grad, torch.tensor([-1.28, -0.9, 0.5, 1.1]) / 4)
+    clipped = Objective.of("cispo", {"clip_high": 0.28}).terms(tokens)[1]
+    assert clipped.tolist() == [True, False, False, False]
+
+
+def test_importance_sampling_by_hand():
+    want = -(1.5 + 0.9 - 0.5 - 1.1) / 4
+    assert value("importance_sampling", group()).item() == pytest.approx(want, abs=1e-6)
+
+
+def test_the_clip_counts_the_tokens_that_it_holds_back():
+    """1.5 with advantage 1 and 0.5 with advantage -1; 1.5 with -1 and 0.5 with 1 go on."""
+    objective = Objective.of("dapo", {})
+    assert objective.terms(group())[1].tolist() == [True, False, True, False]
+    assert objective.terms(group(advantage=-ADVANTAGE))[1].tolist() == [False] * 4
+
+
+@pytest.mark.parametrize("loss", [name for name in LOSSES if LOSSES[name].sampled])
+def test_at_ratio_one_every_loss_has_the_policy_gradient(loss):
+    """The gradient of -advantage * log-probability, by each token's share."""
+    advantage = torch.tensor([0.3, 0.3, 0.3, -2.0, -2.0])
+    old = torch.tensor([-1.0, -0.1, -4.0, -2.0, -0.3])
+    tokens = group((3, 2), loss, torch.ones(5), old, advantage)
+    value(loss, tokens).backward()
+    torch.testing.assert_close(tokens.new_T.grad, -advantage * tokens.weight_T)
+
+
+def test_kl_to_the_base_by_hand():
+    """Base over trainer 2: 2 - ln 2 - 1; its gradient is 1 - 2. Zero, and flat, where both agree."""
+    new = torch.tensor([-2.0, -1.0]).requires_grad_()
+    base = torch.tensor([-2.0 + math.log(2), -1.0])
+    found = kl_to_base(new, base)
+    torch.testing.assert_close(found.detach(), torch.tensor([1 - math.log(2), 0.0]))
+    found.sum().backward()
+    torch.testing.assert_close(new.grad, torch.tensor([-1.0, 0.0]))
+
+
+def test_the_estimate_of_the_kl_is_the_divergence():
+    """Over all tokens of a small vocabulary, weighted by the policy, it is exactly the KL divergence."""
+    generator = torch.Generator().manual_seed(1)
+    new, base = torch.randn(2, 50, generator=generator).log_softmax(-1)
+    estimate = (new.exp() * kl_to_base(new, base)).sum()
+    torch.testing.assert_close(estimate, (new.exp() * (new - base)).sum())
+    assert estimate > 0.1
+
+
+def test_a_loss_of_ones_own_is_found_by_its_path(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(
+        "def squares(tokens, settings):\n    return settings['by'] * tokens.new_T**2\n"
+        "def number(tokens, settings):\n    return 1.0\n"
+        "spread = 2.0\n"
+    )
+    (tmp_path / "broken.py").write_text("def loss(tokens, settings:\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    tokens = group()
+    found = value("python:mine:squares", tokens, options={"by": 3.0})
+    assert found.item() == pytest.approx(3 * (tokens.new_T**2).mean().item())
+    with pytest.raises(ConfigError, match="must return a tensor"):
+        value("python:mine:number", tokens)
+    for path in ("python:mine:cubes", "python:nowhere:cubes", "python:broken:loss"):
+        with pytest.raises(ConfigError, match=f"The loss {path} cannot be loaded"):
+            loss_of(path)
+    with pytest.raises(ConfigError, match="The loss python:mine:spread is not a function"):
+        loss_of("python:mine:spread")
+
+
+def test_every_loss_has_its_settings():
+    assert LOSSES.keys() == LOSS_SETTINGS.keys()

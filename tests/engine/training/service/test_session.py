@@ -1,0 +1,243 @@
+"""Sessions: killed at any moment they go on bit for bit; a request is applied once."""
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from training_sessions import ADAM, BASE, factors, opening, same, train_one
+
+from engine.errors import BaseModelError, Conflict, NotFound, ServiceError
+from engine.training.model.lora import Example, ResidentBase, Row
+from engine.training.service.protocol import OptimStep
+from engine.training.service.session import CURRENT, Session
+from engine.training.service.sessions import Sessions
+from engine.training.service.start import start_of
+
+
+@pytest.fixture(scope="module")
+def base(tiny_base) -> ResidentBase:
+    return ResidentBase(tiny_base, threads=1, microbatch_tokens=256)
+
+
+def test_a_session_that_was_cut_off_goes_on_bit_for_bit(base, tmp_path):
+    whole = Session(tmp_path / "whole", base, BASE, opening())
+    for number in range(6):
+        train_one(whole, number)
+
+    first = Session(tmp_path / "cut", base, BASE, opening())
+    for number in range(3):
+        train_one(first, number)
+    # Gradients of a step that never ended, and a draft that was never renamed, are what a kill leaves.
+    first.forward_backward([Example(Row((5, 6, 7), 1), (-1.0, -1.0), (1.0, 1.0))], "dapo", {})
+    (tmp_path / "cut" / "current.draft").write_bytes(b"half")
+    again = Session(tmp_path / "cut", base, BASE, opening())
+    again.load(CURRENT)
+    assert (again.step, again.position) == (3, 20)
+    assert [row["reward"] for row in again.history] == [0.0, 0.1, 0.2]
+    for number in range(3, 6):
+        train_one(again, number)
+    assert same(factors(whole), factors(again))
+    assert torch.equal(whole.generator.get_state(), again.generator.get_state())
+    start = Session(tmp_path / "start", base, BASE, opening())
+    assert not same(factors(start), factors(whole))
+
+
+def test_beside_eight_others_a_session_becomes_what_it_is_alone(base, tmp_path):
+    """Five steps with the same samples; the others have other ranks, places and data, and come in between."""
+    alone = Session(tmp_path / "alone", base, BASE, opening())
+    for number in range(5):
+        train_one(alone, number)
+    beside = Session(tmp_path / "beside", base, BASE, opening())
+    targets = (["q_proj"], ["v_proj", "up_proj"], ["down_proj", "gate_proj"])
+    others = [
+        Session(tmp_path / f"{i}", base, BASE, opening(f"o-{i}", rank=2 ** (i % 4), targets=targets[i % 3]))
+        for i in range(8)
+    ]
+    for number in range(5):
+        for i, other in enumerate(others):
+            train_one(other, 100 + 10 * number + i)
+            if i == 4:
+                train_one(beside, number)
+    moved = [
+        torch.dist(a, b).item()
+        for a, b in zip(factors(beside).values(), factors(alone).values(), strict=True)
+    ]
+    assert max(moved) <= 1e-5
+    assert same(factors(beside), factors(alone))
+    start = Session(tmp_path / "start", base, BASE, opening())
+    assert not same(factors(start), factors(alone))
+
+
+def test_the_same_request_is_applied_once_also_after_a_restart(base, tmp_path):
+    session = Session(tmp_path, base, BASE, opening())
+    train_one(session, 1, "first")
+    once = factors(session)
+    request = OptimStep(request_id="first", session=session.name, fence=0, adam_params=ADAM)
+    assert session.optim_step(request)["step"] == 1
+    again = Session(tmp_path, base, BASE, opening())
+    again.load(CURRENT)
+    assert again.optim_step(request)["step"] == 1
+    assert same(factors(again), once)
+
+
+def test_a_step_without_gradients_is_refused(base, tmp_path):
+    session = Session(tmp_path, base, BASE, opening())
+    request = OptimStep(request_id="a", session=session.name, fence=0, adam_params=ADAM)
+    with pytest.raises(ServiceError, match="has no gradients after step 0"):
+        session.optim_step(request)
+    skipped = session.optim_step(request.model_copy(update={"request_id": "b", "skip": True}))
+    assert skipped == {"step": 1, "grad_norm": 0.0}
+
+
+def test_going_back_to_a_named_state(base, tmp_path):
+    session = Session(tmp_path, base, BASE, opening())
+    train_one(session, 1)
+    session.save("best")
+    best = factors(session)
+    train_one(session, 2)
+    assert not same(factors(session), best)
+    session.load("best")
+    assert same(factors(session), best)
+    with pytest.raises(NotFound, match="no state 'worst'"):
+        session.load("worst")
+
+
+def test_a_save_that_is_cut_off_anywhere_is_done_again_or_not_at_all(base, tmp_path, monkeypatch):
+    """Each rename of a `save_state` is the last thing that happens once."""
+    rename = Path.replace
+    for survives in range(3):
+        session = Session(tmp_path / str(survives), base, BASE, opening())
+        train_one(session, 1)
+        before, renamed = factors(session), []
+
+        def cut_off(path, target, survives=survives, renamed=renamed):
+            if len(renamed) == survives:
+                raise KeyboardInterrupt
+            renamed.append(rename(path, target))
+
+        with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+            patch.setattr(Path, "replace", cut_off)
+            session.save_as("best", "save")
+        again = Session(tmp_path / str(survives), base, BASE, opening())
+        again.load()
+        assert (again.step, "save" in again.done) == (1, survives == 2)
+        assert again.save_as("best", "save") == {"path": str(tmp_path / str(survives) / "best.state")}
+        train_one(again, 2)
+        # Answered, not done again: it would store the second step under that name.
+        again.save_as("best", "save")
+        assert again.load_from("best", "load")["step"] == 1
+        assert same(factors(again), before)
+        assert again.load_from("best", "load")["history"][-1]["step"] == 1
+
+
+def test_a_state_of_the_version_before_is_read(base, tmp_path):
+    session = Session(tmp_path, base, BASE, opening())
+    train_one(session, 1)
+    kept = {name: value for name, value in session._state().items() if name not in ("opened", "fence")}
+    torch.save({**kept, "version": 1}, tmp_path / "current.state")
+    again = Session(tmp_path, base, BASE, opening())
+    again.load()
+    assert (again.step, again.fence) == (1, 0)
+    assert same(factors(again), factors(session))
+
+
+@pytest.mark.parametrize("opened_again", ["load", "resume", "fork"])
+def test_a_state_from_before_ranks_could_differ_is_read(base, tmp_path, opened_again):
+    session = Session(tmp_path / "sums-1", base, BASE, opening())
+    train_one(session, 1)
+    kept = session._state()
+    kept["settings"] = {
+        name: value for name, value in kept["settings"].items() if name not in ("ranks", "alphas")
+    }
+    torch.save(kept, tmp_path / "sums-1" / "current.state")
+    if opened_again == "load":
+        again = Session(tmp_path / "sums-1", base, BASE, opening())
+        again.load()
+    elif opened_again == "resume":
+        again = Sessions(tmp_path, base, BASE, 1 << 30, lambda _: 0).resume(opening())
+    else:
+        start = start_of(opening("fork", fork_session="sums-1"), base, BASE, None, tmp_path)
+        again = Session(tmp_path / "fork", base, BASE, start.opened)
+        start.fill(again.adapter)
+    assert again.settings["ranks"] == again.settings["alphas"] == {}
+    assert same(factors(again), factors(session))
+
+
+def _full(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_step_is_forced_to_the_disk_with_its_name(base, tmp_path, monkeypatch):
+    """First the bytes, then after the renames the directory that holds the names."""
+    session = Session(tmp_path, base, BASE, opening())
+    fsync, rename, seen = os.fsync, Path.replace, []
+    monkeypatch.setattr(os, "fsync", lambda handle: (seen.append(os.fstat(handle).st_ino), fsync(handle)))
+    monkeypatch.setattr(Path, "replace", lambda path, to: (seen.append(to.name), rename(path, to)))
+    session.save("best")
+    bytes_of, names = ((tmp_path / "best.state").stat().st_ino, tmp_path.stat().st_ino)
+    assert seen == [bytes_of, "best.state", "current.state", names]
+
+
+def test_a_full_disk_keeps_the_last_step(base, tmp_path, monkeypatch):
+    session = Session(tmp_path, base, BASE, opening())
+    train_one(session, 1)
+    stored = (tmp_path / "current.state").read_bytes()
+
+    monkeypatch.setattr("engine.training.service.state.os.fsync", _full)
+    with pytest.raises(ServiceError, match="No space left on device"):
+        train_one(session, 2)
+    assert (tmp_path / "current.state").read_bytes() == stored
+    assert not (tmp_path / "current.draft").exists()
+
+
+def test_a_request_repeated_after_a_full_disk_is_stored_and_applied_once(base, tmp_path, monkeypatch):
+    session = Session(tmp_path / "full", base, BASE, opening())
+    with monkeypatch.context() as patch:
+        patch.setattr("engine.training.service.state.os.fsync", _full)
+        with pytest.raises(ServiceError):
+            train_one(session, 1)
+    step = OptimStep(request_id="step-1", session=session.name, fence=0, adam_params=ADAM, position=10)
+    assert session.optim_step(step)["step"] == 1
+
+    again = Session(tmp_path / "full", base, BASE, opening())
+    again.load(CURRENT)
+    once = Session(tmp_path / "once", base, BASE, opening())
+    train_one(once, 1)
+    assert again.step == 1
+    assert same(factors(again), factors(once))
+
+
+def test_naming_and_going_back_are_done_when_repeated_after_a_full_disk(base, tmp_path, monkeypatch):
+    session = Session(tmp_path, base, BASE, opening())
+    train_one(session, 1)
+    want = factors(session)
+    requests = {"save": session.save_as, "load": session.load_from}
+    for request_id, request in requests.items():
+        with monkeypatch.context() as patch:
+            patch.setattr("engine.training.service.state.os.fsync", _full)
+            with pytest.raises(ServiceError, match="No space left on device"):
+                request("best", request_id)
+        request("best", request_id)
+        stored = Session(tmp_path, base, BASE, opening())
+        stored.load()
+        assert (stored.step, request_id in stored.done) == (1, True)
+        assert same(factors(stored), want)
+        assert (tmp_path / "best.state").is_file()
+        train_one(session, 2)
+
+
+@pytest.mark.parametrize(
+    ("base_digest", "changes", "error", "sentence"),
+    [
+        ("c" * 64, {}, BaseModelError, "was trained on the base bbbbbbbbbbbb"),
+        (BASE, {"rank": 2}, Conflict, "another session name"),
+        (BASE, {"targets": ["o_proj"]}, Conflict, "another session name"),
+    ],
+)
+def test_a_session_of_another_base_or_shape_is_refused(base, tmp_path, base_digest, changes, error, sentence):
+    session = Session(tmp_path, base, BASE, opening())
+    train_one(session, 1)
+    with pytest.raises(error, match=sentence):
+        Session(tmp_path, base, base_digest, opening(**changes)).load(CURRENT)

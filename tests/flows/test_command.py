@@ -1,0 +1,192 @@
+"""The command as a newcomer meets it: fast help, one clear sentence for each fault, its exit code."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from catalog_migrations import upgrade_to
+from live import free_port
+from repository import ROOT
+
+from engine.errors import ServiceError
+from engine.settings.forms import AdaptForm
+from engine.settings.params import load_params
+
+
+def graftwork(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    command = [str(Path(sys.executable).parent / "graftwork"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=120, check=False)
+
+
+@pytest.fixture
+def params(tmp_path: Path) -> Path:
+    """Settings with a state directory and ports of their own."""
+    names = ("engine", "trainer", "controller", "mlflow", "prefect")
+    data = yaml.safe_load((ROOT / "params.yaml").read_text()) | {"state_dir": str(tmp_path / "state")}
+    data |= {name: {"port": free_port()} for name in names}
+    path = tmp_path / "params.yaml"
+    path.write_text(yaml.safe_dump(data))
+    return path
+
+
+def change(params: Path, **values: object) -> Path:
+    params.write_text(yaml.safe_dump(yaml.safe_load(params.read_text()) | values))
+    return params
+
+
+def test_help_lists_the_commands_in_half_a_second() -> None:
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        result = graftwork("--help")
+        seconds.append(time.perf_counter() - start)
+    assert result.returncode == 0
+    for command in (
+        "run",
+        "up",
+        "down",
+        "status",
+        "adapt",
+        "score",
+        "release",
+        "promote",
+        "rollback",
+        "lift",
+        "key",
+    ):
+        assert f" {command} " in result.stdout
+    assert min(seconds) < 0.5
+
+
+FAULTS = {
+    "no settings file": (["run", "--params", "nowhere.yaml"], {}, 2, "nowhere.yaml does not exist"),
+    "extra key": (["status"], {"wings": 2}, 2, "Unknown key `wings`; allowed here: base,"),
+    "extra nested key": (
+        ["status"],
+        {"engine": {"prot": 1}},
+        2,
+        "Unknown key `engine.prot`; allowed here: dtype",
+    ),
+    "bad value": (["status"], {"engine": {"port": "x"}}, 2, "`engine.port`"),
+    "unknown benchmark": (["bench", "nothing"], {}, 2, "There is no benchmark 'nothing'"),
+    "unknown scope": (["key", "create", "me", "--scope", "root"], {}, 2, "There is no scope 'root'"),
+    "unknown key": (["key", "revoke", "123456"], {}, 5, "key"),
+    "no services": (["adapt", "arithmetic"], {}, 7, "graftwork up"),
+    "no digest": (["promote", "arithmetic", "--reason", "x"], {}, 2, "POLICY@DIGEST"),
+    "unknown task": (
+        ["run"],
+        {"policies": {"p": {"task": "flying", "contract": "terse", "suite": "addition-terse"}}},
+        2,
+        "There is no task 'flying'",
+    ),
+    "unknown suite": (
+        ["run"],
+        {"policies": {"p": {"task": "addition", "contract": "terse", "suite": "poems"}}},
+        5,
+        "There is no suite 'poems'",
+    ),
+    "unknown policy": (
+        ["adapt", "poetry"],
+        {},
+        2,
+        "There is no policy 'poetry'. Known policies: arithmetic, sorting",
+    ),
+    "no policy": (["adapt"], {}, 2, "Say which policy to adapt"),
+    "one unknown policy of two": (
+        ["adapt", "--policy", "arithmetic", "--policy", "poetry"],
+        {},
+        2,
+        "There is no policy 'poetry'",
+    ),
+    "random base": (["run", "--base", "wide-moe"], {}, 2, "The weights of 'wide-moe' are random"),
+    "base of one's own": (["run", "--base", "Qwen/Qwen3-0.6B"], {}, 2, "--base takes tiny-dense, tiny-moe"),
+    "base for a GPU": (["run", "--base", "tiny-dsa"], {}, 2, "cannot be served on a CPU"),
+    "base without files": (["up"], {"base": {"name": "."}}, 3, "lacks config.json"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "values", "code", "sentence"), FAULTS.values(), ids=FAULTS)
+def test_fault_is_one_sentence_and_an_exit_code(
+    params: Path, arguments: list[str], values: dict[str, object], code: int, sentence: str
+) -> None:
+    change(params, **values)
+    given = [] if "--params" in arguments else ["--params", str(params)]
+    result = graftwork(*arguments, *given, cwd=params.parent)
+    assert sentence in result.stderr
+    assert result.returncode == code, result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_keys_are_created_listed_and_revoked(params: Path) -> None:
+    given = ("--params", str(params))
+    created = graftwork("key", "create", "ada", "--scope", "score", *given)
+    plaintext = created.stdout.strip()
+    assert plaintext.startswith("gw-")
+    listed = graftwork("key", "ls", *given).stdout
+    assert "ada" in listed
+    assert plaintext not in listed
+    from engine.catalog.guards import hash_key
+
+    prefix = hash_key(plaintext)[:12]
+    assert prefix in listed
+    assert graftwork("key", "revoke", prefix, *given).returncode == 0
+    assert "revoked" in graftwork("key", "ls", *given).stdout
+
+
+def test_down_and_status_without_services(params: Path) -> None:
+    given = ("--params", str(params))
+    assert "No services were running" in graftwork("down", *given).stdout
+    shown = graftwork("status", *given)
+    assert shown.returncode == 0
+    assert shown.stdout.count("stopped") == 6
+
+
+def test_a_policy_that_fails_leaves_the_others_rows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], params: Path
+) -> None:
+    import flows.adapt
+    from flows.cli import main as cli
+
+    def adapt(form: AdaptForm) -> SimpleNamespace:
+        if form.policy == "arithmetic":
+            raise ServiceError("The trainer is away.")
+        return SimpleNamespace(row=lambda: {"revision": f"{form.policy}@123456789abc"})
+
+    monkeypatch.setattr(flows.adapt, "adapt", adapt)
+    monkeypatch.setattr(cli, "enter", lambda params: load_params(params))
+    monkeypatch.setattr(cli, "require_services", lambda settings: None)
+    monkeypatch.setattr("tasks.steps.preload", lambda: None)
+    settings = load_params(params)
+    # As an older version has left it; whoever comes first brings it to the newest schema.
+    settings.state_dir.mkdir()
+    assert settings.paths.catalog_url == f"sqlite:///{params.parent}/state/catalog.db"
+    upgrade_to(settings.paths.catalog_url, "0002")
+    with pytest.raises(ServiceError, match="trainer is away"):
+        cli.adapt(None, ["arithmetic", "sorting"], params)
+    assert "sorting@123456789abc" in capsys.readouterr().out
+    cli.adapt(["sorting"], None, params)
+    assert "sorting@123456789abc" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_signal_in_a_destructor_still_ends_the_command(number: str, code: int) -> None:
+    """Python drops what is raised there, so the command would go on as if nobody had asked it to end."""
+    program = f"""
+import os, signal, time
+from flows import cli
+class Dying:
+    def __del__(self):
+        os.kill(os.getpid(), signal.{number})
+        time.sleep(0.1)
+def app():
+    Dying()
+    time.sleep(30)
+cli.app = app
+cli.main()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=20)
+    assert ended.returncode == code, ended.stderr

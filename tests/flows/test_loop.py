@@ -1,0 +1,247 @@
+"""The whole loop on the real engine, as a newcomer starts it: `graftwork run`, shortened."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from history import step_row
+from live import free_port, left_behind
+from mlflow import MlflowClient
+from repository import ROOT
+
+from tasks.register import numbers
+
+SERVICES = ("engine", "trainer", "controller", "mlflow", "prefect")
+# Fewer steps than the main job: enough to see the reward rise and users notice.
+STEPS = 16
+
+
+@pytest.fixture(scope="module")
+def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A state directory of its own; a base that this checkout has built already is used."""
+    state = tmp_path_factory.mktemp("loop")
+    bases = ROOT / ".graftwork" / "bases"
+    bases.mkdir(parents=True, exist_ok=True)
+    (state / "bases").symlink_to(bases)
+    return state
+
+
+@pytest.fixture(scope="module")
+def params(state: Path) -> Path:
+    data = yaml.safe_load((ROOT / "params.yaml").read_text())
+    data |= {name: {"port": free_port()} for name in SERVICES} | {"state_dir": str(state)}
+    for policy in data["policies"].values():
+        policy["steps"] = STEPS
+    path = state / "settings.yaml"
+    path.write_text(yaml.safe_dump(data))
+    return path
+
+
+@contextlib.contextmanager
+def graftwork(*arguments: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Run the command beside this test; killed at the end of the block if it still runs."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "flows.cli", *arguments], cwd=ROOT, stdout=output, stderr=output
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def eventually(condition: Callable[[], Any], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not (met := condition()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return bool(met)
+
+
+@pytest.fixture(scope="module")
+def finished(params: Path, state: Path) -> dict[str, Any]:
+    """Run the main job once; return its summary."""
+    log = state / "run.log"
+    with graftwork("run", "--params", str(params), log=log) as process:
+        assert process.wait(timeout=1000) == 0, log.read_text()[-6000:]
+    return json.loads((state / "runs" / "latest.json").read_text())
+
+
+@pytest.mark.timeout(1100)
+def test_summary_has_the_form_that_is_promised(finished: dict[str, Any]) -> None:
+    assert set(finished) == {"seconds", "policies", "bad_revision", "stages"}
+    assert [policy["name"] for policy in finished["policies"]] == ["arithmetic", "sorting"]
+    for policy in finished["policies"]:
+        assert set(policy) == {
+            "name", "base_score", "base_ci_low", "base_ci_high", "revision_score", "ci_low", "ci_high",
+            "verdict", "digest",
+        }  # fmt: skip
+        assert 0 <= policy["base_ci_low"] <= policy["base_score"] <= policy["base_ci_high"] <= 1
+        assert 0 <= policy["ci_low"] <= policy["revision_score"] <= policy["ci_high"] <= 1
+        assert len(policy["digest"]) == 64
+    assert set(finished["bad_revision"]) == {"verdict", "seconds_to_rollback", "requests_after"}
+    stages = dict(finished["stages"])
+    # The base is built while services start; the other stages follow one another.
+    assert stages.pop("base") <= stages["services"]
+    assert sum(stages.values()) <= finished["seconds"]
+
+
+@pytest.mark.timeout(1100)
+def test_good_revisions_are_better_and_promoted(finished: dict[str, Any]) -> None:
+    for policy in finished["policies"]:
+        assert policy["verdict"] == "promote"
+        assert policy["ci_low"] > policy["base_ci_high"]
+
+
+@pytest.mark.timeout(1100)
+def test_bad_revision_is_rolled_back_and_answers_nobody_afterwards(finished: dict[str, Any]) -> None:
+    assert finished["bad_revision"]["verdict"] == "rollback"
+    assert finished["bad_revision"]["requests_after"] == 0
+    assert 0 < finished["bad_revision"]["seconds_to_rollback"] < 120
+
+
+@pytest.mark.timeout(1100)
+def test_ledger_and_catalog_agree_with_the_summary(finished: dict[str, Any], state: Path) -> None:
+    from engine.catalog.catalog import Catalog
+    from engine.ledger.ledger import open_snapshot
+    from engine.settings.params import Paths
+
+    catalog = Catalog(Paths(state).catalog_url)
+    champions = {route.policy: route.champion for route in catalog.routes()}
+    stones = catalog.tombstones()
+    catalog.close()
+    assert champions == {policy["name"]: policy["digest"] for policy in finished["policies"]}
+    assert [stone.policy for stone in stones] == ["arithmetic"]
+    with open_snapshot(Paths(state).ledger_snapshot) as ledger:
+        for policy in finished["policies"]:
+            query = "SELECT avg(score) FROM scores WHERE digest = ?"
+            assert ledger.execute(query, [policy["digest"]]).fetchall()[0][0] == pytest.approx(
+                policy["revision_score"]
+            )
+        ratios = ledger.execute("SELECT importance_ratio FROM train_steps").fetchall()
+        assert len(ratios) >= 2 * STEPS
+        assert all(abs(ratio - 1) <= 1e-3 for (ratio,) in ratios)
+        # Base, champion and canary have all answered users, each under its own name.
+        arms = {
+            arm
+            for (arm,) in ledger.execute(
+                "SELECT DISTINCT arm FROM observations WHERE purpose = 'user'"
+            ).fetchall()
+        }
+        assert {"base", "champion", "canary"} <= arms
+        last = ledger.execute(
+            "SELECT max(\"at\") FROM observations WHERE purpose = 'user' AND digest = ?", [stones[0].digest]
+        ).fetchall()[0][0]
+    assert last < stones[0].at + 1
+
+
+@pytest.mark.timeout(1100)
+def test_mlflow_and_the_ledger_hold_the_same_numbers_of_every_step(
+    finished: dict[str, Any], state: Path
+) -> None:
+    from engine.adapters.manifests import stored_manifest
+    from engine.settings.params import Paths
+
+    assert not (Paths(state).spool / "rejected").exists()
+    client = MlflowClient(f"sqlite:///{Paths(state).mlflow_db}")
+    for policy in finished["policies"]:
+        directory = Paths(state).revision(policy["name"], policy["digest"])
+        steps = ledger_steps(Paths(state), stored_manifest(directory)["config"]["session"])
+        assert [step["step"] for step in steps] == list(range(1, STEPS + 1))
+        (run,) = client.search_runs(
+            [client.get_experiment_by_name("graftwork").experiment_id],
+            f"tags.`graftwork.digest` = '{policy['digest']}'",
+        )
+        names = set(steps[0]) & set(run.data.metrics)
+        # Known where a loss asks for the divergence, and where a base has routes to stray from.
+        unknown = {"kl", "out_of_route"}
+        assert {name for name in numbers(step_row(1)) if "/" not in name} - unknown <= names
+        for name in names:
+            history = client.get_metric_history(run.info.run_id, name)
+            assert {point.step: point.value for point in history} == {
+                step["step"]: step[name] for step in steps if step[name] is not None
+            }, name
+
+
+def ledger_steps(paths: Any, session: str) -> list[dict[str, Any]]:
+    from engine.ledger.ledger import open_snapshot
+
+    with open_snapshot(paths.ledger_snapshot) as ledger:
+        found = ledger.execute("FROM train_steps WHERE session = ? ORDER BY step", [session])
+        names = [column[0] for column in found.description or []]
+        return [dict(zip(names, values, strict=True)) for values in found.fetchall()]
+
+
+@pytest.mark.timeout(1100)
+def test_no_merged_checkpoint_is_written(finished: dict[str, Any], state: Path) -> None:
+    weights = [path.stat().st_size for path in (state / "bases").rglob("*.safetensors")]
+    adapters = [path.stat().st_size for path in (state / "revisions").rglob("*.safetensors")]
+    assert adapters
+    assert max(adapters) < min(weights)
+
+
+@pytest.mark.timeout(1100)
+def test_report_opens_offline(finished: dict[str, Any], state: Path) -> None:
+    pages = list((state / "runs").glob("report-*.html"))
+    assert len(pages) == 1
+    text = pages[0].read_text()
+    assert "<svg" in text
+    assert 'src="http' not in text
+    assert "@import" not in text
+
+
+@pytest.mark.timeout(1100)
+def test_nothing_is_left_running(finished: dict[str, Any], state: Path) -> None:
+    assert eventually(lambda: not left_behind(state), 10), left_behind(state)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill -9"])
+def test_interrupted_start_leaves_nothing_and_the_next_start_works(
+    finished: dict[str, Any], params: Path, state: Path, number: signal.Signals
+) -> None:
+    log = state / f"interrupted-{number.name}.log"
+    with graftwork("run", "--params", str(params), log=log) as process:
+        assert eventually(lambda: len(left_behind(state)) >= 6, 60), log.read_text()
+        os.kill(process.pid, number)
+        assert process.wait(timeout=60) != 0
+    assert eventually(lambda: not left_behind(state), 60), left_behind(state)
+
+
+@pytest.mark.timeout(400)
+def test_services_are_left_up_and_go_down(finished: dict[str, Any], params: Path, state: Path) -> None:
+    log = state / "up.log"
+    settings = yaml.safe_load(params.read_text())
+    try:
+        with graftwork("up", "--params", str(params), log=log) as process:
+            assert process.wait(timeout=300) == 0, log.read_text()
+        for name, path in {
+            "prefect": "/api/health",
+            "mlflow": "/health",
+            "controller": "/",
+            "engine": "/health",
+        }.items():
+            assert (
+                httpx.get(f"http://127.0.0.1:{settings[name]['port']}{path}", timeout=10).status_code == 200
+            )
+        # What the main job did is seen in Prefect, with its artifacts.
+        api = f"http://127.0.0.1:{settings['prefect']['port']}/api"
+        flows = httpx.post(f"{api}/flows/filter", json={}, timeout=20).json()
+        assert {"demo", "adapt", "release", "report"} <= {flow["name"] for flow in flows}
+        artifacts = httpx.post(f"{api}/artifacts/filter", json={}, timeout=20).json()
+        # Prefect stores a link as markdown.
+        assert {"table", "markdown"} <= {artifact["type"] for artifact in artifacts}
+    finally:
+        with graftwork("down", "--params", str(params), log=log) as process:
+            assert process.wait(timeout=60) == 0, log.read_text()
+    assert left_behind(state) == []

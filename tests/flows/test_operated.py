@@ -1,0 +1,450 @@
+"""People operate it: deployments through Prefect's API, aliases in MLflow, a person's own data and verifier.
+
+One `graftwork up` on real services; the tests follow one policy from its data to its champion, in order.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import yaml
+from operated import ROOT, Operated, graftwork, write_settings, write_sums
+
+pytestmark = pytest.mark.timeout(600)
+POLICY = "sums"
+OVER = 'The "test" is over.'
+DEPLOYMENTS = {
+    "create_policy", "adapt", "release", "promote", "rollback", "hold", "restore", "nightly", "report",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def people(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operated]:
+    state = tmp_path_factory.mktemp("operated")
+    settings = write_settings(state, nightly={"cron": "* * * * *"})
+    shutil.copytree(ROOT / "eval_suites", state / "suites")
+    started = graftwork("up", settings=settings)
+    assert started.returncode == 0, started.stdout + started.stderr
+    try:
+        yield Operated(settings, state)
+    finally:
+        stopped = graftwork("down", settings=settings)
+    assert stopped.returncode == 0, stopped.stderr
+    left = [
+        one for one in psutil.process_iter(["cmdline"]) if str(state) in " ".join(one.info["cmdline"] or [])
+    ]
+    assert not [one for one in left if one.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.fixture(scope="module")
+def dead(people: Operated) -> str:
+    """A run whose process was killed after its first heartbeat; the last test looks what became of it."""
+    at = f"/deployments/{people.deployment('report')['id']}/create_flow_run"
+    body = {"parameters": {"form": {}}, "state": {"type": "SCHEDULED", "name": "Later"}}
+    later = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 86400))
+    body["state"]["state_details"] = {"scheduled_time": later}
+    run = people.prefect.post(at, json=body).raise_for_status().json()["id"]
+    for kind in ("PENDING", "RUNNING"):
+        moved = people.prefect.post(
+            f"/flow_runs/{run}/set_state", json={"state": {"type": kind}, "force": True}
+        )
+        moved.raise_for_status()
+    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    resource = {"prefect.resource.id": f"prefect.flow-run.{run}"}
+    beat = {
+        "id": str(uuid.uuid4()),
+        "occurred": now,
+        "event": "prefect.flow-run.heartbeat",
+        "resource": resource,
+    }
+    people.prefect.post("/events", json=[beat | {"related": [], "payload": {}}]).raise_for_status()
+    return run
+
+
+@pytest.fixture(scope="module")
+def rows(people: Operated) -> list[dict[str, str]]:
+    return write_sums(people.state / "sums.jsonl", 2000)
+
+
+@pytest.fixture(scope="module")
+def created(people: Operated, rows: list[dict[str, str]]) -> str:
+    """The person's policy, made from the form."""
+    data = str(people.state / "sums.jsonl")
+    return people.run("create_policy", name=POLICY, owner="ada", data=data, verifier="exact")
+
+
+@pytest.fixture(scope="module")
+def adapted(people: Operated, created: str) -> str:
+    """The run that trained its first revision."""
+    return people.run("adapt", policy=POLICY, steps=12)
+
+
+@pytest.fixture(scope="module")
+def promoted(people: Operated, adapted: str, rows: list[dict[str, str]]) -> str:
+    """The run that released it to users, to its verdict."""
+    with people.users(POLICY, rows):
+        return people.run("release", policy=POLICY, by="ada", max_seconds=120)
+
+
+@pytest.fixture(scope="module")
+def second(people: Operated, promoted: str) -> str:
+    """Train a second revision; return its version in MLflow."""
+    people.run("adapt", policy=POLICY, steps=2, seed=9, scored=False)
+    return str(max(int(one.version) for one in people.mlflow.search_model_versions(f"name = '{POLICY}'")))
+
+
+def test_deployments_show_their_forms(people: Operated, dead: str) -> None:
+    for name in DEPLOYMENTS:
+        deployment = people.deployment(name)
+        schema = deployment["parameter_openapi_schema"]
+        (form,) = [one for one in schema["definitions"].values() if "properties" in one][:1] or [None]
+        assert deployment["enforce_parameter_schema"]
+        assert form, name
+        assert deployment["description"]
+    adapt = people.deployment("adapt")["parameter_openapi_schema"]["definitions"]["AdaptForm"]["properties"]
+    assert all(field["description"] for field in adapt.values())
+    assert adapt["steps"]["anyOf"][0]["maximum"] == 100_000
+
+
+@pytest.mark.parametrize(
+    ("deployment", "form", "named"),
+    [
+        ("adapt", {"policy": "Not A Name"}, "form.policy"),
+        ("adapt", {"policy": "arithmetic", "steps": -3}, "form.steps"),
+        ("adapt", {"policy": "arithmetic", "stepz": 3}, "stepz"),
+        ("release", {"policy": "arithmetic", "weight": 7}, "form.weight"),
+        ("rollback", {"policy": "arithmetic", "digest": "zz", "reason": "why not"}, "form.digest"),
+        ("create_policy", {"name": "a", "data": "x.jsonl", "verifier": "guess"}, "form.verifier"),
+    ],
+)
+def test_nonsense_in_a_form_is_refused_before_a_run(
+    people: Operated, deployment: str, form: dict[str, Any], named: str
+) -> None:
+    answer = people.start(deployment, **form)
+    assert answer.status_code in (409, 422)
+    assert named in answer.text
+
+
+def test_a_fault_of_the_data_is_the_runs_message(people: Operated) -> None:
+    bad = people.state / "bad.jsonl"
+    bad.write_text('{"question": "1 + 1 =", "answer": "2"}\nnot json\n')
+    run = people.start("create_policy", name="bad", data=str(bad), verifier="exact").json()["id"]
+    state = people.wait(run)
+    assert state["type"] == "FAILED"
+    assert f"{bad}:2 is not valid JSON" in state["message"]
+    assert not (people.state / "suites" / "bad").exists()
+
+
+def test_a_jsonl_file_becomes_a_promoted_adapter(people: Operated, promoted: str) -> None:
+    from engine.catalog.catalog import Catalog
+    from engine.settings.params import Paths, served_name
+
+    catalog = Catalog(Paths(people.state).catalog_url)
+    champion, owner = catalog.route(POLICY).champion, catalog.policy(POLICY).owner
+    (released,) = catalog.releases(POLICY)
+    catalog.close()
+    assert owner == "ada"
+    assert (released.state, released.revision) == ("promoted", champion)
+    assert people.answered_by(POLICY) == served_name(POLICY, str(champion))
+
+
+def test_runs_show_tags_and_artifacts(people: Operated, promoted: str, adapted: str) -> None:
+    tags = people.prefect.get(f"/flow_runs/{adapted}").json()["tags"]
+    revision = people.answered_by(POLICY)
+    assert {f"policy:{POLICY}", f"revision:{revision}"} <= set(tags)
+    tables = people.artifacts("table")
+    assert {f"policy-{POLICY}", f"revision-{POLICY}", f"settings-{POLICY}", f"verdict-{POLICY}"} <= set(
+        tables
+    )
+    assert people.artifacts("progress")[f"training-{POLICY}"] == 100
+    assert revision in people.artifacts("markdown")[f"registry-{POLICY}"]
+
+
+def test_version_page_says_what_a_person_wants_to_know(people: Operated, promoted: str) -> None:
+    version = people.mlflow.get_model_version(POLICY, "1")
+    for heading in ("Scores", "Verdicts", "Lineage", "Learning curve", "Effect probe", "Size", "Cost"):
+        assert heading in version.description, version.description
+    assert version.tags["graftwork.probe"] == "accepted"
+    assert version.tags["graftwork.verdict"] == "promote"
+    model = people.mlflow.get_logged_model(version.source.removeprefix("models:/"))
+    metrics = {metric.key: metric.value for metric in model.metrics or []}
+    assert metrics[f"{POLICY}.mean"] == pytest.approx(float(version.tags["graftwork.score"]), abs=1e-4)
+
+
+def test_downloaded_version_opens_in_plain_peft(
+    people: Operated, promoted: str, tiny_base: Path, tmp_path: Path
+) -> None:
+    import mlflow
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    # By arguments: other tests of this process leave MLflow's global settings behind.
+    source, url = people.mlflow.get_model_version_download_uri(POLICY, "1"), people.url("mlflow")
+    where = Path(mlflow.artifacts.download_artifacts(source, dst_path=str(tmp_path), tracking_uri=url))
+    (config,) = where.rglob("adapter_config.json")
+    base = AutoModelForCausalLM.from_pretrained(tiny_base)
+    tokens = torch.arange(5)[None]
+    plain = base(tokens).logits
+    opened = PeftModel.from_pretrained(base, config.parent)
+    assert not torch.equal(opened(tokens).logits, plain)
+
+
+def test_version_serves_from_another_state_directory(people: Operated, promoted: str, tmp_path: Path) -> None:
+    """As on another machine: its own catalog, store and key; MLflow is asked once, for the download."""
+    name, question = people.answered_by(POLICY), "What is 31 + 46?"
+    other = Operated(write_settings(tmp_path), tmp_path)
+    digest = name.partition("@")[2]
+    command = [sys.executable, "-m", "flows.cli", "serve", "--params", str(other.settings)]
+    command += ["--revision", digest, "--registry", people.url("mlflow")]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as serving:
+        try:
+            said = []
+            for line in serving.stdout or ():
+                said.append(line)
+                if " is served at " in line:
+                    break
+            assert serving.poll() is None, said
+            with people.client() as here, other.client() as there:
+                texts = [people.ask(client, name, question).json()["choices"] for client in (here, there)]
+            assert texts[0] == texts[1]
+        finally:
+            serving.send_signal(signal.SIGINT)
+    assert any("Effect probe: Reproduced" in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "fault"),
+    [
+        (("--revision", "abcdef"), 5, "There is no revision 'abcdef'"),
+        (("--revision", "oh no"), 2, "names no revision"),
+        (("--revision", "abcdef", "--from", "/nowhere"), 5, "/nowhere holds 0 revisions"),
+        (("--revision", "abcdef", "--registry", "{mlflow}"), 5, "has no version whose digest begins"),
+    ],
+)
+def test_what_cannot_be_served_is_a_sentence(
+    people: Operated, tmp_path: Path, arguments: tuple[str, ...], code: int, fault: str
+) -> None:
+    given = [argument.format(mlflow=people.url("mlflow")) for argument in arguments]
+    refused = graftwork("serve", *given, settings=write_settings(tmp_path))
+    assert refused.returncode == code
+    assert fault in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_alias_moved_in_mlflow_changes_answers_within_five_seconds(people: Operated, second: str) -> None:
+    first = people.answered_by(POLICY)
+    for version in (second, "1"):
+        before, began = people.answered_by(POLICY), time.monotonic()
+        people.mlflow.set_registered_model_alias(POLICY, "champion", version)
+        while people.answered_by(POLICY) == before:
+            assert time.monotonic() - began < 5
+    assert people.answered_by(POLICY) == first
+
+
+def test_release_waits_for_approval_in_the_resume_form(people: Operated, second: str) -> None:
+    why = "The test needs no users."
+    run = people.start("release", policy=POLICY, approval_hours=24, skip_score=why, skip_canary=why).json()[
+        "id"
+    ]
+    assert people.wait(run, "Suspended")["name"] == "Suspended"
+    champion = people.answered_by(POLICY)
+    answer = {"approve": "perhaps", "by": "ada", "reason": "It looks right."}
+    refused = people.prefect.post(f"/flow_runs/{run}/resume", json={"run_input": answer}).json()
+    assert refused["status"] == "REJECT"
+    answer["approve"] = True
+    people.prefect.post(f"/flow_runs/{run}/resume", json={"run_input": answer}).raise_for_status()
+    state = people.wait(run)
+    assert state["type"] == "COMPLETED", state["message"]
+    assert people.answered_by(POLICY) != champion
+    releases = httpx.get(f"{people.url('controller')}/releases?policy={POLICY}", timeout=20).json()
+    assert [one["state"] for one in releases].count("promoted") == 2
+
+
+def test_release_that_is_started_twice_is_one_release(people: Operated, second: str) -> None:
+    champion = people.answered_by(POLICY).partition("@")[2]
+    versions = people.mlflow.search_model_versions(f"name = '{POLICY}'")
+    digests = [version.tags["graftwork.digest"] for version in versions]
+    (other,) = [digest for digest in digests if not digest.startswith(champion)]
+    form = {"policy": POLICY, "digest": other, "approval_hours": 1, "skip_score": "The test needs no score."}
+    runs = [people.start("release", **form).json()["id"] for _ in range(2)]
+    assert [people.wait(run, "Suspended")["name"] for run in runs] == ["Suspended"] * 2
+    releases = httpx.get(f"{people.url('controller')}/releases?policy={POLICY}", timeout=20).json()
+    assert [one["revision"] for one in releases if one["state"] == "running"] == [other]
+    people.run("hold", policy=POLICY, reason=OVER)
+
+
+def test_approval_by_command_wakes_the_sleeping_run(people: Operated, second: str) -> None:
+    champion = people.answered_by(POLICY).partition("@")[2]
+    versions = people.mlflow.search_model_versions(f"name = '{POLICY}'")
+    digests = [version.tags["graftwork.digest"] for version in versions]
+    (other,) = [digest for digest in digests if not digest.startswith(champion)]
+    why = "The test needs no users."
+    form = {"policy": POLICY, "digest": other, "approval_hours": 1, "skip_score": why, "skip_canary": why}
+    run = people.start("release", **form).json()["id"]
+    assert people.wait(run, "Suspended")["name"] == "Suspended"
+    said = graftwork("approve", POLICY, "--reason", "It is right.", "--by", "ada", settings=people.settings)
+    assert said.returncode == 0, said.stderr
+    state = people.wait(run)
+    assert state["type"] == "COMPLETED", state["message"]
+    assert people.answered_by(POLICY).endswith(other[:12])
+
+
+def test_what_happened_is_an_event_and_a_notification(people: Operated, second: str) -> None:
+    """The hold of the test before: an event in Prefect, and what its automation posts to the controller."""
+    promoted, held = "graftwork.release.promoted", "graftwork.release.held"
+
+    def posted() -> bool:
+        notices = httpx.get(f"{people.url('controller')}/notices", timeout=20).json()
+        texts = [one["reason"] for one in notices if one["name"] == "graftwork.notice.delivered"]
+        return any(held in text and f"{POLICY}@" in text and OVER in text for text in texts)
+
+    def events() -> dict[str, dict[str, Any]]:
+        names = {"filter": {"event": {"name": [promoted, held]}}}
+        found = people.prefect.post("/events/filter", json=names).raise_for_status().json()["events"]
+        return {event["event"]: event["payload"] for event in found}
+
+    # Prefect's server writes events down in batches.
+    deadline = time.monotonic() + 60
+    while not posted() or set(events()) != {promoted, held}:
+        assert time.monotonic() < deadline, (posted(), events())
+        time.sleep(0.5)
+    assert all(payload["link"] and payload["reason"] for payload in events().values())
+
+
+def test_restore_puts_the_previous_champion_back(people: Operated, second: str) -> None:
+    before = people.answered_by(POLICY)
+    people.run("restore", policy=POLICY, reason="Users liked it better.")
+    assert people.answered_by(POLICY) != before
+
+
+def test_frozen_pointers_move_only_for_rollbacks(people: Operated, second: str) -> None:
+    champion = people.answered_by(POLICY)
+    assert graftwork("freeze", "--reason", "A holiday.", settings=people.settings).returncode == 0
+    try:
+        run = people.start("restore", policy=POLICY, reason="It must not work.").json()["id"]
+        state = people.wait(run)
+        assert state["type"] == "FAILED"
+        assert "frozen" in state["message"].lower()
+        digest = champion.partition("@")[2]
+        people.run("rollback", policy=POLICY, digest=digest, reason="It is bad.")
+        assert people.answered_by(POLICY) != champion
+    finally:
+        assert graftwork("thaw", "--reason", "It is over.", settings=people.settings).returncode == 0
+    bad = graftwork("lift", champion, "--by", "ada", "--reason", "A test.", settings=people.settings)
+    assert bad.returncode == 0, bad.stderr
+
+
+def test_nightly_fires_by_itself_and_says_why_it_skips(people: Operated, created: str) -> None:
+    def fired() -> list[dict[str, Any]]:
+        body = {
+            "deployments": {"id": {"any_": [people.deployment("nightly")["id"]]}},
+            "flow_runs": {"state": {"type": {"any_": ["COMPLETED"]}}},
+        }
+        return people.prefect.post("/flow_runs/filter", json=body).raise_for_status().json()
+
+    deadline = time.monotonic() + 150
+    while not (runs := fired()):
+        assert time.monotonic() < deadline, "No nightly run completed."
+        time.sleep(1)
+    assert "auto-scheduled" in runs[0]["tags"]
+    (table,) = [data for key, data in people.artifacts("table").items() if key == "nightly"]
+    assert '"skipped"' in table
+    assert "reason" in table
+
+
+def test_new_data_is_adapted_at_night_and_passes_the_score_gate(
+    people: Operated, second: str, rows: list[dict[str, str]]
+) -> None:
+    """New data is a new version of the suite: the champion is scored on it too, to be compared."""
+    from engine.catalog.catalog import Catalog
+    from engine.settings.params import Paths
+
+    champion = people.answered_by(POLICY)
+    data = write_sums(people.state / "more.jsonl", 2600)
+    assert len(data) > len(rows)
+    create = {"name": POLICY, "owner": "ada", "data": str(people.state / "more.jsonl"), "verifier": "exact"}
+    people.run("create_policy", **create, scheduled=True, steps=3)
+    run = people.start("nightly", policies=[POLICY]).raise_for_status().json()["id"]
+    # The minute's own run may have come first and have taken the slot: then that one does it.
+    people.wait(run)
+    catalog = Catalog(Paths(people.state).catalog_url)
+    deadline = time.monotonic() + 240
+    while (
+        not (open_releases := catalog.releases(POLICY, open_only=True)) or open_releases[0].step != "canary"
+    ):
+        assert time.monotonic() < deadline, (open_releases, people.all_artifacts("nightly"))
+        time.sleep(0.5)
+    catalog.close()
+    assert champion.endswith(str(open_releases[0].baseline)[:12])
+    assert any("Its data is new" in table for table in people.all_artifacts("nightly"))
+    people.run("hold", policy=POLICY, reason=OVER)
+
+
+def test_a_schedule_never_overlaps_itself(people: Operated, created: str) -> None:
+    """Two nightly runs at once, perhaps beside the minute's own: one at a time, the others are cancelled."""
+    runs = [people.start("nightly").raise_for_status().json()["id"] for _ in range(2)]
+    states = [people.wait(run) for run in runs]
+    assert "CANCELLED" in [state["type"] for state in states], states
+    assert {state["type"] for state in states} <= {"CANCELLED", "COMPLETED"}, states
+
+
+def test_mlflow_and_prefect_may_die_in_the_middle_of_an_adapt(people: Operated, created: str) -> None:
+    """Their guard and supervisor start them again; the run goes on, and its version is registered."""
+    from engine.services.lifecycle import status
+    from engine.settings.params import load_params
+
+    before = len(people.mlflow.search_model_versions(f"name = '{POLICY}'"))
+    run = people.start("adapt", policy=POLICY, steps=8, seed=11, scored=False).json()["id"]
+    assert people.wait(run, "Running")["name"] == "Running"
+    pids = {service.name: service.pid for service in status(load_params(people.settings))}
+    for name in ("mlflow", "prefect"):
+        os.kill(int(pids[name] or 0), signal.SIGKILL)
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            state = people.wait(run)
+            break
+        except httpx.HTTPError:
+            assert time.monotonic() < deadline, "Prefect did not come back."
+            time.sleep(0.5)
+    assert state["type"] == "COMPLETED", state["message"]
+    assert len(people.mlflow.search_model_versions(f"name = '{POLICY}'")) == before + 1
+
+
+def test_several_policies_are_adapted_at_once(people: Operated) -> None:
+    """Two runs of the worker's, and one command with both names: each policy ends with a new revision."""
+
+    def versions(name: str) -> int:
+        return len(people.mlflow.search_model_versions(f"name = '{name}'"))
+
+    names = ("arithmetic", "sorting")
+    runs = [people.start("adapt", policy=name, steps=2, scored=False).json()["id"] for name in names]
+    assert [people.wait(run)["type"] for run in runs] == ["COMPLETED"] * 2
+    before = [versions(name) for name in names]
+    data = yaml.safe_load(people.settings.read_text())
+    for name in names:
+        data["policies"][name] |= {"steps": 1, "seed": 5}
+    settings = people.state / "two.yaml"
+    settings.write_text(yaml.safe_dump(data))
+    done = graftwork("adapt", "--policy", names[0], "--policy", names[1], settings=settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [versions(name) for name in names] == [count + 1 for count in before]
+
+
+def test_a_run_whose_heartbeats_stopped_is_marked_as_crashed(people: Operated, dead: str) -> None:
+    state = people.wait(dead, seconds=180)
+    assert state["type"] == "CRASHED"
+    assert "process is gone" in state["message"]

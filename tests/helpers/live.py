@@ -1,0 +1,190 @@
+"""A real engine for tests, in a process of its own."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import httpx
+import psutil
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def left_behind(root: Path) -> list[str]:
+    """Return the command lines of live processes that name `root`."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        line = " ".join(process.info["cmdline"] or [])
+        if str(root) in line and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(line)
+    return found
+
+
+@dataclass
+class RunningEngine:
+    """A real engine in a process of its own, with its catalog and store."""
+
+    url: str
+    key: str
+    base_name: str
+    base_path: Path
+    base_digest: str
+    state: Path
+    process: subprocess.Popen[bytes]
+
+    @cached_property
+    def catalog(self) -> Any:
+        from engine.catalog.catalog import Catalog
+        from engine.settings.params import Paths
+
+        return Catalog(Paths(self.state).catalog_url)
+
+    @cached_property
+    def store(self) -> Any:
+        from engine.settings.params import Paths
+        from engine.store.segments import Store
+
+        return Store(Paths(self.state).store)
+
+    def client(self, **kwargs) -> httpx.Client:
+        headers = {"authorization": f"Bearer {self.key}"}
+        return httpx.Client(base_url=self.url, headers=headers, timeout=120, **kwargs)
+
+    def publish(self, policy: str, tensors: dict, rank: int, dtype: Any = None) -> str:
+        """Put an adapter into store and catalog; return its served name. `dtype`: float32 unless given."""
+        import torch
+
+        from engine.adapters import packed, revision
+        from engine.base.families import BaseShapes
+        from engine.catalog.catalog import Policy, Revision
+        from engine.settings.params import served_name
+
+        targets = tuple(sorted({key.rpartition(".lora_")[0].rpartition(".")[2] for key in tensors}))
+        digest = revision.digest(tensors, rank, targets, self.base_digest)
+        whole = packed.pack(tensors, dtype or torch.float32, BaseShapes.read(self.base_path).fused)
+        at = self.store.append(whole.tobytes())
+        self.catalog.add_policy(Policy(policy, self.base_digest, {}, "test", time.time()))
+        self.catalog.add_layout(whole.layout.digest, whole.layout.to_json())
+        self.catalog.add_revision(
+            Revision(
+                policy, digest, self.base_digest, None, 0, rank, at.length, whole.layout.digest, at.segment,
+                at.offset, at.length, at.checksum, "exported", "test", time.time(),
+            )
+        )  # fmt: skip
+        return served_name(policy, digest)
+
+
+def start_engine(base: Path, state: Path, wait_s: float = 180, **settings) -> RunningEngine:
+    """Start `python -m engine.serving.server` and wait for its marker."""
+    from engine.base.resident import base_digest
+    from engine.catalog.catalog import Catalog, ensure_local_key, migrate
+    from engine.settings.params import Paths
+
+    port = free_port()
+    paths = Paths(state)
+    state.mkdir(parents=True, exist_ok=True)
+    migrate(paths.catalog_url)
+    catalog = Catalog(paths.catalog_url)
+    key = ensure_local_key(catalog, paths.local_key)
+    catalog.close()
+    params = {"state_dir": str(state), "base": {"name": str(base)}, "engine": {"port": port, **settings}}
+    (state / "params.json").write_text(json.dumps(params))
+    with (state / "engine.log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "engine.serving.server", "--params", str(state / "params.json")],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    url = f"http://127.0.0.1:{port}"
+    running = RunningEngine(url, key, base.name, base, base_digest(base), state, process)
+    deadline = time.monotonic() + wait_s
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            if httpx.get(f"{url}/graftwork/marker", timeout=5).status_code == 200:
+                return running
+        except httpx.TransportError:
+            time.sleep(0.5)
+    stop_engine(running)
+    raise RuntimeError("The engine did not start:\n" + (state / "engine.log").read_text()[-4000:])
+
+
+def stop_engine(running: RunningEngine) -> None:
+    stop_group(running.process)
+
+
+def stop_group(process: subprocess.Popen[bytes]) -> None:
+    """End a process that we started, and its children, by its process group."""
+    for number, grace in ((signal.SIGTERM, 20), (signal.SIGKILL, 5)):
+        try:
+            os.killpg(process.pid, number)
+            process.wait(grace)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            continue
+
+
+class StockServer:
+    """vLLM's own server on a checkpoint, without LoRA unless `more` asks for it; ready in the `with` block.
+
+    `threads` as in our engine's settings: 0 takes every core but one. `program` is another server's, with the
+    same arguments; `variables` are added to its environment.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Path,
+        dtype: str,
+        max_model_len: int = 512,
+        threads: int = 0,
+        more: Sequence[str] = (),
+        program: Sequence[str] = ("-m", "vllm.entrypoints.openai.api_server"),
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ):
+        self.port = free_port()
+        self.url, self.key = f"http://127.0.0.1:{self.port}", "none"
+        arguments = [
+            "--model", str(checkpoint), "--served-model-name", "stock", "--port", str(self.port),
+            "--host", "127.0.0.1", "--dtype", dtype, "--max-model-len", str(max_model_len), "--enforce-eager",
+            "--kv-cache-memory-bytes", str(1 << 28), *more,
+        ]  # fmt: skip
+        environment = os.environ | {
+            "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_PLUGINS": "",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_NO_USAGE_STATS": "1",
+            "OMP_NUM_THREADS": str(threads or max(1, len(os.sched_getaffinity(0)) - 1)),
+            **variables,
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, *program, *arguments],
+            env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        self.client = httpx.Client(base_url=self.url, timeout=600)
+
+    def __enter__(self) -> "StockServer":
+        deadline = time.monotonic() + 600
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                if self.client.get("/health").status_code == 200:
+                    return self
+            except httpx.TransportError:
+                time.sleep(0.05)
+        raise RuntimeError("The stock server did not start.")
+
+    def __exit__(self, *_: object) -> None:
+        self.client.close()
+        stop_group(self.process)

