@@ -4,7 +4,6 @@ The entry points' side: the only place that reads the environment, and it reads 
 """
 
 import os
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -79,14 +78,6 @@ def filled(model: type[FormModel], **fields: Any) -> FormModel:
         return model.model_validate(fields)
     except ValidationError as error:
         raise ConfigError(f"The form is not valid. {explain(error, model)}") from None
-
-
-def load_flows() -> None:
-    """Import the flows and all that their tasks need; it takes seconds, best while the services start."""
-    from tasks.steps import preload
-
-    import_module("flows.demo")
-    preload()
 
 
 def check(settings: Params, policies: list[str]) -> None:

@@ -212,7 +212,7 @@ def _probe(file: Path) -> dict[str, Any]:
 def _export_file(params: Params, catalog: Catalog, row: Revision, target: Path) -> Path:
     from engine.adapters import packed
     from engine.publishing.publish import stored_packed
-    from engine.store.segments import open_store
+    from engine.store.open import open_store
 
     with closing(open_store(params)) as store:
         whole = stored_packed(catalog, store, row)

@@ -148,7 +148,7 @@ def record(params: Params, directory: Path, evaluation: Evaluation) -> int:
     """
     from engine.adapters.revision import read_manifest
     from tasks.score import ItemScore, emit_scores
-    from tasks.stages import Files, opened_suite
+    from tasks.stage_files import Files, opened_suite
 
     files = Files(directory)
     manifest, suite = read_manifest(files.revision), opened_suite(files)

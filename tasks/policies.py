@@ -218,7 +218,8 @@ def _freeze(
 ) -> Suite:
     from transformers import AutoTokenizer
 
-    from engine.base.resident import ensure_base, prompt_text
+    from engine.base.prompts import prompt_text
+    from engine.base.resident import ensure_base
 
     tokenizer = AutoTokenizer.from_pretrained(ensure_base(params.base, params.paths).path)
 

@@ -127,7 +127,7 @@ def _mark(catalog: Catalog, policy: str, by: str) -> Counts:
 def _refuse_without_store(params: Params, catalog: Catalog) -> None:
     """Ask for the store's own word before rows go: no bytes are removed from one that may be another's."""
     from engine.publishing.ownership import require
-    from engine.store.segments import open_store
+    from engine.store.open import open_store
 
     with closing(open_store(params)) as store:
         require(catalog, store)
@@ -242,7 +242,7 @@ def _store(params: Params, catalog: Catalog, record: Record) -> Counts:
     that have expired, in others that nobody can tell from the rest.
     """
     from engine.publishing.maintenance import compact
-    from engine.store.segments import open_store
+    from engine.store.open import open_store
 
     with closing(open_store(params)) as store:
         report = compact(catalog, store, threshold=1.0, segments=record.segments)
@@ -266,7 +266,8 @@ def _cache(params: Params, file: Path) -> Counts:
     """Drop the read-through cache's copies; bytes that another policy shares are fetched again."""
     if params.store.url is None or not _listed(file).is_file():
         return {}
-    from engine.store.segments import Location, open_store
+    from engine.store.open import open_store
+    from engine.store.segments import Location
 
     dropped = 0
     with closing(open_store(params)) as store, _listed(file).open() as listed:

@@ -13,7 +13,7 @@ from engine.catalog.catalog import Catalog, ensure_local_key
 from engine.errors import ServiceError
 from engine.report.overview import open_ledger
 from engine.settings.params import Params, served_name
-from engine.store.segments import open_store
+from engine.store.open import open_store
 
 TIMEOUT_S = 10.0
 ORDER = ("slot", "host", "loading", "queued", "stored")

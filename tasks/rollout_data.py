@@ -18,9 +18,9 @@ from typing import Any
 from engine.problems.procedural import Problem, stream
 from engine.problems.verifiers import Verifier
 from engine.settings.params import PolicyConfig, content_hash, served_name
+from engine.threads import background
 from engine.training.rollouts import Sample, Sampling, sample_groups
 from engine.training.service.protocol import Datum, EncodedText, ModelInput, TensorData
-from tasks.parallel import background
 from tasks.training_lineage import Line
 
 
@@ -50,7 +50,7 @@ class Source:
 
     def prompt_ids(self, question: str) -> list[int]:
         """Return a question's token ids as the policy asks it: template, system prompt, examples."""
-        from engine.base.resident import prompt_ids
+        from engine.base.prompts import prompt_ids
 
         return prompt_ids(self.tokenizer, question, self.config.system, self.config.few_shot)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from engine.errors import BaseModelError, NotFound
 from engine.settings.params import Params, load_params
+from tasks.suites import ITEMS, Suite, load_suite
 
 Report = Callable[[str, str], None]
 
@@ -40,6 +41,14 @@ class Files:
 def files_of(params: Params) -> Files:
     assert params.source, "stages run on a file of settings"
     return Files(params.source.parent)
+
+
+def opened_suite(files: Files) -> Suite:
+    """Return the one suite in `suite/`, proven; `NotFound` when the stage has not run."""
+    names = [path.parent.name for path in files.suite.glob(f"*/{ITEMS}")]
+    if not names:
+        raise NotFound(f"There is no suite in {files.suite}; the stage suites writes it. Run `dvc repro`.")
+    return load_suite(names[0], files.suite)
 
 
 def home_params(params: Params) -> Params:

@@ -21,6 +21,7 @@ from tasks.stage_files import (
     Report,
     files_of,
     home_params,
+    opened_suite,
     own_services,
     read_json,
     renew,
@@ -91,18 +92,11 @@ def engine_version(params: Params) -> dict[str, Any]:
     return {"settings": settings, "versions": versions | {"vllm": vllm_version()}}
 
 
-def opened_suite(files: Files) -> Suite:
-    """Return the one suite in `suite/`, proven; `NotFound` when the stage has not run."""
-    names = [path.parent.name for path in files.suite.glob(f"*/{ITEMS}")]
-    if not names:
-        raise NotFound(f"There is no suite in {files.suite}; the stage suites writes it. Run `dvc repro`.")
-    return load_suite(names[0], files.suite)
-
-
 def _check_prompts(params: Params, config: PolicyConfig, suite: Suite) -> None:
     from transformers import AutoTokenizer
 
-    from engine.base.resident import ensure_base, prompt_text
+    from engine.base.prompts import prompt_text
+    from engine.base.resident import ensure_base
 
     with resident(params, "suites") as stage:
         tokenizer = AutoTokenizer.from_pretrained(ensure_base(stage.base, stage.paths).path)

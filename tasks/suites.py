@@ -228,7 +228,8 @@ def main() -> None:
     """Freeze the suites of `params.yaml` for the chat template of its base."""
     from transformers import AutoTokenizer
 
-    from engine.base.resident import ensure_base, prompt_text
+    from engine.base.prompts import prompt_text
+    from engine.base.resident import ensure_base
     from engine.settings.params import load_params
 
     params = load_params()

@@ -83,7 +83,7 @@ def _search(
     from engine.base.families import BaseShapes
     from engine.publishing.publish import stored_tensors
     from engine.quality.probe import UNKNOWN, asking
-    from engine.store.segments import open_store
+    from engine.store.open import open_store
     from engine.training.service.client import TrainerClient
     from engine.verification.adapter_ablation import Parts, trainer_reference
     from engine.verification.fault_localization import Blame, find_module

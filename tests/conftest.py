@@ -64,8 +64,8 @@ def chromium(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="session")
 def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A base of the real recipe's shape, trained for seconds only: it talks, but badly."""
+    from engine.base.build import build
     from engine.base.recipes import RECIPES
-    from engine.base.resident import build
 
     directory = tmp_path_factory.mktemp("bases") / "tiny"
     directory.mkdir()

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.base.progress import Progress
+from engine.base.prompts import prompt_ids
 from engine.base.recipes import Recipe
-from engine.base.resident import Progress, prompt_ids
 from engine.problems.procedural import CONTRACTS, TASKS, render, stream
 
 PAD, END = "<|pad|>", "<|end|>"

@@ -11,18 +11,16 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.base.progress import Progress
 from engine.base.recipes import RECIPES, Recipe
 from engine.errors import BaseModelError, ConfigError
 from engine.problems.procedural import PHRASINGS, TASKS
-from engine.settings.params import BaseConfig, Example, Paths, content_hash
+from engine.settings.params import BaseConfig, Paths, content_hash
 
-Progress = Callable[[int, int, float], None]
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # What is loaded, and nothing that runs: no Python, no pickles, no second copy of the weights.
 HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
@@ -167,77 +165,10 @@ def _build_once(recipe: Recipe, seed: int, path: Path, progress: Progress) -> No
             return
         draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=path.parent))
         try:
+            # Only whoever builds one needs torch.
+            from engine.base.build import build
+
             build(recipe, seed, draft, progress)
             os.replace(draft, path)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
-
-
-def build(recipe: Recipe, seed: int, directory: Path, progress: Progress) -> None:
-    """Make a base and save it in `directory`; the same recipe and seed give the same bytes."""
-    from engine.base import build as tiny
-
-    tiny.build(recipe, seed, directory, progress)
-
-
-@contextmanager
-def progress_bar(name: str) -> Iterator[Progress]:
-    """Show a bar while a base is built; it appears with the first step, so never for a base that exists."""
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Bar(*columns) as bar:
-        task = bar.add_task(f"building {name}", visible=False)
-
-        def update(step: int, steps: int, loss: float) -> None:
-            text = f"building {name}, loss {loss:.3f}"
-            bar.update(task, description=text, completed=step, total=steps, visible=True)
-
-        yield update
-
-
-def prompt_ids(
-    tokenizer: Any, question: str, system: str | None = None, few_shot: Sequence[Example] = ()
-) -> list[int]:
-    """Return the token ids of a question as the chat template renders it, ready for an answer."""
-    text = prompt_text(tokenizer, question, system, few_shot)
-    return list(tokenizer.encode(text, add_special_tokens=False))
-
-
-def prompt_text(
-    tokenizer: Any, question: str, system: str | None = None, few_shot: Sequence[Example] = ()
-) -> str:
-    """Return the rendered text whose ids are `prompt_ids`; frozen evaluation items hold this text.
-
-    A base without a chat template gets the messages as plain paragraphs, after the token that its
-    tokenizer begins every text with. Raises `ConfigError` when the template refuses the messages.
-    """
-    from jinja2 import TemplateError
-
-    messages = [{"role": "system", "content": system}] if system else []
-    for example in few_shot:
-        messages.append({"role": "user", "content": example.question})
-        messages.append({"role": "assistant", "content": example.answer})
-    messages.append({"role": "user", "content": question})
-    if not tokenizer.chat_template:
-        opening = tokenizer.bos_token if tokenizer.bos_token_id in tokenizer.encode("") else ""
-        return opening + "\n\n".join(message["content"] for message in messages) + "\n"
-    try:
-        return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-    except TemplateError as error:
-        raise ConfigError(
-            f"The base's chat template refuses this policy's messages: {error}. "
-            "Leave out the policy's `system` or `few_shot`, or put them into the question."
-        ) from None
-
-
-def end_tokens(path: Path) -> tuple[int, ...]:
-    """Return the ids that end an answer: those of generation_config.json, else the tokenizer's one."""
-    file = path / "generation_config.json"
-    found = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-    if found is None:
-        from transformers import AutoTokenizer
-
-        found = AutoTokenizer.from_pretrained(path).eos_token_id
-    return tuple(found) if isinstance(found, list) else (int(found),)

@@ -1,42 +1,31 @@
 """The controller: the only writer of routes, releases and ledger.
 
 Knows its loop: keep the lease, take events in, advance every running release, expire snapshots,
-give readers a new copy of the ledger. Its HTTP side is in `controller_api.py`. One active: the
+give readers a new copy of the ledger. Its HTTP side is in `api.py`. One active: the
 ledger's lock decides on one machine, the lease in the catalog between machines.
 """
 
-import argparse
 import logging
-import signal
-import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
 import duckdb
-import httpx
-import uvicorn
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from engine.catalog.catalog import Catalog, Release, ensure_local_key, migrate
+from engine.catalog.catalog import Catalog, Release
 from engine.controller.advance import Evidence, advance
 from engine.controller.apply import Applier
 from engine.controller.evidence import EvidenceReader
-from engine.controller.health_monitor import Watch
-from engine.controller.mlflow_aliases import AliasMirror
-from engine.controller.mlflow_registry import Registry
-from engine.controller.notifications import NoticeSender
 from engine.controller.release_decisions import Desk
 from engine.controller.trusted_clock import TrustedClock
-from engine.errors import Conflict, GraftworkError, PortInUse, ServiceError
+from engine.errors import Conflict, ServiceError
 from engine.ledger.ledger import Ledger, Spool
 from engine.ledger.purge import purge
-from engine.loop_requests import Asked
-from engine.settings.params import Params, load_params
+from engine.settings.params import Params
+from engine.threads import LoopRequests
 
 LEASE = "controller"
 EXPIRE_S = 10.0
@@ -82,7 +71,7 @@ class Controller:
         self.last_tick = time.monotonic()
         # Between the loop and people's requests: each sees the other's changes whole.
         self.lock = threading.Lock()
-        self.asked = Asked()
+        self.requests = LoopRequests()
         self._reader = EvidenceReader(self.catalog)
         self._holder = holder
         self._fence = self._take_lease()
@@ -119,7 +108,7 @@ class Controller:
             # Not at every turn: each commit makes gateways look at the catalog.
             self._part("lease", self._renew_lease, self.params.controller.lease_s / 3)
             self._part("ingest", self._ingest)
-            self._part("asked", self.asked.carry_out)
+            self._part("requests", self.requests.run_waiting)
             self._part("releases", self._advance_all)
             self._part("expire", self._expire, EXPIRE_S)
             self._part("sweep", self._sweep, SWEEP_S)
@@ -128,7 +117,7 @@ class Controller:
 
     def purge(self, policy: str) -> dict[str, int]:
         """Remove a policy's rows from ledger, spool and snapshot, in the loop's own thread."""
-        return self.asked.ask(partial(self._purge, policy), PURGE_S)
+        return self.requests.call(partial(self._purge, policy), PURGE_S)
 
     def is_stalled(self) -> bool:
         return time.monotonic() - self.last_tick > max(STALLED_S, 4 * self.params.controller.tick_s)
@@ -244,88 +233,3 @@ class Controller:
 
 class _LeaseLost(Conflict):
     """The one fault that ends the loop."""
-
-
-def bind(port: int) -> socket.socket:
-    """Return a listening-ready socket on 127.0.0.1; `PortInUse` names the port and its setting."""
-    server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        server.bind(("127.0.0.1", port))
-    except OSError as error:
-        server.close()
-        raise PortInUse(
-            f"Port {port} is in use ({error.strerror}). Stop what listens there, "
-            "or set controller.port in params.yaml to another one."
-        ) from None
-    return server
-
-
-def serve(params: Params) -> None:
-    """Run the controller until SIGTERM or SIGINT; raises the fault that ended it, if one did."""
-    from engine.controller.api import build_app
-
-    listener = bind(params.controller.port)
-    migrate(params.paths.catalog_url)
-    # Not the process: after a kill its successor on this machine, which the ledger's lock has let
-    # in, need not wait for the lease to run out. The fence still shuts the old one out.
-    controller = Controller(params, holder=f"{socket.gethostname()}:{params.paths.root}")
-    ensure_local_key(controller.catalog, params.paths.local_key)
-    registry = Registry(httpx.Client(base_url=params.url("mlflow")))
-    site = params.url("controller")
-    mirror = AliasMirror(
-        controller.catalog, controller.desk, controller.lock, registry, site, f"{site}/mlflow/webhook"
-    )
-    beside: list[AliasMirror | NoticeSender | Watch] = [
-        mirror,
-        NoticeSender(controller.catalog, httpx.Client(base_url=params.url("prefect"))),
-        Watch(controller.catalog, params),
-    ]
-    config = uvicorn.Config(
-        build_app(controller, mirror), log_level="warning", timeout_graceful_shutdown=1, lifespan="off"
-    )
-    server = uvicorn.Server(config)
-    ended: list[BaseException] = []
-
-    def loop() -> None:
-        try:
-            controller.run()
-        except BaseException as error:
-            ended.append(error)
-            server.should_exit = True
-
-    turning = threading.Thread(target=loop, name="loop")
-    # uvicorn raises the signal that stopped it once more; that must not cut our own ending short.
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    signal.signal(signal.SIGINT, lambda *_: None)
-    for thread in (*beside, turning):
-        thread.start()
-    try:
-        server.run(sockets=[listener])
-    finally:
-        for thread in beside:
-            thread.stop()
-        controller.stop()
-        turning.join()
-        controller.close()
-    if ended:
-        raise ended[0]
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m engine.controller.loop", description=__doc__)
-    parser.add_argument("--params", type=Path, default=Path("params.yaml"))
-    arguments = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    for noisy in ("httpx", "alembic"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
-    try:
-        serve(load_params(arguments.params))
-    except GraftworkError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -32,7 +32,7 @@ from engine.planning.gpu import cuda_bytes
 from engine.publishing.publish import publish, put, stored_tensors
 from engine.quality.probe import from_json
 from engine.settings.params import POLICY_NAME, Params
-from engine.store.segments import open_store
+from engine.store.open import open_store
 
 if TYPE_CHECKING:
     from engine.base.resident import BaseInfo

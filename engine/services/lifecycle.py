@@ -77,7 +77,7 @@ def services(params: Params) -> tuple[Service, ...]:
         Service("trainer", ("-m", "engine.training.service.app", *ours), "/health", base_s, needs_base=True),
         Service("mlflow", mlflow, "/health", 180),
         Service("prefect", prefect, "/api/health", 180),
-        Service("controller", ("-m", "engine.controller.loop", *ours), "/health", 120),
+        Service("controller", ("-m", "engine.controller", *ours), "/health", 120),
         Service(WORKER, (*worker, "--name", "graftwork"), None, 60),
     )
 

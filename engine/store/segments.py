@@ -22,14 +22,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from engine.errors import DamagedBytes, MissingBytes, ServiceError
 from engine.files import sync, write_once
 from engine.store.checksums import Checked, Payload, checksum_of, is_whole
-
-if TYPE_CHECKING:
-    from engine.settings.params import Params
 
 ALIGNMENT = 64
 PAGE = 4096
@@ -55,19 +52,6 @@ class Location(NamedTuple):
     offset: int
     length: int
     checksum: str
-
-
-def open_store(params: "Params") -> "Store":
-    """Return the store of these settings: the local directory, or one behind a URL with its local cache."""
-    url = params.store.url
-    if url is None:
-        return Store(params.paths.store)
-    if url.startswith("file://"):
-        return Store(Path(url.removeprefix("file://")))
-    from engine.store.cache import Cache
-    from engine.store.remote import RemoteStore
-
-    return RemoteStore(url, params.paths.holds, Cache(params.paths.cache, params.store.cache_bytes))
 
 
 class Store:

@@ -19,18 +19,8 @@ import typer
 
 from engine.errors import ConfigError, GraftworkError
 from engine.settings.forms import AdaptForm
-from flows.cli import adapters as cli_adapters
-from flows.cli import admin as cli_admin
-from flows.cli import decide as cli_decide
-from flows.cli import look as cli_look
-from flows.cli import plan as cli_plan
-from flows.cli import policy as cli_policy
-from flows.cli import purge as cli_purge
-from flows.cli import residency as cli_residency
-from flows.cli import score as cli_score
-from flows.cli import serve as cli_serve
-from flows.cli import store as cli_store
-from flows.entry import PARAMS, ParamsFile, check, enter, load_flows, require_services
+from flows.cli import adapters, admin, decide, look, plan, policy, purge, residency, score, serve, store
+from flows.entry import PARAMS, ParamsFile, check, enter, require_services
 
 AGAIN_S = 0.05
 app = typer.Typer(
@@ -55,9 +45,9 @@ def run(
     settings = enter(params, base)
     check(settings, [*settings.policies, settings.demo.bad_policy])
     from engine.services import lifecycle as services
+    from engine.threads import background
     from flows import display
     from tasks.outcome import Stages, shortcomings
-    from tasks.parallel import background
 
     began, stages = time.time(), Stages()
     with contextlib.ExitStack() as stack:
@@ -135,9 +125,9 @@ def adapt(
 
     for name in chosen:
         allow_again(settings, name, settings.policy(name).owner, again)
+    from engine.threads import in_parallel
     from flows import display
     from flows.adapt import adapt as adapt_flow
-    from tasks.parallel import in_parallel
     from tasks.steps import preload
 
     preload()
@@ -160,17 +150,17 @@ def adapt(
 
 
 GROUPS = (
-    cli_policy,
-    cli_score,
-    cli_decide,
-    cli_look,
-    cli_residency,
-    cli_serve,
-    cli_plan,
-    cli_adapters,
-    cli_purge,
-    cli_store,
-    cli_admin,
+    policy,
+    score,
+    decide,
+    look,
+    residency,
+    serve,
+    plan,
+    adapters,
+    purge,
+    store,
+    admin,
 )
 for group in GROUPS:
     app.add_typer(group.app)
@@ -212,3 +202,10 @@ def leave(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def load_flows() -> None:
+    """Import the flows and all that their tasks need; it takes seconds, best while the services start."""
+    from tasks.steps import preload
+
+    preload()

@@ -91,7 +91,7 @@ def stage(name: Stage, params: ParamsFile = PARAMS) -> None:
     """Run one stage of dvc.yaml."""
     settings = enter(params)
     check(settings, [settings.evaluate.policy])
-    from engine.base.resident import progress_bar
+    from engine.base.progress import progress_bar
     from engine.process_reaper import die_with_parent
     from flows import display
     from tasks import evaluation, stages

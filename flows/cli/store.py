@@ -71,7 +71,7 @@ def repack(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
 def _run(params: ParamsFile, as_json: bool, operation: Callable[..., "Report"], **options: Any) -> None:
     """Run an operation, print its report, and end with an error when something is damaged."""
     settings = enter(params)
-    from engine.store.segments import open_store
+    from engine.store.open import open_store
     from tasks.look import require_catalog
 
     require_catalog(settings)

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from engine.base import build as tiny
+from engine.base.progress import Progress
 from engine.base.recipes import RECIPES
-from engine.base.resident import Progress
 
 # Of a completion, with its end token: a mean of 32, at most 256.
 MEAN, LIMIT = 32, 256

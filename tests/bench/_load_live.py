@@ -10,9 +10,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from live import RunningEngine, start_engine, stop_engine
 
+from engine.base.build import build
 from engine.base.families import BaseShapes
 from engine.base.recipes import RECIPES
-from engine.base.resident import build
 
 DTYPE = torch.bfloat16
 PROMPT = [40, 41, 42, 43, 44, 45, 46, 47]

@@ -24,7 +24,8 @@ from engine.base.resident import BaseInfo, base_config
 from engine.catalog.catalog import Catalog, Policy, Revision
 from engine.publishing.publish import exported
 from engine.settings.params import Params, served_name
-from engine.store.segments import Location, open_store
+from engine.store.open import open_store
+from engine.store.segments import Location
 
 # Of adapters that are appended and committed together.
 BATCH_BYTES = 64 << 20

@@ -36,7 +36,7 @@ def questions(config: PolicyConfig, base: Path) -> list[dict[str, Any]]:
     """Return the problems that our loop draws in its steps, in its order, as text and as token ids."""
     from transformers import AutoTokenizer
 
-    from engine.base.resident import prompt_ids, prompt_text
+    from engine.base.prompts import prompt_ids, prompt_text
     from engine.problems.procedural import render, stream
 
     tokenizer = AutoTokenizer.from_pretrained(base)

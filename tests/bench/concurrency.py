@@ -35,7 +35,7 @@ from live import free_port
 from engine.base.resident import ensure_base
 from engine.services import lifecycle as services
 from engine.settings.params import BaseConfig, Params, PolicyConfig, load_params
-from tasks.parallel import in_parallel
+from engine.threads import in_parallel
 
 LEAST = {"tiny-dense": 1.5, "tiny-moe": 1.3, "qwen3-0.6b": 2.81, "qwen3-4b": 2.81, "qwen3-30b-a3b": 2.0}
 TINY = ("tiny-dense", "tiny-moe")

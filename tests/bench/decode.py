@@ -45,7 +45,7 @@ Server = RunningEngine | StockServer
 
 def make_base(name: str, root: Path) -> Path:
     """Build a base of the recipe's shape, trained for seconds only: speed does not depend on its weights."""
-    from engine.base.resident import build
+    from engine.base.build import build
 
     recipe = RECIPES[name]
     directory = root / name

@@ -20,7 +20,8 @@ import torch
 from engine.base.resident import ensure_base
 from engine.settings.params import BaseConfig, load_params
 from engine.training.model.fused import Call, forward_backward_many, is_worth_fusing
-from engine.training.model.lora import Example, ResidentBase, Row
+from engine.training.model.lora import ResidentBase
+from engine.training.model.packing import Example, Row
 from engine.training.model.update import forward_backward
 
 POLICIES = (1, 3, 9)

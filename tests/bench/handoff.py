@@ -80,8 +80,8 @@ def adapter_shares() -> dict[str, float]:
 
 def make_base(name: str, root: Path) -> tuple[Path, str]:
     """Build the base once; return its directory and serving dtype."""
+    from engine.base.build import build
     from engine.base.recipes import RECIPES
-    from engine.base.resident import build
 
     chosen = name if name in RECIPES else "tiny-dense"
     built, recipe = root / chosen, RECIPES[chosen]

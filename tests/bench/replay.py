@@ -24,7 +24,8 @@ from live import RunningEngine, start_engine, stop_engine
 from parity import RANK, random_adapter
 
 from engine.base.families import BaseShapes
-from engine.base.resident import ensure_base, prompt_ids
+from engine.base.prompts import prompt_ids
+from engine.base.resident import ensure_base
 from engine.problems.procedural import TASKS, stream
 from engine.settings.params import BaseConfig, load_params
 from engine.training.model.lora import ResidentBase

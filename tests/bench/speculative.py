@@ -31,7 +31,8 @@ from live import RunningEngine, start_engine, stop_engine
 from parity import ask, random_adapter
 
 from engine.base.families import BaseShapes
-from engine.base.resident import ensure_base, prompt_ids
+from engine.base.prompts import prompt_ids
+from engine.base.resident import ensure_base
 from engine.errors import ConfigError
 from engine.planning.gpu import cuda_bytes
 from engine.problems.procedural import TASKS, stream

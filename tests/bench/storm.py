@@ -125,11 +125,11 @@ def ours(
             "paced_loads": PACED_LOADS[base] if is_paced else 0,
         }
         engine = stack.enter_context(_served.live(given, base, beside(arguments), **settings))
-        maker = _made.Maker(engine.params, engine.base.resident, "storm", shape.rank, shape.torch_dtype)
+        maker = _made.Maker(engine.params, engine.base, "storm", shape.rank, shape.torch_dtype)
         stack.callback(maker.close)
         side = Side(
             f"ours{tail}",
-            engine.base.resident.name,
+            engine.base.name,
             client,
             engine.server,
             maker.make,
@@ -184,7 +184,7 @@ def slots(most: int) -> int:
 
 def of_stock(given: Params, base: str, client: Client, arguments: argparse.Namespace, result: Result) -> None:
     """Run the same storms on vLLM's own loader."""
-    from engine.base.resident import ensure_base
+    from engine.base import ensure_base
 
     shape, most = _served.SHAPES[base], max(arguments.cold)
     info = ensure_base(given.base.model_copy(update={"name": base}), given.paths)

@@ -142,7 +142,7 @@ def fastest(python: Path, base: Path, scratch: Path) -> int:
 
 def run_ours(params: Params, named: Mapping[str, PolicyConfig], key: str) -> Run:
     """Train one policy, or several at once, with the services that run."""
-    from tasks.parallel import in_parallel
+    from engine.threads import in_parallel
     from tasks.train import train
 
     ends: list[float] = []
@@ -169,7 +169,8 @@ def settings(base: Path, state: Path) -> Params:
 
 def lengthy_base(directory: Path, params: Path) -> Path:
     """Return the base of long answers, built once for each way of building it; about four minutes."""
-    from engine.base.resident import ensure_base, progress_bar
+    from engine.base.progress import progress_bar
+    from engine.base.resident import ensure_base
     from engine.settings.params import BaseConfig, load_params
 
     source = ensure_base(BaseConfig(name="tiny-dense"), load_params(params).paths).path

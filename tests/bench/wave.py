@@ -54,9 +54,7 @@ def waves(
     each = _made.adapter_bytes(given, BASE, max(RANKS), _served.SHAPES[BASE].torch_dtype)
     with _served.live(given, BASE, beside, slots=SLOTS, host_adapters=held, host_bytes=held * each) as engine:
         makers = [
-            _made.Maker(
-                engine.params, engine.base.resident, f"wave-{rank}", rank, _served.SHAPES[BASE].torch_dtype
-            )
+            _made.Maker(engine.params, engine.base, f"wave-{rank}", rank, _served.SHAPES[BASE].torch_dtype)
             for rank in RANKS
         ]
         for size in sizes:
@@ -65,7 +63,7 @@ def waves(
             chance.shuffle(fresh)
             asks = [Ask(0.0, name, prompt(chance, PROMPT), TOKENS) for name in fresh]
             evicted = evictions(engine.server)
-            answers, seconds = wave(client, engine.server, asks, engine.base.resident.name)
+            answers, seconds = wave(client, engine.server, asks, engine.base.name)
             evicted = evictions(engine.server) - evicted
             figures |= figures_of(answers, seconds, size)
             figures["errors_waves"] += sum(map(errors, answers.values()))
@@ -155,9 +153,7 @@ def names(given: Params, client: Client, count: int, beside: Path) -> tuple[dict
     memory, failed, refused, done, seconds = Memory(), 0, 0, 0, 0.0
     chance = random.Random(2)
     with _served.live(given, BASE, beside, slots=SLOTS, host_bytes=NAMES_HOST_BYTES) as engine:
-        maker = _made.Maker(
-            engine.params, engine.base.resident, "names", 1, _served.SHAPES[BASE].torch_dtype, SMALL
-        )
+        maker = _made.Maker(engine.params, engine.base, "names", 1, _served.SHAPES[BASE].torch_dtype, SMALL)
         processes = titled(engine.processes())
         before = [(BURST, 0)] * BURSTS
         for asked, under_way in before + [(CHUNK, UNDER_WAY)] * math.ceil(count / CHUNK):

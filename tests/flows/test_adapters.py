@@ -17,7 +17,7 @@ from engine.catalog.catalog import Catalog, Release
 from engine.errors import AdapterError, ConfigError, Conflict, NotFound, ServiceError
 from engine.publishing import maintenance
 from engine.settings.params import Params, load_params, served_name
-from engine.store.segments import open_store
+from engine.store.open import open_store
 from flows.cli import app
 from tasks import adapters
 

@@ -69,7 +69,7 @@ def show(what: str, planned: int, measured: int) -> None:
 
 
 def rows(count: int, length: int):
-    from engine.training.model.lora import Example, Row
+    from engine.training.model.packing import Example, Row
 
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(5, 300, (count, length), generator=generator).tolist()

@@ -12,7 +12,8 @@ from engine.adapters import packed
 from engine.adapters.revision import Tensors, make_manifest, write_revision
 from engine.catalog.catalog import Catalog, Policy, Revision, migrate
 from engine.settings.params import Params
-from engine.store.segments import Store, open_store
+from engine.store.open import open_store
+from engine.store.segments import Store
 
 BASE = "ba" * 32
 SHAPES = shapes("qwen3")

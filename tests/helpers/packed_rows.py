@@ -1,6 +1,6 @@
 """Rows of prompts with shared and own completions, of many lengths."""
 
-from engine.training.model.lora import Row
+from engine.training.model.packing import Row
 
 
 def group(prompt: tuple[int, ...], *completions: tuple[int, ...]) -> list[Row]:

@@ -186,7 +186,8 @@ def out_of_route(engine: RunningEngine, models: dict[str, dict | None]) -> list[
 
     Two short prompts and one longer than a block of the cache, which the second time are taken from it.
     """
-    from engine.training.model.lora import ResidentBase, Row
+    from engine.training.model.lora import ResidentBase
+    from engine.training.model.packing import Row
     from engine.training.model.replay import decode
     from engine.training.rollouts import Sampling, sample_groups
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import yaml
 from repository import ROOT
 
-from engine.training.model.lora import Example, Row
+from engine.training.model.packing import Example, Row
 
 ROWS = [Row((5, 9, 30, 31, 32), 2), Row((7, 8, 40), 1), Row((11, 12, 13, 14, 15, 16, 17), 3)]
 

@@ -17,7 +17,8 @@ from engine.adapters.revision import make_manifest
 from engine.catalog.catalog import Base, Catalog, Policy, Revision, migrate
 from engine.publishing.publish import location, publish, put, stored_tensors
 from engine.settings.params import Params
-from engine.store.segments import Store, open_store
+from engine.store.open import open_store
+from engine.store.segments import Store
 
 BASE, KIND = "b" * 64, "qwen3"
 SHAPES = shapes(KIND)

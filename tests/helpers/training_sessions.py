@@ -2,7 +2,7 @@
 
 import torch
 
-from engine.training.model.lora import Example, Row
+from engine.training.model.packing import Example, Row
 from engine.training.service.protocol import AdamParams, CreateSession, OptimStep
 from engine.training.service.session import Session
 

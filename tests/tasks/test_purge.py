@@ -24,7 +24,7 @@ from engine.errors import ConfigError, Conflict, NotFound, ServiceError
 from engine.ledger.ledger import Spool, open_snapshot
 from engine.publishing.publish import location
 from engine.settings.params import Params, load_params
-from engine.store.segments import open_store
+from engine.store.open import open_store
 from engine.training.service import session_deletion as forgetting
 from engine.training.service import state as session_state
 from engine.training.service.session import state_file
@@ -504,7 +504,7 @@ def test_a_read_through_cache_drops_its_copies(tmp_path, catalog, params, monkey
 
     wanted = sorted(row.checksum for row in catalog.revisions("gone"))
     local = purging._cache
-    from engine.store import segments as store
+    from engine.store import open as store
 
     def cached(given, file):
         remote = given.model_copy(update={"store": given.store.model_copy(update={"url": "memory://x"})})
@@ -518,20 +518,20 @@ def test_a_read_through_cache_drops_its_copies(tmp_path, catalog, params, monkey
 
 
 def test_what_is_asked_of_a_loop_is_done_there_or_called_off():
-    from engine.loop_requests import Asked
+    from engine.threads import LoopRequests
 
-    asked, done = Asked(), []
+    asked, done = LoopRequests(), []
     with pytest.raises(ServiceError, match=r"not done within 0 s\. .*ask again"):
-        asked.ask(lambda: done.append("late"), 0.05)
-    asked.carry_out()
+        asked.call(lambda: done.append("late"), 0.05)
+    asked.run_waiting()
     assert done == []
-    loop = threading.Timer(0.2, asked.carry_out)
+    loop = threading.Timer(0.2, asked.run_waiting)
     loop.start()
-    assert asked.ask(threading.get_ident, 20) == loop.ident
-    loop = threading.Timer(0.2, asked.carry_out)
+    assert asked.call(threading.get_ident, 20) == loop.ident
+    loop = threading.Timer(0.2, asked.run_waiting)
     loop.start()
     with pytest.raises(NotFound, match="nothing here"):
-        asked.ask(nothing_here, 20)
+        asked.call(nothing_here, 20)
 
 
 def nothing_here() -> None:

@@ -19,7 +19,8 @@ from transformers import AutoTokenizer
 
 from engine.adapters import revision
 from engine.base.families import BaseShapes
-from engine.base.resident import base_digest, prompt_text
+from engine.base.prompts import prompt_text
+from engine.base.resident import base_digest
 from engine.catalog.catalog import Catalog, Policy
 from engine.errors import AdapterError, BaseModelError, ConfigError, Conflict, GraftworkError, NotFound
 from engine.ledger.ledger import Ledger, open_snapshot

@@ -22,16 +22,16 @@ from engine.catalog.catalog import Catalog
 from engine.errors import GraftworkError, ServiceError
 from engine.ledger.spool import Spool
 from engine.serving.gateway.gateway import GatewayState, send_error
+from engine.serving.gateway.prewarming import Prewarmer, names_under_release
 from engine.serving.gateway.rollouts import gate_of_platform, rollouts
 from engine.serving.gateway.routing import Router
 from engine.serving.gateway.row_cache import kept_rows
 from engine.serving.residency.load_metrics import LoadMetrics
-from engine.serving.residency.prewarming import Prewarmer, names_under_release
 from engine.serving.residency.residency import Residency
 from engine.serving.residency.vllm_engine import VllmEngine
 from engine.serving.vllm_plugin.plugin import vllm_version
 from engine.settings.params import load_params
-from engine.store.segments import open_store
+from engine.store.open import open_store
 
 # Of `/v1/models`: a catalog may have a million policies.
 MODELS = 1000

@@ -23,7 +23,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils.serial_utils import numpy2base64
 
-from engine.serving.vllm_plugin.plugin import ROUTES_ASKED, WHOLE
+from engine.serving.vllm_plugin.extra_args import ROUTES_ASKED, WHOLE
 
 # Samples of one request: all of them are in the engine's queue, and in its answer, at once.
 MAX_SAMPLES = 1 << 14

@@ -12,7 +12,7 @@ import numpy as np
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.outputs import LogprobsLists
 
-from engine.serving.vllm_plugin.plugin import WHOLE
+from engine.serving.vllm_plugin.extra_args import WHOLE
 
 # What each request has sampled so far, by its id.
 Held = dict[str, list[EngineCoreOutput]]

@@ -7,10 +7,10 @@ from functools import wraps
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from engine.serving.vllm_plugin.extra_args import ROUTES_ASKED
+
 # The newest vLLM that these patches were read against; a test fails when the pinned one moves past.
 VLLM_READ_AGAINST = "0.32.0"
-# Of a request's `vllm_xargs`: return the experts of its tokens; tell the frontend of it once, at its end.
-ROUTES_ASKED, WHOLE = "routed_experts", "whole"
 
 
 def register() -> None:

@@ -14,8 +14,9 @@ from torch import Tensor
 from engine.errors import ConfigError
 from engine.training.loss.measures import Seen, measure
 from engine.training.model.adapter import Adapter
-from engine.training.model.lora import Example, ResidentBase, Row
+from engine.training.model.lora import ResidentBase
 from engine.training.model.microbatches import first_fit, stream_tokens
+from engine.training.model.packing import Example, Row
 from engine.training.model.update import Backward, Objective, adding_gradients, check, learn
 
 # Tokens of one session's stream up to which fusing wins clearly; see `is_worth_fusing`.

@@ -11,7 +11,6 @@ features, _O output features, _V vocabulary.
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -29,21 +28,6 @@ from engine.training.model.linear import SlottedLinear
 from engine.training.model.microbatches import microbatches
 from engine.training.model.packing import IMPLEMENTATION, Row, Stream, can_pack, pack, use_packing
 from engine.training.model.replay import Replay
-
-
-@dataclass(frozen=True)
-class Example:
-    """A row with what its completion tokens were sampled at and are worth, one value a token.
-
-    Both are empty where the loss needs no samples. `number` is what errors call it where others of its call
-    were left out.
-    """
-
-    row: Row
-    old_logprobs: tuple[float, ...] = ()
-    advantages: tuple[float, ...] = ()
-    number: int | None = None
-
 
 Slotted = SlottedLinear | SlottedExperts
 

@@ -58,6 +58,20 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Example:
+    """A row with what its completion tokens were sampled at and are worth, one value a token.
+
+    Both are empty where the loss needs no samples. `number` is what errors call it where others of its call
+    were left out.
+    """
+
+    row: Row
+    old_logprobs: tuple[float, ...] = ()
+    advantages: tuple[float, ...] = ()
+    number: int | None = None
+
+
+@dataclass(frozen=True)
 class Run:
     """`count` queries from place `first` of the stream on, whose keys are a prompt's and then their own."""
 

@@ -15,7 +15,7 @@ import io
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,9 +24,7 @@ from torch.nn.functional import pad
 
 from engine.base.families import BaseShapes
 from engine.errors import ConfigError
-
-if TYPE_CHECKING:
-    from engine.training.model.lora import Example
+from engine.training.model.packing import Example
 
 UNKNOWN = -1
 
@@ -129,7 +127,7 @@ def weights_at(gate: Any, logits: Tensor, ids: Tensor) -> Tensor:
     return weights / weights.sum(dim=-1, keepdim=True) if getattr(gate, "norm_topk_prob", True) else weights
 
 
-def mask_unknown(data: Sequence["Example"], unit: int = 1) -> tuple[list["Example"], int]:
+def mask_unknown(data: Sequence[Example], unit: int = 1) -> tuple[list[Example], int]:
     """Return the examples up to their last token with known experts, and how many tokens that leaves out.
 
     A token is drawn from the states of all tokens before it, so what follows the first unknown one is left
@@ -150,7 +148,7 @@ def mask_unknown(data: Sequence["Example"], unit: int = 1) -> tuple[list["Exampl
     return kept, sum(example.row.length for example in data) - sum(example.row.length for example in kept)
 
 
-def _known_part(example: "Example", number: int) -> "Example":
+def _known_part(example: Example, number: int) -> Example:
     row = example.row
     known = 0 if row.routes is None else len(row.routes)
     count = max(0, min(row.length, known - row.start + 1))

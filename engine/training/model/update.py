@@ -18,12 +18,13 @@ from torch import Tensor
 
 from engine.errors import ConfigError
 from engine.settings.losses import LossConfig, loss_config
-from engine.time_limit import bounded
+from engine.threads import bounded
 from engine.training.loss.corrections import Corrected, correct, uncorrected
 from engine.training.loss.grpo import Loss, Tokens, kl_to_base, loss_of
 from engine.training.loss.measures import Metrics, Seen, measure
 from engine.training.model.adapter import Adapter
-from engine.training.model.lora import Example, ResidentBase, Row
+from engine.training.model.lora import ResidentBase
+from engine.training.model.packing import Example, Row
 
 T = TypeVar("T")
 

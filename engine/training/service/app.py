@@ -158,7 +158,8 @@ def load_trainer(params: Params) -> "Trainer":
     """
     import torch
 
-    from engine.base.resident import end_tokens, ensure_base
+    from engine.base.prompts import end_tokens
+    from engine.base.resident import ensure_base
     from engine.catalog.catalog import Base, Catalog, migrate
     from engine.planning.gpu import planned
     from engine.training.service.capacity import FREE_SHARE, free_bytes

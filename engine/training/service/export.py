@@ -18,9 +18,10 @@ from engine.errors import AdapterError, ConfigError
 from engine.publishing.publish import publish, put, stored_tensors
 from engine.quality.probe import Probe, ProbeRow
 from engine.settings.params import Params, served_name
-from engine.store.segments import open_store
+from engine.store.open import open_store
 from engine.training.model.adapter import Adapter
-from engine.training.model.lora import ResidentBase, Row
+from engine.training.model.lora import ResidentBase
+from engine.training.model.packing import Row
 from engine.training.service.protocol import Export, Exported, ProbeRevision
 from engine.training.service.session import Session
 

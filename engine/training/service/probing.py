@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.adapters.revision import Manifest
-from engine.base.resident import end_tokens, prompt_ids
+from engine.base.prompts import end_tokens, prompt_ids
 from engine.catalog.catalog import Catalog, migrate
 from engine.errors import ServiceError
 from engine.publishing.importing import serving_dtype

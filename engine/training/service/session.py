@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from engine.errors import BaseModelError, Conflict, NotFound, ServiceError
-from engine.training.model.lora import Example, ResidentBase
+from engine.training.model.lora import ResidentBase
+from engine.training.model.packing import Example
 from engine.training.model.update import Backward, forward_backward
 from engine.training.service import state
 from engine.training.service.protocol import CreateSession, OptimStep, SessionInfo

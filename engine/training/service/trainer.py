@@ -17,7 +17,8 @@ from engine.catalog.catalog import Policy
 from engine.errors import ConfigError, GraftworkError, NotFound
 from engine.settings.params import Params
 from engine.training.model.fused import Call, forward_backward_many, is_small, is_worth_fusing
-from engine.training.model.lora import Example, ResidentBase, Row
+from engine.training.model.lora import ResidentBase
+from engine.training.model.packing import Example, Row
 from engine.training.model.replay import decode, mask_unknown
 from engine.training.model.update import Backward, Objective, check, forward
 from engine.training.service import protocol

@@ -7,6 +7,8 @@ from functools import cache
 import pytest
 import torch
 
+from engine.base import build as building
+from engine.base import prompts
 from engine.base import resident as bases
 from engine.errors import BaseModelError, ConfigError
 from engine.settings.params import BaseConfig, Example, Paths
@@ -57,7 +59,7 @@ def built(tmp_path_factory):
     def build(name):
         directories = [tmp_path_factory.mktemp(name) for _ in range(2)]
         for directory in directories:
-            bases.build(replace(bases.RECIPES[name], **FAMILIES[name][2]), 1, directory, lambda *_: None)
+            building.build(replace(bases.RECIPES[name], **FAMILIES[name][2]), 1, directory, lambda *_: None)
         return directories
 
     return build
@@ -74,9 +76,9 @@ def test_every_family_is_built_the_same_and_opens_in_transformers(name, built):
     assert not found["unexpected_keys"]
     architecture, dtype, _ = FAMILIES[name]
     assert (model.config.architectures, model.dtype) == ([architecture], dtype)
-    assert bases.end_tokens(one) == (1,)
+    assert prompts.end_tokens(one) == (1,)
     tokenizer = AutoTokenizer.from_pretrained(one)
-    assert tokenizer.decode(bases.prompt_ids(tokenizer, "12?")) == "<|user|>12?<|assistant|>"
+    assert tokenizer.decode(prompts.prompt_ids(tokenizer, "12?")) == "<|user|>12?<|assistant|>"
 
 
 @pytest.mark.parametrize("name", ["tiny-moe", "tiny-mla", "tiny-dsa"])
@@ -86,7 +88,7 @@ def test_experts_and_router_learn(name, built):
 
     recipe = replace(bases.RECIPES[name], **FAMILIES[name][2])
     start = built(name)[0].parent / f"{name}-start"
-    bases.build(replace(recipe, steps=0), 1, start, lambda *_: None)
+    building.build(replace(recipe, steps=0), 1, start, lambda *_: None)
     before, after = (
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (start, built(name)[0])
     )
@@ -124,7 +126,7 @@ def test_the_update_of_every_expert_is_orthogonal():
 def test_a_base_is_built_once(small, tmp_path, monkeypatch):
     config, paths = BaseConfig(name="tiny-dense", seed=1), Paths(tmp_path)
     first = bases.ensure_base(config, paths)
-    monkeypatch.setattr(bases, "build", lambda *_: pytest.fail("built again"))
+    monkeypatch.setattr(building, "build", lambda *_: pytest.fail("built again"))
     assert bases.ensure_base(config, paths) == first
 
 
@@ -146,8 +148,8 @@ def test_a_tiny_base_is_a_real_one(tiny_base):
     assert model.config.architectures == ["Qwen3ForCausalLM"]
     assert 0.5e6 < sum(parameter.numel() for parameter in model.parameters()) < 1e6
     tokenizer = AutoTokenizer.from_pretrained(tiny_base)
-    text = bases.prompt_text(tokenizer, "What is 12 + 34?")
-    assert tokenizer.decode(bases.prompt_ids(tokenizer, "What is 12 + 34?")) == text
+    text = prompts.prompt_text(tokenizer, "What is 12 + 34?")
+    assert tokenizer.decode(prompts.prompt_ids(tokenizer, "What is 12 + 34?")) == text
 
 
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "tokenizer"])
@@ -195,7 +197,7 @@ def instructed(tiny_base, template: str | None, **special: str):
 
 
 def test_system_prompt_and_examples_are_turns_of_the_chat(tiny_base):
-    found = bases.prompt_text(instructed(tiny_base, CHATML), "3 + 3?", "Be terse.", SHOTS)
+    found = prompts.prompt_text(instructed(tiny_base, CHATML), "3 + 3?", "Be terse.", SHOTS)
     turns = [
         ("system", "Be terse."), ("user", "1 + 1?"), ("assistant", "2"), ("user", "2 + 2?"),
         ("assistant", "4"), ("user", "3 + 3?"),
@@ -206,19 +208,19 @@ def test_system_prompt_and_examples_are_turns_of_the_chat(tiny_base):
 
 def test_the_templates_own_first_token_comes_once(tiny_base):
     tokenizer = instructed(tiny_base, LLAMA, bos_token="<|begin_of_text|>")
-    text = bases.prompt_text(tokenizer, "3 + 3?", "Be terse.")
+    text = prompts.prompt_text(tokenizer, "3 + 3?", "Be terse.")
     assert text.startswith(
         "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe terse.<|eot_id|>"
     )
     assert text.endswith("<|start_header_id|>assistant<|end_header_id|>\n\n")
-    assert bases.prompt_ids(tokenizer, "3 + 3?", "Be terse.").count(tokenizer.bos_token_id) == 1
+    assert prompts.prompt_ids(tokenizer, "3 + 3?", "Be terse.").count(tokenizer.bos_token_id) == 1
 
 
 def test_a_template_that_refuses_a_system_prompt(tiny_base):
     tokenizer = instructed(tiny_base, GEMMA)
-    assert bases.prompt_text(tokenizer, "3 + 3?") == "hm"
+    assert prompts.prompt_text(tokenizer, "3 + 3?") == "hm"
     with pytest.raises(ConfigError, match=r"System role not supported.*Leave out the policy's `system`"):
-        bases.prompt_text(tokenizer, "3 + 3?", "Be terse.")
+        prompts.prompt_text(tokenizer, "3 + 3?", "Be terse.")
 
 
 @pytest.mark.parametrize("adds", [True, False])
@@ -231,7 +233,7 @@ def test_a_base_without_a_template_begins_as_its_tokenizer_does(tiny_base, adds)
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
             single="<|begin_of_text|> $A", special_tokens=[("<|begin_of_text|>", begin)]
         )
-    ids = bases.prompt_ids(tokenizer, "3 + 3?", "Be terse.", SHOTS)
+    ids = prompts.prompt_ids(tokenizer, "3 + 3?", "Be terse.", SHOTS)
     assert ids.count(begin) == int(adds)
     assert tokenizer.decode(ids, skip_special_tokens=True) == (
         "Be terse.\n\n1 + 1?\n\n2\n\n2 + 2?\n\n4\n\n3 + 3?\n"
@@ -247,14 +249,14 @@ def test_end_tokens_are_those_of_the_generation_config(tiny_base, tmp_path, foun
     copy = tmp_path / "copy"
     shutil.copytree(tiny_base, copy)
     (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": found}))
-    assert bases.end_tokens(copy) == ends
+    assert prompts.end_tokens(copy) == ends
 
 
 def test_a_base_that_names_no_end_token_uses_its_tokenizers(tiny_base, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(tiny_base, copy)
     (copy / "generation_config.json").unlink()
-    assert bases.end_tokens(copy) == (1,)
+    assert prompts.end_tokens(copy) == (1,)
 
 
 @pytest.mark.parametrize("name", ["tiny-dense", "tiny-moe", "tiny-mla", "tiny-dsa"])

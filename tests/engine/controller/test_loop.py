@@ -630,7 +630,7 @@ class Running:
         self.process: subprocess.Popen[str] | None = None
 
     def command(self) -> list[str]:
-        return [sys.executable, "-m", "engine.controller.loop", "--params", str(self.file)]
+        return [sys.executable, "-m", "engine.controller", "--params", str(self.file)]
 
     def start(self) -> None:
         self.process = subprocess.Popen(self.command(), stderr=subprocess.DEVNULL, text=True)

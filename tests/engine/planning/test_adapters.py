@@ -262,7 +262,7 @@ def test_the_pages_plan_is_what_the_command_says(tmp_path):
     import re
     import shlex
 
-    from test_real_model import DOC, doc_settings
+    from real_model_page import DOC, doc_settings
 
     line = re.search(r"^ {4}\.venv/bin/graftwork (plan --config .+)$", DOC, re.MULTILINE)
     shown = re.search(r"<!-- plan --config -->\n```text\n(.*?)\n```", DOC, re.DOTALL)

@@ -141,7 +141,8 @@ def sparse(layers: int):
 def saved_bytes(directory, config, dtype: torch.dtype) -> int:
     from transformers import AutoModelForCausalLM
 
-    from engine.training.model.lora import ResidentBase, Row
+    from engine.training.model.lora import ResidentBase
+    from engine.training.model.packing import Row
 
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     base = ResidentBase(directory, threads=1, microbatch_tokens=TOKENS, dtype=dtype)

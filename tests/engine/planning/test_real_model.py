@@ -23,7 +23,8 @@ from engine.settings.losses import CORRECTIONS
 from engine.settings.params import Params
 from engine.settings.services import EngineConfig, TrainerConfig
 from engine.training.model import lora
-from engine.training.model.lora import ResidentBase, Row
+from engine.training.model.lora import ResidentBase
+from engine.training.model.packing import Row
 from engine.training.model.update import Objective, forward_backward, tokens_of
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -351,7 +352,7 @@ def many_ends(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory):
     """The tiny base with a second end token, one that it likes to say, and prompts where it says it."""
     from transformers import AutoTokenizer
 
-    from engine.base.resident import end_tokens, prompt_text
+    from engine.base.prompts import end_tokens, prompt_text
     from engine.problems.procedural import stream
 
     copy = tmp_path_factory.mktemp("ends") / "base"
@@ -408,7 +409,7 @@ def test_every_end_token_ends_rollouts_and_scores(many_ends, tmp_path):
 
 
 def prompt_of(tokenizer, question: str) -> str:
-    from engine.base.resident import prompt_text
+    from engine.base.prompts import prompt_text
 
     return prompt_text(tokenizer, question)
 

@@ -19,7 +19,7 @@ from engine.publishing import maintenance
 from engine.publishing.maintenance import compact, gc, verify
 from engine.publishing.publish import location, publish, put
 from engine.settings.params import Params
-from engine.store.segments import open_store
+from engine.store.open import open_store
 
 POLICIES = ("here", "there")
 

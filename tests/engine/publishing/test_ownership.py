@@ -17,7 +17,8 @@ from engine.publishing.publish import put
 from engine.publishing.repacking import repack
 from engine.settings.params import Params
 from engine.settings.services import StoreConfig
-from engine.store.segments import CATALOG_ID, Store, open_store
+from engine.store.open import open_store
+from engine.store.segments import CATALOG_ID, Store
 from flows.entry import on_base
 
 

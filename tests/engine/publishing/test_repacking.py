@@ -16,7 +16,7 @@ from engine.publishing.maintenance import compact, gc, verify
 from engine.publishing.publish import location, stored_tensors
 from engine.publishing.repacking import repack
 from engine.settings.params import Params
-from engine.store.segments import open_store
+from engine.store.open import open_store
 
 POLICIES = ("here", "there")
 spawn = multiprocessing.get_context("spawn")

@@ -227,7 +227,7 @@ def test_other_ways_in_are_closed(engine: RunningEngine):
 def test_chat_and_completion_see_the_same_tokens(engine: RunningEngine):
     from transformers import AutoTokenizer
 
-    from engine.base.resident import prompt_ids, prompt_text
+    from engine.base.prompts import prompt_ids, prompt_text
 
     tokenizer = AutoTokenizer.from_pretrained(engine.base_path)
     question = "What is 12 + 7?"

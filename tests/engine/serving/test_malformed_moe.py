@@ -24,8 +24,8 @@ from engine.settings.params import Params
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
     """A live engine on random weights, with experts of another width than the hidden state's."""
+    from engine.base.build import build
     from engine.base.recipes import RECIPES
-    from engine.base.resident import build
 
     directory = tmp_path_factory.mktemp("bases") / "moe"
     directory.mkdir()

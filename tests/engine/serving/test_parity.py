@@ -32,8 +32,8 @@ def test_every_target_of_the_other_bases_equals_the_reference(
     name: str, tmp_path_factory: pytest.TempPathFactory
 ):
     """Every slot full. The base has the recipe's shape and is trained for seconds only."""
+    from engine.base.build import build
     from engine.base.recipes import RECIPES
-    from engine.base.resident import build
 
     base = tmp_path_factory.mktemp("bases") / name
     base.mkdir()

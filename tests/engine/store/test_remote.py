@@ -21,8 +21,9 @@ from engine.settings.services import StoreConfig
 from engine.store import cache as cache_module
 from engine.store import remote
 from engine.store.cache import DRAFT, Cache
+from engine.store.open import open_store
 from engine.store.remote import RemoteStore
-from engine.store.segments import Location, open_store
+from engine.store.segments import Location
 
 MIB = 1 << 20
 

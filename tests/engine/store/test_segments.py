@@ -13,7 +13,8 @@ from engine.errors import AdapterError, DamagedBytes, MissingBytes, ServiceError
 from engine.settings.params import Params
 from engine.settings.services import StoreConfig
 from engine.store import segments as store_module
-from engine.store.segments import IOV_MAX, PAGE, PAGE_ALIGNED_FROM, Location, Store, open_store
+from engine.store.open import open_store
+from engine.store.segments import IOV_MAX, PAGE, PAGE_ALIGNED_FROM, Location, Store
 
 
 def test_blobs_come_back_aligned(tmp_path):

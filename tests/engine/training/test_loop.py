@@ -19,10 +19,10 @@ from engine.ledger.ledger import Ledger
 from engine.problems.procedural import Problem
 from engine.problems.verifiers import Verifier
 from engine.settings.params import Params, PolicyConfig, load_params
+from engine.threads import in_parallel
 from engine.training.rollouts import Sample, sample_groups
 from engine.training.service.protocol import SessionInfo
 from tasks import rollout_data
-from tasks.parallel import in_parallel
 from tasks.rollout_data import Drawn, Judged, Sampler, build_data, judge
 from tasks.train import PROBE_PROMPTS, PROBE_TOKENS, Trained, export_revision, sampler_of, samples_of, train
 

@@ -20,7 +20,8 @@ from vllm.v1.outputs import LogprobsLists, LogprobsTensors, SamplingMaskLists
 from vllm.v1.request import RequestStatus
 
 from engine.serving.vllm_plugin.coalesced_output import Held, hold_back
-from engine.serving.vllm_plugin.plugin import WHOLE, register
+from engine.serving.vllm_plugin.extra_args import WHOLE
+from engine.serving.vllm_plugin.plugin import register
 
 ASKS, ASKS_NOT = ({WHOLE: 1}, None)
 REQUESTS = {

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import vllm_layers as made
+from repository import ROOT
 from vllm.distributed import parallel_state
 
 from engine.adapters import packed
@@ -79,9 +80,13 @@ def serve(rank: int, root: Path) -> None:
 
 
 def test_what_one_rank_loses_is_lost_on_both(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests/helpers")}
     ranks = [
         subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(tmp_path)], stderr=subprocess.PIPE, text=True
+            [sys.executable, __file__, str(rank), str(tmp_path)],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
         )
         for rank in range(2)
     ]

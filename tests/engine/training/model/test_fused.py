@@ -10,7 +10,8 @@ from packed_rows import ROWS
 
 from engine.errors import ConfigError
 from engine.training.model.fused import Call, forward_backward_many, is_worth_fusing
-from engine.training.model.lora import Example, ResidentBase, Row
+from engine.training.model.lora import ResidentBase
+from engine.training.model.packing import Example, Row
 from engine.training.model.update import forward_backward
 
 # Policies of different rank, alpha and targets, some of them with the same.

@@ -5,7 +5,8 @@ import torch
 from close_rows import close
 
 from engine.errors import AdapterError, ConfigError
-from engine.training.model.lora import Example, ResidentBase, Row
+from engine.training.model.lora import ResidentBase
+from engine.training.model.packing import Example, Row
 from engine.training.model.update import forward_backward
 
 TARGETS = ("q_proj", "v_proj", "down_proj")

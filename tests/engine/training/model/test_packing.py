@@ -7,9 +7,9 @@ from moe_bases import glm4_moe, qwen3_moe
 from packed_rows import ROWS
 
 from engine.training.model import lora
-from engine.training.model.lora import Example, ResidentBase, Row
+from engine.training.model.lora import ResidentBase
 from engine.training.model.microbatches import microbatches
-from engine.training.model.packing import can_pack, pack
+from engine.training.model.packing import Example, Row, can_pack, pack
 from engine.training.model.update import forward_backward
 
 KINDS = ("dense", "moe", "glm", "mla")

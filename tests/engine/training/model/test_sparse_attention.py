@@ -15,8 +15,8 @@ from engine.planning import gpu
 from engine.quality.probe import from_json
 from engine.services import lifecycle as services
 from engine.settings.params import Params
-from engine.training.model.lora import Example, ResidentBase
-from engine.training.model.packing import Row
+from engine.training.model.lora import ResidentBase
+from engine.training.model.packing import Example, Row
 from engine.training.service.export import Exporter
 from engine.training.service.protocol import AdamParams, CreateSession, Export, OptimStep
 from engine.training.service.session import Session

@@ -16,7 +16,8 @@ from engine.settings.losses import CORRECTIONS
 from engine.training.loss.grpo import LOSSES
 from engine.training.loss.measures import Seen, measure
 from engine.training.model.fused import Call, forward_backward_many
-from engine.training.model.lora import Example, ResidentBase, Row
+from engine.training.model.lora import ResidentBase
+from engine.training.model.packing import Example, Row
 from engine.training.model.update import forward, forward_backward
 from engine.training.service.protocol import AdamParams, CreateSession, OptimStep
 from engine.training.service.session import Session

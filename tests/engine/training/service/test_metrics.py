@@ -17,7 +17,8 @@ from engine.settings.losses import CORRECTIONS, LossConfig
 from engine.training.loss.corrections import masks
 from engine.training.loss.grpo import Tokens
 from engine.training.loss.measures import Metrics
-from engine.training.model.lora import Example, ResidentBase, Row
+from engine.training.model.lora import ResidentBase
+from engine.training.model.packing import Example, Row
 from engine.training.service.metrics import LAST, MASKS, PHASES, TrainerMetrics, adapter_bytes, peak_memory
 from engine.training.service.protocol import AdamParams, CreateSession, OptimStep, Request
 from engine.training.service.queue import Queue

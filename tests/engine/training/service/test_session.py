@@ -9,7 +9,8 @@ import torch
 from training_sessions import ADAM, BASE, factors, opening, same, train_one
 
 from engine.errors import BaseModelError, Conflict, NotFound, ServiceError
-from engine.training.model.lora import Example, ResidentBase, Row
+from engine.training.model.lora import ResidentBase
+from engine.training.model.packing import Example, Row
 from engine.training.service.protocol import OptimStep
 from engine.training.service.session import CURRENT, Session
 from engine.training.service.sessions import Sessions

@@ -8,7 +8,7 @@ import pytest
 from adapters_cold import FakeEngine, name_of, residency, revision, settle, use
 
 from engine.errors import NotFound, ServiceError
-from engine.serving.residency.prewarming import Prewarmer, names_under_release
+from engine.serving.gateway.prewarming import Prewarmer, names_under_release
 
 MIB = 1 << 20
 
@@ -54,7 +54,7 @@ async def test_a_release_brings_its_canary_and_champion(tmp_path):
 
 
 async def test_few_wait_at_once_so_that_none_waits_too_long(tmp_path, monkeypatch):
-    monkeypatch.setattr("engine.serving.residency.prewarming.AHEAD", 2)
+    monkeypatch.setattr("engine.serving.gateway.prewarming.AHEAD", 2)
     router, tier = FakeRouter(), residency(FakeEngine(0.01), load_concurrency=3)
     router.released = frozenset(("sums", revision(i).digest) for i in range(12))
     prewarmer = Prewarmer(tier, router, tmp_path / "warm.json")
@@ -70,8 +70,8 @@ async def test_few_wait_at_once_so_that_none_waits_too_long(tmp_path, monkeypatc
 
 
 async def test_a_release_whose_load_failed_is_loaded_later(tmp_path, monkeypatch):
-    monkeypatch.setattr("engine.serving.residency.prewarming.LOOK_S", 0.005)
-    monkeypatch.setattr("engine.serving.residency.prewarming.NOTE_S", 0.01)
+    monkeypatch.setattr("engine.serving.gateway.prewarming.LOOK_S", 0.005)
+    monkeypatch.setattr("engine.serving.gateway.prewarming.NOTE_S", 0.01)
     router, engine = FakeRouter(), FakeEngine(0)
     tier = residency(engine)
     engine.faults[name_of(1)] = [ServiceError("The store did not answer.")]
@@ -163,7 +163,7 @@ async def test_a_file_that_is_no_list_of_names_prewarms_nothing(tmp_path):
 
 
 async def test_a_catalog_that_cannot_be_read_is_tried_again(tmp_path, monkeypatch):
-    monkeypatch.setattr("engine.serving.residency.prewarming.LOOK_S", 0.005)
+    monkeypatch.setattr("engine.serving.gateway.prewarming.LOOK_S", 0.005)
     router, tier = FakeRouter(), residency(FakeEngine(0))
     faults = [ServiceError("The catalog cannot be read."), ServiceError("The catalog cannot be read.")]
     plain = router.under_release

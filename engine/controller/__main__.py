@@ -1,0 +1,105 @@
+"""The controller's process: its loop, its HTTP side, and what runs beside them, until a signal."""
+
+import argparse
+import logging
+import signal
+import socket
+import sys
+import threading
+from pathlib import Path
+
+import httpx
+import uvicorn
+
+from engine.catalog.catalog import ensure_local_key, migrate
+from engine.controller.api import build_app
+from engine.controller.health_monitor import Watch
+from engine.controller.loop import Controller
+from engine.controller.mlflow_aliases import AliasMirror
+from engine.controller.mlflow_registry import Registry
+from engine.controller.notifications import NoticeSender
+from engine.errors import GraftworkError, PortInUse
+from engine.settings.params import Params, load_params
+
+
+def bind(port: int) -> socket.socket:
+    """Return a listening-ready socket on 127.0.0.1; `PortInUse` names the port and its setting."""
+    server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        server.bind(("127.0.0.1", port))
+    except OSError as error:
+        server.close()
+        raise PortInUse(
+            f"Port {port} is in use ({error.strerror}). Stop what listens there, "
+            "or set controller.port in params.yaml to another one."
+        ) from None
+    return server
+
+
+def serve(params: Params) -> None:
+    """Run the controller until SIGTERM or SIGINT; raises the fault that ended it, if one did."""
+    listener = bind(params.controller.port)
+    migrate(params.paths.catalog_url)
+    # Not the process: after a kill its successor on this machine, which the ledger's lock has let
+    # in, need not wait for the lease to run out. The fence still shuts the old one out.
+    controller = Controller(params, holder=f"{socket.gethostname()}:{params.paths.root}")
+    ensure_local_key(controller.catalog, params.paths.local_key)
+    registry = Registry(httpx.Client(base_url=params.url("mlflow")))
+    site = params.url("controller")
+    mirror = AliasMirror(
+        controller.catalog, controller.desk, controller.lock, registry, site, f"{site}/mlflow/webhook"
+    )
+    beside: list[AliasMirror | NoticeSender | Watch] = [
+        mirror,
+        NoticeSender(controller.catalog, httpx.Client(base_url=params.url("prefect"))),
+        Watch(controller.catalog, params),
+    ]
+    config = uvicorn.Config(
+        build_app(controller, mirror), log_level="warning", timeout_graceful_shutdown=1, lifespan="off"
+    )
+    server = uvicorn.Server(config)
+    ended: list[BaseException] = []
+
+    def loop() -> None:
+        try:
+            controller.run()
+        except BaseException as error:
+            ended.append(error)
+            server.should_exit = True
+
+    turning = threading.Thread(target=loop, name="loop")
+    # uvicorn raises the signal that stopped it once more; that must not cut our own ending short.
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.signal(signal.SIGINT, lambda *_: None)
+    for thread in (*beside, turning):
+        thread.start()
+    try:
+        server.run(sockets=[listener])
+    finally:
+        for thread in beside:
+            thread.stop()
+        controller.stop()
+        turning.join()
+        controller.close()
+    if ended:
+        raise ended[0]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m engine.controller", description=__doc__)
+    parser.add_argument("--params", type=Path, default=Path("params.yaml"))
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for noisy in ("httpx", "alembic"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    try:
+        serve(load_params(arguments.params))
+    except GraftworkError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
