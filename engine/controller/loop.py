@@ -22,7 +22,7 @@ import httpx
 import uvicorn
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from engine.catalog.catalog import Catalog, Release, ensure_local_key, migrate
+from engine.catalog.catalog import Catalog, Release, migrate
 from engine.controller.advance import Evidence, advance
 from engine.controller.apply import Applier
 from engine.controller.evidence import EvidenceReader
@@ -108,7 +108,7 @@ class Controller:
         self.spool.close()
         self._part("ingest", self._ingest)
         self._part("snapshot", self._snapshot)
-        self.catalog.release_lease(LEASE, self._holder)
+        self.catalog.leases.release(LEASE, self._holder)
         if self.ledger:
             self.ledger.close()
         self.catalog.close()
@@ -150,9 +150,9 @@ class Controller:
             self.faults[name] = str(error)
 
     def _take_lease(self) -> int:
-        fence = self.catalog.acquire(LEASE, self._holder, self.params.controller.lease_s)
+        fence = self.catalog.leases.acquire(LEASE, self._holder, self.params.controller.lease_s)
         if fence is None:
-            lease = self.catalog.lease(LEASE)
+            lease = self.catalog.leases.find(LEASE)
             other = lease.holder if lease else "unknown"
             raise Conflict(
                 f"Another controller ({other}) holds the lease of this catalog. "
@@ -161,7 +161,7 @@ class Controller:
         return fence
 
     def _renew_lease(self) -> None:
-        if not self.catalog.renew(LEASE, self._holder, self._fence, self.params.controller.lease_s):
+        if not self.catalog.leases.renew(LEASE, self._holder, self._fence, self.params.controller.lease_s):
             raise _LeaseLost("Another controller has taken the lease of this catalog; this one stops.")
 
     def _ingest(self) -> None:
@@ -169,7 +169,7 @@ class Controller:
         try:
             if self.ledger is None:
                 self.ledger = Ledger(self.params.paths.ledger)
-            self.metrics.events.inc(self.ledger.ingest(self.params.paths.spool, self.catalog.gone))
+            self.metrics.events.inc(self.ledger.ingest(self.params.paths.spool, self.catalog.purges.gone))
             self._ingested_at = started
             if not self._caught_up:
                 self.applier.say_missing(self.ledger)
@@ -182,7 +182,7 @@ class Controller:
             raise
 
     def _advance_all(self) -> None:
-        releases = self.catalog.releases(open_only=True)
+        releases = self.catalog.releases.all(open_only=True)
         self.metrics.releases.set(len(releases))
         self._forget_all_but({release.id for release in releases})
         if releases and self.ledger is None:
@@ -197,7 +197,7 @@ class Controller:
         """Take one release as far as the evidence carries it."""
         assert self.ledger is not None
         with self.lock:
-            release = self.catalog.release(release.id)
+            release = self.catalog.releases.get(release.id)
             evidence = None
             while release.state == "running":
                 evidence = self._reader.read(release, self.ledger)
@@ -218,7 +218,7 @@ class Controller:
             self._reader.forget(ended)
 
     def _expire(self) -> None:
-        self.catalog.expire(self._clock.now())
+        self.catalog.lifecycle.expire(self._clock.now())
 
     def _sweep(self) -> None:
         if self.ledger:
@@ -270,7 +270,7 @@ def serve(params: Params) -> None:
     # Not the process: after a kill its successor on this machine, which the ledger's lock has let
     # in, need not wait for the lease to run out. The fence still shuts the old one out.
     controller = Controller(params, holder=f"{socket.gethostname()}:{params.paths.root}")
-    ensure_local_key(controller.catalog, params.paths.local_key)
+    controller.catalog.keys.ensure_local(params.paths.local_key)
     registry = Registry(httpx.Client(base_url=params.url("mlflow")))
     site = params.url("controller")
     mirror = AliasMirror(
