@@ -98,7 +98,7 @@ def hold_others(params: Params, revision: Adapted) -> None:
     from tasks.release import hold
 
     catalog = Catalog(params.paths.catalog_url)
-    for other in catalog.releases(revision.policy, open_only=True):
+    for other in catalog.releases.all(revision.policy, open_only=True):
         if other.revision != revision.digest:
             hold(params.url("controller"), local_key(params), other.id, "A later run of the main job began.")
     catalog.close()

@@ -54,7 +54,7 @@ def find(catalog: Catalog, name: str) -> Revision:
 
     Raises `ConfigError`, `NotFound` with the nearest names, or `Conflict` with the candidates.
     """
-    return catalog.revision(*parse(name))
+    return catalog.revisions.get(*parse(name))
 
 
 def pages(
@@ -71,15 +71,15 @@ def pages(
     """
     last = find(catalog, after) if after else None
     if policy is not None:
-        catalog.policy(policy)
+        catalog.policies.get(policy)
         if last is not None and last.policy != policy:
             raise ConfigError(f"--after {after} is of another policy than {policy}.")
-        while rows := catalog.revisions(policy, last, page, owner=owner, retired=retired):
+        while rows := catalog.revisions.page(policy, last, page, owner=owner, retired=retired):
             yield rows
             last = rows[-1]
         return
     place = (last.digest, last.policy) if last else None
-    while rows := catalog.every_revision(place, page):
+    while rows := catalog.revisions.scan(place, page):
         wanted = [row for row in rows if _is_wanted(row, owner, retired)]
         if wanted:
             yield wanted
@@ -106,7 +106,7 @@ def shown(row: Revision) -> dict[str, Any]:
 
 def described(params: Params, catalog: Catalog, row: Revision) -> dict[str, Any]:
     """Return everything that is known of one revision, as JSON takes it."""
-    route, stone = catalog.route(row.policy), catalog.tombstone(row.policy, row.digest)
+    route, stone = catalog.routes.get(row.policy), catalog.tombstones.find(row.policy, row.digest)
     roles = [role for role in ("champion", "canary", "previous") if getattr(route, role) == row.digest]
     directory = params.paths.revision(row.policy, row.digest)
     return {
@@ -114,7 +114,7 @@ def described(params: Params, catalog: Catalog, row: Revision) -> dict[str, Any]
         **asdict(row),
         "roles": roles,
         "buried": stone.reason if stone else None,
-        "quarantined": catalog.quarantined(row.policy, row.digest),
+        "quarantined": catalog.quarantine.reason(row.policy, row.digest),
         "directory": str(directory) if stored_manifest(directory) else None,
     }
 
@@ -132,7 +132,7 @@ def lineage(catalog: Catalog, row: Revision, limit: int = TREE) -> tuple[list[Le
 
     The second value says whether there are more than `limit` in a direction.
     """
-    parents = catalog.parents(row.policy, row.digest, limit)
+    parents = catalog.listing.parents(row.policy, row.digest, limit)
     found = [Leaf(-place, parent) for place, parent in enumerate(parents, start=1)]
     below: list[Leaf] = []
     seen = {row.digest, *(parent.digest for parent in parents)}
@@ -143,7 +143,7 @@ def lineage(catalog: Catalog, row: Revision, limit: int = TREE) -> tuple[list[Le
             more = True
             break
         below.append(leaf)
-        children = catalog.children(row.policy, leaf.row.digest, limit)
+        children = catalog.listing.children(row.policy, leaf.row.digest, limit)
         fresh = [child for child in children if child.digest not in seen]
         seen |= {child.digest for child in fresh}
         waiting += [Leaf(leaf.depth + 1, child) for child in reversed(fresh)]

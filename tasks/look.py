@@ -39,7 +39,7 @@ def note(fresh: dict[str, Any]) -> str:
 def controller_runs(params: Params) -> bool:
     catalog = Catalog(params.paths.catalog_url)
     try:
-        lease = catalog.lease("controller")
+        lease = catalog.leases.find("controller")
         return bool(lease and lease.until > time.time())
     finally:
         catalog.close()
@@ -49,9 +49,9 @@ def policies(params: Params, limit: int) -> tuple[list[PolicyRow], int]:
     """Return the policies whose routes changed last, by name, and how many there are in all."""
     catalog = Catalog(params.paths.catalog_url)
     try:
-        names = sorted(route.policy for route in catalog.latest_routes(limit))
+        names = sorted(route.policy for route in catalog.routes.latest(limit))
         with open_ledger(params.paths.ledger_snapshot) as ledger:
-            return list(overview(ledger, catalog, names, limit=1).policies), catalog.count_policies()
+            return list(overview(ledger, catalog, names, limit=1).policies), catalog.policies.count()
     finally:
         catalog.close()
 
@@ -75,12 +75,12 @@ def standing(params: Params) -> dict[str, Any]:
     try:
         releases = [
             {"revision": served_name(it.policy, it.revision), "step": it.step, "reason": it.reason}
-            for it in catalog.releases(open_only=True)
+            for it in catalog.releases.all(open_only=True)
         ]
-        notices = [{"at": it.at, "name": it.name, "reason": it.reason} for it in catalog.notices(3)]
+        notices = [{"at": it.at, "name": it.name, "reason": it.reason} for it in catalog.notices.page(3)]
         return {
             "alarms": _alarms(params),
-            "frozen": catalog.switch("freeze"),
+            "frozen": catalog.switches.is_on("freeze"),
             "releases": releases,
             "notices": notices,
         }

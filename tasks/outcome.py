@@ -150,7 +150,7 @@ def judge_rollback(params: Params, release: Mapping[str, Any], answered: Sequenc
     from engine.catalog.catalog import Catalog
 
     catalog = Catalog(params.paths.catalog_url)
-    stone = catalog.tombstone(release["policy"], release["revision"])
+    stone = catalog.tombstones.find(release["policy"], release["revision"])
     catalog.close()
     if stone is None:
         return Rollback(verdict_of(release["state"]), None, 0)

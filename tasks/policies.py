@@ -173,7 +173,7 @@ def _refuse_other_owner(params: Params, name: str, owner: str) -> None:
     if known is None and params.paths.has_catalog:
         catalog = Catalog(params.paths.catalog_url)
         with suppress(NotFound):
-            known = catalog.policy(name).owner
+            known = catalog.policies.get(name).owner
         catalog.close()
     if known not in (None, owner):
         raise Conflict(f"The policy {name!r} belongs to {known!r}; choose another name.")

@@ -19,7 +19,7 @@ def write_report(params: Params, path: Path, since: float, now: float, stages: M
         data = report.collect(
             params.paths.ledger_snapshot,
             catalog,
-            sorted(route.policy for route in catalog.latest_routes(report.MAX_POLICIES)),
+            sorted(route.policy for route in catalog.routes.latest(report.MAX_POLICIES)),
             title="Graftwork",
             created_at=now,
             since=since,

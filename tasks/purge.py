@@ -78,7 +78,7 @@ def _purge_alone(
         "name": lambda: _mark(catalog, policy, record.by),
         "sessions": lambda: _sessions(params, policy),
         "segments": lambda: _collect(params, catalog, record, file),
-        "catalog": lambda: catalog.purge(policy, record.by, time.time()),
+        "catalog": lambda: catalog.purges.run(policy, record.by, time.time()),
         "store": lambda: _store(params, catalog, record),
         "cache": lambda: _cache(params, file),
         "files": lambda: _files(params, policy),
@@ -104,9 +104,9 @@ def _begun(catalog: Catalog, file: Path, policy: str, by: str, reason: str) -> R
     done anew, also where the killed purge had found bytes.
     """
     found = recorded(file)
-    is_marked = catalog.purged(policy) is not None
+    is_marked = catalog.purges.find(policy) is not None
     try:
-        catalog.policy(policy)
+        catalog.policies.get(policy)
     except NotFound:
         if not is_marked and found is None:
             raise
@@ -121,7 +121,7 @@ def _begun(catalog: Catalog, file: Path, policy: str, by: str, reason: str) -> R
 
 
 def _mark(catalog: Catalog, policy: str, by: str) -> Counts:
-    return catalog.mark_purged(policy, by, time.time())
+    return catalog.purges.mark(policy, by, time.time())
 
 
 def _refuse_without_store(params: Params, catalog: Catalog) -> None:
@@ -134,7 +134,7 @@ def _refuse_without_store(params: Params, catalog: Catalog) -> None:
 
 
 def _refuse_while_released(catalog: Catalog, policy: str) -> None:
-    for release in catalog.releases(policy, open_only=True):
+    for release in catalog.releases.all(policy, open_only=True):
         raise Conflict(
             f"A release of {policy!r} runs, at its {release.step}. Wait for its verdict, or end it: "
             f"`graftwork hold {policy} --reason ...`; then purge."
@@ -188,7 +188,7 @@ def _collect(params: Params, catalog: Catalog, record: Record, file: Path) -> Co
 
 def _rows(catalog: Catalog, policy: str) -> Iterator[Any]:
     last = None
-    while rows := catalog.revisions(policy, last, PAGE, retired=True):
+    while rows := catalog.revisions.page(policy, last, PAGE, retired=True):
         yield from rows
         last = rows[-1]
 

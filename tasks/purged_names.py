@@ -24,7 +24,7 @@ def allow_again(params: Params, name: str, owner: str, again: bool) -> None:
         return
     migrate(params.paths.catalog_url)
     with closing(Catalog(params.paths.catalog_url)) as catalog:
-        mark = catalog.purged(name)
+        mark = catalog.purges.find(name)
         if mark is None or _is_there(catalog, name):
             return
         if is_under_way(params, name):
@@ -38,12 +38,12 @@ def allow_again(params: Params, name: str, owner: str, again: bool) -> None:
                 "use it for something new."
             )
         base = ensure_base(params.base, params.paths).digest
-        catalog.add_policy(Policy(name, base, {}, owner, time.time()), again=True)
+        catalog.policies.add(Policy(name, base, {}, owner, time.time()), again=True)
 
 
 def _is_there(catalog: "Catalog", name: str) -> bool:
     try:
-        catalog.policy(name)
+        catalog.policies.get(name)
     except NotFound:
         return False
     return True

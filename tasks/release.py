@@ -132,7 +132,7 @@ def newest_revision(params: Params, policy: str) -> str:
 
     catalog = Catalog(params.paths.catalog_url)
     try:
-        newest = catalog.newest_exported(policy)
+        newest = catalog.listing.newest_exported(policy)
     finally:
         catalog.close()
     if newest is None:

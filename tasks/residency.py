@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from engine.catalog.catalog import Catalog, ensure_local_key
+from engine.catalog.catalog import Catalog
 from engine.errors import ServiceError
 from engine.report.overview import open_ledger
 from engine.settings.params import Params, served_name
@@ -56,7 +56,7 @@ def ask_engine(params: Params) -> dict[str, Any] | None:
     """Return what the running engine says of its tiers, None when none runs."""
     catalog = Catalog(params.paths.catalog_url)
     try:
-        key = ensure_local_key(catalog, params.paths.local_key)
+        key = catalog.keys.ensure_local(params.paths.local_key)
     finally:
         catalog.close()
     url, headers = f"{params.url('engine')}/graftwork/residency", {"authorization": f"Bearer {key}"}

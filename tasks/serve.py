@@ -59,7 +59,7 @@ def _owner(params: Params, policy: str) -> str:
         return "local"
     catalog = Catalog(params.paths.catalog_url)
     try:
-        return catalog.policy(policy).owner
+        return catalog.policies.get(policy).owner
     except NotFound:
         return "local"
     finally:
@@ -72,7 +72,7 @@ def _known(params: Params, policy: str, digest: str) -> tuple[str, str]:
     found = []
     if params.paths.has_catalog:
         catalog = Catalog(params.paths.catalog_url)
-        found = [row for row in catalog.revisions_like(digest, 100) if policy in ("", row.policy)]
+        found = [row for row in catalog.listing.starting_with(digest, 100) if policy in ("", row.policy)]
         catalog.close()
     names = sorted({(row.policy, row.digest) for row in found})
     if not names:

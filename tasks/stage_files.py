@@ -66,13 +66,13 @@ def own_services(
     prepare: Callable[[Params], object] = lambda stage: None,
 ) -> Iterator[tuple[Params, str]]:
     """Own services in a state directory of their own, which goes when the block succeeds."""
-    from engine.catalog.catalog import Catalog, ensure_local_key, migrate
+    from engine.catalog.catalog import Catalog, migrate
     from engine.services import lifecycle as services
 
     with resident(params, name) as stage:
         migrate(stage.paths.catalog_url)
         catalog = Catalog(stage.paths.catalog_url)
-        key = ensure_local_key(catalog, stage.paths.local_key)
+        key = catalog.keys.ensure_local(stage.paths.local_key)
         catalog.close()
         prepare(stage)
         with services.session(stage, lambda: None, report, only):

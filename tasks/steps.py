@@ -98,8 +98,8 @@ def score_champion(params: Params, policy: str, digest: str, suite: str, key: st
     from tasks import score as plain
 
     catalog = Catalog(params.paths.catalog_url)
-    champion, revision = catalog.route(policy).champion, catalog.revision(policy, digest)
-    same_base = champion and catalog.revision(policy, champion).base == revision.base
+    champion, revision = catalog.routes.get(policy).champion, catalog.revisions.get(policy, digest)
+    same_base = champion and catalog.revisions.get(policy, champion).base == revision.base
     catalog.close()
     if champion != digest and same_base:
         plain.score(params, policy, champion, suite, key)
@@ -213,7 +213,7 @@ def release_in_background(params: Params, policy: str, digest: str) -> str:
     from engine.catalog.catalog import Catalog
 
     catalog = Catalog(params.paths.catalog_url)
-    probe = catalog.revision(policy, digest).probe or {}
+    probe = catalog.revisions.get(policy, digest).probe or {}
     catalog.close()
     if not probe.get("accepted"):
         return f"not released: the effect probe refused {served_name(policy, digest)}"

@@ -50,11 +50,11 @@ def _standing(paths: Paths, policy: str) -> tuple[str | None, int]:
 
     catalog = Catalog(paths.catalog_url)
     try:
-        champion = catalog.route(policy).champion
+        champion = catalog.routes.get(policy).champion
     except NotFound:
         return None, 0
     else:
-        ended = [release for release in catalog.releases(policy) if release.baseline == champion]
+        ended = [release for release in catalog.releases.all(policy) if release.baseline == champion]
         return champion, sum(release.state in ("held", "rolled_back") for release in ended)
     finally:
         catalog.close()

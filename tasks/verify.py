@@ -32,14 +32,14 @@ def verify(params: Params, policy: str, digest: str, key: str) -> dict[str, Any]
 
     catalog = Catalog(params.paths.catalog_url)
     try:
-        revision = catalog.revision(policy, digest)
+        revision = catalog.revisions.get(policy, digest)
         probe = _shipped(params, revision)
         served = served_name(policy, revision.digest)
         result = check(params.url("engine"), key, served, _base_name(params), probe)
         # A refused load has named its module, and another base is no module's fault.
         if not (result.accepted or result.is_base or result.module or result.base_error > result.tolerance):
             result = _blamed(result, _search(params, catalog, revision, probe, key, result.tolerance))
-        catalog.set_probe(policy, revision.digest, result.to_json())
+        catalog.revisions.set_probe(policy, revision.digest, result.to_json())
         _act(params, catalog, revision, result)
         return result.to_json()
     finally:
@@ -89,7 +89,7 @@ def _search(
     from engine.verification.fault_localization import Blame, find_module
 
     try:
-        base = BaseShapes.read(Path(catalog.base(revision.base).path))
+        base = BaseShapes.read(Path(catalog.bases.get(revision.base).path))
         with (
             tempfile.TemporaryDirectory(dir=params.state_dir) as scratch,
             closing(open_store(params)) as store,
@@ -120,13 +120,13 @@ def _act(params: Params, catalog: "Catalog", revision: "Revision", result: "Prob
     from engine.ledger.spool import Spool
 
     policy, digest = revision.policy, revision.digest
-    stone = catalog.tombstone(policy, digest)
+    stone = catalog.tombstones.find(policy, digest)
     if result.accepted:
         if stone and stone.by == GATE:
-            catalog.lift(policy, digest, GATE, result.reason)
+            catalog.tombstones.lift(policy, digest, GATE, result.reason)
         return
     with closing(Spool(params.paths.spool, "verify")) as spool:
-        applier, route = Applier(catalog, spool), catalog.route(policy)
+        applier, route = Applier(catalog, spool), catalog.routes.get(policy)
         withdrawn = not result.is_base and digest in (route.champion, route.canary)
         verdict = "rollback" if withdrawn else "hold"
         if not result.is_base:

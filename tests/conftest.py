@@ -114,7 +114,7 @@ def catalog_url(empty_catalog_url: str) -> str:
 def catalog(catalog_url: str) -> Iterator[Catalog]:
     """A catalog with one policy, in each database."""
     with closing(Catalog(catalog_url)) as catalog:
-        catalog.add_policy(Policy("sorting", "base", {"rank": 8}, "me", 1.0))
+        catalog.policies.add(Policy("sorting", "base", {"rank": 8}, "me", 1.0))
         yield catalog
 
 

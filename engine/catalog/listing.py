@@ -1,52 +1,58 @@
-"""Queries of people who look: what changed last, what was exported, whose digest begins so.
+"""Queries of people who look: what was exported, what was trained from what, whose digest begins so.
 
 All of them are bounded or counted in the database: a catalog may hold a million revisions.
 """
 
 from sqlalchemy import func, select
 
-from engine.catalog import tables
-from engine.catalog.records import Revision, Route
-from engine.catalog.revisions import EXPORTED, NEWEST_FIRST, Revisions, table
-from engine.catalog.row_codec import COLUMNS, prefix_range
+from engine.catalog.access import Access
+from engine.catalog.records import Revision
+from engine.catalog.revision_rows import EXPORTED, NEWEST_FIRST, RevisionRows, table
+from engine.catalog.row_codec import COLUMNS, blob, prefix_range
 
 
-class Looks(Revisions):
-    """The catalog's queries for looking; part of `Catalog`."""
+class Listing:
+    """The catalog's revisions as people look for them; `catalog.listing`."""
 
-    def base_names(self) -> dict[str, str]:
-        """Return the names of the known bases by digest."""
-        query = select(tables.bases.c.digest, tables.bases.c.name)
-        with self._read() as connection:
-            return {row.digest: row.name for row in connection.execute(query)}
-
-    def latest_routes(self, limit: int) -> list[Route]:
-        """Return the routes that changed last, newest first."""
-        routes = tables.routes.c
-        query = select(tables.routes).order_by(routes.updated_at.desc(), routes.policy).limit(limit)
-        return self._all(Route, query)
-
-    def count_policies(self) -> int:
-        with self._read() as connection:
-            return int(connection.execute(select(func.count()).select_from(tables.policies)).scalar_one())
+    def __init__(self, access: Access, rows: RevisionRows):
+        self._access = access
+        self._rows = rows
 
     def exported(self, policy: str, limit: int) -> list[Revision]:
         """Return a policy's exported revisions, newest first."""
         query = select(*COLUMNS).where(table.policy == policy, table.state == EXPORTED)
-        return self._rows(query.order_by(*NEWEST_FIRST).limit(limit))
+        return self._rows.select(query.order_by(*NEWEST_FIRST).limit(limit))
 
     def newest_exported(self, policy: str) -> Revision | None:
+        """Return a policy's newest exported revision; None when it has none."""
         return next(iter(self.exported(policy, 1)), None)
 
     def count_exported(self, policy: str) -> int:
+        """Return how many exported revisions a policy has."""
         query = select(func.count()).where(table.policy == policy, table.state == EXPORTED)
-        with self._read() as connection:
+        with self._access.read() as connection:
             return int(connection.execute(query).scalar_one())
 
-    def revisions_like(self, digest_prefix: str, limit: int) -> list[Revision]:
+    def starting_with(self, digest_prefix: str, limit: int) -> list[Revision]:
         """Return revisions of any policy whose digest begins so."""
         between = prefix_range(digest_prefix)
         if between is None:
             return []
         query = select(*COLUMNS).where(table.digest >= between[0], table.digest <= between[1])
-        return self._rows(query.order_by(table.digest, table.policy).limit(limit))
+        return self._rows.select(query.order_by(table.digest, table.policy).limit(limit))
+
+    def parents(self, policy: str, digest: str, limit: int = 100) -> list[Revision]:
+        """Return the known revisions that this one was trained from, its parent first."""
+        found: list[Revision] = []
+        row = self._rows.find(policy, digest)
+        while row and row.parent and len(found) < limit:
+            if row := self._rows.find(policy, row.parent):
+                found.append(row)
+        return found
+
+    def children(self, policy: str, digest: str, limit: int = 100) -> list[Revision]:
+        """Return the exported revisions that were trained from this one, oldest first."""
+        query = select(*COLUMNS).where(
+            table.parent == blob(digest), table.policy == policy, table.state == EXPORTED
+        )
+        return self._rows.select(query.order_by(table.created_at, table.digest).limit(limit))

@@ -8,7 +8,7 @@ the base itself.
 from dataclasses import dataclass, field
 from typing import Any
 
-# The newest file of engine/adapters/migrations/versions.
+# The newest file of engine/catalog/migrations/versions.
 SCHEMA_VERSION = "0005"
 # What `Revision.state` may be; a row holds the index.
 STATES = ("snapshot", "exported")

@@ -6,7 +6,7 @@ Rows are short: digests and checksums are bytes, words that many rows share are 
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -22,6 +22,7 @@ BASE, LAYOUT, SEGMENT, OWNER = (
     [column.name for column in COLUMNS].index(name) for name in ("base", "layout", "segment", "owner")
 )
 DIGEST_BYTES = 32
+NO_DIGEST = "00" * DIGEST_BYTES
 HEX = re.compile(r"[0-9a-f]*")
 
 
@@ -38,6 +39,18 @@ def prefix_range(prefix: str) -> tuple[bytes, bytes] | None:
         return None
     first = prefix if len(prefix) % 2 == 0 else prefix + "0"
     return bytes.fromhex(first), bytes.fromhex(prefix.ljust(2 * DIGEST_BYTES, "f"))
+
+
+def blobs(digests: Sequence[str | None], is_sqlite: bool) -> bytes | list[bytes | None]:
+    """Return a column of digests as one parameter of a statement; in SQLite that is one value, see `cut`."""
+    if is_sqlite:
+        return bytes.fromhex("".join([digest or NO_DIGEST for digest in digests]))
+    return [bytes.fromhex(digest) if digest else None for digest in digests]
+
+
+def cut(column: str, number: str) -> str:
+    """Return the SQL that cuts one digest out of the parameter that holds a column of them."""
+    return f"substr(:{column}, {DIGEST_BYTES} * {number} + 1, {DIGEST_BYTES})"
 
 
 def words(row: Revision) -> tuple[str, str, str, str]:

@@ -1,6 +1,6 @@
 """The catalog's tables.
 
-Knows columns and indexes only; `catalog_rows.py` turns rows of `revisions` into dataclasses and back.
+Knows columns and indexes only; `row_codec.py` turns rows of `revisions` into dataclasses and back.
 """
 
 from sqlalchemy import (

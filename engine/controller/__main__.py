@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import uvicorn
 
-from engine.catalog.catalog import ensure_local_key, migrate
+from engine.catalog.catalog import migrate
 from engine.controller.api import build_app
 from engine.controller.health_monitor import Watch
 from engine.controller.loop import Controller
@@ -44,7 +44,7 @@ def serve(params: Params) -> None:
     # Not the process: after a kill its successor on this machine, which the ledger's lock has let
     # in, need not wait for the lease to run out. The fence still shuts the old one out.
     controller = Controller(params, holder=f"{socket.gethostname()}:{params.paths.root}")
-    ensure_local_key(controller.catalog, params.paths.local_key)
+    controller.catalog.keys.ensure_local(params.paths.local_key)
     registry = Registry(httpx.Client(base_url=params.url("mlflow")))
     site = params.url("controller")
     mirror = AliasMirror(

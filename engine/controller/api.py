@@ -127,22 +127,22 @@ def _add_policies_and_releases(app: FastAPI, controller: Controller) -> None:
     @app.get("/policies")
     def policies(after: str = "", limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> list[dict[str, Any]]:
         return [
-            asdict(policy) | {"route": asdict(catalog.route(policy.name))}
-            for policy in catalog.policies(after, limit)
+            asdict(policy) | {"route": asdict(catalog.routes.get(policy.name))}
+            for policy in catalog.policies.page(after, limit)
         ]
 
     @app.post("/policies")
     def add_policy(body: PolicyBody, _key: Admin) -> dict[str, Any]:
-        catalog.add_policy(Policy(body.name, body.base, body.config, body.owner, time.time()))
-        return asdict(catalog.policy(body.name)) | {"route": asdict(catalog.route(body.name))}
+        catalog.policies.add(Policy(body.name, body.base, body.config, body.owner, time.time()))
+        return asdict(catalog.policies.get(body.name)) | {"route": asdict(catalog.routes.get(body.name))}
 
     @app.get("/releases")
     def releases(policy: str | None = None) -> list[dict[str, Any]]:
-        return [asdict(release) for release in catalog.releases(policy)]
+        return [asdict(release) for release in catalog.releases.all(policy)]
 
     @app.get("/releases/{release_id}")
     def release(release_id: str) -> dict[str, Any]:
-        return _with_evidence(controller, catalog.release(release_id))
+        return _with_evidence(controller, catalog.releases.get(release_id))
 
     @app.post("/releases")
     def start(body: ReleaseBody, key: Admin) -> dict[str, Any]:
@@ -211,7 +211,7 @@ def _add_notices(app: FastAPI, controller: Controller, mirror: AliasMirror) -> N
 
     @app.get("/notices")
     def notices(limit: int = 100) -> list[dict[str, Any]]:
-        return [asdict(notice) for notice in catalog.notices(min(limit, 1000))]
+        return [asdict(notice) for notice in catalog.notices.page(min(limit, 1000))]
 
     @app.post("/notices/inbox")
     async def inbox(request: Request) -> dict[str, str]:
@@ -219,7 +219,7 @@ def _add_notices(app: FastAPI, controller: Controller, mirror: AliasMirror) -> N
         text, link = read_delivery(await request.body())
         id = str(uuid.uuid4())
         now = time.time()
-        catalog.add_notice(Notice(id, DELIVERED, "", None, text, link, now, sent_at=now))
+        catalog.notices.add(Notice(id, DELIVERED, "", None, text, link, now, sent_at=now))
         return {"id": id}
 
     @app.post("/mlflow/webhook")
@@ -267,7 +267,7 @@ def _with_evidence(controller: Controller, release: Release) -> dict[str, Any]:
 def _require_admin(request: Request) -> Key:
     controller: Controller = request.app.state.controller
     scheme, _, plaintext = request.headers.get("authorization", "").partition(" ")
-    key = controller.catalog.key(plaintext.strip()) if scheme.lower() == "bearer" else None
+    key = controller.catalog.keys.find(plaintext.strip()) if scheme.lower() == "bearer" else None
     if key is None or key.scope != "admin":
         raise Unauthorized("This call needs `Authorization: Bearer KEY` with an admin key in force.")
     return key

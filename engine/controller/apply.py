@@ -40,29 +40,29 @@ class Applier:
 
     def withdraw(self, policy: str, digest: str, reason: str, by: str) -> Tombstone:
         """Bury a revision, then take it out of its policy's route: a champion gives way to the previous."""
-        stone = self._catalog.bury(policy, digest, reason, by)
-        route = self._catalog.route(policy)
+        stone = self._catalog.tombstones.add(policy, digest, reason, by)
+        route = self._catalog.routes.get(policy)
         wanted = route
         if route.canary == digest:
             wanted = replace(wanted, canary=None, weight=0.0)
         if route.champion == digest:
-            usable = route.previous and not self._catalog.tombstone(policy, route.previous)
+            usable = route.previous and not self._catalog.tombstones.find(policy, route.previous)
             wanted = replace(wanted, champion=route.previous if usable else None, previous=None)
         self.set_route(wanted, stone.by, stone.reason)
         return stone
 
     def promote(self, policy: str, digest: str, reason: str, by: str) -> Route:
         """Make a revision the champion and end the canary."""
-        route = self._catalog.route(policy)
+        route = self._catalog.routes.get(policy)
         previous = route.previous if route.champion == digest else route.champion
         wanted = replace(route, champion=digest, previous=previous, canary=None, weight=0.0)
         return self.set_route(wanted, by, reason)
 
     def set_route(self, route: Route, by: str, reason: str) -> Route:
         """Change a route if it differs, and tell the ledger; again is harmless."""
-        current = self._catalog.route(route.policy)
+        current = self._catalog.routes.get(route.policy)
         if _meaning(current) != _meaning(route):
-            current = self._catalog.set_route(route, route.version)
+            current = self._catalog.routes.update(route, route.version)
         self._say_route(current, by, reason)
         return current
 
@@ -105,12 +105,12 @@ class Applier:
     def say_missing(self, ledger: Ledger) -> None:
         """Tell the ledger what a kill kept it from hearing. Ask after everything spooled is ingested."""
         said = {row[0] for row in ledger.connection.execute("SELECT id FROM verdicts").fetchall()}
-        for release in self._catalog.releases():
+        for release in self._catalog.releases.all():
             if release.state != "running" and verdict_id(release) not in said:
                 self.say_verdict(release)
         said = {row[0] for row in ledger.connection.execute("SELECT id FROM route_changes").fetchall()}
         after = ""
-        while routes := self._catalog.routes(after, changed=True):
+        while routes := self._catalog.routes.page(after, changed=True):
             for route in routes:
                 if _route_change_id(route) not in said:
                     self._say_route(route, "controller", "Found after a restart.")
@@ -149,12 +149,12 @@ class Applier:
         )
 
     def _drop_canary(self, release: Release, reason: str, by: str) -> None:
-        route = self._catalog.route(release.policy)
+        route = self._catalog.routes.get(release.policy)
         ours = route.canary == release.revision
         self.set_route(replace(route, canary=None, weight=0.0) if ours else route, by, reason)
 
     def _update(self, release: Release, **changes: Any) -> Release:
-        return self._catalog.update_release(release.id, release.version, **changes)
+        return self._catalog.releases.update(release.id, release.version, **changes)
 
     def _say_route(self, route: Route, by: str, reason: str) -> None:
         if route.version:

@@ -63,23 +63,23 @@ class EvidenceReader:
 
     def read(self, release: Release, ledger: Ledger) -> Evidence:
         """Return what is known about a release now."""
-        revision = self._catalog.revision(release.policy, release.revision)
-        stone = self._catalog.tombstone(release.policy, release.revision)
+        revision = self._catalog.revisions.get(release.policy, release.revision)
+        stone = self._catalog.tombstones.find(release.policy, release.revision)
         return Evidence(
             now=time.time(),
-            route=self._catalog.route(release.policy),
+            route=self._catalog.routes.get(release.policy),
             probe=revision.probe,
             score=self._score(release, revision.base, ledger) if release.step == "score" else None,
             canary=self._canary(release, ledger),
             tombstone=stone.reason if stone else None,
-            frozen=self._catalog.switch("freeze"),
+            frozen=self._catalog.switches.is_on("freeze"),
         )
 
     def forget(self, release_id: str) -> None:
         self._canaries.pop(release_id, None)
 
     def _score(self, release: Release, base: str, ledger: Ledger) -> OfflineScore | None:
-        suite = self._catalog.policy(release.policy).config.get("suite")
+        suite = self._catalog.policies.get(release.policy).config.get("suite")
         named = {"suite": suite, "base": base, "policy": release.policy}
         named |= {"revision": release.revision, "baseline": release.baseline}
         row = ledger.connection.execute(PAIRED_SCORES, named).fetchone()

@@ -28,11 +28,11 @@ def gather(params: Params, name: str, catalog: Catalog) -> Facts:
     """Return what is known of a policy now; one that was never adapted has no row in the catalog yet."""
     config, now = params.policy(name), time.time()
     try:
-        policy = catalog.policy(name)
+        policy = catalog.policies.get(name)
     except NotFound:
         return Facts(name, config, now)
-    newest = catalog.newest_exported(name)
-    champion = catalog.route(name).champion
+    newest = catalog.listing.newest_exported(name)
+    champion = catalog.routes.get(name).champion
     rated: dict[str, Any] = {}
     if champion and params.paths.ledger_snapshot.is_file():
         with open_snapshot(params.paths.ledger_snapshot) as ledger:
@@ -50,9 +50,9 @@ def gather(params: Params, name: str, catalog: Catalog) -> Facts:
 
 
 def _blocked(catalog: Catalog, policy: Policy, newest: Revision | None) -> str | None:
-    if catalog.switch("freeze"):
+    if catalog.switches.is_on("freeze"):
         return "Releases are frozen."
-    if running := catalog.releases(policy.name, open_only=True):
+    if running := catalog.releases.all(policy.name, open_only=True):
         return f"Its release of {running[0].revision[:12]} is running."
     if newest and newest.base != policy.base:
         return f"Its newest revision stands on another base, {newest.base[:12]}."

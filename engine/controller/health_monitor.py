@@ -80,7 +80,7 @@ class Watch(threading.Thread):
         for name in known_policies(self._params):
             try:
                 facts = gather(self._params, name, self._catalog)
-                champion = self._catalog.route(name).champion if facts.config.drift_after_s else None
+                champion = self._catalog.routes.get(name).champion if facts.config.drift_after_s else None
             except GraftworkError:
                 continue
             if champion and (why := drift(facts)):

@@ -97,7 +97,7 @@ class Controller:
         self.spool.close()
         self._part("ingest", self._ingest)
         self._part("snapshot", self._snapshot)
-        self.catalog.release_lease(LEASE, self._holder)
+        self.catalog.leases.release(LEASE, self._holder)
         if self.ledger:
             self.ledger.close()
         self.catalog.close()
@@ -139,9 +139,9 @@ class Controller:
             self.faults[name] = str(error)
 
     def _take_lease(self) -> int:
-        fence = self.catalog.acquire(LEASE, self._holder, self.params.controller.lease_s)
+        fence = self.catalog.leases.acquire(LEASE, self._holder, self.params.controller.lease_s)
         if fence is None:
-            lease = self.catalog.lease(LEASE)
+            lease = self.catalog.leases.find(LEASE)
             other = lease.holder if lease else "unknown"
             raise Conflict(
                 f"Another controller ({other}) holds the lease of this catalog. "
@@ -150,7 +150,7 @@ class Controller:
         return fence
 
     def _renew_lease(self) -> None:
-        if not self.catalog.renew(LEASE, self._holder, self._fence, self.params.controller.lease_s):
+        if not self.catalog.leases.renew(LEASE, self._holder, self._fence, self.params.controller.lease_s):
             raise _LeaseLost("Another controller has taken the lease of this catalog; this one stops.")
 
     def _ingest(self) -> None:
@@ -158,7 +158,7 @@ class Controller:
         try:
             if self.ledger is None:
                 self.ledger = Ledger(self.params.paths.ledger)
-            self.metrics.events.inc(self.ledger.ingest(self.params.paths.spool, self.catalog.gone))
+            self.metrics.events.inc(self.ledger.ingest(self.params.paths.spool, self.catalog.purges.gone))
             self._ingested_at = started
             if not self._caught_up:
                 self.applier.say_missing(self.ledger)
@@ -171,7 +171,7 @@ class Controller:
             raise
 
     def _advance_all(self) -> None:
-        releases = self.catalog.releases(open_only=True)
+        releases = self.catalog.releases.all(open_only=True)
         self.metrics.releases.set(len(releases))
         self._forget_all_but({release.id for release in releases})
         if releases and self.ledger is None:
@@ -186,7 +186,7 @@ class Controller:
         """Take one release as far as the evidence carries it."""
         assert self.ledger is not None
         with self.lock:
-            release = self.catalog.release(release.id)
+            release = self.catalog.releases.get(release.id)
             evidence = None
             while release.state == "running":
                 evidence = self._reader.read(release, self.ledger)
@@ -207,7 +207,7 @@ class Controller:
             self._reader.forget(ended)
 
     def _expire(self) -> None:
-        self.catalog.expire(self._clock.now())
+        self.catalog.lifecycle.expire(self._clock.now())
 
     def _sweep(self) -> None:
         if self.ledger:

@@ -110,11 +110,11 @@ class AliasMirror(threading.Thread):
     def mirror(self) -> None:
         """Bring every registered policy's aliases and route together; raises `httpx.HTTPError`."""
         notes: dict[str, dict[str, AliasNote]] = {}
-        for (policy, alias), note in self._catalog.alias_notes().items():
+        for (policy, alias), note in self._catalog.aliases.all().items():
             notes.setdefault(policy, {})[alias] = note
         models = {model.name: model for model in self._registry.models()}
         # Policies may be many more than models.
-        ours = self._catalog.routed(models)
+        ours = self._catalog.routes.among(models)
         models = {name: model for name, model in models.items() if name in ours}
         for name, model in models.items():
             try:
@@ -140,10 +140,10 @@ class AliasMirror(threading.Thread):
         lost = notes.get(LOST)
         if (lost and lost.version) or is_older(model, notes) or (moves and self._lost_version(model, notes)):
             # Noted, so that registering again what was lost does not look like a person's move.
-            self._catalog.note_alias(model.name, LOST, str(model.highest), None)
+            self._catalog.aliases.note(model.name, LOST, str(model.highest), None)
             if not self._has_all(model.name):
                 return
-            self._catalog.note_alias(model.name, LOST, None, None)
+            self._catalog.aliases.note(model.name, LOST, None, None)
         else:
             for move in moves:
                 self._carry_out(model, move)
@@ -159,7 +159,7 @@ class AliasMirror(threading.Thread):
         )
 
     def _has_all(self, policy: str) -> bool:
-        wanted = self._wanted(self._catalog.route(policy))
+        wanted = self._wanted(self._catalog.routes.get(policy))
         missing = [
             digest for digest in wanted.values() if digest and not self._registry.version(policy, digest)
         ]
@@ -186,7 +186,7 @@ class AliasMirror(threading.Thread):
 
     def _decide(self, policy: str, move: Move, digest: str | None) -> str | None:
         """Let a move take effect; return why not, or None."""
-        route = self._catalog.route(policy)
+        route = self._catalog.routes.get(policy)
         if digest is not None and digest == self._wanted(route)[move.role]:
             return None
         if move.version is not None and digest is None:
@@ -207,34 +207,34 @@ class AliasMirror(threading.Thread):
         elif digest is not None:
             self._desk.start(policy, digest, {}, {}, BY)
         else:
-            for release in self._catalog.releases(policy, open_only=True):
+            for release in self._catalog.releases.all(policy, open_only=True):
                 self._desk.hold(release.id, BY, "The alias canary was deleted in MLflow.")
         return None
 
     def _wanted(self, route: Route) -> dict[str, str | None]:
         """Return which revision each alias should name: the canary from its release's beginning on."""
-        running = self._catalog.releases(route.policy, open_only=True)
+        running = self._catalog.releases.all(route.policy, open_only=True)
         canary = running[0].revision if running else route.canary
         return {"champion": route.champion, "canary": canary, "previous": route.previous}
 
     def _current_version(self, policy: str, role: str) -> str | None:
-        digest = self._wanted(self._catalog.route(policy))[role]
+        digest = self._wanted(self._catalog.routes.get(policy))[role]
         return self._registry.version(policy, digest) if digest else None
 
     def _write(self, model: Model, notes: dict[str, AliasNote]) -> None:
         """Make the aliases those of the route as it now is, and note them."""
-        for role, digest in self._wanted(self._catalog.route(model.name)).items():
+        for role, digest in self._wanted(self._catalog.routes.get(model.name)).items():
             note, now = notes.get(role), model.aliases.get(role)
             if note and note.digest == digest and note.version == now:
                 continue
             wanted = self._registry.version(model.name, digest) if digest else None
             if now != wanted:
-                self._catalog.note_alias(model.name, role, f"{now or ''}>{wanted or ''}", digest)
+                self._catalog.aliases.note(model.name, role, f"{now or ''}>{wanted or ''}", digest)
                 self._registry.set_alias(model.name, role, wanted)
-            self._catalog.note_alias(model.name, role, wanted, digest)
+            self._catalog.aliases.note(model.name, role, wanted, digest)
         seen = notes.get(SEEN)
         if not seen or (seen.version, seen.digest) != (str(model.highest), str(model.updated)):
-            self._catalog.note_alias(model.name, SEEN, str(model.highest), str(model.updated))
+            self._catalog.aliases.note(model.name, SEEN, str(model.highest), str(model.updated))
 
     def _miss(self, notes: dict[str, dict[str, AliasNote]], found: set[str]) -> None:
         for policy in set(notes) - found:

@@ -56,7 +56,7 @@ def _add(
     catalog: Catalog, name: str, policy: str, digest: str | None, reason: str, link: str, key: str
 ) -> None:
     id = str(uuid.uuid5(NAMES, f"{name}/{policy}/{digest}/{key}"))
-    catalog.add_notice(Notice(id, name, policy, digest, reason, link, time.time()))
+    catalog.notices.add(Notice(id, name, policy, digest, reason, link, time.time()))
 
 
 def event_of(notice: Notice) -> dict[str, Any]:
@@ -103,11 +103,11 @@ class NoticeSender(threading.Thread):
 
     def send(self) -> int:
         """Send the notices that wait and return how many; raises `httpx.HTTPError`."""
-        waiting = self._catalog.notices(limit=BATCH, unsent=True)
+        waiting = self._catalog.notices.page(limit=BATCH, unsent=True)
         if waiting:
             events = [event_of(notice) for notice in waiting if notice.name != DELIVERED]
             self._post(events)
-            self._catalog.mark_sent([notice.id for notice in waiting])
+            self._catalog.notices.mark_sent([notice.id for notice in waiting])
         return len(waiting)
 
     def _post(self, events: list[dict[str, Any]]) -> None:

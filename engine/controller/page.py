@@ -50,7 +50,7 @@ def page_data(controller: "Controller") -> ReportData:
         "Metrics": "/metrics",
         "Interface": "/docs",
     }
-    names = sorted(route.policy for route in catalog.latest_routes(MAX_POLICIES))
+    names = sorted(route.policy for route in catalog.routes.latest(MAX_POLICIES))
     try:
         return collect(
             params.paths.ledger_snapshot,

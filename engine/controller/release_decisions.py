@@ -40,12 +40,12 @@ class Desk:
         Raises `NotFound`, `ConfigError` for settings or gates that do not exist, and `Conflict` for a
         buried revision, the champion itself, or while another release of the policy runs.
         """
-        revision = self._catalog.revision(policy, digest)
-        for release in self._catalog.releases(policy, open_only=True):
+        revision = self._catalog.revisions.get(policy, digest)
+        for release in self._catalog.releases.all(policy, open_only=True):
             if release.revision == revision.digest:
                 return release
         self._refuse_buried(policy, revision.digest)
-        champion = self._catalog.route(policy).champion
+        champion = self._catalog.routes.get(policy).champion
         if champion == revision.digest:
             raise Conflict(f"Revision {champion[:12]} is the champion of {policy!r} already.")
         config = self._settings(settings)
@@ -63,7 +63,7 @@ class Desk:
             updated_at=now,
             skip_gates={gate: {"by": by, "reason": _skip(gate, why)} for gate, why in skip_gates.items()},
         )
-        self._catalog.add_release(release)
+        self._catalog.releases.add(release)
         return release
 
     def approve(self, release_id: str, by: str, reason: str) -> Release:
@@ -71,7 +71,7 @@ class Desk:
 
         Raises `Conflict` when it has ended, or does not wait for anybody.
         """
-        release = self._catalog.release(release_id)
+        release = self._catalog.releases.get(release_id)
         if release.approved:
             return release
         if release.state != "running" or release.step != "approval":
@@ -80,33 +80,33 @@ class Desk:
                 f"it is {release.state}, at {release.step!r}."
             )
         approved = {"by": by, "reason": reason, "at": time.time()}
-        return self._catalog.update_release(release.id, release.version, approved=approved)
+        return self._catalog.releases.update(release.id, release.version, approved=approved)
 
     def hold(self, release_id: str, by: str, reason: str) -> Release:
         """End a running release without a change of champion; one that has ended stays as it is.
 
         While frozen, a canary that users see stays: `Conflict`. It can be rolled back.
         """
-        release = self._catalog.release(release_id)
+        release = self._catalog.releases.get(release_id)
         if release.state != "running":
             return release
-        if self._catalog.route(release.policy).canary == release.revision:
+        if self._catalog.routes.get(release.policy).canary == release.revision:
             self.refuse_frozen()
         return self._applier.apply(release, Action("hold", reason), self._evidence(release), by)
 
     def promote(self, policy: str, digest: str, by: str, reason: str) -> Route:
         """Make a revision the champion now; its own release ends promoted, another one held."""
-        revision = self._catalog.revision(policy, digest)
+        revision = self._catalog.revisions.get(policy, digest)
         self._refuse_buried(policy, revision.digest)
         self.refuse_frozen()
-        if revision.base != self._catalog.policy(policy).base:
+        if revision.base != self._catalog.policies.get(policy).base:
             raise Conflict(f"Revision {revision.digest[:12]} of {policy!r} stands on another base.")
         if not (revision.probe or {}).get("accepted", False):
             raise Conflict(
                 f"The effect probe has not accepted revision {revision.digest[:12]} of {policy!r}. "
                 "Verify it first."
             )
-        for release in self._catalog.releases(policy, open_only=True):
+        for release in self._catalog.releases.all(policy, open_only=True):
             ours = release.revision == revision.digest
             action = Action("promote", reason) if ours else Action("hold", f"Superseded by {by}: {reason}")
             self._applier.apply(release, action, self._evidence(release), by)
@@ -119,16 +119,16 @@ class Desk:
 
         Raises `NotFound` when there is no earlier one, and what `promote` raises.
         """
-        wanted = digest or self._catalog.route(policy).previous
+        wanted = digest or self._catalog.routes.get(policy).previous
         if not wanted:
             raise NotFound(f"Policy {policy!r} has no earlier champion to go back to; name a revision.")
         return self.promote(policy, wanted, by, reason)
 
     def rollback(self, policy: str, digest: str, by: str, reason: str) -> Tombstone:
         """Bury a revision now, whatever it is: champion, canary or neither."""
-        revision = self._catalog.revision(policy, digest)
+        revision = self._catalog.revisions.get(policy, digest)
         stone = self._applier.withdraw(policy, revision.digest, reason, by)
-        for release in self._catalog.releases(policy, open_only=True):
+        for release in self._catalog.releases.all(policy, open_only=True):
             if release.revision == revision.digest:
                 self._applier.apply(release, Action("rollback", stone.reason), self._evidence(release), by)
                 return stone
@@ -137,26 +137,26 @@ class Desk:
 
     def lift(self, policy: str, digest: str, by: str, reason: str) -> Tombstone:
         """End a tombstone; the route stays as it is."""
-        revision = self._catalog.revision(policy, digest)
-        return self._catalog.lift(policy, revision.digest, by, reason)
+        revision = self._catalog.revisions.get(policy, digest)
+        return self._catalog.tombstones.lift(policy, revision.digest, by, reason)
 
     def freeze(self, by: str, reason: str) -> str:
         """Let no pointer move but rollbacks, until `thaw`; return the sentence that others get."""
-        if not self._catalog.switch(FREEZE):
+        if not self._catalog.switches.is_on(FREEZE):
             self._say_switch("frozen", by, reason)
-            self._catalog.set_switch(FREEZE, True)
+            self._catalog.switches.set(FREEZE, True)
         return self.frozen() or ""
 
     def thaw(self, by: str, reason: str) -> None:
-        if self._catalog.switch(FREEZE):
+        if self._catalog.switches.is_on(FREEZE):
             self._say_switch("thawed", by, reason)
-            self._catalog.set_switch(FREEZE, False)
+            self._catalog.switches.set(FREEZE, False)
 
     def frozen(self) -> str | None:
         """Return why nothing but rollbacks moves now, or None."""
-        if not self._catalog.switch(FREEZE):
+        if not self._catalog.switches.is_on(FREEZE):
             return None
-        said = self._catalog.newest_notice("graftwork.frozen")
+        said = self._catalog.notices.newest("graftwork.frozen")
         why = f" {said.reason}" if said else ""
         return f"Releases are frozen{why}. Only rollbacks go through until `graftwork thaw`."
 
@@ -168,15 +168,15 @@ class Desk:
         notice = Notice(
             str(uuid.uuid4()), f"graftwork.{state}", "", None, f"by {by}: {reason}", "", time.time()
         )
-        self._catalog.add_notice(notice)
+        self._catalog.notices.add(notice)
 
     def _evidence(self, release: Release) -> Evidence:
-        now, route = time.time(), self._catalog.route(release.policy)
+        now, route = time.time(), self._catalog.routes.get(release.policy)
         known = self._latest.get(release.id)
         return replace(known, now=now, route=route) if known else Evidence(now, route)
 
     def _refuse_buried(self, policy: str, digest: str) -> None:
-        stone = self._catalog.tombstone(policy, digest)
+        stone = self._catalog.tombstones.find(policy, digest)
         if stone:
             raise Conflict(
                 f"Revision {digest[:12]} of {policy!r} has a tombstone: {stone.reason} "

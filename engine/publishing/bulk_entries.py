@@ -131,7 +131,7 @@ class Gate:
         """Return why nothing may be registered under those of these names under which nothing may be."""
         unknown = [name for name in policies if name not in self._policies]
         found = {name: self._policies[name] for name in policies if name in self._policies}
-        owners = self._catalog.owners(unknown) if unknown else {}
+        owners = self._catalog.policies.owners(unknown) if unknown else {}
         for name in unknown:
             fault = self._fault_of_policy(name, owners.get(name))
             found[name] = _remember(self._policies, name, fault, POLICIES)
@@ -141,7 +141,7 @@ class Gate:
         if not POLICY_NAME.fullmatch(name):
             return f"{name[:80]!r} is no policy's name."
         if known is None:
-            if self._catalog.purged(name):
+            if self._catalog.purges.find(name):
                 return purged(name)
             return f"There is no policy {name!r} in the catalog. Add it first."
         owner, base = known

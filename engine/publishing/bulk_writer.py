@@ -138,7 +138,7 @@ class Writer:
         # In this order: what is pending no longer is in the catalog.
         pending = {digest: at for digest in wanted if (at := self._pending.get(digest))}
         known = {digest: at for digest, at in pending.items() if digest not in appended}
-        known |= self._whole(self._catalog.places(wanted))
+        known |= self._whole(self._catalog.places.find(wanted))
         places = known | appended
         missing: dict[str, int] = {}
         for i, (digest, checksum) in enumerate(zip(batch.digests, batch.checksums, strict=True)):
@@ -167,7 +167,7 @@ class Writer:
 
     def _damaged(self, rows: list[Row], digests: list[str]) -> Set[str]:
         """Return the digests of rows that are known and in quarantine: these get bytes of their own."""
-        held = self._catalog.in_quarantine(digests)
+        held = self._catalog.quarantine.among(digests)
         if not held:
             return frozenset()
         return {digest for row, digest in zip(rows, digests, strict=True) if (row.policy, digest) in held}
@@ -175,7 +175,7 @@ class Writer:
     def _add_layout(self, form: Form) -> None:
         digest = form.layout.digest
         if digest not in self._layouts:
-            self._catalog.add_layout(digest, form.layout.to_json())
+            self._catalog.layouts.add(digest, form.layout.to_json())
             self._layouts.add(digest)
 
     # In the thread of the rows
@@ -200,7 +200,7 @@ class Writer:
             rows = [row for one in placed for row in one.rows]
             batch = self._revisions(form, rows, placed)
             try:
-                new = self._catalog.add_batch(batch, _shared(placed))
+                new = self._catalog.batches.add(batch, _shared(placed))
             except Moved:
                 for number, one in enumerate(placed):
                     placed[number] = self._bytes.submit(self._append, one).result()
@@ -233,7 +233,7 @@ class Writer:
         done = set(compress(keys, new))
         for number, key in enumerate(keys):
             if key[1] in own and key not in done:
-                self._catalog.move_revision(batch.row(number))
+                self._catalog.places.replace(batch.row(number))
                 done.add(key)
 
     def _revisions(self, form: Form, rows: list[Row], placed: list[Placed]) -> RevisionBatch:

@@ -102,7 +102,7 @@ def directory_from_store(params: Params, policy: str, digest: str, target: Path)
     """
     catalog = Catalog(params.paths.catalog_url)
     try:
-        row = catalog.revision(policy, digest)
+        row = catalog.revisions.get(policy, digest)
         with closing(open_store(params)) as store:
             tensors = stored_tensors(catalog, store, row)
     finally:
@@ -163,11 +163,11 @@ def _publish(
     dtype = getattr(torch, serving_dtype(params))
     if probe:
         write_revision(params.paths.revision(manifest.policy, manifest.digest), tensors, manifest, probe)
-    catalog.add_base(Base(base.digest, base.name, str(base.path), now))
+    catalog.bases.add(Base(base.digest, base.name, str(base.path), now))
     with suppress(NotFound):
         # What a policy is set to here outlives an import of one of its revisions.
-        config = catalog.policy(manifest.policy).config
-    catalog.add_policy(Policy(manifest.policy, base.digest, config, owner, now))
+        config = catalog.policies.get(manifest.policy).config
+    catalog.policies.add(Policy(manifest.policy, base.digest, config, owner, now))
     shapes = BaseShapes.read(base.path)
     with closing(open_store(params)) as store:
         place = partial(put, catalog, store, tensors, manifest, dtype, shapes, owner, now)

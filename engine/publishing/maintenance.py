@@ -88,13 +88,13 @@ def verify(catalog: "Catalog", store: "Store", on_page: OnPage = silent) -> Repo
     report, layout_fault = Report("verify"), _layout_faults(catalog)
     for rows in pages(catalog):
         faults = store.check([location(row) for row in rows])
-        held = catalog.in_quarantine([row.digest for row in rows])
+        held = catalog.quarantine.among([row.digest for row in rows])
         for row, fault in zip(rows, faults, strict=True):
             found = fault or layout_fault(row.layout, row.length)
             if found:
                 quarantine(catalog, store, row, found, report)
             elif (row.policy, row.digest) in held:
-                catalog.release_quarantine(row.policy, row.digest)
+                catalog.quarantine.release(row.policy, row.digest)
                 report.healed += 1
             report.revisions += 1
             report.bytes += row.length
@@ -106,7 +106,7 @@ def gc(catalog: "Catalog", store: "Store", on_page: OnPage = silent) -> Report:
     """Remove segments that no row names and no living writer holds, and drafts that a crash left."""
     require(catalog, store)
     report = Report("gc")
-    used = catalog.used_bytes_by_segment().keys()
+    used = catalog.places.bytes_by_segment().keys()
     unused = {segment: size for segment, size in store.segments() if segment not in used}
     _drop(catalog, store, unused, report, on_page)
     report.drafts = store.clean()
@@ -130,7 +130,7 @@ def compact(
     report = Report("compact")
     # What is copied goes to a segment of its own, never to the end of one that is to leave.
     store.close()
-    used = catalog.used_bytes_by_segment()
+    used = catalog.places.bytes_by_segment()
     chosen = {}
     for segment, size in store.segments():
         if everything or segment in segments or used.get(segment, 0) < threshold * size:
@@ -164,7 +164,7 @@ def _groups(chosen: dict[str, int], used: dict[str, int]) -> Iterator[dict[str, 
 def pages(catalog: "Catalog") -> Iterator[list[Revision]]:
     """Yield every revision, a page at a time, those of one digest next to each other."""
     after: tuple[str, str] | None = None
-    while rows := catalog.every_revision(after, PAGE_ROWS):
+    while rows := catalog.revisions.scan(after, PAGE_ROWS):
         yield rows
         after = rows[-1].digest, rows[-1].policy
 
@@ -176,7 +176,7 @@ def _drop(catalog: "Catalog", store: "Store", sizes: dict[str, int], report: Rep
         with ExitStack() as claims:
             free = [name for name in names[at : at + CLAIMED] if claims.enter_context(store.claim(name))]
             report.held += len(names[at : at + CLAIMED]) - len(free)
-            unused = catalog.unused_segments(free)
+            unused = catalog.places.unused_segments(free)
             report.named += len(free) - len(unused)
             for segment in sorted(unused):
                 store.remove(segment)
@@ -228,7 +228,7 @@ def _move(catalog: "Catalog", store: "Store", batch: Batch, report: Report) -> N
         placed = store.append_many(list(payloads.values()), list(payloads))
         new = {at.checksum: at for at in placed}
         moves = [(at, new[at.checksum]) for at, _ in whole]
-        catalog.move_revisions(moves, [digest for _, digest in whole])
+        catalog.places.move(moves, [digest for _, digest in whole])
     finally:
         store.committed()
     report.moved += len(whole)
@@ -242,7 +242,7 @@ def quarantine(
     Bytes that are only missing are no damage: nothing wrong can be served, and they may come back.
     """
     try:
-        now = catalog.revision(row.policy, row.digest)
+        now = catalog.revisions.get(row.policy, row.digest)
     except NotFound:
         return
     if location(now) != location(row):
@@ -253,7 +253,7 @@ def quarantine(
     if isinstance(fault, MissingBytes):
         report.add_unreadable(row, str(fault))
         return
-    catalog.quarantine(row.policy, row.digest, str(fault))
+    catalog.quarantine.add(row.policy, row.digest, str(fault))
     report.add_damage(row, str(fault))
 
 
@@ -263,7 +263,7 @@ def _layout_faults(catalog: "Catalog") -> Callable[[str, int], GraftworkError | 
     @lru_cache(LAYOUTS)
     def nbytes(digest: str) -> int | GraftworkError:
         try:
-            layout = packed.Layout.from_json(catalog.layout(digest))
+            layout = packed.Layout.from_json(catalog.layouts.get(digest))
             check_layout(layout)
             return layout.nbytes
         except (AdapterError, NotFound) as error:

@@ -40,7 +40,7 @@ def require(catalog: "Catalog", store: "Store") -> None:
 def _take_over(catalog: "Catalog", store: "Store") -> str:
     """Let a store that says nothing belong to a catalog, if its segments say the same; return to which."""
     segments = {name for name, _ in store.segments()}
-    named = catalog.used_bytes_by_segment().keys()
+    named = catalog.places.bytes_by_segment().keys()
     if (segments or named) and len(named & segments) < NAMED_SHARE * max(1, len(segments)):
         raise Conflict(
             f"The store {store.place} has {len(segments)} segments. The catalog {catalog.label} names "

@@ -43,7 +43,7 @@ def publish(catalog: "Catalog", store: "Store", place: Callable[[], Placed], **c
             placed = place()
             row = replace(placed.row, **changes)
             with suppress(Moved):
-                catalog.add_revisions([row], [row.digest] if placed.is_shared else [])
+                catalog.revisions.add_many([row], [row.digest] if placed.is_shared else [])
                 return row
     finally:
         store.committed()
@@ -70,20 +70,20 @@ def put(
     """
     given = (catalog, store, tensors, manifest, dtype, base, owner, now)
     try:
-        known = catalog.revision(manifest.policy, manifest.digest)
+        known = catalog.revisions.get(manifest.policy, manifest.digest)
     except NotFound:
         return append(*given)
     if store.check([location(known)]) == [None] and _has_layout(catalog, known):
-        if catalog.quarantined(known.policy, known.digest):
-            catalog.release_quarantine(known.policy, known.digest)
+        if catalog.quarantine.reason(known.policy, known.digest):
+            catalog.quarantine.release(known.policy, known.digest)
         return Placed(known, is_shared=True)
     # Another row's place could be gone before this one names it, so the bytes are its own.
-    return Placed(catalog.move_revision(append(*given, shares=False).row), is_shared=True)
+    return Placed(catalog.places.replace(append(*given, shares=False).row), is_shared=True)
 
 
 def _has_layout(catalog: "Catalog", row: Revision) -> bool:
     try:
-        return bool(catalog.layout(row.layout))
+        return bool(catalog.layouts.get(row.layout))
     except (AdapterError, NotFound):
         return False
 
@@ -107,11 +107,11 @@ def append(
     claim(catalog, store)
     whole = packed.pack(tensors, dtype, base.fused)
     payload = whole.tobytes()
-    at = catalog.places([manifest.digest]).get(manifest.digest) if shares else None
+    at = catalog.places.find([manifest.digest]).get(manifest.digest) if shares else None
     is_shared = at is not None and is_whole(payload, at.checksum) and store.check([at]) == [None]
     if at is None or not is_shared:
         (at,) = store.append_many([payload])
-    catalog.add_layout(whole.layout.digest, whole.layout.to_json())
+    catalog.layouts.add(whole.layout.digest, whole.layout.to_json())
     row = exported(
         at,
         policy=manifest.policy,
@@ -157,11 +157,11 @@ def stored_packed(catalog: "Catalog", store: "Store", row: Revision) -> packed.P
         payload = store.read(location(row))
     except (DamagedBytes, MissingBytes):
         # They may have been moved since the row was read.
-        found, row = row, catalog.revision(row.policy, row.digest)
+        found, row = row, catalog.revisions.get(row.policy, row.digest)
         if location(row) == location(found):
             raise
         payload = store.read(location(row))
-    layout = packed.Layout.from_json(catalog.layout(row.layout))
+    layout = packed.Layout.from_json(catalog.layouts.get(row.layout))
     return packed.Packed(layout, torch.frombuffer(bytearray(payload), dtype=torch.uint8))
 
 

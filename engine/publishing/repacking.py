@@ -94,7 +94,7 @@ class _Repacking:
             report.add_unreadable(row, str(error))
         except NotFound as error:
             # Its layout is gone; or the row itself has expired meanwhile.
-            if self._catalog.find(row.policy, row.digest):
+            if self._catalog.revisions.find(row.policy, row.digest):
                 report.add_damage(row, str(error))
 
     def commit(self, batch: _Batch, report: Report) -> None:
@@ -103,7 +103,7 @@ class _Repacking:
             placed = self._store.append_many(list(batch.payloads.values()), list(batch.payloads))
             places = {at.checksum: at._asdict() for at in placed}
             # Wherever a row's bytes lie by now, the new ones are whole; a row that is gone stays so.
-            report.moved += self._catalog.place_revisions(
+            report.moved += self._catalog.places.replace_many(
                 [replace(row, **places[row.checksum]) for row in batch.rows]
             )
         finally:
@@ -115,7 +115,7 @@ class _Repacking:
         whole = packed.pack(tensors, next(iter(tensors.values())).dtype, fused)
         payload, digest = whole.tobytes(), whole.layout.digest
         if digest not in self._layouts:
-            self._catalog.add_layout(digest, whole.layout.to_json())
+            self._catalog.layouts.add(digest, whole.layout.to_json())
             self._layouts.add(digest)
         checksum = checksum_of(payload)
         if checksum not in batch.payloads:
@@ -130,13 +130,13 @@ def _differs(catalog: "Catalog") -> Differs:
     @cache
     def shapes(base: str) -> BaseShapes:
         try:
-            return BaseShapes.read(Path(catalog.base(base).path))
+            return BaseShapes.read(Path(catalog.bases.get(base).path))
         except (GraftworkError, OSError) as error:
             raise BaseModelError(f"The base {base[:12]} cannot be read: {error}") from None
 
     @lru_cache(LAYOUTS)
     def differs(base: str, digest: str) -> dict[str, tuple[str, ...]] | None:
-        layout = packed.Layout.from_json(catalog.layout(digest))
+        layout = packed.Layout.from_json(catalog.layouts.get(digest))
         check_layout(layout)
         fused = dict(shapes(base).fused)
         zeros = packed.Packed(layout, torch.zeros(layout.nbytes, dtype=torch.uint8))

@@ -74,13 +74,15 @@ def collect(
         seen = overview(ledger, catalog, policies, MAX_REVISIONS)
         made = _made(seen.revisions, revisions_dir)
         curves = [curve for name in policies for curve in _curves(ledger, name, since, made)]
-        releases = [item for name in policies for item in catalog.releases(name) if item.created_at >= since]
+        releases = [
+            item for name in policies for item in catalog.releases.all(name) if item.created_at >= since
+        ]
         releases.sort(key=lambda item: item.created_at)
         results = tuple(_result(ledger, catalog, release) for release in releases[-MAX_RELEASES:])
-    names = catalog.base_names()
+    names = catalog.bases.names()
     bases = sorted({policy.base for policy in seen.policies})
     counted = {
-        "policies": catalog.count_policies() - len(policies),
+        "policies": catalog.policies.count() - len(policies),
         "revisions": sum(policy.revisions for policy in seen.policies) - len(seen.revisions),
         "releases": len(releases) - len(results),
     }
@@ -94,7 +96,7 @@ def collect(
         revisions=seen.revisions,
         notices=tuple(
             Event(it.at, it.name.removeprefix("graftwork."), it.policy, it.revision, it.reason)
-            for it in catalog.notices(MAX_NOTICES)
+            for it in catalog.notices.page(MAX_NOTICES)
             if it.at >= since
         ),
         tombstones=_tombstones(catalog, policies),
@@ -106,7 +108,7 @@ def collect(
 
 
 def _tombstones(catalog: Catalog, policies: Sequence[str]) -> tuple[Event, ...]:
-    stones = [stone for stone in catalog.tombstones() if stone.policy in policies][-MAX_REVISIONS:]
+    stones = [stone for stone in catalog.tombstones.in_force() if stone.policy in policies][-MAX_REVISIONS:]
     return tuple(Event(it.at, "buried", it.policy, it.digest, it.reason, it.by) for it in reversed(stones))
 
 
@@ -135,7 +137,7 @@ def _curves(
 
 
 def _result(ledger: duckdb.DuckDBPyConnection, catalog: Catalog, release: Release) -> ReleaseResult:
-    policy = catalog.policy(release.policy)
+    policy = catalog.policies.get(release.policy)
     suite = policy.config.get("suite", "")
     started = release.canary_started_at
     return ReleaseResult(

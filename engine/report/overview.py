@@ -70,11 +70,11 @@ def overview(
     said = _Said(
         {(row[0], row[1]): (row[2], int(row[3])) for row in ledger.execute(USERS, [list(names)]).fetchall()},
         {(row[0], row[1]): (row[2], row[3]) for row in ledger.execute(VERDICTS, [list(names)]).fetchall()},
-        {(stone.policy, stone.digest): stone.reason for stone in catalog.tombstones()},
+        {(stone.policy, stone.digest): stone.reason for stone in catalog.tombstones.in_force()},
     )
     policies, revisions = [], []
     for name in names:
-        rows = [_revision_row(ledger, catalog, said, row) for row in catalog.exported(name, limit)]
+        rows = [_revision_row(ledger, catalog, said, row) for row in catalog.listing.exported(name, limit)]
         policies.append(_policy_row(ledger, catalog, name, rows[0] if rows else None))
         revisions += rows
     return Overview(tuple(policies), tuple(revisions))
@@ -83,8 +83,8 @@ def overview(
 def _policy_row(
     ledger: duckdb.DuckDBPyConnection, catalog: Catalog, name: str, newest: RevisionRow | None
 ) -> PolicyRow:
-    policy, route = catalog.policy(name), catalog.route(name)
-    running = catalog.releases(name, open_only=True)
+    policy, route = catalog.policies.get(name), catalog.routes.get(name)
+    running = catalog.releases.all(name, open_only=True)
     config, suite = policy.config, str(policy.config.get("suite", ""))
     base_score, champion_score = (
         suite_score(ledger, policy.base, name, suite, digest) for digest in (None, route.champion)
@@ -100,7 +100,7 @@ def _policy_row(
         canary=route.canary,
         previous=route.previous,
         weight=route.weight,
-        revisions=catalog.count_exported(name),
+        revisions=catalog.listing.count_exported(name),
         newest=newest,
         base_score=base_score,
         champion_score=champion_score,
@@ -118,10 +118,10 @@ def _revision_row(
     ledger: duckdb.DuckDBPyConnection, catalog: Catalog, said: _Said, revision: Revision
 ) -> RevisionRow:
     policy, digest = key = (revision.policy, revision.digest)
-    suite = str(catalog.policy(policy).config.get("suite", ""))
+    suite = str(catalog.policies.get(policy).config.get("suite", ""))
     online, units = said.users.get(key, (None, 0))
     verdict, reason = said.verdicts.get(key, ("", ""))
-    role = "buried" if key in said.graves else role_of(catalog.route(policy), digest)
+    role = "buried" if key in said.graves else role_of(catalog.routes.get(policy), digest)
     return RevisionRow(
         policy=policy,
         digest=digest,

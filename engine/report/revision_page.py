@@ -100,10 +100,10 @@ def gather(params: Params, policy: str, digest: str) -> VersionFacts:
     """Return what is known of a revision; `NotFound` when the catalog does not know it."""
     catalog = Catalog(params.paths.catalog_url)
     try:
-        revision = catalog.revision(policy, digest)
-        champion = catalog.route(policy).champion
-        children = tuple(child.digest for child in catalog.children(policy, revision.digest))
-        config = catalog.policy(policy).config
+        revision = catalog.revisions.get(policy, digest)
+        champion = catalog.routes.get(policy).champion
+        children = tuple(child.digest for child in catalog.listing.children(policy, revision.digest))
+        config = catalog.policies.get(policy).config
     finally:
         catalog.close()
     fixed: dict[str, Any] = {

@@ -89,15 +89,15 @@ def _answer(ledger: duckdb.DuckDBPyConnection, subject: str) -> dict[str, Any] |
 def _find(catalog: Catalog, subject: str) -> tuple[str, str | None]:
     policy, prefix = split_served_name(subject)
     if prefix:
-        return policy, catalog.revision(policy, prefix).digest
-    found = catalog.revisions_like(subject, limit=3) if len(subject) >= DIGITS else []
+        return policy, catalog.revisions.get(policy, prefix).digest
+    found = catalog.listing.starting_with(subject, limit=3) if len(subject) >= DIGITS else []
     if len(found) > 1:
         names = ", ".join(served_name(item.policy, item.digest) for item in found)
         raise Conflict(f"Several revisions begin with {subject!r}: {names}. Name one as POLICY@DIGEST.")
     if found:
         return found[0].policy, found[0].digest
     try:
-        return subject, catalog.route(subject).champion
+        return subject, catalog.routes.get(subject).champion
     except NotFound:
         raise NotFound(
             f"There is no answer, revision or policy {subject!r}. Give the `id` of an answer, POLICY@DIGEST, "
@@ -124,7 +124,7 @@ def _base_links(catalog: Catalog, ledger: duckdb.DuckDBPyConnection, policy: str
     scores = Link("scores", False, "Scores of the base belong to a policy's suite.")
     if policy:
         says = f"The base itself: {policy!r} had no champion."
-        known = catalog.policy(policy)
+        known = catalog.policies.get(policy)
         suite = str(known.config.get("suite", ""))
         score = suite_score(ledger, known.base, policy, suite, None)
         words = f"{score.mean:.1%} [{score.ci_low:.1%}, {score.ci_high:.1%}]" if score else "not scored"
@@ -141,7 +141,7 @@ def _links(
     params: Params, catalog: Catalog, ledger: duckdb.DuckDBPyConnection, policy: str, digest: str
 ) -> tuple[Link, ...]:
     try:
-        revision = catalog.revision(policy, digest)
+        revision = catalog.revisions.get(policy, digest)
     except NotFound:
         return _expired(ledger, policy, digest)
     facts = page_data.gather(params, policy, digest)
@@ -173,8 +173,8 @@ def _expired(ledger: duckdb.DuckDBPyConnection, policy: str, digest: str) -> tup
 
 
 def _revision_link(catalog: Catalog, revision: Revision) -> Link:
-    role = role_of(catalog.route(revision.policy), revision.digest) or "in no route"
-    stone = catalog.tombstone(revision.policy, revision.digest)
+    role = role_of(catalog.routes.get(revision.policy), revision.digest) or "in no route"
+    stone = catalog.tombstones.find(revision.policy, revision.digest)
     probe = (revision.probe or {}).get("reason", "The effect probe has not run.")
     parent = revision.parent[:DIGEST12] if revision.parent else "the base"
     says = (
@@ -193,7 +193,7 @@ def _revision_link(catalog: Catalog, revision: Revision) -> Link:
 
 
 def _verdict_link(catalog: Catalog, facts: page_data.VersionFacts) -> Link:
-    running = [it for it in catalog.releases(facts.policy, open_only=True) if it.revision == facts.digest]
+    running = [it for it in catalog.releases.all(facts.policy, open_only=True) if it.revision == facts.digest]
     said = [vars(item) for item in facts.verdicts]
     if running:
         says = f"A release of it runs, at its {running[0].step}. {running[0].reason}"

@@ -209,7 +209,7 @@ def retire(
 
     with closing(adapters.open_catalog(settings)) as catalog:
         before = adapters.find(catalog, name)
-        row = catalog.retire(before.policy, before.digest, by, reason)
+        row = catalog.lifecycle.retire(before.policy, before.digest, by, reason)
     is_new = before.retired_at is None
     done = "is retired." if is_new else f"was retired already, by {row.retired_by}: {row.retired_reason}"
     told(
@@ -232,7 +232,7 @@ def unretire(
 
     with closing(adapters.open_catalog(settings)) as catalog:
         row = adapters.find(catalog, name)
-        catalog.unretire(row.policy, row.digest, by, reason)
+        catalog.lifecycle.unretire(row.policy, row.digest, by, reason)
     shown = served_name(row.policy, row.digest)
     if row.retired_at is None:
         return told(as_json, f"{shown} was not retired; nothing has changed.", digest=row.digest)
@@ -254,7 +254,7 @@ def expire(
     at = adapters.expiry(after, never, time.time())
     with closing(adapters.open_catalog(settings)) as catalog:
         row = adapters.find(catalog, name)
-        catalog.set_expiry(row.policy, row.digest, at)
+        catalog.lifecycle.set_expiry(row.policy, row.digest, at)
     when = "never expires" if at is None else f"expires in {after}"
     told(as_json, f"{served_name(row.policy, row.digest)} {when}.", digest=row.digest, expires_at=at)
 

@@ -27,7 +27,7 @@ def key_create(
     """Create a key and print it, the only time that it can be read."""
     if scope not in ("admin", "user", "score"):
         raise ConfigError(f"There is no scope {scope!r}. Use admin, user or score.")
-    typer.echo(catalog(params).create_key(owner, scope))
+    typer.echo(catalog(params).keys.create(owner, scope))
 
 
 @key_app.command("ls")
@@ -35,13 +35,13 @@ def key_ls(params: ParamsFile = PARAMS) -> None:
     """List keys by the start of their hash."""
     from flows.display import print_keys
 
-    print_keys(catalog(params).keys())
+    print_keys(catalog(params).keys.all())
 
 
 @key_app.command("revoke")
 def key_revoke(prefix: str, params: ParamsFile = PARAMS) -> None:
     """Revoke a key by the start of its hash, as `graftwork key ls` shows it."""
-    revoked = catalog(params).revoke_key(prefix)
+    revoked = catalog(params).keys.revoke(prefix)
     typer.echo(f"The {revoked.scope} key of {revoked.owner} is revoked.")
 
 
@@ -53,7 +53,7 @@ def ledger_ingest(params: ParamsFile = PARAMS) -> None:
 
     ledger = Ledger(settings.paths.ledger)
     with closing(catalog(params)) as index:
-        count = ledger.ingest(settings.paths.spool, index.gone)
+        count = ledger.ingest(settings.paths.spool, index.purges.gone)
     ledger.snapshot(settings.paths.ledger_snapshot)
     typer.echo(f"{count} events are in the ledger.")
 

@@ -50,7 +50,7 @@ def score_live(revision: str, params: Path) -> None:
     from tasks.outcome import local_key, score_row
     from tasks.score import score as score_items
 
-    full = catalog(params).revision(policy, digest).digest if digest else None
+    full = catalog(params).revisions.get(policy, digest).digest if digest else None
     print_row(
         score_row(score_items(settings, policy, full, settings.policy(policy).suite, local_key(settings)))
     )
@@ -82,7 +82,7 @@ def pin(policy: str, params: ParamsFile = PARAMS) -> None:
     settings.policy(policy)
     from tasks.evaluation import pin_revision
 
-    digest = pin_revision(params, policy, catalog(params).route(policy).champion)
+    digest = pin_revision(params, policy, catalog(params).routes.get(policy).champion)
     typer.echo(f"{params} now evaluates {policy}@{digest[:12]}; run `dvc repro`.")
 
 

@@ -30,7 +30,7 @@ def serve(
         raise ConfigError(
             f"{revision!r} names no revision; write DIGEST or POLICY@DIGEST, 6 digits at least."
         )
-    from engine.catalog.catalog import Catalog, ensure_local_key, migrate
+    from engine.catalog.catalog import Catalog, migrate
     from engine.services import lifecycle as services
     from engine.settings.params import served_name
     from flows.display import base_builder, print_service
@@ -41,7 +41,7 @@ def serve(
     policy, digest = bring(settings, revision, source, registry)
     migrate(settings.paths.catalog_url)
     catalog = Catalog(settings.paths.catalog_url)
-    key = ensure_local_key(catalog, settings.paths.local_key)
+    key = catalog.keys.ensure_local(settings.paths.local_key)
     catalog.close()
     with services.session(settings, lambda: None, print_service, ("engine",)):
         typer.echo(f"Effect probe: {prove(settings, policy, digest, key)}")

@@ -91,9 +91,9 @@ def catalog_of(url: str, config: str, base_digest: str, policies: int, now: floa
 
     migrate(url)
     catalog = Catalog(url)
-    catalog.add_base(Base(base_digest, "bench", config, now))
+    catalog.bases.add(Base(base_digest, "bench", config, now))
     began = time.perf_counter()
-    catalog.add_policies(Policy(f"bulk-{i}", base_digest, {}, "bench", now) for i in range(policies))
+    catalog.policies.add_many(Policy(f"bulk-{i}", base_digest, {}, "bench", now) for i in range(policies))
     return catalog, time.perf_counter() - began
 
 

@@ -45,7 +45,7 @@ def loads(engine: RunningEngine, shapes: BaseShapes, count: int) -> tuple[dict[s
             found["live_cold_s"].append(cold)
             found["live_activate_s"].append(max(rank["activate_seconds"] for rank in ranks))
             found["live_warm_s"].append(first_token(client, name))
-    length = engine.catalog.revision("live", names[0].partition("@")[2]).length
+    length = engine.catalog.revisions.get("live", names[0].partition("@")[2]).length
     shares = [rank["activated_bytes"] / rank["activations"] / length for rank in ranks]
     found["live_share_of_bytes"] = [max(shares)]
     verified = [rank["verified_bytes"] for rank in ranks]

@@ -83,8 +83,8 @@ class Maker:
         self._numbers = itertools.count()
         self.segments: list[Path] = []
         self._catalog = Catalog(params.paths.catalog_url)
-        self._catalog.add_policy(Policy(policy, base.digest, {}, "bench", time.time()))
-        self._catalog.add_layout(self._layout.digest, self._layout.to_json())
+        self._catalog.policies.add(Policy(policy, base.digest, {}, "bench", time.time()))
+        self._catalog.layouts.add(self._layout.digest, self._layout.to_json())
 
     def make(self, count: int) -> list[str]:
         """Append so many fresh adapters, then commit their rows; return their served names."""
@@ -94,7 +94,7 @@ class Maker:
             payloads = [with_signs(self._payload, self._layout.dtype.itemsize, n).data for n in batch]
             places = store.append_many(payloads)
             rows = [self._row(at) for at in places]
-            if not all(self._catalog.add_revisions(rows)):
+            if not all(self._catalog.revisions.add_many(rows)):
                 raise RuntimeError("An adapter that should be fresh was known already.")
             names += [served_name(self._policy, row.digest) for row in rows]
             files = dict.fromkeys(self._params.paths.store / at.segment for at in places)

@@ -22,7 +22,7 @@ from live import StockServer, free_port, stop_group
 
 from engine.base.families import BaseShapes
 from engine.base.resident import BaseInfo, ensure_base
-from engine.catalog.catalog import Catalog, ensure_local_key
+from engine.catalog.catalog import Catalog
 from engine.services import lifecycle as services
 from engine.serving.server import lora_targets
 from engine.settings.params import Params
@@ -82,7 +82,7 @@ def live(given: Params, base: str, beside: Path, **engine: Any) -> Iterator[Live
 
         with services.session(params, build, told, ("engine",)):
             catalog = Catalog(params.paths.catalog_url)
-            key = ensure_local_key(catalog, params.paths.local_key)
+            key = catalog.keys.ensure_local(params.paths.local_key)
             catalog.close()
             roots = tuple(state.pid for state in services.status(params) if state.pid)
             yield Live(params, built[0], Server(params.url("engine"), key), roots)

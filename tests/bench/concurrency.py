@@ -51,12 +51,12 @@ class Bench:
     """Live services on one base, and the rounds that are run on them."""
 
     def __init__(self, params: Params, steps: int):
-        from engine.catalog.catalog import Catalog, ensure_local_key
+        from engine.catalog.catalog import Catalog
 
         self.params, self.steps = params, steps
         self.recipe: dict[str, Any] = {} if params.base.name in TINY else SHAPED
         catalog = Catalog(params.paths.catalog_url)
-        self.key = ensure_local_key(catalog, params.paths.local_key)
+        self.key = catalog.keys.ensure_local(params.paths.local_key)
         catalog.close()
         states = services.status(params)
         self.processes = members({state.name: state.pid for state in states if state.pid})

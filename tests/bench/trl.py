@@ -199,10 +199,10 @@ def measure(params: Params, base: Path, python: Path, given: argparse.Namespace)
 
 
 def local_key(params: Params) -> str:
-    from engine.catalog.catalog import Catalog, ensure_local_key
+    from engine.catalog.catalog import Catalog
 
     catalog = Catalog(params.paths.catalog_url)
-    key = ensure_local_key(catalog, params.paths.local_key)
+    key = catalog.keys.ensure_local(params.paths.local_key)
     catalog.close()
     return key
 

@@ -60,7 +60,7 @@ def test_what_is_no_name_is_said_to_be_none(file, catalog, command, name):
 
 def test_an_unknown_digest_names_the_nearest_and_a_short_one_its_candidates(file, catalog):
     digests = ["aaaa1" + "0" * 59, "aaaa2" + "0" * 59, "bbbb1" + "0" * 59]
-    catalog.add_revisions([bare("sums", i, digest=digest) for i, digest in enumerate(digests)])
+    catalog.revisions.add_many([bare("sums", i, digest=digest) for i, digest in enumerate(digests)])
     with pytest.raises(NotFound, match="sums@aaaa1") as unknown:
         ask(file, "show", "sums@aaaa9")
     assert unknown.value.exit_code == 5
@@ -80,7 +80,7 @@ def test_nothing_to_show_where_nothing_was_started(file):
 
 def test_a_list_goes_on_after_a_name_and_ends(file, catalog):
     rows = [bare("sums", number) for number in range(7)] + [bare("sorting", 8, owner="you")]
-    catalog.add_revisions(rows)
+    catalog.revisions.add_many(rows)
     newest = [served_name("sums", row.digest) for row in reversed(rows[:7])]
     seen: list[str] = []
     after: list[str] = []
@@ -110,7 +110,7 @@ def test_a_list_goes_on_after_a_name_and_ends(file, catalog):
 @pytest.mark.parametrize("policy", ["sums", None])
 def test_a_hundred_thousand_rows_never_lie_in_memory(catalog, policy):
     for start in range(0, 100_000, 10_000):
-        catalog.add_revisions([bare("sums", number) for number in range(start, start + 10_000)])
+        catalog.revisions.add_many([bare("sums", number) for number in range(start, start + 10_000)])
     tracemalloc.start()
     count = sum(1 for page in adapters.pages(catalog, policy) for _ in page)
     _, peak = tracemalloc.get_traced_memory()
@@ -122,11 +122,11 @@ def test_a_hundred_thousand_rows_never_lie_in_memory(catalog, policy):
 
 def test_show_says_roles_tombstone_and_where_the_bytes_are(file, params, catalog):
     (row,) = keep(params, catalog, "sums", [3], exported=True)
-    catalog.set_probe("sums", row.digest, {"accepted": True, "reason": "It reproduces."})
+    catalog.revisions.set_probe("sums", row.digest, {"accepted": True, "reason": "It reproduces."})
     found = asked(file, "show", served_name("sums", row.digest))
     assert (found["segment"], found["rank"], found["roles"]) == (row.segment, 2, [])
     assert found["directory"] == str(params.paths.revision("sums", row.digest))
-    catalog.bury("sums", row.digest, "It answers in French.", "me")
+    catalog.tombstones.add("sums", row.digest, "It answers in French.", "me")
     assert "It answers in French." in ask(file, "show", served_name("sums", row.digest))
 
 
@@ -138,7 +138,7 @@ def grow(catalog: Catalog) -> dict[str, str]:
         bare("sums", i, digest=digests[letter], parent=digests[parent] if parent else None)
         for i, (letter, parent) in enumerate(parents.items())
     ]
-    catalog.add_revisions(rows)
+    catalog.revisions.add_many(rows)
     return {letter: served_name("sums", digest) for letter, digest in digests.items()}
 
 
@@ -156,7 +156,7 @@ def test_lineage_is_a_tree_with_parents_above_and_children_below(file, catalog):
 
 def test_a_lineage_of_many_is_cut_and_says_so(catalog):
     root, first = "f" * 64, bare("sums", 0, digest="f" * 64)
-    catalog.add_revisions([first] + [bare("sums", i, parent=root) for i in range(1, 31)])
+    catalog.revisions.add_many([first] + [bare("sums", i, parent=root) for i in range(1, 31)])
     leaves, more = adapters.lineage(catalog, first, limit=10)
     assert more
     assert len(leaves) <= 12
@@ -234,7 +234,7 @@ def test_an_export_that_fails_leaves_nothing(file, params, catalog, tmp_path, mo
 
 
 def test_a_retired_revision_is_listed_on_request_and_served_again_when_taken_back(file, catalog):
-    catalog.add_revisions([bare("sums", 1), bare("sums", 2)])
+    catalog.revisions.add_many([bare("sums", 1), bare("sums", 2)])
     first, second = (served_name("sums", bare("sums", i).digest) for i in (1, 2))
     ask(file, "retire", first, "--reason", "superseded", "--by", "ann")
     row = asked(file, "show", first)
@@ -251,7 +251,7 @@ def test_a_retired_revision_is_listed_on_request_and_served_again_when_taken_bac
 
 
 def test_what_is_retired_already_or_is_not_retired_is_said(file, catalog):
-    catalog.add_revisions([bare("sums", 1)])
+    catalog.revisions.add_many([bare("sums", 1)])
     name = served_name("sums", bare("sums", 1).digest)
     said = asked(file, "unretire", name, "--reason", "x")
     assert said["done"] == f"{name} was not retired; nothing has changed."
@@ -292,8 +292,8 @@ def test_a_packed_export_finds_bytes_that_moved_meanwhile(params, catalog, tmp_p
 
 def test_one_that_users_are_served_is_not_retired(file, catalog):
     row = bare("sums", 1)
-    catalog.add_revisions([row])
-    catalog.add_release(
+    catalog.revisions.add_many([row])
+    catalog.releases.add(
         Release("r1", "sums", row.digest, None, "probe", 0.2, "running", {"alpha": 0.05}, 1.0, 1.0)
     )
     with pytest.raises(Conflict, match="running release"):
@@ -302,7 +302,7 @@ def test_one_that_users_are_served_is_not_retired(file, catalog):
 
 
 def test_expiry_is_a_time_from_now_or_never(file, catalog):
-    catalog.add_revisions([bare("sums", 1)])
+    catalog.revisions.add_many([bare("sums", 1)])
     name = served_name("sums", bare("sums", 1).digest)
     before = time.time()
     at = asked(file, "expire", name, "--in", "30d")["expires_at"]

@@ -21,7 +21,7 @@ from live import free_port, left_behind
 from operated import write_settings
 
 from engine.base.resident import ensure_base
-from engine.catalog.catalog import Catalog, ensure_local_key, migrate
+from engine.catalog.catalog import Catalog, migrate
 from engine.services import lifecycle as services
 from engine.settings.params import Params, load_params
 from engine.training.service.protocol import AdamParams
@@ -77,7 +77,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     params = load_params(file)
     migrate(params.paths.catalog_url)
     catalog = Catalog(params.paths.catalog_url)
-    ensure_local_key(catalog, params.paths.local_key)
+    catalog.keys.ensure_local(params.paths.local_key)
     catalog.close()
     with services.session(
         params, lambda: ensure_base(params.base, params.paths), lambda *_: None, ("engine", "trainer")

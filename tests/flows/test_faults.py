@@ -83,7 +83,7 @@ def server_of(params: Params, name: str) -> psutil.Process:
 def assert_whole(params: Params, policy: str) -> None:
     """One exported revision, its directory whole, each step recorded once and on policy."""
     catalog = Catalog(params.paths.catalog_url)
-    exported = [row for row in catalog.revisions(policy) if row.state == "exported"]
+    exported = [row for row in catalog.revisions.page(policy) if row.state == "exported"]
     catalog.close()
     assert len(exported) == 1
     assert (exported[0].probe or {})["accepted"] is True

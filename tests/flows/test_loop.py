@@ -117,8 +117,8 @@ def test_ledger_and_catalog_agree_with_the_summary(finished: dict[str, Any], sta
     from engine.settings.params import Paths
 
     catalog = Catalog(Paths(state).catalog_url)
-    champions = {route.policy: route.champion for route in catalog.routes()}
-    stones = catalog.tombstones()
+    champions = {route.policy: route.champion for route in catalog.routes.page()}
+    stones = catalog.tombstones.in_force()
     catalog.close()
     assert champions == {policy["name"]: policy["digest"] for policy in finished["policies"]}
     assert [stone.policy for stone in stones] == ["arithmetic"]

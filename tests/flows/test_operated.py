@@ -150,8 +150,8 @@ def test_a_jsonl_file_becomes_a_promoted_adapter(people: Operated, promoted: str
     from engine.settings.params import Paths, served_name
 
     catalog = Catalog(Paths(people.state).catalog_url)
-    champion, owner = catalog.route(POLICY).champion, catalog.policy(POLICY).owner
-    (released,) = catalog.releases(POLICY)
+    champion, owner = catalog.routes.get(POLICY).champion, catalog.policies.get(POLICY).owner
+    (released,) = catalog.releases.all(POLICY)
     catalog.close()
     assert owner == "ada"
     assert (released.state, released.revision) == ("promoted", champion)
@@ -383,7 +383,8 @@ def test_new_data_is_adapted_at_night_and_passes_the_score_gate(
     catalog = Catalog(Paths(people.state).catalog_url)
     deadline = time.monotonic() + 240
     while (
-        not (open_releases := catalog.releases(POLICY, open_only=True)) or open_releases[0].step != "canary"
+        not (open_releases := catalog.releases.all(POLICY, open_only=True))
+        or open_releases[0].step != "canary"
     ):
         assert time.monotonic() < deadline, (open_releases, people.all_artifacts("nightly"))
         time.sleep(0.5)

@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 from engine.catalog.catalog import Revision
 from engine.errors import AdapterError
@@ -49,9 +50,15 @@ class FakeCatalog:
 
     def __init__(self):
         self.moved: dict[str, list[str]] = {}
-        self.in_quarantine: dict[str, str] = {}
+        self.damaged: dict[str, str] = {}
+        self.revisions = SimpleNamespace(get=self._revision)
+        self.layouts = SimpleNamespace(get=lambda digest: "{}")
+        self.quarantine = SimpleNamespace(
+            add=lambda policy, digest, reason: self.damaged.update({digest: reason}),
+            reason=lambda policy, digest: self.damaged.get(digest),
+        )
 
-    def revision(self, policy, digest):
+    def _revision(self, policy, digest):
         row = replace(revision(0), policy=policy, digest=digest)
         segments = self.moved.get(digest)
         if segments:
@@ -59,15 +66,6 @@ class FakeCatalog:
             if len(segments) > 1:
                 segments.pop(0)
         return row
-
-    def layout(self, digest):
-        return "{}"
-
-    def quarantine(self, policy, digest, reason):
-        self.in_quarantine[digest] = reason
-
-    def quarantined(self, policy, digest):
-        return self.in_quarantine.get(digest)
 
 
 class FakeStore:

@@ -230,7 +230,7 @@ def recorded(params: Params, policy: str) -> list[int]:
 def revisions(params: Params, policy: str) -> dict[int, str]:
     """Return the digest after each step, of every revision that the catalog shows; their bytes are read."""
     catalog, store = Catalog(params.paths.catalog_url), Store(params.paths.store)
-    rows = catalog.revisions(policy)
+    rows = catalog.revisions.page(policy)
     catalog.close()
     for row in rows:
         store.read(location(row))

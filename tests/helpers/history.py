@@ -75,17 +75,17 @@ def build(root: Path) -> tuple[Catalog, Ledger, Release]:
     paths = Paths(root)
     migrate(paths.catalog_url)
     catalog = Catalog(paths.catalog_url)
-    catalog.add_base(Base(BASE, "tiny-dense", "/bases/tiny", NOW))
-    catalog.add_policy(Policy("sums", BASE, {"suite": "s"}, "me", NOW))
-    catalog.add_revision(revision(OLD, "exported", NOW - 90))
-    catalog.add_revision(revision("d" * 64, "snapshot", NOW))
-    catalog.add_revision(revision(GOOD, "exported", NOW, parent=OLD))
-    catalog.bury("sums", OLD, "it was bad", "ann")
+    catalog.bases.add(Base(BASE, "tiny-dense", "/bases/tiny", NOW))
+    catalog.policies.add(Policy("sums", BASE, {"suite": "s"}, "me", NOW))
+    catalog.revisions.add(revision(OLD, "exported", NOW - 90))
+    catalog.revisions.add(revision("d" * 64, "snapshot", NOW))
+    catalog.revisions.add(revision(GOOD, "exported", NOW, parent=OLD))
+    catalog.tombstones.add("sums", OLD, "it was bad", "ann")
     release = Release(
         "r1", "sums", GOOD, None, "canary", 0.2, "running", ReleaseConfig().model_dump(), NOW, NOW,
         canary_started_at=NOW, skip_gates={"score": {"by": "ann", "reason": "<b>in a hurry</b>"}},
     )  # fmt: skip
-    catalog.add_release(release)
+    catalog.releases.add(release)
     spool = Spool(paths.spool, "test")
     for emit in (emit_scores, emit_users, emit_steps):
         emit(spool)

@@ -31,7 +31,7 @@ def add_policy(params: Params, *names: str, owner: str = "me") -> Catalog:
     migrate(params.paths.catalog_url)
     catalog = Catalog(params.paths.catalog_url)
     for name in names:
-        catalog.add_policy(Policy(name, BASE, {"suite": "x"}, owner, 1.0))
+        catalog.policies.add(Policy(name, BASE, {"suite": "x"}, owner, 1.0))
     return catalog
 
 
@@ -55,7 +55,7 @@ def keep(
             )  # fmt: skip
             whole = packed.pack(tensors, torch.float32, SHAPES.fused)
             at = store.append(whole.tobytes())
-            catalog.add_layout(whole.layout.digest, whole.layout.to_json())
+            catalog.layouts.add(whole.layout.digest, whole.layout.to_json())
             values = {
                 "policy": policy, "digest": manifest.digest, "base": BASE, "parent": None, "step": seed,
                 "rank": 2, "bytes": manifest.bytes, "layout": whole.layout.digest, "segment": at.segment,
@@ -63,7 +63,7 @@ def keep(
                 "owner": "me", "created_at": float(seed),
             }  # fmt: skip
             row = Revision(**values)
-            assert catalog.add_revision(row)
+            assert catalog.revisions.add(row)
             if exported:
                 write_revision(params.paths.revision(policy, row.digest), tensors, manifest, {"rows": [seed]})
             rows.append(row)

@@ -77,9 +77,9 @@ class RunningEngine:
         digest = revision.digest(tensors, rank, targets, self.base_digest)
         whole = packed.pack(tensors, dtype or torch.float32, BaseShapes.read(self.base_path).fused)
         at = self.store.append(whole.tobytes())
-        self.catalog.add_policy(Policy(policy, self.base_digest, {}, "test", time.time()))
-        self.catalog.add_layout(whole.layout.digest, whole.layout.to_json())
-        self.catalog.add_revision(
+        self.catalog.policies.add(Policy(policy, self.base_digest, {}, "test", time.time()))
+        self.catalog.layouts.add(whole.layout.digest, whole.layout.to_json())
+        self.catalog.revisions.add(
             Revision(
                 policy, digest, self.base_digest, None, 0, rank, at.length, whole.layout.digest, at.segment,
                 at.offset, at.length, at.checksum, "exported", "test", time.time(),
@@ -91,7 +91,7 @@ class RunningEngine:
 def start_engine(base: Path, state: Path, wait_s: float = 180, **settings) -> RunningEngine:
     """Start `python -m engine.serving.server` and wait for its marker."""
     from engine.base.resident import base_digest
-    from engine.catalog.catalog import Catalog, ensure_local_key, migrate
+    from engine.catalog.catalog import Catalog, migrate
     from engine.settings.params import Paths
 
     port = free_port()
@@ -99,7 +99,7 @@ def start_engine(base: Path, state: Path, wait_s: float = 180, **settings) -> Ru
     state.mkdir(parents=True, exist_ok=True)
     migrate(paths.catalog_url)
     catalog = Catalog(paths.catalog_url)
-    key = ensure_local_key(catalog, paths.local_key)
+    key = catalog.keys.ensure_local(paths.local_key)
     catalog.close()
     params = {"state_dir": str(state), "base": {"name": str(base)}, "engine": {"port": port, **settings}}
     (state / "params.json").write_text(json.dumps(params))

@@ -10,15 +10,15 @@ ACCEPTED = {"accepted": True, "reason": "It reproduces."}
 
 def fill(catalog: Catalog, champion: str | None = OLD) -> None:
     """One policy with three verified revisions, the first of which may be the champion."""
-    catalog.add_policy(Policy("sorting", "base", {"suite": "sorting-json"}, "me", 1.0))
+    catalog.policies.add(Policy("sorting", "base", {"suite": "sorting-json"}, "me", 1.0))
     for digest in (OLD, NEW, THIRD):
         row = Revision(
             "sorting", digest, "base", None, 1, 8, 64, "l", "s", 0, 64, "cc", "exported", "me", 1.0
         )
-        catalog.add_revision(row)
-        catalog.set_probe("sorting", digest, ACCEPTED)
+        catalog.revisions.add(row)
+        catalog.revisions.set_probe("sorting", digest, ACCEPTED)
     if champion:
-        catalog.set_route(replace(catalog.route("sorting"), champion=champion), 0)
+        catalog.routes.update(replace(catalog.routes.get("sorting"), champion=champion), 0)
 
 
 def make_revision(digest: str, **changes: object) -> Revision:

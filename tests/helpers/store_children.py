@@ -81,7 +81,7 @@ def compact_(state: Stored, draw: random.Random, note: Note) -> None:
 
 
 def gc_(state: Stored, draw: random.Random, note: Note) -> None:
-    state.catalog.expire(time.time())
+    state.catalog.lifecycle.expire(time.time())
     gc(state.catalog, state.store)
 
 

@@ -43,17 +43,17 @@ class Stored:
         whole = packed.pack(tensors, torch.float32, OLDER)
         manifest = manifest_of(policy, tensors, seed, 2)
         at = self.store.append(whole.tobytes())
-        self.catalog.add_layout(whole.layout.digest, whole.layout.to_json())
+        self.catalog.layouts.add(whole.layout.digest, whole.layout.to_json())
         row = Revision(
             policy, manifest.digest, BASE, None, seed, 2, manifest.bytes, whole.layout.digest,
             **at._asdict(), state="exported", owner="me", created_at=time.time(),
         )  # fmt: skip
-        self.catalog.add_revision(row)
+        self.catalog.revisions.add(row)
         self.store.committed()
         return row
 
     def row(self, row: Revision) -> Revision:
-        return self.catalog.revision(row.policy, row.digest)
+        return self.catalog.revisions.get(row.policy, row.digest)
 
     def is_whole(self, row: Revision) -> bool:
         """Say whether what is served under a row is what its digest names, by the tensors themselves."""
@@ -94,9 +94,9 @@ def prepare(params: Params, *policies: str) -> None:
     migrate(params.paths.catalog_url)
     with closing(Catalog(params.paths.catalog_url)) as catalog:
         base = write_base(params.paths.bases / KIND)
-        catalog.add_base(Base(BASE, KIND, str(base), time.time()))
+        catalog.bases.add(Base(BASE, KIND, str(base), time.time()))
         for name in policies:
-            catalog.add_policy(Policy(name, BASE, {}, "me", time.time()))
+            catalog.policies.add(Policy(name, BASE, {}, "me", time.time()))
 
 
 @contextmanager

@@ -15,7 +15,8 @@ from fastapi.testclient import TestClient
 from kept_adapters import BASE, add_policy, keep, settings
 from typer.testing import CliRunner
 
-from engine.catalog.catalog import Catalog, Policy, Release, ensure_local_key
+from engine.catalog.catalog import Catalog, Policy, Release
+from engine.catalog.purges import Purges
 from engine.controller.api import build_app
 from engine.controller.loop import Controller
 from engine.controller.mlflow_aliases import AliasMirror
@@ -93,7 +94,7 @@ def is_anywhere(params: Params, secret: bytes) -> list[Path]:
 def check_kept(params: Params) -> None:
     """Everything of the other policy is as it was."""
     with closing(Catalog(params.paths.catalog_url)) as catalog, closing(open_store(params)) as store:
-        rows = catalog.revisions("kept")
+        rows = catalog.revisions.page("kept")
         assert len(rows) == len(SEEDS["kept"])
         assert store.check([location(row) for row in rows]) == [None] * len(rows)
         assert all(params.paths.revision("kept", row.digest).is_dir() for row in rows)
@@ -106,7 +107,7 @@ def check_kept(params: Params) -> None:
 
 def payloads(params: Params, catalog: Catalog, policy: str) -> list[bytes]:
     with closing(open_store(params)) as store:
-        return [bytes(store.read(location(row)))[:256] for row in catalog.revisions(policy)]
+        return [bytes(store.read(location(row)))[:256] for row in catalog.revisions.page(policy)]
 
 
 def test_nothing_of_it_is_left_and_each_place_is_reported(file, params, catalog):
@@ -126,7 +127,7 @@ def test_nothing_of_it_is_left_and_each_place_is_reported(file, params, catalog)
     for secret in secrets:
         assert is_anywhere(params, secret) == [], secret[:20]
     check_kept(params)
-    mark = catalog.purged("gone")
+    mark = catalog.purges.find("gone")
     assert mark is not None
     assert mark["by"] == "ann"
 
@@ -147,7 +148,7 @@ class Killed(BaseException):
 def test_killed_at_any_place_it_goes_on_from_there(params, catalog, monkeypatch, place, after):
     """Before its work, and when the work is done but not noted."""
     secrets = payloads(params, catalog, "gone")
-    inner = Catalog.purge if place == "catalog" else getattr(purging, NAMES[place])
+    inner = Purges.run if place == "catalog" else getattr(purging, NAMES[place])
 
     def dies(*arguments, **only_ask):
         if only_ask:
@@ -158,7 +159,7 @@ def test_killed_at_any_place_it_goes_on_from_there(params, catalog, monkeypatch,
 
     with monkeypatch.context() as patch:
         if place == "catalog":
-            patch.setattr(Catalog, "purge", dies)
+            patch.setattr(Purges, "run", dies)
         else:
             patch.setattr(purging, NAMES[place], dies)
         with pytest.raises(Killed):
@@ -178,19 +179,19 @@ NAMES = {
 
 
 def test_it_is_refused_while_a_release_runs(params, catalog):
-    digest = catalog.revisions("gone")[0].digest
-    catalog.add_release(Release("r", "gone", digest, None, "canary", 0.2, "running", {}, 1.0, 1.0))
+    digest = catalog.revisions.page("gone")[0].digest
+    catalog.releases.add(Release("r", "gone", digest, None, "canary", 0.2, "running", {}, 1.0, 1.0))
     with pytest.raises(Conflict, match=r"A release of 'gone' runs, at its canary\. .*graftwork hold gone"):
         purge(params)
     nothing_happened(params, catalog)
-    catalog.update_release("r", 0, state="held")
+    catalog.releases.update("r", 0, state="held")
     purge(params)
     check_kept(params)
 
 
 def nothing_happened(params: Params, catalog: Catalog) -> None:
-    assert len(catalog.revisions("gone")) == 3
-    assert catalog.purged("gone") is None
+    assert len(catalog.revisions.page("gone")) == 3
+    assert catalog.purges.find("gone") is None
     assert state_file(params.paths.sessions / f"gone-{'0' * 12}").is_file()
     assert not (params.paths.root / "purges" / "gone.json").is_file()
 
@@ -232,7 +233,7 @@ def test_two_at_once_do_not_meet(params, catalog, monkeypatch):
         purge(params)
     go_on.set()
     first.join(60)
-    assert catalog.purged("gone")
+    assert catalog.purges.find("gone")
 
 
 @pytest.mark.parametrize("place", ["sessions", "segments", "store", "ledger"])
@@ -248,21 +249,21 @@ def test_a_name_that_came_back_after_a_kill_is_purged_from_the_start(params, cat
         patch.setattr(purging, NAMES[place], dies)
         with pytest.raises(Killed):
             purge(params)
-    assert catalog.purged("gone")
+    assert catalog.purges.find("gone")
     with pytest.raises(NotFound):
-        catalog.policy("gone")
+        catalog.policies.get("gone")
     for again in (False, True):
         with pytest.raises(Conflict, match=r"has not come to its end.*graftwork purge gone"):
             allow_again(params, "gone", "me", again)
     # As if the record had been lost from sight, by another installation of the same catalog.
-    catalog.add_policy(Policy("gone", BASE, {}, "me", 1.0), again=True)
+    catalog.policies.add(Policy("gone", BASE, {}, "me", 1.0), again=True)
     (row,) = keep(params, catalog, "gone", [99], exported=True)
     secrets += payloads(params, catalog, "gone")
     record = purge(params)
     assert record.places["name"]["policies"] == 1
     assert row.segment in record.segments
     with pytest.raises(NotFound):
-        catalog.revision("gone", row.digest)
+        catalog.revisions.get("gone", row.digest)
     for secret in secrets:
         assert is_anywhere(params, secret) == []
     check_kept(params)
@@ -273,7 +274,7 @@ def test_nothing_is_published_under_a_name_whose_sessions_are_gone(params, catal
     inner = purging._sessions
 
     def sessions(*arguments, only_ask=False):
-        seen.append((only_ask, catalog.purged("gone") is not None))
+        seen.append((only_ask, catalog.purges.find("gone") is not None))
         return inner(*arguments, only_ask=only_ask)
 
     monkeypatch.setattr(purging, "_sessions", sessions)
@@ -283,7 +284,7 @@ def test_nothing_is_published_under_a_name_whose_sessions_are_gone(params, catal
 
 def test_it_does_not_end_while_a_segment_with_its_bytes_is_left(params, catalog):
     """Another policy's damaged revision keeps it; so does a writer."""
-    (kept, other), segment = catalog.revisions("kept"), catalog.revisions("gone")[0].segment
+    (kept, other), segment = catalog.revisions.page("kept"), catalog.revisions.page("gone")[0].segment
     assert {kept.segment, other.segment} == {segment}
     file = params.paths.store / segment
     whole = file.read_bytes()
@@ -323,7 +324,7 @@ def test_a_purged_name_is_taken_again_only_on_purpose(params, catalog, monkeypat
     purge(params)
     monkeypatch.setattr(base, "ensure_base", lambda *_: base.BaseInfo("b", Path("b"), BASE))
     with pytest.raises(Conflict, match="was purged by 'ann'"):
-        catalog.add_policy(Policy("gone", BASE, {}, "me", 1.0))
+        catalog.policies.add(Policy("gone", BASE, {}, "me", 1.0))
     with pytest.raises(Conflict, match=r"was purged by 'ann'\. .*--again"):
         allow_again(params, "gone", "me", False)
     allow_again(params, "kept", "me", False)
@@ -333,9 +334,9 @@ def test_a_purged_name_is_taken_again_only_on_purpose(params, catalog, monkeypat
     # And purged again: a record of its own.
     again = purging.purge(params, "gone", "bob", "once more", lambda place, counts: None)
     assert (again.by, again.places["catalog"]["revisions"]) == ("bob", 1)
-    assert catalog.purged("gone")["by"] == "bob"
+    assert catalog.purges.find("gone")["by"] == "bob"
     with pytest.raises(NotFound):
-        catalog.revision("gone", row.digest)
+        catalog.revisions.get("gone", row.digest)
 
 
 def test_a_catalog_of_an_older_version_is_brought_to_the_newest_schema_first(params):
@@ -343,7 +344,7 @@ def test_a_catalog_of_an_older_version_is_brought_to_the_newest_schema_first(par
     upgrade_to(params.paths.catalog_url, "0002")
     allow_again(params, "sums", "me", False)
     with closing(Catalog(params.paths.catalog_url)) as catalog:
-        assert catalog.purged("sums") is None
+        assert catalog.purges.find("sums") is None
 
 
 def test_what_was_its_own_before_goes_too(params, catalog):
@@ -353,26 +354,26 @@ def test_what_was_its_own_before_goes_too(params, catalog):
             keep(params, catalog, name, [seed], into=store) for name, seed in (("gone", 7), ("kept", 8))
         )
         payload = bytes(store.read(location(snapshot)))[:256]
-    others = {row.segment for row in catalog.revisions("gone") if row.digest != snapshot.digest}
+    others = {row.segment for row in catalog.revisions.page("gone") if row.digest != snapshot.digest}
     assert snapshot.segment not in others
-    catalog.set_expiry("gone", snapshot.digest, 1.0)
-    assert [row.digest for row in catalog.expire(2.0)] == [snapshot.digest]
+    catalog.lifecycle.set_expiry("gone", snapshot.digest, 1.0)
+    assert [row.digest for row in catalog.lifecycle.expire(2.0)] == [snapshot.digest]
     assert is_anywhere(params, payload)
     purge(params)
     assert not is_anywhere(params, payload)
     with closing(open_store(params)) as store:
-        assert store.check([location(catalog.revision("kept", beside.digest))]) == [None]
+        assert store.check([location(catalog.revisions.get("kept", beside.digest))]) == [None]
 
 
 def test_bytes_that_another_policy_shares_stay(params, catalog):
     """One adapter under two names: identical bytes lie in the store once."""
     from dataclasses import replace
 
-    shared = catalog.revisions("gone")[0]
-    catalog.add_revisions([replace(shared, policy="kept")], [shared.digest])
+    shared = catalog.revisions.page("gone")[0]
+    catalog.revisions.add_many([replace(shared, policy="kept")], [shared.digest])
     purge(params)
     with closing(open_store(params)) as store:
-        row = catalog.revision("kept", shared.digest)
+        row = catalog.revisions.get("kept", shared.digest)
         assert store.check([location(row)]) == [None]
     assert row.segment != shared.segment
 
@@ -392,7 +393,7 @@ def running(params: Params) -> Iterator[Controller]:
 
 def test_a_running_controller_purges_its_own_ledger(params, catalog, monkeypatch):
     """The ledger has one writer; in the controller's own thread, between two turns."""
-    key = ensure_local_key(catalog, params.paths.local_key)
+    key = catalog.keys.ensure_local(params.paths.local_key)
     with running(params) as controller:
         wait_for(lambda: controller._ingested_at)
         mirror = AliasMirror(catalog, controller.desk, controller.lock, Registry(None))
@@ -436,11 +437,11 @@ def wait_for(happened: Callable[[], object]) -> None:
 
 
 def test_a_controller_that_does_not_answer_is_said_and_the_rest_is_not_repeated(params, catalog):
-    catalog.acquire("controller", "somebody", 60)
-    ensure_local_key(catalog, params.paths.local_key)
+    catalog.leases.acquire("controller", "somebody", 60)
+    catalog.keys.ensure_local(params.paths.local_key)
     with pytest.raises(ServiceError, match="The controller holds the ledger"):
         purge(params)
-    catalog.release_lease("controller", "somebody")
+    catalog.leases.release("controller", "somebody")
     record = purge(params)
     assert record.places["catalog"]["revisions"] == 3
     assert is_anywhere(params, SECRET.encode()) == []
@@ -502,7 +503,7 @@ def test_a_read_through_cache_drops_its_copies(tmp_path, catalog, params, monkey
         def close(self):
             pass
 
-    wanted = sorted(row.checksum for row in catalog.revisions("gone"))
+    wanted = sorted(row.checksum for row in catalog.revisions.page("gone"))
     local = purging._cache
     from engine.store import open as store
 

@@ -111,7 +111,7 @@ def test_an_import_is_published_once_and_holds_the_same_tensors(tiny_base, tmp_p
     assert import_revision(params, tmp_path / "revision") == manifest
     assert import_revision(params, tmp_path / "revision") == manifest
     catalog = Catalog(params.paths.catalog_url)
-    (row,) = catalog.revisions("sums")
+    (row,) = catalog.revisions.page("sums")
     assert (row.digest, row.state, row.rank) == (manifest.digest, "exported", 2)
     assert len(list(params.paths.store.glob("*.seg"))) == 1
     catalog.close()
@@ -128,14 +128,14 @@ def test_an_import_leaves_the_policy_its_settings_and_its_owner(tiny_base, tmp_p
     manifest = make_revision(tiny_base, tmp_path / "one")
     import_revision(params, tmp_path / "one")
     catalog = Catalog(params.paths.catalog_url)
-    catalog.add_policy(Policy("sums", manifest.base_digest, {"suite": "mine"}, "local", 1.0))
+    catalog.policies.add(Policy("sums", manifest.base_digest, {"suite": "mine"}, "local", 1.0))
     make_revision(tiny_base, tmp_path / "two", seed=1)
     import_revision(params, tmp_path / "two")
-    assert catalog.policy("sums").config == {"suite": "mine"}
+    assert catalog.policies.get("sums").config == {"suite": "mine"}
     make_revision(tiny_base, tmp_path / "three", seed=2)
     with pytest.raises(Conflict, match="belongs to 'local'"):
         import_revision(params, tmp_path / "three", owner="eve")
-    assert len(catalog.revisions("sums")) == 2
+    assert len(catalog.revisions.page("sums")) == 2
     catalog.close()
 
 
@@ -512,7 +512,7 @@ def test_the_command_pins_the_champion(checkout, tiny_base, tmp_path):
     ended = graftwork(checkout.file, "pin", "sums")
     assert (ended.returncode, ended.stderr.count("no champion yet")) == (5, 1)
     catalog = Catalog(checkout.params().paths.catalog_url)
-    catalog.set_route(replace(catalog.route("sums"), champion=manifest.digest), 0)
+    catalog.routes.update(replace(catalog.routes.get("sums"), champion=manifest.digest), 0)
     catalog.close()
     ended = graftwork(checkout.file, "pin", "sums")
     assert ended.returncode == 0, ended.stderr

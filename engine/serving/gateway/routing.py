@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.catalog.catalog import Catalog, Key, Revision, Route
-from engine.catalog.guards import hash_key
+from engine.catalog.keys import hash_key
 from engine.errors import AdapterError, Conflict, GraftworkError, NotFound, ServiceError
 from engine.serving.gateway.row_cache import KEPT, Rows
 from engine.settings.params import DIGEST12, POLICY_NAME, served_name, split_served_name
@@ -77,7 +77,7 @@ class Router:
         self._look()
 
         def read() -> Key:
-            found = self._catalog.key(plaintext)
+            found = self._catalog.keys.find(plaintext)
             if found is None:
                 raise NotFound("There is no such key.")
             return found
@@ -137,11 +137,11 @@ class Router:
 
     def in_quarantine(self, revisions: Iterable[Revision]) -> set[tuple[str, str]]:
         """Return which of these revisions (policy, digest) are served to nobody: their bytes are damaged."""
-        return self._catalog.in_quarantine([revision.digest for revision in revisions])
+        return self._catalog.quarantine.among([revision.digest for revision in revisions])
 
     def policies(self, limit: int) -> list[str]:
         """Return the names of so many policies, in their order."""
-        return self._catalog.first_policies(limit)
+        return self._catalog.routes.first_policies(limit)
 
     def take_changed(self) -> set[str] | None:
         """Return the policies of which something has changed since the last call; None: any of them may."""
@@ -164,7 +164,7 @@ class Router:
 
     def _read_released(self) -> frozenset[tuple[str, str]]:
         found = set()
-        for release in self._catalog.releases(open_only=True):
+        for release in self._catalog.releases.all(open_only=True):
             with suppress(NotFound):
                 route = self._route(release.policy)
                 if self._rows.unread_since(("route", release.policy)) is not None:
@@ -177,13 +177,13 @@ class Router:
     def _look(self) -> None:
         """Ask whether anything has changed: microseconds, so that every request can ask."""
         try:
-            version = self._catalog.data_version()
+            version = self._catalog.changes.version()
             if version != self._version:
-                self._seen, names = self._catalog.changed_since(self._seen)
+                self._seen, names = self._catalog.changes.since(self._seen)
                 self._rows.note(self._seen, names)
                 self._note_changed(names)
                 self._version = version
-            self._read_at = self._clock() - self._catalog.data_version_age()
+            self._read_at = self._clock() - self._catalog.changes.age()
         except Exception as error:
             if self._version is None:
                 raise ServiceError(f"The catalog cannot be read: {error}. Requests wait for it.") from None
@@ -220,16 +220,16 @@ class Router:
 
     def _route(self, policy: str) -> Route:
         # A name that is not there is not kept: anybody may make up as many as they like.
-        route: Route = self._read(policy, ("route", policy), lambda: self._catalog.route(policy))
+        route: Route = self._read(policy, ("route", policy), lambda: self._catalog.routes.get(policy))
         return route
 
     def _revision(self, policy: str, digest: str) -> Revision:
         if len(digest) < DIGEST12:
             # Any new revision may begin with so few digits, too.
-            found = self._catalog.revision(policy, digest)
+            found = self._catalog.revisions.get(policy, digest)
         else:
             key = ("revision", policy, digest)
-            found = self._read(policy, key, lambda: self._catalog.revision(policy, digest))
+            found = self._read(policy, key, lambda: self._catalog.revisions.get(policy, digest))
             if len(digest) < len(found.digest):
                 # Who asked by a prefix asks for its whole digest next.
                 whole = ("revision", policy, found.digest)
@@ -246,7 +246,7 @@ class Router:
 
     def _stone(self, policy: str, digest: str) -> Any:
         key = _stone_of(policy, digest)
-        return self._read(policy, key, lambda: self._catalog.tombstone(policy, digest))
+        return self._read(policy, key, lambda: self._catalog.tombstones.find(policy, digest))
 
     def _reason(self, revision: Revision) -> str | None:
         """Return why a revision is served to nobody, None if it is served."""
@@ -258,7 +258,7 @@ class Router:
         return None
 
     def _purged(self, model: str, policy: str) -> Gone | None:
-        purged = self._catalog.purged(policy)
+        purged = self._catalog.purges.find(policy)
         if purged is None:
             return None
         return Gone(f"{model[:SHOWN]} was purged by {purged['by']}; its adapters are gone for good.")
@@ -267,7 +267,7 @@ class Router:
         """Return why there is no such model: its name was purged, or never known."""
         if POLICY_NAME.fullmatch(policy) and (gone := self._purged(model, policy)) is not None:
             return gone
-        nearest = [self.base_name, *self._catalog.nearest_policies(policy[:SHOWN])]
+        nearest = [self.base_name, *self._catalog.suggestions.policies(policy[:SHOWN])]
         return NotFound(f"There is no model {model[:SHOWN]!r}. Known: {', '.join(nearest)}.", nearest)
 
     def _follow(self, route: Route, unit: str) -> Target:

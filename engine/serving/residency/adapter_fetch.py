@@ -37,7 +37,7 @@ class Source:
     def __init__(self, engine: Engine, catalog: Catalog, store: Store):
         self._engine, self._catalog, self._store = engine, catalog, store
         self._threads = ThreadPoolExecutor(THREADS, "graftwork-fetch")
-        self._layout = lru_cache(LAYOUTS)(catalog.layout)
+        self._layout = lru_cache(LAYOUTS)(catalog.layouts.get)
 
     async def bring(self, name: str, row: Revision) -> None:
         """Fetch and prepare. Bytes that are damaged or not where their row said are looked for once more."""
@@ -49,7 +49,9 @@ class Source:
                 better = None if last else await self._in_thread(self._look_again, row)
                 if better is None:
                     if isinstance(fault, DamagedBytes):
-                        await self._in_thread(self._catalog.quarantine, row.policy, row.digest, str(fault))
+                        await self._in_thread(
+                            self._catalog.quarantine.add, row.policy, row.digest, str(fault)
+                        )
                     raise
                 row = better
 
@@ -76,7 +78,7 @@ class Source:
         }
 
     def _refuse_quarantined(self, row: Revision) -> None:
-        reason = self._catalog.quarantined(row.policy, row.digest)
+        reason = self._catalog.quarantine.reason(row.policy, row.digest)
         if reason is not None:
             raise AdapterError(
                 f"{served_name(row.policy, row.digest)} is in quarantine: {reason} "
@@ -84,12 +86,12 @@ class Source:
             )
 
     def _confirm(self, row: Revision) -> None:
-        self._catalog.revision(row.policy, row.digest)
+        self._catalog.revisions.get(row.policy, row.digest)
         self._refuse_quarantined(row)
 
     def _look_again(self, row: Revision) -> Revision | None:
         """Return the row as it is now if its bytes may be better: they have moved, or a copy was dropped."""
-        now = self._catalog.revision(row.policy, row.digest)
+        now = self._catalog.revisions.get(row.policy, row.digest)
         was_copy = self._store.drop_cached(location(row))
         return now if was_copy or location(now) != location(row) else None
 

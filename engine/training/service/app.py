@@ -170,7 +170,7 @@ def load_trainer(params: Params) -> "Trainer":
     info = ensure_base(params.base, params.paths)
     migrate(params.paths.catalog_url)
     catalog = Catalog(params.paths.catalog_url)
-    catalog.add_base(Base(info.digest, info.name, str(info.path), time.time()))
+    catalog.bases.add(Base(info.digest, info.name, str(info.path), time.time()))
     dtype = getattr(torch, params.engine.dtype_on(plan is not None))
     exporter = Exporter(params, catalog, dtype, end_tokens(info.path))
     base = load_base(params, info.path, plan)

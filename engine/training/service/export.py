@@ -58,7 +58,7 @@ class Exporter:
 
     def parent_tensors(self, policy: str, digest: str) -> dict[str, Tensor]:
         """Return the canonical tensors of a revision in the store."""
-        return stored_tensors(self.catalog, self.store, self.catalog.revision(policy, digest))
+        return stored_tensors(self.catalog, self.store, self.catalog.revisions.get(policy, digest))
 
     def probe_revision(
         self,

@@ -70,9 +70,9 @@ def start_of(
 def _newest(exporter: Exporter, policy: str) -> str:
     """Return the digest of a policy's champion, or of its newest exported revision."""
     catalog = exporter.catalog
-    if champion := catalog.route(policy).champion:
+    if champion := catalog.routes.get(policy).champion:
         return champion
-    exported = (row.digest for row in catalog.revisions(policy) if row.state == "exported")
+    exported = (row.digest for row in catalog.revisions.page(policy) if row.state == "exported")
     if newest := next(exported, None):
         return newest
     raise NotFound(

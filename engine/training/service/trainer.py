@@ -111,9 +111,9 @@ class Trainer:
         config, catalog = request.policy_config, self.exporter.catalog
         if config is None:
             # Raises for a policy that nobody has described: its revisions could never be released.
-            catalog.policy(request.policy)
+            catalog.policies.get(request.policy)
             return
-        catalog.add_policy(Policy(request.policy, self.base_digest, config, request.owner, time.time()))
+        catalog.policies.add(Policy(request.policy, self.base_digest, config, request.owner, time.time()))
 
     def close_session(self, request: protocol.CloseSession) -> dict[str, Any]:
         self.sessions.checked(request)

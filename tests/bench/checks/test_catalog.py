@@ -77,7 +77,7 @@ def test_what_is_registered_is_found(streamed: bool, tmp_path: Path, monkeypatch
     catalog, store = Catalog(url), Store(tmp_path / "store")
     for number, policy, digest in names:
         assert policy == f"bulk-{number % 3}"
-        tensors = stored_tensors(catalog, store, catalog.revision(policy, digest))
+        tensors = stored_tensors(catalog, store, catalog.revisions.get(policy, digest))
         wanted = maker.one(number)
         assert tensors.keys() == wanted.keys()
         assert all(torch.equal(tensors[key], wanted[key]) for key in wanted)

@@ -27,15 +27,14 @@ from postgres import fresh_database
 from rows import make_release, make_revision
 from sqlalchemy import Connection, event, select, update
 
-from engine.catalog import access as catalog_access
-from engine.catalog import guards as catalog_guards
+from engine.catalog import changes as catalog_changes
+from engine.catalog import leases as catalog_leases
 from engine.catalog.catalog import (
     Base,
     Catalog,
     Policy,
     Revision,
     Route,
-    ensure_local_key,
     migrate,
 )
 from engine.catalog.database import open_engine
@@ -80,7 +79,7 @@ def test_several_processes_may_migrate_at_once(empty_catalog_url: str) -> None:
     for worker in workers:
         worker.join(30)
     assert [worker.exitcode for worker in workers] == [0, 0, 0]
-    assert Catalog(url).policies() == []
+    assert Catalog(url).policies.page() == []
 
 
 def test_a_file_that_is_no_catalog_is_refused(tmp_path: Path) -> None:
@@ -109,141 +108,151 @@ def test_a_database_that_is_empty_or_gone_is_a_sentence(empty_catalog_url: str) 
 
 def test_a_full_disk_is_a_sentence(sqlite_catalog_url: str) -> None:
     catalog = Catalog(sqlite_catalog_url)
-    with catalog._write() as connection:
+    with catalog._access.write() as connection:
         pages = connection.exec_driver_sql("PRAGMA page_count").scalar_one()
     with pytest.raises(ServiceError, match="cannot be written"):
         _write_too_much(catalog, pages)
     with pytest.raises(NotFound):
-        catalog.layout("x")
+        catalog.layouts.get("x")
 
 
 def _write_too_much(catalog: Catalog, pages: int) -> None:
-    with catalog._write() as connection:
+    with catalog._access.write() as connection:
         connection.exec_driver_sql(f"PRAGMA max_page_count = {pages}")
         connection.exec_driver_sql("INSERT INTO layouts VALUES ('x', hex(zeroblob(1000000)))")
 
 
 def test_policies_belong_to_an_owner_and_a_base(catalog: Catalog) -> None:
-    catalog.add_policy(Policy("sorting", "base", {"rank": 1}, "me", 2.0))
-    assert catalog.policy("sorting").config == {"rank": 1}
-    assert catalog.policy("sorting").created_at == 1.0
+    catalog.policies.add(Policy("sorting", "base", {"rank": 1}, "me", 2.0))
+    assert catalog.policies.get("sorting").config == {"rank": 1}
+    assert catalog.policies.get("sorting").created_at == 1.0
     with pytest.raises(Conflict, match="belongs to 'me'"):
-        catalog.add_policy(Policy("sorting", "base", {}, "you", 2.0))
+        catalog.policies.add(Policy("sorting", "base", {}, "you", 2.0))
     with pytest.raises(Conflict, match="base"):
-        catalog.add_policy(Policy("sorting", "other", {}, "me", 2.0))
+        catalog.policies.add(Policy("sorting", "other", {}, "me", 2.0))
     with pytest.raises(NotFound, match="Known policies: sorting"):
-        catalog.policy("sortin")
+        catalog.policies.get("sortin")
 
 
 def test_bases_and_layouts_are_added_once(catalog: Catalog) -> None:
-    catalog.add_base(Base("b1", "tiny", "/somewhere", 1.0))
-    catalog.add_base(Base("b1", "renamed", "/elsewhere", 2.0))
-    assert catalog.base("b1").name == "tiny"
+    catalog.bases.add(Base("b1", "tiny", "/somewhere", 1.0))
+    catalog.bases.add(Base("b1", "renamed", "/elsewhere", 2.0))
+    assert catalog.bases.get("b1").name == "tiny"
     digest = hashlib.sha256(b"{}").hexdigest()
-    catalog.add_layout(digest, "{}")
-    catalog.add_layout(digest, "{}")
-    assert catalog.layout(digest) == "{}"
+    catalog.layouts.add(digest, "{}")
+    catalog.layouts.add(digest, "{}")
+    assert catalog.layouts.get(digest) == "{}"
     with pytest.raises(NotFound):
-        catalog.base("b2")
+        catalog.bases.get("b2")
 
 
 def test_a_revision_is_added_once_and_upgraded_by_its_export(catalog: Catalog) -> None:
-    assert catalog.add_revision(make_revision("aa11"))
-    assert not catalog.add_revision(make_revision("aa11", segment="s2", expires_at=20.0))
-    assert catalog.revision("sorting", "aa11") == make_revision("aa11", expires_at=20.0)
-    assert not catalog.add_revision(make_revision("aa11", state="exported", expires_at=None))
-    assert not catalog.add_revision(make_revision("aa11", expires_at=99.0))
-    assert catalog.revision("sorting", "aa11") == make_revision("aa11", state="exported", expires_at=None)
+    assert catalog.revisions.add(make_revision("aa11"))
+    assert not catalog.revisions.add(make_revision("aa11", segment="s2", expires_at=20.0))
+    assert catalog.revisions.get("sorting", "aa11") == make_revision("aa11", expires_at=20.0)
+    assert not catalog.revisions.add(make_revision("aa11", state="exported", expires_at=None))
+    assert not catalog.revisions.add(make_revision("aa11", expires_at=99.0))
+    assert catalog.revisions.get("sorting", "aa11") == make_revision(
+        "aa11", state="exported", expires_at=None
+    )
 
 
 def test_a_revision_moves_to_other_bytes_and_stays_what_it_is(catalog: Catalog) -> None:
-    catalog.add_revision(make_revision("aa11", state="exported", expires_at=None))
-    catalog.set_probe("sorting", "aa11", {"accepted": True})
-    catalog.add_revision(make_revision("aa22"))
+    catalog.revisions.add(make_revision("aa11", state="exported", expires_at=None))
+    catalog.revisions.set_probe("sorting", "aa11", {"accepted": True})
+    catalog.revisions.add(make_revision("aa22"))
     place = {"layout": "l2", "segment": "s2", "offset": 64, "length": 128, "checksum": "dd"}
-    moved = catalog.move_revision(make_revision("aa11", owner="you", created_at=9.0, **place))
-    assert moved == catalog.revision("sorting", "aa11")
+    moved = catalog.places.replace(make_revision("aa11", owner="you", created_at=9.0, **place))
+    assert moved == catalog.revisions.get("sorting", "aa11")
     assert moved == make_revision(
         "aa11", state="exported", expires_at=None, probe={"accepted": True}, **place
     )
-    assert catalog.revision("sorting", "aa22") == make_revision("aa22")
-    assert catalog.move_revision(make_revision("bb")) == make_revision("bb")
+    assert catalog.revisions.get("sorting", "aa22") == make_revision("aa22")
+    assert catalog.places.replace(make_revision("bb")) == make_revision("bb")
 
 
 def test_a_digest_prefix_names_one_revision(catalog: Catalog) -> None:
     for digest in ("aa11", "aa22", "ff99"):
-        catalog.add_revision(make_revision(digest))
-    assert catalog.revision("sorting", "ff").digest == "ff99"
-    assert catalog.revision("sorting", "aa2").digest == "aa22"
+        catalog.revisions.add(make_revision(digest))
+    assert catalog.revisions.get("sorting", "ff").digest == "ff99"
+    assert catalog.revisions.get("sorting", "aa2").digest == "aa22"
     with pytest.raises(Conflict, match="more digits"):
-        catalog.revision("sorting", "aa")
+        catalog.revisions.get("sorting", "aa")
     with pytest.raises(NotFound):
-        catalog.revision("sorting", "b")
+        catalog.revisions.get("sorting", "b")
     with pytest.raises(NotFound):
-        catalog.revision("other", "ff")
+        catalog.revisions.get("other", "ff")
 
 
 def test_pages_hold_every_revision_once_newest_first(catalog: Catalog) -> None:
     # Several share a time: what came last is the newest.
     rows = [make_revision(f"{99 - i:04x}", created_at=float(i // 3)) for i in range(25)]
     for row in rows:
-        catalog.add_revision(row)
+        catalog.revisions.add(row)
     pages: list[Revision] = []
-    while page := catalog.revisions("sorting", after=pages[-1] if pages else None, limit=7):
+    while page := catalog.revisions.page("sorting", after=pages[-1] if pages else None, limit=7):
         pages += page
     assert pages == rows[::-1]
 
 
 def test_a_page_after_a_row_that_is_gone_leaves_none_out(catalog: Catalog) -> None:
     rows = [make_revision(f"{i:04x}", state="snapshot", expires_at=9.0, created_at=1.0) for i in range(5)]
-    catalog.add_revisions(rows)
-    catalog.set_expiry("sorting", rows[3].digest, 1.0)
-    last = catalog.revisions("sorting", limit=2)[-1]
-    assert [row.digest for row in catalog.expire(2.0)] == [last.digest]
-    assert set(catalog.revisions("sorting", after=last)) >= set(rows[:3])
+    catalog.revisions.add_many(rows)
+    catalog.lifecycle.set_expiry("sorting", rows[3].digest, 1.0)
+    last = catalog.revisions.page("sorting", limit=2)[-1]
+    assert [row.digest for row in catalog.lifecycle.expire(2.0)] == [last.digest]
+    assert set(catalog.revisions.page("sorting", after=last)) >= set(rows[:3])
 
 
 def test_expiry_spares_what_routes_and_releases_name(catalog: Catalog) -> None:
     for digest in ("a1", "a2", "a3", "a4", "a5", "a6"):
-        catalog.add_revision(make_revision(digest))
-    catalog.add_revision(make_revision("a7", expires_at=99.0))
-    catalog.add_revision(make_revision("a8", state="exported", expires_at=None))
-    catalog.set_route(Route("sorting", champion="a1", previous="a2", canary="a3"), 0)
-    catalog.add_release(replace(make_release("r1", "a4"), baseline="a5"))
-    assert [row.digest for row in catalog.expire(now=50.0)] == ["a6"]
-    assert {row.digest for row in catalog.revisions("sorting")} == {"a1", "a2", "a3", "a4", "a5", "a7", "a8"}
+        catalog.revisions.add(make_revision(digest))
+    catalog.revisions.add(make_revision("a7", expires_at=99.0))
+    catalog.revisions.add(make_revision("a8", state="exported", expires_at=None))
+    catalog.routes.update(Route("sorting", champion="a1", previous="a2", canary="a3"), 0)
+    catalog.releases.add(replace(make_release("r1", "a4"), baseline="a5"))
+    assert [row.digest for row in catalog.lifecycle.expire(now=50.0)] == ["a6"]
+    assert {row.digest for row in catalog.revisions.page("sorting")} == {
+        "a1",
+        "a2",
+        "a3",
+        "a4",
+        "a5",
+        "a7",
+        "a8",
+    }
 
 
 def test_probe_results_are_kept(catalog: Catalog) -> None:
-    catalog.add_revision(make_revision("aa"))
-    assert catalog.revision("sorting", "aa").probe is None
-    catalog.set_probe("sorting", "aa", {"accepted": True, "max_error": 1e-4})
-    assert catalog.revision("sorting", "aa").probe == {"accepted": True, "max_error": 1e-4}
+    catalog.revisions.add(make_revision("aa"))
+    assert catalog.revisions.get("sorting", "aa").probe is None
+    catalog.revisions.set_probe("sorting", "aa", {"accepted": True, "max_error": 1e-4})
+    assert catalog.revisions.get("sorting", "aa").probe == {"accepted": True, "max_error": 1e-4}
     with pytest.raises(NotFound):
-        catalog.set_probe("sorting", "bb", {})
+        catalog.revisions.set_probe("sorting", "bb", {})
 
 
 def test_a_route_changes_by_compare_and_swap(catalog: Catalog) -> None:
-    catalog.add_revisions([make_revision("aa"), make_revision("bb")])
-    route = catalog.route("sorting")
+    catalog.revisions.add_many([make_revision("aa"), make_revision("bb")])
+    route = catalog.routes.get("sorting")
     assert (route.champion, route.version) == (None, 0)
     assert len(route.salt) == 16
-    changed = catalog.set_route(replace(route, canary="aa", weight=0.2), route.version)
+    changed = catalog.routes.update(replace(route, canary="aa", weight=0.2), route.version)
     assert changed.version == 1
     assert changed.salt == route.salt
-    assert catalog.route("sorting") == changed
+    assert catalog.routes.get("sorting") == changed
     with pytest.raises(Conflict, match="changed since version 0"):
-        catalog.set_route(replace(route, champion="bb"), route.version)
-    assert catalog.routes() == [changed]
+        catalog.routes.update(replace(route, champion="bb"), route.version)
+    assert catalog.routes.page() == [changed]
 
 
 def raise_weight(url: str, times: int) -> None:
     catalog = Catalog(url)
     for _ in range(times):
         while True:
-            route = catalog.route("sorting")
+            route = catalog.routes.get("sorting")
             try:
-                catalog.set_route(replace(route, weight=route.weight + 1), route.version)
+                catalog.routes.update(replace(route, weight=route.weight + 1), route.version)
                 break
             except Conflict:
                 continue
@@ -255,127 +264,127 @@ def test_no_change_of_several_processes_is_lost(catalog_url: str, catalog: Catal
         worker.start()
     for worker in workers:
         worker.join(60)
-    route = catalog.route("sorting")
+    route = catalog.routes.get("sorting")
     assert (route.weight, route.version) == (75.0, 75)
 
 
 def test_a_tombstone_is_stronger_than_a_route(catalog: Catalog) -> None:
-    catalog.add_revisions([make_revision("aa")])
-    stone = catalog.bury("sorting", "aa", "It answered nonsense.", "controller")
-    assert catalog.bury("sorting", "aa", "Another reason.", "me") == stone
+    catalog.revisions.add_many([make_revision("aa")])
+    stone = catalog.tombstones.add("sorting", "aa", "It answered nonsense.", "controller")
+    assert catalog.tombstones.add("sorting", "aa", "Another reason.", "me") == stone
     for route in (Route("sorting", champion="aa"), Route("sorting", canary="aa")):
         with pytest.raises(Conflict, match="nonsense"):
-            catalog.set_route(route, 0)
-    assert catalog.tombstone("sorting", "aa") == stone
-    assert [stone.reason for stone in catalog.tombstones()] == ["It answered nonsense."]
-    lifted = catalog.lift("sorting", "aa", "me", "It was the data.")
+            catalog.routes.update(route, 0)
+    assert catalog.tombstones.find("sorting", "aa") == stone
+    assert [stone.reason for stone in catalog.tombstones.in_force()] == ["It answered nonsense."]
+    lifted = catalog.tombstones.lift("sorting", "aa", "me", "It was the data.")
     assert (lifted.lifted_by, lifted.lifted_reason) == ("me", "It was the data.")
-    assert catalog.tombstone("sorting", "aa") is None
-    assert catalog.tombstones() == []
-    catalog.set_route(Route("sorting", champion="aa"), 0)
+    assert catalog.tombstones.find("sorting", "aa") is None
+    assert catalog.tombstones.in_force() == []
+    catalog.routes.update(Route("sorting", champion="aa"), 0)
     with pytest.raises(NotFound, match="no tombstone"):
-        catalog.lift("sorting", "aa", "me", "again")
-    assert catalog.bury("sorting", "aa", "Worse than before.", "me").reason == "Worse than before."
+        catalog.tombstones.lift("sorting", "aa", "me", "again")
+    assert catalog.tombstones.add("sorting", "aa", "Worse than before.", "me").reason == "Worse than before."
 
 
 def test_one_release_of_a_policy_runs(catalog: Catalog) -> None:
-    catalog.add_revisions([make_revision("aa"), make_revision("bb")])
-    catalog.add_release(make_release("r1"))
+    catalog.revisions.add_many([make_revision("aa"), make_revision("bb")])
+    catalog.releases.add(make_release("r1"))
     with pytest.raises(Conflict, match="running"):
-        catalog.add_release(make_release("r2", "bb"))
-    ended = catalog.update_release("r1", 0, state="held", reason="why", evidence={"n": 1})
+        catalog.releases.add(make_release("r2", "bb"))
+    ended = catalog.releases.update("r1", 0, state="held", reason="why", evidence={"n": 1})
     assert (ended.version, ended.state, ended.evidence) == (1, "held", {"n": 1})
     with pytest.raises(Conflict, match="changed since"):
-        catalog.update_release("r1", 0, state="promoted")
-    catalog.add_release(make_release("r2", "bb"))
-    assert [release.id for release in catalog.releases(open_only=True)] == ["r2"]
-    assert {release.id for release in catalog.releases("sorting")} == {"r1", "r2"}
-    assert catalog.release("r1") == ended
+        catalog.releases.update("r1", 0, state="promoted")
+    catalog.releases.add(make_release("r2", "bb"))
+    assert [release.id for release in catalog.releases.all(open_only=True)] == ["r2"]
+    assert {release.id for release in catalog.releases.all("sorting")} == {"r1", "r2"}
+    assert catalog.releases.get("r1") == ended
     with pytest.raises(NotFound):
-        catalog.release("r9")
+        catalog.releases.get("r9")
 
 
 def test_a_lease_has_one_holder_and_a_growing_fence(catalog: Catalog) -> None:
-    assert catalog.acquire("controller", "a", ttl_s=60) == 1
-    assert catalog.acquire("controller", "b", ttl_s=60) is None
-    assert catalog.renew("controller", "a", 1, ttl_s=0)
-    assert catalog.acquire("controller", "b", ttl_s=60) == 2
-    assert not catalog.renew("controller", "a", 1, ttl_s=60)
-    catalog.release_lease("controller", "a")
-    assert catalog.acquire("controller", "a", ttl_s=60) is None
-    catalog.release_lease("controller", "b")
-    assert catalog.acquire("controller", "a", ttl_s=60) == 3
+    assert catalog.leases.acquire("controller", "a", ttl_s=60) == 1
+    assert catalog.leases.acquire("controller", "b", ttl_s=60) is None
+    assert catalog.leases.renew("controller", "a", 1, ttl_s=0)
+    assert catalog.leases.acquire("controller", "b", ttl_s=60) == 2
+    assert not catalog.leases.renew("controller", "a", 1, ttl_s=60)
+    catalog.leases.release("controller", "a")
+    assert catalog.leases.acquire("controller", "a", ttl_s=60) is None
+    catalog.leases.release("controller", "b")
+    assert catalog.leases.acquire("controller", "a", ttl_s=60) == 3
 
 
 def test_a_clock_that_was_put_back_leaves_no_lease_for_ever(
     catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1_800_000_000.0
-    monkeypatch.setattr(catalog_guards, "time", SimpleNamespace(time=lambda: now))
+    monkeypatch.setattr(catalog_leases, "time", SimpleNamespace(time=lambda: now))
     day = 86_400.0
     now += day
-    assert catalog.acquire("controller", "a pod that is gone", ttl_s=60) == 1
+    assert catalog.leases.acquire("controller", "a pod that is gone", ttl_s=60) == 1
     now -= day
-    assert catalog.acquire("controller", "b", ttl_s=60) == 2
-    assert not catalog.renew("controller", "a pod that is gone", 1, ttl_s=60)
+    assert catalog.leases.acquire("controller", "b", ttl_s=60) == 2
+    assert not catalog.leases.renew("controller", "a pod that is gone", 1, ttl_s=60)
     # Another machine's clock may be somewhat behind.
     now -= 30
-    assert catalog.acquire("controller", "c", ttl_s=60) is None
+    assert catalog.leases.acquire("controller", "c", ttl_s=60) is None
 
 
 def test_keys_are_stored_as_hashes(catalog: Catalog, catalog_url: str) -> None:
-    plaintext = catalog.create_key("me", "user")
+    plaintext = catalog.keys.create("me", "user")
     assert len(plaintext) == 43
-    key = catalog.key(plaintext)
+    key = catalog.keys.find(plaintext)
     assert key is not None
     assert (key.owner, key.scope) == ("me", "user")
     with closing_connection(catalog_url) as connection:
         assert plaintext not in str(connection.execute(select(metadata.tables["keys"])).all())
-    catalog.revoke_key(key.hash[:8])
-    assert catalog.key(plaintext) is None
-    assert catalog.keys()[0].revoked_at is not None
+    catalog.keys.revoke(key.hash[:8])
+    assert catalog.keys.find(plaintext) is None
+    assert catalog.keys.all()[0].revoked_at is not None
     with pytest.raises(NotFound):
-        catalog.revoke_key(key.hash[:8])
+        catalog.keys.revoke(key.hash[:8])
     with pytest.raises(ConfigError, match="scope"):
-        catalog.create_key("me", "root")
+        catalog.keys.create("me", "root")
 
 
 def test_the_local_key_is_made_once_and_replaced_when_revoked(catalog: Catalog, tmp_path: Path) -> None:
     path = tmp_path / "local.key"
-    plaintext = ensure_local_key(catalog, path)
-    assert ensure_local_key(catalog, path) == plaintext
+    plaintext = catalog.keys.ensure_local(path)
+    assert catalog.keys.ensure_local(path) == plaintext
     assert path.stat().st_mode & 0o777 == 0o600
-    catalog.revoke_key(plaintext)
-    assert ensure_local_key(catalog, path) != plaintext
+    catalog.keys.revoke(plaintext)
+    assert catalog.keys.ensure_local(path) != plaintext
 
 
 def test_switches(catalog: Catalog) -> None:
-    assert not catalog.switch("freeze")
-    catalog.set_switch("freeze", True)
-    assert catalog.switch("freeze")
-    catalog.set_switch("freeze", False)
-    assert not catalog.switch("freeze")
+    assert not catalog.switches.is_on("freeze")
+    catalog.switches.set("freeze", True)
+    assert catalog.switches.is_on("freeze")
+    catalog.switches.set("freeze", False)
+    assert not catalog.switches.is_on("freeze")
 
 
 def test_data_version_tells_of_changes(catalog: Catalog, catalog_url: str) -> None:
     other = Catalog(catalog_url)
-    before = catalog.data_version()
-    assert catalog.data_version() == before
-    other.bury("sorting", "aa", "Bad.", "me")
+    before = catalog.changes.version()
+    assert catalog.changes.version() == before
+    other.tombstones.add("sorting", "aa", "Bad.", "me")
     # A server is asked five times a second.
     deadline = time.monotonic() + 10
-    while catalog.data_version() == before:
+    while catalog.changes.version() == before:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     other.close()
 
 
 def test_a_revision_is_found_fast_among_many(catalog: Catalog) -> None:
-    catalog.add_revisions([make_revision(f"{i:08x}") for i in range(20_000)])
+    catalog.revisions.add_many([make_revision(f"{i:08x}") for i in range(20_000)])
     seconds = []
     for i in range(0, 20_000, 100):
         started = time.perf_counter()
-        assert catalog.revision("sorting", f"{i:08x}").digest == f"{i:08x}"
+        assert catalog.revisions.get("sorting", f"{i:08x}").digest == f"{i:08x}"
         seconds.append(time.perf_counter() - started)
     # Measured 0.07 ms, and 0.3 ms on Postgres; a scan would take 10 ms. A busy machine delays some of them.
     assert statistics.median(seconds) < 0.003
@@ -384,15 +393,15 @@ def test_a_revision_is_found_fast_among_many(catalog: Catalog) -> None:
 def test_a_damaged_layout_is_refused_until_it_is_whole_again(catalog: Catalog) -> None:
     body = '{"blocks": "ab"}'
     digest = hashlib.sha256(body.encode()).hexdigest()
-    catalog.add_layout(digest, body)
-    assert catalog.layout(digest) == body
-    with catalog._write() as connection:
+    catalog.layouts.add(digest, body)
+    assert catalog.layouts.get(digest) == body
+    with catalog._access.write() as connection:
         # Of the same form: nothing but its digest says that it is another.
         connection.execute(update(layouts).values(body='{"blocks": "ba"}'))
     with pytest.raises(AdapterError, match="is damaged"):
-        catalog.layout(digest)
-    catalog.add_layout(digest, body)
-    assert catalog.layout(digest) == body
+        catalog.layouts.get(digest)
+    catalog.layouts.add(digest, body)
+    assert catalog.layouts.get(digest) == body
 
 
 def test_importing_the_catalog_is_light() -> None:
@@ -407,27 +416,27 @@ def test_a_server_that_is_down_is_asked_once_in_a_while(
     url = fresh_database(postgres_server)
     migrate(url)
     with closing(Catalog(url)) as catalog:
-        catalog.data_version()
+        catalog.changes.version()
         asked: list[object] = []
-        read = catalog._read
+        read = catalog._access.read
 
         def down(engine: object = None) -> object:
             asked.append(engine)
             raise ServiceError("The catalog cannot be read.")
 
-        monkeypatch.setattr(catalog_access, "POLL_S", 0.3)
-        monkeypatch.setattr(catalog, "_read", down)
-        catalog._looked = None
+        monkeypatch.setattr(catalog_changes, "POLL_S", 0.3)
+        monkeypatch.setattr(catalog._access, "read", down)
+        catalog.changes._looked = None
         for _ in range(5):
             with pytest.raises(ServiceError, match="cannot be read"):
-                catalog.data_version()
+                catalog.changes.version()
         assert len(asked) == 1
-        monkeypatch.setattr(catalog, "_read", read)
+        monkeypatch.setattr(catalog._access, "read", read)
         time.sleep(0.31)
-        catalog.data_version()
-        assert catalog.data_version_age() < 0.3
+        catalog.changes.version()
+        assert catalog.changes.age() < 0.3
         time.sleep(0.1)
-        assert catalog.data_version_age() >= 0.1
+        assert catalog.changes.age() >= 0.1
 
 
 def test_nobody_waits_again_for_a_server_that_says_nothing(
@@ -438,7 +447,7 @@ def test_nobody_waits_again_for_a_server_that_says_nothing(
     migrate(url)
     silent = socket.create_server(("127.0.0.1", 0))
     with silent, closing(Catalog(url)) as catalog:
-        catalog._engine.dispose()
+        catalog._access.engine.dispose()
 
         def elsewhere(*args: Any, **options: Any) -> object:
             options |= {"host": "127.0.0.1", "port": silent.getsockname()[1]}
@@ -446,9 +455,9 @@ def test_nobody_waits_again_for_a_server_that_says_nothing(
 
         monkeypatch.setattr(PatientConnection, "connect", elsewhere)
         asks = [
-            catalog.data_version,
-            partial(catalog.route, "sorting"),
-            partial(catalog.tombstone, "sorting", "ab" * 32),
+            catalog.changes.version,
+            partial(catalog.routes.get, "sorting"),
+            partial(catalog.tombstones.find, "sorting", "ab" * 32),
         ]
         waited = []
         for ask in asks * 3:
@@ -459,9 +468,9 @@ def test_nobody_waits_again_for_a_server_that_says_nothing(
         assert waited[0] > 1.0
         assert max(waited[1:]) < 0.1
         monkeypatch.undo()
-        catalog._silent.until = 0.0
+        catalog._access._silent.until = 0.0
         with pytest.raises(NotFound):
-            catalog.route("sorting")
+            catalog.routes.get("sorting")
 
 
 @pytest.mark.parametrize("is_asked_first", [True, False])
@@ -472,7 +481,7 @@ def test_a_loop_does_not_wait_for_a_server_that_stands_still(
     url = fresh_database(postgres_server)
     migrate(url)
     with closing(Catalog(url)) as catalog:
-        with catalog._read() as connection:
+        with catalog._access.read() as connection:
             (pid,) = connection.exec_driver_sql("SELECT pg_backend_pid()").one()
 
         def stop(*_: object) -> None:
@@ -485,16 +494,16 @@ def test_a_loop_does_not_wait_for_a_server_that_stands_still(
                 nullcontext() if is_asked_first else pytest.raises(ServiceError, match="nothing for 2 s")
             )
             with expected:
-                catalog.policies()
+                catalog.policies.page()
             return time.monotonic() - began
 
         try:
             if is_asked_first:
                 stop()
             else:
-                event.listen(catalog._engine, "before_cursor_execute", stop, once=True)
+                event.listen(catalog._access.engine, "before_cursor_execute", stop, once=True)
             assert 1.9 < asyncio.run(ask()) < 6
-            assert catalog.policies() == []
+            assert catalog.policies.page() == []
         finally:
             os.kill(pid, signal.SIGCONT)
 
@@ -505,14 +514,14 @@ def test_a_restart_of_the_server_fails_nobody(postgres_server: str, kind: str) -
     url = fresh_database(postgres_server)
     migrate(url)
     with closing(Catalog(url)) as catalog:
-        add = partial(catalog.add_policy, Policy("sorting", "base", {}, "me", 1.0))
+        add = partial(catalog.policies.add, Policy("sorting", "base", {}, "me", 1.0))
         add()
         work = {
-            "quick": partial(catalog.tombstone, "sorting", "aa" * 32),
-            "read": partial(catalog.policy, "sorting"),
+            "quick": partial(catalog.tombstones.find, "sorting", "aa" * 32),
+            "read": partial(catalog.policies.get, "sorting"),
             "write": add,
         }[kind]
-        threads = [catalog._engine.raw_connection() for _ in range(3)]
+        threads = [catalog._access.engine.raw_connection() for _ in range(3)]
         for connection in threads:
             connection.close()
         with psycopg.connect(url) as other:
@@ -526,13 +535,13 @@ def test_a_restart_of_the_server_fails_nobody(postgres_server: str, kind: str) -
 
 
 def test_what_has_expired_is_neither_routed_nor_released(catalog: Catalog) -> None:
-    catalog.add_policy(Policy("sorting", "base", {}, "me", 1.0))
-    catalog.add_revision(make_revision("aa" * 32))
-    route = catalog.set_route(replace(catalog.route("sorting"), champion="aa" * 32), 0)
+    catalog.policies.add(Policy("sorting", "base", {}, "me", 1.0))
+    catalog.revisions.add(make_revision("aa" * 32))
+    route = catalog.routes.update(replace(catalog.routes.get("sorting"), champion="aa" * 32), 0)
     for digest in ("bb" * 32, "no digest"):
         with pytest.raises(NotFound, match="has no revision"):
-            catalog.set_route(replace(route, canary=digest), 1)
+            catalog.routes.update(replace(route, canary=digest), 1)
         with pytest.raises(NotFound, match="has no revision"):
-            catalog.add_release(make_release("one", digest))
-    assert catalog.route("sorting") == route
-    assert catalog.releases() == []
+            catalog.releases.add(make_release("one", digest))
+    assert catalog.routes.get("sorting") == route
+    assert catalog.releases.all() == []

@@ -19,7 +19,7 @@ from catalog_migrations import upgrade_to
 from rows import make_release, make_revision
 from sqlalchemy import column, table
 
-from engine.catalog import batches as catalog_batches
+from engine.catalog import places as catalog_places
 from engine.catalog.batches import RevisionBatch
 from engine.catalog.catalog import Catalog, Policy, Revision, Route, migrate
 from engine.catalog.database import open_engine
@@ -47,19 +47,19 @@ def place(revision: Revision) -> Location:
 
 def test_a_batch_says_which_of_its_rows_are_new(catalog: Catalog) -> None:
     first = [row(i) for i in range(2500)]
-    assert catalog.add_revisions([]) == []
-    assert catalog.add_revisions(first) == [True] * 2500
+    assert catalog.revisions.add_many([]) == []
+    assert catalog.revisions.add_many(first) == [True] * 2500
     again = [row(2499), row(2500), row(2500), row(7, policy="other"), row(0)]
-    assert catalog.add_revisions(again) == [False, True, False, True, False]
-    assert catalog.revision("sorting", digest(1234)) == row(1234)
-    assert catalog.revision("other", digest(7)) == row(7, policy="other")
+    assert catalog.revisions.add_many(again) == [False, True, False, True, False]
+    assert catalog.revisions.get("sorting", digest(1234)) == row(1234)
+    assert catalog.revisions.get("other", digest(7)) == row(7, policy="other")
 
 
 def test_known_rows_of_a_batch_are_upgraded_as_single_ones_are(catalog: Catalog) -> None:
     snapshot = {"state": "snapshot", "expires_at": 10.0}
-    catalog.add_revisions([row(i, **snapshot) for i in range(3)])
-    catalog.add_revisions([row(0), row(1, state="snapshot", expires_at=20.0), row(2, **snapshot)])
-    found = [catalog.revision("sorting", digest(i)) for i in range(3)]
+    catalog.revisions.add_many([row(i, **snapshot) for i in range(3)])
+    catalog.revisions.add_many([row(0), row(1, state="snapshot", expires_at=20.0), row(2, **snapshot)])
+    found = [catalog.revisions.get("sorting", digest(i)) for i in range(3)]
     assert [(r.state, r.expires_at) for r in found] == [
         ("exported", None),
         ("snapshot", 20.0),
@@ -70,14 +70,16 @@ def test_known_rows_of_a_batch_are_upgraded_as_single_ones_are(catalog: Catalog)
 def test_a_batch_with_what_is_no_digest_writes_nothing(catalog: Catalog) -> None:
     for bad in ({"checksum": "crc:1"}, {"parent": "it's"}, {"state": "draft"}):
         with pytest.raises(AdapterError, match="hexadecimal"):
-            catalog.add_revisions([row(1), row(2, **bad)])
-    assert catalog.every_revision() == []
+            catalog.revisions.add_many([row(1), row(2, **bad)])
+    assert catalog.revisions.scan() == []
 
 
 def register(url: str, start: int, policy: str) -> None:
     catalog = Catalog(url)
     for at in range(start, start + 1000, 100):
-        catalog.add_revisions([row(i, policy=policy, owner=f"owner-{i % 7}") for i in range(at, at + 100)])
+        catalog.revisions.add_many(
+            [row(i, policy=policy, owner=f"owner-{i % 7}") for i in range(at, at + 100)]
+        )
 
 
 def test_two_processes_that_register_at_once_lose_nothing(catalog_url: str, catalog: Catalog) -> None:
@@ -89,7 +91,7 @@ def test_two_processes_that_register_at_once_lose_nothing(catalog_url: str, cata
         worker.join(60)
     assert [worker.exitcode for worker in workers] == [0, 0]
     found: list[Revision] = []
-    while page := catalog.every_revision(after=(found[-1].digest, "sorting") if found else None, limit=333):
+    while page := catalog.revisions.scan(after=(found[-1].digest, "sorting") if found else None, limit=333):
         found += page
     assert sorted(r.created_at for r in found) == list(range(1500))
     assert {r.owner for r in found} == {f"owner-{i}" for i in range(7)}
@@ -97,106 +99,106 @@ def test_two_processes_that_register_at_once_lose_nothing(catalog_url: str, cata
 
 
 def test_what_is_stored_already_is_found_whatever_its_policy(catalog: Catalog) -> None:
-    catalog.add_revisions([row(1), row(2, policy="other"), row(3)])
+    catalog.revisions.add_many([row(1), row(2, policy="other"), row(3)])
     wanted = [digest(i) for i in range(3000)]
-    assert catalog.places(wanted) == {digest(i): place(row(i)) for i in (1, 2, 3)}
-    catalog.quarantine("sorting", digest(1), "Damaged.")
+    assert catalog.places.find(wanted) == {digest(i): place(row(i)) for i in (1, 2, 3)}
+    catalog.quarantine.add("sorting", digest(1), "Damaged.")
     # Whoever shares the damaged bytes is no better off.
-    catalog.add_revision(row(1, policy="other"))
-    assert set(catalog.places(wanted)) == {digest(2), digest(3)}
-    assert catalog.places([]) == {}
+    catalog.revisions.add(row(1, policy="other"))
+    assert set(catalog.places.find(wanted)) == {digest(2), digest(3)}
+    assert catalog.places.find([]) == {}
 
 
 def test_bytes_that_moved_meanwhile_are_not_shared(catalog: Catalog) -> None:
-    catalog.add_revision(row(1))
+    catalog.revisions.add(row(1))
     moved = Location("s2", 128, 64, row(1).checksum)
-    assert catalog.move_revisions([(place(row(1)), moved)], digests=[digest(1)]) == 1
+    assert catalog.places.move([(place(row(1)), moved)], digests=[digest(1)]) == 1
     with pytest.raises(Moved):
-        catalog.add_revisions([row(5), row(1, policy="other")], shared=[digest(1)])
-    assert len(catalog.every_revision()) == 1
+        catalog.revisions.add_many([row(5), row(1, policy="other")], shared=[digest(1)])
+    assert len(catalog.revisions.scan()) == 1
     shared = row(1, policy="other", segment="s2", offset=128)
-    assert catalog.add_revisions([shared], shared=[digest(1)]) == [True]
+    assert catalog.revisions.add_many([shared], shared=[digest(1)]) == [True]
 
 
 def test_every_row_of_a_place_moves_with_it(catalog: Catalog) -> None:
-    catalog.add_revisions([row(1), row(1, policy="other"), row(2), row(3, offset=64, segment="s9")])
+    catalog.revisions.add_many([row(1), row(1, policy="other"), row(2), row(3, offset=64, segment="s9")])
     moves = [
         (place(row(1)), Location("s2", 0, 64, digest(-2))),
         (place(row(4)), Location("s2", 64, 64, "aa")),
     ]
-    assert catalog.move_revisions(moves) == 2
-    assert {place(r) for r in catalog.revisions_like(digest(1), 9)} == {moves[0][1]}
-    assert catalog.revision("sorting", digest(2)) == row(2)
-    assert catalog.revision("sorting", digest(3)).segment == "s9"
+    assert catalog.places.move(moves) == 2
+    assert {place(r) for r in catalog.listing.starting_with(digest(1), 9)} == {moves[0][1]}
+    assert catalog.revisions.get("sorting", digest(2)) == row(2)
+    assert catalog.revisions.get("sorting", digest(3)).segment == "s9"
 
 
 def test_rows_take_new_places_at_once_and_leave_quarantine(catalog: Catalog) -> None:
     rows = [row(i, policy=policy) for i in range(1500) for policy in ("sorting", "other")]
-    catalog.add_revisions(rows)
-    catalog.set_probe("sorting", digest(1), {"accepted": True})
+    catalog.revisions.add_many(rows)
+    catalog.revisions.set_probe("sorting", digest(1), {"accepted": True})
     for policy, number in (("sorting", 1), ("other", 1), ("sorting", 2)):
-        catalog.quarantine(policy, digest(number), "Damaged.")
+        catalog.quarantine.add(policy, digest(number), "Damaged.")
     # All of one policy, and two that nobody knows.
     moved = [
         row(i, layout="l2", segment="s2", offset=i, length=9, checksum="dd", owner="you", created_at=0.5)
         for i in range(1502)
         if i != 2
     ]
-    assert catalog.place_revisions(moved) == 1499
-    assert catalog.revision("sorting", digest(1)) == row(
+    assert catalog.places.replace_many(moved) == 1499
+    assert catalog.revisions.get("sorting", digest(1)) == row(
         1, layout="l2", segment="s2", offset=1, length=9, checksum="dd", probe={"accepted": True}
     )
     for still in (row(1, policy="other"), row(2)):
-        assert catalog.revision(still.policy, still.digest) == still
-    assert catalog.find("sorting", digest(1500)) is None
-    held = catalog.in_quarantine([digest(i) for i in (1, 2)])
+        assert catalog.revisions.get(still.policy, still.digest) == still
+    assert catalog.revisions.find("sorting", digest(1500)) is None
+    held = catalog.quarantine.among([digest(i) for i in (1, 2)])
     assert held == {("other", digest(1)), ("sorting", digest(2))}
-    assert catalog.place_revisions([]) == 0
+    assert catalog.places.replace_many([]) == 0
 
 
 def test_shared_bytes_count_once(catalog: Catalog) -> None:
-    catalog.add_revisions([row(i) for i in range(10)] + [row(i, policy="other") for i in range(5)])
-    catalog.add_revision(row(1, policy="third", segment="s2"))
-    assert catalog.used_bytes_by_segment(page=3) == {"s1": 640, "s2": 64}
+    catalog.revisions.add_many([row(i) for i in range(10)] + [row(i, policy="other") for i in range(5)])
+    catalog.revisions.add(row(1, policy="third", segment="s2"))
+    assert catalog.places.bytes_by_segment(page=3) == {"s1": 640, "s2": 64}
 
 
 def test_a_segment_is_unused_when_no_row_names_it(catalog: Catalog) -> None:
-    catalog.add_revisions([row(1), row(2, segment="s3")])
-    assert catalog.unused_segments(["s1", "never seen", "s3"]) == {"never seen"}
-    catalog.move_revisions([(place(row(1)), Location("s2", 0, 64, "aa"))])
-    assert catalog.unused_segments(["s1", "s2"]) == {"s1"}
-    assert catalog.unused_segments([]) == set()
+    catalog.revisions.add_many([row(1), row(2, segment="s3")])
+    assert catalog.places.unused_segments(["s1", "never seen", "s3"]) == {"never seen"}
+    catalog.places.move([(place(row(1)), Location("s2", 0, 64, "aa"))])
+    assert catalog.places.unused_segments(["s1", "s2"]) == {"s1"}
+    assert catalog.places.unused_segments([]) == set()
 
 
 def test_quarantine_ends_with_whole_bytes_or_by_hand(catalog: Catalog) -> None:
-    catalog.add_revisions([row(1), row(2)])
-    catalog.quarantine("sorting", digest(1), "The checksum differs.")
-    catalog.quarantine("sorting", digest(1), "Another reason.")
-    catalog.quarantine("sorting", digest(2), "Missing.")
-    assert catalog.quarantined("sorting", digest(1)) == "The checksum differs."
-    catalog.move_revision(row(1, segment="s2"))
-    catalog.release_quarantine("sorting", digest(2))
-    assert [catalog.quarantined("sorting", digest(i)) for i in (1, 2, 3)] == [None, None, None]
+    catalog.revisions.add_many([row(1), row(2)])
+    catalog.quarantine.add("sorting", digest(1), "The checksum differs.")
+    catalog.quarantine.add("sorting", digest(1), "Another reason.")
+    catalog.quarantine.add("sorting", digest(2), "Missing.")
+    assert catalog.quarantine.reason("sorting", digest(1)) == "The checksum differs."
+    catalog.places.replace(row(1, segment="s2"))
+    catalog.quarantine.release("sorting", digest(2))
+    assert [catalog.quarantine.reason("sorting", digest(i)) for i in (1, 2, 3)] == [None, None, None]
 
 
 def test_a_name_that_names_nothing_has_near_ones(catalog: Catalog) -> None:
-    catalog.add_revisions([row(i) for i in range(300)])
+    catalog.revisions.add_many([row(i) for i in range(300)])
     with pytest.raises(NotFound, match="Nearest") as caught:
-        catalog.revision("sorting", digest(7)[:11] + "x")
+        catalog.revisions.get("sorting", digest(7)[:11] + "x")
     assert caught.value.nearest[0] == f"sorting@{digest(7)[:12]}"
     assert len(caught.value.nearest) == 5
     for policy in ("sortin", "Sorting", "so rting'; DROP TABLE revisions; --"):
         with pytest.raises(NotFound) as caught:
-            catalog.revision(policy, digest(7)[:12])
+            catalog.revisions.get(policy, digest(7)[:12])
         assert caught.value.nearest == ("sorting",)
-    catalog.add_policy(Policy("sums", "base", {}, "me", 1.0))
+    catalog.policies.add(Policy("sums", "base", {}, "me", 1.0))
     with pytest.raises(NotFound, match="has no revisions"):
-        catalog.revision("sums", "aa")
+        catalog.revisions.get("sums", "aa")
     assert pickle.loads(pickle.dumps(caught.value)).nearest == ("sorting",)
 
 
 def test_no_digit_is_taken_for_another(catalog: Catalog) -> None:
-    catalog.add_revision(row(1))
+    catalog.revisions.add(row(1))
     for prefix in (
         "' OR 1=1 --",
         "%",
@@ -207,102 +209,102 @@ def test_no_digit_is_taken_for_another(catalog: Catalog) -> None:
         digest(1)[:8] + "\n",
     ):
         with pytest.raises(NotFound):
-            catalog.revision("sorting", prefix)
+            catalog.revisions.get("sorting", prefix)
     for digits in (0, 1, 2, 3, 4, 5, 12, 63, 64):
-        assert catalog.revision("sorting", digest(1)[:digits]) == row(1)
+        assert catalog.revisions.get("sorting", digest(1)[:digits]) == row(1)
 
 
 def test_an_ambiguous_prefix_has_candidates_that_differ(catalog: Catalog) -> None:
     alike = ["ab" * 8 + f"{i:048x}" for i in range(20)]
-    catalog.add_revisions([make_revision(one) for one in alike])
+    catalog.revisions.add_many([make_revision(one) for one in alike])
     with pytest.raises(Ambiguous, match="more digits") as caught:
-        catalog.revision("sorting", "ab" * 6)
+        catalog.revisions.get("sorting", "ab" * 6)
     found = caught.value.candidates
     assert len(found) == len(set(found)) == 10
-    assert all(catalog.revision(*name.split("@")) for name in found)
+    assert all(catalog.revisions.get(*name.split("@")) for name in found)
     assert pickle.loads(pickle.dumps(caught.value)).candidates == found
 
 
 def test_pages_of_an_owner_leave_the_retired_out(catalog: Catalog) -> None:
-    catalog.add_revisions([row(i, owner="you" if i % 2 else "me") for i in range(20)])
-    catalog.retire("sorting", digest(3), "ann", "Old.")
-    mine = catalog.revisions("sorting", limit=4, owner="you")
-    mine += catalog.revisions("sorting", after=mine[-1], owner="you")
+    catalog.revisions.add_many([row(i, owner="you" if i % 2 else "me") for i in range(20)])
+    catalog.lifecycle.retire("sorting", digest(3), "ann", "Old.")
+    mine = catalog.revisions.page("sorting", limit=4, owner="you")
+    mine += catalog.revisions.page("sorting", after=mine[-1], owner="you")
     assert [r.created_at for r in mine] == [19, 17, 15, 13, 11, 9, 7, 5, 1]
-    assert len(catalog.revisions("sorting", owner="you", retired=True)) == 10
-    assert catalog.revisions("sorting", owner="nobody") == []
+    assert len(catalog.revisions.page("sorting", owner="you", retired=True)) == 10
+    assert catalog.revisions.page("sorting", owner="nobody") == []
 
 
 def test_lineage_is_walked_both_ways(catalog: Catalog) -> None:
-    catalog.add_revisions([row(i, parent=digest(i - 1) if i else None) for i in range(6)])
-    catalog.add_revision(row(9, parent=digest(2)))
-    parents = catalog.parents("sorting", digest(5))
+    catalog.revisions.add_many([row(i, parent=digest(i - 1) if i else None) for i in range(6)])
+    catalog.revisions.add(row(9, parent=digest(2)))
+    parents = catalog.listing.parents("sorting", digest(5))
     assert [r.digest for r in parents] == [digest(i) for i in (4, 3, 2, 1, 0)]
-    assert len(catalog.parents("sorting", digest(5), limit=2)) == 2
-    assert [r.digest for r in catalog.children("sorting", digest(2))] == [digest(3), digest(9)]
-    assert catalog.children("sorting", digest(2), limit=1) == [row(3, parent=digest(2))]
+    assert len(catalog.listing.parents("sorting", digest(5), limit=2)) == 2
+    assert [r.digest for r in catalog.listing.children("sorting", digest(2))] == [digest(3), digest(9)]
+    assert catalog.listing.children("sorting", digest(2), limit=1) == [row(3, parent=digest(2))]
 
 
 def test_a_retired_revision_is_not_routed(catalog: Catalog) -> None:
-    catalog.add_revisions([row(i) for i in range(4)])
-    catalog.set_route(Route("sorting", champion=digest(0)), 0)
-    catalog.add_release(make_release("r1", digest(1)))
+    catalog.revisions.add_many([row(i) for i in range(4)])
+    catalog.routes.update(Route("sorting", champion=digest(0)), 0)
+    catalog.releases.add(make_release("r1", digest(1)))
     for named in (0, 1):
         with pytest.raises(Conflict, match="routed or in a running release"):
-            catalog.retire("sorting", digest(named), "ann", "Old.")
-    retired = catalog.retire("sorting", digest(2), "ann", "Old.")
+            catalog.lifecycle.retire("sorting", digest(named), "ann", "Old.")
+    retired = catalog.lifecycle.retire("sorting", digest(2), "ann", "Old.")
     assert (retired.retired_by, retired.retired_reason) == ("ann", "Old.")
-    assert catalog.retire("sorting", digest(2), "ben", "Older.") == retired
+    assert catalog.lifecycle.retire("sorting", digest(2), "ben", "Older.") == retired
     with pytest.raises(Conflict, match="is retired: Old"):
-        catalog.set_route(Route("sorting", champion=digest(0), canary=digest(2)), 1)
-    catalog.update_release("r1", 0, state="held")
+        catalog.routes.update(Route("sorting", champion=digest(0), canary=digest(2)), 1)
+    catalog.releases.update("r1", 0, state="held")
     with pytest.raises(Conflict, match="is retired"):
-        catalog.add_release(make_release("r2", digest(2)))
-    back = catalog.unretire("sorting", digest(2), "ben", "Still good.")
+        catalog.releases.add(make_release("r2", digest(2)))
+    back = catalog.lifecycle.unretire("sorting", digest(2), "ben", "Still good.")
     assert (back.retired_at, back.retired_by, back.retired_reason) == (None, "ben", "Still good.")
-    catalog.set_route(Route("sorting", champion=digest(2)), 1)
+    catalog.routes.update(Route("sorting", champion=digest(2)), 1)
     with pytest.raises(NotFound):
-        catalog.retire("sorting", digest(8), "ann", "Old.")
+        catalog.lifecycle.retire("sorting", digest(8), "ann", "Old.")
 
 
 def test_any_revision_may_expire_but_not_what_is_buried(catalog: Catalog) -> None:
-    catalog.add_revisions([row(i, expires_at=10.0 + i) for i in range(8)])
-    catalog.set_route(Route("sorting", previous=digest(0)), 0)
-    catalog.bury("sorting", digest(1), "Bad.", "ann")
-    catalog.set_expiry("sorting", digest(2), None)
-    catalog.set_expiry("sorting", digest(3), 99.0)
-    assert [r.digest for r in catalog.expire(now=50.0, limit=3)] == [digest(i) for i in (4, 5, 6)]
-    assert [r.digest for r in catalog.expire(now=50.0)] == [digest(7)]
-    assert catalog.expire(now=50.0) == []
-    assert len(catalog.every_revision()) == 4
+    catalog.revisions.add_many([row(i, expires_at=10.0 + i) for i in range(8)])
+    catalog.routes.update(Route("sorting", previous=digest(0)), 0)
+    catalog.tombstones.add("sorting", digest(1), "Bad.", "ann")
+    catalog.lifecycle.set_expiry("sorting", digest(2), None)
+    catalog.lifecycle.set_expiry("sorting", digest(3), 99.0)
+    assert [r.digest for r in catalog.lifecycle.expire(now=50.0, limit=3)] == [digest(i) for i in (4, 5, 6)]
+    assert [r.digest for r in catalog.lifecycle.expire(now=50.0)] == [digest(7)]
+    assert catalog.lifecycle.expire(now=50.0) == []
+    assert len(catalog.revisions.scan()) == 4
     with pytest.raises(NotFound):
-        catalog.set_expiry("sorting", digest(9), None)
+        catalog.lifecycle.set_expiry("sorting", digest(9), None)
 
 
 def test_a_purge_leaves_a_mark_and_nothing_else(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.catalog.lifecycle.CHUNK", 10)
-    catalog.add_revisions([row(i) for i in range(25)] + [row(1, policy="other")])
-    catalog.bury("sorting", digest(1), "Bad.", "ann")
-    catalog.add_release(make_release("r1", digest(2)))
-    catalog.note_alias("sorting", "champion", "1", digest(3))
-    catalog.quarantine("sorting", digest(4), "Damaged.")
-    removed = catalog.purge("sorting", "ann", now=7.0)
+    monkeypatch.setattr("engine.catalog.purges.CHUNK", 10)
+    catalog.revisions.add_many([row(i) for i in range(25)] + [row(1, policy="other")])
+    catalog.tombstones.add("sorting", digest(1), "Bad.", "ann")
+    catalog.releases.add(make_release("r1", digest(2)))
+    catalog.aliases.note("sorting", "champion", "1", digest(3))
+    catalog.quarantine.add("sorting", digest(4), "Damaged.")
+    removed = catalog.purges.run("sorting", "ann", now=7.0)
     assert removed == {
         "policies": 1, "routes": 1, "revisions": 25, "releases": 1, "aliases": 1, "notices": 0,
         "quarantine": 1, "tombstones": 1,
     }  # fmt: skip
-    assert not any(catalog.purge("sorting", "ben", now=8.0).values())
-    assert catalog.purged("sorting") == {"policy": "sorting", "by": "ann", "at": 7.0}
-    assert catalog.purged("other") is None
-    assert catalog.every_revision() == [row(1, policy="other")]
+    assert not any(catalog.purges.run("sorting", "ben", now=8.0).values())
+    assert catalog.purges.find("sorting") == {"policy": "sorting", "by": "ann", "at": 7.0}
+    assert catalog.purges.find("other") is None
+    assert catalog.revisions.scan() == [row(1, policy="other")]
     with pytest.raises(Conflict, match="was purged"):
-        catalog.add_revisions([row(1)])
+        catalog.revisions.add_many([row(1)])
     with pytest.raises(Conflict, match="purged by 'ann'"):
-        catalog.add_policy(Policy("sorting", "base", {}, "me", 1.0))
-    catalog.add_policy(Policy("sorting", "base", {}, "me", 1.0), again=True)
-    catalog.add_policy(Policy("sorting", "base", {"rank": 1}, "me", 1.0))
-    assert catalog.add_revision(row(1))
-    assert catalog.purged("sorting") is not None
+        catalog.policies.add(Policy("sorting", "base", {}, "me", 1.0))
+    catalog.policies.add(Policy("sorting", "base", {}, "me", 1.0), again=True)
+    catalog.policies.add(Policy("sorting", "base", {"rank": 1}, "me", 1.0))
+    assert catalog.revisions.add(row(1))
+    assert catalog.purges.find("sorting") is not None
 
 
 def test_a_catalog_of_schema_0002_is_carried_over(tmp_path: Path) -> None:
@@ -324,11 +326,11 @@ def test_a_catalog_of_schema_0002_is_carried_over(tmp_path: Path) -> None:
     migrate(url)
     catalog = Catalog(url)
     found: list[Revision] = []
-    while page := catalog.every_revision(after=(found[-1].digest, "sorting") if found else None):
+    while page := catalog.revisions.scan(after=(found[-1].digest, "sorting") if found else None):
         found += page
     assert sorted(found, key=lambda r: r.created_at) == rows
-    assert catalog.route("sorting").champion == digest(0)
-    assert [r.digest for r in catalog.expire(now=9.0)] == [digest(1)]
+    assert catalog.routes.get("sorting").champion == digest(0)
+    assert [r.digest for r in catalog.lifecycle.expire(now=9.0)] == [digest(1)]
     with sqlite3.connect(tmp_path / "old.db") as new:
         tables = {name for (name,) in new.execute("SELECT name FROM sqlite_master")}
         assert new.execute("SELECT COUNT(*) FROM names").fetchone() == (8,)
@@ -355,93 +357,96 @@ def test_a_catalog_of_schema_0003_keeps_its_rows_in_the_order_of_lists(
     migrate(url)
     with closing(Catalog(url)) as catalog:
         newest = sorted(rows, key=lambda r: (r.created_at, r.digest), reverse=True)
-        assert catalog.revisions("sorting", retired=True) == newest
-        catalog.add_policy(Policy("sorting", "base", {"rank": 1}, "me", 1.0))
-        assert catalog.add_revisions([row(3), row(99)]) == [False, True]
-        assert catalog.revision("sorting", digest(99)) == row(99)
+        assert catalog.revisions.page("sorting", retired=True) == newest
+        catalog.policies.add(Policy("sorting", "base", {"rank": 1}, "me", 1.0))
+        assert catalog.revisions.add_many([row(3), row(99)]) == [False, True]
+        assert catalog.revisions.get("sorting", digest(99)) == row(99)
 
 
 def test_policies_come_by_the_thousand(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.catalog.catalog.POLICIES", 10)
-    at, _ = catalog.changed_since(0)
+    monkeypatch.setattr("engine.catalog.policies.POLICIES", 10)
+    at, _ = catalog.changes.since(0)
 
     def policy(i: int, owner: str = "me", **config: int) -> Policy:
         return Policy(f"p{i:02}", "base", config, owner, 1.0)
 
     # Twice in one transaction, too: the last word counts.
-    catalog.add_policies([policy(i) for i in range(25)] + [policy(24, rank=2), policy(3, rank=1)])
+    catalog.policies.add_many([policy(i) for i in range(25)] + [policy(24, rank=2), policy(3, rank=1)])
     names = {f"p{i:02}" for i in range(25)}
-    assert {one.name: one.config for one in catalog.policies(limit=100) if one.config} == {
+    assert {one.name: one.config for one in catalog.policies.page(limit=100) if one.config} == {
         "p03": {"rank": 1}, "p24": {"rank": 2}, "sorting": {"rank": 8},
     }  # fmt: skip
-    assert catalog.changed_since(at)[1] == names
-    assert len({catalog.route(name).salt for name in names}) == 25
-    assert catalog.owners([*sorted(names), "ghost"]) == dict.fromkeys(names, ("me", "base"))
-    catalog.purge("p07", "ann", 1.0)
+    assert catalog.changes.since(at)[1] == names
+    assert len({catalog.routes.get(name).salt for name in names}) == 25
+    assert catalog.policies.owners([*sorted(names), "ghost"]) == dict.fromkeys(names, ("me", "base"))
+    catalog.purges.run("p07", "ann", 1.0)
     for refused, reason in ((policy(3, "they"), "belongs to 'me'"), (policy(7), "was purged by 'ann'")):
         with pytest.raises(Conflict, match=reason):
-            catalog.add_policies([*(policy(i) for i in range(30, 41)), policy(42), refused])
+            catalog.policies.add_many([*(policy(i) for i in range(30, 41)), policy(42), refused])
         # Of one transaction all or none.
-        assert catalog.owners(["p39", "p42"]) == {"p39": ("me", "base")}
+        assert catalog.policies.owners(["p39", "p42"]) == {"p39": ("me", "base")}
     with pytest.raises(Conflict, match="belongs to 'me'"):
-        catalog.add_policies([policy(50), policy(50, "they")])
-    catalog.add_policies([policy(7)], again=True)
-    assert catalog.owners(["p07", "p50"]) == {"p07": ("me", "base")}
+        catalog.policies.add_many([policy(50), policy(50, "they")])
+    catalog.policies.add_many([policy(7)], again=True)
+    assert catalog.policies.owners(["p07", "p50"]) == {"p07": ("me", "base")}
 
 
 def test_gateways_hear_of_what_changed_alone(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.catalog.access.CHANGES", 20)
-    at, changed = catalog.changed_since(0)
+    monkeypatch.setattr("engine.catalog.changes.CHANGES", 20)
+    at, changed = catalog.changes.since(0)
     assert changed == {"sorting"}
-    catalog.add_revisions([row(i) for i in range(5)])
-    catalog.set_switch("freeze", True)
-    assert catalog.changed_since(at) == (at, set())
+    catalog.revisions.add_many([row(i) for i in range(5)])
+    catalog.switches.set("freeze", True)
+    assert catalog.changes.since(at) == (at, set())
     steps = {
-        "set_route": lambda: catalog.set_route(Route("sorting", champion=digest(0)), 0),
-        "bury": lambda: catalog.bury("sorting", digest(1), "Bad.", "ann"),
-        "lift": lambda: catalog.lift("sorting", digest(1), "ann", "Good."),
-        "add_release": lambda: catalog.add_release(make_release("r1", digest(1))),
-        "update_release": lambda: catalog.update_release("r1", 0, state="held"),
-        "retire": lambda: catalog.retire("sorting", digest(2), "ann", "Old."),
-        "unretire": lambda: catalog.unretire("sorting", digest(2), "ann", "Good."),
-        "quarantine": lambda: catalog.quarantine("sorting", digest(4), "The checksum differs."),
-        "expire": lambda: (catalog.set_expiry("sorting", digest(3), 1.0), catalog.expire(2.0)),
-        "purge": lambda: catalog.purge("sorting", "ann", 3.0),
+        "set_route": lambda: catalog.routes.update(Route("sorting", champion=digest(0)), 0),
+        "bury": lambda: catalog.tombstones.add("sorting", digest(1), "Bad.", "ann"),
+        "lift": lambda: catalog.tombstones.lift("sorting", digest(1), "ann", "Good."),
+        "add_release": lambda: catalog.releases.add(make_release("r1", digest(1))),
+        "update_release": lambda: catalog.releases.update("r1", 0, state="held"),
+        "retire": lambda: catalog.lifecycle.retire("sorting", digest(2), "ann", "Old."),
+        "unretire": lambda: catalog.lifecycle.unretire("sorting", digest(2), "ann", "Good."),
+        "quarantine": lambda: catalog.quarantine.add("sorting", digest(4), "The checksum differs."),
+        "expire": lambda: (
+            catalog.lifecycle.set_expiry("sorting", digest(3), 1.0),
+            catalog.lifecycle.expire(2.0),
+        ),
+        "purge": lambda: catalog.purges.run("sorting", "ann", 3.0),
     }
     for step, change in steps.items():
         change()
-        newest, changed = catalog.changed_since(at)
+        newest, changed = catalog.changes.since(at)
         assert (step, changed) == (step, {"sorting"})
         assert newest > at
         at = newest
-    key = catalog.create_key("me", "user")
-    assert catalog.changed_since(at)[1] == {None}
-    catalog.revoke_key(key)
+    key = catalog.keys.create("me", "user")
+    assert catalog.changes.since(at)[1] == {None}
+    catalog.keys.revoke(key)
     for i in range(25):
-        catalog.add_policy(Policy(f"p{i}", "base", {}, "me", 1.0))
-    newest, changed = catalog.changed_since(at)
+        catalog.policies.add(Policy(f"p{i}", "base", {}, "me", 1.0))
+    newest, changed = catalog.changes.since(at)
     assert changed is None
     # A catalog from a backup is behind.
-    assert catalog.changed_since(newest + 100) == (newest, None)
-    assert catalog.changed_since(newest - 3)[1] == {"p22", "p23", "p24"}
+    assert catalog.changes.since(newest + 100) == (newest, None)
+    assert catalog.changes.since(newest - 3)[1] == {"p22", "p23", "p24"}
 
 
 def test_policies_and_routes_come_in_pages(catalog: Catalog) -> None:
     for i in range(9):
-        catalog.add_policy(Policy(f"p{i}", "base", {}, "me", 1.0))
+        catalog.policies.add(Policy(f"p{i}", "base", {}, "me", 1.0))
     names = [f"p{i}" for i in range(9)] + ["sorting"]
-    assert [p.name for p in catalog.policies(limit=4)] == names[:4]
-    assert [p.name for p in catalog.policies(after="p3", limit=4)] == names[4:8]
-    assert [r.policy for r in catalog.routes(after="p3")] == names[4:]
-    catalog.set_route(Route("p5", weight=0.5), 0)
-    assert [r.policy for r in catalog.routes(changed=True)] == ["p5"]
-    assert catalog.routed(["p1", "sorting", "unknown"]) == {"p1", "sorting"}
+    assert [p.name for p in catalog.policies.page(limit=4)] == names[:4]
+    assert [p.name for p in catalog.policies.page(after="p3", limit=4)] == names[4:8]
+    assert [r.policy for r in catalog.routes.page(after="p3")] == names[4:]
+    catalog.routes.update(Route("p5", weight=0.5), 0)
+    assert [r.policy for r in catalog.routes.page(changed=True)] == ["p5"]
+    assert catalog.routes.among(["p1", "sorting", "unknown"]) == {"p1", "sorting"}
 
 
 def test_a_misspelt_name_is_compared_with_a_few(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
     """A gateway answers nobody else meanwhile."""
     for number in range(200):
-        catalog.add_policy(Policy(f"customer-{number:03}", "base", {}, "me", 0.0))
+        catalog.policies.add(Policy(f"customer-{number:03}", "base", {}, "me", 0.0))
     compared, compare = [], difflib.get_close_matches
 
     def counts(name, names, **how):
@@ -449,40 +454,40 @@ def test_a_misspelt_name_is_compared_with_a_few(catalog: Catalog, monkeypatch: p
         return compare(name, names, **how)
 
     monkeypatch.setattr(difflib, "get_close_matches", counts)
-    near = catalog.nearest_policies("customer-00x")
+    near = catalog.suggestions.policies("customer-00x")
     assert len(near) == 5
     assert any(name.startswith("customer-00") for name in near)
     assert max(compared) <= 50
 
 
 def test_quarantine_ends_with_the_row(catalog: Catalog) -> None:
-    catalog.add_revisions([row(1, state="snapshot", expires_at=10.0), row(2), row(3)])
+    catalog.revisions.add_many([row(1, state="snapshot", expires_at=10.0), row(2), row(3)])
     for number in (1, 2, 4):
-        catalog.quarantine("sorting", digest(number), "The checksum differs.")
-    assert [r.digest for r in catalog.expire(20.0)] == [digest(1)]
-    assert catalog.quarantined("sorting", digest(1)) is None
+        catalog.quarantine.add("sorting", digest(number), "The checksum differs.")
+    assert [r.digest for r in catalog.lifecycle.expire(20.0)] == [digest(1)]
+    assert catalog.quarantine.reason("sorting", digest(1)) is None
     # A mark that another version left behind says nothing of a row that comes later.
-    assert catalog.add_revisions([row(4), row(2)]) == [True, False]
-    assert catalog.quarantined("sorting", digest(4)) is None
-    assert catalog.quarantined("sorting", digest(2))
+    assert catalog.revisions.add_many([row(4), row(2)]) == [True, False]
+    assert catalog.quarantine.reason("sorting", digest(4)) is None
+    assert catalog.quarantine.reason("sorting", digest(2))
 
 
 def test_an_adapter_of_many_policies_is_not_read_whole(
     catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shared = [row(1, policy=f"policy-{number}") for number in range(3000)]
-    assert catalog.add_batch(batch(shared)) == [True] * 3000
+    assert catalog.batches.add(batch(shared)) == [True] * 3000
     read: list[Location] = []
 
     def counted(*values: Any) -> Location:
         read.append(Location(*values))
         return read[-1]
 
-    monkeypatch.setattr(catalog_batches, "Location", counted)
-    assert catalog.places([digest(1)] * 3000) == {digest(1): place(row(1))}
+    monkeypatch.setattr(catalog_places, "Location", counted)
+    assert catalog.places.find([digest(1)] * 3000) == {digest(1): place(row(1))}
     assert len(read) == 1
     more = [row(1, policy=f"more-{number}") for number in range(2000)]
-    assert catalog.add_batch(batch([*more, shared[5]]), set(range(2001))) == [True] * 2000 + [False]
+    assert catalog.batches.add(batch([*more, shared[5]]), set(range(2001))) == [True] * 2000 + [False]
 
 
 def batch(rows: Sequence[Revision]) -> RevisionBatch:
@@ -521,34 +526,34 @@ def test_a_batch_by_columns_is_published_as_its_rows_are(catalog: Catalog) -> No
         for i in range(2500)
     ]
     twin = replace(rows[3], step=99)
-    assert catalog.add_batch(batch([*rows, twin])) == [True] * 2500 + [False]
-    assert all(catalog.find(one.policy, one.digest) == one for one in rows[:50])
-    assert catalog.every_revision(limit=3000) == sorted(rows, key=lambda one: one.digest)
+    assert catalog.batches.add(batch([*rows, twin])) == [True] * 2500 + [False]
+    assert all(catalog.revisions.find(one.policy, one.digest) == one for one in rows[:50])
+    assert catalog.revisions.scan(limit=3000) == sorted(rows, key=lambda one: one.digest)
     snapshot = row(3000, state="snapshot", expires_at=10.0, **changes)
-    catalog.add_revision(snapshot)
+    catalog.revisions.add(snapshot)
     exported = replace(snapshot, state="exported", expires_at=None)
-    assert catalog.add_batch(batch([rows[0], row(3001, **changes), exported])) == [False, True, False]
-    assert catalog.find("sorting", digest(3000)) == exported
+    assert catalog.batches.add(batch([rows[0], row(3001, **changes), exported])) == [False, True, False]
+    assert catalog.revisions.find("sorting", digest(3000)) == exported
 
 
 def test_a_batch_shares_no_bytes_that_moved_and_is_of_no_purged_policy(catalog: Catalog) -> None:
-    catalog.add_revision(row(1))
+    catalog.revisions.add(row(1))
     lost = [row(5), row(1, policy="other", offset=640)]
     with pytest.raises(Moved, match="other@"):
-        catalog.add_batch(batch(lost), shared={1})
-    assert catalog.add_batch(batch([row(5), row(1, policy="other")]), shared={1}) == [True] * 2
-    catalog.purge("sorting", "ann", now=7.0)
+        catalog.batches.add(batch(lost), shared={1})
+    assert catalog.batches.add(batch([row(5), row(1, policy="other")]), shared={1}) == [True] * 2
+    catalog.purges.run("sorting", "ann", now=7.0)
     with pytest.raises(Purged, match="'sorting' was purged"):
-        catalog.add_batch(batch([row(6, policy="other"), row(7)]))
-    assert {one.digest for one in catalog.every_revision()} == {digest(1)}
+        catalog.batches.add(batch([row(6, policy="other"), row(7)]))
+    assert {one.digest for one in catalog.revisions.scan()} == {digest(1)}
 
 
 def test_a_page_may_have_more_words_than_a_statement_takes(catalog: Catalog, catalog_url: str) -> None:
     # SQLite takes 32,766, Postgres 65,535.
     many = 66_000 if catalog_url.startswith("postgresql") else 33_000
-    catalog.add_batch(batch([row(number, segment=f"s{number}") for number in range(many)]))
+    catalog.batches.add(batch([row(number, segment=f"s{number}") for number in range(many)]))
     other = Catalog(catalog_url)
-    assert len(other.used_bytes_by_segment()) == many
+    assert len(other.places.bytes_by_segment()) == many
     other.close()
 
 
@@ -557,8 +562,8 @@ def test_revisions_are_read_ahead_beside_one_who_writes(tmp_path: Path) -> None:
     path = tmp_path / "catalog.db"
     migrate(f"sqlite:///{path}")
     catalog, other = Catalog(f"sqlite:///{path}"), Catalog(f"sqlite:///{path}")
-    catalog.add_policy(Policy("p", "ba" * 32, {}, "me", 1.0))
-    catalog.add_revisions([row(i, policy="p") for i in range(3000)])
+    catalog.policies.add(Policy("p", "ba" * 32, {}, "me", 1.0))
+    catalog.revisions.add_many([row(i, policy="p") for i in range(3000)])
     other.shorten_log()
 
     def read_bytes() -> int:
@@ -567,7 +572,7 @@ def test_revisions_are_read_ahead_beside_one_who_writes(tmp_path: Path) -> None:
     before = read_bytes()
     other.read_ahead()
     assert read_bytes() - before >= path.stat().st_size / 2
-    catalog.add_revisions([row(3000, policy="p")])
+    catalog.revisions.add_many([row(3000, policy="p")])
     log = Path(f"{path}-wal").stat().st_ino
     # A process that finds no lock takes itself for the last one, and takes the log away.
     reads = (

@@ -17,7 +17,7 @@ import pytest
 from fastapi.testclient import TestClient
 from rows import ACCEPTED, NEW, OLD, THIRD, fill
 
-from engine.catalog.catalog import Catalog, Release, ensure_local_key, migrate
+from engine.catalog.catalog import Catalog, Release, migrate
 from engine.controller import trusted_clock
 from engine.controller.advance import Action, CanaryResult, Evidence, advance
 from engine.controller.api import build_app
@@ -89,26 +89,26 @@ def test_a_bad_canary_is_buried_and_a_good_one_promoted(controller: Controller, 
     catalog = controller.catalog
     bad = start(controller)
     controller.tick()
-    assert catalog.route("sorting").canary == NEW
-    assert catalog.route("sorting").weight == 0.2
+    assert catalog.routes.get("sorting").canary == NEW
+    assert catalog.routes.get("sorting").weight == 0.2
     users.crowd(canary=0.0, baseline=1.0, pairs=8)
     controller.tick()
-    ended = catalog.release(bad.id)
+    ended = catalog.releases.get(bad.id)
     assert (ended.state, ended.step) == ("rolled_back", "done")
     assert ended.evidence["canary"]["canary_units"] == 8
-    stone = catalog.tombstone("sorting", NEW)
+    stone = catalog.tombstones.find("sorting", NEW)
     assert stone is not None
     assert stone.at - ended.evidence["decided_at"] < 1
-    route = catalog.route("sorting")
+    route = catalog.routes.get("sorting")
     assert (route.champion, route.canary, route.weight) == (OLD, None, 0.0)
 
-    catalog.lift("sorting", NEW, "me", "try again")
+    catalog.tombstones.lift("sorting", NEW, "me", "try again")
     good = start(controller)
     controller.tick()
     users.crowd(canary=1.0, baseline=1.0, pairs=60)
     controller.tick()
-    assert catalog.release(good.id).state == "promoted"
-    route = catalog.route("sorting")
+    assert catalog.releases.get(good.id).state == "promoted"
+    route = catalog.routes.get("sorting")
     assert (route.champion, route.previous, route.canary) == (NEW, OLD, None)
     verdicts = ledger_rows(controller, 'SELECT verdict, digest, baseline FROM verdicts ORDER BY "at"')
     assert verdicts == [("rollback", NEW, OLD), ("promote", NEW, OLD)]
@@ -124,8 +124,8 @@ def test_the_base_is_the_baseline_of_a_first_canary(params: Params, users: Users
     controller.tick()
     users.crowd(canary=1.0, baseline=0.0, pairs=12, champion=None)
     controller.tick()
-    assert controller.catalog.release(release.id).state == "promoted"
-    assert controller.catalog.route("sorting").previous is None
+    assert controller.catalog.releases.get(release.id).state == "promoted"
+    assert controller.catalog.routes.get("sorting").previous is None
     controller.close()
 
 
@@ -149,7 +149,7 @@ def test_only_users_with_a_unit_and_only_their_first_reward_count(
     seen = controller.latest[release.id].canary
     assert (seen.canary_units, seen.baseline_units, seen.pairs) == (1, 50, 1)
     assert (seen.canary_reward, seen.baseline_reward) == (0.0, 1.0)
-    assert controller.catalog.release(release.id).state == "running"
+    assert controller.catalog.releases.get(release.id).state == "running"
 
 
 def test_evidence_grows_the_same_after_a_restart(
@@ -191,7 +191,7 @@ def test_the_offline_score_is_paired_by_item(controller: Controller, users: User
     users.spool.rotate()
     release = controller.desk.start("sorting", NEW, {}, {}, "me")
     controller.tick()
-    row = controller.catalog.release(release.id)
+    row = controller.catalog.releases.get(release.id)
     assert row.step == "canary"
     assert row.state == "running"
     controller.desk.hold(row.id, "me", "enough")
@@ -200,9 +200,9 @@ def test_the_offline_score_is_paired_by_item(controller: Controller, users: User
     users.spool.rotate()
     worse = controller.desk.start("sorting", THIRD, {}, {}, "me")
     controller.tick()
-    ended = controller.catalog.release(worse.id)
+    ended = controller.catalog.releases.get(worse.id)
     assert (ended.state, ended.evidence["score"]) == ("held", {"items": 2, "revision": 0.0, "baseline": 1.0})
-    assert controller.catalog.route("sorting").canary is None
+    assert controller.catalog.routes.get("sorting").canary is None
 
 
 def test_a_release_waits_for_what_was_spooled_before_it(controller: Controller, users: Users) -> None:
@@ -213,9 +213,9 @@ def test_a_release_waits_for_what_was_spooled_before_it(controller: Controller, 
     users.spool.rotate()
     release = controller.desk.start("sorting", NEW, {}, {}, "me")
     controller._advance_all()
-    assert controller.catalog.release(release.id).step == "probe"
+    assert controller.catalog.releases.get(release.id).step == "probe"
     controller.tick()
-    assert controller.catalog.release(release.id).step == "canary"
+    assert controller.catalog.releases.get(release.id).step == "canary"
 
 
 class Killed(BaseException):
@@ -252,15 +252,15 @@ CANARIES = {
 
 
 def see(catalog: Catalog, release: Release, result: CanaryResult) -> Evidence:
-    stone = catalog.tombstone("sorting", NEW)
+    stone = catalog.tombstones.find("sorting", NEW)
     now = (release.canary_started_at or 0.0) + SETTINGS["max_seconds"]
-    route = catalog.route("sorting")
+    route = catalog.routes.get("sorting")
     return Evidence(now, route, ACCEPTED, None, result, stone.reason if stone else None)
 
 
 def drive(catalog: Any, spool: Any, result: CanaryResult) -> None:
     applier = Applier(catalog, spool)
-    for release in catalog.releases(open_only=True):
+    for release in catalog.releases.all(open_only=True):
         while release.state == "running":
             evidence = see(catalog, release, result)
             release = applier.apply(release, advance(release, evidence), evidence)
@@ -274,7 +274,7 @@ def end_state(root: Path, verdict: str, kill_after: int | None) -> tuple[Any, ..
     fill(catalog)
     skipped = {"score": {"by": "me", "reason": "not scored here"}}
     row = Release("r1", "sorting", NEW, OLD, "probe", 0.2, "running", SETTINGS, 1.0, 1.0, skip_gates=skipped)
-    catalog.add_release(row)
+    catalog.releases.add(row)
     if kill_after is not None:
         countdown = itertools.count(1)
         with pytest.raises(Killed):
@@ -284,7 +284,7 @@ def end_state(root: Path, verdict: str, kill_after: int | None) -> tuple[Any, ..
                 CANARIES[verdict],
             )
     # What is seen after the restart may say less; before any decision it must say the same.
-    decided = catalog.release("r1").step == "done" or catalog.tombstone("sorting", NEW)
+    decided = catalog.releases.get("r1").step == "done" or catalog.tombstones.find("sorting", NEW)
     drive(catalog, spool, CanaryResult() if decided else CANARIES[verdict])
     spool.rotate()
     ledger = Ledger(root / "ledger.duckdb")
@@ -297,8 +297,8 @@ def end_state(root: Path, verdict: str, kill_after: int | None) -> tuple[Any, ..
         "SELECT id, champion, canary FROM route_changes ORDER BY version"
     ).fetchall()
     ledger.close()
-    route, release = catalog.route("sorting"), catalog.release("r1")
-    stones = [(stone.digest, stone.reason, stone.by) for stone in catalog.tombstones()]
+    route, release = catalog.routes.get("sorting"), catalog.releases.get("r1")
+    stones = [(stone.digest, stone.reason, stone.by) for stone in catalog.tombstones.in_force()]
     catalog.close()
     return (
         (route.champion, route.previous, route.canary, route.weight, route.version),
@@ -333,18 +333,18 @@ def test_a_rollback_writes_its_tombstone_first(tmp_path: Path) -> None:
     migrate(url)
     catalog, spool = Catalog(url), Spool(tmp_path / "spool", "test")
     fill(catalog)
-    catalog.set_route(replace(catalog.route("sorting"), canary=NEW, weight=0.2), 1)
+    catalog.routes.update(replace(catalog.routes.get("sorting"), canary=NEW, weight=0.2), 1)
     row = Release(
         "r1", "sorting", NEW, OLD, "canary", 0.2, "running", SETTINGS, 1.0, 1.0, canary_started_at=5.0
     )
-    catalog.add_release(row)
+    catalog.releases.add(row)
     countdown = itertools.count(1)
     applier = Applier(Boundary(catalog, countdown, 1), spool)  # type: ignore[arg-type]
     with pytest.raises(Killed):
         applier.apply(row, Action("rollback", "bad"), see(catalog, row, CANARIES["rollback"]))
-    assert catalog.tombstone("sorting", NEW) is not None
-    assert catalog.route("sorting").canary == NEW
-    assert catalog.release("r1").state == "running"
+    assert catalog.tombstones.find("sorting", NEW) is not None
+    assert catalog.routes.get("sorting").canary == NEW
+    assert catalog.releases.get("r1").state == "running"
 
 
 def test_users_count_although_the_controller_died_while_it_started_the_canary(
@@ -354,11 +354,11 @@ def test_users_count_although_the_controller_died_while_it_started_the_canary(
     countdown = itertools.count(1)
     with pytest.raises(Killed):
         drive(Boundary(controller.catalog, countdown, 4), controller.spool, CanaryResult())
-    assert controller.catalog.route("sorting").canary == NEW
-    assert controller.catalog.release(release.id).canary_started_at is None
+    assert controller.catalog.routes.get("sorting").canary == NEW
+    assert controller.catalog.releases.get(release.id).canary_started_at is None
     users.crowd(canary=0.0, baseline=1.0, pairs=8)
     controller.tick()
-    assert controller.catalog.release(release.id).state == "rolled_back"
+    assert controller.catalog.releases.get(release.id).state == "rolled_back"
 
 
 def test_a_failing_part_is_an_alarm_and_stops_no_other(controller: Controller, users: Users) -> None:
@@ -368,7 +368,7 @@ def test_a_failing_part_is_an_alarm_and_stops_no_other(controller: Controller, u
     controller.tick()
     users.crowd(canary=0.0, baseline=1.0, pairs=8)
     controller.tick()
-    assert controller.catalog.release(release.id).state == "rolled_back"
+    assert controller.catalog.releases.get(release.id).state == "rolled_back"
     assert set(controller.faults) == {"snapshot"}
     snapshot.rmdir()
     controller._due.clear()
@@ -394,15 +394,15 @@ def test_a_ledger_that_cannot_be_opened_again_keeps_the_rest_going(
         users.crowd(canary=0.0, baseline=1.0, pairs=8)
         controller.tick()
         assert str(holder.pid) in controller.faults["ingest"]
-        assert controller.catalog.release(release.id).state == "running"
+        assert controller.catalog.releases.get(release.id).state == "running"
         controller.desk.rollback("sorting", THIRD, "me", "A person needs no ledger.")
-        assert controller.catalog.tombstone("sorting", THIRD) is not None
+        assert controller.catalog.tombstones.find("sorting", THIRD) is not None
     finally:
         holder.kill()
         holder.wait()
     controller.tick()
     assert controller.faults == {}
-    assert controller.catalog.release(release.id).state == "rolled_back"
+    assert controller.catalog.releases.get(release.id).state == "rolled_back"
 
 
 def test_feedback_that_comes_after_a_purge_goes_within_hours(params: Params, controller: Controller) -> None:
@@ -438,7 +438,9 @@ def test_a_clock_that_jumps_ahead_expires_nothing_until_it_has_held(controller: 
     catalog, wall, steady = controller.catalog, [1000.0], [0.0]
     file = controller.params.paths.clock
     controller._clock = TrustedClock(file, lambda: wall[0], lambda: steady[0])
-    catalog.add_revision(replace(catalog.revision("sorting", THIRD), digest="dd" * 32, expires_at=5000.0))
+    catalog.revisions.add(
+        replace(catalog.revisions.get("sorting", THIRD), digest="dd" * 32, expires_at=5000.0)
+    )
 
     def turn(wall_s: float, steady_s: float) -> bool:
         wall[0] += wall_s
@@ -458,9 +460,9 @@ def test_a_clock_that_jumps_ahead_expires_nothing_until_it_has_held(controller: 
     assert not turn(-1e6, 10)
     assert turn(1e6, 10)
     assert turn(3500, 3500)
-    assert catalog.find("sorting", "dd" * 32)
+    assert catalog.revisions.find("sorting", "dd" * 32)
     assert not turn(200, 200)
-    assert catalog.find("sorting", "dd" * 32) is None
+    assert catalog.revisions.find("sorting", "dd" * 32) is None
 
 
 def test_a_clock_is_remembered_until_the_machine_starts_again(
@@ -490,8 +492,8 @@ def test_a_clock_is_remembered_until_the_machine_starts_again(
 
 
 def test_another_holder_of_the_lease_ends_the_loop(controller: Controller) -> None:
-    controller.catalog.renew("controller", "test", controller._fence, ttl_s=-1)
-    assert controller.catalog.acquire("controller", "another machine", ttl_s=60) is not None
+    controller.catalog.leases.renew("controller", "test", controller._fence, ttl_s=-1)
+    assert controller.catalog.leases.acquire("controller", "another machine", ttl_s=60) is not None
     with pytest.raises(Conflict, match="taken the lease"):
         controller.tick()
     with pytest.raises(Conflict, match="another machine"):
@@ -500,7 +502,7 @@ def test_another_holder_of_the_lease_ends_the_loop(controller: Controller) -> No
 
 @pytest.fixture
 def web(controller: Controller) -> Iterator[TestClient]:
-    key = ensure_local_key(controller.catalog, controller.params.paths.local_key)
+    key = controller.catalog.keys.ensure_local(controller.params.paths.local_key)
     mirror = AliasMirror(controller.catalog, controller.desk, controller.lock, Registry(httpx.Client()))
     with TestClient(build_app(controller, mirror), headers={"Authorization": f"Bearer {key}"}) as client:
         yield client
@@ -547,32 +549,32 @@ def test_bad_requests_get_a_sentence(
 
 
 def test_writing_needs_an_admin_key(controller: Controller, web: TestClient) -> None:
-    user = controller.catalog.create_key("eve", "user")
+    user = controller.catalog.keys.create("eve", "user")
     for header in ("", "Bearer nonsense", f"Bearer {user}", f"Basic {user}"):
         answer = web.post("/rollback", json=revision_body(OLD), headers={"Authorization": header})
         assert answer.status_code == 401
         assert "admin key" in answer.json()["error"]
-    assert controller.catalog.tombstones() == []
+    assert controller.catalog.tombstones.in_force() == []
 
 
 def test_a_person_promotes_rolls_back_and_lifts(controller: Controller, web: TestClient) -> None:
     catalog = controller.catalog
     release = web.post("/releases", json={"policy": "sorting", "digest": NEW}).json()
     assert web.post("/promote", json=revision_body(THIRD)).json()["champion"] == THIRD
-    held = catalog.release(release["id"])
+    held = catalog.releases.get(release["id"])
     assert held.state == "held"
     assert "uperseded by ada" in held.reason
-    assert catalog.route("sorting").previous == OLD
+    assert catalog.routes.get("sorting").previous == OLD
     stone = web.post("/rollback", json=revision_body(THIRD, "It is rude.")).json()
     assert (stone["by"], stone["reason"]) == ("ada", "It is rude.")
-    assert catalog.route("sorting").champion == OLD
+    assert catalog.routes.get("sorting").champion == OLD
     refused = web.post("/promote", json=revision_body(THIRD))
     assert refused.status_code == 409
     assert "It is rude." in refused.json()["error"]
     assert web.post("/releases", json={"policy": "sorting", "digest": THIRD}).status_code == 409
     assert web.post("/lift", json=revision_body(THIRD)).json()["lifted_by"] == "ada"
     assert web.post("/lift", json=revision_body(THIRD)).status_code == 404
-    catalog.set_probe("sorting", THIRD, {"accepted": False})
+    catalog.revisions.set_probe("sorting", THIRD, {"accepted": False})
     assert "probe" in web.post("/promote", json=revision_body(THIRD)).json()["error"]
     said = ledger_rows(controller, 'SELECT verdict, digest, "by" FROM verdicts ORDER BY "at"')
     assert said == [("hold", NEW, "ada"), ("promote", THIRD, "ada"), ("rollback", THIRD, "ada")]
@@ -581,11 +583,11 @@ def test_a_person_promotes_rolls_back_and_lifts(controller: Controller, web: Tes
 def test_a_person_ends_the_revisions_own_release(controller: Controller, web: TestClient) -> None:
     release = web.post("/releases", json={"policy": "sorting", "digest": NEW}).json()
     web.post("/promote", json=revision_body(NEW))
-    assert controller.catalog.release(release["id"]).state == "promoted"
-    assert controller.catalog.route("sorting").champion == NEW
+    assert controller.catalog.releases.get(release["id"]).state == "promoted"
+    assert controller.catalog.routes.get("sorting").champion == NEW
     release = web.post("/releases", json={"policy": "sorting", "digest": THIRD}).json()
     web.post("/rollback", json=revision_body(THIRD))
-    ended = controller.catalog.release(release["id"])
+    ended = controller.catalog.releases.get(release["id"])
     assert (ended.state, ended.approval) == ("rolled_back", "ada")
 
 
@@ -667,7 +669,7 @@ def test_a_killed_process_goes_on_where_it_was(running: Running, tmp_path: Path)
     release = calls.start_release(
         running.url, key, "sorting", NEW, skip_gates={"score": "none here"}, by="ada"
     )
-    while not catalog.route("sorting").canary:
+    while not catalog.routes.get("sorting").canary:
         time.sleep(0.05)
     running.send(signal.SIGKILL)
     Users(params).crowd(canary=0.0, baseline=1.0, pairs=8)
@@ -675,13 +677,13 @@ def test_a_killed_process_goes_on_where_it_was(running: Running, tmp_path: Path)
     rows: list[dict[str, Any]] = []
     ended = calls.wait_for_verdict(running.url, release["id"], 30, rows.append)
     assert (ended["state"], rows[-1]) == ("rolled_back", ended)
-    assert catalog.tombstone("sorting", NEW) is not None
+    assert catalog.tombstones.find("sorting", NEW) is not None
     with pytest.raises(Conflict, match="tombstone"):
         calls.promote(running.url, key, "sorting", NEW, "please")
     calls.lift(running.url, key, "sorting", NEW, "please", by="ada")
     assert calls.promote(running.url, key, "sorting", NEW, "please", by="ada")["champion"] == NEW
     calls.rollback(running.url, key, "sorting", NEW, "oh no", by="ada")
-    assert catalog.route("sorting").champion == OLD
+    assert catalog.routes.get("sorting").champion == OLD
     with pytest.raises(NotFound):
         calls.hold(running.url, key, "no-such-release", "why")
     code, seconds = running.send(signal.SIGTERM)

@@ -106,11 +106,11 @@ def mirror(controller: Controller, mlflow: Mlflow) -> AliasMirror:
 
 
 def test_aliases_follow_the_route(controller: Controller, mirror: AliasMirror, mlflow: Mlflow) -> None:
-    route = controller.catalog.route("sorting")
-    route = controller.catalog.set_route(replace(route, canary=NEW, weight=0.2), route.version)
+    route = controller.catalog.routes.get("sorting")
+    route = controller.catalog.routes.update(replace(route, canary=NEW, weight=0.2), route.version)
     mirror.mirror()
     assert mlflow.aliases() == {"champion": "1", "canary": "2"}
-    controller.catalog.set_route(replace(route, champion=NEW, previous=OLD, canary=None), route.version)
+    controller.catalog.routes.update(replace(route, champion=NEW, previous=OLD, canary=None), route.version)
     mirror.mirror()
     assert mlflow.aliases() == {"champion": "2", "previous": "1"}
 
@@ -118,11 +118,11 @@ def test_aliases_follow_the_route(controller: Controller, mirror: AliasMirror, m
 def test_a_moved_champion_is_promoted(controller: Controller, mirror: AliasMirror, mlflow: Mlflow) -> None:
     mlflow.move("champion", "2")
     mirror.mirror()
-    route = controller.catalog.route("sorting")
+    route = controller.catalog.routes.get("sorting")
     assert (route.champion, route.previous) == (NEW, OLD)
     assert mlflow.aliases() == {"champion": "2", "previous": "1"}
     mirror.mirror()
-    assert controller.catalog.route("sorting").version == route.version
+    assert controller.catalog.routes.get("sorting").version == route.version
 
 
 def test_a_moved_champion_ends_the_running_release(
@@ -133,7 +133,7 @@ def test_a_moved_champion_ends_the_running_release(
     assert mlflow.aliases() == {"champion": "1", "canary": "2"}
     mlflow.move("champion", "3")
     mirror.mirror()
-    ended = controller.catalog.release(release.id)
+    ended = controller.catalog.releases.get(release.id)
     assert ended.state == "held"
     assert "Superseded" in ended.reason
     assert mlflow.aliases() == {"champion": "3", "previous": "1"}
@@ -144,13 +144,13 @@ def test_a_canary_alias_starts_a_release_and_its_deletion_holds_it(
 ) -> None:
     mlflow.move("canary", "3")
     mirror.mirror()
-    (release,) = controller.catalog.releases("sorting", open_only=True)
+    (release,) = controller.catalog.releases.all("sorting", open_only=True)
     assert release.revision == THIRD
     mirror.mirror()
     assert mlflow.aliases() == {"champion": "1", "canary": "3"}
     mlflow.move("canary", None)
     mirror.mirror()
-    assert controller.catalog.release(release.id).state == "held"
+    assert controller.catalog.releases.get(release.id).state == "held"
     assert mlflow.aliases() == {"champion": "1"}
 
 
@@ -159,7 +159,7 @@ def bury(controller: Controller) -> None:
 
 
 def refuse_by_probe(controller: Controller) -> None:
-    controller.catalog.set_probe("sorting", NEW, {"accepted": False, "reason": "Off by a nat."})
+    controller.catalog.revisions.set_probe("sorting", NEW, {"accepted": False, "reason": "Off by a nat."})
 
 
 def freeze(controller: Controller) -> None:
@@ -175,10 +175,10 @@ def test_a_refused_move_is_put_back_and_explained(
     obstacle(controller)
     mlflow.move("champion", "2")
     mirror.mirror()
-    assert controller.catalog.route("sorting").champion == OLD
+    assert controller.catalog.routes.get("sorting").champion == OLD
     assert mlflow.aliases()["champion"] == "1"
     assert says in (mlflow.refusal("2") or "")
-    (notice,) = [one for one in controller.catalog.notices() if one.name == "graftwork.revision.refused"]
+    (notice,) = [one for one in controller.catalog.notices.page() if one.name == "graftwork.revision.refused"]
     assert (notice.revision, notice.reason) == (NEW, mlflow.refusal("2"))
 
 
@@ -192,7 +192,7 @@ def test_a_refusal_goes_when_the_move_succeeds(
     controller.desk.thaw("ada", "It is over")
     mlflow.move("champion", "2")
     mirror.mirror()
-    assert controller.catalog.route("sorting").champion == NEW
+    assert controller.catalog.routes.get("sorting").champion == NEW
     assert mlflow.refusal("2") is None
 
 
@@ -211,10 +211,10 @@ def test_a_version_that_is_no_revision_is_refused(
 def test_what_nobody_may_move_is_put_back(
     controller: Controller, mirror: AliasMirror, mlflow: Mlflow, alias: str, version: str | None
 ) -> None:
-    before = controller.catalog.route("sorting")
+    before = controller.catalog.routes.get("sorting")
     mlflow.move(alias, version)
     mirror.mirror()
-    assert controller.catalog.route("sorting") == before
+    assert controller.catalog.routes.get("sorting") == before
     assert mlflow.aliases() == {"champion": "1"}
     assert mlflow.refusal(version or "1")
 
@@ -227,13 +227,13 @@ def test_a_deleted_champion_version_is_an_alarm_until_it_is_back(
     ).raise_for_status()
     mlflow.move("champion", "2")
     mirror.mirror()
-    assert controller.catalog.route("sorting").champion == OLD
+    assert controller.catalog.routes.get("sorting").champion == OLD
     assert OLD[:12] in mirror._alarms["sorting"]
     again = mlflow.register(OLD)
     mirror.mirror()
     assert mirror._alarms == {}
     assert mlflow.aliases() == {"champion": again}
-    assert controller.catalog.route("sorting").champion == OLD
+    assert controller.catalog.routes.get("sorting").champion == OLD
 
 
 def test_a_restored_registry_moves_nothing(
@@ -243,16 +243,16 @@ def test_a_restored_registry_moves_nothing(
 
     backup = shutil.copy(database, database.with_suffix(".backup"))
     fourth = "dd" * 32
-    row = controller.catalog.revision("sorting", NEW)
-    controller.catalog.add_revision(replace(row, digest=fourth))
+    row = controller.catalog.revisions.get("sorting", NEW)
+    controller.catalog.revisions.add(replace(row, digest=fourth))
     mlflow.move("champion", mlflow.register(fourth))
     mirror.mirror()
-    assert controller.catalog.route("sorting").champion == fourth
+    assert controller.catalog.routes.get("sorting").champion == fourth
     handlers._get_model_registry_store().engine.dispose()
     shutil.copy(backup, database)
     handlers._model_registry_store = None
     mirror.mirror()
-    assert controller.catalog.route("sorting").champion == fourth
+    assert controller.catalog.routes.get("sorting").champion == fourth
     assert fourth[:12] in mirror._alarms["sorting"]
     assert mlflow.aliases() == {"champion": "1"}
     again = mlflow.register(fourth)
@@ -269,7 +269,7 @@ def test_a_registered_model_that_is_gone_is_an_alarm(
     ).raise_for_status()
     mirror.mirror()
     assert "gone" in mirror._alarms["sorting"]
-    assert controller.catalog.route("sorting").champion == OLD
+    assert controller.catalog.routes.get("sorting").champion == OLD
 
 
 class Memory(Registry):
@@ -333,7 +333,7 @@ def test_any_order_of_moves_and_faults_ends_in_one_state(controller: Controller,
         registry.clock += 1
 
     def owner() -> None:
-        route = controller.catalog.route("sorting")
+        route = controller.catalog.routes.get("sorting")
         wanted = chance.choice([OLD, NEW])
         controller.applier.promote("sorting", wanted, f"verdict on {route.version}", "controller")
 
@@ -344,19 +344,19 @@ def test_any_order_of_moves_and_faults_ends_in_one_state(controller: Controller,
             mirror.mirror()
         except httpx.ConnectError:
             continue
-        assert controller.catalog.route("sorting").champion in (OLD, NEW)
+        assert controller.catalog.routes.get("sorting").champion in (OLD, NEW)
     registry.fail_at = -1
     for _ in range(3):
         mirror.mirror()
-    settled = controller.catalog.route("sorting")
-    running = controller.catalog.releases("sorting", open_only=True)
+    settled = controller.catalog.routes.get("sorting")
+    running = controller.catalog.releases.all("sorting", open_only=True)
     wanted = {"champion": settled.champion, "previous": settled.previous}
     wanted["canary"] = running[0].revision if running else settled.canary
     assert {alias: registry.named[version] for alias, version in registry.held.items()} == {
         alias: digest for alias, digest in wanted.items() if digest
     }
     mirror.mirror()
-    assert controller.catalog.route("sorting") == settled
+    assert controller.catalog.routes.get("sorting") == settled
 
 
 def test_our_own_write_that_was_cut_off_is_nobodys_move(controller: Controller) -> None:
@@ -370,16 +370,16 @@ def test_our_own_write_that_was_cut_off_is_nobodys_move(controller: Controller) 
     controller.applier.promote("sorting", OLD, "no, this one", "controller")
     registry.fail_at = -1
     mirror.mirror()
-    assert controller.catalog.route("sorting").champion == OLD
+    assert controller.catalog.routes.get("sorting").champion == OLD
     assert registry.held["champion"] == "1"
 
 
 def test_find_moves_and_is_older(controller: Controller) -> None:
     catalog = controller.catalog
-    catalog.note_alias("p", "champion", "1", OLD)
-    catalog.note_alias("p", "canary", "1>2", NEW)
-    catalog.note_alias("p", "@seen", "5", "100")
-    notes = {alias: note for (_, alias), note in catalog.alias_notes().items()}
+    catalog.aliases.note("p", "champion", "1", OLD)
+    catalog.aliases.note("p", "canary", "1>2", NEW)
+    catalog.aliases.note("p", "@seen", "5", "100")
+    notes = {alias: note for (_, alias), note in catalog.aliases.all().items()}
     assert find_moves({"champion": "1", "canary": "2"}, notes) == []
     assert find_moves({"champion": "2", "canary": "1"}, notes) == [Move("champion", "2")]
     assert find_moves({}, notes) == [Move("champion", None), Move("canary", None)]

@@ -10,7 +10,7 @@ import pytest
 from fastapi.testclient import TestClient
 from rows import NEW, OLD, THIRD, fill
 
-from engine.catalog.catalog import Catalog, Notice, Release, ensure_local_key, migrate
+from engine.catalog.catalog import Catalog, Notice, Release, migrate
 from engine.controller.api import build_app
 from engine.controller.health_monitor import MISSES, Watch
 from engine.controller.loop import Controller
@@ -35,7 +35,7 @@ def controller(tmp_path: Path) -> Iterator[Controller]:
 
 @pytest.fixture
 def web(controller: Controller) -> Iterator[TestClient]:
-    key = ensure_local_key(controller.catalog, controller.params.paths.local_key)
+    key = controller.catalog.keys.ensure_local(controller.params.paths.local_key)
     mirror = AliasMirror(controller.catalog, controller.desk, controller.lock, Registry(httpx.Client()))
     with TestClient(build_app(controller, mirror), headers={"Authorization": f"Bearer {key}"}) as client:
         yield client
@@ -45,11 +45,11 @@ def start(controller: Controller, approval_s: float, digest: str = NEW) -> Relea
     skipped = {"score": "not scored here", "canary": "no users here"}
     release = controller.desk.start("sorting", digest, {"approval_s": approval_s}, skipped, "me")
     controller.tick()
-    return controller.catalog.release(release.id)
+    return controller.catalog.releases.get(release.id)
 
 
 def told(controller: Controller) -> list[str]:
-    return [notice.name for notice in reversed(controller.catalog.notices())]
+    return [notice.name for notice in reversed(controller.catalog.notices.page())]
 
 
 def test_a_release_waits_for_its_approval_and_no_user_sees_it(
@@ -58,25 +58,25 @@ def test_a_release_waits_for_its_approval_and_no_user_sees_it(
     release = start(controller, approval_s=3600)
     for _ in range(3):
         controller.tick()
-    release = controller.catalog.release(release.id)
+    release = controller.catalog.releases.get(release.id)
     assert (release.state, release.step) == ("running", "approval")
-    assert controller.catalog.route("sorting").canary is None
+    assert controller.catalog.routes.get("sorting").canary is None
     approved = web.post(f"/releases/{release.id}/approve", json=PERSON).json()
     assert approved["approved"]["by"] == "ada"
     again = web.post(f"/releases/{release.id}/approve", json=PERSON | {"by": "bob"}).json()
     assert again["approved"]["by"] == "ada"
     controller.tick()
-    assert controller.catalog.release(release.id).state == "promoted"
+    assert controller.catalog.releases.get(release.id).state == "promoted"
 
 
 def test_nobody_answered_in_time_is_a_hold(controller: Controller) -> None:
     release = start(controller, approval_s=0.05)
     time.sleep(0.06)
     controller.tick()
-    ended = controller.catalog.release(release.id)
+    ended = controller.catalog.releases.get(release.id)
     assert ended.state == "held"
     assert "approv" in ended.reason.lower()
-    assert controller.catalog.route("sorting").champion == OLD
+    assert controller.catalog.routes.get("sorting").champion == OLD
     with pytest.raises(Conflict, match="does not wait for approval"):
         controller.desk.approve(release.id, "ada", "too late")
 
@@ -99,7 +99,7 @@ def test_frozen_means_rollbacks_only(controller: Controller, web: TestClient) ->
     release = start(controller, approval_s=0)
     assert release.state == "running"
     assert web.post("/rollback", json=body | {"digest": OLD}).status_code == 200
-    assert controller.catalog.route("sorting").champion is None
+    assert controller.catalog.routes.get("sorting").champion is None
     assert web.get("/health").json()["frozen"]
     web.post("/thaw", json=PERSON)
     assert web.get("/health").json()["frozen"] is None
@@ -110,13 +110,13 @@ def test_frozen_means_rollbacks_only(controller: Controller, web: TestClient) ->
 def test_a_canary_under_users_stays_while_frozen(controller: Controller) -> None:
     release = controller.desk.start("sorting", NEW, {}, {"score": "not scored here"}, "me")
     controller.tick()
-    assert controller.catalog.route("sorting").canary == NEW
+    assert controller.catalog.routes.get("sorting").canary == NEW
     controller.desk.freeze("ada", "A holiday.")
     with pytest.raises(Conflict, match="A holiday"):
         controller.desk.hold(release.id, "bob", "enough")
-    assert controller.catalog.route("sorting").canary == NEW
+    assert controller.catalog.routes.get("sorting").canary == NEW
     controller.desk.rollback("sorting", NEW, "bob", "It is rude.")
-    assert controller.catalog.route("sorting").canary is None
+    assert controller.catalog.routes.get("sorting").canary is None
 
 
 def test_freezing_twice_keeps_the_first_reason(controller: Controller) -> None:
@@ -143,14 +143,14 @@ def test_restore_without_an_earlier_champion_is_a_sentence(controller: Controlle
 def test_each_end_of_a_release_is_told_once_with_reason_and_link(controller: Controller) -> None:
     release = start(controller, approval_s=0)
     controller.tick()
-    (notice,) = controller.catalog.notices()
+    (notice,) = controller.catalog.notices.page()
     assert (notice.name, notice.revision) == ("graftwork.release.promoted", NEW)
-    assert notice.reason == controller.catalog.release(release.id).reason
+    assert notice.reason == controller.catalog.releases.get(release.id).reason
     assert notice.link.endswith(f"/releases/{release.id}")
 
 
 def test_a_refused_probe_is_told_too(controller: Controller) -> None:
-    controller.catalog.set_probe("sorting", NEW, {"accepted": False, "reason": "It is the base."})
+    controller.catalog.revisions.set_probe("sorting", NEW, {"accepted": False, "reason": "It is the base."})
     start(controller, approval_s=0)
     assert sorted(told(controller)) == ["graftwork.release.held", "graftwork.revision.refused"]
 
@@ -234,6 +234,6 @@ def test_automations_post_back_to_the_page(controller: Controller, web: TestClie
 
 def test_a_notice_is_a_row_once(controller: Controller) -> None:
     notice = Notice("n1", "graftwork.policy.drift", "sorting", OLD, "r", "l", 1.0)
-    assert controller.catalog.add_notice(notice)
-    assert not controller.catalog.add_notice(notice)
-    assert len(controller.catalog.notices(unsent=True)) == 1
+    assert controller.catalog.notices.add(notice)
+    assert not controller.catalog.notices.add(notice)
+    assert len(controller.catalog.notices.page(unsent=True)) == 1

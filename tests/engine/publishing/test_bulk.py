@@ -43,7 +43,7 @@ def alone(tensors: dict, base: BaseShapes, dtype: torch.dtype) -> tuple[str, pac
 def opened(url: str) -> Iterator[Catalog]:
     with closing(Catalog(url)) as catalog:
         for name in ("one", "two"):
-            catalog.add_policy(Policy(name, BASE, {}, OWNER, NOW))
+            catalog.policies.add(Policy(name, BASE, {}, OWNER, NOW))
         yield catalog
 
 
@@ -84,7 +84,7 @@ def test_every_entry_is_in_the_catalog_with_its_own_bytes(catalog: Catalog, stor
     for i, (one, tensors) in enumerate(zip(found, made, strict=True)):
         digest, whole = alone(tensors, DENSE, torch.float32)
         assert one.digest == digest
-        row = catalog.revision("one", digest)
+        row = catalog.revisions.get("one", digest)
         manifest = make_manifest(
             tensors, policy="one", base_digest=BASE, rank=row.rank, targets=DENSE.targets, step=i
         )
@@ -118,12 +118,12 @@ def test_an_unfit_entry_stops_no_other(catalog: Catalog, store: Store):
     for reason, one in zip(unfit, found[1::2], strict=True):
         assert one.refused is not None
         assert reason in one.refused
-    assert len(catalog.revisions("two", limit=100)) == len(unfit)
+    assert len(catalog.revisions.page("two", limit=100)) == len(unfit)
 
 
 def test_policies_of_others_are_left_alone(catalog: Catalog, store: Store):
-    catalog.add_policy(Policy("theirs", BASE, {}, "they", NOW))
-    catalog.add_policy(Policy("elsewhere", "ef" * 32, {}, OWNER, NOW))
+    catalog.policies.add(Policy("theirs", BASE, {}, "they", NOW))
+    catalog.policies.add(Policy("elsewhere", "ef" * 32, {}, OWNER, NOW))
     found = register(catalog, store, [Entry("theirs", adapter(0)), Entry("elsewhere", adapter(0))])
     assert [one.refused is None for one in found] == [False, False]
     assert "belongs to 'they'" in str(found[0].refused)
@@ -133,16 +133,16 @@ def test_policies_of_others_are_left_alone(catalog: Catalog, store: Store):
 def test_a_policy_for_each_entry_is_looked_up_with_its_batch(
     catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch
 ):
-    catalog.add_policies(Policy(f"user-{i}", BASE, {}, OWNER, NOW) for i in range(40) if i != 17)
+    catalog.policies.add_many(Policy(f"user-{i}", BASE, {}, OWNER, NOW) for i in range(40) if i != 17)
     asked = []
-    owners = catalog.owners
-    monkeypatch.setattr(catalog, "owners", lambda names: asked.append(len(names)) or owners(names))
+    owners = catalog.policies.owners
+    monkeypatch.setattr(catalog.policies, "owners", lambda names: asked.append(len(names)) or owners(names))
     found = register(catalog, store, [Entry(f"user-{i}", adapter(i)) for i in range(40)])
     assert [i for i, one in enumerate(found) if one.refused] == [17]
     assert "There is no policy 'user-17'" in str(found[17].refused)
     assert sum(one.new for one in found) == 39
     assert asked == [40]
-    assert catalog.revision("user-39", str(found[39].digest)).policy == "user-39"
+    assert catalog.revisions.get("user-39", str(found[39].digest)).policy == "user-39"
 
 
 def test_known_bytes_are_not_appended_again(catalog: Catalog, store: Store):
@@ -155,7 +155,7 @@ def test_known_bytes_are_not_appended_again(catalog: Catalog, store: Store):
     again = register(catalog, store, [*entries, Entry("two", adapter(1)), Entry("two", adapter(9))])
     assert [one.new for one in again] == [False] * 4 + [True, True]
     digest = again[4].digest
-    assert location(catalog.revision("two", digest)) == location(catalog.revision("one", digest))
+    assert location(catalog.revisions.get("two", digest)) == location(catalog.revisions.get("one", digest))
     assert stored_bytes(store) - took <= took / 4 + 64
 
 
@@ -166,7 +166,7 @@ def test_batches_that_follow_each_other_share_bytes(
     """The rows of one are on their way while the next is looked up, or are committed with its own."""
     monkeypatch.setattr(bulk_groups, "BATCH", 4)
     monkeypatch.setattr(bulk, "TOGETHER", together)
-    add, places = catalog.add_batch, catalog.places
+    add, places = catalog.batches.add, catalog.places.find
     looked_up = threading.Semaphore(0)
 
     def looks(digests):
@@ -181,8 +181,8 @@ def test_batches_that_follow_each_other_share_bytes(
             assert looked_up.acquire(timeout=10)
         return add(rows, shared)
 
-    monkeypatch.setattr(catalog, "places", looks)
-    monkeypatch.setattr(catalog, "add_batch", late)
+    monkeypatch.setattr(catalog.places, "find", looks)
+    monkeypatch.setattr(catalog.batches, "add", late)
     entries = [Entry(policy, adapter(seed)) for policy in ("one", "two") for seed in range(4)]
     found = register(catalog, store, [*entries, *entries[:4]])
     assert [one.new for one in found] == [True] * 8 + [False] * 4
@@ -197,7 +197,7 @@ def test_each_transaction_takes_neighbouring_digests(
     monkeypatch.setattr(bulk_groups, "BATCH", 4)
     monkeypatch.setattr(bulk, "TOGETHER", 8)
     monkeypatch.setattr(bulk_writer, "ROWS", 9)
-    add, parts, failures = catalog.add_batch, [], iter(range(moves))
+    add, parts, failures = catalog.batches.add, [], iter(range(moves))
 
     def counted(batch, shared=()):
         if parts and next(failures, None) is not None:
@@ -205,7 +205,7 @@ def test_each_transaction_takes_neighbouring_digests(
         parts.append(sorted(batch.digests))
         return add(batch, shared)
 
-    monkeypatch.setattr(catalog, "add_batch", counted)
+    monkeypatch.setattr(catalog.batches, "add", counted)
     entries = [Entry("one", adapter(seed)) for seed in range(29)]
     twins = [entries[3], entries[17], Entry("two", entries[20].tensors)]
     found = list(register_many(catalog, store, DENSE, BASE, [*entries, *twins], OWNER, NOW, torch.float32))
@@ -216,7 +216,7 @@ def test_each_transaction_takes_neighbouring_digests(
     parts.sort()
     assert all(before[-1] < after[0] for before, after in pairwise(parts))
     for one in found:
-        stored_tensors(catalog, store, catalog.revision(one.policy, one.digest))
+        stored_tensors(catalog, store, catalog.revisions.get(one.policy, one.digest))
 
 
 def test_each_part_appends_its_own_bytes_when_rows_that_shared_them_are_gone(
@@ -225,21 +225,21 @@ def test_each_part_appends_its_own_bytes_when_rows_that_shared_them_are_gone(
     entries = [Entry("one", adapter(seed)) for seed in range(12)]
     register(catalog, store, entries)
     monkeypatch.setattr(bulk_writer, "ROWS", 4)
-    add, calls = catalog.add_batch, []
+    add, calls = catalog.batches.add, []
 
     def without_the_others(batch, shared=()):
         if not calls:
-            with catalog._write() as connection:
+            with catalog._access.write() as connection:
                 connection.exec_driver_sql("DELETE FROM revisions WHERE policy = 'one'")
         calls.append(len(batch))
         return add(batch, shared)
 
-    monkeypatch.setattr(catalog, "add_batch", without_the_others)
+    monkeypatch.setattr(catalog.batches, "add", without_the_others)
     found = register(catalog, store, [Entry("two", entry.tensors) for entry in entries])
     assert [one.new for one in found] == [True] * 12
     assert len(calls) == 2 * 3
     for entry, one in zip(entries, found, strict=True):
-        stored = stored_tensors(catalog, store, catalog.revision("two", one.digest))
+        stored = stored_tensors(catalog, store, catalog.revisions.get("two", one.digest))
         assert all(torch.equal(stored[key], value) for key, value in entry.tensors.items())
 
 
@@ -292,7 +292,7 @@ def test_many_shapes_do_not_add_up(catalog: Catalog, store: Store, monkeypatch: 
 def test_bytes_that_move_meanwhile_are_found_again(
     catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch
 ):
-    add, calls = catalog.add_batch, []
+    add, calls = catalog.batches.add, []
 
     def moved_once(rows, shared=()):
         calls.append(len(rows))
@@ -300,7 +300,7 @@ def test_bytes_that_move_meanwhile_are_found_again(
             raise Moved("The bytes were moved.")
         return add(rows, shared)
 
-    monkeypatch.setattr(catalog, "add_batch", moved_once)
+    monkeypatch.setattr(catalog.batches, "add", moved_once)
     found = register(catalog, store, [Entry("one", adapter(seed)) for seed in range(3)])
     assert [one.new for one in found] == [True] * 3
     # What was appended the first time is used, not appended again.
@@ -328,7 +328,7 @@ def test_a_full_disk_loses_nothing_that_was_told(
     assert len(told) == 8
     # What came behind the refused batch before that was known, not all that are committed together.
     assert len(calls) <= 3 + bulk.BEHIND
-    rows = {row.digest: row for row in catalog.revisions("one", limit=100)}
+    rows = {row.digest: row for row in catalog.revisions.page("one", limit=100)}
     assert set(told) <= rows.keys()
     for row in rows.values():
         store.read(location(row))
@@ -343,7 +343,7 @@ def test_a_caller_who_stops_leaves_whole_batches(
     )
     next(results)
     results.close()
-    rows = catalog.revisions("one", limit=100)
+    rows = catalog.revisions.page("one", limit=100)
     assert len(rows) % 4 == 0
     for row in rows:
         store.read(location(row))
@@ -379,7 +379,7 @@ def test_a_kill_loses_nothing_that_was_told(catalog: Catalog, store: Store, cata
         digests = [process.stdout.readline().strip() for _ in range(told)]
         process.kill()
         digests += [line.strip() for line in process.stdout if len(line) == 65]
-    rows = {row.digest: row for row in catalog.revisions("one", limit=100_000)}
+    rows = {row.digest: row for row in catalog.revisions.page("one", limit=100_000)}
     assert set(digests) <= rows.keys()
     for digest, row in rows.items():
         tensors = stored_tensors(catalog, store, row)
@@ -389,24 +389,24 @@ def test_a_kill_loses_nothing_that_was_told(catalog: Catalog, store: Store, cata
 def test_whole_bytes_end_a_quarantine(catalog: Catalog, store: Store):
     entries = [Entry("one", adapter(1)), Entry("two", adapter(1)), Entry("one", adapter(2))]
     first = register(catalog, store, entries)
-    damaged, beside, other = (catalog.revision(one.policy, str(one.digest)) for one in first)
-    catalog.quarantine("one", damaged.digest, "The checksum differs.")
+    damaged, beside, other = (catalog.revisions.get(one.policy, str(one.digest)) for one in first)
+    catalog.quarantine.add("one", damaged.digest, "The checksum differs.")
     again = register(catalog, store, [*entries, entries[0]])
     assert [one.new for one in again] == [False] * 4
-    assert catalog.quarantined("one", damaged.digest) is None
-    healed = catalog.revision("one", damaged.digest)
+    assert catalog.quarantine.reason("one", damaged.digest) is None
+    healed = catalog.revisions.get("one", damaged.digest)
     assert location(healed) != location(damaged)
     assert store.check([location(healed)]) == [None]
     # Who shared the damaged place has left it, too.
-    assert location(catalog.revision("two", beside.digest)) == location(healed)
-    assert location(catalog.revision("one", other.digest)) == location(other)
+    assert location(catalog.revisions.get("two", beside.digest)) == location(healed)
+    assert location(catalog.revisions.get("one", other.digest)) == location(other)
 
 
 @pytest.mark.parametrize("fault", ["lost", "damaged"])
 def test_bytes_that_a_disk_has_lost_are_written_again(catalog: Catalog, store: Store, fault: str):
     entries = [Entry("one", adapter(seed)) for seed in range(3)]
     first = register(catalog, store, entries)
-    was = location(catalog.revision("one", str(first[0].digest)))
+    was = location(catalog.revisions.get("one", str(first[0].digest)))
     if fault == "lost":
         store.path(was.segment).unlink()
     else:
@@ -415,18 +415,18 @@ def test_bytes_that_a_disk_has_lost_are_written_again(catalog: Catalog, store: S
             file.write(b"other bytes")
     again = register(catalog, store, [*entries, Entry("two", adapter(0))])
     assert [(one.new, one.refused) for one in again] == [(False, None)] * 3 + [(True, None)]
-    rows = [catalog.revision(one.policy, str(one.digest)) for one in again]
+    rows = [catalog.revisions.get(one.policy, str(one.digest)) for one in again]
     assert store.check([location(row) for row in rows]) == [None] * 4
     assert location(rows[0]) == location(rows[3]) != was
 
 
 def test_a_quarantined_revision_takes_no_place_of_another(catalog: Catalog, store: Store):
     (first,) = register(catalog, store, [Entry("one", adapter(1))])
-    catalog.quarantine("one", str(first.digest), "The checksum differs.")
+    catalog.quarantine.add("one", str(first.digest), "The checksum differs.")
     register(catalog, store, [Entry("two", adapter(1))])
     (again,) = register(catalog, store, [Entry("one", adapter(1))])
     assert not again.new
-    assert catalog.quarantined("one", str(first.digest)) is None
+    assert catalog.quarantine.reason("one", str(first.digest)) is None
 
 
 def test_a_policy_that_is_purged_meanwhile_stops_no_other(catalog: Catalog, store: Store):
@@ -434,13 +434,13 @@ def test_a_policy_that_is_purged_meanwhile_stops_no_other(catalog: Catalog, stor
         for seed in range(3):
             yield Entry("one", adapter(seed))
             yield Entry("two", adapter(10 + seed))
-        catalog.purge("two", "ann", NOW)
+        catalog.purges.run("two", "ann", NOW)
 
     found = register(catalog, store, entries())
     assert [one.new for one in found] == [True, False] * 3
     assert all("'two' was purged" in str(one.refused) for one in found[1::2])
-    assert len(catalog.revisions("one")) == 3
-    assert catalog.revisions("two") == []
+    assert len(catalog.revisions.page("one")) == 3
+    assert catalog.revisions.page("two") == []
 
 
 def test_tensors_that_were_filled_again_are_refused(catalog: Catalog, store: Store):
@@ -493,7 +493,7 @@ def test_what_is_unfit_among_those_copied_with_it_stops_no_other(
     for one in found:
         if not one.refused:
             assert one.digest == digests[one.position]
-            stored = stored_tensors(catalog, store, catalog.revision("one", one.digest))
+            stored = stored_tensors(catalog, store, catalog.revisions.get("one", one.digest))
             want = adapter(one.position)
             assert all(torch.equal(stored[name], value) for name, value in want.items())
 
@@ -510,7 +510,7 @@ def test_a_long_run_leaves_no_long_log(
     assert log.stat().st_size == 0
     register(catalog, store, [Entry("one", adapter(5))])
     # Somebody who reads is not waited for long.
-    with catalog._read() as reader:
+    with catalog._access.read() as reader:
         reader.exec_driver_sql("SELECT count(*) FROM revisions").scalar()
         register(catalog, store, [Entry("one", adapter(seed)) for seed in range(6, 9)])
         assert log.stat().st_size > 0

@@ -17,6 +17,7 @@ from parity import merge
 from engine.adapters import revision
 from engine.base.families import BaseShapes
 from engine.catalog.catalog import Catalog, Revision
+from engine.catalog.revisions import Revisions
 from engine.errors import AdapterError, ConfigError, DamagedBytes, MissingBytes, NotFound
 from engine.publishing import importing
 from engine.publishing.foreign import inspect, publish
@@ -74,7 +75,7 @@ def test_an_adapter_from_elsewhere_becomes_a_revision_by_the_command(tiny_base, 
     assert f"`graftwork serve --revision afar@{digest[:12]}`" in runs[1]
     params = load_params(tmp_path / "params.yaml")
     catalog = Catalog(params.paths.catalog_url)
-    (row,) = catalog.revisions("afar")
+    (row,) = catalog.revisions.page("afar")
     assert (row.digest, row.rank, row.state) == (digest, 4, "exported")
     catalog.close()
     stored, _ = revision.read_revision(directory_from_store(params, "afar", digest, tmp_path / "again"))
@@ -199,16 +200,16 @@ def test_the_row_comes_last_so_that_a_crash_leaves_nothing_to_serve(tiny_base, t
         assert (params.paths.revision("afar", row.digest) / "probe.json").is_file()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(importing.Catalog, "add_revisions", crash)
+    monkeypatch.setattr(Revisions, "add_many", crash)
     with pytest.raises(KeyboardInterrupt):
         publish(params, source, foreign, info, "afar", "local", one_row)
     monkeypatch.undo()
     catalog = Catalog(params.paths.catalog_url)
     with pytest.raises(NotFound):
-        catalog.revision("afar", foreign.digest(info.digest))
+        catalog.revisions.get("afar", foreign.digest(info.digest))
     # Its directory and probe are there, so that the second time nobody computes.
     assert publish(params, source, foreign, info, "afar", "local", refuse)
-    assert catalog.revision("afar", foreign.digest(info.digest)).state == "exported"
+    assert catalog.revisions.get("afar", foreign.digest(info.digest)).state == "exported"
     catalog.close()
 
 
@@ -223,7 +224,7 @@ def test_damaged_bytes_are_written_anew_by_the_next_import(tiny_base, tmp_path):
 
     def again() -> Revision:
         publish(params, source, foreign, info, "afar", "local", refuse)
-        row = catalog.revision("afar", made.digest)
+        row = catalog.revisions.get("afar", made.digest)
         stored = stored_tensors(catalog, store, row)
         assert all(torch.equal(stored[key], tensors[key]) for key in tensors)
         return row
@@ -232,7 +233,7 @@ def test_damaged_bytes_are_written_anew_by_the_next_import(tiny_base, tmp_path):
     assert again() == first
     assert len(list(store.segments())) == 1
     for harm in (flip, lambda path: os.truncate(path, 100), Path.unlink):
-        before = catalog.revision("afar", made.digest)
+        before = catalog.revisions.get("afar", made.digest)
         harm(store.path(before.segment))
         with pytest.raises((DamagedBytes, MissingBytes), match=r"[Ee]xport (the revision )?again"):
             stored_tensors(catalog, store, before)

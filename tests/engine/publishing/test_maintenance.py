@@ -95,7 +95,7 @@ def test_a_known_revision_that_expires_meanwhile_is_written_anew(state):
         calls.append(put(*given))
         if len(calls) == 1:
             state.store.close()
-            state.catalog.expire(time.time())
+            state.catalog.lifecycle.expire(time.time())
             assert gc(state.catalog, state.store).removed == 1
         return calls[-1]
 
@@ -112,12 +112,12 @@ def test_verify_quarantines_what_is_damaged_and_nothing_else(state):
     report = verify(state.catalog, state.store)
     assert (report.revisions, report.damaged, report.bytes) == (5, 1, sum(row.length for row in rows))
     assert report.examples[0]["revision"] == f"here@{rows[1].digest[:12]}"
-    held = [state.catalog.quarantined(row.policy, row.digest) is not None for row in rows]
+    held = [state.catalog.quarantine.reason(row.policy, row.digest) is not None for row in rows]
     assert held == [False, True, False, False, False]
     # The same bytes are whole again, as from a backup.
     state.damage(rows[1])
     assert verify(state.catalog, state.store).healed == 1
-    assert state.catalog.quarantined("here", rows[1].digest) is None
+    assert state.catalog.quarantine.reason("here", rows[1].digest) is None
     assert pages[-1].revisions == 5
 
 
@@ -174,7 +174,7 @@ def recovered(state: Stored, folder) -> int:
     for file in (database, database.with_name(f"{database.name}-wal")):
         shutil.copy(file, folder / file.name)
     with closing(Catalog(f"sqlite:///{folder / database.name}")) as catalog:
-        return len(catalog.every_revision(None, 100))
+        return len(catalog.revisions.scan(None, 100))
 
 
 def test_compact_rewrites_what_is_mostly_garbage(state):
@@ -183,7 +183,7 @@ def test_compact_rewrites_what_is_mostly_garbage(state):
     full = [state.publish("there", seed) for seed in range(10, 13)]
     new_segment(state)
     before = segments(state)
-    state.catalog.expire(time.time())
+    state.catalog.lifecycle.expire(time.time())
     kept = [row for row in rows if row.step % 3 == 0]
     report = compact(state.catalog, state.store)
     assert (report.moved, report.removed, report.freed) == (2, 1, before[rows[0].segment])
@@ -216,8 +216,8 @@ def test_compact_gives_room_back_as_it_goes(state, monkeypatch):
     for seed in range(4):
         rows.append(state.publish("here", seed))
         new_segment(state)
-    state.catalog.set_expiry("here", rows[2].digest, 1.0)
-    assert len(state.catalog.expire(2.0)) == 1
+    state.catalog.lifecycle.set_expiry("here", rows[2].digest, 1.0)
+    assert len(state.catalog.lifecycle.expire(2.0)) == 1
     monkeypatch.setattr(maintenance, "GROUP_BYTES", 1)
     sizes = []
     append = state.store.append_many

@@ -102,7 +102,7 @@ def test_a_store_that_is_not_mounted_is_not_damaged(state, tmp_path):
     with closing(open_store(state.params)) as store, pytest.raises(Conflict, match="is mounted"):
         put(state.catalog, store, *placing(state, "here", 1)[2:])
     assert not state.store.root.exists()
-    assert [state.catalog.quarantined("here", row.digest) for row in rows] == [None] * 3
+    assert [state.catalog.quarantine.reason("here", row.digest) for row in rows] == [None] * 3
     (tmp_path / "elsewhere").rename(state.store.root)
     assert verify(state.catalog, state.store).examples == []
 
@@ -139,7 +139,7 @@ def test_bytes_that_are_not_there_are_no_damage(state, tmp_path, monkeypatch):
             fault()
         report = verify(state.catalog, state.store)
         assert (report.damaged, report.unreadable) == (0, 3)
-    assert state.catalog.quarantined("here", rows[0].digest) is None
+    assert state.catalog.quarantine.reason("here", rows[0].digest) is None
     params = tmp_path / "params.yaml"
     params.write_text(json.dumps({"state_dir": str(state.params.state_dir)}))
     assert command(params, "verify") == AdapterError.exit_code

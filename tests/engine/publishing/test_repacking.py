@@ -85,17 +85,17 @@ def test_repack_without_its_base_or_bytes_goes_on_with_the_others(state):
     report = repack(state.catalog, state.store)
     # The damaged one's layout is not today's either, so that its base is asked for first.
     assert (report.moved, report.damaged, report.unreadable) == (0, 0, 4)
-    assert state.catalog.quarantined("there", later.digest) is None
+    assert state.catalog.quarantine.reason("there", later.digest) is None
     assert any(BASE[:12] in example["fault"] for example in report.examples)
 
 
 def test_a_page_takes_one_append_and_one_commit_of_its_rows(state, monkeypatch):
     rows = [state.publish_older(policy, seed) for seed in range(20) for policy in POLICIES]
     appends = counted(monkeypatch, state.store, "append_many")
-    moves = counted(monkeypatch, state.catalog, "place_revisions")
+    moves = counted(monkeypatch, state.catalog.places, "replace_many")
     syncs = counted(monkeypatch, os, "fdatasync")
     commits: list[object] = []
-    event.listen(state.catalog._engine, "commit", commits.append)
+    event.listen(state.catalog._access.engine, "commit", commits.append)
     report = repack(state.catalog, state.store)
     assert (report.revisions, report.moved, report.bytes) == (40, 40, sum(row.length for row in rows[::2]))
     assert [len(payloads) for payloads, _ in appends] == [20]
@@ -130,7 +130,7 @@ def test_a_damaged_revision_is_quarantined_alone_and_its_batch_moves(state, monk
     appends = counted(monkeypatch, state.store, "append_many")
     report = repack(state.catalog, state.store)
     assert (report.moved, report.damaged, len(appends)) == (4, 1, 1)
-    held = state.catalog.in_quarantine([row.digest for row in rows])
+    held = state.catalog.quarantine.among([row.digest for row in rows])
     assert held == {("here", rows[2].digest)}
     assert state.row(rows[2]) == rows[2]
     assert all(has_moved(state, row) for row in rows if row != rows[2])
@@ -143,28 +143,28 @@ def test_a_damaged_row_takes_the_new_bytes_of_its_adapter_once_there_are_some(st
     state.damage(second[1])
     report = repack(state.catalog, state.store)
     assert (report.moved, report.damaged) == (3, 1)
-    assert state.catalog.in_quarantine([first[0].digest, second[0].digest]) == {("here", first[0].digest)}
+    assert state.catalog.quarantine.among([first[0].digest, second[0].digest]) == {("here", first[0].digest)}
     assert all(has_moved(state, row) for row in (first[1], *second))
 
 
 def test_whole_bytes_end_a_quarantine(state):
     rows = [state.publish_older("here", seed) for seed in range(2)]
-    state.catalog.quarantine("here", rows[0].digest, "The disk was away.")
+    state.catalog.quarantine.add("here", rows[0].digest, "The disk was away.")
     assert repack(state.catalog, state.store).moved == 2
-    assert state.catalog.quarantined("here", rows[0].digest) is None
+    assert state.catalog.quarantine.reason("here", rows[0].digest) is None
 
 
 def test_a_row_that_expires_meanwhile_stays_gone_and_is_no_error(state, monkeypatch):
     rows = [state.publish_older("here", seed) for seed in range(3)]
 
     def expire():
-        state.catalog.set_expiry("here", rows[1].digest, 1.0)
-        assert len(state.catalog.expire(2.0)) == 1
+        state.catalog.lifecycle.set_expiry("here", rows[1].digest, 1.0)
+        assert len(state.catalog.lifecycle.expire(2.0)) == 1
 
     before_append(state, monkeypatch, expire)
     report = repack(state.catalog, state.store)
     assert (report.revisions, report.moved, report.damaged) == (3, 2, 0)
-    assert state.catalog.find("here", rows[1].digest) is None
+    assert state.catalog.revisions.find("here", rows[1].digest) is None
     assert has_moved(state, rows[0])
     assert has_moved(state, rows[2])
 
@@ -189,7 +189,7 @@ def test_rows_that_compact_moves_meanwhile_name_the_newer_bytes(state, monkeypat
 def test_bytes_that_were_moved_since_the_page_was_read_are_found(state, monkeypatch):
     rows = [state.publish_older("here", seed) for seed in range(3)]
     state.store.close()
-    every = state.catalog.every_revision
+    every = state.catalog.revisions.scan
 
     def page(*given):
         found = every(*given)
@@ -198,7 +198,7 @@ def test_bytes_that_were_moved_since_the_page_was_read_are_found(state, monkeypa
             assert compact(state.catalog, other, everything=True).removed == 1
         return found
 
-    monkeypatch.setattr(state.catalog, "every_revision", page)
+    monkeypatch.setattr(state.catalog.revisions, "scan", page)
     report = repack(state.catalog, state.store)
     assert (report.moved, report.damaged) == (3, 0)
     assert all(has_moved(state, row) for row in rows)
@@ -207,7 +207,7 @@ def test_bytes_that_were_moved_since_the_page_was_read_are_found(state, monkeypa
 def test_appended_bytes_are_held_until_their_rows_are_committed(state, monkeypatch):
     rows = [state.publish_older("here", seed) for seed in range(2)]
     state.store.close()
-    place = state.catalog.place_revisions
+    place = state.catalog.places.replace_many
 
     def placed(moved):
         with closing(open_store(state.params)) as other:
@@ -215,7 +215,7 @@ def test_appended_bytes_are_held_until_their_rows_are_committed(state, monkeypat
             assert report.held == 1
         return place(moved)
 
-    monkeypatch.setattr(state.catalog, "place_revisions", placed)
+    monkeypatch.setattr(state.catalog.places, "replace_many", placed)
     assert repack(state.catalog, state.store).moved == 2
     with closing(open_store(state.params)) as other:
         assert gc(state.catalog, other).removed == 1
@@ -253,7 +253,7 @@ def die_at(params: Params, moment: str) -> None:
         if moment == "append":
             os.pwritev = cut
         else:
-            state.catalog.place_revisions = die
+            state.catalog.places.replace_many = die
         repack(state.catalog, state.store)
 
 

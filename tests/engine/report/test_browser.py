@@ -237,7 +237,7 @@ def test_the_page_says_when_the_controller_is_gone(page: Page, site: str) -> Non
 
 def test_alarms_and_a_freeze_are_on_top(page: Page, site: str, controller: Controller) -> None:
     controller.faults["ingest"] = "The disk is <full>."
-    Catalog(controller.params.paths.catalog_url).set_switch("freeze", True)
+    Catalog(controller.params.paths.catalog_url).switches.set("freeze", True)
     page.goto(site)
     alarms = page.get_by_role("alert").all_text_contents()
     assert alarms[0] == "ingest: The disk is <full>."

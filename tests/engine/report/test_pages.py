@@ -184,8 +184,8 @@ def test_revisions_are_the_exported_ones_with_parent_and_role(world):
 
 def test_a_policy_shows_what_its_name_means_now(world):
     catalog = world[0]
-    before = catalog.route("sums")
-    catalog.set_route(replace(before, champion=GOOD, canary="d" * 64, weight=0.2), before.version)
+    before = catalog.routes.get("sums")
+    catalog.routes.update(replace(before, champion=GOOD, canary="d" * 64, weight=0.2), before.version)
     (policy,) = gather(world).policies
     assert (policy.champion, policy.canary, policy.weight) == (GOOD, "d" * 64, 0.2)
     assert (policy.champion_score.mean, policy.base_score.mean) == (0.9, 0.3)
@@ -194,9 +194,9 @@ def test_a_policy_shows_what_its_name_means_now(world):
 
 def test_what_people_were_told_and_what_is_left_out_is_on_the_page(world, tmp_path):
     catalog = world[0]
-    catalog.add_notice(Notice("n1", "graftwork.policy.drift", "sums", GOOD, "It <i>fell</i>.", "/", NOW + 5))
-    catalog.add_notice(Notice("n0", "graftwork.engine.down", "", None, "It is away.", "/", NOW - 5))
-    catalog.add_policy(Policy("poems", BASE, {"suite": "s"}, "me", NOW))
+    catalog.notices.add(Notice("n1", "graftwork.policy.drift", "sums", GOOD, "It <i>fell</i>.", "/", NOW + 5))
+    catalog.notices.add(Notice("n0", "graftwork.engine.down", "", None, "It is away.", "/", NOW - 5))
+    catalog.policies.add(Policy("poems", BASE, {"suite": "s"}, "me", NOW))
     data = gather(world)
     assert [(event.kind, event.reason) for event in data.notices] == [("policy.drift", "It <i>fell</i>.")]
     assert [(event.by, event.reason) for event in data.tombstones] == [("ann", "it was bad")]

@@ -58,13 +58,13 @@ def params(tmp_path: Path) -> Params:
     )
     migrate(params.paths.catalog_url)
     catalog = Catalog(params.paths.catalog_url)
-    catalog.add_base(Base("base", "tiny-dense", "/bases/tiny", 1.0))
+    catalog.bases.add(Base("base", "tiny-dense", "/bases/tiny", 1.0))
     fill(catalog, champion=None)
-    catalog.add_revision(
-        replace(catalog.revision("sorting", THIRD), digest="ab" * 32, parent=NEW, created_at=9.0)
+    catalog.revisions.add(
+        replace(catalog.revisions.get("sorting", THIRD), digest="ab" * 32, parent=NEW, created_at=9.0)
     )
-    catalog.set_route(replace(catalog.route("sorting"), champion=NEW, previous=OLD), 0)
-    catalog.bury("sorting", THIRD, "It shouts.", "ann")
+    catalog.routes.update(replace(catalog.routes.get("sorting"), champion=NEW, previous=OLD), 0)
+    catalog.tombstones.add("sorting", THIRD, "It shouts.", "ann")
     catalog.close()
     manifest = params.paths.revisions / "sorting" / NEW[:12] / "manifest.json"
     manifest.parent.mkdir(parents=True)
@@ -145,9 +145,9 @@ def test_a_running_release_is_the_verdict_so_far(params: Params) -> None:
     catalog = Catalog(params.paths.catalog_url)
     settings = ReleaseConfig().model_dump()
     row = Release("r", "sorting", NEW, OLD, "canary", 0.2, "running", settings, 1.0, 1.0, reason="Wait.")
-    catalog.add_release(row)
-    catalog.add_notice(Notice("n", "graftwork.engine.down", "", None, "It is away.", "/", 1.0))
-    catalog.set_switch("freeze", True)
+    catalog.releases.add(row)
+    catalog.notices.add(Notice("n", "graftwork.engine.down", "", None, "It is away.", "/", 1.0))
+    catalog.switches.set("freeze", True)
     catalog.close()
     assert said(why(params, "sorting"))["verdict"] == "A release of it runs, at its canary. Wait."
     standing = look.standing(params)
@@ -162,7 +162,7 @@ def test_unknown_and_ambiguous_names_are_sentences(params: Params) -> None:
     with pytest.raises(NotFound, match="has no revision"):
         why(params, "sorting@123456")
     catalog = Catalog(params.paths.catalog_url)
-    catalog.add_revision(replace(catalog.revision("sorting", NEW), digest=NEW[:10] + "c" * 54))
+    catalog.revisions.add(replace(catalog.revisions.get("sorting", NEW), digest=NEW[:10] + "c" * 54))
     catalog.close()
     with pytest.raises(Conflict, match="Several revisions begin with 'bbbbbb'"):
         why(params, "bbbbbb")
@@ -206,7 +206,7 @@ def test_it_says_how_old_it_is(params: Params) -> None:
     assert not fresh["controller"]
     assert "The controller is not running: as of its last snapshot" in look.note(fresh)
     catalog = Catalog(params.paths.catalog_url)
-    catalog.acquire("controller", "me", 60)
+    catalog.leases.acquire("controller", "me", 60)
     catalog.close()
     assert look.note(look.as_of(params)) == ""
     params.paths.ledger_snapshot.unlink()

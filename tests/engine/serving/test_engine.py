@@ -149,7 +149,7 @@ def test_bad_adapters_fail_their_requests_alone(engine: RunningEngine, shapes):
             assert response.status_code == 422, response.text
             assert sentence in response.json()["error"]["message"]
         damaged = engine.publish("bad", random_adapter(shapes, 65), RANK)
-        row = engine.catalog.revision("bad", damaged.partition("@")[2])
+        row = engine.catalog.revisions.get("bad", damaged.partition("@")[2])
         path, whole = engine.store.path(row.segment), engine.store.read(location(row))
         with path.open("r+b") as file:
             file.seek(row.offset + 1000)
@@ -159,7 +159,7 @@ def test_bad_adapters_fail_their_requests_alone(engine: RunningEngine, shapes):
         assert "damaged" in response.json()["error"]["message"]
         # Its bytes come again, at another place: the same engine serves it now.
         at = engine.store.append(whole)
-        engine.catalog.move_revision(replace(row, segment=at.segment, offset=at.offset))
+        engine.catalog.places.replace(replace(row, segment=at.segment, offset=at.offset))
         response = client.post("/v1/completions", json={"model": damaged, "prompt": [7], "max_tokens": 2})
         assert response.status_code == 200, response.text
         response = client.post("/v1/completions", json={"model": good, "prompt": [7], "max_tokens": 2})

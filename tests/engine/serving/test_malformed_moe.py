@@ -78,7 +78,7 @@ def test_an_import_beside_a_live_engine_is_refused(engine, params, base, serves,
     assert words in str(caught.value)
     assert str(caught.value).endswith(".")
     assert files(engine) == before
-    assert "bad" not in [policy.name for policy in engine.catalog.policies()]
+    assert "bad" not in [policy.name for policy in engine.catalog.policies.page()]
 
 
 @pytest.mark.parametrize("name", PLANTED_EXPERTS)
@@ -111,5 +111,5 @@ def test_what_the_corpus_breaks_is_imported_when_it_is_whole(engine, params, bas
         model = f"whole@{made.digest[:12]}"
         response = client.post("/v1/completions", json={"model": model, **QUESTION})
     assert response.status_code == 200, response.text
-    rows = engine.catalog.exported("whole", 10)
+    rows = engine.catalog.listing.exported("whole", 10)
     assert [row.digest for row in rows] == [made.digest]

@@ -156,7 +156,7 @@ def assert_whole(state: Stored) -> int:
         for line in file.read_text().split("\n")[:-1]:
             assert tuple(line.split()) in visible, line
     assert not verify(state.catalog, state.store).examples
-    state.catalog.expire(time.time())
+    state.catalog.lifecycle.expire(time.time())
     gc(state.catalog, state.store)
     named = {row.segment for page in pages(state.catalog) for row in page}
     assert {segment for segment, _ in state.store.segments()} == named

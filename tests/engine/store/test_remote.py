@@ -178,7 +178,7 @@ def test_the_store_behind_a_url_is_kept_whole_and_small(params):
         older = [state.publish_older(policy, 9) for policy in ("here", "there")]
         assert location(state.publish("there", 0)) == location(rows[0])
         assert verify(state.catalog, state.store).damaged == 0
-        state.catalog.expire(time.time())
+        state.catalog.lifecycle.expire(time.time())
         assert gc(state.catalog, state.store).removed == 2
         assert repack(state.catalog, state.store).moved == 2
         report = compact(state.catalog, state.store, everything=True)
@@ -188,7 +188,7 @@ def test_the_store_behind_a_url_is_kept_whole_and_small(params):
         assert verify(state.catalog, state.store).damaged == 0
         state.store._client.pipe_file(objects(state.store)[0], b"")
         assert verify(state.catalog, state.store).damaged == 4
-        assert state.catalog.quarantined("here", rows[0].digest) is not None
+        assert state.catalog.quarantine.reason("here", rows[0].digest) is not None
     assert not list((params.paths.holds).glob("*.seg"))
 
 

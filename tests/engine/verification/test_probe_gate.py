@@ -61,13 +61,13 @@ class Gate:
         engine = self.engine
         whole = packed.pack(tensors, torch.float32, self.shapes.fused)
         at = engine.store.append(whole.tobytes())
-        engine.catalog.add_policy(Policy(policy, engine.base_digest, {}, "test", time.time()))
-        engine.catalog.add_layout(whole.layout.digest, whole.layout.to_json())
+        engine.catalog.policies.add(Policy(policy, engine.base_digest, {}, "test", time.time()))
+        engine.catalog.layouts.add(whole.layout.digest, whole.layout.to_json())
         made = Revision(
             policy, digest, engine.base_digest, None, 0, RANK, at.length, whole.layout.digest, at.segment,
             at.offset, at.length, at.checksum, "exported", "test", time.time(),
         )  # fmt: skip
-        engine.catalog.add_revision(replace(made, **row))
+        engine.catalog.revisions.add(replace(made, **row))
         return served_name(policy, digest)
 
     def verify(self, digest: str, policy: str = "gate") -> dict:
@@ -90,7 +90,7 @@ def gate(engine: RunningEngine) -> Iterator[Gate]:
     settings = json.loads((engine.state / "params.json").read_text())
     file.write_text(json.dumps(settings | {"trainer": {"port": free_port()}}))
     params = load_params(file)
-    engine.catalog.add_base(Base(engine.base_digest, "tiny", str(engine.base_path), time.time()))
+    engine.catalog.bases.add(Base(engine.base_digest, "tiny", str(engine.base_path), time.time()))
     trainer = Service(params, file)
     trainer.start()
     yield Gate(engine, params, trainer)
@@ -207,10 +207,12 @@ def test_the_search_leaves_no_revision_that_people_would_see(gate: Gate):
     tensors = random_adapter(gate.shapes.modules(), 91)
     digest, _ = gate.ship(tensors, "hidden")
     gate.serve(digest, scaled("k_proj", 0.0)(tensors), "hidden")
-    rows = len(gate.engine.catalog.revisions("hidden", limit=1000))
+    rows = len(gate.engine.catalog.revisions.page("hidden", limit=1000))
     assert gate.verify(digest, "hidden")["module"] == "self_attn.k_proj of layers 0 to 2"
-    assert [row.digest for row in gate.engine.catalog.exported("hidden", 100)] == [digest]
-    parts = [row for row in gate.engine.catalog.revisions("hidden", limit=1000) if row.state == "snapshot"]
+    assert [row.digest for row in gate.engine.catalog.listing.exported("hidden", 100)] == [digest]
+    parts = [
+        row for row in gate.engine.catalog.revisions.page("hidden", limit=1000) if row.state == "snapshot"
+    ]
     projections, halvings = 7, 2
     assert 0 < len(parts) <= projections + 2 * halvings
     assert rows == 1
@@ -243,7 +245,7 @@ def test_another_base_is_refused_as_that(gate: Gate, tmp_path):
     result = gate.verify(digest)
     assert "base is another one" in result["reason"]
     assert result["errors"] == {}
-    assert gate.engine.catalog.tombstone("gate", digest).by == GATE
+    assert gate.engine.catalog.tombstones.find("gate", digest).by == GATE
 
 
 def test_a_revision_of_another_base_by_its_digest_is_refused_by_the_engine(gate: Gate):
@@ -302,10 +304,10 @@ def test_a_gate_that_opens_again_lifts_its_own_tombstone_only(gate: Gate):
     assert max(refused["errors"].values()) < TOL / 20
     file.write_text(json.dumps(probe.to_json()))
     assert gate.verify(digest)["accepted"]
-    assert gate.engine.catalog.tombstone("gate", digest) is None
-    gate.engine.catalog.bury("gate", digest, "a person's reason", "ada")
+    assert gate.engine.catalog.tombstones.find("gate", digest) is None
+    gate.engine.catalog.tombstones.add("gate", digest, "a person's reason", "ada")
     assert gate.verify(digest)["accepted"]
-    assert gate.engine.catalog.tombstone("gate", digest).by == "ada"
+    assert gate.engine.catalog.tombstones.find("gate", digest).by == "ada"
 
 
 def test_a_champion_that_is_the_base_is_held_where_a_broken_one_is_rolled_back(gate: Gate):
@@ -320,13 +322,13 @@ def test_a_champion_that_is_the_base_is_held_where_a_broken_one_is_rolled_back(g
     ):
         digest, _ = gate.ship(shipped, policy)
         gate.serve(digest, stored, policy)
-        catalog.set_route(replace(catalog.route(policy), champion=digest), 0)
+        catalog.routes.update(replace(catalog.routes.get(policy), champion=digest), 0)
         result = gate.verify(digest, policy)
         assert not result["accepted"]
         assert [row[:3] for row in gate.verdicts(digest)] == [(verdict, GATE, result["reason"])]
         held = verdict == "hold"
-        assert catalog.route(policy).champion == (digest if held else None)
-        assert (catalog.tombstone(policy, digest) is None) == held
+        assert catalog.routes.get(policy).champion == (digest if held else None)
+        assert (catalog.tombstones.find(policy, digest) is None) == held
 
 
 def test_a_revision_that_is_the_base_answers_as_the_base_to_the_last_bit(gate: Gate):
@@ -350,5 +352,5 @@ def test_a_revision_that_is_the_base_answers_as_the_base_to_the_last_bit(gate: G
     assert (result["accepted"], result["effect"], result["claimed"]) == (False, 0.0, 0.0)
     assert "is the base" in result["reason"]
     # A result and no fault: it is held, and not buried.
-    assert gate.engine.catalog.tombstone("gate", digest) is None
+    assert gate.engine.catalog.tombstones.find("gate", digest) is None
     assert [row[0] for row in gate.verdicts(digest)] == ["hold"]

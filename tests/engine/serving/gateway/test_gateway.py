@@ -71,16 +71,16 @@ def world(tmp_path):
     url = f"sqlite:///{tmp_path}/catalog.db"
     migrate(url)
     catalog = Catalog(url)
-    catalog.add_base(Base("base", "tiny", "/tiny", 0.0))
-    catalog.add_policy(Policy("sums", "base", {}, "me", 0.0))
+    catalog.bases.add(Base("base", "tiny", "/tiny", 0.0))
+    catalog.policies.add(Policy("sums", "base", {}, "me", 0.0))
     layout = hashlib.sha256(b"{}").hexdigest()
-    catalog.add_layout(layout, "{}")
+    catalog.layouts.add(layout, "{}")
     for digest in (CHAMPION, CANARY):
-        catalog.add_revision(
+        catalog.revisions.add(
             Revision("sums", digest, "base", None, 1, 8, 10, layout, "s", 0, 10, "cc", "exported", "me", 0.0)
         )
-    route = catalog.route("sums")
-    catalog.set_route(replace(route, champion=CHAMPION, canary=CANARY, weight=0.5), route.version)
+    route = catalog.routes.get("sums")
+    catalog.routes.update(replace(route, champion=CHAMPION, canary=CANARY, weight=0.5), route.version)
     server, events, engine, loads = Server(), Events(), Engine(), []
     state = GatewayState(
         Router(catalog, "tiny", "base"),
@@ -100,7 +100,7 @@ def world(tmp_path):
         scope["app"] = app
         await Gateway(server)(scope, receive, send)
 
-    keys = {scope: catalog.create_key("me", scope) for scope in ("admin", "user", "score")}
+    keys = {scope: catalog.keys.create("me", scope) for scope in ("admin", "user", "score")}
 
     def client(scope="user"):
         headers = {"authorization": f"Bearer {keys[scope]}"} if scope else {}
@@ -166,7 +166,7 @@ async def test_refusals_say_why(world, scope, path, body, headers, status, sente
 
 
 async def test_a_tombstone_answers_410_but_not_to_the_scorer(world):
-    world.catalog.bury("sums", CANARY, "Reward fell.", "controller")
+    world.catalog.tombstones.add("sums", CANARY, "Reward fell.", "controller")
     pinned = {"model": f"sums@{CANARY[:12]}"}
     async with world.client("score") as client:
         refused = await client.post("/v1/completions", json=pinned)
@@ -182,7 +182,7 @@ async def test_a_tombstone_answers_410_but_not_to_the_scorer(world):
 async def test_a_revoked_key_is_refused_at_once(world):
     async with world.client() as client:
         assert (await client.post("/v1/completions", json={"model": "tiny"})).status_code == 200
-        world.catalog.revoke_key(world.keys["user"])
+        world.catalog.keys.revoke(world.keys["user"])
         assert (await client.post("/v1/completions", json={"model": "tiny"})).status_code == 401
 
 
@@ -210,9 +210,9 @@ PINNED = {"model": f"sums@{CHAMPION[:12]}"}
 async def test_a_full_queue_answers_429_and_when_to_come_again(world):
     world.engine.seconds = 0.2
     digests = [f"{number:x}" * 64 for number in range(6)]
-    row = world.catalog.revision("sums", CHAMPION)
+    row = world.catalog.revisions.get("sums", CHAMPION)
     for digest in digests:
-        world.catalog.add_revision(replace(row, digest=digest))
+        world.catalog.revisions.add(replace(row, digest=digest))
     async with world.client() as client:
         asked = [client.post("/v1/completions", json={"model": f"sums@{d[:12]}"}) for d in digests]
         responses = await asyncio.gather(*asked)
@@ -245,7 +245,7 @@ async def test_a_client_that_leaves_ends_its_load(world):
 
 
 async def test_what_ended_in_the_turn_of_the_cancellation_is_given_back(world):
-    revision, residency = world.catalog.revision("sums", CHAMPION), world.state.residency
+    revision, residency = world.catalog.revisions.get("sums", CHAMPION), world.state.residency
 
     async def work():
         name = await residency.hold(revision)
@@ -266,8 +266,8 @@ async def test_a_damaged_adapter_is_a_422_until_its_bytes_come_again(world):
         first = await client.post("/v1/completions", json=PINNED)
         second = await client.post("/v1/completions", json=PINNED)
         other = await client.post("/v1/completions", json={"model": f"sums@{CANARY[:12]}"})
-        row = world.catalog.revision("sums", CHAMPION)
-        world.catalog.move_revision(replace(row, segment="whole.seg"))
+        row = world.catalog.revisions.get("sums", CHAMPION)
+        world.catalog.places.replace(replace(row, segment="whole.seg"))
         repaired = await client.post("/v1/completions", json=PINNED)
     assert [first.status_code, second.status_code, other.status_code] == [422, 422, 200]
     assert "damaged" in first.json()["error"]["message"]
@@ -276,8 +276,8 @@ async def test_a_damaged_adapter_is_a_422_until_its_bytes_come_again(world):
 
 
 async def test_names_that_name_nothing_or_too_much_are_told_the_near_ones(world):
-    row = world.catalog.revision("sums", CANARY)
-    world.catalog.add_revision(replace(row, digest="b" * 30 + "c" * 34))
+    row = world.catalog.revisions.get("sums", CANARY)
+    world.catalog.revisions.add(replace(row, digest="b" * 30 + "c" * 34))
     async with world.client() as client:
         missing = await client.post("/v1/completions", json={"model": "sums@aab"})
         several = await client.post("/v1/completions", json={"model": "sums@bb"})

@@ -28,10 +28,10 @@ def catalog(tmp_path) -> Catalog:
     url = f"sqlite:///{tmp_path}/catalog.db"
     migrate(url)
     catalog = Catalog(url)
-    catalog.add_base(Base("base", "tiny", "/tiny", 0.0))
-    catalog.add_policy(Policy("sums", "base", {}, "me", 0.0))
+    catalog.bases.add(Base("base", "tiny", "/tiny", 0.0))
+    catalog.policies.add(Policy("sums", "base", {}, "me", 0.0))
     for digest in (CHAMPION, CANARY):
-        catalog.add_revision(
+        catalog.revisions.add(
             Revision(
                 "sums", digest, "base", None, 1, 8, 10, "layout", "s", 0, 10, "cc", "exported", "me", 0.0
             )
@@ -41,8 +41,8 @@ def catalog(tmp_path) -> Catalog:
 
 def set_route(catalog: Catalog, **changes) -> Route:
     # With a salt by chance one user in a thousand is not on a canary with all but all of them.
-    route = replace(catalog.route("sums"), salt="fixed")
-    return catalog.set_route(replace(route, **changes), route.version)
+    route = replace(catalog.routes.get("sums"), salt="fixed")
+    return catalog.routes.update(replace(route, **changes), route.version)
 
 
 def test_a_policy_without_champion_is_the_base(catalog):
@@ -79,19 +79,19 @@ def test_every_resolve_sees_the_last_commit(catalog, tmp_path):
     other = Catalog(f"sqlite:///{tmp_path}/catalog.db")
     set_route(other, champion=CHAMPION)
     assert router.resolve("sums", "ann").digest == CHAMPION
-    other.bury("sums", CHAMPION, "It was bad.", "controller")
+    other.tombstones.add("sums", CHAMPION, "It was bad.", "controller")
     assert router.resolve("sums", "ann").arm == "base"
 
 
 def test_a_tombstone_is_stronger_than_the_route(catalog):
     set_route(catalog, champion=CHAMPION, canary=CANARY, weight=0.999)
-    catalog.bury("sums", CANARY, "Reward fell.", "controller")
+    catalog.tombstones.add("sums", CANARY, "Reward fell.", "controller")
     router = Router(catalog, "tiny", "base")
     assert {router.resolve("sums", f"u{i}").digest for i in range(50)} == {CHAMPION}
     with pytest.raises(Gone, match="Reward fell"):
         router.resolve(f"sums@{CANARY[:12]}", "ann")
     assert router.resolve(f"sums@{CANARY[:12]}", "ann", purpose="score").digest == CANARY
-    catalog.lift("sums", CANARY, "ann", "looked again")
+    catalog.tombstones.lift("sums", CANARY, "ann", "looked again")
     assert router.resolve(f"sums@{CANARY[:12]}", "ann").arm == "pinned"
 
 
@@ -117,7 +117,7 @@ def test_a_gateway_that_cannot_read_drops_the_canary(catalog, monkeypatch):
     def fail() -> int:
         raise sqlite3.OperationalError("disk I/O error")
 
-    monkeypatch.setattr(catalog, "data_version", fail)
+    monkeypatch.setattr(catalog.changes, "version", fail)
     clock.now = STALE_S / 2
     assert router.resolve("sums", "ann").arm == "canary"
     clock.now = STALE_S * 1.01
@@ -127,7 +127,7 @@ def test_a_gateway_that_cannot_read_drops_the_canary(catalog, monkeypatch):
 
 
 def test_a_gateway_that_has_never_read_refuses(catalog, monkeypatch):
-    monkeypatch.setattr(catalog, "data_version", lambda: 1 / 0)
+    monkeypatch.setattr(catalog.changes, "version", lambda: 1 / 0)
     with pytest.raises(ServiceError, match="cannot be read"):
         Router(catalog, "tiny", "base").resolve("sums", "ann")
 
@@ -147,11 +147,11 @@ def test_a_retired_revision_is_gone_but_not_to_the_scorer(catalog):
     router = Router(catalog, "tiny", "base")
     pinned = f"sums@{CANARY[:12]}"
     assert router.resolve(pinned, "ann").arm == "pinned"
-    catalog.retire("sums", CANARY, "ann", "Nobody needs it.")
+    catalog.lifecycle.retire("sums", CANARY, "ann", "Nobody needs it.")
     with pytest.raises(Gone, match=r"was retired: Nobody needs it\."):
         router.resolve(pinned, "ann")
     assert router.resolve(pinned, "ann", purpose="score").digest == CANARY
-    catalog.unretire("sums", CANARY, "ann", "Somebody does.")
+    catalog.lifecycle.unretire("sums", CANARY, "ann", "Somebody does.")
     assert router.resolve(pinned, "ann").digest == CANARY
 
 
@@ -159,7 +159,7 @@ def test_a_purged_name_is_gone(catalog):
     router = Router(catalog, "tiny", "base")
     router.resolve("sums", "ann")
     router.resolve(f"sums@{CANARY[:12]}", "ann")
-    catalog.purge("sums", "ann", 1.0)
+    catalog.purges.run("sums", "ann", 1.0)
     for model in ("sums", f"sums@{CANARY[:12]}"):
         with pytest.raises(Gone, match="purged by ann"):
             router.resolve(model, "ann")
@@ -168,7 +168,7 @@ def test_a_purged_name_is_gone(catalog):
 def test_names_that_name_nothing_or_too_much_are_told_the_near_ones(catalog):
     router = Router(catalog, "tiny", "base")
     other = CANARY[:20] + "f" * 44
-    catalog.add_revision(replace(catalog.revision("sums", CANARY), digest=other))
+    catalog.revisions.add(replace(catalog.revisions.get("sums", CANARY), digest=other))
     with pytest.raises(Ambiguous) as several:
         router.resolve(f"sums@{CANARY[:5]}", "ann")
     assert set(several.value.candidates) == {f"sums@{CANARY[:21]}", f"sums@{other[:21]}"}
@@ -186,33 +186,33 @@ def test_a_change_elsewhere_reads_nothing_again(catalog, monkeypatch):
     router = Router(catalog, "tiny", "base")
     router.resolve("sums", "ann")
     reads = []
-    for name in ("route", "tombstone"):
-        read = getattr(catalog, name)
-        monkeypatch.setattr(catalog, name, lambda *args, read=read: (reads.append(args), read(*args))[1])
-    catalog.acquire("controller", "me", 5)
-    catalog.add_policy(Policy("others", "base", {}, "me", 0.0))
+    for part, name in ((catalog.routes, "get"), (catalog.tombstones, "find")):
+        read = getattr(part, name)
+        monkeypatch.setattr(part, name, lambda *args, read=read: (reads.append(args), read(*args))[1])
+    catalog.leases.acquire("controller", "me", 5)
+    catalog.policies.add(Policy("others", "base", {}, "me", 0.0))
     assert router.resolve("sums", "ann").digest == CHAMPION
     assert reads == []
-    catalog.bury("sums", CHAMPION, "It was bad.", "controller")
+    catalog.tombstones.add("sums", CHAMPION, "It was bad.", "controller")
     reads.clear()
     assert router.resolve("sums", "ann").arm == "base"
     assert len(reads) == 2
 
 
 def test_more_changes_than_are_kept_make_everything_old(catalog, monkeypatch):
-    monkeypatch.setattr("engine.catalog.access.CHANGES", 3)
+    monkeypatch.setattr("engine.catalog.changes.CHANGES", 3)
     router = Router(catalog, "tiny", "base", kept=2)
     assert router.resolve("sums", "ann").arm == "base"
     set_route(catalog, champion=CHAMPION)
     for number in range(9):
-        catalog.add_policy(Policy(f"other-{number}", "base", {}, "me", 0.0))
+        catalog.policies.add(Policy(f"other-{number}", "base", {}, "me", 0.0))
     assert router.resolve("sums", "ann").arm == "champion"
     for number in range(9):
-        catalog.add_policy(Policy(f"another-{number}", "base", {}, "me", 0.0))
+        catalog.policies.add(Policy(f"another-{number}", "base", {}, "me", 0.0))
         router.resolve(f"another-{number}", "ann")
-    catalog.bury("sums", CHAMPION, "It was bad.", "controller")
+    catalog.tombstones.add("sums", CHAMPION, "It was bad.", "controller")
     for number in range(9):
-        catalog.add_policy(Policy(f"third-{number}", "base", {}, "me", 0.0))
+        catalog.policies.add(Policy(f"third-{number}", "base", {}, "me", 0.0))
         router.key("gw-nobody")
     assert router.resolve("sums", "ann").arm == "base"
     assert len(router._rows._rows) <= 2
@@ -223,15 +223,15 @@ def test_what_is_under_release_is_named_and_nothing_else(catalog):
     router = Router(catalog, "tiny", "base")
     set_route(catalog, champion=CHAMPION)
     for number in range(50):
-        catalog.add_policy(Policy(f"user-{number}", "base", {}, "me", 0.0))
+        catalog.policies.add(Policy(f"user-{number}", "base", {}, "me", 0.0))
     assert router.under_release() == frozenset()
     settings = ReleaseConfig().model_dump()
     release = Release("r1", "sums", CANARY, CHAMPION, "score", 0.2, "running", settings, 0.0, 0.0)
-    catalog.add_release(release)
+    catalog.releases.add(release)
     assert router.under_release() == {("sums", CHAMPION)}
     set_route(catalog, canary=CANARY, weight=0.2)
     assert router.under_release() == {("sums", CHAMPION), ("sums", CANARY)}
-    catalog.update_release("r1", 0, state="promoted")
+    catalog.releases.update("r1", 0, state="promoted")
     assert router.under_release() == frozenset()
 
 
@@ -239,51 +239,51 @@ def test_what_has_changed_is_told_once(catalog):
     router = Router(catalog, "tiny", "base")
     router.take_changed()
     set_route(catalog, champion=CHAMPION)
-    catalog.create_key("ann", "user")
+    catalog.keys.create("ann", "user")
     router.resolve("sums", "ann")
     assert router.take_changed() == {"sums"}
     assert router.take_changed() == set()
-    catalog.purge("sums", "ann", 1.0)
+    catalog.purges.run("sums", "ann", 1.0)
     assert router.take_changed() == {"sums"}
 
 
 def test_the_catalog_is_asked_of_what_is_asked_for_alone(catalog):
     """A thousand policies: no route is read before its own request."""
     for number in range(1000):
-        catalog.add_policy(Policy(f"user-{number}", "base", {}, "me", 0.0))
+        catalog.policies.add(Policy(f"user-{number}", "base", {}, "me", 0.0))
     router = Router(catalog, "tiny", "base")
     router.resolve("user-7", "ann")
     assert len(router._rows._rows) == 1
     assert router.policies(3) == ["sums", "user-0", "user-1"]
 
 
-def breaks(catalog, monkeypatch, name: str) -> None:
+def breaks(part, monkeypatch, name: str) -> None:
     def fail(*args) -> None:
         raise ServiceError("The catalog cannot be read: disk I/O error.")
 
-    monkeypatch.setattr(catalog, name, fail)
+    monkeypatch.setattr(part, name, fail)
 
 
-@pytest.mark.parametrize("name", ["route", "tombstone"])
-def test_a_changed_row_that_cannot_be_read_drops_the_canary(catalog, monkeypatch, name):
+@pytest.mark.parametrize("part", ["routes", "tombstones"])
+def test_a_changed_row_that_cannot_be_read_drops_the_canary(catalog, monkeypatch, part):
     """The catalog says that something has changed, and then fails."""
     clock = Clock()
     set_route(catalog, champion=CHAMPION, canary=CANARY, weight=0.999)
     router = Router(catalog, "tiny", "base", clock)
     assert {router.resolve("sums", f"u{i}").arm for i in range(5000)} == {"champion", "canary"}
     assert router.resolve("sums", "ann").arm == "canary"
-    if name == "tombstone":
-        catalog.bury("sums", CANARY, "Reward fell.", "controller")
+    if part == "tombstones":
+        catalog.tombstones.add("sums", CANARY, "Reward fell.", "controller")
     else:
         set_route(catalog, canary=None)
-    breaks(catalog, monkeypatch, name)
+    breaks(getattr(catalog, part), monkeypatch, "get" if part == "routes" else "find")
     assert router.resolve("sums", "ann").arm == "canary"
     clock.now = STALE_S * 1.01
     assert router.resolve("sums", "ann").arm == "champion"
     monkeypatch.undo()
     assert router.resolve("sums", "ann").arm == "champion"
-    if name == "tombstone":
-        catalog.lift("sums", CANARY, "ann", "It is fine.")
+    if part == "tombstones":
+        catalog.tombstones.lift("sums", CANARY, "ann", "It is fine.")
     else:
         set_route(catalog, canary=CANARY, weight=0.999)
     assert router.resolve("sums", "ann").arm == "canary"
@@ -293,8 +293,8 @@ def test_a_pinned_revision_whose_stone_cannot_be_read_is_refused(catalog, monkey
     clock = Clock()
     router, pinned = Router(catalog, "tiny", "base", clock), f"sums@{CANARY[:12]}"
     assert router.resolve(pinned, "ann").digest == CANARY
-    catalog.bury("sums", CANARY, "Reward fell.", "controller")
-    breaks(catalog, monkeypatch, "tombstone")
+    catalog.tombstones.add("sums", CANARY, "Reward fell.", "controller")
+    breaks(catalog.tombstones, monkeypatch, "find")
     assert router.resolve(pinned, "ann").digest == CANARY
     clock.now = STALE_S * 1.01
     with pytest.raises(ServiceError, match="may have been rolled back"):
@@ -311,7 +311,7 @@ def test_an_answer_that_the_catalog_kept_is_as_old_as_its_reading(catalog, monke
     set_route(catalog, champion=CHAMPION, canary=CANARY, weight=0.999)
     router = Router(catalog, "tiny", "base", clock)
     assert router.resolve("sums", "ann").arm == "canary"
-    monkeypatch.setattr(catalog, "data_version_age", lambda: STALE_S * 1.01)
+    monkeypatch.setattr(catalog.changes, "age", lambda: STALE_S * 1.01)
     assert router.resolve("sums", "ann").arm == "champion"
 
 
@@ -328,8 +328,8 @@ def test_what_nobody_has_is_not_kept(catalog):
 
 def test_a_name_of_megabytes_is_refused_in_a_line(catalog, monkeypatch):
     router = Router(catalog, "tiny", "base")
-    breaks(catalog, monkeypatch, "route")
-    breaks(catalog, monkeypatch, "purged")
+    breaks(catalog.routes, monkeypatch, "get")
+    breaks(catalog.purges, monkeypatch, "find")
     for model in ("x" * (1 << 20), "X" * (1 << 20) + "@" + "a" * 12):
         with pytest.raises(NotFound) as missing:
             router.resolve(model, "ann")
@@ -347,7 +347,7 @@ def test_a_restored_older_catalog_is_read_anew(catalog, monkeypatch):
     router = Router(catalog, "tiny", "base")
     assert router.resolve("sums", "ann").digest == CHAMPION
     newest = router._seen
-    with catalog._write() as connection:
+    with catalog._access.write() as connection:
         connection.exec_driver_sql("DELETE FROM changes WHERE id > 1")
         connection.exec_driver_sql("UPDATE routes SET champion = NULL")
     assert router.resolve("sums", "ann").arm == "base"
@@ -363,8 +363,8 @@ def test_a_look_while_a_purge_runs_keeps_nothing_of_it(catalog, monkeypatch, bur
     """Rows that were read between two of its transactions are old when the purge has ended."""
     router, pinned = Router(catalog, "tiny", "base"), f"sums@{CANARY[:12]}"
     if buried:
-        catalog.bury("sums", CHAMPION, "It was bad.", "controller")
-    purge_some = catalog._purge_revisions
+        catalog.tombstones.add("sums", CHAMPION, "It was bad.", "controller")
+    purge_some = catalog.purges._remove_revisions
 
     def looks(policy: str) -> int:
         with pytest.raises(Gone):
@@ -374,8 +374,8 @@ def test_a_look_while_a_purge_runs_keeps_nothing_of_it(catalog, monkeypatch, bur
             router._stone("sums", CHAMPION)
         return purge_some(policy)
 
-    monkeypatch.setattr(catalog, "_purge_revisions", looks)
-    catalog.purge("sums", "ann", 1.0)
+    monkeypatch.setattr(catalog.purges, "_remove_revisions", looks)
+    catalog.purges.run("sums", "ann", 1.0)
     with pytest.raises(NotFound):
         router.revision("sums", CANARY)
     with pytest.raises(Gone, match="purged by ann"):

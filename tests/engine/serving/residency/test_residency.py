@@ -290,7 +290,7 @@ async def test_what_comes_into_quarantine_while_it_is_loaded_is_refused():
     tier = residency(FakeEngine(0.02), catalog=catalog)
     users = [asyncio.create_task(use(tier, revision(i))) for i in (1, 2)]
     await asyncio.sleep(0.005)
-    catalog.quarantine("sums", revision(1).digest, "Its bytes are damaged.")
+    catalog.quarantine.add("sums", revision(1).digest, "Its bytes are damaged.")
     tier.doubt({"sums"})
     refused, name = await asyncio.gather(*users, return_exceptions=True)
     assert isinstance(refused, AdapterError)
@@ -304,13 +304,13 @@ async def test_damaged_bytes_are_put_in_quarantine_and_others_are_not():
     engine.faults[name_of(1)] = [DamagedBytes("its bytes are damaged.")]
     with pytest.raises(DamagedBytes):
         await use(tier, revision(1))
-    assert catalog.in_quarantine == {revision(1).digest: "its bytes are damaged."}
+    assert catalog.damaged == {revision(1).digest: "its bytes are damaged."}
     with pytest.raises(AdapterError, match=r"in quarantine: its bytes are damaged\. Export"):
         await use(tier, revision(1))
     assert engine.prepared == [name_of(1)]
     assert await use(tier, revision(2))
     # Its bytes came again: whoever asks is served.
-    catalog.in_quarantine.clear()
+    catalog.damaged.clear()
     assert await use(tier, revision(1))
 
 
@@ -319,11 +319,11 @@ async def test_a_damaged_copy_is_fetched_once_more():
     tier = residency(engine, catalog=catalog, store=store)
     engine.faults[name_of(1)] = [DamagedBytes("its bytes are damaged.")]
     assert await use(tier, revision(1))
-    assert (store.dropped, catalog.in_quarantine) == (["s"], {})
+    assert (store.dropped, catalog.damaged) == (["s"], {})
     engine.faults[name_of(2)] = [DamagedBytes("its bytes are damaged.") for _ in range(2)]
     with pytest.raises(DamagedBytes):
         await use(tier, revision(2))
-    assert list(catalog.in_quarantine) == [revision(2).digest]
+    assert list(catalog.damaged) == [revision(2).digest]
 
 
 async def test_bytes_that_were_moved_meanwhile_are_found():
@@ -337,7 +337,7 @@ async def test_bytes_that_were_moved_meanwhile_are_found():
     engine.faults[name_of(2)] = [MissingBytes("its segment is missing.")]
     with pytest.raises(MissingBytes):
         await use(tier, revision(2))
-    assert catalog.in_quarantine == {}
+    assert catalog.damaged == {}
 
 
 async def test_a_full_disk_under_the_log_holds_nobody_up():
@@ -375,14 +375,14 @@ async def test_a_load_whose_row_was_purged_meanwhile_is_not_taken_in():
     tier = residency(engine, catalog=catalog)
     both = [asyncio.create_task(use(tier, revision(i))) for i in (1, 2)]
     await settle(lambda: engine.running == 2)
-    read = catalog.revision
+    read = catalog.revisions.get
 
     def purged(policy, digest):
         if digest == revision(1).digest:
             raise NotFound("There is no such revision.")
         return read(policy, digest)
 
-    catalog.revision = purged
+    catalog.revisions.get = purged
     tier.doubt({"others"})
     assert not any(load.in_doubt for load in tier.queue.running.values())
     tier.doubt({"sums"})

@@ -177,7 +177,7 @@ def test_lost_bytes_fail_their_requests_alone(crowded: RunningEngine):
         while lost not in client.get("/graftwork/residency").json()["adapters"]:
             assert time.monotonic() < deadline
             time.sleep(0.02)
-    row = crowded.catalog.revision("crowd", lost.partition("@")[2])
+    row = crowded.catalog.revisions.get("crowd", lost.partition("@")[2])
     payload = crowded.store.read(location(row))
     os.truncate(crowded.store.path(row.segment), row.offset + 4096)
 
@@ -197,7 +197,7 @@ def test_lost_bytes_fail_their_requests_alone(crowded: RunningEngine):
         time.sleep(0.2)
     assert said.status_code == 503
     at = crowded.store.append(payload)
-    crowded.catalog.move_revision(replace(row, segment=at.segment, offset=at.offset))
+    crowded.catalog.places.replace(replace(row, segment=at.segment, offset=at.offset))
     twin = publish(crowded, 900, policy="twin")
     found, wanted = asyncio.run(one_by_one(crowded, [lost, twin], LONG_PROMPT))
     assert found == wanted

@@ -81,7 +81,7 @@ def test_a_session_learns_given_answers_and_its_revision_opens_in_peft(base, pat
     paths.root.mkdir()
     migrate(paths.catalog_url)
     catalog = Catalog(paths.catalog_url)
-    catalog.add_policy(Policy("dsa", "b" * 64, {}, "test", time.time()))
+    catalog.policies.add(Policy("dsa", "b" * 64, {}, "test", time.time()))
     export = Export(request_id="e", session="dsa-1", fence=0, kind="revision", probe_prompts=PROMPTS)
     exported = Exporter(params, catalog, torch.float32, (1,)).export(session, export)
     catalog.close()

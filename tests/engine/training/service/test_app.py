@@ -126,10 +126,10 @@ def test_a_revision_is_published_by_three_routes_alike(service):
     exported = client.export(session, "revision", probe_prompts=[[5, 6, 7]], probe_tokens=4)
     assert snapshot.digest == exported.digest
     tensors, manifest = revision.read_revision(exported.directory, session.base)
-    row = Catalog(paths.catalog_url).revision("sums", exported.digest)
+    row = Catalog(paths.catalog_url).revisions.get("sums", exported.digest)
     assert (row.state, row.expires_at, manifest.step) == ("exported", None, 1)
     payload = Store(paths.store).read(Location(row.segment, row.offset, row.length, row.checksum))
-    layout = packed.Layout.from_json(Catalog(paths.catalog_url).layout(row.layout))
+    layout = packed.Layout.from_json(Catalog(paths.catalog_url).layouts.get(row.layouts.get))
     stored = packed.unpack(packed.Packed(layout, torch.frombuffer(bytearray(payload), dtype=torch.uint8)))
     assert stored.keys() == tensors.keys()
     assert all(torch.equal(stored[key], tensors[key]) for key in stored)
@@ -145,7 +145,7 @@ def test_an_export_replaces_bytes_that_were_damaged(service):
     step(client, session, 2)
     digest = client.export(session).digest
     catalog, store = Catalog(paths.catalog_url), Store(paths.store)
-    before = catalog.revision("sums", digest)
+    before = catalog.revisions.get("sums", digest)
     whole = stored_tensors(catalog, store, before)
     with store.path(before.segment).open("r+b") as file:
         file.seek(before.offset + before.length // 2)
@@ -155,7 +155,7 @@ def test_an_export_replaces_bytes_that_were_damaged(service):
     with pytest.raises(AdapterError, match="damaged"):
         stored_tensors(catalog, store, before)
     assert client.export(session).digest == digest
-    after = catalog.revision("sums", digest)
+    after = catalog.revisions.get("sums", digest)
     assert (after.segment, after.offset) != (before.segment, before.offset)
     stored = stored_tensors(catalog, store, after)
     assert all(torch.equal(stored[key], whole[key]) for key in whole)

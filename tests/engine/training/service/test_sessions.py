@@ -95,8 +95,8 @@ def test_a_fork_of_a_policy_begins_at_its_champion(live):
         digests.append(live.client.export(first, "revision", probe_prompts=[[5, 6]], probe_tokens=2).digest)
     assert live.client.create_session("newest", "b", fork="sums", **OPEN).parent == digests[1]
     catalog = live.trainer.exporter.catalog
-    route = catalog.route("sums")
-    catalog.set_route(replace(route, champion=digests[0]), route.version)
+    route = catalog.routes.get("sums")
+    catalog.routes.update(replace(route, champion=digests[0]), route.version)
     assert live.client.create_session("champion", "c", fork="sums", **OPEN).parent == digests[0]
 
 
@@ -660,7 +660,7 @@ def test_what_only_looks_is_cancelled_between_microbatches_and_tokens(live, monk
     assert (answer["state"], answer["kind"]) == ("cancelled", "Cancelled")
     # Rows, and the stream that they are packed in: one pass.
     assert len(seen) == 2
-    assert [row.state for row in live.trainer.exporter.catalog.revisions("sums")] == ["snapshot"]
+    assert [row.state for row in live.trainer.exporter.catalog.revisions.page("sums")] == ["snapshot"]
 
 
 def test_a_client_waits_while_the_queue_is_full_and_counts_the_seconds(trainers):

@@ -22,8 +22,11 @@ ALIKE = 24
 NEWEST = 100
 
 
-class Nearest(Access):
-    """The catalog's answers to names that it cannot resolve; part of `Catalog`."""
+class Suggestions:
+    """The catalog's answers to names that it cannot resolve; `catalog.suggestions`."""
+
+    def __init__(self, access: Access):
+        self._access = access
 
     def missing(self, policy: str, digest_prefix: str) -> NotFound:
         """Return the error for a revision that is not there: it carries up to 5 names that are near."""
@@ -31,7 +34,7 @@ class Nearest(Access):
         nearest = [served_name(policy, digest) for digest in digests]
         if not nearest and self._knows(policy):
             return NotFound(f"Policy {policy!r} has no revisions in the catalog.")
-        near = nearest or self.nearest_policies(policy)
+        near = nearest or self.policies(policy)
         what = f"Policy {policy!r} has no revision {digest_prefix[:DIGEST12]!r} in the catalog."
         return NotFound(f"{what} Nearest: {', '.join(near)}." if near else what, near)
 
@@ -47,11 +50,11 @@ class Nearest(Access):
             candidates,
         )
 
-    def nearest_policies(self, name: str) -> list[str]:
+    def policies(self, name: str) -> list[str]:
         """Return up to 5 policies whose names are like this one, the most alike first."""
         table = tables.policies.c
         name = re.sub(r"[^a-z0-9-]", "", name.lower())[:63]
-        with self._read() as connection:
+        with self._access.read() as connection:
             for letters in range(min(len(name), COMMON_LETTERS), -1, -1):
                 start = name[:letters]
                 # "~" sorts after every character of a name.
@@ -72,16 +75,16 @@ class Nearest(Access):
         queries = [newest.order_by(table.created_at.desc(), table.id.desc()).limit(NEWEST)]
         between = prefix_range(digits[:COMMON_DIGITS])
         if between and len(digits) >= COMMON_DIGITS:
-            # As in `revision`: by the key of revisions, not by the index on policies.
+            # As in `Revisions.get`: by the key of revisions, not by the index on policies.
             alike = select(table.digest).where(table.digest >= between[0], table.digest <= between[1])
             queries.append(alike.where(table.policy.concat("") == policy).limit(NEIGHBOURS))
-        with self._read() as connection:
+        with self._access.read() as connection:
             found = {digest.hex() for query in queries for digest in connection.execute(query).scalars()}
         return sorted(found, key=lambda digest: (-_shared(digest, digits), digest))[:NEAREST]
 
     def _knows(self, policy: str) -> bool:
         table = tables.policies.c
-        with self._read() as connection:
+        with self._access.read() as connection:
             return connection.execute(select(table.name).where(table.name == policy)).first() is not None
 
 

@@ -1,0 +1,33 @@
+"""Bases: the frozen models that policies are trained on, by digest."""
+
+from sqlalchemy import select
+
+from engine.catalog import tables
+from engine.catalog.access import Access
+from engine.catalog.records import Base
+from engine.errors import NotFound
+
+
+class Bases:
+    """The catalog's bases; `catalog.bases`."""
+
+    def __init__(self, access: Access):
+        self._access = access
+
+    def add(self, base: Base) -> None:
+        """Add a base; one that is known stays as it is."""
+        with self._access.write() as connection:
+            connection.execute(self._access.new(tables.bases, base))
+
+    def get(self, digest: str) -> Base:
+        """Return a base; `NotFound` when the catalog does not have it."""
+        base = self._access.one(Base, select(tables.bases).where(tables.bases.c.digest == digest))
+        if base is None:
+            raise NotFound(f"There is no base {digest[:12]} in the catalog.")
+        return base
+
+    def names(self) -> dict[str, str]:
+        """Return the names of the known bases by digest."""
+        query = select(tables.bases.c.digest, tables.bases.c.name)
+        with self._access.read() as connection:
+            return {row.digest: row.name for row in connection.execute(query)}

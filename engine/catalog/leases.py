@@ -1,0 +1,50 @@
+"""Leases: who may do what only one process does at a time, and until when."""
+
+import time
+
+from sqlalchemy import select, update
+
+from engine.catalog import tables
+from engine.catalog.access import Access
+from engine.catalog.records import Lease
+
+# How far the clocks of machines may be apart that share a catalog, and leases longer than the asker's.
+SKEW_S = 600.0
+
+
+class Leases:
+    """The catalog's leases; `catalog.leases`."""
+
+    def __init__(self, access: Access):
+        self._access = access
+
+    def acquire(self, name: str, holder: str, ttl_s: float) -> int | None:
+        """Take the lease if it is free, expired or ours; return its fence, which only grows."""
+        with self._access.write() as connection:
+            now = time.time()
+            row = connection.execute(select(tables.leases).where(tables.leases.c.name == name)).one_or_none()
+            # One that ends later than any could that was taken now is of a clock that was put back since.
+            if row and now < row.until <= now + ttl_s + SKEW_S and row.holder != holder:
+                return None
+            lease = Lease(name, holder, now + ttl_s, row.fence + 1 if row else 1)
+            connection.execute(self._access.put(tables.leases, lease))
+        return lease.fence
+
+    def renew(self, name: str, holder: str, fence: int, ttl_s: float) -> bool:
+        """Prolong a lease; False when another holder has taken it since."""
+        table = tables.leases.c
+        change = update(tables.leases).values(until=time.time() + ttl_s)
+        mine = (table.name == name) & (table.holder == holder) & (table.fence == fence)
+        with self._access.write() as connection:
+            return connection.execute(change.where(mine)).rowcount == 1
+
+    def release(self, name: str, holder: str) -> None:
+        """Give a lease up; nothing happens when another holds it."""
+        table = tables.leases.c
+        free = update(tables.leases).values(until=0.0)
+        with self._access.write() as connection:
+            connection.execute(free.where(table.name == name, table.holder == holder))
+
+    def find(self, name: str) -> Lease | None:
+        """Return a lease, expired or not; None when nobody ever took it."""
+        return self._access.one(Lease, select(tables.leases).where(tables.leases.c.name == name))

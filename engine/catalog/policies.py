@@ -1,0 +1,107 @@
+"""Policies: named lines of training, each on one base and of one owner. One is made with an empty route."""
+
+import secrets
+import time
+from collections.abc import Iterable, Sequence
+from itertools import islice
+
+from sqlalchemy import Connection, func, select, update
+
+from engine.catalog import tables
+from engine.catalog.access import Access
+from engine.catalog.changes import tell
+from engine.catalog.purges import refuse_purged_names
+from engine.catalog.records import Policy, Route
+from engine.catalog.suggestions import Suggestions
+from engine.errors import Conflict, NotFound
+
+# Policies of one transaction, or of one query.
+POLICIES = 1_000
+
+
+class Policies:
+    """The catalog's policies; `catalog.policies`."""
+
+    def __init__(self, access: Access, suggestions: Suggestions):
+        self._access = access
+        self._suggestions = suggestions
+
+    def add(self, policy: Policy, again: bool = False) -> None:
+        """Add a policy with an empty route, or update the config of one that we own.
+
+        Raises `Conflict` when another owner or another base holds the name, or when the name was
+        purged and is not taken `again` on purpose.
+        """
+        self.add_many([policy], again)
+
+    def add_many(self, policies: Iterable[Policy], again: bool = False) -> None:
+        """Do as `add` for many, 1,000 a transaction; when one is refused, those before are there."""
+        given = iter(policies)
+        while some := list(islice(given, POLICIES)):
+            with self._access.write() as connection:
+                self._add(connection, some, again)
+
+    def _add(self, connection: Connection, policies: Sequence[Policy], again: bool) -> None:
+        table = tables.policies
+        found = connection.execute(select(table).where(table.c.name.in_([one.name for one in policies])))
+        known = {row.name: Policy(**row._mapping) for row in found}
+        new: dict[str, Policy] = {}
+        for policy in policies:
+            if before := known.get(policy.name) or new.get(policy.name):
+                _refuse_others(before, policy)
+            if policy.name in known:
+                mine = table.c.name == policy.name
+                connection.execute(update(table).where(mine).values(config=policy.config))
+            else:
+                new[policy.name] = policy
+        if not new:
+            return
+        if not again:
+            refuse_purged_names(connection, list(new))
+        now = time.time()
+        routes = [Route(name, salt=secrets.token_hex(8), updated_at=now) for name in new]
+        connection.execute(table.insert(), list(map(vars, new.values())))
+        connection.execute(tables.routes.insert(), list(map(vars, routes)))
+        tell(connection, *new)
+
+    def get(self, name: str) -> Policy:
+        """Return a policy; `NotFound`, with the nearest names, when there is none."""
+        policy = self._access.one(Policy, select(tables.policies).where(tables.policies.c.name == name))
+        if policy is None:
+            near = self._suggestions.policies(name)
+            known = ", ".join(near) or "none"
+            raise NotFound(f"There is no policy {name!r} in the catalog. Known policies: {known}.", near)
+        return policy
+
+    def page(self, after: str = "", limit: int = 1000) -> list[Policy]:
+        """Return a page of policies by name; `after` is the last name of the page before."""
+        table = tables.policies.c
+        query = select(tables.policies).where(table.name > after).order_by(table.name).limit(limit)
+        return self._access.all(Policy, query)
+
+    def owners(self, names: Sequence[str]) -> dict[str, tuple[str, str]]:
+        """Return owner and base of those of these policies that are there."""
+        table = tables.policies.c
+        query = select(table.name, table.owner, table.base)
+        found: dict[str, tuple[str, str]] = {}
+        with self._access.read() as connection:
+            for at in range(0, len(names), POLICIES):
+                rows = connection.execute(query.where(table.name.in_(names[at : at + POLICIES])))
+                found |= {name: (owner, base) for name, owner, base in rows}
+        return found
+
+    def count(self) -> int:
+        """Return how many policies there are."""
+        with self._access.read() as connection:
+            return int(connection.execute(select(func.count()).select_from(tables.policies)).scalar_one())
+
+
+def _refuse_others(known: Policy, policy: Policy) -> None:
+    """Raise `Conflict` when the name is another owner's, or of another base."""
+    if known.owner != policy.owner:
+        raise Conflict(f"Policy {policy.name!r} belongs to {known.owner!r}; choose another name.")
+    if known.base != policy.base:
+        raise Conflict(
+            f"Policy {policy.name!r} is a line of training on base {known.base[:12]}, not on "
+            f"{policy.base[:12]}; choose another name or another state_dir."
+        )

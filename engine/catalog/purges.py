@@ -1,0 +1,125 @@
+"""Purges: the removal of every row of a policy, and the marks on the names of those that were removed."""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from sqlalchemy import Connection, bindparam, delete, select
+
+from engine.catalog import tables
+from engine.catalog.access import Access
+from engine.catalog.changes import tell
+from engine.errors import Conflict, Purged
+
+# Rows of one write transaction: others wait for it.
+CHUNK = 10_000
+# Names of one query.
+NAMES = 1024
+# Of what a purge removes last, what gateways read.
+TOLD = frozenset({"releases", "tombstones"})
+
+
+class Purges:
+    """The catalog's purges; `catalog.purges`."""
+
+    def __init__(self, access: Access):
+        self._access = access
+
+    def mark(self, policy: str, by: str, now: float) -> dict[str, int]:
+        """Mark a policy's name as purged and take policy and route away; return rows removed by table.
+
+        From then on nothing of it is served, and nothing new is published.
+        """
+        mark = {"policy": policy, "by": by, "at": now}
+        removed: dict[str, int] = {}
+        with self._access.write() as connection:
+            for name, column in (("policies", "name"), ("routes", "policy")):
+                removed[name] = _delete(connection, name, column, policy)
+            stone = self._access.insert(tables.purged).values(mark)
+            # Of a name that was taken again the last purge counts; of one that is only purged, the first.
+            if removed["policies"]:
+                stone = stone.on_conflict_do_update(index_elements=["policy"], set_=mark)
+            else:
+                stone = stone.on_conflict_do_nothing()
+            connection.execute(stone)
+            tell(connection, policy)
+        return removed
+
+    def run(self, policy: str, by: str, now: float) -> dict[str, int]:
+        """Remove every row of a policy and mark its name as purged; return rows removed by table.
+
+        Going on after a crash is safe: the mark comes first, so that nothing new is published, and
+        tombstones go last, so that nothing buried is served meanwhile.
+        """
+        removed = self.mark(policy, by, now) | {"revisions": 0}
+        while rows := self._remove_revisions(policy):
+            removed["revisions"] += rows
+        for name in ("releases", "aliases", "notices", "quarantine", "tombstones"):
+            with self._access.write() as connection:
+                removed[name] = _delete(connection, name, "policy", policy)
+                if removed[name] and name in TOLD:
+                    tell(connection, policy)
+        return removed
+
+    def find(self, policy: str) -> dict[str, Any] | None:
+        """Return who purged a policy (`by`) and when (`at`); None when nobody did."""
+        query = select(tables.purged).where(tables.purged.c.policy == policy)
+        with self._access.read() as connection:
+            row = connection.execute(query).one_or_none()
+        return dict(row._mapping) if row else None
+
+    def gone(self, policies: Collection[str]) -> set[str]:
+        """Return which of these names were purged and are no policy's again."""
+        names, there = list(policies), select(tables.policies.c.name)
+        marks = tables.purged.c
+        found: set[str] = set()
+        with self._access.read() as connection:
+            for at in range(0, len(names), CHUNK):
+                query = select(marks.policy).where(
+                    marks.policy.in_(names[at : at + CHUNK]),
+                    ~there.where(tables.policies.c.name == marks.policy).exists(),
+                )
+                found.update(connection.execute(query).scalars())
+        return found
+
+    def _remove_revisions(self, policy: str) -> int:
+        table = tables.revisions.c
+        some = select(table.digest).where(table.policy == policy).limit(CHUNK)
+        gone = delete(tables.revisions).where(table.digest == bindparam("key"), table.policy == policy)
+        with self._access.write() as connection:
+            digests = connection.execute(some).scalars().all()
+            if digests:
+                connection.execute(gone, [{"key": digest} for digest in digests])
+                tell(connection, policy)
+        return len(digests)
+
+
+def refuse_purged(connection: Connection, policies: Collection[str]) -> None:
+    """Raise `Purged` when some of these policies are."""
+    gone, known = tables.purged.c, tables.policies.c
+    if connection.execute(select(gone.policy).limit(1)).first() is None:
+        return
+    there = select(known.name).where(known.name == gone.policy)
+    query = select(gone.policy).where(~there.exists()).order_by(gone.policy)
+    wanted, found = list(policies), list[str]()
+    for at in range(0, len(wanted), NAMES):
+        found += connection.execute(query.where(gone.policy.in_(wanted[at : at + NAMES]))).scalars()
+    if found:
+        raise Purged(
+            f"Policy {found[0]!r} was purged. Create it again to publish revisions of it.", tuple(found)
+        )
+
+
+def refuse_purged_names(connection: Connection, names: Sequence[str]) -> None:
+    """Raise `Conflict` when one of these names was purged."""
+    marks = tables.purged.c
+    gone = connection.execute(select(tables.purged).where(marks.policy.in_(names)).limit(1)).one_or_none()
+    if gone:
+        raise Conflict(
+            f"The name {gone.policy!r} was purged by {gone.by!r}. Choose another name, or take it again on "
+            "purpose."
+        )
+
+
+def _delete(connection: Connection, name: str, column: str, policy: str) -> int:
+    rows = tables.metadata.tables[name]
+    return connection.execute(delete(rows).where(rows.c[column] == policy)).rowcount

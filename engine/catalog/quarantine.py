@@ -1,0 +1,71 @@
+"""Quarantine: revisions that nobody loads, since their bytes are not what their checksum says."""
+
+import time
+from collections.abc import Iterable, Sequence
+
+from sqlalchemy import Connection, bindparam, delete, select
+
+from engine.catalog import tables
+from engine.catalog.access import Access
+from engine.catalog.changes import tell
+
+# Digests for one query.
+CHUNK = 1024
+
+
+class Quarantine:
+    """The catalog's revisions in quarantine; `catalog.quarantine`."""
+
+    def __init__(self, access: Access):
+        self._access = access
+        mark = access.mark
+        self._find_reason = f"SELECT reason FROM quarantine WHERE policy = {mark} AND digest = {mark}"
+
+    def add(self, policy: str, digest: str, reason: str) -> None:
+        """Keep a revision from being served: its bytes are damaged. The first reason stays.
+
+        Gateways are told, and let it go where they have it already.
+        """
+        row = {"policy": policy, "digest": digest, "reason": reason, "at": time.time()}
+        with self._access.write() as connection:
+            stone = self._access.insert(tables.quarantine).values(row).on_conflict_do_nothing()
+            if connection.execute(stone).rowcount:
+                tell(connection, policy)
+
+    def reason(self, policy: str, digest: str) -> str | None:
+        """Return why a revision is in quarantine; None when it is not."""
+        rows = self._access.quick(self._find_reason, (policy, digest))
+        return rows[0][0] if rows else None
+
+    def among(self, digests: Sequence[str]) -> set[tuple[str, str]]:
+        """Return which revisions (policy, digest) with these digests are in quarantine."""
+        stones = tables.quarantine.c
+        query = select(stones.policy, stones.digest)
+        if not digests:
+            return set()
+        with self._access.read(self._access.single) as connection:
+            between = query.where(stones.digest.between(min(digests), max(digests)))
+            return {(policy, digest) for policy, digest in connection.execute(between)}
+
+    def release(self, policy: str, digest: str) -> None:
+        """End a revision's quarantine, if it is in it."""
+        stones = tables.quarantine
+        mine = (stones.c.policy == policy) & (stones.c.digest == digest)
+        with self._access.write() as connection:
+            connection.execute(delete(stones).where(mine))
+
+
+def lift_quarantine(connection: Connection, revisions: Iterable[tuple[str, str]]) -> None:
+    """End the quarantine of those of these revisions (policy, digest) that are in it."""
+    stones = tables.quarantine.c
+    if connection.execute(select(stones.policy).limit(1)).first() is None:
+        return
+    wanted = list(revisions)
+    query = select(stones.policy, stones.digest)
+    for at in range(0, len(wanted), CHUNK):
+        some = wanted[at : at + CHUNK]
+        held = connection.execute(query.where(stones.digest.in_({digest for _, digest in some}))).all()
+        lifted = [{"of": of, "key": key} for of, key in held if (of, key) in some]
+        if lifted:
+            mine = (stones.policy == bindparam("of")) & (stones.digest == bindparam("key"))
+            connection.execute(delete(tables.quarantine).where(mine), lifted)
