@@ -18,6 +18,7 @@ from prefect import flow
 from engine.errors import ServiceError
 from engine.settings.forms import AdaptForm, ReleaseForm
 from engine.settings.params import Params, PolicyConfig
+from engine.threads import background, in_parallel
 from flows.adapt import adapt
 from flows.display import print_stage
 from flows.release import release
@@ -32,7 +33,6 @@ from tasks.outcome import (
     summary,
     write_summary,
 )
-from tasks.parallel import background, in_parallel
 from tasks.progress import show_link, show_table
 
 # Users still ask for a while after a verdict, to show who answers them then.

@@ -55,9 +55,9 @@ def run(
     settings = enter(params, base)
     check(settings, [*settings.policies, settings.demo.bad_policy])
     from engine.services import lifecycle as services
+    from engine.threads import background
     from flows import display
     from tasks.outcome import Stages, shortcomings
-    from tasks.parallel import background
 
     began, stages = time.time(), Stages()
     with contextlib.ExitStack() as stack:
@@ -135,9 +135,9 @@ def adapt(
 
     for name in chosen:
         allow_again(settings, name, settings.policy(name).owner, again)
+    from engine.threads import in_parallel
     from flows import display
     from flows.adapt import adapt as adapt_flow
-    from tasks.parallel import in_parallel
     from tasks.steps import preload
 
     preload()

@@ -142,8 +142,8 @@ def fastest(python: Path, base: Path, scratch: Path) -> int:
 
 def run_ours(params: Params, named: Mapping[str, PolicyConfig], key: str) -> Run:
     """Train one policy, or several at once, with the services that run."""
-    from tasks.parallel import in_parallel
-    from tasks.train import train
+    from engine.threads import in_parallel
+    from engine.training.loop import train
 
     ends: list[float] = []
     known = params.model_copy(update={"policies": named})

@@ -18,10 +18,10 @@ from typing import Any
 from engine.problems.procedural import Problem, stream
 from engine.problems.verifiers import Verifier
 from engine.settings.params import PolicyConfig, content_hash, served_name
+from engine.threads import background
+from engine.training.lineage import Line
 from engine.training.rollouts import Sample, Sampling, sample_groups
 from engine.training.service.protocol import Datum, EncodedText, ModelInput, TensorData
-from tasks.parallel import background
-from tasks.training_lineage import Line
 
 
 @dataclass(frozen=True)

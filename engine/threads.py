@@ -1,4 +1,4 @@
-"""Run a few blocking calls side by side, in threads that cannot hold the process back."""
+"""Threads: calls side by side, calls with a time limit, and work asked of a loop's own thread."""
 
 import contextvars
 import threading

@@ -16,15 +16,15 @@ from engine.ledger.ledger import Ledger, Spool
 from engine.report.data import Step
 from engine.settings.losses import LossConfig
 from engine.settings.params import Params, PolicyConfig
+from engine.training.lineage import Line
+from engine.training.loop import Run, grpo_step
+from engine.training.rollout_data import Drawn, Sampler
 from engine.training.rollouts import Sample
 from engine.training.service.app import load_trainer, make_app
 from engine.training.service.client import TrainerClient
 from engine.training.service.protocol import SessionInfo
 from flows.display import step_note
 from tasks.register import numbers
-from tasks.rollout_data import Drawn, Sampler
-from tasks.train import Run, grpo_step
-from tasks.training_lineage import Line
 
 CONFIG = PolicyConfig(
     task="addition", suite="s", verifier="exact", groups=2, group_size=2, steps=2, loss_config={"kl": 0.01}

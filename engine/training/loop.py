@@ -24,11 +24,11 @@ from engine.planning.gpu import cuda_bytes
 from engine.problems.procedural import check_task, stream
 from engine.problems.verifiers import Verifier
 from engine.settings.params import Params, PolicyConfig, content_hash
+from engine.training import rollout_data
+from engine.training.lineage import Line, line_of
+from engine.training.rollout_data import Ahead, Drawn, Judged, Sampler, Source
 from engine.training.service.client import TrainerClient
 from engine.training.service.protocol import AdamParams, Exported, SessionInfo
-from tasks import rollout_data
-from tasks.rollout_data import Ahead, Drawn, Judged, Sampler, Source
-from tasks.training_lineage import Line, line_of
 
 # About 300 tokens with short answers: in bfloat16 a probe of 100 refuses right mixtures of experts. The
 # trainer draws them, and all other policies wait meanwhile.
