@@ -13,16 +13,17 @@ from fastapi.testclient import TestClient
 from history import step_row
 
 from engine.ledger.ledger import Ledger, Spool
-from engine.report.data import Step
 from engine.settings.losses import LossConfig
 from engine.settings.params import Params, PolicyConfig
 from engine.training.lineage import Line
-from engine.training.loop import Run, grpo_step
+from engine.training.loop import grpo_step
 from engine.training.rollout_data import Drawn, Sampler
 from engine.training.rollouts import Sample
+from engine.training.run import Run
 from engine.training.service.app import load_trainer, make_app
 from engine.training.service.client import TrainerClient
 from engine.training.service.protocol import SessionInfo
+from engine.training.steps import TrainStep
 from flows.display import step_note
 from tasks.register import numbers
 
@@ -131,7 +132,7 @@ def test_every_metric_of_the_loops_steps_is_in_every_place(run: Run) -> None:
     names = [column[0] for column in found.description]
     stored = [dict(zip(names, values, strict=True)) for values in found.fetchall()]
     for row, kept in zip(rows, stored, strict=True):
-        assert Step.of(kept) == Step.of(row)
+        assert TrainStep.of(kept) == TrainStep.of(row)
         assert {name: json.loads(kept[name]) if name in BY_REASON else kept[name] for name in row} == row
     ledger.close()
 

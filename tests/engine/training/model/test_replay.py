@@ -18,11 +18,11 @@ from engine.errors import ConfigError
 from engine.serving.server import route_arguments
 from engine.settings.params import Params, Paths, PolicyConfig
 from engine.settings.services import EngineConfig
-from engine.training.loop import prepare
 from engine.training.model.lora import Example, ResidentBase
 from engine.training.model.packing import Row, pack
 from engine.training.model.replay import decode, mask_unknown
 from engine.training.model.update import forward, forward_backward
+from engine.training.run import prepare
 from engine.training.service import protocol
 from engine.training.service.trainer import example_of
 
