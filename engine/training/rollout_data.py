@@ -73,7 +73,7 @@ class Drawn:
     seconds: float
 
     def row(self) -> dict[str, Any]:
-        """Return what the ledger's `train_steps` says of the answers."""
+        """Return the columns of `TrainStep` that the answers give."""
         samples = [sample for group in self.groups for sample in group]
         lengths = [len(sample.tokens) for sample in samples]
         return {
@@ -137,7 +137,7 @@ class Judged:
         return [rewards for rewards in self.rewards if rewards is not None]
 
     def row(self) -> dict[str, Any]:
-        """Return what the ledger's `train_steps` says of the rewards, None where no group counts."""
+        """Return the columns of `TrainStep` that the rewards give, None where no group counts."""
         sound = self.sound
         every = [reward for rewards in sound for reward in rewards]
         return {

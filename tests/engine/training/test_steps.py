@@ -143,3 +143,12 @@ def test_every_metric_of_the_loops_steps_is_in_every_place(run: Run) -> None:
     assert f'graftwork_policy_entropy{{policy="sums"}} {rows[1]["entropy"]}' in shown
     assert "graftwork_trainer_steps_total 2.0" in shown
     assert step_note(rows[0]).startswith("reward 0.38  ratio ")
+
+
+def test_a_row_of_any_version_and_place_is_a_step() -> None:
+    assert TrainStep.of(step_row(1)).row() == step_row(1)
+    # Of before most metrics, as the ledger returns it; and as a session keeps it.
+    stored = {"id": "sums-1-3", "at": 1.0, "policy": "sums", "step": 3, "reward": None}
+    stored |= {"masked": '{"outlier": 2}', "verifier_faults": None}
+    assert TrainStep.of(stored) == TrainStep(policy="sums", step=3, masked={"outlier": 2})
+    assert TrainStep.of({"step": 3, "reward": 0.5, "handed": "b" * 64}) == TrainStep(step=3, reward=0.5)
