@@ -93,18 +93,17 @@ def _training_lines(policy: str, total: int) -> Callable[[Mapping[str, Any]], No
 
 def step_note(row: Mapping[str, Any]) -> str:
     """Return a training step in about 60 characters: reward, ratio, speed, staleness if any, seconds."""
-    from engine.report.data import Step
+    from engine.training.steps import TrainStep
 
+    step = TrainStep.of(row)
     parts = [told_reward(row)]
-    if row.get("importance_ratio") is not None:
-        parts.append(f"ratio {row['importance_ratio']:.5f}")
-    if row.get("tokens_per_s") is not None:
-        parts.append(f"{row['tokens_per_s']:,.0f} tokens/s")
-    if row.get("staleness"):
-        parts.append(f"stale {row['staleness']:.2g}")
-    # A step without a reward has its seconds all the same.
-    seconds = sum(Step.of({**row, "reward": 0.0}).phases.values())
-    return "  ".join([*parts, f"{seconds:.1f} s"])
+    if step.importance_ratio is not None:
+        parts.append(f"ratio {step.importance_ratio:.5f}")
+    if step.tokens_per_s is not None:
+        parts.append(f"{step.tokens_per_s:,.0f} tokens/s")
+    if step.staleness:
+        parts.append(f"stale {step.staleness:.2g}")
+    return "  ".join([*parts, f"{sum(step.phases.values()):.1f} s"])
 
 
 def print_service(name: str, state: str) -> None:

@@ -123,7 +123,7 @@ def adapt(params: Params, report: Report, on_step: Callable[[str, int], OnStep])
 
     A run that was cut off goes on from its last step; a finished one leaves nothing but its output.
     """
-    from tasks.train import train
+    from engine.training.loop import train
 
     files = files_of(params)
     if params.evaluate.revision != "adapt":

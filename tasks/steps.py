@@ -19,8 +19,8 @@ from engine.settings.forms import CreatePolicyForm, DecideForm, HoldForm, Releas
 from engine.settings.params import Params, PolicyConfig, served_name
 
 if TYPE_CHECKING:
+    from engine.training.loop import Trained
     from tasks.score import Score
-    from tasks.train import Trained
 
 OnStep = Callable[[Mapping[str, Any]], None]
 LAZY = (
@@ -31,7 +31,7 @@ LAZY = (
     "mlflow:MlflowClient",
     "tasks.register",
     "tasks.score",
-    "tasks.train",
+    "engine.training.loop",
 )
 
 
@@ -59,12 +59,12 @@ def flush() -> None:
 @task(name="train", task_run_name="train {policy}", cache_policy=NO_CACHE)
 def train(params: Params, policy: str, config: PolicyConfig, key: str, on_step: OnStep) -> "Trained":
     """Train a policy by GRPO on the resident base, and export its revision."""
-    from tasks import train as plain
+    from engine.training import loop
     from tasks.progress import both
     from tasks.tracking import tracked
 
     with tracked(params, policy) as track:
-        return plain.train(params, policy, config, key, both(on_step, track))
+        return loop.train(params, policy, config, key, both(on_step, track))
 
 
 @task(name="register", task_run_name="register {policy}", cache_policy=NO_CACHE)

@@ -21,10 +21,10 @@ from engine.report.data import (
     ReleaseResult,
     ReportData,
     RevisionRow,
-    Step,
 )
 from engine.report.overview import overview, suite_score
 from engine.settings.params import DIGEST12, ReleaseConfig
+from engine.training.steps import TrainStep
 
 MAX_POINTS = 200
 # What one page holds. The tables of a catalog with a million revisions are not read here.
@@ -129,10 +129,10 @@ def _curves(
     """Return a policy's newest lines of training, the oldest of them first."""
     found = ledger.execute(STEPS, {"policy": policy, "since": since, "most": MAX_LINES})
     names = [column[0] for column in found.description or []]
-    lines: dict[str, list[Step]] = {}
+    lines: dict[str, list[TrainStep]] = {}
     for values in found.fetchall():
         row = dict(zip(names, values, strict=True))
-        lines.setdefault(row["session"], []).append(Step.of(row))
+        lines.setdefault(row["session"], []).append(TrainStep.of(row))
     return [Curve(policy, made.get(session), tuple(steps), session) for session, steps in lines.items()]
 
 

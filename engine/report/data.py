@@ -3,56 +3,9 @@
 Times are epoch seconds, scores and rewards lie in [0, 1], a digest of None is the base itself.
 """
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class Step:
-    """One training step, with what its row of the ledger's `train_steps` says; None where not recorded.
-
-    Seconds by phase, `wait_s` being those in which nothing but the rollouts was left to wait for; KL and
-    entropy in nats; `masked` is tokens by reason.
-    """
-
-    step: int
-    reward: float
-    reward_std: float | None = None
-    importance_ratio: float | None = None
-    ratio_min: float | None = None
-    ratio_max: float | None = None
-    kl: float | None = None
-    kl_old: float | None = None
-    entropy: float | None = None
-    staleness: float | None = None
-    tokens: int | None = None
-    masked: Mapping[str, int] = field(default_factory=dict)
-    rollout_s: float | None = None
-    wait_s: float | None = None
-    reward_s: float | None = None
-    update_s: float | None = None
-    handoff_s: float | None = None
-    backpressure_s: float | None = None
-
-    @classmethod
-    def of(cls, row: Mapping[str, Any]) -> "Step":
-        """Take a row of any version: what it lacks stays unknown."""
-        known = {item.name: row[item.name] for item in fields(cls) if row.get(item.name) is not None}
-        masked = known.get("masked", {})
-        return cls(**known | {"masked": json.loads(masked) if isinstance(masked, str) else masked})
-
-    @property
-    def phases(self) -> dict[str, float]:
-        """Return the step's seconds by phase; before waiting was recorded, every rollout was waited for."""
-        waited = self.wait_s if self.wait_s is not None else self.rollout_s
-        return {
-            "rollout wait": waited or 0.0,
-            "reward": self.reward_s or 0.0,
-            "update": self.update_s or 0.0,
-            "handoff": self.handoff_s or 0.0,
-        }
+from engine.training.steps import TrainStep
 
 
 @dataclass(frozen=True)
@@ -64,7 +17,7 @@ class Curve:
 
     policy: str
     digest: str | None
-    steps: tuple[Step, ...]
+    steps: tuple[TrainStep, ...]
     session: str = ""
 
 

@@ -14,8 +14,8 @@ from engine.adapters.manifests import stored_manifest
 from engine.catalog.catalog import Catalog
 from engine.ledger.ledger import open_snapshot
 from engine.quality.estimate import Difference, interval, paired_difference
-from engine.report.data import Step
 from engine.settings.params import Params
+from engine.training.steps import TrainStep
 
 SCORES = """
     SELECT item, arg_max(score, "at"), max("at") FROM scores
@@ -75,12 +75,12 @@ class VersionFacts:
     base_score: MeanScore | None = None
     against_champion: Difference | None = None
     verdicts: tuple[Said, ...] = ()
-    steps: tuple[Step, ...] = ()
+    steps: tuple[TrainStep, ...] = ()
 
     @property
     def rewards(self) -> tuple[float, ...]:
         """Return the mean reward of each step."""
-        return tuple(step.reward for step in self.steps)
+        return tuple(step.reward for step in self.steps if step.reward is not None)
 
     @property
     def tokens(self) -> int:
@@ -149,13 +149,13 @@ def _mean(items: dict[str, tuple[float, float]]) -> MeanScore | None:
 
 def _trained(
     ledger: duckdb.DuckDBPyConnection, params: Params, policy: str, digest: str, step: int
-) -> tuple[Step, ...]:
+) -> tuple[TrainStep, ...]:
     manifest = stored_manifest(params.paths.revision(policy, digest))
     session = manifest.get("config", {}).get("session")
     return read_steps(ledger.execute(STEPS, [policy, session, step]))
 
 
-def read_steps(found: duckdb.DuckDBPyConnection) -> tuple[Step, ...]:
+def read_steps(found: duckdb.DuckDBPyConnection) -> tuple[TrainStep, ...]:
     """Return the rows of `train_steps` that were found, in their order."""
     names = [column[0] for column in found.description or []]
-    return tuple(Step.of(dict(zip(names, values, strict=True))) for values in found.fetchall())
+    return tuple(TrainStep.of(dict(zip(names, values, strict=True))) for values in found.fetchall())

@@ -12,9 +12,10 @@ from statistics import fmean, median
 
 from markupsafe import Markup
 
-from engine.report.data import Curve, Step
+from engine.report.data import Curve
 from engine.report.svg import Panel, Point, Scale, drawing, legend
 from engine.settings.params import DIGEST12
+from engine.training.steps import TrainStep
 
 WIDTH, LEFT, RIGHT = 500, 56, 490
 MAX_POINTS, SMOOTHED = 150, 5
@@ -34,7 +35,7 @@ class Bin:
     """Neighbouring steps of one line, drawn as one; `x` is their middle, in steps of the whole policy."""
 
     x: float
-    steps: tuple[Step, ...]
+    steps: tuple[TrainStep, ...]
 
     def values(self, name: str) -> list[float]:
         """Return a metric of those steps that have it."""
@@ -124,7 +125,7 @@ def spoken(curves: Sequence[Curve]) -> str:
     return ", ".join([*words, *_masked(steps)])
 
 
-def _masked(steps: Sequence[Step]) -> list[str]:
+def _masked(steps: Sequence[TrainStep]) -> list[str]:
     counts: Counter[str] = Counter()
     for step in steps:
         counts.update(step.masked)

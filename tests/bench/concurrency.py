@@ -91,9 +91,9 @@ class Bench:
 
         Both policies are resident.
         """
+        from engine.training.rollout_data import datum
         from engine.training.rollouts import Sample
         from engine.training.service.client import TrainerClient
-        from tasks.rollout_data import datum
 
         client, config = TrainerClient(self.params.url("trainer")), self.config(0, 0)
         fields = {"rank": config.rank, "alpha": config.alpha, "targets": ["q_proj"], "seed": 1, "holder": "x"}
@@ -123,9 +123,10 @@ def in_turn(modes: Iterable[str], number: int) -> list[str]:
 
 def adapted(params: Params, policy: str, config: PolicyConfig, key: str) -> tuple[float, str]:
     """Train and score a policy as its flow does; return the mean score and the revision's digest."""
-    from tasks import score, train
+    from engine.training.loop import train
+    from tasks import score
 
-    trained = train.train(params, policy, config, key)
+    trained = train(params, policy, config, key)
     scored = score.score(params, policy, trained.digest, config.suite, key, reuse=False)
     return scored.mean, trained.digest
 
@@ -134,8 +135,9 @@ def adapted(params: Params, policy: str, config: PolicyConfig, key: str) -> tupl
 def watching(account: Account) -> Iterator[None]:
     """Count the calls that make up an adaptation to their phases."""
     from engine.problems.verifiers import Verifier
+    from engine.training import rollout_data
     from engine.training.service.client import TrainerClient
-    from tasks import rollout_data, score
+    from tasks import score
 
     parts = (
         (rollout_data, "draw", "rollout"), (Verifier, "judge", "reward"), (score, "score", "score"),

@@ -28,11 +28,11 @@ from engine.base.families import BaseShapes
 from engine.base.resident import ensure_base
 from engine.quality.probe import TOLERANCE, Probe, ProbeResult, check
 from engine.settings.params import BaseConfig, Params, load_params
+from engine.training.loop import PROBE_PROMPTS, PROBE_TOKENS
 from engine.training.model.lora import ResidentBase
 from engine.training.service.export import Exporter
 from engine.training.service.protocol import ProbeRevision
 from engine.verification.fault_localization import place
-from tasks.train import PROBE_PROMPTS, PROBE_TOKENS
 
 FAULTS = (1.0, 0.5, 0.3, 0.1, 0.03, 0.01)
 SIZES = (0.02, 0.05, 0.15)

@@ -143,7 +143,7 @@ def fastest(python: Path, base: Path, scratch: Path) -> int:
 def run_ours(params: Params, named: Mapping[str, PolicyConfig], key: str) -> Run:
     """Train one policy, or several at once, with the services that run."""
     from engine.threads import in_parallel
-    from tasks.train import train
+    from engine.training.loop import train
 
     ends: list[float] = []
     known = params.model_copy(update={"policies": named})

@@ -119,15 +119,15 @@ def test_one_kill_of_each_process(live: Live, tell: Callable[..., None]) -> None
 
 
 def test_a_step_that_was_stored_just_before_its_flow_died_is_recorded_by_the_next_one(live: Live) -> None:
-    from tasks import train
+    from engine.training import loop
 
     config, key = live.params.policy("unrecorded"), live.params.paths.local_key.read_text().strip()
-    run = train.prepare(live.params, "unrecorded", config, key)
+    run = loop.prepare(live.params, "unrecorded", config, key)
     row = {"policy": "unrecorded", "session": run.line.session, "reward": 0.5, "handed": None}
-    run.client.optim_step(train.open_session(run), AdamParams(), record=row, skip=True)
+    run.client.optim_step(loop.open_session(run), AdamParams(), record=row, skip=True)
     assert recorded(live.params, "unrecorded") == []
     for _ in range(2):
-        assert train.open_session(run).step == 1
+        assert loop.open_session(run).step == 1
     run.close()
     assert recorded(live.params, "unrecorded") == [1]
 

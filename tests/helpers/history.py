@@ -8,6 +8,7 @@ import numpy as np
 from engine.catalog.catalog import Base, Catalog, Policy, Release, Revision, migrate
 from engine.ledger.ledger import Ledger, Spool
 from engine.settings.params import Paths, ReleaseConfig
+from engine.training.steps import TrainStep
 
 BASE, GOOD, OLD = "b" * 64, "c" * 64, "a" * 64
 NOW = time.time()
@@ -37,21 +38,21 @@ def emit_users(spool, count=300):
 
 def step_row(step, policy="sums", session="new", **changes):
     """A training step as the loop writes it, with every metric."""
-    row = {
-        "policy": policy, "session": session, "step": step, "digest": GOOD, "loss_fn": "dapo",
-        "reward": step / 400, "reward_std": 0.3 + step / 5000, "zero_spread": 0.25,
-        "importance_ratio": 1.0 + step * 1e-6, "ratio_min": 0.99 - step * 1e-5,
-        "ratio_max": 1.01 + step * 1e-5, "clip_fraction": 0.02, "kl": 0.001 * step,
-        "kl_old": 3e-7, "entropy": 2.0 / step,
-        "masked": {"outlier": 3, "router": 5}, "capped": 11, "correction_weight": 0.98, "out_of_route": 0.009,
-        "loss": -0.125, "grad_norm": 0.7,
-        "tokens": 4096, "learned_tokens": 4088, "tokens_per_s": 812.5, "length_mean": 17.5, "length_max": 24,
-        "truncated": 0.0625, "staleness": 1.0, "groups_kept": 6, "kept": 0.75, "verifier_errors": 3,
-        "verifier_faults": {"raised KeyError": 2, "timeout": 1},
-        "rollout_s": 1.5, "wait_s": 0.5, "reward_s": 0.0625, "update_s": 2.0, "handoff_s": 0.03,
-        "backpressure_s": 0.4, "peak_memory": 3 << 30,
-    }  # fmt: skip
-    return row | changes
+    made = TrainStep(
+        policy=policy, session=session, step=step, digest=GOOD, loss_fn="dapo",
+        reward=step / 400, reward_std=0.3 + step / 5000, zero_spread=0.25,
+        importance_ratio=1.0 + step * 1e-6, ratio_min=0.99 - step * 1e-5,
+        ratio_max=1.01 + step * 1e-5, clip_fraction=0.02, kl=0.001 * step,
+        kl_old=3e-7, entropy=2.0 / step,
+        masked={"outlier": 3, "router": 5}, capped=11, correction_weight=0.98, out_of_route=0.009,
+        loss=-0.125, grad_norm=0.7,
+        tokens=4096, learned_tokens=4088, tokens_per_s=812.5, length_mean=17.5, length_max=24,
+        truncated=0.0625, staleness=1.0, groups_kept=6, kept=0.75, verifier_errors=3,
+        verifier_faults={"raised KeyError": 2, "timeout": 1},
+        rollout_s=1.5, wait_s=0.5, reward_s=0.0625, update_s=2.0, handoff_s=0.03,
+        backpressure_s=0.4, peak_memory=3 << 30,
+    )  # fmt: skip
+    return made.row() | changes
 
 
 def emit_steps(spool):

@@ -53,8 +53,8 @@ def main() -> None:
     settings, policy, path = sys.argv[1:]
     params, notes = load_params(Path(settings)), Notes(Path(path))
     os.environ.update(environment(params))
+    from engine.training import loop, rollout_data
     from engine.training.service.client import TrainerClient
-    from tasks import rollout_data, train
 
     phases = (
         (TrainerClient, "create_session", "open"), (TrainerClient, "export", "export"),
@@ -64,9 +64,9 @@ def main() -> None:
     with ExitStack() as stack:
         for owner, name, phase in phases:
             stack.enter_context(patch.object(owner, name, notes.watched(getattr(owner, name), phase)))
-        stack.enter_context(patch.object(train, "grpo_step", notes.stepping(train.grpo_step)))
+        stack.enter_context(patch.object(loop, "grpo_step", notes.stepping(loop.grpo_step)))
         key = params.paths.local_key.read_text().strip()
-        trained = train.train(params, policy, params.policy(policy), key)
+        trained = loop.train(params, policy, params.policy(policy), key)
     notes.step = trained.step
     notes.write("end", trained.digest)
 

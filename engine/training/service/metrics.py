@@ -18,36 +18,14 @@ from engine.problems.verifiers import FAULTS
 from engine.training.model.adapter import Adapter
 from engine.training.service.queue import Queue
 from engine.training.service.session import Session
+from engine.training.steps import GAUGES, SECONDS
 
-# Seconds of a step by what they were spent on: `<phase>_s` of its row.
-PHASES = ("rollout", "wait", "reward", "update", "handoff", "backpressure")
+# What a step's seconds were spent on: `<phase>_s` of its row.
+PHASES = tuple(name.removesuffix("_s") for name in SECONDS)
 # Why tokens are left out: `masks` of corrections.py, and answers without their experts. A record may hold
 # other names, but a client must not make labels.
 MASKS = ("outlier", "geometric", "icepop", "router_replay")
 BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
-LAST = {
-    "step": "Steps done.",
-    "reward": "Mean reward of the last step.",
-    "reward_std": "Standard deviation of the last step's rewards.",
-    "zero_spread": "Share of the last step's groups whose samples all got the same reward.",
-    "importance_ratio": "Mean importance ratio of the last step, trainer over engine.",
-    "ratio_min": "Smallest importance ratio of the last step.",
-    "ratio_max": "Largest importance ratio of the last step.",
-    "clip_fraction": "Share of the last step's tokens that the loss clipped.",
-    "capped": "Tokens of the last step whose weight a correction cut.",
-    "correction_weight": "Mean weight that corrections gave the last step's tokens.",
-    "kl": "KL divergence to the base in the last step, nats.",
-    "kl_old": "KL divergence between engine and trainer in the last step, nats.",
-    "entropy": "Mean entropy of a token in the last step, nats.",
-    "out_of_route": "Share of the last step's tokens whose experts the trainer would have chosen otherwise.",
-    "loss": "Loss of the last step.",
-    "grad_norm": "Norm of the last step's gradients before clipping.",
-    "length_mean": "Mean length of the last step's answers, tokens.",
-    "length_max": "Length of the last step's longest answer, tokens.",
-    "truncated": "Share of the last step's answers that were cut off.",
-    "staleness": "Steps between the revision that sampled and the one that learned.",
-    "tokens_per_s": "Tokens of the last step by its seconds.",
-}
 
 
 class TrainerMetrics:
@@ -120,7 +98,7 @@ class TrainerMetrics:
         refused.inc(queue.refused)
         gauge("trainer_peak_memory_bytes", "Most memory that the trainer ever held.").set(peak_memory())
         newest = {session.policy: session.history[-1] for session in held if session.history}
-        for name, what in LAST.items():
+        for name, what in GAUGES.items():
             last = gauge(f"policy_{name}", what, "policy")
             for policy, row in newest.items():
                 if isinstance(row.get(name), int | float):

@@ -13,9 +13,9 @@ from engine.catalog.catalog import migrate
 from engine.problems.procedural import Problem, stream
 from engine.problems.procedural import reward as earned
 from engine.settings.params import Paths
+from engine.training import loop
+from engine.training.lineage import line_of
 from engine.training.loss.grpo import LOSSES
-from tasks import train
-from tasks.train import line_of
 
 
 def test_both_sides_ask_the_same_questions(tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -86,7 +86,7 @@ def test_our_runs_train_policies_that_their_settings_know(tmp_path: Path, monkey
             on_step(row)
         return SimpleNamespace(curve=curve)
 
-    monkeypatch.setattr(train, "train", trained)
+    monkeypatch.setattr(loop, "train", trained)
     named = bench.ours(1, steps=3)["three"]
     run = bench.run_ours(bench.settings(tmp_path / "base", tmp_path), named, "key")
     assert dict(asked) == named

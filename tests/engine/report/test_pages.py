@@ -15,11 +15,12 @@ from engine.controller.evidence import EvidenceReader
 from engine.errors import NotFound
 from engine.ledger.spool import Spool
 from engine.quality.estimate import clopper_pearson
-from engine.report.data import Curve, RevisionRow, Step
+from engine.report.data import Curve, RevisionRow
 from engine.report.lineage import Node, arrange, lineage
 from engine.report.pages import ReportData, collect, write_report
 from engine.report.training import MAX_POINTS, binned, spoken, training_curves
 from engine.settings.params import Paths
+from engine.training.steps import TrainStep
 
 
 @pytest.fixture
@@ -90,12 +91,13 @@ def test_a_step_on_the_page_is_the_row_that_was_written(world):
     ledger.snapshot(snapshot)
     curves = gather(world, since=0.0).curves
     assert [curve.session for curve in curves] == ["old", "new", "newest"]
-    names = [field.name for field in fields(Step)]
+    names = [field.name for field in fields(TrainStep)]
     assert [vars(step) for step in curves[-1].steps] == [{name: row[name] for name in names} for row in rows]
     # Rows of before these metrics lack them, and only them.
-    assert curves[0].steps[0] == Step(
-        1, 0.25, importance_ratio=1.0001, rollout_s=0.5, update_s=0.2, handoff_s=0.01
-    )
+    assert curves[0].steps[0] == TrainStep(
+        policy="sums", session="old", digest=OLD,
+        step=1, reward=0.25, importance_ratio=1.0001, rollout_s=0.5, update_s=0.2, handoff_s=0.01,
+    )  # fmt: skip
     said = spoken(curves)
     assert "12 steps in 3 lines, mean reward 0% to 2% in the last" in said
     assert "72 of 36,864 tokens masked (outlier 27, router 45)" in said
@@ -103,10 +105,12 @@ def test_a_step_on_the_page_is_the_row_that_was_written(world):
 
 
 def test_seconds_of_a_step_are_what_it_waited_not_what_rollouts_took():
-    assert Step(1, 0.5, rollout_s=2.0, update_s=1.0).phases == {
+    assert TrainStep(step=1, reward=0.5, rollout_s=2.0, update_s=1.0).phases == {
         "rollout wait": 2.0, "reward": 0.0, "update": 1.0, "handoff": 0.0,
     }  # fmt: skip
-    assert Step(1, 0.5, rollout_s=2.0, wait_s=0.0, handoff_s=0.5).phases["rollout wait"] == 0.0
+    assert (
+        TrainStep(step=1, reward=0.5, rollout_s=2.0, wait_s=0.0, handoff_s=0.5).phases["rollout wait"] == 0.0
+    )
 
 
 def test_rollouts_that_ran_meanwhile_are_a_line_of_their_own():
@@ -133,7 +137,7 @@ def test_one_slow_step_does_not_flatten_the_others():
 
 def made_curve(policy, steps, session="s", **changes):
     rows = [step_row(step, policy, session, **changes) for step in range(1, steps + 1)]
-    return Curve(policy, GOOD, tuple(Step.of(row) for row in rows), session)
+    return Curve(policy, GOOD, tuple(TrainStep.of(row) for row in rows), session)
 
 
 def test_the_dots_lie_where_the_rewards_are():

@@ -20,11 +20,19 @@ from engine.problems.procedural import Problem
 from engine.problems.verifiers import Verifier
 from engine.settings.params import Params, PolicyConfig, load_params
 from engine.threads import in_parallel
+from engine.training import rollout_data
+from engine.training.loop import (
+    PROBE_PROMPTS,
+    PROBE_TOKENS,
+    Trained,
+    export_revision,
+    sampler_of,
+    samples_of,
+    train,
+)
+from engine.training.rollout_data import Drawn, Judged, Sampler, build_data, judge
 from engine.training.rollouts import Sample, sample_groups
 from engine.training.service.protocol import SessionInfo
-from tasks import rollout_data
-from tasks.rollout_data import Drawn, Judged, Sampler, build_data, judge
-from tasks.train import PROBE_PROMPTS, PROBE_TOKENS, Trained, export_revision, sampler_of, samples_of, train
 
 STEPS = 4
 # Of one token's ratio in float32: measured 1e-6, over 4 handoffs and over 100.

@@ -12,8 +12,8 @@ from engine.settings.losses import LossConfig, loss_config
 from engine.settings.params import PolicyConfig
 from engine.training.loss.grpo import LOSSES, Tokens
 from engine.training.model.update import Objective
+from engine.training.rollout_data import Drawn, Judged, Sampler, build_data
 from engine.training.rollouts import Sample
-from tasks.rollout_data import Drawn, Judged, Sampler, build_data
 
 LENGTHS = (4, 1, 3, 6, 2, 5)
 SAMPLED = [name for name, loss in LOSSES.items() if loss.sampled]

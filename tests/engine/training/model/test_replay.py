@@ -22,9 +22,9 @@ from engine.training.model.lora import ResidentBase
 from engine.training.model.packing import Example, Row, pack
 from engine.training.model.replay import decode, mask_unknown
 from engine.training.model.update import forward, forward_backward
+from engine.training.run import prepare
 from engine.training.service import protocol
 from engine.training.service.trainer import example_of
-from tasks.train import prepare
 
 KINDS = {"softmax": qwen3_moe, "sigmoid": deepseek_v3}
 LAYERS = 3

@@ -18,11 +18,11 @@ from training_sessions import same
 from engine.errors import Cancelled, ConfigError, Conflict
 from engine.training.model.fused import FEW_TOKENS
 from engine.training.model.lora import ResidentBase
+from engine.training.rollout_data import datum
 from engine.training.rollouts import Sample
 from engine.training.service import trainer as trainer_module
 from engine.training.service.protocol import Datum, ForwardBackward, ForwardBackwardInput, OptimStep, Request
 from engine.training.service.session import Session
-from tasks.rollout_data import datum
 
 WAIT_S = 20
 NEW = {**SETTINGS, "holder": "a"}

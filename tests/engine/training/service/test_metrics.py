@@ -19,10 +19,11 @@ from engine.training.loss.grpo import Tokens
 from engine.training.loss.measures import Metrics
 from engine.training.model.lora import ResidentBase
 from engine.training.model.packing import Example, Row
-from engine.training.service.metrics import LAST, MASKS, PHASES, TrainerMetrics, adapter_bytes, peak_memory
+from engine.training.service.metrics import MASKS, PHASES, TrainerMetrics, adapter_bytes, peak_memory
 from engine.training.service.protocol import AdamParams, CreateSession, OptimStep, Request
 from engine.training.service.queue import Queue
 from engine.training.service.session import Session
+from engine.training.steps import GAUGES
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -76,7 +77,7 @@ def test_the_last_step_of_every_open_policy_is_a_gauge(base, tmp_path, queue):
     metrics = TrainerMetrics()
     seen = parsed(metrics.render([words, sums, fresh], queue))
     for policy, held in (("words", words), ("sums", sums)):
-        for name in LAST:
+        for name in GAUGES:
             assert value(seen, f"policy_{name}", policy=policy) == held.history[-1][name], name
     assert {dict(labels).get("policy") for _, labels in seen} == {None, "words", "sums"}
     assert value(seen, "trainer_sessions") == 3
@@ -162,7 +163,7 @@ def test_operations_are_counted_by_kind_and_outcome(queue):
 
 def test_every_metric_of_a_batch_has_its_place_in_a_steps_row():
     # The ledger refuses a row with a column that it does not know: `test_ledger` puts this very row in.
-    assert {field.name for field in fields(Metrics)} | set(LAST) <= set(step_row(1))
+    assert {field.name for field in fields(Metrics)} | set(GAUGES) <= set(step_row(1))
     assert {f"{phase}_s" for phase in PHASES} <= set(step_row(1))
 
 

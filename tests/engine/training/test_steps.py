@@ -13,18 +13,19 @@ from fastapi.testclient import TestClient
 from history import step_row
 
 from engine.ledger.ledger import Ledger, Spool
-from engine.report.data import Step
 from engine.settings.losses import LossConfig
 from engine.settings.params import Params, PolicyConfig
+from engine.training.lineage import Line
+from engine.training.loop import grpo_step
+from engine.training.rollout_data import Drawn, Sampler
 from engine.training.rollouts import Sample
+from engine.training.run import Run
 from engine.training.service.app import load_trainer, make_app
 from engine.training.service.client import TrainerClient
 from engine.training.service.protocol import SessionInfo
+from engine.training.steps import TrainStep
 from flows.display import step_note
 from tasks.register import numbers
-from tasks.rollout_data import Drawn, Sampler
-from tasks.train import Run, grpo_step
-from tasks.training_lineage import Line
 
 CONFIG = PolicyConfig(
     task="addition", suite="s", verifier="exact", groups=2, group_size=2, steps=2, loss_config={"kl": 0.01}
@@ -131,7 +132,7 @@ def test_every_metric_of_the_loops_steps_is_in_every_place(run: Run) -> None:
     names = [column[0] for column in found.description]
     stored = [dict(zip(names, values, strict=True)) for values in found.fetchall()]
     for row, kept in zip(rows, stored, strict=True):
-        assert Step.of(kept) == Step.of(row)
+        assert TrainStep.of(kept) == TrainStep.of(row)
         assert {name: json.loads(kept[name]) if name in BY_REASON else kept[name] for name in row} == row
     ledger.close()
 
@@ -142,3 +143,12 @@ def test_every_metric_of_the_loops_steps_is_in_every_place(run: Run) -> None:
     assert f'graftwork_policy_entropy{{policy="sums"}} {rows[1]["entropy"]}' in shown
     assert "graftwork_trainer_steps_total 2.0" in shown
     assert step_note(rows[0]).startswith("reward 0.38  ratio ")
+
+
+def test_a_row_of_any_version_and_place_is_a_step() -> None:
+    assert TrainStep.of(step_row(1)).row() == step_row(1)
+    # Of before most metrics, as the ledger returns it; and as a session keeps it.
+    stored = {"id": "sums-1-3", "at": 1.0, "policy": "sums", "step": 3, "reward": None}
+    stored |= {"masked": '{"outlier": 2}', "verifier_faults": None}
+    assert TrainStep.of(stored) == TrainStep(policy="sums", step=3, masked={"outlier": 2})
+    assert TrainStep.of({"step": 3, "reward": 0.5, "handed": "b" * 64}) == TrainStep(step=3, reward=0.5)

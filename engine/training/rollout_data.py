@@ -19,9 +19,9 @@ from engine.problems.procedural import Problem, stream
 from engine.problems.verifiers import Verifier
 from engine.settings.params import PolicyConfig, content_hash, served_name
 from engine.threads import background
+from engine.training.lineage import Line
 from engine.training.rollouts import Sample, Sampling, sample_groups
 from engine.training.service.protocol import Datum, EncodedText, ModelInput, TensorData
-from tasks.training_lineage import Line
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Drawn:
     seconds: float
 
     def row(self) -> dict[str, Any]:
-        """Return what the ledger's `train_steps` says of the answers."""
+        """Return the columns of `TrainStep` that the answers give."""
         samples = [sample for group in self.groups for sample in group]
         lengths = [len(sample.tokens) for sample in samples]
         return {
@@ -137,7 +137,7 @@ class Judged:
         return [rewards for rewards in self.rewards if rewards is not None]
 
     def row(self) -> dict[str, Any]:
-        """Return what the ledger's `train_steps` says of the rewards, None where no group counts."""
+        """Return the columns of `TrainStep` that the rewards give, None where no group counts."""
         sound = self.sound
         every = [reward for rewards in sound for reward in rewards]
         return {

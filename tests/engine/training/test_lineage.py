@@ -6,7 +6,7 @@ import pytest
 
 from engine.catalog.catalog import migrate
 from engine.settings.params import Params, Paths
-from tasks.training_lineage import line_of
+from engine.training.lineage import line_of
 
 DENSE = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
 CHAMPION = "ab" * 32
@@ -36,7 +36,7 @@ def test_where_lora_sits_is_the_bases_word_unless_the_policy_says(paths):
 
 @pytest.mark.parametrize(("targets", "continues"), [(DENSE, True), (("q_proj", "v_proj"), False)])
 def test_a_champion_on_other_projections_is_no_parent(paths, monkeypatch, targets, continues):
-    monkeypatch.setattr("tasks.training_lineage._standing", lambda *_: (CHAMPION, 0))
+    monkeypatch.setattr("engine.training.lineage._standing", lambda *_: (CHAMPION, 0))
     directory = paths.revision("arithmetic", CHAMPION)
     directory.mkdir(parents=True)
     manifest = {"targets": sorted(targets), "config": config().model_dump(mode="json")}

@@ -17,18 +17,14 @@ from typing import Any
 
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, stop_after_delay, wait_fixed
 
-from engine.base.families import BaseShapes
-from engine.errors import ConfigError, Conflict, NotFound, ServiceError
-from engine.ledger.spool import Spool
-from engine.planning.gpu import cuda_bytes
+from engine.errors import Conflict, NotFound, ServiceError
 from engine.problems.procedural import check_task, stream
-from engine.problems.verifiers import Verifier
 from engine.settings.params import Params, PolicyConfig, content_hash
-from engine.training.service.client import TrainerClient
+from engine.training import rollout_data
+from engine.training.rollout_data import Drawn, Sampler
+from engine.training.run import Run, prepare
 from engine.training.service.protocol import AdamParams, Exported, SessionInfo
-from tasks import rollout_data
-from tasks.rollout_data import Ahead, Drawn, Judged, Sampler, Source
-from tasks.training_lineage import Line, line_of
+from engine.training.steps import TrainStep
 
 # About 300 tokens with short answers: in bfloat16 a probe of 100 refuses right mixtures of experts. The
 # trainer draws them, and all other policies wait meanwhile.
@@ -42,7 +38,7 @@ OnStep = Callable[[Mapping[str, Any]], None]
 
 @dataclass(frozen=True)
 class Trained:
-    """What a training run brought; `curve` has one row of the ledger's `train_steps` for each step."""
+    """What a training run brought; `curve` has the row of each step (`steps.TrainStep`)."""
 
     policy: str
     session: str
@@ -51,25 +47,6 @@ class Trained:
     step: int
     seconds: float
     curve: tuple[Mapping[str, Any], ...]
-
-
-@dataclass(frozen=True)
-class Run:
-    """What every step of one training run needs."""
-
-    params: Params
-    policy: str
-    config: PolicyConfig
-    line: Line
-    source: Source
-    ahead: Ahead
-    client: TrainerClient
-    spool: Spool
-    verifier: Verifier
-
-    def close(self) -> None:
-        for part in (self.client, self.spool, self.verifier):
-            part.close()
 
 
 def train(
@@ -98,38 +75,6 @@ def train(
     return Trained(
         policy, session.session, exported.digest, exported.directory, exported.step, seconds, session.history
     )
-
-
-def prepare(params: Params, policy: str, config: PolicyConfig, key: str) -> Run:
-    """Open what a run's steps need; `ConfigError` for settings that would fail only after rollouts."""
-    from transformers import AutoTokenizer
-
-    from engine.base.resident import ensure_base
-    from engine.training.loss.grpo import loss_of
-
-    # One of the policy's own that cannot be loaded must not cost a rollout.
-    loss_of(config.loss)
-    if config.rank > params.engine.max_rank:
-        raise ConfigError(
-            f"The policy {policy!r} has rank {config.rank}, and the engine serves up to "
-            f"{params.engine.max_rank}. Set engine.max_rank and start the services anew, or lower `rank`."
-        )
-    base = ensure_base(params.base, params.paths)
-    tokenizer = AutoTokenizer.from_pretrained(base.path)
-    shapes = BaseShapes.read(base.path)
-    targets = shapes.targets_on(cuda_bytes() is not None)
-    line = line_of(params.paths, policy, config, targets)
-    base_name = Path(params.base.name).name
-    replays = config.router_replay and bool(shapes.experts)
-    if replays and not params.engine.routed_experts:
-        raise ConfigError(
-            f"The policy {policy!r} has router_replay, and the engine does not record experts. Set "
-            "engine.routed_experts to true and start the services anew, or router_replay to false."
-        )
-    source = Source(policy, config, line, tokenizer, params.url("engine"), key, base_name, replays)
-    spool = Spool(params.paths.spool, f"train-{policy}")
-    client = TrainerClient(params.url("trainer"), timeout_s=params.trainer.operation_timeout_s)
-    return Run(params, policy, config, line, source, Ahead(source), client, spool, Verifier(config))
 
 
 def open_session(run: Run) -> SessionInfo:
@@ -183,40 +128,47 @@ def next_step(run: Run, session: SessionInfo) -> SessionInfo:
 
 def grpo_step(run: Run, session: SessionInfo) -> SessionInfo:
     """Hand the adapter over, take the step's samples, score them, send their gradients, apply them."""
-    began, config = time.monotonic(), run.config
+    config, began = run.config, time.monotonic()
     handed = run.client.export(session) if session.step or session.parent else None
     newest = Sampler(session.step, handed.digest if handed else None)
-    clock = time.monotonic()
+    asked = time.monotonic()
     drawn = samples_of(run, session, newest)
-    wait_s = time.monotonic() - clock
-    clock = time.monotonic()
+    sampled = time.monotonic()
     judged = rollout_data.judge(run.verifier, drawn)
     data, kept = rollout_data.build_data(drawn, judged, config.loss)
-    reward_s = time.monotonic() - clock
-    clock = time.monotonic()
+    scored = time.monotonic()
     metrics = run.client.forward_backward(
         session, data, config.loss, config.loss_sent(), router_replay=run.source.replays
     )["metrics"]
-    now = time.monotonic()
-    seconds = {
-        "wait_s": wait_s,
-        "reward_s": reward_s,
-        # Gradients alone: the optimizer's step stores this row, so its own seconds cannot be in it.
-        "update_s": now - clock,
-        "handoff_s": handed.seconds if handed else 0.0,
-        # What the trainer was full for since the last row, that row's own optimizer step among it.
-        "backpressure_s": run.client.backpressure_s.pop(session.session, 0.0),
-        "tokens_per_s": metrics["tokens"] / (now - began),
-    }
-    row = {**row_of(run, session, drawn, judged, kept), **metrics, **seconds}
-    adam = AdamParams(learning_rate=config.lr)
+    learned = time.monotonic()
+    step = TrainStep(
+        policy=run.policy,
+        session=session.session,
+        step=session.step + 1,
+        loss_fn=config.loss,
+        staleness=float(session.step - drawn.sampler.step),
+        groups_kept=kept,
+        kept=kept / len(drawn.groups),
+        **drawn.row(),
+        **judged.row(),
+        **metrics,
+        wait_s=sampled - asked,
+        reward_s=scored - sampled,
+        update_s=learned - scored,
+        handoff_s=handed.seconds if handed else 0.0,
+        backpressure_s=run.client.backpressure_s.pop(session.session, 0.0),
+        tokens_per_s=metrics["tokens"] / (learned - began),
+    )
     # `handed` is for a run that goes on; the ledger has no use for it.
-    record = {**row, "handed": newest.digest}
+    row = {**step.row(), "handed": newest.digest}
     # Whether anything pulls is the loss's to say: to the base, or one's own without any spread. Of no
     # gradient Adam would still make a step.
     skip = not (judged.sound and metrics["learned_tokens"])
-    done = run.client.optim_step(session, adam, position=drawn.position, record=record, skip=skip)
-    return _advance(run, session, drawn.position, {**row, **done}, newest)
+    adam = AdamParams(learning_rate=config.lr)
+    done = run.client.optim_step(session, adam, position=drawn.position, record=row, skip=skip)
+    history = (*session.history, row | done)
+    record_step(run, history[-1])
+    return replace(session, step=done["step"], position=drawn.position, history=history)
 
 
 def samples_of(run: Run, session: SessionInfo, newest: Sampler) -> Drawn:
@@ -238,28 +190,6 @@ def sampler_of(session: SessionInfo, newest: Sampler, step: int) -> Sampler:
     if step >= session.step or "handed" not in session.history[step]:
         return newest
     return Sampler(step, session.history[step]["handed"])
-
-
-def row_of(run: Run, session: SessionInfo, drawn: Drawn, judged: Judged, kept: int) -> dict[str, Any]:
-    """Return what the ledger's `train_steps` says of a step before it is learned."""
-    return {
-        "policy": run.policy,
-        "session": session.session,
-        "loss_fn": run.config.loss,
-        "staleness": float(session.step - drawn.sampler.step),
-        "groups_kept": kept,
-        "kept": kept / len(drawn.groups),
-        **drawn.row(),
-        **judged.row(),
-    }
-
-
-def _advance(
-    run: Run, session: SessionInfo, position: int, row: Mapping[str, Any], newest: Sampler
-) -> SessionInfo:
-    history = (*session.history, {**row, "handed": newest.digest})
-    record_step(run, history[-1])
-    return replace(session, step=row["step"], position=position, history=history)
 
 
 def record_step(run: Run, row: Mapping[str, Any]) -> None:

@@ -1,0 +1,65 @@
+"""What every step of one training run needs, opened and checked before its first rollout."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.base.families import BaseShapes
+from engine.errors import ConfigError
+from engine.ledger.spool import Spool
+from engine.planning.gpu import cuda_bytes
+from engine.problems.verifiers import Verifier
+from engine.settings.params import Params, PolicyConfig
+from engine.training.lineage import Line, line_of
+from engine.training.rollout_data import Ahead, Source
+from engine.training.service.client import TrainerClient
+
+
+@dataclass(frozen=True)
+class Run:
+    """A policy's line of training with its parts; `close` them."""
+
+    params: Params
+    policy: str
+    config: PolicyConfig
+    line: Line
+    source: Source
+    ahead: Ahead
+    client: TrainerClient
+    spool: Spool
+    verifier: Verifier
+
+    def close(self) -> None:
+        for part in (self.client, self.spool, self.verifier):
+            part.close()
+
+
+def prepare(params: Params, policy: str, config: PolicyConfig, key: str) -> Run:
+    """Open what a run's steps need; `ConfigError` for settings that would fail only after rollouts."""
+    from transformers import AutoTokenizer
+
+    from engine.base.resident import ensure_base
+    from engine.training.loss.grpo import loss_of
+
+    # One of the policy's own that cannot be loaded must not cost a rollout.
+    loss_of(config.loss)
+    if config.rank > params.engine.max_rank:
+        raise ConfigError(
+            f"The policy {policy!r} has rank {config.rank}, and the engine serves up to "
+            f"{params.engine.max_rank}. Set engine.max_rank and start the services anew, or lower `rank`."
+        )
+    base = ensure_base(params.base, params.paths)
+    tokenizer = AutoTokenizer.from_pretrained(base.path)
+    shapes = BaseShapes.read(base.path)
+    targets = shapes.targets_on(cuda_bytes() is not None)
+    line = line_of(params.paths, policy, config, targets)
+    base_name = Path(params.base.name).name
+    replays = config.router_replay and bool(shapes.experts)
+    if replays and not params.engine.routed_experts:
+        raise ConfigError(
+            f"The policy {policy!r} has router_replay, and the engine does not record experts. Set "
+            "engine.routed_experts to true and start the services anew, or router_replay to false."
+        )
+    source = Source(policy, config, line, tokenizer, params.url("engine"), key, base_name, replays)
+    spool = Spool(params.paths.spool, f"train-{policy}")
+    client = TrainerClient(params.url("trainer"), timeout_s=params.trainer.operation_timeout_s)
+    return Run(params, policy, config, line, source, Ahead(source), client, spool, Verifier(config))

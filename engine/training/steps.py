@@ -1,0 +1,116 @@
+"""A training step's row. Its columns are said here, once.
+
+The loop makes it. The trainer keeps it in the session's history, the spool brings it to the ledger's
+`train_steps`; MLflow, `/metrics`, the report and the terminal show what they need of it.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Annotated, Any, get_type_hints
+
+# What a step spent on one phase.
+Seconds = Annotated[float | None, "seconds"]
+Counts = Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainStep:
+    """One step of a policy's training; None is what was not recorded or is not known.
+
+    A column with a text is a gauge of the trainer's `/metrics`, and the text is its help there. Rewards and
+    shares lie in [0, 1], ratios are trainer over engine, means over a step's tokens or answers.
+    """
+
+    policy: str | None = None
+    session: str | None = None
+    # The revision that sampled; None is the base.
+    digest: str | None = None
+    loss_fn: str | None = None
+    step: Annotated[int, "Steps done."]
+    reward: Annotated[float | None, "Mean reward of the last step."] = None
+    reward_std: Annotated[float | None, "Standard deviation of the last step's rewards."] = None
+    zero_spread: Annotated[
+        float | None, "Share of the last step's groups whose samples all got the same reward."
+    ] = None
+    # Groups that teach: their number, and their share.
+    groups_kept: int | None = None
+    kept: float | None = None
+    # Answers that the verifier failed on: all, and by what it raised.
+    verifier_errors: int | None = None
+    verifier_faults: Counts = field(default_factory=dict)
+    importance_ratio: Annotated[
+        float | None, "Mean importance ratio of the last step, trainer over engine."
+    ] = None
+    ratio_min: Annotated[float | None, "Smallest importance ratio of the last step."] = None
+    ratio_max: Annotated[float | None, "Largest importance ratio of the last step."] = None
+    clip_fraction: Annotated[float | None, "Share of the last step's tokens that the loss clipped."] = None
+    # Tokens that taught nothing, by reason.
+    masked: Counts = field(default_factory=dict)
+    capped: Annotated[int | None, "Tokens of the last step whose weight a correction cut."] = None
+    correction_weight: Annotated[
+        float | None, "Mean weight that corrections gave the last step's tokens."
+    ] = None
+    kl: Annotated[float | None, "KL divergence to the base in the last step, nats."] = None
+    kl_old: Annotated[float | None, "KL divergence between engine and trainer in the last step, nats."] = None
+    entropy: Annotated[float | None, "Mean entropy of a token in the last step, nats."] = None
+    out_of_route: Annotated[
+        float | None,
+        "Share of the last step's tokens whose experts the trainer would have chosen otherwise.",
+    ] = None
+    loss: Annotated[float | None, "Loss of the last step."] = None
+    grad_norm: Annotated[float | None, "Norm of the last step's gradients before clipping."] = None
+    length_mean: Annotated[float | None, "Mean length of the last step's answers, tokens."] = None
+    length_max: Annotated[int | None, "Length of the last step's longest answer, tokens."] = None
+    truncated: Annotated[float | None, "Share of the last step's answers that were cut off."] = None
+    staleness: Annotated[
+        float | None, "Steps between the revision that sampled and the one that learned."
+    ] = None
+    tokens: int | None = None
+    # Those that had a gradient.
+    learned_tokens: int | None = None
+    tokens_per_s: Annotated[float | None, "Tokens of the last step by its seconds."] = None
+    rollout_s: Seconds = None
+    # Of the rollouts, those in which nothing else was left to do.
+    wait_s: Seconds = None
+    reward_s: Seconds = None
+    # Gradients alone: the optimizer's step stores this row, so its own seconds cannot be in it.
+    update_s: Seconds = None
+    handoff_s: Seconds = None
+    # What the trainer was full for since the last row, that row's own optimizer step among it.
+    backpressure_s: Seconds = None
+    # The most bytes that the trainer ever held.
+    peak_memory: int | None = None
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> "TrainStep":
+        """Take a row of any version and place: what it lacks stays unknown, what is no column is left out."""
+        known = {item.name: row[item.name] for item in fields(cls) if row.get(item.name) is not None}
+        # The ledger returns JSON as text.
+        counts = {name: json.loads(known[name]) for name in COUNTS if isinstance(known.get(name), str)}
+        return cls(**known | counts)
+
+    def row(self) -> dict[str, Any]:
+        """Return every column by its name."""
+        return asdict(self)
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Return the step's seconds by phase; before waiting was recorded, every rollout was waited for."""
+        waited = self.wait_s if self.wait_s is not None else self.rollout_s
+        return {
+            "rollout wait": waited or 0.0,
+            "reward": self.reward_s or 0.0,
+            "update": self.update_s or 0.0,
+            "handoff": self.handoff_s or 0.0,
+        }
+
+
+COLUMNS = get_type_hints(TrainStep, include_extras=True)
+COUNTS = tuple(name for name, kind in COLUMNS.items() if kind == Counts)
+SECONDS = tuple(name for name, kind in COLUMNS.items() if kind == Seconds)
+GAUGES = {
+    name: kind.__metadata__[0]
+    for name, kind in COLUMNS.items()
+    if hasattr(kind, "__metadata__") and name not in SECONDS
+}
