@@ -124,7 +124,7 @@ def add_lora(
     """Add every row's LoRA product to `y` in place.
 
     `a_SMRI` (S, M, R, I) holds the shrink factors of the module's slices, `b_SRO` (S, R, O) their
-    expand factors side by side, `widths` the slices' shares of O. Equals `naive.add_lora` for each
+    expand factors side by side, `widths` the slices' shares of O. Equals `reference.add_lora` for each
     slice up to the order of sums.
     """
     rank = a_SMRI.shape[2]

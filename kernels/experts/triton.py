@@ -1,11 +1,11 @@
-"""LoRA on a mixture of experts as Triton kernels: `experts` for a GPU, the same three operations.
+"""LoRA on a mixture of experts as Triton kernels: those of `cpu.py` for a GPU, the same three operations.
 
 Pairs are sorted by (adapter, expert) segment on the device, without a synchronisation, and cut into
 tiles of one segment; a program computes one tile. No sum crosses programs and no atomic is used:
 results are deterministic, and a row's bits do not depend on its batch. An `expand` that sums over a
 token's experts writes the pairs first and adds them in the order of k.
 
-Here h has a row for every token, zero where it has no adapter, unlike in `experts`.
+Here h has a row for every token, zero where it has no adapter, unlike in `cpu.py`.
 
 Shapes: T tokens, K experts of a token, P = T*K pairs, R rank, D width, S slots, E experts (1:
 shared), G = S*E segments, N tiles, M pairs in a tile.
