@@ -20,7 +20,7 @@ from typing import Any
 from engine.base.recipes import RECIPES, Recipe
 from engine.errors import BaseModelError, ConfigError
 from engine.problems.procedural import PHRASINGS, TASKS
-from engine.settings.params import BaseConfig, Example, Paths, content_hash
+from engine.settings.params import BaseConfig, FewShotExample, Paths, content_hash
 
 Progress = Callable[[int, int, float], None]
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -198,7 +198,7 @@ def progress_bar(name: str) -> Iterator[Progress]:
 
 
 def prompt_ids(
-    tokenizer: Any, question: str, system: str | None = None, few_shot: Sequence[Example] = ()
+    tokenizer: Any, question: str, system: str | None = None, few_shot: Sequence[FewShotExample] = ()
 ) -> list[int]:
     """Return the token ids of a question as the chat template renders it, ready for an answer."""
     text = prompt_text(tokenizer, question, system, few_shot)
@@ -206,7 +206,7 @@ def prompt_ids(
 
 
 def prompt_text(
-    tokenizer: Any, question: str, system: str | None = None, few_shot: Sequence[Example] = ()
+    tokenizer: Any, question: str, system: str | None = None, few_shot: Sequence[FewShotExample] = ()
 ) -> str:
     """Return the rendered text whose ids are `prompt_ids`; frozen evaluation items hold this text.
 

@@ -48,7 +48,7 @@ STALLED_S = 5.0
 log = logging.getLogger("graftwork.controller")
 
 
-class Metrics:
+class ControllerMetrics:
     """What Prometheus reads, in a registry of its own."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Controller:
     def __init__(self, params: Params, holder: str):
         """Open everything; raises `Conflict` while another process holds the ledger or the lease."""
         self.params = params
-        self.metrics = Metrics()
+        self.metrics = ControllerMetrics()
         self.catalog = Catalog(params.paths.catalog_url)
         self.ledger: Ledger | None = Ledger(params.paths.ledger)
         self.spool = Spool(params.paths.spool, "controller")

@@ -37,21 +37,21 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Move:
+class AliasMove:
     """A person's move: the alias now names `version` (None: it was deleted)."""
 
     role: str
     version: str | None
 
 
-def find_moves(aliases: dict[str, str], notes: dict[str, AliasNote]) -> list[Move]:
+def find_moves(aliases: dict[str, str], notes: dict[str, AliasNote]) -> list[AliasMove]:
     """Return the aliases that are neither what was last written nor what was about to be written."""
     moves = []
     for role in ROLES:
         note, now = notes.get(role), aliases.get(role)
         ours = (note.version or "").split(">") if note else [""]
         if (now or "") not in ours:
-            moves.append(Move(role, now))
+            moves.append(AliasMove(role, now))
     return moves
 
 
@@ -171,7 +171,7 @@ class AliasMirror(threading.Thread):
             )
         return not missing
 
-    def _carry_out(self, model: Model, move: Move) -> None:
+    def _carry_out(self, model: Model, move: AliasMove) -> None:
         digest = self._registry.digest(model.name, move.version) if move.version else None
         with self._lock:
             refusal = self._decide(model.name, move, digest)
@@ -184,7 +184,7 @@ class AliasMirror(threading.Thread):
         elif move.version:
             self._registry.untag(model.name, move.version, REFUSED)
 
-    def _decide(self, policy: str, move: Move, digest: str | None) -> str | None:
+    def _decide(self, policy: str, move: AliasMove, digest: str | None) -> str | None:
         """Let a move take effect; return why not, or None."""
         route = self._catalog.route(policy)
         if digest is not None and digest == self._wanted(route)[move.role]:
@@ -196,7 +196,7 @@ class AliasMirror(threading.Thread):
         except GraftworkError as error:
             return str(error)
 
-    def _take_effect(self, policy: str, move: Move, digest: str | None) -> str | None:
+    def _take_effect(self, policy: str, move: AliasMove, digest: str | None) -> str | None:
         if move.role == "previous":
             return "The alias `previous` is kept by Graftwork; move `champion` instead."
         if move.role == "champion" and digest is None:

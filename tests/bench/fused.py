@@ -20,7 +20,7 @@ import torch
 from engine.base.resident import ensure_base
 from engine.settings.params import BaseConfig, load_params
 from engine.training.model.fused import Call, forward_backward_many, is_worth_fusing
-from engine.training.model.lora import Example, ResidentBase, Row
+from engine.training.model.lora import Example, ResidentBase, TokenRow
 from engine.training.model.update import forward_backward
 
 POLICIES = (1, 3, 9)
@@ -39,7 +39,7 @@ def examples(samples: int, seed: int) -> list[Example]:
         for _ in range(GROUP):
             own = [draw.randrange(3, 340) for _ in range(draw.randint(3, 24))]
             old, advantages = (-5.8,) * len(own), (draw.gauss(0, 1),) * len(own)
-            found.append(Example(Row((*prompt, *own), len(prompt)), old, advantages))
+            found.append(Example(TokenRow((*prompt, *own), len(prompt)), old, advantages))
     return found
 
 

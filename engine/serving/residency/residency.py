@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 
 from engine.catalog.catalog import Catalog, Revision
 from engine.errors import Busy, Conflict, GraftworkError, ServiceError
-from engine.serving.residency.adapter_fetch import Engine, Source
+from engine.serving.residency.adapter_fetch import AdapterFetch, Engine
 from engine.serving.residency.host_tier_cache import Resident, WarmSet
 from engine.serving.residency.load_metrics import LoadLog, LoadMetrics
 from engine.serving.residency.load_queue import BACKGROUND, INTERACTIVE, PACED_S, Load, LoadQueue
@@ -46,7 +46,7 @@ class Residency:
         self.queue = LoadQueue(config.load_queue, config.load_concurrency, config.paced_loads)
         self.evictions = 0
         self._engine = engine
-        self._source = Source(engine, catalog, store)
+        self._source = AdapterFetch(engine, catalog, store)
         self._timeout_s = config.load_timeout_s
         self._pinned = pinned
         self._leaving: dict[str, asyncio.Task[None]] = {}

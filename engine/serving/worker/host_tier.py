@@ -22,12 +22,12 @@ from weakref import WeakValueDictionary, finalize
 import torch
 from torch import Tensor
 
-from engine.adapters.packed import Layout
+from engine.adapters.packed import PackedLayout
 from engine.adapters.packed_check import check_layout
 from engine.adapters.revision import is_finite
 from engine.errors import AdapterError, DamagedBytes, GraftworkError, MissingBytes, ServiceError
 from engine.serving.worker.load_channel import Tell
-from engine.serving.worker.slot_copy import Module, Plan
+from engine.serving.worker.slot_copy import Module, SlotCopyPlan
 from engine.store.checksums import is_whole
 from engine.store.segments import ALIGNMENT, PAGE_ALIGNED_FROM
 
@@ -131,7 +131,7 @@ class Bytes:
         return into
 
 
-class Segments:
+class OpenSegments:
     """Open segments by path, each for as long as an adapter of it is held. For several threads."""
 
     def __init__(self) -> None:
@@ -175,7 +175,7 @@ class PackedAdapter:
 
     name: str
     bytes: Bytes
-    plan: Plan
+    plan: SlotCopyPlan
 
     @cached_property
     def sources(self) -> list[Tensor]:
@@ -192,7 +192,7 @@ class PackedAdapter:
         if self._file is None:
             self.bytes.bring_in()
 
-    def fill(self, slot: int, before: Plan | None) -> None:
+    def fill(self, slot: int, before: SlotCopyPlan | None) -> None:
         """Put the adapter into a slot. Raises `OSError` when its bytes are lost; then the slot is clear."""
         if self._file is not None:
             self.plan.read(slot, self._file.fd, self.bytes.offset, before)
@@ -219,8 +219,8 @@ class HostTier:
         self.validated_bytes = 0
         self.verified_bytes = 0
         self._verifies = verifies
-        self._segments = Segments()
-        self._plan = lru_cache(LAYOUTS)(lambda layout: Plan(read_layout(layout), modules))
+        self._segments = OpenSegments()
+        self._plan = lru_cache(LAYOUTS)(lambda layout: SlotCopyPlan(read_layout(layout), modules))
         # Who is to be told of what is on its way.
         self._loading: dict[str, list[Tell]] = {}
         self._lock = threading.Lock()
@@ -301,10 +301,10 @@ def _kind(error: Exception) -> str:
     return next((kind for kind, of in REFUSED.items() if isinstance(error, of)), "refused")
 
 
-def read_layout(text: str) -> Layout:
+def read_layout(text: str) -> PackedLayout:
     """Return a layout that is proven against itself."""
     if len(text) > LAYOUT_LIMIT:
         raise AdapterError(f"its layout has {len(text)} characters; the limit is {LAYOUT_LIMIT}.")
-    layout = Layout.from_json(text)
+    layout = PackedLayout.from_json(text)
     check_layout(layout)
     return layout

@@ -26,7 +26,7 @@ from engine.errors import AdapterError
 from engine.serving.worker.failed_adapters import is_lost_on_any_rank
 from engine.serving.worker.host_tier import HostTier, PackedAdapter
 from engine.serving.worker.load_channel import LoadListener
-from engine.serving.worker.slot_copy import Plan
+from engine.serving.worker.slot_copy import SlotCopyPlan
 from engine.serving.worker.slots import ModuleSlots, slots_of
 
 # That read large adapters into slots at a step's beginning: one does not fill the memory's bandwidth.
@@ -35,7 +35,7 @@ log = logging.getLogger("graftwork.loader")
 
 
 @dataclass
-class Registered:
+class RegisteredAdapter:
     """What vLLM's manager keeps for an adapter id; `adapter` is None for a warm-up dummy."""
 
     id: int
@@ -51,7 +51,7 @@ class SlotManager(LRUCacheLoRAModelManager):
         for name, module in self.modules.items():
             self.buffers |= slots_of(name, module)
         # What each slot's last occupant wrote, also after it left.
-        self._written: list[Plan | None] = [None] * self.lora_slots
+        self._written: list[SlotCopyPlan | None] = [None] * self.lora_slots
         # Ids whose bytes were lost, and their names.
         self.lost: dict[int, str] = {}
         self._fillers = ThreadPoolExecutor(FILL_THREADS, thread_name_prefix="graftwork-fill")
@@ -67,7 +67,7 @@ class SlotManager(LRUCacheLoRAModelManager):
     def add_adapter(self, adapter: Any) -> bool:
         known = adapter.id in self._registered_adapters
         if not known:
-            registered: Any = Registered(adapter.id, getattr(adapter, "adapter", None))
+            registered: Any = RegisteredAdapter(adapter.id, getattr(adapter, "adapter", None))
             self._registered_adapters[adapter.id] = registered
         return not known
 
@@ -178,7 +178,7 @@ class PackedWorkerManager(LRUCacheWorkerLoRAManager):
             raise AdapterError(
                 f"{lora_request.lora_name} is not in the host tier; ask for it through the gateway."
             )
-        return self.slots.add_adapter(Registered(lora_request.lora_int_id, adapter))
+        return self.slots.add_adapter(RegisteredAdapter(lora_request.lora_int_id, adapter))
 
     def forget(self, name: str, lora_id: int | None) -> bool:
         """Drop every trace of a name that nobody computes with any more; say whether its bytes were lost."""
@@ -228,7 +228,7 @@ class PackedWorkerManager(LRUCacheWorkerLoRAManager):
             return
         adapter = self.host.adapters.get(name)
         if adapter is not None:
-            self.slots.add_adapter(Registered(lora_id, adapter))
+            self.slots.add_adapter(RegisteredAdapter(lora_id, adapter))
             return
         # Forgotten under a request, which the gateway never does: an error here would end the engine.
         self._lose(lora_id, name, "it left the host tier under a request")

@@ -17,7 +17,7 @@ from engine.catalog.catalog import Policy
 from engine.errors import ConfigError, GraftworkError, NotFound
 from engine.settings.params import Params
 from engine.training.model.fused import Call, forward_backward_many, is_small, is_worth_fusing
-from engine.training.model.lora import Example, ResidentBase, Row
+from engine.training.model.lora import Example, ResidentBase, TokenRow
 from engine.training.model.replay import decode, mask_unknown
 from engine.training.model.update import Backward, Objective, check, forward
 from engine.training.service import protocol
@@ -304,4 +304,4 @@ def example_of(datum: protocol.Datum) -> Example:
     whole = (*tokens, int(last))
     routes = decode(datum.routed_experts) if datum.routed_experts else None
     old, advantages = (tuple(inputs.get(name, ())[first:]) for name in ("logprobs", "advantages"))
-    return Example(Row(whole, first + 1, routes), old, advantages)
+    return Example(TokenRow(whole, first + 1, routes), old, advantages)

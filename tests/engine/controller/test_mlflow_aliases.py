@@ -17,7 +17,7 @@ from rows import NEW, OLD, THIRD, fill
 
 from engine.catalog.catalog import Catalog, migrate
 from engine.controller.loop import Controller
-from engine.controller.mlflow_aliases import REFUSED, AliasMirror, Move, find_moves, is_older
+from engine.controller.mlflow_aliases import REFUSED, AliasMirror, AliasMove, find_moves, is_older
 from engine.controller.mlflow_registry import Model, Registry
 from engine.services.lifecycle import environment
 from engine.settings.params import Params, ReleaseConfig
@@ -381,9 +381,11 @@ def test_find_moves_and_is_older(controller: Controller) -> None:
     catalog.note_alias("p", "@seen", "5", "100")
     notes = {alias: note for (_, alias), note in catalog.alias_notes().items()}
     assert find_moves({"champion": "1", "canary": "2"}, notes) == []
-    assert find_moves({"champion": "2", "canary": "1"}, notes) == [Move("champion", "2")]
-    assert find_moves({}, notes) == [Move("champion", None), Move("canary", None)]
-    assert find_moves({"champion": "1", "canary": "1", "previous": "4"}, notes) == [Move("previous", "4")]
+    assert find_moves({"champion": "2", "canary": "1"}, notes) == [AliasMove("champion", "2")]
+    assert find_moves({}, notes) == [AliasMove("champion", None), AliasMove("canary", None)]
+    assert find_moves({"champion": "1", "canary": "1", "previous": "4"}, notes) == [
+        AliasMove("previous", "4")
+    ]
     for highest, updated, older in ((5, 100, False), (6, 101, False), (4, 100, True), (5, 99, True)):
         assert is_older(Model("p", {}, highest, updated), notes) is older
 

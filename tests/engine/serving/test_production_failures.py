@@ -226,7 +226,7 @@ def test_a_copy_is_kept_once_whatever_address_it_came_from(tmp_path):
 def test_an_adapter_of_no_module_is_refused():
     """It would be served as the base, with figures that look plausible."""
     manager = worker()
-    layout = packed.Layout(torch.float32, 0, ())
+    layout = packed.PackedLayout(torch.float32, 0, ())
     address = {"path": "/nowhere", "offset": 0, "length": 0, "checksum": "", "layout": layout.to_json()}
     with pytest.raises(AdapterError, match="no blocks"):
         manager.host.open("p@1", address)
@@ -295,7 +295,7 @@ def test_who_asks_again_while_it_is_on_its_way_is_told_with_the_first(tmp_path):
 def test_a_segment_that_one_thread_lets_go_is_open_to_the_next(tmp_path):
     """Who takes it up while another drops it gets an open one, or opens it anew: never one that closes."""
     address = addresses(tmp_path, 1)["p@0"]
-    segments, end = host_tier.Segments(), time.monotonic() + 3
+    segments, end = host_tier.OpenSegments(), time.monotonic() + 3
 
     def take_and_drop() -> None:
         while time.monotonic() < end:
