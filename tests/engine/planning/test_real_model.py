@@ -205,7 +205,7 @@ def adapter(parts: tuple[str, ...], rank: int, seed: int) -> packed.Packed:
 
 def test_slots_in_vllms_own_tensors_hold_what_ours_hold():
     """By two routes: the CPU's slots show vLLM views on ours, a GPU's slots are vLLM's tensors."""
-    from engine.serving.worker.slot_copy import MemoryPlan
+    from engine.serving.worker.slot_copy import SlotCopyPlan
     from engine.serving.worker.slots import SlotBuffers, StackedSlots
 
     ours, theirs = Layer(3, 8, 10, (12, 6, 6)), Layer(3, 8, 10, (12, 6, 6))
@@ -222,7 +222,7 @@ def test_slots_in_vllms_own_tensors_hold_what_ours_hold():
                 before.clear(slot)
                 continue
             whole = adapter(parts, rank, seed)
-            plan = MemoryPlan(whole.layout, {MODULE: buffers})
+            plan = SlotCopyPlan(whole.layout, {MODULE: buffers})
             plan.fill(slot, plan.sources(whole.payload), before)
             written[slot, buffers] = plan
         for left, right in zip(ours.lora_a_stacked, theirs.lora_a_stacked, strict=True):
