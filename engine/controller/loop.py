@@ -26,11 +26,11 @@ from engine.catalog.catalog import Catalog, Release, ensure_local_key, migrate
 from engine.controller.advance import Evidence, advance
 from engine.controller.apply import Applier
 from engine.controller.evidence import EvidenceReader
-from engine.controller.health_monitor import Watch
+from engine.controller.health_monitor import HealthMonitor
 from engine.controller.mlflow_aliases import AliasMirror
 from engine.controller.mlflow_registry import Registry
-from engine.controller.notifications import NoticeSender
-from engine.controller.release_decisions import Desk
+from engine.controller.notifications import NotificationSender
+from engine.controller.release_decisions import ReleaseDecisions
 from engine.controller.trusted_clock import TrustedClock
 from engine.errors import Conflict, GraftworkError, PortInUse, ServiceError
 from engine.ledger.ledger import Ledger, Spool
@@ -77,7 +77,7 @@ class Controller:
         self.spool = Spool(params.paths.spool, "controller")
         self.applier = Applier(self.catalog, self.spool, params.url("controller"))
         self.latest: dict[str, Evidence] = {}
-        self.desk = Desk(self.catalog, self.applier, params.release, self.latest)
+        self.decisions = ReleaseDecisions(self.catalog, self.applier, params.release, self.latest)
         self.faults: dict[str, str] = {}
         self.last_tick = time.monotonic()
         # Between the loop and people's requests: each sees the other's changes whole.
@@ -274,12 +274,12 @@ def serve(params: Params) -> None:
     registry = Registry(httpx.Client(base_url=params.url("mlflow")))
     site = params.url("controller")
     mirror = AliasMirror(
-        controller.catalog, controller.desk, controller.lock, registry, site, f"{site}/mlflow/webhook"
+        controller.catalog, controller.decisions, controller.lock, registry, site, f"{site}/mlflow/webhook"
     )
-    beside: list[AliasMirror | NoticeSender | Watch] = [
+    beside: list[AliasMirror | NotificationSender | HealthMonitor] = [
         mirror,
-        NoticeSender(controller.catalog, httpx.Client(base_url=params.url("prefect"))),
-        Watch(controller.catalog, params),
+        NotificationSender(controller.catalog, httpx.Client(base_url=params.url("prefect"))),
+        HealthMonitor(controller.catalog, params),
     ]
     config = uvicorn.Config(
         build_app(controller, mirror), log_level="warning", timeout_graceful_shutdown=1, lifespan="off"

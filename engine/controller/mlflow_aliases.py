@@ -24,7 +24,7 @@ import httpx
 from engine.catalog.catalog import AliasNote, Catalog, Route
 from engine.controller.mlflow_registry import Model, Registry
 from engine.controller.notifications import refused
-from engine.controller.release_decisions import Desk
+from engine.controller.release_decisions import ReleaseDecisions
 from engine.errors import GraftworkError
 
 INTERVAL_S = 1.0
@@ -71,12 +71,18 @@ class AliasMirror(threading.Thread):
     """
 
     def __init__(
-        self, catalog: Catalog, desk: Desk, lock: Any, registry: Registry, link: str = "", hook: str = ""
+        self,
+        catalog: Catalog,
+        decisions: ReleaseDecisions,
+        lock: Any,
+        registry: Registry,
+        link: str = "",
+        hook: str = "",
     ):
         super().__init__(name="aliases", daemon=True)
         self.fault: str | None = None
         self._catalog = catalog
-        self._desk = desk
+        self._decisions = decisions
         self._lock = lock
         self._registry = registry
         self._link = link
@@ -203,12 +209,12 @@ class AliasMirror(threading.Thread):
             return "The alias `champion` was put back: move it to another version, or `graftwork rollback`."
         reason = f"The alias {move.role} was moved in MLflow to version {move.version}."
         if move.role == "champion":
-            self._desk.promote(policy, digest or "", BY, reason)
+            self._decisions.promote(policy, digest or "", BY, reason)
         elif digest is not None:
-            self._desk.start(policy, digest, {}, {}, BY)
+            self._decisions.start(policy, digest, {}, {}, BY)
         else:
             for release in self._catalog.releases(policy, open_only=True):
-                self._desk.hold(release.id, BY, "The alias canary was deleted in MLflow.")
+                self._decisions.hold(release.id, BY, "The alias canary was deleted in MLflow.")
         return None
 
     def _wanted(self, route: Route) -> dict[str, str | None]:

@@ -30,7 +30,7 @@ from flows.cli import residency as cli_residency
 from flows.cli import score as cli_score
 from flows.cli import serve as cli_serve
 from flows.cli import store as cli_store
-from flows.entry import PARAMS, ParamsFile, check, enter, load_flows, require_services
+from flows.entry import PARAMS, Again, ParamsFile, ReuseName, check, enter, load_flows, require_services
 
 AGAIN_S = 0.05
 app = typer.Typer(
@@ -121,7 +121,8 @@ def down(params: ParamsFile = PARAMS) -> None:
 def adapt(
     names: Annotated[list[str] | None, typer.Argument(metavar="[POLICY]...", show_default=False)] = None,
     policy: Annotated[list[str] | None, typer.Option(help="A policy; may be given several times.")] = None,
-    again: Annotated[bool, typer.Option("--again", help="Also names that were purged once.")] = False,
+    reuse_name: ReuseName = False,
+    again: Again = False,
     params: ParamsFile = PARAMS,
 ) -> None:
     """Train policies side by side, then export, register, verify and score their revisions."""
@@ -131,10 +132,10 @@ def adapt(
         raise ConfigError("Say which policy to adapt: `graftwork adapt --policy NAME`, once for each.")
     check(settings, chosen)
     require_services(settings)
-    from tasks.purged_names import allow_again
+    from tasks.purged_names import reuse_purged_name
 
     for name in chosen:
-        allow_again(settings, name, settings.policy(name).owner, again)
+        reuse_purged_name(settings, name, settings.policy(name).owner, reuse_name or again)
     from flows import display
     from flows.adapt import adapt as adapt_flow
     from tasks.parallel import in_parallel

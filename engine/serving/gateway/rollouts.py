@@ -23,7 +23,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils.serial_utils import numpy2base64
 
-from engine.serving.vllm_plugin.plugin import ROUTES_ASKED, WHOLE
+from engine.serving.vllm_plugin.plugin import COALESCED, ROUTED_EXPERTS
 
 # Samples of one request: all of them are in the engine's queue, and in its answer, at once.
 MAX_SAMPLES = 1 << 14
@@ -140,7 +140,7 @@ async def _group(engine: Any, body: Rollouts, lora: LoRARequest | None, number: 
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        extra_args={ROUTES_ASKED: int(body.routed_experts), WHOLE: 1},
+        extra_args={ROUTED_EXPERTS: int(body.routed_experts), COALESCED: 1},
     )
     prompt = TokensPrompt(prompt_token_ids=body.prompts[number])
     answers = engine.generate(prompt, params, f"rollout-{uuid.uuid4().hex}", lora_request=lora)

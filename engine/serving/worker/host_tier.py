@@ -184,23 +184,23 @@ class PackedAdapter:
 
     @property
     def is_read_at_length(self) -> bool:
-        """Say whether `fill` leaves Python's lock to others for most of its time: a large read."""
+        """Say whether `copy_to_slot` leaves Python's lock to others for most of its time: a large read."""
         return self._file is not None and self.bytes.length >= PAGE_ALIGNED_FROM
 
     def bring_in(self) -> None:
-        """Have every page that `fill` will map in memory, or raise `OSError`."""
+        """Have every page that `copy_to_slot` will map in memory, or raise `OSError`."""
         if self._file is None:
             self.bytes.bring_in()
 
-    def fill(self, slot: int, before: SlotCopyPlan | None) -> None:
+    def copy_to_slot(self, slot: int, before: SlotCopyPlan | None) -> None:
         """Put the adapter into a slot. Raises `OSError` when its bytes are lost; then the slot is clear."""
         if self._file is not None:
             self.plan.read(slot, self._file.fd, self.bytes.offset, before)
         else:
-            self.plan.fill(slot, self.sources, before)
+            self.plan.copy_to_slot(slot, self.sources, before)
 
     def lay_out(self) -> None:
-        """Have ready what `fill` copies from, rather than in the step that first uses it."""
+        """Have ready what `copy_to_slot` copies from, rather than in the step that first uses it."""
         if self._file is None:
             _ = self.sources
 

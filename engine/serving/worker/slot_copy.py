@@ -89,7 +89,7 @@ class SlotCopyPlan:
         first = values.storage_offset()
         return [values.as_strided(r.shape, r.strides, first + r.offset) for r in self.regions]
 
-    def fill(self, slot: int, sources: Sequence[Tensor], before: "SlotCopyPlan | None") -> None:
+    def copy_to_slot(self, slot: int, sources: Sequence[Tensor], before: "SlotCopyPlan | None") -> None:
         """Copy an adapter into a slot whose last occupant had the plan `before`; its rest is cleared."""
         if before is not self:
             self._prepare_slot(slot, before)

@@ -224,7 +224,7 @@ class Trainer:
 
     def forget_policy(self, request: protocol.ForgetPolicy) -> dict[str, int]:
         """Remove every session of a policy, from memory and disk; or only say whether one is open."""
-        return self.sessions.forget(request.policy, request.only_ask)
+        return self.sessions.delete(request.policy, request.only_ask)
 
     def probe(self, request: protocol.ProbeRevision) -> dict[str, Any]:
         between = self._between(request)

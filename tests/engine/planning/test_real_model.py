@@ -223,7 +223,7 @@ def test_slots_in_vllms_own_tensors_hold_what_ours_hold():
                 continue
             whole = adapter(parts, rank, seed)
             plan = SlotCopyPlan(whole.layout, {MODULE: buffers})
-            plan.fill(slot, plan.sources(whole.payload), before)
+            plan.copy_to_slot(slot, plan.sources(whole.payload), before)
             written[slot, buffers] = plan
         for left, right in zip(ours.lora_a_stacked, theirs.lora_a_stacked, strict=True):
             assert torch.equal(left, right)

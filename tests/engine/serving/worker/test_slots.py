@@ -66,7 +66,7 @@ def fill(
 ) -> SlotCopyPlan:
     whole = packed.pack(tensors, torch.float32, MOE.fused)
     plan = SlotCopyPlan(whole.layout, slots)
-    plan.fill(slot, plan.sources(whole.payload), before)
+    plan.copy_to_slot(slot, plan.sources(whole.payload), before)
     return plan
 
 
