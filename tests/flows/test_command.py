@@ -149,7 +149,7 @@ def test_a_policy_that_fails_leaves_the_others_rows(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], params: Path
 ) -> None:
     import flows.adapt
-    from flows.cli import main as cli
+    from flows.cli import command as cli
 
     def adapt(form: AdaptForm) -> SimpleNamespace:
         if form.policy == "arithmetic":
@@ -166,9 +166,9 @@ def test_a_policy_that_fails_leaves_the_others_rows(
     assert settings.paths.catalog_url == f"sqlite:///{params.parent}/state/catalog.db"
     upgrade_to(settings.paths.catalog_url, "0002")
     with pytest.raises(ServiceError, match="trainer is away"):
-        cli.adapt(None, ["arithmetic", "sorting"], params)
+        cli.adapt(None, ["arithmetic", "sorting"], params=params)
     assert "sorting@123456789abc" in capsys.readouterr().out
-    cli.adapt(["sorting"], None, params)
+    cli.adapt(["sorting"], None, params=params)
     assert "sorting@123456789abc" in capsys.readouterr().out
 
 
@@ -177,7 +177,7 @@ def test_a_signal_in_a_destructor_still_ends_the_command(number: str, code: int)
     """Python drops what is raised there, so the command would go on as if nobody had asked it to end."""
     program = f"""
 import os, signal, time
-from flows import cli
+from flows.cli import command as cli
 class Dying:
     def __del__(self):
         os.kill(os.getpid(), signal.{number})
