@@ -79,11 +79,11 @@ async def test_an_adapter_that_is_not_there_is_not_the_base() -> None:
     engine = Engine()
     answer = await ask(engine, "sums@000000000000", [40, 41])
     assert answer is not None
-    assert (answer.status_code, engine.loop_requests) == (404, [])
+    assert (answer.status_code, engine.asked) == (404, [])
     assert b"holds no adapter 'sums@000000000000'" in answer.body
     for model in (ADAPTER.lora_name, "tiny"):
         await ask(engine, model, [40, 41])
-    assert engine.loop_requests == [ADAPTER.lora_name, None]
+    assert engine.asked == [ADAPTER.lora_name, None]
 
 
 async def test_a_refused_prompt_ends_the_others() -> None:
@@ -97,7 +97,7 @@ async def test_a_refused_prompt_ends_the_others() -> None:
 async def test_a_client_that_goes_away_ends_its_samples() -> None:
     engine, gone = Engine(), asyncio.Event()
     asked = asyncio.create_task(ask(engine, "tiny", [ENDLESS], [ENDLESS], gone=gone))
-    await until(lambda: len(engine.loop_requests) == 2)
+    await until(lambda: len(engine.asked) == 2)
     gone.set()
     assert await asyncio.wait_for(asked, 20) is None
     await until(lambda: engine.ended == 2)
@@ -112,16 +112,16 @@ async def test_requests_wait_until_few_samples_of_those_before_are_left() -> Non
 
     # Two samples a group: six of the first are more than four, so that the others wait until it is gone.
     tasks = [start(0, 3)]
-    await until(lambda: len(engine.loop_requests) == 3)
+    await until(lambda: len(engine.asked) == 3)
     tasks += [start(1, 3), start(2, 1), start(3, 4)]
     await until(lambda: len(gate._open._waiters) == 3)
     # Who goes away while waiting takes no place.
     gone[3].set()
     await until(lambda: len(gate._open._waiters) == 2)
-    assert (len(engine.loop_requests), gate.groups, gate.samples) == (3, 3, 6)
+    assert (len(engine.asked), gate.groups, gate.samples) == (3, 3, 6)
     # Those that wait come in together, also those that would not have come after one another.
     gone[0].set()
-    await until(lambda: len(engine.loop_requests) == 7)
+    await until(lambda: len(engine.asked) == 7)
     assert (engine.ended, gate.groups, gate.samples) == (3, 4, 8)
     for event in gone:
         event.set()

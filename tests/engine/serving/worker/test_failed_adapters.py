@@ -81,7 +81,11 @@ def serve(rank: int, root: Path) -> None:
 def test_what_one_rank_loses_is_lost_on_both(tmp_path):
     ranks = [
         subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(tmp_path)], stderr=subprocess.PIPE, text=True
+            [sys.executable, __file__, str(rank), str(tmp_path)],
+            stderr=subprocess.PIPE,
+            text=True,
+            # The helpers beside the tests are on this process's path alone.
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
         )
         for rank in range(2)
     ]
