@@ -3,7 +3,7 @@
     python -m engine.process_reaper PIDFILE STOP_S COMMAND...
 
 Servers of other projects start children of their own, some in sessions of their own, and a killed
-parent leaves those holding ports. The guard adopts such orphans (Linux's child subreaper), passes
+parent leaves those holding ports. The reaper adopts such orphans (Linux's child subreaper), passes
 SIGTERM on to the command, and ends what is left when the command is gone. Its parent's death is
 a SIGTERM too. Knows nothing of what it runs.
 """
@@ -50,11 +50,11 @@ def run(command: list[str], stop_s: float) -> int:
     signals = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
     # Blocked and waited for, never handled: no race between a signal and the start of the child.
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    guard = os.getpid()
+    reaper = os.getpid()
 
     def prepare_child() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
-        die_with_parent(guard)
+        die_with_parent(reaper)
 
     child = subprocess.Popen(command, preexec_fn=prepare_child)
     deadline = float("inf")

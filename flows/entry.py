@@ -24,6 +24,16 @@ Reason = Annotated[str, typer.Option(help="Why; it is recorded.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
+def _note_again(given: bool) -> bool:
+    if given:
+        typer.echo("--again is called --reuse-name now; the old name goes with version 0.2.", err=True)
+    return given
+
+
+ReuseName = Annotated[bool, typer.Option("--reuse-name", help="Also a name that was purged once.")]
+Again = Annotated[bool, typer.Option("--again", hidden=True, callback=_note_again)]
+
+
 def enter(params: Path, base: str | None = None) -> Params:
     """Read the settings and set this process's variables, before anything heavy is imported.
 

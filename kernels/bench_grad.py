@@ -3,7 +3,7 @@
     python -m kernels.bench_grad [--tokens 4096] [--ranks 8 16 32] [--repeats 20]
 
 One projection of Qwen3-30B-A3B's experts: 128 experts, 8 a token, hidden 2048, width 768. On a GPU ours are
-the Triton kernels, on a CPU `experts_grouped`, which shares one sorting among all products. All three do
+the Triton kernels, on a CPU `cpu_grouped`, which shares one sorting among all products. All three do
 forward and backward from the same leaves, for one adapter and for four, and must agree, or no figure counts.
 
 `share` is how near ours comes to the machine: the longer of two times, over ours. One is for the bytes that

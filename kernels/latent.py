@@ -15,7 +15,7 @@ S slots, O = H * (P + V) outputs of `kv_b_proj`, head by head, D and E widths.
 import torch
 from torch import Tensor
 
-from kernels.dense.cpu import Plan
+from kernels.dense.cpu import TilePlan
 
 # MKL sums up to three rows behind the last full block of four in another order (float32); whole blocks
 # only, and larger ones than were needed, since other processors have other kernels.
@@ -32,7 +32,7 @@ def per_head(x_NHD: Tensor, weight_HDE: Tensor) -> Tensor:
     return y[: len(x_NHD)]
 
 
-def add_to_queries(y_NHL: Tensor, q_NHP: Tensor, a_SRL: Tensor, b_SRO: Tensor, plan: Plan) -> None:
+def add_to_queries(y_NHL: Tensor, q_NHP: Tensor, a_SRL: Tensor, b_SRO: Tensor, plan: TilePlan) -> None:
     """Add (q B_K) A to the absorbed queries `y` in place."""
     q_KTHP = plan.fill(q_NHP)
     b_KRHP = _heads(b_SRO, q_NHP.shape[1], plan)[..., : q_NHP.shape[2]]
@@ -41,7 +41,7 @@ def add_to_queries(y_NHL: Tensor, q_NHP: Tensor, a_SRL: Tensor, b_SRO: Tensor, p
     _add(y_NHL, delta, plan)
 
 
-def add_to_values(y_NHV: Tensor, x_NHL: Tensor, a_SRL: Tensor, b_SRO: Tensor, plan: Plan) -> None:
+def add_to_values(y_NHV: Tensor, x_NHL: Tensor, a_SRL: Tensor, b_SRO: Tensor, plan: TilePlan) -> None:
     """Add B_V (A x) of the averaged latents `x` to the heads' values `y` in place."""
     x_KTHL = plan.fill(x_NHL)
     b_KRHV = _heads(b_SRO, x_NHL.shape[1], plan)[..., -y_NHV.shape[2] :]
@@ -51,11 +51,11 @@ def add_to_values(y_NHV: Tensor, x_NHL: Tensor, a_SRL: Tensor, b_SRO: Tensor, pl
     _add(y_NHV, delta_KHTV.transpose(1, 2), plan)
 
 
-def _heads(b_SRO: Tensor, heads: int, plan: Plan) -> Tensor:
+def _heads(b_SRO: Tensor, heads: int, plan: TilePlan) -> Tensor:
     """Return the tiles' expand factors as (K, R, H, P + V)."""
     return b_SRO[plan.slots].unflatten(2, (heads, -1))
 
 
-def _add(y: Tensor, delta: Tensor, plan: Plan) -> None:
+def _add(y: Tensor, delta: Tensor, plan: TilePlan) -> None:
     """Add what tiles hold for their rows; padding is left out."""
     plan.add(y, plan.drain(delta.reshape(plan.tiles, plan.tile, *y.shape[1:])))

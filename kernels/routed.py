@@ -19,7 +19,7 @@ PADDING = 4
 
 
 @dataclass(frozen=True)
-class Groups:
+class ExpertGroups:
     """Pairs in the order of their experts.
 
     `gather` (N) is the pair of each row (of padding: any), `place` (P) each pair's row, `ends` (E) where
@@ -50,7 +50,7 @@ class Groups:
         return y_PO
 
 
-def group(experts_TK: Tensor, weight_EOD: Tensor) -> Groups:
+def group(experts_TK: Tensor, weight_EOD: Tensor) -> ExpertGroups:
     """Sort a step's pairs by expert, for products with weights like these."""
     count, elements = len(weight_EOD), weight_EOD[0].numel()
     experts = experts_TK.flatten()
@@ -67,4 +67,4 @@ def group(experts_TK: Tensor, weight_EOD: Tensor) -> Groups:
     position = torch.arange(len(order)) + shift[experts[order]]
     place = torch.empty_like(order).index_copy_(0, order, position)
     gather = order.new_zeros(count * most if alike else int(ends[-1])).index_copy_(0, position, order)
-    return Groups(gather, place, None if alike else ends.int(), experts, experts_TK.shape[1])
+    return ExpertGroups(gather, place, None if alike else ends.int(), experts, experts_TK.shape[1])

@@ -27,7 +27,7 @@ from engine.problems.procedural import Problem
 from engine.problems.verifiers import NUMBER, Verifier
 from engine.settings.model import explain
 from engine.settings.params import POLICY_NAME, Params, PolicyConfig, policy_file
-from tasks.purged_names import allow_again
+from tasks.purged_names import reuse_purged_name
 from tasks.suites import Suite, freeze, load_suite
 
 TRAINING = "train.jsonl"
@@ -69,17 +69,17 @@ def create_policy(
     settings: Mapping[str, Any] | None = None,
     items: int = 200,
     on_progress: Callable[[int], None] = lambda lines: None,
-    again: bool = False,
+    reuse_name: bool = False,
 ) -> Created:
     """Create the policy `name` from the JSONL file `data`, or bring it to newer data.
 
     Raises `ConfigError` for a name, setting, line or verifier that is wrong, and `Conflict` when the
-    name is another owner's, or was purged and is not taken `again`.
+    name is another owner's, or was purged and is not to be reused.
     """
     _refuse_taken(params, name, owner, base)
     config = _settings(params, name, verifier, owner, settings or {})
     Verifier(config).close()
-    allow_again(params, name, owner, again)
+    reuse_purged_name(params, name, owner, reuse_name)
     params.suites_dir.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=params.suites_dir))
     try:

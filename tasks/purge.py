@@ -142,7 +142,7 @@ def _refuse_while_released(catalog: Catalog, policy: str) -> None:
 
 
 def _sessions(params: Params, policy: str, only_ask: bool = False) -> Counts:
-    """Have the trainer forget the policy's sessions, or remove them where no trainer runs.
+    """Have the trainer delete the policy's sessions, or remove them where no trainer runs.
 
     `Conflict` while one is open; with `only_ask` that is all.
     """

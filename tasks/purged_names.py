@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from engine.catalog.catalog import Catalog
 
 
-def allow_again(params: Params, name: str, owner: str, again: bool) -> None:
-    """Raise `Conflict` for a name that was purged; with `again` make it a policy without revisions anew.
+def reuse_purged_name(params: Params, name: str, owner: str, reuse: bool) -> None:
+    """Raise `Conflict` for a name that was purged; with `reuse` make it a policy without revisions anew.
 
-    `Conflict` also with `again` while the purge has not come to its end.
+    `Conflict` also with `reuse` while the purge has not come to its end.
     """
     from engine.base.resident import ensure_base
     from engine.catalog.catalog import Catalog, Policy, migrate
@@ -30,12 +30,12 @@ def allow_again(params: Params, name: str, owner: str, again: bool) -> None:
         if is_under_way(params, name):
             raise Conflict(
                 f"The purge of {name!r} by {mark['by']!r} has not come to its end. Run `graftwork purge "
-                f"{name}` again, it goes on from where it was; then give --again."
+                f"{name}` again, it goes on from where it was; then give --reuse-name."
             )
-        if not again:
+        if not reuse:
             raise Conflict(
-                f"The name {name!r} was purged by {mark['by']!r}. Choose another name, or give --again to "
-                "use it for something new."
+                f"The name {name!r} was purged by {mark['by']!r}. Choose another name, or give --reuse-name "
+                "to use it for something new."
             )
         base = ensure_base(params.base, params.paths).digest
         catalog.policies.add(Policy(name, base, {}, owner, time.time()), again=True)

@@ -192,7 +192,7 @@ def create_policy(params: Params, form: CreatePolicyForm) -> dict[str, Any]:
         form.base,
         form.settings(),
         form.items,
-        again=form.again,
+        reuse_name=form.again,
     )
     return asdict(created)
 

@@ -13,7 +13,7 @@ from engine.settings.params import Params, content_hash, served_name
 if TYPE_CHECKING:
     from engine.catalog.catalog import Catalog, Revision
     from engine.quality.probe import Probe, ProbeResult
-    from engine.verification.fault_localization import Blame
+    from engine.verification.fault_localization import FaultLocation
 
 GATE = "effect probe"
 # A trainer that is up answers at once; a refusal does not wait for one that is not.
@@ -38,7 +38,7 @@ def verify(params: Params, policy: str, digest: str, key: str) -> dict[str, Any]
         result = check(params.url("engine"), key, served, _base_name(params), probe)
         # A refused load has named its module, and another base is no module's fault.
         if not (result.accepted or result.is_base or result.module or result.base_error > result.tolerance):
-            result = _blamed(result, _search(params, catalog, revision, probe, key, result.tolerance))
+            result = _with_fault(result, _locate(params, catalog, revision, probe, key, result.tolerance))
         catalog.revisions.set_probe(policy, revision.digest, result.to_json())
         _act(params, catalog, revision, result)
         return result.to_json()
@@ -71,10 +71,10 @@ def _base_name(params: Params) -> str:
     return Path(params.base.name).name
 
 
-def _search(
+def _locate(
     params: Params, catalog: "Catalog", revision: "Revision", probe: "Probe", key: str, tolerance: float
-) -> "Blame":
-    """Find the module at fault; when that cannot be done, the blame says why."""
+) -> "FaultLocation":
+    """Find the module at fault; when that cannot be done, its sentence says why."""
     import tempfile
     from contextlib import closing
     from pathlib import Path
@@ -85,8 +85,8 @@ def _search(
     from engine.quality.probe import UNKNOWN, asking
     from engine.store.open import open_store
     from engine.training.service.client import TrainerClient
-    from engine.verification.adapter_ablation import Parts, trainer_reference
-    from engine.verification.fault_localization import Blame, find_module
+    from engine.verification.adapter_ablation import AdapterAblation, trainer_reference
+    from engine.verification.fault_localization import FaultLocation, locate_fault
 
     try:
         base = BaseShapes.read(Path(catalog.bases.get(revision.base).path))
@@ -99,17 +99,19 @@ def _search(
             shipped, _ = read_revision(params.paths.revision(revision.policy, revision.digest), revision.base)
             served = stored_tensors(catalog, store, revision)
             reference = trainer_reference(trainer, revision, probe, Path(scratch))
-            parts = Parts(catalog, store, revision, base, probe, engine, _base_name(params), reference)
-            return find_module(served, shipped, parts.compare, tolerance)
+            ablation = AdapterAblation(
+                catalog, store, revision, base, probe, engine, _base_name(params), reference
+            )
+            return locate_fault(served, shipped, ablation.compare, tolerance)
     except GraftworkError as fault:
-        return Blame(UNKNOWN, f"The module at fault was not found: {fault}", {})
+        return FaultLocation(UNKNOWN, f"The module at fault was not found: {fault}", {})
 
 
-def _blamed(result: "ProbeResult", blame: "Blame") -> "ProbeResult":
+def _with_fault(result: "ProbeResult", fault: "FaultLocation") -> "ProbeResult":
     from dataclasses import replace
 
-    reason = f"{result.reason} {blame.says}"
-    return replace(result, reason=reason, module=blame.module, errors=blame.errors)
+    reason = f"{result.reason} {fault.says}"
+    return replace(result, reason=reason, module=fault.module, errors=fault.errors)
 
 
 def _act(params: Params, catalog: "Catalog", revision: "Revision", result: "ProbeResult") -> None:

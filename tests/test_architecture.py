@@ -111,6 +111,16 @@ def test_every_module_says_what_it_knows() -> None:
         assert ast.get_docstring(ast.parse(path.read_text())), f"{path} has no docstring"
 
 
+def test_every_class_name_is_defined_once() -> None:
+    places: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                # `_Run` beside `Run` would be two meanings of one word as well.
+                places.setdefault(node.name.lstrip("_"), []).append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
 def test_every_pin_is_exact_and_none_is_of_another_kernels() -> None:
     pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
     assert all("==" in pin for pin in pins)

@@ -48,7 +48,7 @@ PLAIN: Mapping[str, tuple[Any, ...]] = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorHeader:
     """One tensor of a file as its header describes it."""
 
     name: str
@@ -180,7 +180,7 @@ def _plain_file(directory: Path, name: str) -> Path:
     return path
 
 
-def read_entries(directory: Path) -> list[Entry]:
+def read_entries(directory: Path) -> list[TensorHeader]:
     """Return what the tensors' file says it holds, proven to be whole, without reading a tensor.
 
     Raises `AdapterError` for a missing, linked, pickled, truncated or contradictory file.
@@ -238,7 +238,7 @@ def _header(path: Path, raw: bytes) -> dict[str, Any]:
     return header
 
 
-def _spans(path: Path, header: dict[str, Any]) -> Iterator[tuple[Entry, int, int]]:
+def _spans(path: Path, header: dict[str, Any]) -> Iterator[tuple[TensorHeader, int, int]]:
     for name, value in header.items():
         try:
             dtype, shape, (begin, stop) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
@@ -260,7 +260,7 @@ def _spans(path: Path, header: dict[str, Any]) -> Iterator[tuple[Entry, int, int
             raise AdapterError(
                 f"The tensor {name} {shape} needs {needed} bytes, its header gives {stop - begin}."
             )
-        yield Entry(name, dtype, shape), begin, stop
+        yield TensorHeader(name, dtype, shape), begin, stop
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.adapters.layouts import BY_NAME, PER_EXPERT, PLAIN, Detected, Factor, Layout
+from engine.adapters.layouts import BY_NAME, PER_EXPERT, PLAIN, Detected, ExpertLayout, Factor
 from engine.adapters.revision import PEFT_PREFIX, Tensors, split_key
 from engine.base.families import PROJECTIONS, BaseShapes
 from engine.errors import AdapterError
@@ -62,7 +62,7 @@ def _apart(layout: str, factor: Factor, pair: Pair, base: BaseShapes) -> Iterato
         yield "up_proj", (A_ERI, up_B)
 
 
-def _unfold(tensor: Tensor, layout: Layout, side: str, count: int) -> Tensor:
+def _unfold(tensor: Tensor, layout: ExpertLayout, side: str, count: int) -> Tensor:
     """Return a factor of all experts as (E, R, I) or (E, O, R); no bytes move."""
     for i, axis in enumerate(layout.axes(side)):
         if len(axis) > 1:
@@ -71,7 +71,7 @@ def _unfold(tensor: Tensor, layout: Layout, side: str, count: int) -> Tensor:
     return tensor.permute([flat.index(name) for name in ORDER[side]]).expand(count, -1, -1)
 
 
-def _fold(tensor: Tensor, layout: Layout, side: str) -> Tensor:
+def _fold(tensor: Tensor, layout: ExpertLayout, side: str) -> Tensor:
     axes = layout.axes(side)
     tensor = tensor.permute([ORDER[side].index(name) for name in "".join(axes)])
     for i, axis in enumerate(axes):
@@ -113,7 +113,7 @@ def from_canonical(tensors: Tensors, layout: str, base: BaseShapes) -> tuple[Ten
 
 
 def _stacks(
-    pairs: Mapping[str, Pair], routed: list[str], layout: Layout, base: BaseShapes
+    pairs: Mapping[str, Pair], routed: list[str], layout: ExpertLayout, base: BaseShapes
 ) -> Iterator[tuple[str, str, Pair, int]]:
     """Yield (path of the parameter, name in the file, (A, B) in the layout, rank) for each layer."""
     for parent in sorted({module.rsplit(".", 2)[0] for module in routed}):

@@ -23,7 +23,7 @@ EXPERT = re.compile(r"(?P<parent>.+\.experts)\.(?P<number>0|[1-9]\d{0,5})\.(?P<p
 
 
 @dataclass(frozen=True)
-class Layout:
+class ExpertLayout:
     """A row: how one form writes the experts of a layer.
 
     `names` maps a projection to what follows `...experts` in a tensor's name. `a_axes` and `b_axes` are
@@ -45,7 +45,7 @@ class Layout:
 FUSED = {"gate_up_proj": ".base_layer", "down_proj": ""}
 PACKED = {"gate_up_proj": ".gate_up_proj", "down_proj": ".down_proj"}
 SPLIT = {"gate_proj": ".w1", "up_proj": ".w3", "down_proj": ".w2"}
-PER_EXPERT = Layout(
+PER_EXPERT = ExpertLayout(
     "per-expert",
     "Two matrices an expert and projection: what peft wrote while experts were linear modules.",
     {},
@@ -55,7 +55,7 @@ PER_EXPERT = Layout(
 LAYOUTS = (
     PER_EXPERT,
     # peft 0.21 ParamWrapper.get_delta_weight: A's rows are expert-major, B's columns are rank-major.
-    Layout(
+    ExpertLayout(
         "peft-fused",
         "peft's target_parameters: down_proj is wrapped around gate_up_proj and owns the bare name.",
         FUSED,
@@ -63,7 +63,7 @@ LAYOUTS = (
         ("O", "RE"),
     ),
     # Megatron-Bridge pull request 5939, stack_3d_moe: peft's order of elements before it is flattened.
-    Layout(
+    ExpertLayout(
         "megatron-stacked",
         "Megatron-Bridge for engines whose experts are one parameter: peft's names with the axes apart.",
         FUSED,
@@ -71,7 +71,7 @@ LAYOUTS = (
         ("O", "R", "E"),
     ),
     # Megatron-Bridge pull request 6075 pins (E, r, in) and (E, out, r) under the packed names.
-    Layout(
+    ExpertLayout(
         "megatron-3d",
         "Megatron-Bridge by default: one tensor a layer and projection, experts first.",
         PACKED,
@@ -79,7 +79,7 @@ LAYOUTS = (
         ("E", "O", "R"),
     ),
     # sglang pull request 21466: gate_up's A and down's B have an expert axis of 1.
-    Layout(
+    ExpertLayout(
         "shared-outer",
         "The factor next to the hidden state is one for all experts, so its expert axis is 1.",
         PACKED,
@@ -88,7 +88,7 @@ LAYOUTS = (
         broadcast=True,
     ),
     # vllm/lora/utils.py: enable_moe_shared_loras names the stacks experts.w1, w2 and w3.
-    Layout(
+    ExpertLayout(
         "shared-outer-split",
         "The same with gate and up apart, as vLLM's enable_moe_shared_loras reads it.",
         SPLIT,
@@ -224,7 +224,7 @@ def _size(factor: Factor, base: BaseShapes) -> Size:
     return experts.size(factor.projection) if experts else base.linear[factor.module]
 
 
-def _form(layout: str, factor: Factor) -> Layout:
+def _form(layout: str, factor: Factor) -> ExpertLayout:
     return BY_NAME[layout] if factor.projection and factor.number is None else PER_EXPERT
 
 

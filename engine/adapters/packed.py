@@ -72,7 +72,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Layout:
+class PackedLayout:
     """Where each block of a payload lies. Adapters of the same shapes share one layout."""
 
     dtype: torch.dtype
@@ -97,7 +97,7 @@ class Layout:
         return json.dumps(body, separators=(",", ":"))
 
     @staticmethod
-    def from_json(text: str) -> "Layout":
+    def from_json(text: str) -> "PackedLayout":
         """Read a layout; `AdapterError` when it is none. What it says is proven by `check_layout`."""
         try:
             body = json.loads(text)
@@ -109,7 +109,7 @@ class Layout:
             blocks = tuple(
                 Block(m, s, f, tuple(w), tuple(shape), *rest) for m, s, f, w, shape, *rest in body["blocks"]
             )
-            return Layout(DTYPES[body["dtype"]], body["bytes"], blocks)
+            return PackedLayout(DTYPES[body["dtype"]], body["bytes"], blocks)
         except (ValueError, TypeError, KeyError, RecursionError):
             raise AdapterError("The packed layout is not one that we write. Export it again.") from None
 
@@ -118,7 +118,7 @@ class Layout:
 class Packed:
     """A layout and the bytes that it describes."""
 
-    layout: Layout
+    layout: PackedLayout
     payload: Tensor
 
     def block(self, block: Block) -> Tensor:
@@ -129,7 +129,7 @@ class Packed:
         return memoryview(self.payload.numpy())  # type: ignore[arg-type]
 
 
-def view_block(layout: Layout, payload: Tensor, block: Block) -> Tensor:
+def view_block(layout: PackedLayout, payload: Tensor, block: Block) -> Tensor:
     """Return a block of a uint8 payload as a tensor of its shape; no bytes move."""
     raw = payload[block.offset : block.offset + block.count * layout.dtype.itemsize]
     return raw.view(layout.dtype).view(block.shape)
@@ -160,7 +160,7 @@ def pack(tensors: Mapping[str, Tensor], dtype: torch.dtype, fused: Mapping[str, 
             sources.append([a if side == "A" else b.T for a, b in factors])
             nbytes = torch.Size(shape).numel() * dtype.itemsize
             offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
-    layout = Layout(dtype, offset, tuple(blocks))
+    layout = PackedLayout(dtype, offset, tuple(blocks))
     payload = torch.zeros(offset, dtype=torch.uint8)
     for block, source in zip(blocks, sources, strict=True):
         whole = torch.cat(source, dim=1) if block.side == "B" and not block.experts else torch.stack(source)
@@ -211,7 +211,7 @@ def read_file(path: Path) -> Packed:
     data = path.read_bytes()
     try:
         (size,) = struct.unpack_from("<Q", data)
-        layout = Layout.from_json(json.loads(data[8 : 8 + size])["__metadata__"]["layout"])
+        layout = PackedLayout.from_json(json.loads(data[8 : 8 + size])["__metadata__"]["layout"])
     except (struct.error, ValueError, KeyError, TypeError):
         raise AdapterError(f"{path} is not a packed adapter file.") from None
     payload = torch.frombuffer(bytearray(data[8 + size :]), dtype=torch.uint8)
@@ -240,7 +240,7 @@ def _pairs(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _SliceRun:
     """Projections that share two blocks; `names` are expert by expert, slice by slice."""
 
     module: str
@@ -251,7 +251,9 @@ class _Run:
     experts: int = 0
 
 
-def _runs(pairs: Mapping[str, tuple[Tensor, Tensor]], fused: Mapping[str, tuple[str, ...]]) -> list[_Run]:
+def _runs(
+    pairs: Mapping[str, tuple[Tensor, Tensor]], fused: Mapping[str, tuple[str, ...]]
+) -> list[_SliceRun]:
     """Group projections into runs of adjacent slices, and of adjacent experts, of one rank."""
     slice_of = {part: (name, i) for name, parts in fused.items() for i, part in enumerate(parts)}
     # module -> expert (-1 outside experts) -> slice -> (rank, name)
@@ -271,7 +273,7 @@ def _runs(pairs: Mapping[str, tuple[Tensor, Tensor]], fused: Mapping[str, tuple[
             for indices in _adjacent(ranks[numbers[0]]):
                 names = tuple(experts[number][index][1] for number in numbers for index in indices)
                 first, count = max(numbers[0], 0), len(numbers) if numbers[0] >= 0 else 0
-                runs.append(_Run(module, indices[0], len(indices), names, first, count))
+                runs.append(_SliceRun(module, indices[0], len(indices), names, first, count))
     return runs
 
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable
 from itertools import pairwise
 
-from engine.adapters.packed import Block, Layout
+from engine.adapters.packed import Block, PackedLayout
 from engine.adapters.sizes import ALIGNMENT
 from engine.errors import AdapterError
 
@@ -18,7 +18,7 @@ NAME = re.compile(r"[\w.-]{1,300}", re.ASCII)
 LARGEST = 1 << 48
 
 
-def check_layout(layout: Layout) -> None:
+def check_layout(layout: PackedLayout) -> None:
     """Raise `AdapterError` unless the blocks are well formed, come in pairs, and tile the payload."""
     if not layout.blocks:
         raise AdapterError("its layout has no blocks, so it would serve the base itself.")

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
-from engine.settings.params import Example
+from engine.settings.params import FewShotExample
 
 
 def prompt_ids(
-    tokenizer: Any, question: str, system: str | None = None, few_shot: Sequence[Example] = ()
+    tokenizer: Any, question: str, system: str | None = None, few_shot: Sequence[FewShotExample] = ()
 ) -> list[int]:
     """Return the token ids of a question as the chat template renders it, ready for an answer."""
     text = prompt_text(tokenizer, question, system, few_shot)
@@ -18,7 +18,7 @@ def prompt_ids(
 
 
 def prompt_text(
-    tokenizer: Any, question: str, system: str | None = None, few_shot: Sequence[Example] = ()
+    tokenizer: Any, question: str, system: str | None = None, few_shot: Sequence[FewShotExample] = ()
 ) -> str:
     """Return the rendered text whose ids are `prompt_ids`; frozen evaluation items hold this text.
 

@@ -98,7 +98,7 @@ def _open_postgres(address: URL) -> Engine:
         # Asked before each use, for one way to the server and back: when that was restarted all of them are
         # dead, and each would fail a request.
         engine = create_engine(address, pool_pre_ping=True, connect_args={**PATIENCE, "options": limits})
-        from engine.catalog.postgres_timeouts import PatientConnection
+        from engine.catalog.postgres_timeouts import TimeoutConnection
     except ModuleNotFoundError:
         raise ConfigError(
             f"The catalog {address.render_as_string()} needs psycopg: pip install 'graftwork[postgres]'."
@@ -106,7 +106,7 @@ def _open_postgres(address: URL) -> Engine:
 
     @event.listens_for(engine, "do_connect")
     def _on_connect(_dialect: object, _record: object, args: list[Any], options: dict[str, Any]) -> object:
-        return PatientConnection.connect(*args, **options)
+        return TimeoutConnection.connect(*args, **options)
 
     @event.listens_for(engine, "begin")
     def _on_begin(connection: Connection) -> None:

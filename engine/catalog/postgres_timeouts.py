@@ -16,12 +16,12 @@ from psycopg.pq import TransactionStatus
 LOOP_S, THREAD_S = 2.0, 125.0
 
 
-class PatientConnection(psycopg.Connection[Any]):
+class TimeoutConnection(psycopg.Connection[Any]):
     """Fails, and is of no more use, when the server does not answer in time."""
 
     def wait(self, gen: Any, interval: float = 0.1, timeout: float | None = None) -> Any:
         """Return what the generator of an operation returns; `OperationalError` when it takes too long."""
-        limit_s = min(_patience_s(), math.inf if timeout is None else timeout)
+        limit_s = min(_timeout_s(), math.inf if timeout is None else timeout)
         began = time.monotonic()
         try:
             return super().wait(gen, interval, limit_s)
@@ -34,7 +34,7 @@ class PatientConnection(psycopg.Connection[Any]):
             raise psycopg.OperationalError(f"the server said nothing for {limit_s:g} s") from None
 
 
-def _patience_s() -> float:
+def _timeout_s() -> float:
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -13,11 +13,11 @@ import uvicorn
 
 from engine.catalog.catalog import migrate
 from engine.controller.api import build_app
-from engine.controller.health_monitor import Watch
+from engine.controller.health_monitor import HealthMonitor
 from engine.controller.loop import Controller
 from engine.controller.mlflow_aliases import AliasMirror
 from engine.controller.mlflow_registry import Registry
-from engine.controller.notifications import NoticeSender
+from engine.controller.notifications import NotificationSender
 from engine.errors import GraftworkError, PortInUse
 from engine.settings.params import Params, load_params
 
@@ -48,12 +48,12 @@ def serve(params: Params) -> None:
     registry = Registry(httpx.Client(base_url=params.url("mlflow")))
     site = params.url("controller")
     mirror = AliasMirror(
-        controller.catalog, controller.desk, controller.lock, registry, site, f"{site}/mlflow/webhook"
+        controller.catalog, controller.decisions, controller.lock, registry, site, f"{site}/mlflow/webhook"
     )
-    beside: list[AliasMirror | NoticeSender | Watch] = [
+    beside: list[AliasMirror | NotificationSender | HealthMonitor] = [
         mirror,
-        NoticeSender(controller.catalog, httpx.Client(base_url=params.url("prefect"))),
-        Watch(controller.catalog, params),
+        NotificationSender(controller.catalog, httpx.Client(base_url=params.url("prefect"))),
+        HealthMonitor(controller.catalog, params),
     ]
     config = uvicorn.Config(
         build_app(controller, mirror), log_level="warning", timeout_graceful_shutdown=1, lifespan="off"

@@ -1,6 +1,6 @@
 """The controller's HTTP side: requests of people, flows and tools, a page and metrics.
 
-Knows bodies, status codes and who may write. Decides nothing: writing calls go to the desk, under
+Knows bodies, status codes and who may write. Decides nothing: writing calls go to `ReleaseDecisions`, under
 the loop's lock; reading calls read the catalog and the ledger's snapshot.
 """
 
@@ -102,7 +102,7 @@ def _add_reading(app: FastAPI, controller: Controller, mirror: AliasMirror) -> N
             "status": status,
             "alarms": alarms,
             "aliases": mirror.fault,
-            "frozen": controller.desk.frozen(),
+            "frozen": controller.decisions.frozen(),
         }
         return JSONResponse(body, status_code=503 if stalled else 200)
 
@@ -122,7 +122,7 @@ def _add_reading(app: FastAPI, controller: Controller, mirror: AliasMirror) -> N
 
 
 def _add_policies_and_releases(app: FastAPI, controller: Controller) -> None:
-    catalog, desk = controller.catalog, controller.desk
+    catalog, decisions = controller.catalog, controller.decisions
 
     @app.get("/policies")
     def policies(after: str = "", limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> list[dict[str, Any]]:
@@ -148,46 +148,46 @@ def _add_policies_and_releases(app: FastAPI, controller: Controller) -> None:
     def start(body: ReleaseBody, key: Admin) -> dict[str, Any]:
         with controller.lock:
             by = body.by or key.owner
-            release = desk.start(body.policy, body.digest, body.settings, body.skip_gates, by)
+            release = decisions.start(body.policy, body.digest, body.settings, body.skip_gates, by)
         return _with_evidence(controller, release)
 
     @app.post("/releases/{release_id}/approve")
     def approve(release_id: str, body: HoldBody, key: Admin) -> dict[str, Any]:
         with controller.lock:
-            return asdict(desk.approve(release_id, body.by or key.owner, body.reason))
+            return asdict(decisions.approve(release_id, body.by or key.owner, body.reason))
 
     @app.post("/releases/{release_id}/hold")
     def hold(release_id: str, body: HoldBody, key: Admin) -> dict[str, Any]:
         with controller.lock:
-            return asdict(desk.hold(release_id, body.by or key.owner, body.reason))
+            return asdict(decisions.hold(release_id, body.by or key.owner, body.reason))
 
 
 def _add_decisions(app: FastAPI, controller: Controller) -> None:
-    desk = controller.desk
+    decisions = controller.decisions
 
     @app.post("/promote")
     def promote(body: RevisionBody, key: Admin) -> dict[str, Any]:
         with controller.lock:
-            return asdict(desk.promote(body.policy, body.digest, body.by or key.owner, body.reason))
+            return asdict(decisions.promote(body.policy, body.digest, body.by or key.owner, body.reason))
 
     @app.post("/rollback")
     def rollback(body: RevisionBody, key: Admin) -> dict[str, Any]:
         with controller.lock:
-            return asdict(desk.rollback(body.policy, body.digest, body.by or key.owner, body.reason))
+            return asdict(decisions.rollback(body.policy, body.digest, body.by or key.owner, body.reason))
 
     @app.post("/lift")
     def lift(body: RevisionBody, key: Admin) -> dict[str, Any]:
         with controller.lock:
-            return asdict(desk.lift(body.policy, body.digest, body.by or key.owner, body.reason))
+            return asdict(decisions.lift(body.policy, body.digest, body.by or key.owner, body.reason))
 
 
 def _add_switches(app: FastAPI, controller: Controller) -> None:
-    desk = controller.desk
+    decisions = controller.decisions
 
     @app.post("/restore")
     def restore(body: RestoreBody, key: Admin) -> dict[str, Any]:
         with controller.lock:
-            return asdict(desk.restore(body.policy, body.digest, body.by or key.owner, body.reason))
+            return asdict(decisions.restore(body.policy, body.digest, body.by or key.owner, body.reason))
 
     @app.post("/purge")
     def purge(body: PurgeBody, _key: Admin) -> dict[str, int]:
@@ -197,13 +197,13 @@ def _add_switches(app: FastAPI, controller: Controller) -> None:
     @app.post("/freeze")
     def freeze(body: HoldBody, key: Admin) -> dict[str, Any]:
         with controller.lock:
-            return {"frozen": desk.freeze(body.by or key.owner, body.reason)}
+            return {"frozen": decisions.freeze(body.by or key.owner, body.reason)}
 
     @app.post("/thaw")
     def thaw(body: HoldBody, key: Admin) -> dict[str, Any]:
         with controller.lock:
-            desk.thaw(body.by or key.owner, body.reason)
-            return {"frozen": desk.frozen()}
+            decisions.thaw(body.by or key.owner, body.reason)
+            return {"frozen": decisions.frozen()}
 
 
 def _add_notices(app: FastAPI, controller: Controller, mirror: AliasMirror) -> None:

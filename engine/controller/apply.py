@@ -68,7 +68,7 @@ class Applier:
 
     def say_verdict(self, release: Release) -> None:
         """Tell people and the ledger how a release ended. Both ids follow from the release."""
-        # The notice first: a verdict that the ledger has is never said again.
+        # The notification first: a verdict that the ledger has is never said again.
         released(self._catalog, release, f"{self._site}/releases/{release.id}")
         self._spool.emit(
             "verdicts",

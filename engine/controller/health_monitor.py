@@ -1,6 +1,6 @@
 """What the controller watches besides releases: is the engine there, do users still like champions.
 
-On a thread of its own, since both wait for others. Each finding is a notice, once.
+On a thread of its own, since both wait for others. Each finding is a notification, once.
 """
 
 import logging
@@ -23,11 +23,11 @@ TIMEOUT_S = 2.0
 log = logging.getLogger(__name__)
 
 
-class Watch(threading.Thread):
+class HealthMonitor(threading.Thread):
     """Notes when the engine goes and comes back, and when a champion has drifted."""
 
     def __init__(self, catalog: Catalog, params: Params):
-        super().__init__(name="watch", daemon=True)
+        super().__init__(name="health-monitor", daemon=True)
         self._catalog = catalog
         self._params = params
         self._client = httpx.Client(base_url=params.url("engine"), timeout=TIMEOUT_S)
@@ -43,7 +43,7 @@ class Watch(threading.Thread):
                 self.look()
             except Exception:
                 # A catalog or snapshot that cannot be read is the controller's own alarm.
-                log.debug("watch", exc_info=True)
+                log.debug("health monitor", exc_info=True)
 
     def stop(self) -> None:
         self._stopped.set()

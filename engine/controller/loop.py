@@ -19,7 +19,7 @@ from engine.catalog.catalog import Catalog, Release
 from engine.controller.advance import Evidence, advance
 from engine.controller.apply import Applier
 from engine.controller.evidence import EvidenceReader
-from engine.controller.release_decisions import Desk
+from engine.controller.release_decisions import ReleaseDecisions
 from engine.controller.trusted_clock import TrustedClock
 from engine.errors import Conflict, ServiceError
 from engine.ledger.ledger import Ledger, Spool
@@ -37,7 +37,7 @@ STALLED_S = 5.0
 log = logging.getLogger("graftwork.controller")
 
 
-class Metrics:
+class ControllerMetrics:
     """What Prometheus reads, in a registry of its own."""
 
     def __init__(self) -> None:
@@ -60,13 +60,13 @@ class Controller:
     def __init__(self, params: Params, holder: str):
         """Open everything; raises `Conflict` while another process holds the ledger or the lease."""
         self.params = params
-        self.metrics = Metrics()
+        self.metrics = ControllerMetrics()
         self.catalog = Catalog(params.paths.catalog_url)
         self.ledger: Ledger | None = Ledger(params.paths.ledger)
         self.spool = Spool(params.paths.spool, "controller")
         self.applier = Applier(self.catalog, self.spool, params.url("controller"))
         self.latest: dict[str, Evidence] = {}
-        self.desk = Desk(self.catalog, self.applier, params.release, self.latest)
+        self.decisions = ReleaseDecisions(self.catalog, self.applier, params.release, self.latest)
         self.faults: dict[str, str] = {}
         self.last_tick = time.monotonic()
         # Between the loop and people's requests: each sees the other's changes whole.

@@ -24,7 +24,7 @@ import httpx
 from engine.catalog.catalog import AliasNote, Catalog, Route
 from engine.controller.mlflow_registry import Model, Registry
 from engine.controller.notifications import refused
-from engine.controller.release_decisions import Desk
+from engine.controller.release_decisions import ReleaseDecisions
 from engine.errors import GraftworkError
 
 INTERVAL_S = 1.0
@@ -37,21 +37,21 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Move:
+class AliasMove:
     """A person's move: the alias now names `version` (None: it was deleted)."""
 
     role: str
     version: str | None
 
 
-def find_moves(aliases: dict[str, str], notes: dict[str, AliasNote]) -> list[Move]:
+def find_moves(aliases: dict[str, str], notes: dict[str, AliasNote]) -> list[AliasMove]:
     """Return the aliases that are neither what was last written nor what was about to be written."""
     moves = []
     for role in ROLES:
         note, now = notes.get(role), aliases.get(role)
         ours = (note.version or "").split(">") if note else [""]
         if (now or "") not in ours:
-            moves.append(Move(role, now))
+            moves.append(AliasMove(role, now))
     return moves
 
 
@@ -71,12 +71,18 @@ class AliasMirror(threading.Thread):
     """
 
     def __init__(
-        self, catalog: Catalog, desk: Desk, lock: Any, registry: Registry, link: str = "", hook: str = ""
+        self,
+        catalog: Catalog,
+        decisions: ReleaseDecisions,
+        lock: Any,
+        registry: Registry,
+        link: str = "",
+        hook: str = "",
     ):
         super().__init__(name="aliases", daemon=True)
         self.fault: str | None = None
         self._catalog = catalog
-        self._desk = desk
+        self._decisions = decisions
         self._lock = lock
         self._registry = registry
         self._link = link
@@ -171,7 +177,7 @@ class AliasMirror(threading.Thread):
             )
         return not missing
 
-    def _carry_out(self, model: Model, move: Move) -> None:
+    def _carry_out(self, model: Model, move: AliasMove) -> None:
         digest = self._registry.digest(model.name, move.version) if move.version else None
         with self._lock:
             refusal = self._decide(model.name, move, digest)
@@ -184,7 +190,7 @@ class AliasMirror(threading.Thread):
         elif move.version:
             self._registry.untag(model.name, move.version, REFUSED)
 
-    def _decide(self, policy: str, move: Move, digest: str | None) -> str | None:
+    def _decide(self, policy: str, move: AliasMove, digest: str | None) -> str | None:
         """Let a move take effect; return why not, or None."""
         route = self._catalog.routes.get(policy)
         if digest is not None and digest == self._wanted(route)[move.role]:
@@ -196,19 +202,19 @@ class AliasMirror(threading.Thread):
         except GraftworkError as error:
             return str(error)
 
-    def _take_effect(self, policy: str, move: Move, digest: str | None) -> str | None:
+    def _take_effect(self, policy: str, move: AliasMove, digest: str | None) -> str | None:
         if move.role == "previous":
             return "The alias `previous` is kept by Graftwork; move `champion` instead."
         if move.role == "champion" and digest is None:
             return "The alias `champion` was put back: move it to another version, or `graftwork rollback`."
         reason = f"The alias {move.role} was moved in MLflow to version {move.version}."
         if move.role == "champion":
-            self._desk.promote(policy, digest or "", BY, reason)
+            self._decisions.promote(policy, digest or "", BY, reason)
         elif digest is not None:
-            self._desk.start(policy, digest, {}, {}, BY)
+            self._decisions.start(policy, digest, {}, {}, BY)
         else:
             for release in self._catalog.releases.all(policy, open_only=True):
-                self._desk.hold(release.id, BY, "The alias canary was deleted in MLflow.")
+                self._decisions.hold(release.id, BY, "The alias canary was deleted in MLflow.")
         return None
 
     def _wanted(self, route: Route) -> dict[str, str | None]:

@@ -1,7 +1,7 @@
-"""Notices: what people and automations want to hear of, as durable rows, sent to Prefect as events.
+"""Notifications: what people and automations want to hear of, as durable rows, sent to Prefect as events.
 
-Knows each notice's name and how one becomes an event of Prefect's server. A notice's id follows from
-what happened, so that saying it twice is harmless; Prefect keeps one event for an id. While Prefect is
+Knows each notification's name and how one becomes an event of Prefect's server. A notification's id follows
+from what happened, so that saying it twice is harmless; Prefect keeps one event for an id. While Prefect is
 away the rows wait.
 """
 
@@ -60,7 +60,7 @@ def _add(
 
 
 def event_of(notice: Notice) -> dict[str, Any]:
-    """Return a notice as Prefect's server takes an event."""
+    """Return a notification as Prefect's server takes an event."""
     about = f"graftwork.policy.{notice.policy}" if notice.policy else "graftwork.engine"
     revision = served_name(notice.policy, notice.revision) if notice.revision else ""
     resource = {
@@ -81,11 +81,11 @@ def event_of(notice: Notice) -> dict[str, Any]:
     }
 
 
-class NoticeSender(threading.Thread):
+class NotificationSender(threading.Thread):
     """Sends what waits to Prefect's server; `client` talks to it, without a path."""
 
     def __init__(self, catalog: Catalog, client: httpx.Client):
-        super().__init__(name="notices", daemon=True)
+        super().__init__(name="notifications", daemon=True)
         self._catalog = catalog
         self._client = client
         self._stopped = threading.Event()
@@ -95,14 +95,14 @@ class NoticeSender(threading.Thread):
             try:
                 self.send()
             except Exception:
-                # Prefect is away: the notices wait.
-                log.debug("notices", exc_info=True)
+                # Prefect is away: the notifications wait.
+                log.debug("notifications", exc_info=True)
 
     def stop(self) -> None:
         self._stopped.set()
 
     def send(self) -> int:
-        """Send the notices that wait and return how many; raises `httpx.HTTPError`."""
+        """Send the notifications that wait and return how many; raises `httpx.HTTPError`."""
         waiting = self._catalog.notices.page(limit=BATCH, unsent=True)
         if waiting:
             events = [event_of(notice) for notice in waiting if notice.name != DELIVERED]

@@ -41,7 +41,7 @@ def page_data(controller: "Controller") -> ReportData:
     """Gather what the page shows as of now; before the first snapshot it says that there is none."""
     params, catalog, now = controller.params, controller.catalog, time.time()
     alarms = [f"{part}: {fault}" for part, fault in list(controller.faults.items())]
-    if controller.desk.frozen():
+    if controller.decisions.frozen():
         alarms.append("Releases are frozen: no pointer moves but rollbacks, until `graftwork thaw`.")
     links = {
         "MLflow": params.url("mlflow"),

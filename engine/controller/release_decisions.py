@@ -21,7 +21,7 @@ from engine.settings.params import ReleaseConfig
 FREEZE = "freeze"
 
 
-class Desk:
+class ReleaseDecisions:
     """Serves people's requests; `latest` is the newest evidence for each running release."""
 
     def __init__(

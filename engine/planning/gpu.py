@@ -10,7 +10,7 @@ from typing import Any
 from engine.base.families import CUDA_ONLY
 from engine.base.resident import base_config
 from engine.errors import ConfigError
-from engine.planning.memory import WHAT, Plan, gib, plan, refuse_unless_it_fits
+from engine.planning.memory import WHAT, MemoryPlan, gib, plan, refuse_unless_it_fits
 from engine.settings.params import Params
 
 
@@ -37,7 +37,7 @@ def trainer_device(params: Params, cuda: bool) -> str:
     return "cuda" if cuda and wanted != "cpu" else "cpu"
 
 
-def planned(params: Params) -> Plan | None:
+def planned(params: Params) -> MemoryPlan | None:
     """Print and return the plan for this machine's GPU, before anything is loaded; None without a GPU.
 
     Raises `ConfigError` with the numbers when it does not fit.
@@ -61,13 +61,13 @@ def refuse_unless_served(params: Params) -> None:
         )
 
 
-def plan_for(params: Params, available: int) -> tuple[dict[str, Any], Plan]:
+def plan_for(params: Params, available: int) -> tuple[dict[str, Any], MemoryPlan]:
     """Return the base's `config.json` and its plan on a GPU with `available` bytes."""
     config = base_config(params.base, params.paths)
     return config, plan(config, available, params.engine, params.trainer)
 
 
-def rows(found: Plan) -> list[tuple[str, str]]:
+def rows(found: MemoryPlan) -> list[tuple[str, str]]:
     """Return what a plan says as (part, size) for people, ending with the sum and vLLM's share."""
     parts = [(WHAT[name], gib(size)) for name, size in found.parts.items()]
     kept = f"{found.sequences} sequences"
@@ -79,7 +79,7 @@ def rows(found: Plan) -> list[tuple[str, str]]:
     ]
 
 
-def table(found: Plan) -> Any:
+def table(found: MemoryPlan) -> Any:
     """Return a plan as a table for a terminal."""
     from rich.table import Table
 
@@ -89,7 +89,7 @@ def table(found: Plan) -> Any:
     return shown
 
 
-def say(found: Plan) -> None:
+def say(found: MemoryPlan) -> None:
     """Print the plan's table; a service's log begins with it."""
     from rich.console import Console
 

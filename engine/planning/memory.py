@@ -33,7 +33,7 @@ BLOCK = 16
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """Bytes of each part of a GPU with `available` bytes; the trainer's are 0 when it works on the CPU.
 
     `sequences` is how many of `max_model_len` tokens the KV cache holds.
@@ -96,7 +96,9 @@ WHAT = {
 }
 
 
-def plan(config: Mapping[str, Any], available: int, engine: EngineConfig, trainer: TrainerConfig) -> Plan:
+def plan(
+    config: Mapping[str, Any], available: int, engine: EngineConfig, trainer: TrainerConfig
+) -> MemoryPlan:
     """Return the bytes of every part on a GPU with `available` bytes, for a base's `config.json`.
 
     Raises `ConfigError` for a family that is not known; whether the plan fits is the plan's own word.
@@ -104,7 +106,7 @@ def plan(config: Mapping[str, Any], available: int, engine: EngineConfig, traine
     shape, size = Shape.of(config), DTYPE_BYTES[engine.dtype_on(cuda=True)]
     base, there = shape.parameters * size, int(trainer.device != "cpu")
     kv_cache = kv_bytes(shape, size, engine)
-    return Plan(
+    return MemoryPlan(
         available=available,
         trainer_base=there * base,
         trainer_adapters=there
@@ -212,7 +214,7 @@ def step_bytes(shape: Shape, size: int, engine: EngineConfig) -> int:
 
 
 def refuse_unless_it_fits(
-    config: Mapping[str, Any], found: Plan, engine: EngineConfig, trainer: TrainerConfig
+    config: Mapping[str, Any], found: MemoryPlan, engine: EngineConfig, trainer: TrainerConfig
 ) -> None:
     """Raise `ConfigError` with the numbers and the settings to lower, unless the plan fits."""
     if found.fits:

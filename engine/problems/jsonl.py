@@ -27,7 +27,7 @@ Check = Callable[[str], str | None]  # an answer -> what is wrong with it
 
 
 @dataclass(frozen=True)
-class Row:
+class JsonlRow:
     """One problem as it is kept."""
 
     question: str
@@ -45,7 +45,7 @@ class Import:
     training: int
     held_out: int
     duplicates: int
-    frozen: tuple[Row, ...]
+    frozen: tuple[JsonlRow, ...]
     digest: str
 
 
@@ -75,11 +75,11 @@ def import_file(
     Raises `ConfigError` with file and line for what cannot be read, contradicts an earlier line, or has
     an answer that `check` refuses; also when either side would be left with fewer than MINIMUM rows.
     """
-    smallest: list[tuple[int, int, Row]] = []
+    smallest: list[tuple[int, int, JsonlRow]] = []
     lines = kept = held_out = duplicates = 0
     state = hashlib.sha256()
     with tempfile.TemporaryDirectory(dir=training.parent) as scratch, training.open("wb") as output:
-        seen = _Seen(Path(scratch) / "seen.db", source)
+        seen = _SeenQuestions(Path(scratch) / "seen.db", source)
         for number, row in read_rows(source, check):
             lines = number
             if number % EVERY == 0:
@@ -110,7 +110,7 @@ def import_file(
     return Import(lines, kept, held_out, duplicates, frozen, state.hexdigest())
 
 
-def read_rows(source: Path, check: Check = lambda answer: None) -> Iterator[tuple[int, Row]]:
+def read_rows(source: Path, check: Check = lambda answer: None) -> Iterator[tuple[int, JsonlRow]]:
     """Yield (line number, row); `ConfigError` with file and line for what is no problem."""
     if not source.is_file():
         raise ConfigError(f"There is no file {source}.")
@@ -127,7 +127,7 @@ def read_rows(source: Path, check: Check = lambda answer: None) -> Iterator[tupl
         raise ConfigError(f"{source} is empty. Give one JSON object a line: question and answer.")
 
 
-def _row(line: bytes, where: str) -> Row:
+def _row(line: bytes, where: str) -> JsonlRow:
     try:
         data = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -144,10 +144,10 @@ def _row(line: bytes, where: str) -> Row:
         (question + answer).encode()
     except UnicodeEncodeError:
         raise ConfigError(f"{where} holds half of a character (a lone surrogate); mend the text.") from None
-    return Row(question, answer)
+    return JsonlRow(question, answer)
 
 
-class _Seen:
+class _SeenQuestions:
     """Which questions came already, on disk: a million of them stay out of memory."""
 
     def __init__(self, path: Path, source: Path):
@@ -195,7 +195,7 @@ class JsonlFile:
     def __len__(self) -> int:
         return len(self._starts)
 
-    def __getitem__(self, number: int) -> Row:
+    def __getitem__(self, number: int) -> JsonlRow:
         with self.path.open("rb") as handle:
             handle.seek(self._starts[number])
             return _row(handle.readline(), f"{self.path}:{number + 1}")

@@ -26,7 +26,7 @@ SPARE = 4
 
 
 @dataclass(frozen=True, eq=False)
-class Form:
+class BatchForm:
     """What adapters of the same shapes share. `keys` are sorted, `nbytes` counts an adapter's tensors."""
 
     keys: tuple[str, ...]
@@ -35,14 +35,14 @@ class Form:
     rank: int
     nbytes: int
     header: bytes
-    layout: packed.Layout
+    layout: packed.PackedLayout
 
 
 @dataclass(frozen=True)
-class Batch:
+class AdapterBatch:
     """Adapters of one form; `digests` name them, `checksums` are those of the rows of `payload_NB`."""
 
-    form: Form
+    form: BatchForm
     digests: list[str]
     payload_NB: Tensor
     checksums: list[str]
@@ -83,7 +83,7 @@ class Tables:
 
 def form_of(
     tensors: Mapping[str, Tensor], base: BaseShapes, modules: Shapes, base_digest: str, dtype: torch.dtype
-) -> Form:
+) -> BatchForm:
     """Return the form of an adapter whose values nobody has looked at yet.
 
     `modules` is `base.modules()`. Raises `AdapterError` as `revision.validate` does, and when the adapter is
@@ -101,7 +101,7 @@ def form_of(
     validate({key: value.to(tensors[key].dtype) for key, value in empty.items()}, None, modules)
     targets = {split_key(key)[0].rpartition(".")[2] for key in keys}
     rank = max(value.shape[0] for key, value in empty.items() if key.endswith("lora_A"))
-    return Form(
+    return BatchForm(
         keys=keys,
         shapes=tuple(value.shape for value in empty.values()),
         dtype=dtype,
@@ -112,7 +112,7 @@ def form_of(
     )
 
 
-def stack(form: Form, adapters: Sequence[Sequence[Tensor]], values_ND: Tensor) -> None:
+def stack(form: BatchForm, adapters: Sequence[Sequence[Tensor]], values_ND: Tensor) -> None:
     """Write the adapters' canonical values; `adapters` hold tensors in the order of `form.keys`."""
     columns = values_ND.split([shape.numel() for shape in form.shapes], dim=1)
     with torch.no_grad():
@@ -128,7 +128,7 @@ def finite_rows(values_ND: Tensor) -> Tensor:
     return values_ND.isfinite().all(dim=1)
 
 
-def first_fault(form: Form, values_D: Tensor) -> str:
+def first_fault(form: BatchForm, values_D: Tensor) -> str:
     """Say which tensor of an adapter makes it unfit to be served."""
     sizes = [shape.numel() for shape in form.shapes]
     for key, values in zip(form.keys, values_D.split(sizes), strict=True):
@@ -137,17 +137,17 @@ def first_fault(form: Form, values_D: Tensor) -> str:
     raise AssertionError("every value is finite")
 
 
-def batch_of(form: Form, values_ND: Tensor, tables: Tables, compiled: bool = False) -> Batch:
+def batch_of(form: BatchForm, values_ND: Tensor, tables: Tables, compiled: bool = False) -> AdapterBatch:
     """Name and pack adapters that were found fit; `compiled` as for `hash_rows`."""
     digests = hash_rows(form.header, values_ND.view(torch.uint8).numpy(), compiled)
     payload_NB = pack_rows(form, values_ND, tables)
     rows_NB = payload_NB.numpy()
     is_large = form.layout.nbytes >= BLAKE3_FROM
     sums = [checksum_of(row.data) for row in rows_NB] if is_large else hash_rows(b"", rows_NB, compiled)
-    return Batch(form, digests, payload_NB, sums)
+    return AdapterBatch(form, digests, payload_NB, sums)
 
 
-def pack_rows(form: Form, values_ND: Tensor, tables: Tables) -> Tensor:
+def pack_rows(form: BatchForm, values_ND: Tensor, tables: Tables) -> Tensor:
     """Return each adapter's packed bytes, (N, B), laid out as `form.layout` says."""
     sizes = [shape.numel() for shape in form.shapes]
     columns = zip(form.keys, form.shapes, values_ND.split(sizes, dim=1), strict=True)

@@ -12,10 +12,10 @@ from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING
 
 from engine.errors import AdapterError
-from engine.publishing.batches import Form
-from engine.publishing.bulk_entries import Entry, Gate, Registered, Row
+from engine.publishing.batches import BatchForm
+from engine.publishing.bulk_entries import BulkAdmission, BulkRow, Entry, Registered
 from engine.publishing.bulk_groups import BATCH_BYTES, Group
-from engine.publishing.bulk_writer import Placed, Writer
+from engine.publishing.bulk_writer import PlacedBatch, Writer
 
 if TYPE_CHECKING:
     import torch
@@ -61,21 +61,21 @@ def register_many(
     when store or catalog cannot be written: what was yielded is safe, and the same entries may be given
     again.
     """
-    gate = Gate(catalog, base, base_digest, owner, dtype)
-    groups: dict[Form, Group] = {}
+    admission = BulkAdmission(catalog, base, base_digest, owner, dtype)
+    groups: dict[BatchForm, Group] = {}
     held = 0
     writer = Writer(catalog, store, base_digest, owner, now)
-    with _Pipeline(writer, gate) as pipeline:
+    with _Pipeline(writer, admission) as pipeline:
         for position, entry in enumerate(entries):
             try:
-                form, tensors = gate.admit(entry)
+                form, tensors = admission.admit(entry)
             except AdapterError as error:
                 yield Registered(position, entry.policy, None, False, str(error))
                 continue
             group = groups.get(form)
             if group is None:
                 group = groups[form] = Group(form, writer.tables)
-            group.add(Row(position, entry.policy, entry.parent, entry.step), tensors)
+            group.add(BulkRow(position, entry.policy, entry.parent, entry.step), tensors)
             held += form.nbytes
             if group.is_full or held >= HELD_BYTES:
                 fullest = group if group.is_full else max(groups.values(), key=lambda group: group.nbytes)
@@ -89,13 +89,13 @@ def register_many(
 class _Pipeline:
     """Checks one batch in this thread while the writer's threads name, write and commit those before it."""
 
-    def __init__(self, writer: Writer, gate: Gate):
-        self._writer, self._gate = writer, gate
-        self._behind = deque[Future[Placed]](maxlen=BEHIND)
+    def __init__(self, writer: Writer, admission: BulkAdmission):
+        self._writer, self._admission = writer, admission
+        self._behind = deque[Future[PlacedBatch]](maxlen=BEHIND)
         # Batches that wait to be committed together, and the bytes of each.
-        self._placed: dict[Future[Placed], int] = {}
+        self._placed: dict[Future[PlacedBatch], int] = {}
         self._batches = 0
-        self._committed: deque[tuple[list[Future[Placed]], Future[list[Registered]]]] = deque()
+        self._committed: deque[tuple[list[Future[PlacedBatch]], Future[list[Registered]]]] = deque()
         self._unsettled = 0
 
     def __enter__(self) -> "_Pipeline":
@@ -108,7 +108,7 @@ class _Pipeline:
 
     def put(self, group: Group) -> Iterator[Registered]:
         """Hand a group over, and yield its refused entries and what has been committed meanwhile."""
-        rows, values_ND, refused = group.take(self._gate.faults(group.policies))
+        rows, values_ND, refused = group.take(self._admission.faults(group.policies))
         yield from refused
         if rows:
             if len(self._behind) == BEHIND:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import AdapterError
-from engine.publishing.batches import Form, form_of
+from engine.publishing.batches import BatchForm, form_of
 from engine.settings.params import POLICY_NAME
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Registered(NamedTuple):
     refused: str | None = None
 
 
-class Row(NamedTuple):
+class BulkRow(NamedTuple):
     """An admitted entry without its tensors."""
 
     position: int
@@ -63,7 +63,7 @@ class Row(NamedTuple):
     step: int
 
 
-def refusal(row: Row, reason: str) -> Registered:
+def refusal(row: BulkRow, reason: str) -> Registered:
     return Registered(row.position, row.policy, None, False, reason)
 
 
@@ -71,7 +71,7 @@ def purged(policy: str) -> str:
     return f"Policy {policy!r} was purged. Create it again to register it."
 
 
-class Gate:
+class BulkAdmission:
     """Decides which entries can be registered, by all but their values."""
 
     def __init__(
@@ -81,12 +81,12 @@ class Gate:
         self._base, self._base_digest, self._modules = base, base_digest, base.modules()
         self._owner, self._dtype = owner, dtype
         # Shapes or a policy -> what is known of them; a text says why they are refused.
-        self._forms: dict[object, Form | str] = {}
+        self._forms: dict[object, BatchForm | str] = {}
         self._policies: dict[str, str | None] = {}
         # Names as an entry has them -> the same in order, and what takes the tensors out in this order.
         self._orders: dict[tuple[str, ...], tuple[tuple[str, ...], InOrder]] = {}
 
-    def admit(self, entry: Entry) -> tuple[Form, tuple[Tensor, ...]]:
+    def admit(self, entry: Entry) -> tuple[BatchForm, tuple[Tensor, ...]]:
         """Return an entry's form, and its tensors in the form's order; `AdapterError` when it is unfit."""
         if fault := self._fault(entry):
             raise AdapterError(fault)
@@ -110,7 +110,7 @@ class Gate:
         in_order = itemgetter(*keys) if len(keys) > 1 else lambda tensors: tuple(map(tensors.get, keys))
         return _remember(self._orders, names, (keys, in_order), FORMS)
 
-    def _form(self, tensors: "Tensors") -> Form | str:
+    def _form(self, tensors: "Tensors") -> BatchForm | str:
         try:
             return form_of(tensors, self._base, self._modules, self._base_digest, self._dtype)
         except AdapterError as error:

@@ -12,8 +12,8 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from engine.publishing.batches import Form, Tables, finite_rows, first_fault, stack
-from engine.publishing.bulk_entries import Registered, Row, refusal
+from engine.publishing.batches import BatchForm, Tables, finite_rows, first_fault, stack
+from engine.publishing.bulk_entries import BulkRow, Registered, refusal
 
 # A batch: enough adapters to share the wait for an fsync.
 BATCH = 2048
@@ -27,18 +27,18 @@ CHANGED = "The adapter's tensors were changed before they were registered. Give 
 class Group:
     """Collects entries of `form`, in tables of `tables`."""
 
-    def __init__(self, form: Form, tables: Tables):
+    def __init__(self, form: BatchForm, tables: Tables):
         self.form = form
         self.count = 0
         self._tables = tables
         self._most = max(1, min(BATCH, -(-BATCH_BYTES // form.nbytes)))
         self._together = max(1, COPIED_BYTES // form.nbytes)
         # What is copied: rows and as many of the table's first values.
-        self._rows: list[Row] = []
+        self._rows: list[BulkRow] = []
         self._table: Tensor | None = None
         self._refused: list[Registered] = []
         # What is not; versions tell whether somebody wrote to the tensors meanwhile.
-        self._waiting: list[tuple[Row, tuple[Tensor, ...], int]] = []
+        self._waiting: list[tuple[BulkRow, tuple[Tensor, ...], int]] = []
 
     @property
     def nbytes(self) -> int:
@@ -48,7 +48,7 @@ class Group:
     def is_full(self) -> bool:
         return self.count >= self._most
 
-    def add(self, row: Row, tensors: tuple[Tensor, ...]) -> None:
+    def add(self, row: BulkRow, tensors: tuple[Tensor, ...]) -> None:
         """Take an entry, with tensors in the order of the form's keys."""
         self._waiting.append((row, tensors, _version(tensors)))
         self.count += 1
@@ -59,7 +59,7 @@ class Group:
     def policies(self) -> set[str]:
         return {row.policy for row in (*self._rows, *(row for row, _, _ in self._waiting))}
 
-    def take(self, faults: Mapping[str, str]) -> tuple[list[Row], Tensor, list[Registered]]:
+    def take(self, faults: Mapping[str, str]) -> tuple[list[BulkRow], Tensor, list[Registered]]:
         """Return the rows whose values can be served, these values (N, D), and the refused.
 
         `faults` says of policies why nothing may be registered under their names.
@@ -104,7 +104,7 @@ class Group:
         else:
             self._rows += [row for row, _ in same]
 
-    def _copy_each(self, entries: list[tuple[Row, tuple[Tensor, ...]]], table: Tensor) -> None:
+    def _copy_each(self, entries: list[tuple[BulkRow, tuple[Tensor, ...]]], table: Tensor) -> None:
         for row, tensors in entries:
             start = len(self._rows)
             try:

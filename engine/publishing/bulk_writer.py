@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from engine.catalog.batches import RevisionBatch
 from engine.errors import Conflict, Moved, Purged
-from engine.publishing.batches import Batch, Form, Tables, batch_of
-from engine.publishing.bulk_entries import Registered, Row, purged, refusal
+from engine.publishing.batches import AdapterBatch, BatchForm, Tables, batch_of
+from engine.publishing.bulk_entries import BulkRow, Registered, purged, refusal
 from engine.publishing.ownership import claim
 from engine.publishing.publish import ATTEMPTS
 
@@ -33,16 +33,16 @@ ROWS = 16_384
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedBatch:
     """A batch whose bytes are in the store: each row with its digest, and where the digests' bytes lie.
 
     `known` were there before, `appended` are this batch's own. `damaged` digests share no bytes. `batch`
     is kept while known bytes may still move: None when there are none.
     """
 
-    form: Form
-    batch: Batch | None
-    rows: list[Row]
+    form: BatchForm
+    batch: AdapterBatch | None
+    rows: list[BulkRow]
     digests: list[str]
     damaged: Set[str]
     known: Places
@@ -54,10 +54,10 @@ class Placed:
         places = self.known | self.appended
         return [places[digest] for digest in self.digests]
 
-    def only(self, kept: Sequence[bool]) -> "Placed":
+    def only(self, kept: Sequence[bool]) -> "PlacedBatch":
         return replace(self, rows=list(compress(self.rows, kept)), digests=list(compress(self.digests, kept)))
 
-    def without(self, policies: Collection[str]) -> "Placed":
+    def without(self, policies: Collection[str]) -> "PlacedBatch":
         return self.only([row.policy not in policies for row in self.rows])
 
 
@@ -77,7 +77,7 @@ class Writer:
         # Bytes whose rows are on their way: a batch that comes meanwhile shares them.
         self._pending: Places = {}
         # Batches whose bytes had to be appended once more before their rows could be committed.
-        self._again: list[Placed] = []
+        self._again: list[PlacedBatch] = []
         self.tables = Tables()
         self._named = 0
         self._names = ThreadPoolExecutor(1, "register-names")
@@ -93,11 +93,11 @@ class Writer:
         if self._named > MANY:
             self._catalog.shorten_log()
 
-    def place(self, form: Form, values_ND: "Tensor", rows: list[Row]) -> Future[Placed]:
+    def place(self, form: BatchForm, values_ND: "Tensor", rows: list[BulkRow]) -> Future[PlacedBatch]:
         """Have N adapters of D elements in the store; they are registered when they are committed."""
         return self._bytes.submit(self._place, self._names.submit(self._name, form, values_ND), rows)
 
-    def commit(self, given: Sequence[Future[Placed]]) -> "Future[list[Registered]]":
+    def commit(self, given: Sequence[Future[PlacedBatch]]) -> "Future[list[Registered]]":
         """Register batches; the result says what became of each entry.
 
         Those that come after one that the store did not take are left out.
@@ -110,7 +110,7 @@ class Writer:
 
     # In the thread of the names
 
-    def _name(self, form: Form, values_ND: "Tensor") -> Batch:
+    def _name(self, form: BatchForm, values_ND: "Tensor") -> AdapterBatch:
         self._named += len(values_ND)
         batch = batch_of(form, values_ND, self.tables, compiled=self._named > MANY)
         self.tables.give(values_ND)
@@ -118,16 +118,16 @@ class Writer:
 
     # In the thread of the bytes
 
-    def _place(self, named: "Future[Batch]", rows: list[Row]) -> Placed:
+    def _place(self, named: "Future[AdapterBatch]", rows: list[BulkRow]) -> PlacedBatch:
         batch = named.result()
         self._add_layout(batch.form)
         damaged = self._damaged(rows, batch.digests)
-        placed = self._append(Placed(batch.form, batch, rows, batch.digests, damaged, {}, {}))
+        placed = self._append(PlacedBatch(batch.form, batch, rows, batch.digests, damaged, {}, {}))
         if placed.batch is None:
             self.tables.give(batch.payload_NB)
         return placed
 
-    def _append(self, placed: Placed) -> Placed:
+    def _append(self, placed: PlacedBatch) -> PlacedBatch:
         """Look up where each digest's bytes lie, and append those that the store does not have."""
         batch, appended = placed.batch, placed.appended
         if batch is None:
@@ -165,14 +165,14 @@ class Writer:
         faults = self._store.check(list(places.values()))
         return {digest: at for (digest, at), fault in zip(places.items(), faults, strict=True) if not fault}
 
-    def _damaged(self, rows: list[Row], digests: list[str]) -> Set[str]:
+    def _damaged(self, rows: list[BulkRow], digests: list[str]) -> Set[str]:
         """Return the digests of rows that are known and in quarantine: these get bytes of their own."""
         held = self._catalog.quarantine.among(digests)
         if not held:
             return frozenset()
         return {digest for row, digest in zip(rows, digests, strict=True) if (row.policy, digest) in held}
 
-    def _add_layout(self, form: Form) -> None:
+    def _add_layout(self, form: BatchForm) -> None:
         digest = form.layout.digest
         if digest not in self._layouts:
             self._catalog.layouts.add(digest, form.layout.to_json())
@@ -180,8 +180,8 @@ class Writer:
 
     # In the thread of the rows
 
-    def _commit(self, given: Sequence[Future[Placed]]) -> list[Registered]:
-        forms = defaultdict[Form, list[Placed]](list)
+    def _commit(self, given: Sequence[Future[PlacedBatch]]) -> list[Registered]:
+        forms = defaultdict[BatchForm, list[PlacedBatch]](list)
         for one in takewhile(lambda one: one.exception() is None, given):
             forms[one.result().form].append(one.result())
         try:
@@ -194,7 +194,7 @@ class Writer:
             self._forget(self._again)
             self._again.clear()
 
-    def _register(self, form: Form, placed: list[Placed]) -> list[Registered]:
+    def _register(self, form: BatchForm, placed: list[PlacedBatch]) -> list[Registered]:
         refused: list[Registered] = []
         for _ in range(ATTEMPTS):
             rows = [row for one in placed for row in one.rows]
@@ -218,13 +218,13 @@ class Writer:
             "again when `graftwork store compact` has ended."
         )
 
-    def _forget(self, placed: Iterable[Placed]) -> None:
+    def _forget(self, placed: Iterable[PlacedBatch]) -> None:
         """Have bytes looked up in the catalog from now on: their rows are there, or will not come."""
         for one in placed:
             for digest in one.appended:
                 self._pending.pop(digest, None)
 
-    def _heal(self, batch: RevisionBatch, new: list[bool], placed: list[Placed]) -> None:
+    def _heal(self, batch: RevisionBatch, new: list[bool], placed: list[PlacedBatch]) -> None:
         """Let known rows, of which no whole bytes were known, name those that were just appended."""
         if all(new):
             return
@@ -236,7 +236,7 @@ class Writer:
                 self._catalog.places.replace(batch.row(number))
                 done.add(key)
 
-    def _revisions(self, form: Form, rows: list[Row], placed: list[Placed]) -> RevisionBatch:
+    def _revisions(self, form: BatchForm, rows: list[BulkRow], placed: list[PlacedBatch]) -> RevisionBatch:
         at = [location for one in placed for location in one.locations]
         return RevisionBatch(
             base=self._base_digest,
@@ -256,7 +256,7 @@ class Writer:
         )
 
 
-def _parts(placed: list[Placed]) -> Iterator[list[Placed]]:
+def _parts(placed: list[PlacedBatch]) -> Iterator[list[PlacedBatch]]:
     """Cut batches into parts of neighbouring digests, a transaction each.
 
     Digests are random, so that a row changes a page of the index, which is written as a whole. Among the
@@ -273,7 +273,7 @@ def _parts(placed: list[Placed]) -> Iterator[list[Placed]]:
         ]
 
 
-def _shared(placed: list[Placed]) -> Set[int]:
+def _shared(placed: list[PlacedBatch]) -> Set[int]:
     """Return the numbers of the rows whose bytes none of these batches has appended."""
     if not any(one.known for one in placed):
         return frozenset()

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from engine.adapters import foreign_files
-from engine.adapters.foreign_files import DTYPES, RANK_LIMIT, Entry, Scaling
+from engine.adapters.foreign_files import DTYPES, RANK_LIMIT, Scaling, TensorHeader
 from engine.adapters.layout_tensors import to_canonical
 from engine.adapters.layouts import Detected, detect
 from engine.adapters.revision import (
@@ -189,7 +189,7 @@ def _load(
     return tensors
 
 
-def _describe(entries: list[Entry], detected: Detected, tensors: Tensors, base: BaseShapes) -> Found:
+def _describe(entries: list[TensorHeader], detected: Detected, tensors: Tensors, base: BaseShapes) -> Found:
     modules = {split_key(key)[0] for key in tensors}
     shared = f".{base.family.shared}."
     routed = {module.rsplit(".", 2)[0] for module in modules if module not in base.linear}

@@ -263,7 +263,7 @@ def _layout_faults(catalog: "Catalog") -> Callable[[str, int], GraftworkError | 
     @lru_cache(LAYOUTS)
     def nbytes(digest: str) -> int | GraftworkError:
         try:
-            layout = packed.Layout.from_json(catalog.layouts.get(digest))
+            layout = packed.PackedLayout.from_json(catalog.layouts.get(digest))
             check_layout(layout)
             return layout.nbytes
         except (AdapterError, NotFound) as error:

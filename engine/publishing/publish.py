@@ -26,14 +26,16 @@ ATTEMPTS = 5
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedRevision:
     """A revision's row that is not committed yet; `is_shared`: another row named its bytes already."""
 
     row: Revision
     is_shared: bool
 
 
-def publish(catalog: "Catalog", store: "Store", place: Callable[[], Placed], **changes: Any) -> Revision:
+def publish(
+    catalog: "Catalog", store: "Store", place: Callable[[], PlacedRevision], **changes: Any
+) -> Revision:
     """Commit the row of what `place` puts into the store, with `changes` to its fields.
 
     Bytes that were to be shared may have moved meanwhile; then `place` is called again.
@@ -62,7 +64,7 @@ def put(
     base: "BaseShapes",
     owner: str,
     now: float,
-) -> Placed:
+) -> PlacedRevision:
     """Return the row of a revision whose bytes in the store are whole; append them where they are not.
 
     A known revision whose bytes or layout are damaged or missing is moved to new ones. A new one's row is not
@@ -76,9 +78,9 @@ def put(
     if store.check([location(known)]) == [None] and _has_layout(catalog, known):
         if catalog.quarantine.reason(known.policy, known.digest):
             catalog.quarantine.release(known.policy, known.digest)
-        return Placed(known, is_shared=True)
+        return PlacedRevision(known, is_shared=True)
     # Another row's place could be gone before this one names it, so the bytes are its own.
-    return Placed(catalog.places.replace(append(*given, shares=False).row), is_shared=True)
+    return PlacedRevision(catalog.places.replace(append(*given, shares=False).row), is_shared=True)
 
 
 def _has_layout(catalog: "Catalog", row: Revision) -> bool:
@@ -98,7 +100,7 @@ def append(
     owner: str,
     now: float,
     shares: bool = True,
-) -> Placed:
+) -> PlacedRevision:
     """Pack the tensors of an adapter of `base` in `dtype`, have them in the store and add their layout.
 
     Identical bytes that are there already are shared. Return the row that would commit them: an
@@ -125,7 +127,7 @@ def append(
         owner=owner,
         created_at=now,
     )
-    return Placed(row, is_shared)
+    return PlacedRevision(row, is_shared)
 
 
 def exported(at: Location, **known: Any) -> Revision:
@@ -161,7 +163,7 @@ def stored_packed(catalog: "Catalog", store: "Store", row: Revision) -> packed.P
         if location(row) == location(found):
             raise
         payload = store.read(location(row))
-    layout = packed.Layout.from_json(catalog.layouts.get(row.layout))
+    layout = packed.PackedLayout.from_json(catalog.layouts.get(row.layout))
     return packed.Packed(layout, torch.frombuffer(bytearray(payload), dtype=torch.uint8))
 
 

@@ -136,7 +136,7 @@ def _differs(catalog: "Catalog") -> Differs:
 
     @lru_cache(LAYOUTS)
     def differs(base: str, digest: str) -> dict[str, tuple[str, ...]] | None:
-        layout = packed.Layout.from_json(catalog.layouts.get(digest))
+        layout = packed.PackedLayout.from_json(catalog.layouts.get(digest))
         check_layout(layout)
         fused = dict(shapes(base).fused)
         zeros = packed.Packed(layout, torch.zeros(layout.nbytes, dtype=torch.uint8))

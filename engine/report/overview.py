@@ -45,12 +45,12 @@ class Overview:
 
 
 @dataclass(frozen=True)
-class _Said:
+class _RevisionHistory:
     """What users, releases and people said of revisions."""
 
     users: dict[Key, tuple[float, int]]
     verdicts: dict[Key, tuple[str, str]]
-    graves: dict[Key, str]
+    tombstones: dict[Key, str]
 
 
 def open_ledger(path: Path) -> duckdb.DuckDBPyConnection:
@@ -67,7 +67,7 @@ def overview(
     ledger: duckdb.DuckDBPyConnection, catalog: Catalog, names: Sequence[str], limit: int
 ) -> Overview:
     """Return these policies with at most `limit` revisions each; `NotFound` for an unknown policy."""
-    said = _Said(
+    said = _RevisionHistory(
         {(row[0], row[1]): (row[2], int(row[3])) for row in ledger.execute(USERS, [list(names)]).fetchall()},
         {(row[0], row[1]): (row[2], row[3]) for row in ledger.execute(VERDICTS, [list(names)]).fetchall()},
         {(stone.policy, stone.digest): stone.reason for stone in catalog.tombstones.in_force()},
@@ -115,13 +115,13 @@ def contract_of(config: Mapping[str, Any]) -> str:
 
 
 def _revision_row(
-    ledger: duckdb.DuckDBPyConnection, catalog: Catalog, said: _Said, revision: Revision
+    ledger: duckdb.DuckDBPyConnection, catalog: Catalog, said: _RevisionHistory, revision: Revision
 ) -> RevisionRow:
     policy, digest = key = (revision.policy, revision.digest)
     suite = str(catalog.policies.get(policy).config.get("suite", ""))
     online, units = said.users.get(key, (None, 0))
     verdict, reason = said.verdicts.get(key, ("", ""))
-    role = "buried" if key in said.graves else role_of(catalog.routes.get(policy), digest)
+    role = "buried" if key in said.tombstones else role_of(catalog.routes.get(policy), digest)
     return RevisionRow(
         policy=policy,
         digest=digest,
@@ -136,7 +136,7 @@ def _revision_row(
         units=units,
         accepted=revision.probe.get("accepted") if revision.probe else None,
         verdict=verdict,
-        reason=reason or said.graves.get(key, ""),
+        reason=reason or said.tombstones.get(key, ""),
     )
 
 

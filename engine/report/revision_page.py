@@ -47,7 +47,7 @@ class MeanScore:
 
 
 @dataclass(frozen=True)
-class Said:
+class VerdictRow:
     """One verdict."""
 
     at: float
@@ -74,7 +74,7 @@ class VersionFacts:
     champion_score: MeanScore | None = None
     base_score: MeanScore | None = None
     against_champion: Difference | None = None
-    verdicts: tuple[Said, ...] = ()
+    verdicts: tuple[VerdictRow, ...] = ()
     steps: tuple[TrainStep, ...] = ()
 
     @property
@@ -136,7 +136,7 @@ def _measured(ledger: duckdb.DuckDBPyConnection, base: str, fixed: dict[str, Any
         "parent_score": _mean(items(fixed["parent"])) if fixed["parent"] else None,
         "champion_score": _mean(champion) if fixed["champion"] else None,
         "against_champion": against,
-        "verdicts": tuple(Said(*row) for row in said),
+        "verdicts": tuple(VerdictRow(*row) for row in said),
     }
 
 

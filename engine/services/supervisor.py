@@ -27,7 +27,7 @@ from engine.settings.params import content_hash
 
 GROUP = "graftwork"
 STOP_S = 10
-# A program is stopped by its guard; the supervisor and whoever stops it wait a little longer each.
+# A program is stopped by its process reaper; the supervisor and whoever stops it wait a little longer each.
 SUPERVISOR_STOP_S = STOP_S + 8
 DOWN_S = SUPERVISOR_STOP_S + 7
 
@@ -139,12 +139,12 @@ class Supervisor:
         return bool(left)
 
     def _orphans(self) -> list[psutil.Process]:
-        """Return guards whose supervisor was killed, with what they guard; they are ending by themselves."""
+        """Return reapers whose supervisor was killed, with what they run; they are ending by themselves."""
         processes = psutil.process_iter(["cmdline"])
-        guards = [process for process in processes if str(self.pidfile) in (process.info["cmdline"] or [])]
+        reapers = [process for process in processes if str(self.pidfile) in (process.info["cmdline"] or [])]
         with contextlib.suppress(psutil.NoSuchProcess):
-            return guards + [child for guard in guards for child in guard.children(recursive=True)]
-        return guards
+            return reapers + [child for reaper in reapers for child in reaper.children(recursive=True)]
+        return reapers
 
     def _wait_until_it_answers(self, child: subprocess.Popen[bytes]) -> None:
         deadline = time.monotonic() + 20
@@ -176,10 +176,10 @@ class Supervisor:
             f"[group:{GROUP}]", "programs=" + ",".join(programs),
         ]  # fmt: skip
         for name, arguments in programs.items():
-            guard = (sys.executable, "-m", "engine.process_reaper", self.pidfile, STOP_S, sys.executable)
+            reaper = (sys.executable, "-m", "engine.process_reaper", self.pidfile, STOP_S, sys.executable)
             sections += [
                 f"[program:{name}]",
-                "command=" + " ".join(_escape(shlex.quote(str(part))) for part in (*guard, *arguments)),
+                "command=" + " ".join(_escape(shlex.quote(str(part))) for part in (*reaper, *arguments)),
                 f"stdout_logfile={_escape(self.logs / f'{name}.log')}", "redirect_stderr=true",
                 "stdout_logfile_maxbytes=10MB", "stdout_logfile_backups=2",
                 "autostart=false", "autorestart=true", "startsecs=1", "startretries=3",

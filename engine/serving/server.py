@@ -22,7 +22,7 @@ from engine.settings.services import EngineConfig
 
 if TYPE_CHECKING:
     from engine.base.resident import BaseInfo
-    from engine.planning.memory import Plan
+    from engine.planning.memory import MemoryPlan
 
 CPU_KV_CACHE_GIB = 0.25
 # The shortest and longest n-gram that drafts are looked up by.
@@ -90,7 +90,7 @@ def cores_of_ranks(cores: Sequence[int], ranks: int) -> str:
 
 
 def server_arguments(
-    params: Params, params_path: Path, base: "BaseInfo", plan: "Plan | None" = None
+    params: Params, params_path: Path, base: "BaseInfo", plan: "MemoryPlan | None" = None
 ) -> list[str]:
     """Return vLLM's command line for these settings, on the GPU of `plan` or on the CPU.
 
@@ -142,7 +142,7 @@ def lora_targets(base: "BaseInfo") -> tuple[str, ...]:
     return (*shapes.targets, *(("experts",) if shapes.experts else ()))
 
 
-def attention_arguments(base: "BaseInfo", plan: "Plan | None") -> list[str]:
+def attention_arguments(base: "BaseInfo", plan: "MemoryPlan | None") -> list[str]:
     """Keep latent attention on the CPU's plain backend: the one for AMX drops adapters on `kv_b_proj`."""
     return ["--attention-backend", "CPU_MLA"] if plan is None and _is_latent(base) else []
 
@@ -151,7 +151,7 @@ def _is_latent(base: "BaseInfo") -> bool:
     return bool(json.loads((base.path / "config.json").read_text()).get("kv_lora_rank"))
 
 
-def executor_arguments(config: EngineConfig, plan: "Plan | None") -> list[str]:
+def executor_arguments(config: EngineConfig, plan: "MemoryPlan | None") -> list[str]:
     """Keep a worker that is alone on a CPU in the engine's process; ranks have processes of their own."""
     alone = plan is None and config.tensor_parallel == 1
     return (
@@ -169,7 +169,7 @@ def route_arguments(config: EngineConfig, base: "BaseInfo") -> list[str]:
     return ["--enable-return-routed-experts"] if recorded else []
 
 
-def speculative_arguments(config: EngineConfig, plan: "Plan | None") -> list[str]:
+def speculative_arguments(config: EngineConfig, plan: "MemoryPlan | None") -> list[str]:
     """Let vLLM draft tokens by looking up the last ones in the request's own text (its `ngram` method).
 
     Raises `ConfigError` on a CPU. There vLLM 0.32.0 verifies drafts wrongly wherever sampling is not greedy
@@ -187,7 +187,7 @@ def speculative_arguments(config: EngineConfig, plan: "Plan | None") -> list[str
     return ["--speculative-config", json.dumps(ngram)]
 
 
-def memory_arguments(config: EngineConfig, plan: "Plan | None") -> list[str]:
+def memory_arguments(config: EngineConfig, plan: "MemoryPlan | None") -> list[str]:
     """Return vLLM's memory: its share of the GPU and the KV cache, as planned.
 
     vLLM refuses to start when its share is not free. The cache is given in bytes: measured instead, it

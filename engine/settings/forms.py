@@ -11,7 +11,7 @@ from pydantic import Field
 
 from engine.settings.losses import LossName
 from engine.settings.model import Settings
-from engine.settings.params import Contract, Example, Fraction, OpenFraction, PolicyName
+from engine.settings.params import Contract, FewShotExample, Fraction, OpenFraction, PolicyName
 
 Why = Annotated[str, Field(min_length=3, max_length=500, description="why; it is recorded")]
 Who = Annotated[str, Field(min_length=1, max_length=100, description="who decides this; it is recorded")]
@@ -133,7 +133,9 @@ class CreatePolicyForm(Form):
     data: Path = Field(description="a JSONL file on the worker's machine: question and answer on each line")
     verifier: OwnVerifier
     system: str | None = Field(None, description="system prompt before every question")
-    few_shot: tuple[Example, ...] | None = Field(None, description="worked questions before every question")
+    few_shot: tuple[FewShotExample, ...] | None = Field(
+        None, description="worked questions before every question"
+    )
     steps: int | None = Field(None, ge=1, le=100_000, description="training steps")
     max_tokens: int | None = Field(None, ge=1, le=100_000, description="longest answer, tokens")
     again: bool = Field(False, description="take a name again that was purged once")

@@ -58,7 +58,7 @@ Verifier = Annotated[
 ]
 
 
-class Example(Settings):
+class FewShotExample(Settings):
     """One worked question before the real one."""
 
     question: str = Field(min_length=1)
@@ -74,7 +74,7 @@ class PolicyConfig(Settings):
     owner: str = Field("local", min_length=1, max_length=100)
     verifier_timeout_s: float = Field(5, gt=0, le=300, description="for one answer; then it scores 0")
     system: str | None = Field(None, description="system prompt before every question")
-    few_shot: tuple[Example, ...] = Field((), description="worked questions before every question")
+    few_shot: tuple[FewShotExample, ...] = Field((), description="worked questions before every question")
     rank: Literal[1, 2, 4, 8, 16, 32, 64, 128] = 8
     alpha: float = Field(16, gt=0)
     targets: tuple[str, ...] | None = Field(

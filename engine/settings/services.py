@@ -133,5 +133,5 @@ class PrefectConfig(Settings):
     port: Port = 8464
     work_pool: str = Field("graftwork", description="the pool whose worker runs the deployments")
     notify_url: str | None = Field(
-        None, description="where notices are posted; None is the controller's own page"
+        None, description="where notifications are posted; None is the controller's own page"
     )

@@ -26,7 +26,7 @@ Reference = Callable[[Tensors], Probe]
 
 
 @dataclass(frozen=True)
-class Parts:
+class AdapterAblation:
     """Ask for parts of the revision `row`, whose whole effect `probe` says."""
 
     catalog: Catalog

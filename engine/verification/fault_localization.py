@@ -20,7 +20,7 @@ Compare = Callable[[Tensors, Tensors], float]
 
 
 @dataclass(frozen=True)
-class Blame:
+class FaultLocation:
     """The module most likely at fault, the sentence for people, and each projection's error in nats."""
 
     module: str
@@ -28,7 +28,7 @@ class Blame:
     errors: Mapping[str, float]
 
 
-def find_module(served: Tensors, shipped: Tensors, compare: Compare, tolerance: float) -> Blame:
+def locate_fault(served: Tensors, shipped: Tensors, compare: Compare, tolerance: float) -> FaultLocation:
     """Compare each projection alone, then halve the layers of the worst one.
 
     At most one comparison a projection and two a halving.
@@ -47,14 +47,18 @@ def find_module(served: Tensors, shipped: Tensors, compare: Compare, tolerance: 
     errors = {name: error(name, layers) for name, layers in layers_of.items()}
     wrong = sorted((name for name in errors if errors[name] > tolerance), key=lambda name: -errors[name])
     if not wrong:
-        return Blame(UNKNOWN, "Each projection alone is reproduced, so no module can be named.", errors)
+        return FaultLocation(
+            UNKNOWN, "Each projection alone is reproduced, so no module can be named.", errors
+        )
     if len(wrong) == len(errors) > 1:
         says = f"Every module is wrong, {wrong[0]} by most ({errors[wrong[0]]:.2g} nats alone)."
-        return Blame(EVERY, says, errors)
+        return FaultLocation(EVERY, says, errors)
     layers = _narrowed(layers_of[wrong[0]], lambda half: error(wrong[0], half) > tolerance)
     module = _named(wrong[0], layers)
     others = f" Wrong too: {', '.join(wrong[1:])}." if len(wrong) > 1 else ""
-    return Blame(module, f"Most likely {module}, wrong by {errors[wrong[0]]:.2g} nats alone.{others}", errors)
+    return FaultLocation(
+        module, f"Most likely {module}, wrong by {errors[wrong[0]]:.2g} nats alone.{others}", errors
+    )
 
 
 def place(key: str) -> tuple[str, int]:

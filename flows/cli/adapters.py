@@ -16,7 +16,7 @@ import typer
 
 from engine.errors import ConfigError
 from engine.settings.params import served_name
-from flows.entry import PARAMS, By, Json, ParamsFile, Reason, enter
+from flows.entry import PARAMS, Again, By, Json, ParamsFile, Reason, ReuseName, enter
 
 app = typer.Typer()
 adapters_app = typer.Typer(
@@ -126,9 +126,8 @@ def import_(
         str | None, typer.Option(help="The policy that it becomes a revision of; none: only look at it.")
     ] = None,
     owner: Annotated[str, typer.Option(help="Whose policy it is.")] = "local",
-    again: Annotated[
-        bool, typer.Option("--again", help="Also when the policy's name was purged once.")
-    ] = False,
+    reuse_name: ReuseName = False,
+    again: Again = False,
     as_json: Json = False,
     params: ParamsFile = PARAMS,
 ) -> None:
@@ -139,7 +138,7 @@ def import_(
     from engine.training.service.probing import probe_by_base
     from flows import display
     from tasks.outcome import Stages, local_key
-    from tasks.purged_names import allow_again
+    from tasks.purged_names import reuse_purged_name
     from tasks.serve import prove
 
     say = _silent if as_json else typer.echo
@@ -152,7 +151,7 @@ def import_(
     if policy is None:
         say("Nothing was imported: give --policy NAME to import it.")
         return _print_import(asdict(found), digest, None, None) if as_json else None
-    allow_again(settings, policy, owner, again)
+    reuse_purged_name(settings, policy, owner, reuse_name or again)
     manifest = publish(settings, path, foreign, base, policy, owner, probe_by_base(settings, base, say))
     name, proven = served_name(policy, manifest.digest), None
     say(f"It is imported as {name}.")

@@ -20,7 +20,7 @@ import typer
 from engine.errors import ConfigError, GraftworkError
 from engine.settings.forms import AdaptForm
 from flows.cli import adapters, admin, decide, look, plan, policy, purge, residency, score, serve, store
-from flows.entry import PARAMS, ParamsFile, check, enter, require_services
+from flows.entry import PARAMS, Again, ParamsFile, ReuseName, check, enter, require_services
 
 AGAIN_S = 0.05
 app = typer.Typer(
@@ -111,7 +111,8 @@ def down(params: ParamsFile = PARAMS) -> None:
 def adapt(
     names: Annotated[list[str] | None, typer.Argument(metavar="[POLICY]...", show_default=False)] = None,
     policy: Annotated[list[str] | None, typer.Option(help="A policy; may be given several times.")] = None,
-    again: Annotated[bool, typer.Option("--again", help="Also names that were purged once.")] = False,
+    reuse_name: ReuseName = False,
+    again: Again = False,
     params: ParamsFile = PARAMS,
 ) -> None:
     """Train policies side by side, then export, register, verify and score their revisions."""
@@ -121,10 +122,10 @@ def adapt(
         raise ConfigError("Say which policy to adapt: `graftwork adapt --policy NAME`, once for each.")
     check(settings, chosen)
     require_services(settings)
-    from tasks.purged_names import allow_again
+    from tasks.purged_names import reuse_purged_name
 
     for name in chosen:
-        allow_again(settings, name, settings.policy(name).owner, again)
+        reuse_purged_name(settings, name, settings.policy(name).owner, reuse_name or again)
     from engine.threads import in_parallel
     from flows import display
     from flows.adapt import adapt as adapt_flow

@@ -9,7 +9,7 @@ import typer
 
 from engine.settings.forms import CreatePolicyForm
 from engine.settings.params import known_policies, resolve_policy
-from flows.entry import PARAMS, Json, ParamsFile, enter, filled
+from flows.entry import PARAMS, Again, Json, ParamsFile, ReuseName, enter, filled
 
 app = typer.Typer()
 policy_app = typer.Typer(help="Policies: lines of training, each with its task.", no_args_is_help=True)
@@ -35,7 +35,8 @@ def create(
     drift_after_hours: Annotated[
         float | None, typer.Option(help="Due when users' rewards stayed under the score for so long.")
     ] = None,
-    again: Annotated[bool, typer.Option("--again", help="Take a name again that was purged once.")] = False,
+    reuse_name: ReuseName = False,
+    again: Again = False,
     params: ParamsFile = PARAMS,
 ) -> None:
     """Split your data into training and frozen items, and make a policy of it.
@@ -54,7 +55,7 @@ def create(
     )  # fmt: skip
     created = create_policy(
         settings, name, data, verifier, owner, base, form.settings(), items,
-        lambda lines: typer.echo(f"  {lines} lines", err=True), again,
+        lambda lines: typer.echo(f"  {lines} lines", err=True), reuse_name or again,
     )  # fmt: skip
     typer.echo(describe(created))
 

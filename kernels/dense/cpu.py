@@ -26,7 +26,7 @@ TILE_COST_ROWS = 4
 
 
 @dataclass(frozen=True)
-class Plan:
+class TilePlan:
     """Which row goes where; made once a step and used by every layer.
 
     `gather` are the rows of tiles (K*T), with padding that repeats a row, or one row a tile (K) when no
@@ -82,7 +82,7 @@ class Plan:
         return self._spread[key]
 
 
-def plan(slots: Sequence[int]) -> Plan | None:
+def plan(slots: Sequence[int]) -> TilePlan | None:
     """Group rows by slot; `slots[row]` < 0 means no adapter. None when no row has one."""
     groups: dict[int, list[int]] = {}
     for row, slot in enumerate(slots):
@@ -106,7 +106,7 @@ def plan(slots: Sequence[int]) -> Plan | None:
     with_adapter = sorted(position)
     place = [position[row] for row in with_adapter]
     adjacent = tile_slots == list(range(tile_slots[0], tile_slots[0] + len(tile_slots)))
-    return Plan(
+    return TilePlan(
         gather=None if gather == list(range(len(slots))) else torch.tensor(gather),
         single=single,
         place=None if place == list(range(len(gather))) else torch.tensor(place),
@@ -119,12 +119,12 @@ def plan(slots: Sequence[int]) -> Plan | None:
 
 
 def add_lora(
-    y_NO: Tensor, x_NI: Tensor, a_SMRI: Tensor, b_SRO: Tensor, widths: Sequence[int], plan: Plan
+    y_NO: Tensor, x_NI: Tensor, a_SMRI: Tensor, b_SRO: Tensor, widths: Sequence[int], plan: TilePlan
 ) -> None:
     """Add every row's LoRA product to `y` in place.
 
     `a_SMRI` (S, M, R, I) holds the shrink factors of the module's slices, `b_SRO` (S, R, O) their
-    expand factors side by side, `widths` the slices' shares of O. Equals `naive.add_lora` for each
+    expand factors side by side, `widths` the slices' shares of O. Equals `reference.add_lora` for each
     slice up to the order of sums.
     """
     rank = a_SMRI.shape[2]

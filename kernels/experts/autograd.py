@@ -1,7 +1,7 @@
 """Gradients of LoRA on a mixture of experts, under PyTorch's autograd, for the trainer.
 
 The backward of a shrink is an expand and the other way round, so nothing new is computed here. `ops`
-is the module that computes: `experts`, or `experts_triton` on a GPU.
+is the module that computes: `cpu` or `cpu_grouped`, or `triton` on a GPU.
 
 Shapes: T tokens, L tokens with an adapter, K experts of a token, R rank, I inputs, O outputs, S
 slots, E experts (or 1: shared).
@@ -18,7 +18,7 @@ from kernels.experts import cpu as experts
 
 
 class Shrink(Function):
-    """`experts.shrink` with gradients for the rows and for A."""
+    """`ops.shrink` with gradients for the rows and for A."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, a_SERI: Tensor, plan: Any, ops: Any) -> Tensor:
@@ -39,7 +39,7 @@ class Shrink(Function):
 
 
 class Expand(Function):
-    """`experts.expand` onto zeros, with gradients for h, for B and for the routing weights."""
+    """`ops.expand` onto zeros, with gradients for h, for B and for the routing weights."""
 
     @staticmethod
     def forward(

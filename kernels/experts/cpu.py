@@ -81,7 +81,7 @@ def cheapest(segment_P: Tensor) -> int:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RoutingPlan:
     """Which token goes to which segments; made once for a layer's step, for all its factors.
 
     `tokens` (L) are the tokens with an adapter (None: every one), `slots` (L) their adapters and
@@ -124,16 +124,16 @@ class Plan:
         return self._tiles[key]
 
 
-def plan(slots_T: Tensor, experts_TK: Tensor) -> Plan | None:
+def plan(slots_T: Tensor, experts_TK: Tensor) -> RoutingPlan | None:
     """Keep the tokens that have an adapter (slot >= 0). None when no token has one."""
     has = slots_T >= 0
     if bool(has.all()):
-        return Plan(None, slots_T.long(), experts_TK.long()) if len(slots_T) else None
+        return RoutingPlan(None, slots_T.long(), experts_TK.long()) if len(slots_T) else None
     tokens = has.nonzero()[:, 0]
-    return Plan(tokens, slots_T[tokens].long(), experts_TK[tokens].long()) if len(tokens) else None
+    return RoutingPlan(tokens, slots_T[tokens].long(), experts_TK[tokens].long()) if len(tokens) else None
 
 
-def shrink(x: Tensor, factor_SERD: Tensor, plan: Plan) -> Tensor:
+def shrink(x: Tensor, factor_SERD: Tensor, plan: RoutingPlan) -> Tensor:
     """Return h (L, K, R), the product of each pair's row with its segment's factor.
 
     `x` is (T, D), one row for all experts of a token, or (T, K, D).
@@ -155,7 +155,7 @@ def shrink(x: Tensor, factor_SERD: Tensor, plan: Plan) -> Tensor:
 
 
 def expand(
-    y: Tensor, h_LKR: Tensor, factor_SERD: Tensor, plan: Plan, weights_TK: Tensor | None = None
+    y: Tensor, h_LKR: Tensor, factor_SERD: Tensor, plan: RoutingPlan, weights_TK: Tensor | None = None
 ) -> None:
     """Add each pair's h times its segment's factor to `y` in place, `weights` times (None: once).
 
@@ -182,7 +182,7 @@ def expand(
         y[plan.tokens] += delta
 
 
-def outer(h_LKR: Tensor, x: Tensor, experts: int, slots: int, plan: Plan) -> Tensor:
+def outer(h_LKR: Tensor, x: Tensor, experts: int, slots: int, plan: RoutingPlan) -> Tensor:
     """Return each segment's sum of `h` times row, (S, E, R, D): the gradient of its factor."""
     if x.dim() == 2 and experts == 1:
         h_LKR = h_LKR.sum(1, keepdim=True)

@@ -1,9 +1,9 @@
 """LoRA on a mixture of experts, on CPU, at a trainer's width: torch's grouped product over sorted pairs.
 
-The three operations of `experts`, which says what they mean, for many pairs a segment: there the products
-are what costs, and `experts` computes padding and reads factors line by line (its time over this one's in
+The three operations of `cpu.py`, which says what they mean, for many pairs a segment: there the products
+are what costs, and `cpu.py` computes padding and reads factors line by line (its time over this one's in
 docs/benchmarks.md). A segment's pairs are one product, so a row's bits may depend on its batch; where they
-must not, as in serving, `experts` is the one to take.
+must not, as in serving, `cpu.py` is the one to take.
 
 Shapes: T tokens, L tokens with an adapter, K experts of a token, P pairs, R rank, D width, S slots,
 E experts.
@@ -38,10 +38,10 @@ class Sorted:
 
 
 @dataclass(frozen=True)
-class Plan:
+class GroupedRoutingPlan:
     """Which token goes to which segments, sorted once for all factors of a layer's step."""
 
-    pairs: experts.Plan
+    pairs: experts.RoutingPlan
     _sorted: dict[tuple[int, int, int], Sorted] = field(default_factory=dict)
 
     @property
@@ -62,13 +62,13 @@ class Plan:
         return self._sorted[key]
 
 
-def plan(slots_T: Tensor, experts_TK: Tensor) -> Plan | None:
+def plan(slots_T: Tensor, experts_TK: Tensor) -> GroupedRoutingPlan | None:
     """Keep the tokens that have an adapter (slot >= 0). None when no token has one."""
     pairs = experts.plan(slots_T, experts_TK)
-    return Plan(pairs) if pairs else None
+    return GroupedRoutingPlan(pairs) if pairs else None
 
 
-def shrink(x: Tensor, factor_SERD: Tensor, plan: Plan) -> Tensor:
+def shrink(x: Tensor, factor_SERD: Tensor, plan: GroupedRoutingPlan) -> Tensor:
     """Return h (L, K, R), as `experts.shrink` does."""
     count = plan.pairs.experts.shape[1]
     slots, number = factor_SERD.shape[:2]
@@ -81,7 +81,7 @@ def shrink(x: Tensor, factor_SERD: Tensor, plan: Plan) -> Tensor:
 
 
 def expand(
-    y: Tensor, h_LKR: Tensor, factor_SERD: Tensor, plan: Plan, weights_TK: Tensor | None = None
+    y: Tensor, h_LKR: Tensor, factor_SERD: Tensor, plan: GroupedRoutingPlan, weights_TK: Tensor | None = None
 ) -> None:
     """Add each pair's h times its segment's factor to `y` in place, as `experts.expand` does."""
     if weights_TK is not None:
@@ -101,7 +101,7 @@ def expand(
         y[plan.tokens] += delta
 
 
-def outer(h_LKR: Tensor, x: Tensor, experts: int, slots: int, plan: Plan) -> Tensor:
+def outer(h_LKR: Tensor, x: Tensor, experts: int, slots: int, plan: GroupedRoutingPlan) -> Tensor:
     """Return each segment's sum of `h` times row, (S, E, R, D): the gradient of its factor."""
     if x.dim() == 2 and experts == 1:
         h_LKR = h_LKR.sum(1, keepdim=True)

@@ -1,11 +1,11 @@
-"""LoRA on a mixture of experts as Triton kernels: `experts` for a GPU, the same three operations.
+"""LoRA on a mixture of experts as Triton kernels: those of `cpu.py` for a GPU, the same three operations.
 
 Pairs are sorted by (adapter, expert) segment on the device, without a synchronisation, and cut into
 tiles of one segment; a program computes one tile. No sum crosses programs and no atomic is used:
 results are deterministic, and a row's bits do not depend on its batch. An `expand` that sums over a
 token's experts writes the pairs first and adds them in the order of k.
 
-Here h has a row for every token, zero where it has no adapter, unlike in `experts`.
+Here h has a row for every token, zero where it has no adapter, unlike in `cpu.py`.
 
 Shapes: T tokens, K experts of a token, P = T*K pairs, R rank, D width, S slots, E experts (1:
 shared), G = S*E segments, N tiles, M pairs in a tile.
@@ -41,7 +41,7 @@ def unsupported_reason(x: Tensor, factor_SERD: Tensor) -> str | None:
 
 
 @dataclass(frozen=True)
-class Segments:
+class SegmentTiles:
     """Pairs `order` (P) sorted by segment; `starts` (G+1) each segment's first; tiles of `TILE` pairs.
 
     `tile_segment` (N) is G for a tile beyond the last, `tile_first` (N) its first sorted pair.
@@ -54,19 +54,19 @@ class Segments:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TritonRoutingPlan:
     """Which token goes to which segments; made once for a layer's step, for all its factors."""
 
     slots: Tensor
     experts: Tensor
-    _segments: dict[tuple[int, int], Segments] = field(default_factory=dict)
+    _segments: dict[tuple[int, int], SegmentTiles] = field(default_factory=dict)
     tokens: None = None
 
     def rows(self, values: Tensor) -> Tensor:
         """Return all rows: here base tokens stay in."""
         return values
 
-    def segments(self, adapters: int, experts: int) -> Segments:
+    def segments(self, adapters: int, experts: int) -> SegmentTiles:
         """Return the sorted pairs for factors of so many slots and experts."""
         key = (adapters, experts)
         if key not in self._segments:
@@ -77,12 +77,12 @@ class Plan:
         return self._segments[key]
 
 
-def plan(slots_T: Tensor, experts_TK: Tensor) -> Plan:
+def plan(slots_T: Tensor, experts_TK: Tensor) -> TritonRoutingPlan:
     """Take the tokens' adapters (slot < 0: none) and experts; what needs sorting is sorted on first use."""
-    return Plan(slots_T.long(), experts_TK.long())
+    return TritonRoutingPlan(slots_T.long(), experts_TK.long())
 
 
-def sort_pairs(segment_P: Tensor, segments: int) -> Segments:
+def sort_pairs(segment_P: Tensor, segments: int) -> SegmentTiles:
     """Sort pairs by segment; those of segment `segments` belong to none and come last."""
     counts = segment_P.new_zeros(segments + 1).scatter_add_(0, segment_P, torch.ones_like(segment_P))
     starts = counts.cumsum(0) - counts
@@ -94,7 +94,7 @@ def sort_pairs(segment_P: Tensor, segments: int) -> Segments:
     segment_N = torch.searchsorted(ends, most, right=True)
     known = segment_N.clamp_max(segments - 1)
     first_N = starts[known] + (most - (ends - tiles)[known]) * TILE
-    return Segments(segment_P.argsort(stable=True), starts, segment_N, first_N)
+    return SegmentTiles(segment_P.argsort(stable=True), starts, segment_N, first_N)
 
 
 @triton.jit
@@ -231,7 +231,7 @@ def _check(x: Tensor, factor_SERD: Tensor) -> None:
         raise ValueError(f"The Triton LoRA kernels cannot take this: {reason}")
 
 
-def shrink(x: Tensor, factor_SERD: Tensor, plan: Plan) -> Tensor:
+def shrink(x: Tensor, factor_SERD: Tensor, plan: TritonRoutingPlan) -> Tensor:
     """Return h (T, K, R), zero for base tokens; see `experts.shrink`. Raises `ValueError`."""
     _check(x, factor_SERD)
     tokens, count = plan.experts.shape
@@ -249,7 +249,7 @@ def shrink(x: Tensor, factor_SERD: Tensor, plan: Plan) -> Tensor:
 
 
 def expand(
-    y: Tensor, h_TKR: Tensor, factor_SERD: Tensor, plan: Plan, weights_TK: Tensor | None = None
+    y: Tensor, h_TKR: Tensor, factor_SERD: Tensor, plan: TritonRoutingPlan, weights_TK: Tensor | None = None
 ) -> None:
     """Add each pair's h times its segment's factor to `y` in place; see `experts.expand`.
 
@@ -278,7 +278,7 @@ def expand(
         )
 
 
-def outer(h_TKR: Tensor, x: Tensor, experts: int, slots: int, plan: Plan) -> Tensor:
+def outer(h_TKR: Tensor, x: Tensor, experts: int, slots: int, plan: TritonRoutingPlan) -> Tensor:
     """Return each segment's sum of h times row, (S, E, R, D): the gradient of its factor."""
     rank, width = h_TKR.shape[-1], x.shape[-1]
     grad_SERD = x.new_empty(slots, experts, rank, width)

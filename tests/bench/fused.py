@@ -21,7 +21,7 @@ from engine.base.resident import ensure_base
 from engine.settings.params import BaseConfig, load_params
 from engine.training.model.fused import Call, forward_backward_many, is_worth_fusing
 from engine.training.model.lora import ResidentBase
-from engine.training.model.packing import Example, Row
+from engine.training.model.packing import Example, TokenRow
 from engine.training.model.update import forward_backward
 
 POLICIES = (1, 3, 9)
@@ -40,7 +40,7 @@ def examples(samples: int, seed: int) -> list[Example]:
         for _ in range(GROUP):
             own = [draw.randrange(3, 340) for _ in range(draw.randint(3, 24))]
             old, advantages = (-5.8,) * len(own), (draw.gauss(0, 1),) * len(own)
-            found.append(Example(Row((*prompt, *own), len(prompt)), old, advantages))
+            found.append(Example(TokenRow((*prompt, *own), len(prompt)), old, advantages))
     return found
 
 

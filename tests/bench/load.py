@@ -30,7 +30,7 @@ import vllm_layers as made
 from engine.adapters import packed
 from engine.base.families import BaseShapes
 from engine.serving.worker.host_tier import HostTier
-from engine.serving.worker.loader import Registered, SlotManager
+from engine.serving.worker.loader import RegisteredAdapter, SlotManager
 from engine.store.checksums import checksum_of
 from engine.store.segments import Store
 
@@ -142,7 +142,7 @@ class Ours:
     def load(self, address: dict) -> None:
         self._number += 1
         adapter = self.host.open("adapter", address)
-        self.slots.add_adapter(Registered(self._number, adapter))
+        self.slots.add_adapter(RegisteredAdapter(self._number, adapter))
         self.slots.activate_adapter(self._number)
 
     def unload(self) -> None:

@@ -29,13 +29,13 @@ from engine.base.resident import ensure_base
 from engine.problems.procedural import TASKS, stream
 from engine.settings.params import BaseConfig, load_params
 from engine.training.model.lora import ResidentBase
-from engine.training.model.packing import Row
+from engine.training.model.packing import TokenRow
 from engine.training.model.replay import decode
 from engine.training.rollouts import Sampling, sample_groups
 
 ENGINES = {"float32": ("float32",), "bfloat16": ("float32", "bfloat16")}
 ADAPTERS = 3
-Drawn = tuple[list[Row], torch.Tensor]
+Drawn = tuple[list[TokenRow], torch.Tensor]
 
 
 def asked(base: Path, problems: int) -> list[list[int]]:
@@ -55,7 +55,7 @@ def draw(engine: RunningEngine, model: str, prompts: list[list[int]]) -> tuple[D
         groups = sample_groups(engine.url, engine.key, model, prompts, sampling)
         seconds.append(time.monotonic() - clock)
     samples = [(prompt, sample) for prompt, group in zip(prompts, groups, strict=True) for sample in group]
-    rows = [Row((*p, *s.tokens), len(p), decode(s.routed_experts or "")) for p, s in samples]
+    rows = [TokenRow((*p, *s.tokens), len(p), decode(s.routed_experts or "")) for p, s in samples]
     old = torch.tensor([value for _, sample in samples for value in sample.logprobs])
     return (rows, old), (seconds[1] + seconds[3]) / (seconds[0] + seconds[2])
 

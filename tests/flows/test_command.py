@@ -166,9 +166,9 @@ def test_a_policy_that_fails_leaves_the_others_rows(
     assert settings.paths.catalog_url == f"sqlite:///{params.parent}/state/catalog.db"
     upgrade_to(settings.paths.catalog_url, "0002")
     with pytest.raises(ServiceError, match="trainer is away"):
-        cli.adapt(None, ["arithmetic", "sorting"], params)
+        cli.adapt(None, ["arithmetic", "sorting"], params=params)
     assert "sorting@123456789abc" in capsys.readouterr().out
-    cli.adapt(["sorting"], None, params)
+    cli.adapt(["sorting"], None, params=params)
     assert "sorting@123456789abc" in capsys.readouterr().out
 
 
@@ -190,3 +190,17 @@ cli.main()
 """
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, timeout=20)
     assert ended.returncode == code, ended.stderr
+
+
+def test_an_options_old_name_works_with_a_note(params: Path) -> None:
+    commands = (("adapt",), ("policy", "create"), ("adapters", "import"))
+    for command in commands:
+        shown = graftwork(*command, "--help").stdout
+        assert "--reuse-name" in shown
+        assert "--again" not in shown
+    given = ("adapt", "nobody", "--params", str(params))
+    new, old = graftwork(*given, "--reuse-name"), graftwork(*given, "--again")
+    assert (old.returncode, old.stdout) == (new.returncode, new.stdout)
+    note, *rest = old.stderr.splitlines()
+    assert note == "--again is called --reuse-name now; the old name goes with version 0.2."
+    assert rest == new.stderr.splitlines()

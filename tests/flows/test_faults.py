@@ -75,9 +75,9 @@ def step_of(params: Params, policy: str) -> int:
 
 
 def server_of(params: Params, name: str) -> psutil.Process:
-    """Return the service itself, which is its guard's child."""
-    guard = next(state.pid for state in services.status(params) if state.name == name)
-    return psutil.Process(guard).children()[0]
+    """Return the service itself, which is its reaper's child."""
+    reaper = next(state.pid for state in services.status(params) if state.name == name)
+    return psutil.Process(reaper).children()[0]
 
 
 def assert_whole(params: Params, policy: str) -> None:

@@ -403,7 +403,7 @@ def test_a_schedule_never_overlaps_itself(people: Operated, created: str) -> Non
 
 
 def test_mlflow_and_prefect_may_die_in_the_middle_of_an_adapt(people: Operated, created: str) -> None:
-    """Their guard and supervisor start them again; the run goes on, and its version is registered."""
+    """Their process reaper and supervisor start them again; the run goes on and registers its version."""
     from engine.services.lifecycle import status
     from engine.settings.params import load_params
 

@@ -16,7 +16,7 @@ from parity import RANK, prompts, random_adapter
 
 from engine.base.families import DROPPED_ON_CUDA, BaseShapes
 from engine.training.model.lora import ResidentBase
-from engine.training.model.packing import Row
+from engine.training.model.packing import TokenRow
 from engine.training.model.replay import decode
 from engine.training.rollouts import Sampling, sample_groups
 
@@ -60,7 +60,7 @@ def test_served_adapters_are_the_trained_ones(tiny_base: Path, tmp_path: Path):
 
     def error(model: str, held) -> float:
         pairs = [(p, s) for p, group in zip(asked, groups[model], strict=True) for s in group]
-        rows = [Row((*p, *s.tokens), len(p), decode(s.routed_experts or "")) for p, s in pairs]
+        rows = [TokenRow((*p, *s.tokens), len(p), decode(s.routed_experts or "")) for p, s in pairs]
         new = torch.tensor([value for row in trainer.score(held, rows) for value in row])
         old = torch.tensor([value for _, sample in pairs for value in sample.logprobs])
         print(f"{model}: mean {(new - old).abs().mean():.4f}, most {(new - old).abs().max():.4f} nats")

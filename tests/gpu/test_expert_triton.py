@@ -18,9 +18,11 @@ pytestmark = [
     ),
 ]
 
-from kernels import naive, testing  # noqa: E402
+from kernels import testing  # noqa: E402
 from kernels.experts import autograd as experts_grad  # noqa: E402
+from kernels.experts import reference as experts_reference  # noqa: E402
 from kernels.experts import triton as experts_triton  # noqa: E402
+from kernels.scatter import reference as scatter_reference  # noqa: E402
 from kernels.scatter import triton as scatter_triton  # noqa: E402
 from kernels.scatter.cpu import Copy  # noqa: E402
 
@@ -55,8 +57,8 @@ def test_forward_equals_the_reference(mix: str, rank: int, inputs: int, outputs:
         yardstick = batch.to(torch.float64)
         y = torch.randn(len(MIXES[mix]), *([] if reduce else [2]), outputs).to(dtype)
         want, before = y.double(), y.clone()
-        h = naive.shrink_experts(yardstick.x, yardstick.a, batch.slots, batch.experts)
-        naive.expand_experts(want, h, yardstick.b, batch.slots, batch.experts, yardstick.weights)
+        h = experts_reference.shrink_experts(yardstick.x, yardstick.a, batch.slots, batch.experts)
+        experts_reference.expand_experts(want, h, yardstick.b, batch.slots, batch.experts, yardstick.weights)
         d = on_device(batch)
         plan, got = experts_triton.plan(d.slots, d.experts), y.to(DEVICE)
         h = experts_triton.shrink(d.x, d.a, plan)
@@ -76,11 +78,13 @@ def test_gradients_equal_the_reference(shared: str, dtype: torch.dtype):
     y = experts_grad.lora(d.x, d.a, d.b, d.slots, d.experts, d.weights, reduce, ops=experts_triton)
     dy = torch.randn(y.shape).to(dtype)
     got = torch.autograd.grad(y, inputs, dy.to(DEVICE))
-    h = naive.shrink_experts(yardstick.x, yardstick.a, batch.slots, batch.experts)
-    dh, db, dw = naive.expand_experts_backward(
+    h = experts_reference.shrink_experts(yardstick.x, yardstick.a, batch.slots, batch.experts)
+    dh, db, dw = experts_reference.expand_experts_backward(
         dy.double(), h, yardstick.b, batch.slots, batch.experts, yardstick.weights
     )
-    dx, da = naive.shrink_experts_backward(dh, yardstick.x, yardstick.a, batch.slots, batch.experts)
+    dx, da = experts_reference.shrink_experts_backward(
+        dh, yardstick.x, yardstick.a, batch.slots, batch.experts
+    )
     for found, want in zip(got, (dx, da, db, dw), strict=True):
         assert want.abs().max() > 0.1
         # bfloat16: h and its gradient are rounded as well, and a factor's gradient is a sum of them.
@@ -114,8 +118,8 @@ def test_scatter_fills_one_slot_and_nothing_else(dtype: torch.dtype):
         Copy(None, a[:, :, 3:5]),
     ]
     want_a, want_b = a.cpu().clone(), b.cpu().clone()
-    naive.scatter(blob.cpu(), 5, want_a[1, :, :3])
-    naive.scatter(blob.cpu(), 5 + 4 * 3 * 33, want_b[1].transpose(-1, -2)[:, :3])
+    scatter_reference.scatter(blob.cpu(), 5, want_a[1, :, :3])
+    scatter_reference.scatter(blob.cpu(), 5 + 4 * 3 * 33, want_b[1].transpose(-1, -2)[:, :3])
     want_a[1, :, 3:5] = 0
     scatter_triton.scatter(blob, scatter_triton.table(blob, copies), slot=1)
     assert torch.equal(a.cpu(), want_a)

@@ -69,13 +69,15 @@ def show(what: str, planned: int, measured: int) -> None:
 
 
 def rows(count: int, length: int):
-    from engine.training.model.packing import Example, Row
+    from engine.training.model.packing import Example, TokenRow
 
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(5, 300, (count, length), generator=generator).tolist()
     values = (-5.0,) * (length - 1)
     advantages = [(1.0 if number % 2 else -1.0,) * (length - 1) for number in range(count)]
-    return [Example(Row(tuple(row), 1), values, found) for row, found in zip(tokens, advantages, strict=True)]
+    return [
+        Example(TokenRow(tuple(row), 1), values, found) for row, found in zip(tokens, advantages, strict=True)
+    ]
 
 
 def test_memory_and_answers_are_as_planned(params: Params, base: Path) -> None:

@@ -136,21 +136,21 @@ class Flow:
         return Note.read(self.notes)[-1].digest
 
 
-def guard_of(params: Params, name: str) -> int | None:
+def reaper_of(params: Params, name: str) -> int | None:
     return next(one.pid for one in services.status(params) if one.name == name)
 
 
 def processes_of(params: Params, name: str) -> list[psutil.Process]:
     """Return a service's processes that do work: the server first, then the engine's core."""
-    guard = guard_of(params, name)
+    reaper = reaper_of(params, name)
     # psutil takes None for the caller itself.
-    assert guard
-    found = psutil.Process(guard).children(recursive=True)
+    assert reaper
+    found = psutil.Process(reaper).children(recursive=True)
     return [found[0], *(one for one in found[1:] if "EngineCore" in one.name())]
 
 
 def await_return(params: Params, name: str, gone: int | None) -> None:
-    """Wait until the supervisor has put a new process in the place of the guard `gone`, and it answers.
+    """Wait until the supervisor has put a new process in the place of the reaper `gone`, and it answers.
 
     Killed while it starts, a service would be given up after three times.
     """
@@ -158,7 +158,7 @@ def await_return(params: Params, name: str, gone: int | None) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         with contextlib.suppress(httpx.TransportError):
-            if guard_of(params, name) not in (None, gone) and httpx.get(health, timeout=5).is_success:
+            if reaper_of(params, name) not in (None, gone) and httpx.get(health, timeout=5).is_success:
                 return
         time.sleep(0.1)
     raise AssertionError(f"The {name} service did not come back; see {params.paths.logs}.")
@@ -179,7 +179,7 @@ def interrupted(
             victim: subprocess.Popen[bytes] | psutil.Process = flow.process
             if kill.victim != "flow":
                 await_return(params, kill.victim, gone.get(kill.victim))
-                gone[kill.victim] = guard_of(params, kill.victim)
+                gone[kill.victim] = reaper_of(params, kill.victim)
                 victim = random.Random(kill.share).choice(processes_of(params, kill.victim))
             if not flow.await_phase(kill):
                 break

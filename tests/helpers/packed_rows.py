@@ -1,10 +1,10 @@
 """Rows of prompts with shared and own completions, of many lengths."""
 
-from engine.training.model.packing import Row
+from engine.training.model.packing import TokenRow
 
 
-def group(prompt: tuple[int, ...], *completions: tuple[int, ...]) -> list[Row]:
-    return [Row(prompt + completion, len(prompt)) for completion in completions]
+def group(prompt: tuple[int, ...], *completions: tuple[int, ...]) -> list[TokenRow]:
+    return [TokenRow(prompt + completion, len(prompt)) for completion in completions]
 
 
 ROWS = [

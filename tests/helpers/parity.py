@@ -187,7 +187,7 @@ def out_of_route(engine: RunningEngine, models: dict[str, dict | None]) -> list[
     Two short prompts and one longer than a block of the cache, which the second time are taken from it.
     """
     from engine.training.model.lora import ResidentBase
-    from engine.training.model.packing import Row
+    from engine.training.model.packing import TokenRow
     from engine.training.model.replay import decode
     from engine.training.rollouts import Sampling, sample_groups
 
@@ -202,7 +202,7 @@ def out_of_route(engine: RunningEngine, models: dict[str, dict | None]) -> list[
             drawn = [
                 (prompt, sample) for prompt, group in zip(asked, groups, strict=True) for sample in group
             ]
-            rows = [Row((*p, *s.tokens), len(p), decode(s.routed_experts)) for p, s in drawn]
+            rows = [TokenRow((*p, *s.tokens), len(p), decode(s.routed_experts)) for p, s in drawn]
             assert [len(row.routes) for row in rows] == [len(row.tokens) - 1 for row in rows]
             trainer.score(adapter, rows)
             strayed, known = trainer.replay.take()

@@ -7,9 +7,9 @@ from pathlib import Path
 import yaml
 from repository import ROOT
 
-from engine.training.model.packing import Example, Row
+from engine.training.model.packing import Example, TokenRow
 
-ROWS = [Row((5, 9, 30, 31, 32), 2), Row((7, 8, 40), 1), Row((11, 12, 13, 14, 15, 16, 17), 3)]
+ROWS = [TokenRow((5, 9, 30, 31, 32), 2), TokenRow((7, 8, 40), 1), TokenRow((11, 12, 13, 14, 15, 16, 17), 3)]
 
 DATA = [
     Example(row, (-2.0,) * (len(row.tokens) - row.start), (advantage,) * (len(row.tokens) - row.start))

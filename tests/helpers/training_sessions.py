@@ -2,7 +2,7 @@
 
 import torch
 
-from engine.training.model.packing import Example, Row
+from engine.training.model.packing import Example, TokenRow
 from engine.training.service.protocol import AdamParams, CreateSession, OptimStep
 from engine.training.service.session import Session
 
@@ -23,7 +23,9 @@ def train_one(session: Session, number: int, request_id: str | None = None, voca
     """One step on data that depends on the step's number alone."""
     generator = torch.Generator().manual_seed(number)
     tokens = torch.randint(5, vocabulary, (4, 9), generator=generator).tolist()
-    data = [Example(Row(tuple(row), 5), (-2.0,) * 4, (float(i) - 1.5,) * 4) for i, row in enumerate(tokens)]
+    data = [
+        Example(TokenRow(tuple(row), 5), (-2.0,) * 4, (float(i) - 1.5,) * 4) for i, row in enumerate(tokens)
+    ]
     session.forward_backward(data, "dapo", {})
     session.optim_step(
         OptimStep(

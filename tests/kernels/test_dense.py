@@ -4,8 +4,8 @@ import pytest
 import torch
 from popularity import MIXES
 
-from kernels import naive
 from kernels.dense import cpu as grouped
+from kernels.dense.reference import add_lora
 
 
 def factors(slots: int, slices: int, rank: int, inputs: int, widths: tuple[int, ...], dtype=torch.float32):
@@ -18,7 +18,7 @@ def factors(slots: int, slices: int, rank: int, inputs: int, widths: tuple[int, 
 def reference(y, x, a, b, widths, slots):
     start = 0
     for i, width in enumerate(widths):
-        naive.add_lora(y[:, start : start + width], x, a[:, i], b[..., start : start + width], slots)
+        add_lora(y[:, start : start + width], x, a[:, i], b[..., start : start + width], slots)
         start += width
 
 

@@ -10,11 +10,13 @@ import pytest
 import torch
 from repository import ROOT
 
-from kernels import naive, testing
+from kernels import testing
 from kernels.experts import autograd as experts_grad
 from kernels.experts import cpu as experts
 from kernels.experts import cpu_grouped as experts_grouped
+from kernels.experts import reference as experts_reference
 from kernels.scatter import cpu as scatter
+from kernels.scatter import reference as scatter_reference
 
 MIXES = {
     "one token": [0],
@@ -53,8 +55,8 @@ def blank(batch: testing.Routed, reduce: bool) -> torch.Tensor:
 
 def reference(batch: testing.Routed, y: torch.Tensor) -> torch.Tensor:
     exact, want = batch.to(torch.float64), y.double()
-    h = naive.shrink_experts(exact.x, exact.a, exact.slots, exact.experts)
-    naive.expand_experts(want, h, exact.b, exact.slots, exact.experts, exact.weights)
+    h = experts_reference.shrink_experts(exact.x, exact.a, exact.slots, exact.experts)
+    experts_reference.expand_experts(want, h, exact.b, exact.slots, exact.experts, exact.weights)
     return want
 
 
@@ -151,8 +153,8 @@ def test_a_fused_module_shrinks_once_and_expands_each_slice():
             gate.x, a[:, :, 3 * i : 3 * i + 3], factor, gate.slots, gate.experts, gate.weights
         )
         exact = one.to(torch.float64)
-        h_one = naive.shrink_experts(exact.x, exact.a, exact.slots, exact.experts)
-        naive.expand_experts(want[..., half], h_one, exact.b, exact.slots, exact.experts)
+        h_one = experts_reference.shrink_experts(exact.x, exact.a, exact.slots, exact.experts)
+        experts_reference.expand_experts(want[..., half], h_one, exact.b, exact.slots, exact.experts)
     assert testing.error(y, want) <= LIMITS[torch.float32] * testing.EPS[torch.float32]
 
 
@@ -206,11 +208,11 @@ def test_gradients_equal_the_reference(
         y = experts_grad.lora(*given, ops=ops)
         dy = torch.randn(y.shape).to(dtype)
         got = torch.autograd.grad(y, inputs, dy)
-        h = naive.shrink_experts(exact.x, exact.a, exact.slots, exact.experts)
-        dh, db, dw = naive.expand_experts_backward(
+        h = experts_reference.shrink_experts(exact.x, exact.a, exact.slots, exact.experts)
+        dh, db, dw = experts_reference.expand_experts_backward(
             dy.double(), h, exact.b, exact.slots, exact.experts, exact.weights
         )
-        dx, da = naive.shrink_experts_backward(dh, exact.x, exact.a, exact.slots, exact.experts)
+        dx, da = experts_reference.shrink_experts_backward(dh, exact.x, exact.a, exact.slots, exact.experts)
         for found, want in zip(got, (dx, da, db, dw), strict=True):
             assert want.abs().max() > 0.1
             # Twice: h, its gradient and a tile's sum are rounded as well.
@@ -246,8 +248,8 @@ def test_scatter_fills_one_slot_and_nothing_else():
     b = torch.full((3, 4, 20, 8), 7.0).bfloat16()
     want_a, want_b = a.clone(), b.clone()
     start = 5 + 4 * 3 * 33
-    naive.scatter(blob, 5, want_a[1, :, :3])
-    naive.scatter(blob, start, want_b[1].transpose(-1, -2)[:, :3])
+    scatter_reference.scatter(blob, 5, want_a[1, :, :3])
+    scatter_reference.scatter(blob, start, want_b[1].transpose(-1, -2)[:, :3])
     want_a[1, :, 3:5] = 0
     copies = [
         scatter.Copy(5, a[:, :, :3]),

@@ -26,13 +26,13 @@ from engine.ledger.ledger import Spool, open_snapshot
 from engine.publishing.publish import location
 from engine.settings.params import Params, load_params
 from engine.store.open import open_store
-from engine.training.service import session_deletion as forgetting
+from engine.training.service import session_deletion
 from engine.training.service import state as session_state
 from engine.training.service.session import state_file
 from engine.training.service.session_deletion import LEASE_S
 from flows.cli import app
 from tasks import purge as purging
-from tasks.purged_names import allow_again
+from tasks.purged_names import reuse_purged_name
 
 # What must be in no file afterwards; random, so that no compression hides it.
 SECRET = os.urandom(600).hex()
@@ -254,7 +254,7 @@ def test_a_name_that_came_back_after_a_kill_is_purged_from_the_start(params, cat
         catalog.policies.get("gone")
     for again in (False, True):
         with pytest.raises(Conflict, match=r"has not come to its end.*graftwork purge gone"):
-            allow_again(params, "gone", "me", again)
+            reuse_purged_name(params, "gone", "me", again)
     # As if the record had been lost from sight, by another installation of the same catalog.
     catalog.policies.add(Policy("gone", BASE, {}, "me", 1.0), again=True)
     (row,) = keep(params, catalog, "gone", [99], exported=True)
@@ -311,10 +311,10 @@ def test_sessions_that_cannot_be_removed_are_named(tmp_path, monkeypatch):
     # A kill between two purges has left one of the same name.
     write_session(tmp_path / f".purged-gone-{'0' * 12}", "gone", SECRET)
     with monkeypatch.context() as patch:
-        patch.setattr(forgetting.shutil, "rmtree", lambda *_, **__: None)
+        patch.setattr(session_deletion.shutil, "rmtree", lambda *_, **__: None)
         with pytest.raises(ServiceError, match=rf"Could not remove .*\.purged-gone-{'0' * 12}.*purge again"):
-            forgetting.remove_sessions(tmp_path, "gone")
-    forgetting.remove_sessions(tmp_path, "gone")
+            session_deletion.remove_sessions(tmp_path, "gone")
+    session_deletion.remove_sessions(tmp_path, "gone")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -325,11 +325,11 @@ def test_a_purged_name_is_taken_again_only_on_purpose(params, catalog, monkeypat
     monkeypatch.setattr(base, "ensure_base", lambda *_: base.BaseInfo("b", Path("b"), BASE))
     with pytest.raises(Conflict, match="was purged by 'ann'"):
         catalog.policies.add(Policy("gone", BASE, {}, "me", 1.0))
-    with pytest.raises(Conflict, match=r"was purged by 'ann'\. .*--again"):
-        allow_again(params, "gone", "me", False)
-    allow_again(params, "kept", "me", False)
-    allow_again(params, "gone", "me", True)
-    allow_again(params, "gone", "me", False)
+    with pytest.raises(Conflict, match=r"was purged by 'ann'\. .*--reuse-name"):
+        reuse_purged_name(params, "gone", "me", False)
+    reuse_purged_name(params, "kept", "me", False)
+    reuse_purged_name(params, "gone", "me", True)
+    reuse_purged_name(params, "gone", "me", False)
     (row,) = keep(params, catalog, "gone", [99])
     # And purged again: a record of its own.
     again = purging.purge(params, "gone", "bob", "once more", lambda place, counts: None)
@@ -342,7 +342,7 @@ def test_a_purged_name_is_taken_again_only_on_purpose(params, catalog, monkeypat
 def test_a_catalog_of_an_older_version_is_brought_to_the_newest_schema_first(params):
     params.state_dir.mkdir()
     upgrade_to(params.paths.catalog_url, "0002")
-    allow_again(params, "sums", "me", False)
+    reuse_purged_name(params, "sums", "me", False)
     with closing(Catalog(params.paths.catalog_url)) as catalog:
         assert catalog.purges.find("sums") is None
 
@@ -396,7 +396,7 @@ def test_a_running_controller_purges_its_own_ledger(params, catalog, monkeypatch
     key = catalog.keys.ensure_local(params.paths.local_key)
     with running(params) as controller:
         wait_for(lambda: controller._ingested_at)
-        mirror = AliasMirror(catalog, controller.desk, controller.lock, Registry(None))
+        mirror = AliasMirror(catalog, controller.decisions, controller.lock, Registry(None))
         client = TestClient(build_app(controller, mirror))
         refused = client.post("/purge", json={"policy": "gone"})
         assert refused.status_code == 401

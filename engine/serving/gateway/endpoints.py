@@ -25,7 +25,7 @@ from engine.serving.gateway.gateway import GatewayState, send_error
 from engine.serving.gateway.prewarming import Prewarmer, names_under_release
 from engine.serving.gateway.rollouts import gate_of_platform, rollouts
 from engine.serving.gateway.routing import Router
-from engine.serving.gateway.row_cache import kept_rows
+from engine.serving.gateway.row_cache import rows_to_cache
 from engine.serving.residency.load_metrics import LoadMetrics
 from engine.serving.residency.residency import Residency
 from engine.serving.residency.vllm_engine import VllmEngine
@@ -92,7 +92,7 @@ class GraftworkEndpoints:
             Catalog(params.paths.catalog_url),
             settings["base_name"],
             settings["base"],
-            kept=kept_rows(params.engine.host_adapters),
+            cached_rows=rows_to_cache(params.engine.host_adapters),
         )
         spool = Spool(params.paths.spool, "gateway")
         metrics = LoadMetrics(REGISTRY)
@@ -137,7 +137,7 @@ async def watch_slots(engine: VllmEngine, tier: Residency, metrics: LoadMetrics)
             metrics.adapters.labels("slot").set(len(names))
             metrics.bytes.labels("slot").set(size)
             for name in lost:
-                tier.lose(name)
+                tier.drop_failed(name)
         await asyncio.sleep(SLOTS_S)
 
 

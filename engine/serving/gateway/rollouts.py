@@ -23,7 +23,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils.serial_utils import numpy2base64
 
-from engine.serving.vllm_plugin.extra_args import ROUTES_ASKED, WHOLE
+from engine.serving.vllm_plugin.extra_args import COALESCED, ROUTED_EXPERTS
 
 # Samples of one request: all of them are in the engine's queue, and in its answer, at once.
 MAX_SAMPLES = 1 << 14
@@ -51,7 +51,7 @@ class Rollouts(BaseModel):
         return self
 
 
-class Gate:
+class RolloutGate:
     """Lets requests in together: those that come while others run begin when few of their samples are left.
 
     Where a step's time grows with its rows, requests that run side by side end side by side: every policy
@@ -82,9 +82,9 @@ class Gate:
             self._open.clear()
 
 
-def gate_of_platform() -> Gate:
+def gate_of_platform() -> RolloutGate:
     """Return the gate of a CPU; a GPU's step takes as long for a few rows as for many, and holds all."""
-    return Gate(FEW_ROWS if current_platform.is_cpu() else math.inf)
+    return RolloutGate(FEW_ROWS if current_platform.is_cpu() else math.inf)
 
 
 @with_cancellation
@@ -99,7 +99,7 @@ async def rollouts(body: Rollouts, raw_request: Request) -> Response:
     lora = models.lora_requests.get(body.model)
     if lora is None and not models.is_base_model(body.model):
         return _refused(404, f"The engine holds no adapter {body.model!r}. Ask again, or for another one.")
-    gate: Gate = state.graftwork_gate
+    gate: RolloutGate = state.graftwork_gate
     await gate.enter(len(body.prompts), body.n)
     asked = [
         asyncio.create_task(_group(state.engine_client, body, lora, number))
@@ -140,7 +140,7 @@ async def _group(engine: Any, body: Rollouts, lora: LoRARequest | None, number: 
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        extra_args={ROUTES_ASKED: int(body.routed_experts), WHOLE: 1},
+        extra_args={ROUTED_EXPERTS: int(body.routed_experts), COALESCED: 1},
     )
     prompt = TokensPrompt(prompt_token_ids=body.prompts[number])
     answers = engine.generate(prompt, params, f"rollout-{uuid.uuid4().hex}", lora_request=lora)

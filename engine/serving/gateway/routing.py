@@ -16,7 +16,7 @@ from typing import Any
 from engine.catalog.catalog import Catalog, Key, Revision, Route
 from engine.catalog.keys import hash_key
 from engine.errors import AdapterError, Conflict, GraftworkError, NotFound, ServiceError
-from engine.serving.gateway.row_cache import KEPT, Rows
+from engine.serving.gateway.row_cache import LEAST_ROWS, RowCache
 from engine.settings.params import DIGEST12, POLICY_NAME, served_name, split_served_name
 
 # A gateway that could not read the catalog for this long answers from champions alone.
@@ -56,7 +56,7 @@ class Router:
         base_name: str,
         base_digest: str,
         clock: Callable[[], float] = time.monotonic,
-        kept: int = KEPT,
+        cached_rows: int = LEAST_ROWS,
     ):
         self.base_name = base_name
         self._base_digest = base_digest
@@ -66,8 +66,8 @@ class Router:
         self._version: int | None = None
         self._seen = 0
         self._read_at = clock()
-        self._kept = kept
-        self._rows = Rows(kept)
+        self._cached_rows = cached_rows
+        self._rows = RowCache(cached_rows)
         # None: anything may have changed.
         self._changed: set[str] | None = set()
         self._released: tuple[int | None, frozenset[tuple[str, str]]] = None, frozenset()
@@ -189,7 +189,7 @@ class Router:
                 raise ServiceError(f"The catalog cannot be read: {error}. Requests wait for it.") from None
 
     def _note_changed(self, names: set[str | None] | None) -> None:
-        if names is None or self._changed is None or len(self._changed) >= self._kept:
+        if names is None or self._changed is None or len(self._changed) >= self._cached_rows:
             self._changed = None
         else:
             self._changed |= {name for name in names if name is not None}

@@ -9,16 +9,16 @@ from typing import Any
 
 # Rows that are kept at least, some 2 kB each, and for each adapter of the host tier: its route, its revision
 # and its tombstone, and as many again of those that left.
-KEPT = 8192
-KEPT_PER_ADAPTER = 6
+LEAST_ROWS = 8192
+ROWS_PER_ADAPTER = 6
 
 
-def kept_rows(host_adapters: int) -> int:
+def rows_to_cache(host_adapters: int) -> int:
     """Return how many rows a router keeps beside a host tier of so many adapters."""
-    return max(KEPT, KEPT_PER_ADAPTER * host_adapters)
+    return max(LEAST_ROWS, ROWS_PER_ADAPTER * host_adapters)
 
 
-class Rows:
+class RowCache:
     """Rows of the catalog as they were read, each with the change that it was read after. Bounded."""
 
     def __init__(self, most: int) -> None:

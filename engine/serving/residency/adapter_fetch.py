@@ -31,7 +31,7 @@ class Engine(Protocol):
         """Drop every trace of a name, once the engine's last request for it has ended."""
 
 
-class Source:
+class AdapterFetch:
     """Brings revisions into one engine's host tier."""
 
     def __init__(self, engine: Engine, catalog: Catalog, store: Store):

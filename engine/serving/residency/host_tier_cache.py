@@ -77,7 +77,7 @@ class Resident:
         return self.revision.length
 
 
-class WarmSet:
+class HostTierCache:
     """The residents of the host tier, bounded by bytes and by number."""
 
     def __init__(self, max_bytes: int, max_adapters: int, clock: Callable[[], float] = time.monotonic):

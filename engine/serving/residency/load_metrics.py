@@ -9,7 +9,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from engine.catalog.catalog import Revision
-from engine.serving.residency.host_tier_cache import Resident, WarmSet
+from engine.serving.residency.host_tier_cache import HostTierCache, Resident
 from engine.serving.residency.load_queue import Load, LoadQueue
 
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -55,7 +55,7 @@ class LoadMetrics:
         self.queue = Gauge("graftwork_load_queue", "Cold loads that wait.", ["priority"], registry=registry)
         self.running = Gauge("graftwork_loads_running", "Cold loads that run.", registry=registry)
 
-    def watch(self, tier: WarmSet, queue: LoadQueue) -> None:
+    def watch(self, tier: HostTierCache, queue: LoadQueue) -> None:
         """Read these whenever somebody looks."""
         self.adapters.labels("host").set_function(lambda: len(tier.residents))
         self.bytes.labels("host").set_function(lambda: tier.bytes)
@@ -73,7 +73,7 @@ class LoadMetrics:
 class LoadLog:
     """Counts what became of each load, and tells the ledger (its table `loads`) by `tell`. Never raises."""
 
-    def __init__(self, metrics: LoadMetrics, tell: Callable[..., object], tier: WarmSet):
+    def __init__(self, metrics: LoadMetrics, tell: Callable[..., object], tier: HostTierCache):
         self._metrics, self._tell, self._tier = metrics, tell, tier
 
     def ended(self, load: Load, outcome: str, error: str | None) -> None:

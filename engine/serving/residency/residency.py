@@ -3,8 +3,8 @@
 Tiers: an adapter is `stored`, then in the host tier (`host`), and in a `slot` while the engine computes with
 it. A request waits here, outside the engine, until its adapter is in the host tier: resolve, fetch, then the
 engine verifies, maps and validates. Identical misses share one load, which ends with its last waiter; the
-queue is bounded (load_queue.py); what nobody uses leaves when the tier is full (warm_set.py); where bytes
-come from is source.py's.
+queue is bounded (load_queue.py); what nobody uses leaves when the tier is full (host_tier_cache.py); where
+bytes come from is adapter_fetch.py's.
 For one event loop. Knows nothing of HTTP; reaches the engine by the two calls of `Engine`.
 """
 
@@ -18,8 +18,8 @@ from prometheus_client import CollectorRegistry
 
 from engine.catalog.catalog import Catalog, Revision
 from engine.errors import Busy, Conflict, GraftworkError, ServiceError
-from engine.serving.residency.adapter_fetch import Engine, Source
-from engine.serving.residency.host_tier_cache import Resident, WarmSet
+from engine.serving.residency.adapter_fetch import AdapterFetch, Engine
+from engine.serving.residency.host_tier_cache import HostTierCache, Resident
 from engine.serving.residency.load_metrics import LoadLog, LoadMetrics
 from engine.serving.residency.load_queue import BACKGROUND, INTERACTIVE, PACED_S, Load, LoadQueue
 from engine.settings.params import served_name
@@ -42,16 +42,16 @@ class Residency:
         pinned: Callable[[], Collection[str]] = frozenset,
         metrics: LoadMetrics | None = None,
     ):
-        self.tier = WarmSet(config.host_bytes, config.host_adapters)
+        self.tier = HostTierCache(config.host_bytes, config.host_adapters)
         self.queue = LoadQueue(config.load_queue, config.load_concurrency, config.paced_loads)
         self.evictions = 0
         self._engine = engine
-        self._source = Source(engine, catalog, store)
+        self._fetch = AdapterFetch(engine, catalog, store)
         self._timeout_s = config.load_timeout_s
         self._pinned = pinned
         self._leaving: dict[str, asyncio.Task[None]] = {}
         # Who has lost its bytes and still has users, which fail.
-        self._lost: set[str] = set()
+        self._failed: set[str] = set()
         # asyncio keeps only weak references to tasks.
         self._prewarming: set[asyncio.Task[None]] = set()
         self._metrics = metrics or LoadMetrics(CollectorRegistry())
@@ -85,7 +85,7 @@ class Residency:
         Raises `ServiceError` while it leaves since its bytes were lost, and `Conflict` for a twin.
         """
         name = served_name(revision.policy, revision.digest)
-        if name in self._lost:
+        if name in self._failed:
             raise ServiceError(f"The engine has lost the bytes of {name}. Try again: it is loaded anew.")
         resident = self.residents.get(name)
         if resident is None:
@@ -112,8 +112,8 @@ class Residency:
     def release(self, name: str, is_use: bool = True) -> None:
         """End what `hold` began; `is_use` says whether anybody computed with it."""
         self.tier.release(name, is_use)
-        if name in self._lost:
-            self.lose(name)
+        if name in self._failed:
+            self.drop_failed(name)
         self.entered(name)
         self._evict()
 
@@ -137,12 +137,12 @@ class Residency:
             self._take_out([(name, resident)])
         return resident is not None
 
-    def lose(self, name: str) -> None:
+    def drop_failed(self, name: str) -> None:
         """Let an adapter go whose bytes the engine has lost, so that it is loaded anew for who asks next."""
         if name in self.residents and not self.drop(name):
-            self._lost.add(name)
+            self._failed.add(name)
         else:
-            self._lost.discard(name)
+            self._failed.discard(name)
 
     def doubt(self, policies: Collection[str] | None) -> None:
         """Have loads of these policies (None: of all) look again whether their row is there."""
@@ -239,10 +239,10 @@ class Residency:
             async with asyncio.timeout(self._timeout_s):
                 if (leaving := self._leaving.get(load.name)) is not None:
                     await asyncio.wait([leaving])
-                await self._source.bring(load.name, load.revision)
+                await self._fetch.bring(load.name, load.revision)
                 while load.in_doubt:
                     load.in_doubt = False
-                    await self._source.confirm(load.revision)
+                    await self._fetch.confirm(load.revision)
         except TimeoutError:
             fault = self._too_late(load)
         except GraftworkError as error:

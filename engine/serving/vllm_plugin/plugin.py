@@ -7,7 +7,7 @@ from functools import wraps
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from engine.serving.vllm_plugin.extra_args import ROUTES_ASKED
+from engine.serving.vllm_plugin.extra_args import ROUTED_EXPERTS
 
 # The newest vLLM that these patches were read against; a test fails when the pinned one moves past.
 VLLM_READ_AGAINST = "0.32.0"
@@ -17,14 +17,14 @@ def register() -> None:
     """Install every patch; safe to call again."""
     replace_worker_manager()
     replace_cpu_operations()
-    fail_requests_of_lost_adapters()
+    fail_requests_of_failed_adapters()
     keep_generators_of_partial_prompts()
-    tell_answers_whole()
+    coalesce_outputs()
     rotate_heads_on_cpu()
     replace_latent_attention()
     serve_experts_on_cpu()
     record_experts_on_cpu()
-    return_experts_when_asked()
+    return_experts_on_request()
     keep_names_out_of_metrics()
 
 
@@ -55,7 +55,7 @@ def replace_cpu_operations() -> None:
         )
 
 
-def fail_requests_of_lost_adapters() -> None:
+def fail_requests_of_failed_adapters() -> None:
     """Let an adapter whose bytes were lost fail its own requests; an error inside a step ends the engine.
 
     The worker names those requests with the step's output; the scheduler drops what the step sampled for
@@ -65,7 +65,7 @@ def fail_requests_of_lost_adapters() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-    from engine.serving.worker.failed_adapters import drop_lost, name_lost
+    from engine.serving.worker.failed_adapters import drop_failed, mark_failed
 
     if hasattr(Scheduler.update_from_output, "__wrapped__"):
         return
@@ -73,11 +73,11 @@ def fail_requests_of_lost_adapters() -> None:
 
     @wraps(sample)
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return name_lost(self, sample(self, *args, **kwargs))
+        return mark_failed(self, sample(self, *args, **kwargs))
 
     @wraps(update)
     def update_from_output(self: Any, scheduler_output: Any, output: Any) -> Any:
-        drop_lost(self, output)
+        drop_failed(self, output)
         return update(self, scheduler_output, output)
 
     GPUModelRunner.sample_tokens = sample_tokens  # type: ignore[method-assign,assignment]
@@ -111,7 +111,7 @@ def keep_generators_of_partial_prompts() -> None:
     GPUModelRunner.sample_tokens = sample_tokens  # type: ignore[method-assign,assignment]
 
 
-def tell_answers_whole() -> None:
+def coalesce_outputs() -> None:
     """Tell the frontend of a request that asks for it only once, when it has ended, as rollouts do.
 
     Stock sends and books each token of each request, also where nothing is answered before the end. Here
@@ -121,7 +121,7 @@ def tell_answers_whole() -> None:
     """
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from engine.serving.vllm_plugin.coalesced_output import hold_back
+    from engine.serving.vllm_plugin.coalesced_output import coalesce
 
     update, finish = Scheduler.update_from_output, Scheduler.finish_requests
     if hasattr(finish, "__wrapped__"):
@@ -133,7 +133,7 @@ def tell_answers_whole() -> None:
         held = self.__dict__.pop("graftwork_held", {})
         outputs = update(self, scheduler_output, output)
         for told in outputs.values():
-            told.outputs = hold_back(told.outputs, held, self.requests)
+            told.outputs = coalesce(told.outputs, held, self.requests)
         self.graftwork_held = held
         return outputs
 
@@ -220,7 +220,7 @@ def record_experts_on_cpu() -> None:
     cpu_worker.CPUModelRunner = RecordingRunner  # type: ignore[misc]
 
 
-def return_experts_when_asked() -> None:
+def return_experts_on_request() -> None:
     """Return the experts of a request's tokens when its `vllm_xargs` ask for them, as rollouts do.
 
     Stock returns them with every answer once it records: a kilobyte for three tokens of 48 layers.
@@ -234,7 +234,7 @@ def return_experts_when_asked() -> None:
 
     @wraps(take)
     def take_output(self: Any, request: Any, output: Any) -> Any:
-        asked = (request.sampling_params.extra_args or {}).get(ROUTES_ASKED)
+        asked = (request.sampling_params.extra_args or {}).get(ROUTED_EXPERTS)
         return take(self, request, output) if asked else None
 
     AuxOutputSchedulerConnector.take_output = take_output  # type: ignore[method-assign]

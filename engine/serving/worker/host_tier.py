@@ -22,12 +22,12 @@ from weakref import WeakValueDictionary, finalize
 import torch
 from torch import Tensor
 
-from engine.adapters.packed import Layout
+from engine.adapters.packed import PackedLayout
 from engine.adapters.packed_check import check_layout
 from engine.adapters.revision import is_finite
 from engine.errors import AdapterError, DamagedBytes, GraftworkError, MissingBytes, ServiceError
 from engine.serving.worker.load_channel import Tell
-from engine.serving.worker.slot_copy import Module, Plan
+from engine.serving.worker.slot_copy import Module, SlotCopyPlan
 from engine.store.checksums import is_whole
 from engine.store.segments import ALIGNMENT, PAGE_ALIGNED_FROM
 
@@ -131,7 +131,7 @@ class Bytes:
         return into
 
 
-class Segments:
+class OpenSegments:
     """Open segments by path, each for as long as an adapter of it is held. For several threads."""
 
     def __init__(self) -> None:
@@ -175,7 +175,7 @@ class PackedAdapter:
 
     name: str
     bytes: Bytes
-    plan: Plan
+    plan: SlotCopyPlan
 
     @cached_property
     def sources(self) -> list[Tensor]:
@@ -184,23 +184,23 @@ class PackedAdapter:
 
     @property
     def is_read_at_length(self) -> bool:
-        """Say whether `fill` leaves Python's lock to others for most of its time: a large read."""
+        """Say whether `copy_to_slot` leaves Python's lock to others for most of its time: a large read."""
         return self._file is not None and self.bytes.length >= PAGE_ALIGNED_FROM
 
     def bring_in(self) -> None:
-        """Have every page that `fill` will map in memory, or raise `OSError`."""
+        """Have every page that `copy_to_slot` will map in memory, or raise `OSError`."""
         if self._file is None:
             self.bytes.bring_in()
 
-    def fill(self, slot: int, before: Plan | None) -> None:
+    def copy_to_slot(self, slot: int, before: SlotCopyPlan | None) -> None:
         """Put the adapter into a slot. Raises `OSError` when its bytes are lost; then the slot is clear."""
         if self._file is not None:
             self.plan.read(slot, self._file.fd, self.bytes.offset, before)
         else:
-            self.plan.fill(slot, self.sources, before)
+            self.plan.copy_to_slot(slot, self.sources, before)
 
     def lay_out(self) -> None:
-        """Have ready what `fill` copies from, rather than in the step that first uses it."""
+        """Have ready what `copy_to_slot` copies from, rather than in the step that first uses it."""
         if self._file is None:
             _ = self.sources
 
@@ -219,8 +219,8 @@ class HostTier:
         self.validated_bytes = 0
         self.verified_bytes = 0
         self._verifies = verifies
-        self._segments = Segments()
-        self._plan = lru_cache(LAYOUTS)(lambda layout: Plan(read_layout(layout), modules))
+        self._segments = OpenSegments()
+        self._plan = lru_cache(LAYOUTS)(lambda layout: SlotCopyPlan(read_layout(layout), modules))
         # Who is to be told of what is on its way.
         self._loading: dict[str, list[Tell]] = {}
         self._lock = threading.Lock()
@@ -301,10 +301,10 @@ def _kind(error: Exception) -> str:
     return next((kind for kind, of in REFUSED.items() if isinstance(error, of)), "refused")
 
 
-def read_layout(text: str) -> Layout:
+def read_layout(text: str) -> PackedLayout:
     """Return a layout that is proven against itself."""
     if len(text) > LAYOUT_LIMIT:
         raise AdapterError(f"its layout has {len(text)} characters; the limit is {LAYOUT_LIMIT}.")
-    layout = Layout.from_json(text)
+    layout = PackedLayout.from_json(text)
     check_layout(layout)
     return layout

@@ -23,19 +23,19 @@ from vllm.lora.model_manager import LRUCacheLoRAModelManager
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
 from engine.errors import AdapterError
-from engine.serving.worker.failed_adapters import is_lost_on_any_rank
+from engine.serving.worker.failed_adapters import has_failed_on_any_rank
 from engine.serving.worker.host_tier import HostTier, PackedAdapter
 from engine.serving.worker.load_channel import LoadListener
-from engine.serving.worker.slot_copy import Plan
+from engine.serving.worker.slot_copy import SlotCopyPlan
 from engine.serving.worker.slots import ModuleSlots, slots_of
 
 # That read large adapters into slots at a step's beginning: one does not fill the memory's bandwidth.
-FILL_THREADS = 2
+COPY_THREADS = 2
 log = logging.getLogger("graftwork.loader")
 
 
 @dataclass
-class Registered:
+class RegisteredAdapter:
     """What vLLM's manager keeps for an adapter id; `adapter` is None for a warm-up dummy."""
 
     id: int
@@ -51,10 +51,10 @@ class SlotManager(LRUCacheLoRAModelManager):
         for name, module in self.modules.items():
             self.buffers |= slots_of(name, module)
         # What each slot's last occupant wrote, also after it left.
-        self._written: list[Plan | None] = [None] * self.lora_slots
+        self._written: list[SlotCopyPlan | None] = [None] * self.lora_slots
         # Ids whose bytes were lost, and their names.
-        self.lost: dict[int, str] = {}
-        self._fillers = ThreadPoolExecutor(FILL_THREADS, thread_name_prefix="graftwork-fill")
+        self.failed: dict[int, str] = {}
+        self._copiers = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="graftwork-slot-copy")
         self._lock = Lock()
         self.activations = self.evictions = 0
         self.activated_bytes = 0
@@ -67,7 +67,7 @@ class SlotManager(LRUCacheLoRAModelManager):
     def add_adapter(self, adapter: Any) -> bool:
         known = adapter.id in self._registered_adapters
         if not known:
-            registered: Any = Registered(adapter.id, getattr(adapter, "adapter", None))
+            registered: Any = RegisteredAdapter(adapter.id, getattr(adapter, "adapter", None))
             self._registered_adapters[adapter.id] = registered
         return not known
 
@@ -99,7 +99,7 @@ class SlotManager(LRUCacheLoRAModelManager):
             slots.append(slot)
         registered: list[Any] = [self._registered_adapters[lora_id] for lora_id in ids]
         lost = {}
-        faults = self._fill_all(slots, [one.adapter for one in registered])
+        faults = self._copy_all(slots, [one.adapter for one in registered])
         for lora_id, slot, fault in zip(ids, slots, faults, strict=True):
             if fault is not None:
                 lost[lora_id] = fault
@@ -116,7 +116,7 @@ class SlotManager(LRUCacheLoRAModelManager):
         registered: list[Any] = [self._registered_adapters.get(lora_id) for lora_id in ids]
         return [found.adapter.name for found in registered if found is not None and found.adapter is not None]
 
-    def _fill_all(
+    def _copy_all(
         self, slots: Sequence[int], adapters: Sequence[PackedAdapter | None]
     ) -> Iterable[OSError | None]:
         """Fill slots, of which each is another; return what kept an adapter's bytes out of its own.
@@ -124,10 +124,10 @@ class SlotManager(LRUCacheLoRAModelManager):
         Every row of the step waits for it, so that several large ones are read by as many threads as help.
         """
         if len(slots) > 1 and all(one is not None and one.is_read_at_length for one in adapters):
-            return self._fillers.map(self._fill, slots, adapters)
-        return map(self._fill, slots, adapters)
+            return self._copiers.map(self._copy_to_slot, slots, adapters)
+        return map(self._copy_to_slot, slots, adapters)
 
-    def _fill(self, slot: int, adapter: PackedAdapter | None) -> OSError | None:
+    def _copy_to_slot(self, slot: int, adapter: PackedAdapter | None) -> OSError | None:
         before = self._written[slot]
         if adapter is None:
             if before is not None:
@@ -138,7 +138,7 @@ class SlotManager(LRUCacheLoRAModelManager):
             adapter.bring_in()
             # Nothing is known of a slot whose filling fails but that it is clear.
             self._written[slot] = None
-            adapter.fill(slot, before)
+            adapter.copy_to_slot(slot, before)
         except OSError as error:
             return error
         self._written[slot] = adapter.plan
@@ -178,7 +178,7 @@ class PackedWorkerManager(LRUCacheWorkerLoRAManager):
             raise AdapterError(
                 f"{lora_request.lora_name} is not in the host tier; ask for it through the gateway."
             )
-        return self.slots.add_adapter(Registered(lora_request.lora_int_id, adapter))
+        return self.slots.add_adapter(RegisteredAdapter(lora_request.lora_int_id, adapter))
 
     def forget(self, name: str, lora_id: int | None) -> bool:
         """Drop every trace of a name that nobody computes with any more; say whether its bytes were lost."""
@@ -186,13 +186,13 @@ class PackedWorkerManager(LRUCacheWorkerLoRAManager):
         if lora_id is None:
             return False
         self.slots.remove_adapter(lora_id)
-        return self.slots.lost.pop(lora_id, None) is not None
+        return self.slots.failed.pop(lora_id, None) is not None
 
     def set_active_adapters(self, requests: set[Any], mapping: Any | None) -> None:
         """Activate a step's adapters. Rows of one whose bytes are lost run as the base's, and then fail."""
         self._apply_adapters(requests)
         if mapping is not None:
-            lost = self.slots.lost
+            lost = self.slots.failed
             if not lost.keys().isdisjoint(mapping.prompt_mapping):
                 rows = (mapping.index_mapping, mapping.prompt_mapping)
                 kept = [tuple(0 if lora_id in lost else lora_id for lora_id in ids) for ids in rows]
@@ -202,10 +202,10 @@ class PackedWorkerManager(LRUCacheWorkerLoRAManager):
     def _apply_adapters(self, lora_requests: set[Any]) -> None:
         names = {request.lora_int_id: request.lora_name for request in lora_requests if request}
         for request in lora_requests:
-            if request and request.lora_int_id not in self.slots.lost:
+            if request and request.lora_int_id not in self.slots.failed:
                 self._register(request.lora_int_id, request.lora_name)
         # By id: ranks activate in one order, and a set of requests has another in every process.
-        ids = sorted(lora_id for lora_id in names if lora_id not in self.slots.lost)
+        ids = sorted(lora_id for lora_id in names if lora_id not in self.slots.failed)
         cold = []
         for lora_id in ids:
             if lora_id in self.slots._active_adapters:
@@ -217,10 +217,10 @@ class PackedWorkerManager(LRUCacheWorkerLoRAManager):
         for lora_id in cold:
             # A loss on one rank is one on every rank.
             fault = faults.get(lora_id)
-            if is_lost_on_any_rank(fault is not None):
+            if has_failed_on_any_rank(fault is not None):
                 self.slots.deactivate_adapter(lora_id)
                 reason = (fault.strerror or str(fault)) if fault else "on another rank"
-                self._lose(lora_id, names[lora_id], reason)
+                self._fail(lora_id, names[lora_id], reason)
 
     def _register(self, lora_id: int, name: str) -> None:
         """Register an adapter of the host tier, as on every other rank; one that is not there is lost."""
@@ -228,15 +228,15 @@ class PackedWorkerManager(LRUCacheWorkerLoRAManager):
             return
         adapter = self.host.adapters.get(name)
         if adapter is not None:
-            self.slots.add_adapter(Registered(lora_id, adapter))
+            self.slots.add_adapter(RegisteredAdapter(lora_id, adapter))
             return
         # Forgotten under a request, which the gateway never does: an error here would end the engine.
-        self._lose(lora_id, name, "it left the host tier under a request")
+        self._fail(lora_id, name, "it left the host tier under a request")
 
-    def _lose(self, lora_id: int, name: str, reason: str) -> None:
+    def _fail(self, lora_id: int, name: str, reason: str) -> None:
         """Let requests of this id fail until it is forgotten; its name may then come back with another."""
         log.warning("The bytes of %s were lost: %s. Whoever asks next has it loaded anew.", name, reason)
-        self.slots.lost[lora_id] = name
+        self.slots.failed[lora_id] = name
         self.host.forget(name)
 
 
@@ -270,7 +270,7 @@ class LoaderExtension:
     def graftwork_slots(self) -> tuple[list[str], list[str]]:
         """Return the names whose adapters are in a slot, and those whose bytes were lost."""
         slots = self.model_runner.lora_manager.slots
-        return slots.names(), list(slots.lost.values())
+        return slots.names(), list(slots.failed.values())
 
     def graftwork_loads(self) -> dict[str, Any]:
         """Return what this worker has read and copied since it started; bytes, and seconds of the last."""

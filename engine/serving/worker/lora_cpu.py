@@ -49,7 +49,7 @@ def split(slots: Sequence[int], idle: frozenset[int]) -> Split | None:
 class GroupedPunica(PunicaWrapperCPU):
     """Group the step's rows by slot once; every layer then uses the same plan."""
 
-    _plan: grouped.Plan | None = None
+    _plan: grouped.TilePlan | None = None
     _slots: Sequence[int] = ()
     # The adapter of each slot that the step uses, by vLLM's id.
     occupants: Mapping[int, int] = {}
@@ -68,9 +68,9 @@ class GroupedPunica(PunicaWrapperCPU):
         self._plan = grouped.plan(self._slots)
         self.occupants = {slot_of[i]: i for i in set(mapping.index_mapping) if i > 0}
         self._splits: dict[frozenset[int], Split | None] = {}
-        self._parts: dict[tuple[int, int], grouped.Plan | None] = {}
+        self._parts: dict[tuple[int, int], grouped.TilePlan | None] = {}
 
-    def plan_of(self, first: int, end: int) -> grouped.Plan | None:
+    def plan_of(self, first: int, end: int) -> grouped.TilePlan | None:
         """Return the plan of some of the step's rows, made once a step."""
         if (first, end) not in self._parts:
             self._parts[first, end] = grouped.plan(self._slots[first:end])

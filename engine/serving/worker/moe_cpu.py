@@ -156,7 +156,7 @@ class _AddLoRA(LoRAExpertsMixin):
         activation: MoEActivation,
     ) -> Tensor:
         """Return (L, H), the weighted sum over each token's experts."""
-        groups, plan = routed.group(ids_LK, self.w13_EOH), lora.Plan(None, slots_L, ids_LK)
+        groups, plan = routed.group(ids_LK, self.w13_EOH), lora.RoutingPlan(None, slots_L, ids_LK)
         y_PO = groups.product(x_LH, self.w13_EOH, self.w1_bias)
         self._add_gate_up(y_PO, x_LH, context.gate_up, plan, activation)
         inner_PJ = y_PO.new_empty(len(y_PO), y_PO.shape[1] // 2)
@@ -171,7 +171,12 @@ class _AddLoRA(LoRAExpertsMixin):
         return sum_LH.to(x_LH.dtype)
 
     def _add_gate_up(
-        self, y_PO: Tensor, x_LH: Tensor, slots: ExpertSlots, plan: lora.Plan, activation: MoEActivation
+        self,
+        y_PO: Tensor,
+        x_LH: Tensor,
+        slots: ExpertSlots,
+        plan: lora.RoutingPlan,
+        activation: MoEActivation,
     ) -> None:
         """Add gate's and up's LoRA to y (P, 2J) in place: one shrink and one expand for both."""
         _, _, slices, rank, inner = slots.b_SEMRO.shape
@@ -182,7 +187,7 @@ class _AddLoRA(LoRAExpertsMixin):
             y_LKMI = y_PO.view(*pairs, slices, -1)[..., :inner]
         h_LKX = lora.shrink(x_LH, slots.a_SEMRI.flatten(2, 3), plan)
         each_slice = (plan.experts[..., None] * slices + torch.arange(slices)).flatten(1)
-        by_slice = lora.Plan(None, plan.slots, each_slice)
+        by_slice = lora.RoutingPlan(None, plan.slots, each_slice)
         lora.expand(y_LKMI, h_LKX.reshape(len(x_LH), -1, rank), slots.b_SEMRO.flatten(1, 2), by_slice)
 
 

@@ -16,7 +16,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 
 @dataclass(frozen=True)
-class Batch:
+class StepRequests:
     """A step's requests as the recorder reads them: where each starts in its text, and in the batch."""
 
     req_ids: list[str]
@@ -58,10 +58,10 @@ class RecordingRunner(CPUModelRunner):
             output.aux_output_connector_output = pending.process_output()
         return output
 
-    def _batch(self) -> Batch:
+    def _batch(self) -> StepRequests:
         batch, count = self.input_batch, self.input_batch.num_reqs
         starts = batch.num_computed_tokens_cpu[:count].copy()
-        return Batch(list(batch.req_ids), starts, self.query_start_loc.np[: count + 1].copy())
+        return StepRequests(list(batch.req_ids), starts, self.query_start_loc.np[: count + 1].copy())
 
 
 def _keep_requests_whole(recorder: AuxOutputWorkerConnector, vllm_config: Any) -> None:

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.adapters.packed import Block, Layout
+from engine.adapters.packed import Block, PackedLayout
 from engine.errors import AdapterError
 
 # What one preadv takes (Linux: UIO_MAXIOV), and bytes below its 0x7ffff000, past which it stops short.
@@ -63,10 +63,10 @@ class Region:
         return (block.module, block.side, block.first_slice, block.slices, block.first_expert, block.experts)
 
 
-class Plan:
+class SlotCopyPlan:
     """The copies that put any adapter of one layout into a slot; made once a layout."""
 
-    def __init__(self, layout: Layout, modules: Mapping[str, Module]):
+    def __init__(self, layout: PackedLayout, modules: Mapping[str, Module]):
         """Raise `AdapterError`, naming the tensor, when the layout does not fit the modules."""
         self.layout = layout
         self.regions = [region for block in layout.blocks for region in _regions(block, layout, modules)]
@@ -89,14 +89,14 @@ class Plan:
         first = values.storage_offset()
         return [values.as_strided(r.shape, r.strides, first + r.offset) for r in self.regions]
 
-    def fill(self, slot: int, sources: Sequence[Tensor], before: "Plan | None") -> None:
+    def copy_to_slot(self, slot: int, sources: Sequence[Tensor], before: "SlotCopyPlan | None") -> None:
         """Copy an adapter into a slot whose last occupant had the plan `before`; its rest is cleared."""
         if before is not self:
             self._prepare_slot(slot, before)
         for target, source in zip(self._targets_of(slot), sources, strict=True):
             target.copy_(source)
 
-    def read(self, slot: int, descriptor: int, offset: int, before: "Plan | None") -> None:
+    def read(self, slot: int, descriptor: int, offset: int, before: "SlotCopyPlan | None") -> None:
         """Fill a slot from a file when `can_read`: the kernel copies, and no page is mapped.
 
         Raises `OSError` when the file ends early or its disk fails; then the slot is clear.
@@ -127,7 +127,7 @@ class Plan:
         for flags in self._flags:
             flags[slot] = 0
 
-    def _prepare_slot(self, slot: int, before: "Plan | None") -> None:
+    def _prepare_slot(self, slot: int, before: "SlotCopyPlan | None") -> None:
         for stale in self._stale(before, slot):
             stale.zero_()
         for flags in self._flags:
@@ -140,7 +140,7 @@ class Plan:
             self._targets[slot] = [region.target[slot] for region in self.regions]
         return self._targets[slot]
 
-    def _stale(self, before: "Plan | None", slot: int) -> Iterator[Tensor]:
+    def _stale(self, before: "SlotCopyPlan | None", slot: int) -> Iterator[Tensor]:
         """Yield what the last occupant wrote and this plan does not write again."""
         ranks: dict[tuple[object, ...], int] = {region.key: region.block.rank for region in self.regions}
         for region in before.regions if before else ():
@@ -236,7 +236,7 @@ def _whole_axes(target: Tensor) -> int:
     return axis
 
 
-def _regions(block: Block, layout: Layout, modules: Mapping[str, Module]) -> Iterator[Region]:
+def _regions(block: Block, layout: PackedLayout, modules: Mapping[str, Module]) -> Iterator[Region]:
     if block.module not in modules:
         raise AdapterError(f"the base has no module {block.module} that can carry LoRA.")
     module = modules[block.module]

@@ -16,7 +16,7 @@ LARGEST_GAP = 60.0
 
 
 @dataclass(frozen=True)
-class Metrics:
+class BatchMetrics:
     """Numbers of a batch; means are over its completion tokens, entropies and divergences in nats.
 
     Ratios are trainer over sampler, `kl_old` the divergence between both, None where there are no samples;
@@ -43,7 +43,7 @@ class Metrics:
 
 
 @dataclass(frozen=True)
-class Seen:
+class MicrobatchStats:
     """What a microbatch left behind, (T) and without gradient; `base_T` is empty where nobody asked.
 
     `strayed` of the `routed` tokens, which came with the engine's experts, would have taken others.
@@ -63,7 +63,7 @@ class Seen:
     routed: int
 
 
-def measure(seen: Sequence[Seen], sampled: bool) -> Metrics:
+def measure(seen: Sequence[MicrobatchStats], sampled: bool) -> BatchMetrics:
     """Return the metrics of all microbatches together; `sampled`: their `old_T` are a sampler's."""
 
     def whole(name: str) -> Tensor:
@@ -74,7 +74,7 @@ def measure(seen: Sequence[Seen], sampled: bool) -> Metrics:
     gap_T = (new_T - whole("old_T")).clamp(max=LARGEST_GAP)
     base_T = torch.minimum(base_T, new_T + LARGEST_GAP) if len(base_T) else base_T
     ratio_T = gap_T.exp()
-    return Metrics(
+    return BatchMetrics(
         loss=whole("loss_T").sum().item(),
         importance_ratio=ratio_T.mean().item() if sampled else None,
         ratio_min=ratio_T.min().item() if sampled else None,

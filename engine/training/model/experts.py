@@ -26,7 +26,7 @@ from kernels.routed import LEAST_ROWS
 
 
 @dataclass(frozen=True)
-class Groups:
+class SortedPairs:
     """Pairs sorted by expert: the pair of each row, `order` (N), each pair's row, `place` (P), `ends` (E).
 
     On a CPU a row's bits do not depend on what else is in its batch: the BLAS sums in one order from four
@@ -38,7 +38,7 @@ class Groups:
     ends: Tensor
 
     @staticmethod
-    def of(experts_TK: Tensor, count: int) -> "Groups":
+    def of(experts_TK: Tensor, count: int) -> "SortedPairs":
         experts = experts_TK.flatten()
         pairs, rows_E = len(experts), torch.bincount(experts, minlength=count)
         if not experts.is_cuda:
@@ -47,17 +47,17 @@ class Groups:
             rows_E += missing_E
         order, ends = experts.argsort(stable=True), rows_E.cumsum(0, dtype=torch.int32)
         # Padding has the numbers after all pairs'; its rows repeat the last of them.
-        return Groups(order.clamp(max=pairs - 1), order.argsort()[:pairs], ends)
+        return SortedPairs(order.clamp(max=pairs - 1), order.argsort()[:pairs], ends)
 
 
-class Product(Function):
+class ExpertMatmul(Function):
     """Each pair's product (P, O) with its expert's frozen weight; the rows alone get a gradient.
 
     `x` has a row for `each` pairs. On any device the same sums in the same order: no atomic additions.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_EOD: Tensor, groups: Groups, each: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight_EOD: Tensor, groups: SortedPairs, each: int) -> Tensor:
         ctx.each = each
         ctx.save_for_backward(weight_EOD, groups.order, groups.place, groups.ends)
         rows_ND = x.index_select(0, groups.order // each)
@@ -98,14 +98,14 @@ class SlottedExperts(nn.Module):
 
     def forward(self, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
         tokens, count = experts_TK.shape
-        groups = Groups.of(experts_TK, len(self.base.down_proj))
+        groups = SortedPairs.of(experts_TK, len(self.base.down_proj))
         slots = Slots(self.parts, experts_TK, self.ops)
-        both_PI = Product.apply(x_TH, self.base.gate_up_proj, groups, count)
+        both_PI = ExpertMatmul.apply(x_TH, self.base.gate_up_proj, groups, count)
         gate_TKI, up_TKI = both_PI.view(tokens, count, -1).chunk(2, dim=-1)
         gate_TKI = slots.add(gate_TKI, x_TH, self.pairs.get("gate_proj", {}))
         up_TKI = slots.add(up_TKI, x_TH, self.pairs.get("up_proj", {}))
         inner_TKI = self.base.act_fn(gate_TKI) * up_TKI
-        y_PH = Product.apply(inner_TKI.flatten(0, 1), self.base.down_proj, groups, 1)
+        y_PH = ExpertMatmul.apply(inner_TKI.flatten(0, 1), self.base.down_proj, groups, 1)
         y_TKH = slots.add(y_PH.view(tokens, count, -1), inner_TKI, self.pairs.get("down_proj", {}))
         return (y_TKH * weights_TK[..., None]).sum(1).to(x_TH.dtype)
 

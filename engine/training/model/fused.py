@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
-from engine.training.loss.measures import Seen, measure
+from engine.training.loss.measures import MicrobatchStats, measure
 from engine.training.model.adapter import Adapter
 from engine.training.model.lora import ResidentBase
 from engine.training.model.microbatches import first_fit, stream_tokens
-from engine.training.model.packing import Example, Row
+from engine.training.model.packing import Example, TokenRow
 from engine.training.model.update import Backward, Objective, adding_gradients, check, learn
 
 # Tokens of one session's stream up to which fusing wins clearly; see `is_worth_fusing`.
@@ -53,7 +53,7 @@ def is_worth_fusing(base: ResidentBase, calls: Sequence[Call]) -> bool:
     return len(calls) > 1 and base.packs and small and not replays(calls)
 
 
-def is_small(rows: Sequence[Row]) -> bool:
+def is_small(rows: Sequence[TokenRow]) -> bool:
     """Say whether one session's rows are few enough tokens to go together with others."""
     return stream_tokens(rows) <= FEW_TOKENS
 
@@ -88,7 +88,7 @@ def forward_backward_many(
         objective.shares([example.row.length for example in call.data])
         for call, objective in zip(calls, objectives, strict=True)
     ]
-    seen: list[list[Seen]] = [[] for _ in calls]
+    seen: list[list[MicrobatchStats]] = [[] for _ in calls]
     logprobs: list[dict[int, Tensor]] = [{} for _ in calls]
     with adding_gradients(call.adapter for call in calls):
         for pieces in _together(base, calls, objectives):
@@ -127,7 +127,7 @@ def _microbatch(
     pieces: Sequence[Piece],
     objectives: Sequence[Objective],
     shares: Sequence[Sequence[float]],
-) -> list[Seen]:
+) -> list[MicrobatchStats]:
     rows = [[calls[piece.call].data[i].row for i in piece.batch] for piece in pieces]
     stream = base.pack(rows)
     sizes = [sum(row.length for row in part) for part in rows]

@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 from engine.training.model.adapter import Part
 
 
-class Product(Function):
+class LoRAMatmul(Function):
     """`x @ W.T + x @ A.T @ (scale * B).T` of each part's tokens; W is frozen, x and factors get gradients.
 
     Written out because autograd would keep and add a whole output for each of the products.
@@ -88,5 +88,5 @@ class SlottedLinear(nn.Module):
             y: Tensor = self.base(x)
             return y
         flat = x.flatten(0, -2)
-        y = Product.apply(flat, self.base.weight, self.base.bias, self.spans, self.scales, *self.factors)
+        y = LoRAMatmul.apply(flat, self.base.weight, self.base.bias, self.spans, self.scales, *self.factors)
         return y.view(*x.shape[:-1], -1)

@@ -26,7 +26,7 @@ from engine.training.model.adapter import Adapter, Part, by_pattern, chosen_site
 from engine.training.model.experts import SlottedExperts, slotted_experts
 from engine.training.model.linear import SlottedLinear
 from engine.training.model.microbatches import microbatches
-from engine.training.model.packing import IMPLEMENTATION, Row, Stream, can_pack, pack, use_packing
+from engine.training.model.packing import IMPLEMENTATION, Stream, TokenRow, can_pack, pack, use_packing
 from engine.training.model.replay import Replay
 
 Slotted = SlottedLinear | SlottedExperts
@@ -137,24 +137,24 @@ class ResidentBase:
                 slotted.switch(name, ())
             self.replay.lay((), self.device)
 
-    def pack(self, parts: Sequence[Sequence[Row]]) -> Stream:
+    def pack(self, parts: Sequence[Sequence[TokenRow]]) -> Stream:
         """Return rows of several adapters as one stream for `logprobs` under `using_many`."""
         return pack(parts, self.device, self.model.dtype)
 
-    def microbatches(self, rows: Sequence[Row], unit: int = 1) -> list[list[int]]:
+    def microbatches(self, rows: Sequence[TokenRow], unit: int = 1) -> list[list[int]]:
         """Return indices in batches for `logprobs`; `unit` consecutive rows stay together."""
         return microbatches(rows, self.microbatch_tokens, unit, shared=self.packs)
 
-    def logprobs(self, rows: Sequence[Row] | Stream) -> Tensor:
+    def logprobs(self, rows: Sequence[TokenRow] | Stream) -> Tensor:
         """Return log-probabilities (T,) in float32 of all rows' completion tokens, row after row."""
         return self._read(rows, entropy=False)[0]
 
-    def logprobs_and_entropy(self, rows: Sequence[Row] | Stream) -> tuple[Tensor, Tensor]:
+    def logprobs_and_entropy(self, rows: Sequence[TokenRow] | Stream) -> tuple[Tensor, Tensor]:
         """Return `logprobs`, and for each the entropy (nats, no gradient) of what could stand there."""
         logprob_T, entropy_T = self._read(rows, entropy=True)
         return logprob_T, entropy_T
 
-    def _read(self, rows: Sequence[Row] | Stream, entropy: bool) -> tuple[Tensor, ...]:
+    def _read(self, rows: Sequence[TokenRow] | Stream, entropy: bool) -> tuple[Tensor, ...]:
         """Return the log-probabilities, and the entropies where they are asked for.
 
         The vocabulary is only touched at those positions.
@@ -166,7 +166,7 @@ class ResidentBase:
         found = [checkpoint(self._picked, *part, entropy, use_reentrant=False) for part in parts]
         return tuple(torch.cat(column) for column in zip(*found, strict=True))
 
-    def _hidden(self, rows: Sequence[Row] | Stream) -> tuple[Tensor, Tensor]:
+    def _hidden(self, rows: Sequence[TokenRow] | Stream) -> tuple[Tensor, Tensor]:
         """Return the hidden states before all completion tokens, and these tokens."""
         if not isinstance(rows, Stream):
             return self._hidden(self.pack([rows])) if self.packs else self._padded(rows)
@@ -181,7 +181,7 @@ class ResidentBase:
         self.replay.count(stream.before)
         return found.last_hidden_state[0].index_select(0, stream.before), stream.chosen
 
-    def _padded(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
+    def _padded(self, rows: Sequence[TokenRow]) -> tuple[Tensor, Tensor]:
         """Return `_hidden` by rows that are padded on the right, where causal attention never looks."""
         width = max(len(row.tokens) for row in rows)
         tokens_BS = torch.zeros(len(rows), width, dtype=torch.long)
@@ -211,7 +211,7 @@ class ResidentBase:
             return picked_T, whole_T - torch.linalg.vecdot(chance_TV, logits_TV)
 
     def score(
-        self, adapter: Adapter | None, rows: Sequence[Row], between: Callable[[], None] = lambda: None
+        self, adapter: Adapter | None, rows: Sequence[TokenRow], between: Callable[[], None] = lambda: None
     ) -> list[list[float]]:
         """Return each row's completion log-probabilities under an adapter, or under the base.
 
@@ -232,7 +232,7 @@ class ResidentBase:
         ends: Collection[int],
         limit: int,
         between: Callable[[], None] = lambda: None,
-    ) -> list[Row]:
+    ) -> list[TokenRow]:
         """Return each prompt with its most likely completion, up to `limit` tokens or a token of `ends`.
 
         `between` is called after each token and may raise to end the call.
@@ -252,8 +252,8 @@ class ResidentBase:
             eos_token_id=list(ends),
             pad_token_id=0,
         )
-        longest = [Row((*prompt, *[0] * limit), len(prompt)) for prompt in prompts]
-        rows: dict[int, Row] = {}
+        longest = [TokenRow((*prompt, *[0] * limit), len(prompt)) for prompt in prompts]
+        rows: dict[int, TokenRow] = {}
         with torch.no_grad(), self.using(adapter), self._generating():
             for batch in microbatches(longest, self.microbatch_tokens, shared=False):
                 asked = [longest[i].prompt for i in batch]
@@ -268,7 +268,7 @@ class ResidentBase:
                 )
                 for i, prompt, found in zip(batch, asked, found_BS[:, width:].tolist(), strict=True):
                     count = next((at for at, token in enumerate(found, 1) if token in ends), len(found))
-                    rows[i] = Row((*prompt, *found[:count]), len(prompt))
+                    rows[i] = TokenRow((*prompt, *found[:count]), len(prompt))
         return [rows[i] for i in range(len(prompts))]
 
     @contextmanager

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from engine.planning.memory import COPIES
-from engine.training.model.packing import Row
+from engine.training.model.packing import TokenRow
 
 Piece = TypeVar("Piece")
 
 
-def microbatches(rows: Sequence[Row], budget: int, unit: int = 1, shared: bool = True) -> list[list[int]]:
+def microbatches(
+    rows: Sequence[TokenRow], budget: int, unit: int = 1, shared: bool = True
+) -> list[list[int]]:
     """Return indices in batches of at most `budget` tokens of the stream; a larger unit is alone.
 
     `unit` consecutive rows stay together. Rows with the same prompt do where they fit, so that they share
@@ -43,12 +45,12 @@ def microbatches(rows: Sequence[Row], budget: int, unit: int = 1, shared: bool =
     return [sorted(i for piece in batch for i in piece) for batch in first_fit(sized, budget)]
 
 
-def stream_tokens(rows: Sequence[Row]) -> int:
+def stream_tokens(rows: Sequence[TokenRow]) -> int:
     """Return how many tokens `pack` makes of one part's rows."""
     return _prompt_tokens(rows) + sum(row.length - 1 for row in rows)
 
 
-def _prompt_tokens(rows: Sequence[Row]) -> int:
+def _prompt_tokens(rows: Sequence[TokenRow]) -> int:
     """Return the tokens of the prompts that these rows share."""
     return sum({row.shared: row.start for row in rows}.values())
 

@@ -32,7 +32,7 @@ FLOOR = 2**14
 
 
 @dataclass(frozen=True)
-class Row:
+class TokenRow:
     """Token ids of a prompt and its completion; the completion begins at position `start`, at least 1.
 
     `routes` (P, layers, K) are the experts that the engine chose for the first P tokens, see replay.py.
@@ -65,14 +65,14 @@ class Example:
     were left out.
     """
 
-    row: Row
+    row: TokenRow
     old_logprobs: tuple[float, ...] = ()
     advantages: tuple[float, ...] = ()
     number: int | None = None
 
 
 @dataclass(frozen=True)
-class Run:
+class QueryRun:
     """`count` queries from place `first` of the stream on, whose keys are a prompt's and then their own."""
 
     first: int
@@ -96,7 +96,7 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Layout:
+class AttentionLayout:
     """Where attention finds the stream's tokens.
 
     `queries` and `keys` (P) are the stream's places in all buckets, one after another; `place` (T) is where
@@ -125,7 +125,7 @@ class Stream:
     before: Tensor
     chosen: Tensor
     counts: tuple[int, ...]
-    layout: Layout
+    layout: AttentionLayout
     routes: tuple[tuple[Tensor | None, int], ...]
 
 
@@ -144,7 +144,7 @@ def use_packing(model: Any) -> None:
     model.set_attn_implementation(IMPLEMENTATION)
 
 
-def pack(parts: Sequence[Sequence[Row]], device: torch.device, dtype: torch.dtype) -> Stream:
+def pack(parts: Sequence[Sequence[TokenRow]], device: torch.device, dtype: torch.dtype) -> Stream:
     """Return the parts' rows as one stream; rows of one part with the same prompt share it.
 
     A row's last token predicts nothing, so it is left out.
@@ -152,11 +152,11 @@ def pack(parts: Sequence[Sequence[Row]], device: torch.device, dtype: torch.dtyp
     tokens: list[int] = []
     positions: list[int] = []
     before: list[int] = []
-    buckets: list[list[Run]] = []
+    buckets: list[list[QueryRun]] = []
     routes: list[tuple[Tensor | None, int]] = []
     ends = [0]
 
-    def add(row: Row, begin: int, end: int) -> int:
+    def add(row: TokenRow, begin: int, end: int) -> int:
         tokens.extend(row.tokens[begin:end])
         positions.extend(range(begin, end))
         routes.append((None if row.routes is None else row.routes[begin:end], end - begin))
@@ -164,18 +164,18 @@ def pack(parts: Sequence[Sequence[Row]], device: torch.device, dtype: torch.dtyp
 
     for rows in parts:
         named = [row.shared for row in rows]
-        runs: list[Run] = []
+        runs: list[QueryRun] = []
         samples, prompts = Counter(named), dict[Any, int]()
         for row, prompt in zip(rows, named, strict=True):
             alone = samples[prompt] == 1
             if prompt not in prompts:
                 prompts[prompt] = add(row, 0, row.start)
-                runs.append(Run(prompts[prompt], len(row.tokens) - 1 if alone else row.start))
+                runs.append(QueryRun(prompts[prompt], len(row.tokens) - 1 if alone else row.start))
             first = add(row, row.start, len(row.tokens) - 1)
             before.append(prompts[prompt] + row.start - 1)
             before.extend(range(first, len(tokens)))
             if not alone and first < len(tokens):
-                runs.append(Run(first, len(tokens) - first, prompts[prompt], row.start))
+                runs.append(QueryRun(first, len(tokens) - first, prompts[prompt], row.start))
         ends.append(len(tokens))
         # Of each part alone: attention then rounds as it does without the others.
         buckets += _bucketed(runs)
@@ -188,9 +188,9 @@ def pack(parts: Sequence[Sequence[Row]], device: torch.device, dtype: torch.dtyp
     return Stream(tokens_T, positions_T, before_N, chosen_N, counts, layout, tuple(routes))
 
 
-def _bucketed(runs: Sequence[Run]) -> list[list[Run]]:
+def _bucketed(runs: Sequence[QueryRun]) -> list[list[QueryRun]]:
     """Return runs of about one length together; prompts and whole rows apart from those behind a prompt."""
-    buckets: list[list[Run]] = []
+    buckets: list[list[QueryRun]] = []
     needed = queries = keys = 0
     for run in sorted(runs, key=lambda run: (run.prompt_count == 0, -run.keys, -run.count)):
         needed, queries, keys = needed + run.count * run.keys, max(queries, run.count), max(keys, run.keys)
@@ -202,7 +202,7 @@ def _bucketed(runs: Sequence[Run]) -> list[list[Run]]:
     return buckets
 
 
-def _places(runs: Sequence[Run], dtype: torch.dtype) -> tuple[Bucket, Tensor, Tensor]:
+def _places(runs: Sequence[QueryRun], dtype: torch.dtype) -> tuple[Bucket, Tensor, Tensor]:
     """Return a bucket and the stream's places of its queries (B, Q) and keys (B, K); padding is -1."""
     numbers = [(run.first, run.count, run.prompt_first, run.prompt_count) for run in runs]
     first_B1, count_B1, prompt_first_B1, prompt_B1 = torch.tensor(numbers).T[:, :, None]
@@ -218,7 +218,9 @@ def _places(runs: Sequence[Run], dtype: torch.dtype) -> tuple[Bucket, Tensor, Te
     return Bucket(len(runs), len(query_Q), len(key_K), mask), query_BQ, key_BK
 
 
-def _layout(runs: Sequence[Sequence[Run]], total: int, device: torch.device, dtype: torch.dtype) -> Layout:
+def _layout(
+    runs: Sequence[Sequence[QueryRun]], total: int, device: torch.device, dtype: torch.dtype
+) -> AttentionLayout:
     """Place runs in buckets. Everything is found on the CPU, so that a GPU does not wait."""
     buckets, queries, keys = zip(*(_places(bucket, dtype) for bucket in runs), strict=True)
     query_P, key_P = (torch.cat([part.flatten() for part in parts]) for parts in (queries, keys))
@@ -231,7 +233,7 @@ def _layout(runs: Sequence[Sequence[Run]], total: int, device: torch.device, dty
     moved = tuple(
         replace(bucket, mask=None if bucket.mask is None else bucket.mask.to(device)) for bucket in buckets
     )
-    return Layout(moved, *(values.to(device) for values in numbers))
+    return AttentionLayout(moved, *(values.to(device) for values in numbers))
 
 
 class Take(Function):
@@ -248,7 +250,7 @@ class Take(Function):
         return embedding_bag(users, grads[0].contiguous(), offsets, mode="sum"), None, None, None
 
 
-class Move(Function):
+class GatherUnique(Function):
     """The lines of `x` at `index`, each of which is read once or not at all; `back` is where they went."""
 
     @staticmethod
@@ -269,7 +271,7 @@ def attend(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    layout: Layout | None = None,
+    layout: AttentionLayout | None = None,
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -282,7 +284,7 @@ def attend(
     assert (attention_mask, sliding_window, dropout) == (None, None, 0.0), "no such model is packed"
     if layout is None:
         return sdpa_attention_forward(module, query, key, value, None, scaling=scaling, **kwargs)
-    query_P = Move.apply(_lines(query), layout.queries, layout.place)
+    query_P = GatherUnique.apply(_lines(query), layout.queries, layout.place)
     key_P, value_P = (Take.apply(_lines(x), layout.keys, layout.users, layout.offsets) for x in (key, value))
     out_P, query_at, key_at = [], 0, 0
     for bucket in layout.buckets:

@@ -21,10 +21,10 @@ from engine.settings.losses import LossConfig, loss_config
 from engine.threads import bounded
 from engine.training.loss.corrections import Corrected, correct, uncorrected
 from engine.training.loss.grpo import Loss, Tokens, kl_to_base, loss_of
-from engine.training.loss.measures import Metrics, Seen, measure
+from engine.training.loss.measures import BatchMetrics, MicrobatchStats, measure
 from engine.training.model.adapter import Adapter
 from engine.training.model.lora import ResidentBase
-from engine.training.model.packing import Example, Row
+from engine.training.model.packing import Example, TokenRow
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ T = TypeVar("T")
 class Backward:
     """What a backward pass found; `logprobs` are each example's, one a completion token."""
 
-    metrics: Metrics
+    metrics: BatchMetrics
     logprobs: tuple[tuple[float, ...], ...]
 
 
@@ -94,7 +94,7 @@ def _in_time(name: str, config: LossConfig, call: Callable[[], T]) -> T:
 def forward(
     base: ResidentBase,
     adapter: Adapter | None,
-    rows: Sequence[Row],
+    rows: Sequence[TokenRow],
     between: Callable[[], None] = lambda: None,
 ) -> list[list[float]]:
     """Return each row's completion log-probabilities, without gradients; `ConfigError` for wrong rows.
@@ -122,7 +122,7 @@ def forward_backward(
     objective = Objective.of(loss, config)
     check(base, data, loss, objective.loss)
     shares = objective.shares([example.row.length for example in data])
-    seen: list[Seen] = []
+    seen: list[MicrobatchStats] = []
     logprobs: dict[int, Tensor] = {}
     with adding_gradients([adapter]):
         for batch in base.microbatches([example.row for example in data], objective.loss.unit):
@@ -141,7 +141,7 @@ def _microbatch(
     batch: Sequence[int],
     shares: Sequence[float],
     objective: Objective,
-) -> Seen:
+) -> MicrobatchStats:
     rows = [data[i].row for i in batch]
     base_T = None
     if objective.needs_base:
@@ -163,7 +163,7 @@ def learn(
     new_T: Tensor,
     entropy_T: Tensor,
     base_T: Tensor | None,
-) -> tuple[Tensor, Seen]:
+) -> tuple[Tensor, MicrobatchStats]:
     """Return the loss's gradient (T) for the log-probabilities of a microbatch, and what was seen of it.
 
     In two halves, so that a loss that is no number is found before it reaches any factor: `ConfigError`.
@@ -172,7 +172,7 @@ def learn(
     tokens = tokens_of([data[i] for i in batch], [shares[i] for i in batch], leaf_T, base_T)
     gradient_T, loss_T, clipped_T, corrected = objective.gradient(tokens)
     refuse_broken(loss_T, gradient_T, tokens, [number_of(data, i) for i in batch])
-    return gradient_T, Seen(
+    return gradient_T, MicrobatchStats(
         new_T=new_T.detach(),
         old_T=tokens.old_T,
         base_T=new_T.new_zeros(0) if base_T is None else base_T,
@@ -282,7 +282,7 @@ def check(base: ResidentBase, data: Sequence[Example], name: str, loss: Loss) ->
             )
 
 
-def check_rows(base: ResidentBase, rows: Sequence[Row]) -> None:
+def check_rows(base: ResidentBase, rows: Sequence[TokenRow]) -> None:
     """Raise `ConfigError` when there are no rows, or that names the first one that the base cannot take."""
     if not rows:
         raise ConfigError("There are no samples. Send at least one.")

@@ -25,7 +25,7 @@ from engine.settings.params import Params, load_params
 from engine.training.service import protocol
 
 if TYPE_CHECKING:
-    from engine.planning.memory import Plan
+    from engine.planning.memory import MemoryPlan
     from engine.training.model.lora import ResidentBase
     from engine.training.service.trainer import Trainer
 
@@ -179,7 +179,7 @@ def load_trainer(params: Params) -> "Trainer":
     return Trainer(params, base, info.digest, exporter, session_bytes)
 
 
-def load_base(params: Params, path: Path, plan: "Plan | None") -> "ResidentBase":
+def load_base(params: Params, path: Path, plan: "MemoryPlan | None") -> "ResidentBase":
     """Load the base where the settings want it: float32 on a CPU, the engine's dtype on a GPU."""
     import torch
 

@@ -21,7 +21,7 @@ from engine.settings.params import Params, served_name
 from engine.store.open import open_store
 from engine.training.model.adapter import Adapter
 from engine.training.model.lora import ResidentBase
-from engine.training.model.packing import Row
+from engine.training.model.packing import TokenRow
 from engine.training.service.protocol import Export, Exported, ProbeRevision
 from engine.training.service.session import Session
 
@@ -130,7 +130,7 @@ class Exporter:
         between: Callable[[], None],
     ) -> Probe:
         """Complete the prompts greedily and record every token's log-probability under adapter and base."""
-        rows = [Row(row.tokens, 1) for row in base.greedy(adapter, prompts, self.ends, limit, between)]
+        rows = [TokenRow(row.tokens, 1) for row in base.greedy(adapter, prompts, self.ends, limit, between)]
         scores = (base.score(scored, rows, between) for scored in (adapter, None))
         values = zip(rows, *scores, strict=True)
         name = str(self.dtype).removeprefix("torch.")

@@ -1,7 +1,7 @@
 """A policy's stored sessions, found and removed: their states hold adapter, moments and what was sampled.
 
 Knows directories and headers. Whether a session is open is told by when its state was last touched; a
-running trainer knows better (`Sessions.forget`).
+running trainer knows better (`Sessions.delete`).
 """
 
 import re

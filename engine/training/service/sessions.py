@@ -179,7 +179,7 @@ class Sessions:
         os.utime(state_file(self.directory / name), (long_ago, long_ago))
         self._leave(self._known[name])
 
-    def forget(self, policy: str, only_ask: bool = False) -> dict[str, int]:
+    def delete(self, policy: str, only_ask: bool = False) -> dict[str, int]:
         """Remove every session of a policy, from memory and disk; `Conflict` while one is open.
 
         Return how many there were on disk, and their bytes. With `only_ask` nothing is removed.

@@ -18,7 +18,7 @@ from engine.errors import ConfigError, GraftworkError, NotFound
 from engine.settings.params import Params
 from engine.training.model.fused import Call, forward_backward_many, is_small, is_worth_fusing
 from engine.training.model.lora import ResidentBase
-from engine.training.model.packing import Example, Row
+from engine.training.model.packing import Example, TokenRow
 from engine.training.model.replay import decode, mask_unknown
 from engine.training.model.update import Backward, Objective, check, forward
 from engine.training.service import protocol
@@ -225,7 +225,7 @@ class Trainer:
 
     def forget_policy(self, request: protocol.ForgetPolicy) -> dict[str, int]:
         """Remove every session of a policy, from memory and disk; or only say whether one is open."""
-        return self.sessions.forget(request.policy, request.only_ask)
+        return self.sessions.delete(request.policy, request.only_ask)
 
     def probe(self, request: protocol.ProbeRevision) -> dict[str, Any]:
         between = self._between(request)
@@ -305,4 +305,4 @@ def example_of(datum: protocol.Datum) -> Example:
     whole = (*tokens, int(last))
     routes = decode(datum.routed_experts) if datum.routed_experts else None
     old, advantages = (tuple(inputs.get(name, ())[first:]) for name in ("logprobs", "advantages"))
-    return Example(Row(whole, first + 1, routes), old, advantages)
+    return Example(TokenRow(whole, first + 1, routes), old, advantages)

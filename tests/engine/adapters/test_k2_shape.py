@@ -14,12 +14,12 @@ from base_layers import adapter, layers_of, slot_values
 from repository import ROOT
 
 from engine.adapters import packed
-from engine.adapters.packed import Block, Layout
+from engine.adapters.packed import Block, PackedLayout
 from engine.base.families import BaseShapes
 from engine.base.model_config import read_config
 from engine.planning.adapters import Wanted, plan_adapters
 from engine.serving.worker.host_tier import LAYOUT_LIMIT, HostTier, read_layout
-from engine.serving.worker.loader import Registered, SlotManager
+from engine.serving.worker.loader import RegisteredAdapter, SlotManager
 from engine.settings.services import EngineConfig
 from engine.store.segments import Store
 
@@ -58,7 +58,7 @@ def load(tmp_path: Path, layers: int, tp: tuple[int, int] = (0, 1)):
     held = tier.open("k2", address)
     tier.verify(held, address)
     assert held.bytes.mapped is not None
-    manager.add_adapter(Registered(1, held))
+    manager.add_adapter(RegisteredAdapter(1, held))
     manager.activate_adapter(1)
     assert manager.lora_index_to_id == [1]
     wanted = Wanted(1, 1 << 50, tp[1])
@@ -106,7 +106,7 @@ def test_a_layout_with_a_rank_of_its_own_for_every_expert_is_within_the_limit():
     assert read_layout(text) == layout
 
 
-def worst_layout() -> Layout:
+def worst_layout() -> PackedLayout:
     """Return all 61 layers' blocks, experts by turns of rank 1 and 2, gate and up of two ranks as well."""
     shapes = BaseShapes.of(KIMI_K2)
     blocks: list[Block] = []
@@ -129,7 +129,7 @@ def worst_layout() -> Layout:
             for i, leaf in enumerate(("gate_proj", "up_proj")):
                 add(f"{path}.gate_up_proj", 1 + (number + i) % 2, i, experts.size(leaf), number)
             add(f"{path}.down_proj", 1 + number % 2, 0, experts.size("down_proj"), number)
-    return Layout(DTYPE, offset, tuple(blocks))
+    return PackedLayout(DTYPE, offset, tuple(blocks))
 
 
 @pytest.mark.slow

@@ -66,7 +66,7 @@ def test_a_hole_in_the_slices_splits_the_run():
 def test_adapters_of_one_shape_share_a_layout():
     one, two = (packed.pack(adapter({"q_proj"}, 4, seed), torch.float32, SHAPES.fused) for seed in (1, 2))
     assert one.layout.digest == two.layout.digest
-    assert packed.Layout.from_json(one.layout.to_json()) == one.layout
+    assert packed.PackedLayout.from_json(one.layout.to_json()) == one.layout
     assert packed.pack(adapter({"q_proj"}, 8), torch.float32, SHAPES.fused).layout.digest != one.layout.digest
 
 
@@ -149,7 +149,7 @@ def test_all_experts_of_a_layer_are_two_blocks_a_module():
     assert len(routed) == 8
     modules = {block.module.rpartition(".")[2] for block in layout.blocks}
     assert modules == {"fused_qkv_a_proj", "q_b_proj", "kv_b_proj", "o_proj", "gate_up_proj", "down_proj"}
-    assert packed.Layout.from_json(layout.to_json()) == layout
+    assert packed.PackedLayout.from_json(layout.to_json()) == layout
 
 
 def test_latent_attention_without_a_narrow_query_fuses_nothing():

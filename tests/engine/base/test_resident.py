@@ -11,7 +11,7 @@ from engine.base import build as building
 from engine.base import prompts
 from engine.base import resident as bases
 from engine.errors import BaseModelError, ConfigError
-from engine.settings.params import BaseConfig, Example, Paths
+from engine.settings.params import BaseConfig, FewShotExample, Paths
 
 SMALL = replace(bases.RECIPES["tiny-dense"], steps=3, problems=256, batch=8)
 
@@ -183,7 +183,7 @@ LLAMA = (
     "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
 )
 GEMMA = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}hm"
-SHOTS = (Example(question="1 + 1?", answer="2"), Example(question="2 + 2?", answer="4"))
+SHOTS = (FewShotExample(question="1 + 1?", answer="2"), FewShotExample(question="2 + 2?", answer="4"))
 
 
 def instructed(tiny_base, template: str | None, **special: str):

@@ -38,7 +38,7 @@ from engine.catalog.catalog import (
     migrate,
 )
 from engine.catalog.database import open_engine
-from engine.catalog.postgres_timeouts import PatientConnection
+from engine.catalog.postgres_timeouts import TimeoutConnection
 from engine.catalog.tables import layouts, metadata
 from engine.errors import AdapterError, ConfigError, Conflict, NotFound, ServiceError
 
@@ -453,7 +453,7 @@ def test_nobody_waits_again_for_a_server_that_says_nothing(
             options |= {"host": "127.0.0.1", "port": silent.getsockname()[1]}
             return psycopg.Connection.connect(*args, **options)
 
-        monkeypatch.setattr(PatientConnection, "connect", elsewhere)
+        monkeypatch.setattr(TimeoutConnection, "connect", elsewhere)
         asks = [
             catalog.changes.version,
             partial(catalog.routes.get, "sorting"),

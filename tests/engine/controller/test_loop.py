@@ -75,7 +75,7 @@ def users(params: Params) -> Users:
 
 
 def start(controller: Controller, digest: str = NEW, **settings: Any) -> Release:
-    return controller.desk.start("sorting", digest, settings, {"score": "not scored here"}, "me")
+    return controller.decisions.start("sorting", digest, settings, {"score": "not scored here"}, "me")
 
 
 def ledger_rows(controller: Controller, query: str) -> list[tuple]:
@@ -189,16 +189,16 @@ def test_the_offline_score_is_paired_by_item(controller: Controller, users: User
     score(NEW, "a", 0.0, suite="another")
     score(NEW, "a", 0.0, suite_version="0")
     users.spool.rotate()
-    release = controller.desk.start("sorting", NEW, {}, {}, "me")
+    release = controller.decisions.start("sorting", NEW, {}, {}, "me")
     controller.tick()
     row = controller.catalog.releases.get(release.id)
     assert row.step == "canary"
     assert row.state == "running"
-    controller.desk.hold(row.id, "me", "enough")
+    controller.decisions.hold(row.id, "me", "enough")
     for item in ("a", "b"):
         score(THIRD, item, 0.0)
     users.spool.rotate()
-    worse = controller.desk.start("sorting", THIRD, {}, {}, "me")
+    worse = controller.decisions.start("sorting", THIRD, {}, {}, "me")
     controller.tick()
     ended = controller.catalog.releases.get(worse.id)
     assert (ended.state, ended.evidence["score"]) == ("held", {"items": 2, "revision": 0.0, "baseline": 1.0})
@@ -211,7 +211,7 @@ def test_a_release_waits_for_what_was_spooled_before_it(controller: Controller, 
     for digest in (OLD, NEW):
         users.spool.emit("scores", digest=digest, item="a", score=1.0, **fields)
     users.spool.rotate()
-    release = controller.desk.start("sorting", NEW, {}, {}, "me")
+    release = controller.decisions.start("sorting", NEW, {}, {}, "me")
     controller._advance_all()
     assert controller.catalog.releases.get(release.id).step == "probe"
     controller.tick()
@@ -395,7 +395,7 @@ def test_a_ledger_that_cannot_be_opened_again_keeps_the_rest_going(
         controller.tick()
         assert str(holder.pid) in controller.faults["ingest"]
         assert controller.catalog.releases.get(release.id).state == "running"
-        controller.desk.rollback("sorting", THIRD, "me", "A person needs no ledger.")
+        controller.decisions.rollback("sorting", THIRD, "me", "A person needs no ledger.")
         assert controller.catalog.tombstones.find("sorting", THIRD) is not None
     finally:
         holder.kill()
@@ -503,7 +503,7 @@ def test_another_holder_of_the_lease_ends_the_loop(controller: Controller) -> No
 @pytest.fixture
 def web(controller: Controller) -> Iterator[TestClient]:
     key = controller.catalog.keys.ensure_local(controller.params.paths.local_key)
-    mirror = AliasMirror(controller.catalog, controller.desk, controller.lock, Registry(httpx.Client()))
+    mirror = AliasMirror(controller.catalog, controller.decisions, controller.lock, Registry(httpx.Client()))
     with TestClient(build_app(controller, mirror), headers={"Authorization": f"Bearer {key}"}) as client:
         yield client
 
@@ -593,7 +593,7 @@ def test_a_person_ends_the_revisions_own_release(controller: Controller, web: Te
 
 def test_pages_health_ledger_and_metrics(controller: Controller, web: TestClient) -> None:
     release = start(controller)
-    controller.desk.hold(release.id, "me", "<script>alert(1)</script>")
+    controller.decisions.hold(release.id, "me", "<script>alert(1)</script>")
     controller.spool.rotate()
     controller.tick()
     assert web.get("/health").json()["status"] == "ok"

@@ -17,7 +17,7 @@ from rows import NEW, OLD, THIRD, fill
 
 from engine.catalog.catalog import Catalog, migrate
 from engine.controller.loop import Controller
-from engine.controller.mlflow_aliases import REFUSED, AliasMirror, Move, find_moves, is_older
+from engine.controller.mlflow_aliases import REFUSED, AliasMirror, AliasMove, find_moves, is_older
 from engine.controller.mlflow_registry import Model, Registry
 from engine.services.lifecycle import environment
 from engine.settings.params import Params, ReleaseConfig
@@ -99,7 +99,7 @@ def mlflow(client: httpx.Client) -> Mlflow:
 
 @pytest.fixture
 def mirror(controller: Controller, mlflow: Mlflow) -> AliasMirror:
-    mirror = AliasMirror(controller.catalog, controller.desk, controller.lock, Registry(mlflow.client))
+    mirror = AliasMirror(controller.catalog, controller.decisions, controller.lock, Registry(mlflow.client))
     mirror.mirror()
     assert mlflow.aliases() == {"champion": "1"}
     return mirror
@@ -128,7 +128,7 @@ def test_a_moved_champion_is_promoted(controller: Controller, mirror: AliasMirro
 def test_a_moved_champion_ends_the_running_release(
     controller: Controller, mirror: AliasMirror, mlflow: Mlflow
 ) -> None:
-    release = controller.desk.start("sorting", NEW, {}, {}, "ada")
+    release = controller.decisions.start("sorting", NEW, {}, {}, "ada")
     mirror.mirror()
     assert mlflow.aliases() == {"champion": "1", "canary": "2"}
     mlflow.move("champion", "3")
@@ -155,7 +155,7 @@ def test_a_canary_alias_starts_a_release_and_its_deletion_holds_it(
 
 
 def bury(controller: Controller) -> None:
-    controller.desk.rollback("sorting", NEW, "ada", "It told lies.")
+    controller.decisions.rollback("sorting", NEW, "ada", "It told lies.")
 
 
 def refuse_by_probe(controller: Controller) -> None:
@@ -163,7 +163,7 @@ def refuse_by_probe(controller: Controller) -> None:
 
 
 def freeze(controller: Controller) -> None:
-    controller.desk.freeze("ada", "The quarter ends")
+    controller.decisions.freeze("ada", "The quarter ends")
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_a_refusal_goes_when_the_move_succeeds(
     mlflow.move("champion", "2")
     mirror.mirror()
     assert mlflow.refusal("2")
-    controller.desk.thaw("ada", "It is over")
+    controller.decisions.thaw("ada", "It is over")
     mlflow.move("champion", "2")
     mirror.mirror()
     assert controller.catalog.routes.get("sorting").champion == NEW
@@ -322,8 +322,8 @@ class Memory(Registry):
 @pytest.mark.parametrize("seed", range(30))
 def test_any_order_of_moves_and_faults_ends_in_one_state(controller: Controller, seed: int) -> None:
     chance, registry = random.Random(seed), Memory()
-    mirror = AliasMirror(controller.catalog, controller.desk, controller.lock, registry)
-    controller.desk.rollback("sorting", THIRD, "ada", "Never again.")
+    mirror = AliasMirror(controller.catalog, controller.decisions, controller.lock, registry)
+    controller.decisions.rollback("sorting", THIRD, "ada", "Never again.")
 
     def person() -> None:
         alias = chance.choice(["champion", "canary", "previous"])
@@ -361,7 +361,7 @@ def test_any_order_of_moves_and_faults_ends_in_one_state(controller: Controller,
 
 def test_our_own_write_that_was_cut_off_is_nobodys_move(controller: Controller) -> None:
     registry = Memory()
-    mirror = AliasMirror(controller.catalog, controller.desk, controller.lock, registry)
+    mirror = AliasMirror(controller.catalog, controller.decisions, controller.lock, registry)
     mirror.mirror()
     controller.applier.promote("sorting", NEW, "better", "controller")
     registry.calls, registry.fail_at = itertools.count(), 3
@@ -381,9 +381,11 @@ def test_find_moves_and_is_older(controller: Controller) -> None:
     catalog.aliases.note("p", "@seen", "5", "100")
     notes = {alias: note for (_, alias), note in catalog.aliases.all().items()}
     assert find_moves({"champion": "1", "canary": "2"}, notes) == []
-    assert find_moves({"champion": "2", "canary": "1"}, notes) == [Move("champion", "2")]
-    assert find_moves({}, notes) == [Move("champion", None), Move("canary", None)]
-    assert find_moves({"champion": "1", "canary": "1", "previous": "4"}, notes) == [Move("previous", "4")]
+    assert find_moves({"champion": "2", "canary": "1"}, notes) == [AliasMove("champion", "2")]
+    assert find_moves({}, notes) == [AliasMove("champion", None), AliasMove("canary", None)]
+    assert find_moves({"champion": "1", "canary": "1", "previous": "4"}, notes) == [
+        AliasMove("previous", "4")
+    ]
     for highest, updated, older in ((5, 100, False), (6, 101, False), (4, 100, True), (5, 99, True)):
         assert is_older(Model("p", {}, highest, updated), notes) is older
 
@@ -441,7 +443,11 @@ def test_a_registry_that_takes_no_webhook_is_still_polled(
 ) -> None:
     registry = Registry(client)
     mirror = AliasMirror(
-        controller.catalog, controller.desk, controller.lock, registry, hook="ftp://nowhere/mlflow/webhook"
+        controller.catalog,
+        controller.decisions,
+        controller.lock,
+        registry,
+        hook="ftp://nowhere/mlflow/webhook",
     )
     mirror._keep_hooked()
     assert client.get(f"{API}/webhooks").json().get("webhooks", []) == []

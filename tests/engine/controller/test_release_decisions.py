@@ -12,11 +12,11 @@ from rows import NEW, OLD, THIRD, fill
 
 from engine.catalog.catalog import Catalog, Notice, Release, migrate
 from engine.controller.api import build_app
-from engine.controller.health_monitor import MISSES, Watch
+from engine.controller.health_monitor import MISSES, HealthMonitor
 from engine.controller.loop import Controller
 from engine.controller.mlflow_aliases import AliasMirror
 from engine.controller.mlflow_registry import Registry
-from engine.controller.notifications import NoticeSender, drifted, engine_changed
+from engine.controller.notifications import NotificationSender, drifted, engine_changed
 from engine.errors import Conflict, NotFound
 from engine.settings.params import Params, ReleaseConfig
 
@@ -36,14 +36,14 @@ def controller(tmp_path: Path) -> Iterator[Controller]:
 @pytest.fixture
 def web(controller: Controller) -> Iterator[TestClient]:
     key = controller.catalog.keys.ensure_local(controller.params.paths.local_key)
-    mirror = AliasMirror(controller.catalog, controller.desk, controller.lock, Registry(httpx.Client()))
+    mirror = AliasMirror(controller.catalog, controller.decisions, controller.lock, Registry(httpx.Client()))
     with TestClient(build_app(controller, mirror), headers={"Authorization": f"Bearer {key}"}) as client:
         yield client
 
 
 def start(controller: Controller, approval_s: float, digest: str = NEW) -> Release:
     skipped = {"score": "not scored here", "canary": "no users here"}
-    release = controller.desk.start("sorting", digest, {"approval_s": approval_s}, skipped, "me")
+    release = controller.decisions.start("sorting", digest, {"approval_s": approval_s}, skipped, "me")
     controller.tick()
     return controller.catalog.releases.get(release.id)
 
@@ -78,7 +78,7 @@ def test_nobody_answered_in_time_is_a_hold(controller: Controller) -> None:
     assert "approv" in ended.reason.lower()
     assert controller.catalog.routes.get("sorting").champion == OLD
     with pytest.raises(Conflict, match="does not wait for approval"):
-        controller.desk.approve(release.id, "ada", "too late")
+        controller.decisions.approve(release.id, "ada", "too late")
 
 
 def test_an_approval_that_nobody_asked_for_is_refused(controller: Controller, web: TestClient) -> None:
@@ -108,27 +108,27 @@ def test_frozen_means_rollbacks_only(controller: Controller, web: TestClient) ->
 
 
 def test_a_canary_under_users_stays_while_frozen(controller: Controller) -> None:
-    release = controller.desk.start("sorting", NEW, {}, {"score": "not scored here"}, "me")
+    release = controller.decisions.start("sorting", NEW, {}, {"score": "not scored here"}, "me")
     controller.tick()
     assert controller.catalog.routes.get("sorting").canary == NEW
-    controller.desk.freeze("ada", "A holiday.")
+    controller.decisions.freeze("ada", "A holiday.")
     with pytest.raises(Conflict, match="A holiday"):
-        controller.desk.hold(release.id, "bob", "enough")
+        controller.decisions.hold(release.id, "bob", "enough")
     assert controller.catalog.routes.get("sorting").canary == NEW
-    controller.desk.rollback("sorting", NEW, "bob", "It is rude.")
+    controller.decisions.rollback("sorting", NEW, "bob", "It is rude.")
     assert controller.catalog.routes.get("sorting").canary is None
 
 
 def test_freezing_twice_keeps_the_first_reason(controller: Controller) -> None:
-    first = controller.desk.freeze("ada", "A holiday.")
-    assert controller.desk.freeze("bob", "Another one.") == first
-    controller.desk.thaw("ada", "Over.")
-    controller.desk.thaw("ada", "Over.")
+    first = controller.decisions.freeze("ada", "A holiday.")
+    assert controller.decisions.freeze("bob", "Another one.") == first
+    controller.decisions.thaw("ada", "Over.")
+    controller.decisions.thaw("ada", "Over.")
     assert told(controller).count("graftwork.thawed") == 1
 
 
 def test_restore_goes_back_to_the_champion_before(controller: Controller, web: TestClient) -> None:
-    controller.desk.promote("sorting", NEW, "ada", "better")
+    controller.decisions.promote("sorting", NEW, "ada", "better")
     route = web.post("/restore", json={"policy": "sorting", **PERSON}).json()
     assert (route["champion"], route["previous"]) == (OLD, NEW)
     named = web.post("/restore", json={"policy": "sorting", "digest": THIRD[:12], **PERSON}).json()
@@ -137,7 +137,7 @@ def test_restore_goes_back_to_the_champion_before(controller: Controller, web: T
 
 def test_restore_without_an_earlier_champion_is_a_sentence(controller: Controller) -> None:
     with pytest.raises(NotFound, match="no earlier champion"):
-        controller.desk.restore("sorting", None, "ada", "back")
+        controller.decisions.restore("sorting", None, "ada", "back")
 
 
 def test_each_end_of_a_release_is_told_once_with_reason_and_link(controller: Controller) -> None:
@@ -174,7 +174,7 @@ class Server:
 def test_notices_wait_for_prefect_and_arrive_once(controller: Controller) -> None:
     server = Server()
     client = httpx.Client(base_url="http://prefect", transport=httpx.MockTransport(server))
-    sender = NoticeSender(controller.catalog, client)
+    sender = NotificationSender(controller.catalog, client)
     for _ in range(2):
         drifted(controller.catalog, "sorting", OLD, "Users like it less.", "http://page")
     engine_changed(controller.catalog, False, "It is gone.", "http://page", 7.0)
@@ -197,7 +197,7 @@ def test_a_notice_that_prefect_refuses_keeps_back_no_other(controller: Controlle
     server = Server()
     server.refused = "of no use"
     client = httpx.Client(base_url="http://prefect", transport=httpx.MockTransport(server))
-    sender = NoticeSender(controller.catalog, client)
+    sender = NotificationSender(controller.catalog, client)
     drifted(controller.catalog, "sorting", OLD, "This is of no use.", "http://page")
     drifted(controller.catalog, "sorting", NEW, "Users like it less.", "http://page")
     assert sender.send() == 2
@@ -213,13 +213,13 @@ def test_an_engine_that_goes_and_comes_back_is_told_once_each(controller: Contro
             raise httpx.ConnectError("refused")
         return httpx.Response(200)
 
-    watch = Watch(controller.catalog, controller.params)
-    watch._client = httpx.Client(base_url="http://engine", transport=httpx.MockTransport(engine))
+    monitor = HealthMonitor(controller.catalog, controller.params)
+    monitor._client = httpx.Client(base_url="http://engine", transport=httpx.MockTransport(engine))
     for _ in range(2 * MISSES):
-        watch.look()
+        monitor.look()
     assert told(controller) == []  # it has not started yet
     for healthy in (True, *[False] * (2 * MISSES), True, True):  # noqa: B007
-        watch.look()
+        monitor.look()
     assert told(controller) == ["graftwork.engine.down", "graftwork.engine.up"]
 
 

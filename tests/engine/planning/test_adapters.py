@@ -20,7 +20,7 @@ from engine.base.sizes import Shape
 from engine.errors import BaseModelError, ConfigError
 from engine.planning.adapters import AdapterPlan, Rates, Wanted, plan_adapters, slot_rank
 from engine.planning.memory import GIB
-from engine.serving.worker.slot_copy import Plan
+from engine.serving.worker.slot_copy import SlotCopyPlan
 from engine.serving.worker.slots import slots_of
 from engine.settings.services import EngineConfig
 from flows.cli import app
@@ -71,7 +71,7 @@ def test_what_each_of_two_devices_holds_and_copies(name):
         slots = {}
         for module, layer in layers.items():
             slots |= slots_of(module, layer)
-        assert found.load_bytes == Plan(whole.layout, slots).bytes
+        assert found.load_bytes == SlotCopyPlan(whole.layout, slots).bytes
         assert found.slot_bytes == sum(tensor.nbytes for tensor in tensors_of(layers))
     assert found.load_s == found.load_bytes / Rates().load
 

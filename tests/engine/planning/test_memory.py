@@ -8,7 +8,7 @@ from model_configs import DEEPSEEK_V3, GPT_OSS_20B, LLAMA3_8B, QWEN3_30B_A3B
 
 from engine.base.sizes import Shape
 from engine.errors import ConfigError
-from engine.planning.memory import GIB, Plan, layer_bytes, plan, refuse_unless_it_fits
+from engine.planning.memory import GIB, MemoryPlan, layer_bytes, plan, refuse_unless_it_fits
 from engine.settings.services import EngineConfig, TrainerConfig
 
 # Qwen/Qwen3-0.6B, as its config.json states it.
@@ -142,7 +142,7 @@ def saved_bytes(directory, config, dtype: torch.dtype) -> int:
     from transformers import AutoModelForCausalLM
 
     from engine.training.model.lora import ResidentBase
-    from engine.training.model.packing import Row
+    from engine.training.model.packing import TokenRow
 
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     base = ResidentBase(directory, threads=1, microbatch_tokens=TOKENS, dtype=dtype)
@@ -161,7 +161,7 @@ def saved_bytes(directory, config, dtype: torch.dtype) -> int:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), base.using(adapter):
         # A prompt and two samples: 60 tokens with 120 keys; a row's last token is not computed.
         prompt, own = range(TOKENS // 2), range(TOKENS // 4)
-        base.logprobs([Row((*prompt, *own, last), len(prompt)) for last in (0, 1)])
+        base.logprobs([TokenRow((*prompt, *own, last), len(prompt)) for last in (0, 1)])
     return sum(storage.nbytes() for storage in found.values())
 
 
@@ -238,7 +238,7 @@ def test_a_call_beside_gradients_from_before_is_planned_for(config):
 
 
 def test_checkpointing_and_bfloat16_need_less():
-    def needed(checkpointing: bool, dtype: str) -> Plan:
+    def needed(checkpointing: bool, dtype: str) -> MemoryPlan:
         trainer = TrainerConfig(gradient_checkpointing=checkpointing)
         return plan(QWEN3_06B, 80 * GIB, EngineConfig(dtype=dtype), trainer)
 

@@ -18,13 +18,13 @@ from engine.adapters import packed
 from engine.base.families import FUSED
 from engine.base.resident import BaseInfo
 from engine.errors import BaseModelError, ConfigError
-from engine.planning.memory import GIB, Plan, plan
+from engine.planning.memory import GIB, MemoryPlan, plan
 from engine.settings.losses import CORRECTIONS
 from engine.settings.params import Params
 from engine.settings.services import EngineConfig, TrainerConfig
 from engine.training.model import lora
 from engine.training.model.lora import ResidentBase
-from engine.training.model.packing import Row
+from engine.training.model.packing import TokenRow
 from engine.training.model.update import Objective, forward_backward, tokens_of
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -54,7 +54,7 @@ def saved_bytes(base: ResidentBase) -> int:
         kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    adapter, row = moved(base), Row(tuple(range(5, 205)), 1)
+    adapter, row = moved(base), TokenRow(tuple(range(5, 205)), 1)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), base.using(adapter):
         base.logprobs([row])
     return sum(kept.values())
@@ -206,7 +206,7 @@ def adapter(parts: tuple[str, ...], rank: int, seed: int) -> packed.Packed:
 
 def test_slots_in_vllms_own_tensors_hold_what_ours_hold():
     """By two routes: the CPU's slots show vLLM views on ours, a GPU's slots are vLLM's tensors."""
-    from engine.serving.worker.slot_copy import Plan
+    from engine.serving.worker.slot_copy import SlotCopyPlan
     from engine.serving.worker.slots import SlotBuffers, StackedSlots
 
     ours, theirs = Layer(3, 8, 10, (12, 6, 6)), Layer(3, 8, 10, (12, 6, 6))
@@ -223,8 +223,8 @@ def test_slots_in_vllms_own_tensors_hold_what_ours_hold():
                 before.clear(slot)
                 continue
             whole = adapter(parts, rank, seed)
-            plan = Plan(whole.layout, {MODULE: buffers})
-            plan.fill(slot, plan.sources(whole.payload), before)
+            plan = SlotCopyPlan(whole.layout, {MODULE: buffers})
+            plan.copy_to_slot(slot, plan.sources(whole.payload), before)
             written[slot, buffers] = plan
         for left, right in zip(ours.lora_a_stacked, theirs.lora_a_stacked, strict=True):
             assert torch.equal(left, right)
@@ -237,7 +237,7 @@ def test_slots_in_vllms_own_tensors_hold_what_ours_hold():
     assert "over the engine's maximum of 8" in kinds[1].unsupported_reason(block, torch.float32)
 
 
-def arguments(params: Params, found: Plan | None, base: Path) -> dict[str, object]:
+def arguments(params: Params, found: MemoryPlan | None, base: Path) -> dict[str, object]:
     """The server's command line, read by vLLM's own parser."""
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -414,7 +414,7 @@ def prompt_of(tokenizer, question: str) -> str:
     return prompt_text(tokenizer, question)
 
 
-def answer_of(row: Row, ends: tuple[int, ...]) -> list[int]:
+def answer_of(row: TokenRow, ends: tuple[int, ...]) -> list[int]:
     tokens = list(row.tokens[row.start :])
     return tokens[:-1] if tokens[-1] in ends else tokens
 

@@ -109,7 +109,7 @@ def test_an_import_as_json_and_into_a_name_that_was_purged(tiny_base, tmp_path):
     params = load_params(tmp_path / "params.yaml")
     purge(params, "afar", "ann", "asked for it", lambda place, counts: None)
     assert not list(tmp_path.glob("state/revisions/*"))
-    with pytest.raises(AssertionError, match=r"was purged by 'ann'.*--again"):
+    with pytest.raises(AssertionError, match=r"was purged by 'ann'.*--reuse-name"):
         command(tmp_path, *given)
     assert not list(tmp_path.glob("state/revisions/*"))
     assert json.loads(command(tmp_path, *given, "--again"))["imported"] == name

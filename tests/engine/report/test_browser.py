@@ -188,7 +188,7 @@ def site(controller: Controller, monkeypatch: pytest.MonkeyPatch) -> Iterator[st
     """The controller's own site, served; the page is made anew each time."""
     monkeypatch.setattr(controller_page, "FRESH_S", 0.0)
     monkeypatch.setattr(controller_page, "IDLE_SHARE", 0)
-    mirror = AliasMirror(controller.catalog, controller.desk, controller.lock, Registry(httpx.Client()))
+    mirror = AliasMirror(controller.catalog, controller.decisions, controller.lock, Registry(httpx.Client()))
     port = controller.params.controller.port
     server = uvicorn.Server(
         uvicorn.Config(build_app(controller, mirror), port=port, log_level="warning", lifespan="off")

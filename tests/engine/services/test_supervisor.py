@@ -1,4 +1,4 @@
-"""The supervisor and the guards, on real processes: nothing outlives whoever started it."""
+"""The supervisor and the process reapers, on real processes: nothing outlives whoever started it."""
 
 import contextlib
 import os
@@ -68,7 +68,7 @@ def spawn(supervisor: Supervisor, **programs: str) -> None:
 
 
 def full_tree(root: Path) -> bool:
-    # supervisor, guard, server, and the server's child
+    # supervisor, reaper, server, and the server's child
     return len(marked(root)) >= 4
 
 
@@ -89,15 +89,15 @@ def test_killed_service_takes_its_children_along_and_is_restarted(
     spawn(supervisor, server=LEAVES_ORPHAN)
     supervisor.start("server")
     assert eventually(lambda: full_tree(tmp_path))
-    guard = psutil.Process(supervisor.programs()["server"]["pid"])
-    before = guard.children(recursive=True)
-    guard.children()[0].kill()
-    assert eventually(lambda: not any(process.is_running() for process in [guard, *before]))
+    reaper = psutil.Process(supervisor.programs()["server"]["pid"])
+    before = reaper.children(recursive=True)
+    reaper.children()[0].kill()
+    assert eventually(lambda: not any(process.is_running() for process in [reaper, *before]))
     assert eventually(lambda: full_tree(tmp_path))
-    assert supervisor.programs()["server"]["pid"] != guard.pid
+    assert supervisor.programs()["server"]["pid"] != reaper.pid
 
 
-@pytest.mark.parametrize("victim", ["owner", "supervisor", "guard"])
+@pytest.mark.parametrize("victim", ["owner", "supervisor", "reaper"])
 def test_kill_9_leaves_nothing_behind(supervisor: Supervisor, tmp_path: Path, victim: str) -> None:
     owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path), LEAVES_ORPHAN])
     try:
@@ -114,19 +114,19 @@ def test_kill_9_leaves_nothing_behind(supervisor: Supervisor, tmp_path: Path, vi
             owner.kill()
             owner.wait()
         else:
-            guard = psutil.Process(supervisor.programs()["server"]["pid"])
-            server = guard.children()[0]
-            guard.kill()
+            reaper = psutil.Process(supervisor.programs()["server"]["pid"])
+            server = reaper.children()[0]
+            reaper.kill()
             assert eventually(lambda: not server.is_running())
             owner.kill()
             owner.wait()
-        gone = eventually(lambda: len(marked(tmp_path)) <= (1 if victim == "guard" else 0))
+        gone = eventually(lambda: len(marked(tmp_path)) <= (1 if victim == "reaper" else 0))
         assert gone, marked(tmp_path)
     finally:
         with contextlib.suppress(ProcessLookupError):
             owner.kill()
         owner.wait()
-        # A child that outlived its killed guard has no guard left that could adopt it.
+        # A child that outlived its killed reaper has no reaper left that could adopt it.
         for process in marked(tmp_path):
             process.kill()
 

@@ -12,8 +12,8 @@
 | signed URLs in cache keys filling the disk  | test_store_remote.py (the cache)                           |
 | LoRA that binds zero modules                | test_packed.py, test_probe_gate.py (served as the base)    |
 | an evicted adapter answering 404 for ever   | test_slot_reuse.py (more adapters than room) |
-| engine versions never unloaded              | test_warm_set.py, test_slot_reuse.py (memory, mappings)    |
-| a load call reaching one replica of several | test_lost.py (ranks), test_vllm_engine.py (every worker)   |
+| engine versions never unloaded              | test_host_tier_cache.py, test_slot_reuse.py (memory)       |
+| a load call reaching one replica of several | test_failed_adapters.py, test_vllm_engine.py (all workers) |
 | open files of a removed segment going stale | here                                                       |
 """
 
@@ -58,7 +58,7 @@ FUSED = {"gate_up_proj": ("gate_proj", "up_proj")}
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a worker be the only rank."""
-    monkeypatch.setattr(loader, "is_lost_on_any_rank", lambda lost: lost)
+    monkeypatch.setattr(loader, "has_failed_on_any_rank", lambda lost: lost)
 
 
 def worker() -> loader.PackedWorkerManager:
@@ -173,10 +173,10 @@ def test_rows_of_an_adapter_without_a_slot_are_nobodys(tmp_path):
     mapping = made_mapping((1, 0, 2, 1), (1, 2))
     manager.set_active_adapters({request(1), request(2)}, mapping)
     assert (seen[0].index_mapping, seen[0].prompt_mapping) == ((1, 0, 0, 1), (1, 0))
-    assert manager.slots.lost == {2: "p@2"}
+    assert manager.slots.failed == {2: "p@2"}
     # Who forgets it is told: blocks of the prefix cache may hold what the base computed for it.
     assert [manager.forget(f"p@{i}", i) for i in (1, 2)] == [False, True]
-    assert manager.slots.lost == {}
+    assert manager.slots.failed == {}
 
 
 def test_padded_and_base_rows_get_no_slot_however_full_they_are():
@@ -226,7 +226,7 @@ def test_a_copy_is_kept_once_whatever_address_it_came_from(tmp_path):
 def test_an_adapter_of_no_module_is_refused():
     """It would be served as the base, with figures that look plausible."""
     manager = worker()
-    layout = packed.Layout(torch.float32, 0, ())
+    layout = packed.PackedLayout(torch.float32, 0, ())
     address = {"path": "/nowhere", "offset": 0, "length": 0, "checksum": "", "layout": layout.to_json()}
     with pytest.raises(AdapterError, match="no blocks"):
         manager.host.open("p@1", address)
@@ -261,7 +261,7 @@ async def test_what_has_left_is_nowhere(tmp_path):
         assert manager.slots.names()[-1:] == [name]
         await engine.forget(name)
     assert (table.lora_requests, dict(table.lora_resolver_lock)) == ({}, {})
-    assert (manager.slots._registered_adapters.cache, manager.slots.lost) == ({}, {})
+    assert (manager.slots._registered_adapters.cache, manager.slots.failed) == ({}, {})
     assert (manager.host.adapters, manager.host._loading, manager.slots.names()) == ({}, {}, [])
     assert (engine._leaving, engine._going, engine._channels[0]._waiting) == ({}, {}, {})
 
@@ -295,7 +295,7 @@ def test_who_asks_again_while_it_is_on_its_way_is_told_with_the_first(tmp_path):
 def test_a_segment_that_one_thread_lets_go_is_open_to_the_next(tmp_path):
     """Who takes it up while another drops it gets an open one, or opens it anew: never one that closes."""
     address = addresses(tmp_path, 1)["p@0"]
-    segments, end = host_tier.Segments(), time.monotonic() + 3
+    segments, end = host_tier.OpenSegments(), time.monotonic() + 3
 
     def take_and_drop() -> None:
         while time.monotonic() < end:
@@ -355,9 +355,9 @@ async def test_bytes_that_another_host_moved_are_loaded_anew(tmp_path, monkeypat
     with monkeypatch.context() as away:
         away.setattr(fill, "_preadv", stale)
         manager._apply_adapters({first})
-    assert (manager.slots.names(), list(manager.slots.lost)) == ([], [first.lora_int_id])
+    assert (manager.slots.names(), list(manager.slots.failed)) == ([], [first.lora_int_id])
     # Who comes now would fail too, and so keep it here; both who are on it have failed.
-    await settle(lambda: name_of(1) in tier._lost)
+    await settle(lambda: name_of(1) in tier._failed)
     with pytest.raises(ServiceError, match="Try again"):
         await tier.hold(row)
     for name in users:
@@ -367,7 +367,7 @@ async def test_bytes_that_another_host_moved_are_loaded_anew(tmp_path, monkeypat
     # What did not reach the slot is not counted.
     await settle(lambda: tier._metrics.slot_fills._value.get() == 1)
     watching.cancel()
-    assert (manager.slots.names(), manager.slots.lost) == ([name_of(1)], {})
+    assert (manager.slots.names(), manager.slots.failed) == ([name_of(1)], {})
     # Blocks of the prefix cache that were computed without the bytes are not found again.
     assert lora_key(again) != lora_key(first)
 

@@ -10,7 +10,7 @@ from fastapi import Response
 from pydantic import ValidationError
 from vllm.lora.request import LoRARequest
 
-from engine.serving.gateway.rollouts import MAX_SAMPLES, Gate, Rollouts, rollouts
+from engine.serving.gateway.rollouts import MAX_SAMPLES, RolloutGate, Rollouts, rollouts
 
 ADAPTER = LoRARequest(lora_name="sums@123456789abc", lora_int_id=1, lora_path="graftwork:sums")
 ENDLESS, WRONG = 8, 9
@@ -44,7 +44,7 @@ async def ask(
     model: str,
     *prompts: list[int],
     gone: asyncio.Event | None = None,
-    gate: Gate | None = None,
+    gate: RolloutGate | None = None,
 ) -> Response | None:
     """Ask, as a client that goes away once `gone` is set."""
     models = SimpleNamespace(
@@ -55,7 +55,11 @@ async def ask(
         await (gone or asyncio.Event()).wait()
         return {"type": "http.disconnect"}
 
-    parts = {"openai_serving_models": models, "engine_client": engine, "graftwork_gate": gate or Gate(4)}
+    parts = {
+        "openai_serving_models": models,
+        "engine_client": engine,
+        "graftwork_gate": gate or RolloutGate(4),
+    }
     app = SimpleNamespace(state=SimpleNamespace(**parts))
     body = Rollouts(model=model, prompts=list(prompts), n=2, max_tokens=4)
     answer = await rollouts(body, SimpleNamespace(app=app, receive=receive))
@@ -100,7 +104,7 @@ async def test_a_client_that_goes_away_ends_its_samples() -> None:
 
 
 async def test_requests_wait_until_few_samples_of_those_before_are_left() -> None:
-    engine, gate, gone = Engine(), Gate(4), [asyncio.Event() for _ in range(4)]
+    engine, gate, gone = Engine(), RolloutGate(4), [asyncio.Event() for _ in range(4)]
 
     def start(number: int, groups: int) -> "asyncio.Task[Response | None]":
         prompts = [[ENDLESS]] * groups
@@ -127,7 +131,7 @@ async def test_requests_wait_until_few_samples_of_those_before_are_left() -> Non
 
 
 async def test_a_group_alone_keeps_nobody_out() -> None:
-    gate = Gate(4)
+    gate = RolloutGate(4)
     await gate.enter(1, 64)
     async with asyncio.timeout(20):
         await gate.enter(2, 1)

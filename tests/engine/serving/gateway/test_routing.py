@@ -10,7 +10,7 @@ import pytest
 from engine.catalog.catalog import Base, Catalog, Policy, Release, Revision, Route, migrate
 from engine.errors import AdapterError, Ambiguous, NotFound, ServiceError
 from engine.serving.gateway.routing import STALE_S, Gone, Router, in_canary
-from engine.serving.gateway.row_cache import kept_rows
+from engine.serving.gateway.row_cache import rows_to_cache
 from engine.settings.params import ReleaseConfig
 
 CHAMPION, CANARY = "a" * 64, "b" * 64
@@ -201,7 +201,7 @@ def test_a_change_elsewhere_reads_nothing_again(catalog, monkeypatch):
 
 def test_more_changes_than_are_kept_make_everything_old(catalog, monkeypatch):
     monkeypatch.setattr("engine.catalog.changes.CHANGES", 3)
-    router = Router(catalog, "tiny", "base", kept=2)
+    router = Router(catalog, "tiny", "base", cached_rows=2)
     assert router.resolve("sums", "ann").arm == "base"
     set_route(catalog, champion=CHAMPION)
     for number in range(9):
@@ -316,7 +316,7 @@ def test_an_answer_that_the_catalog_kept_is_as_old_as_its_reading(catalog, monke
 
 
 def test_what_nobody_has_is_not_kept(catalog):
-    router = Router(catalog, "tiny", "base", kept=4)
+    router = Router(catalog, "tiny", "base", cached_rows=4)
     assert router.resolve("sums", "ann").arm == "base"
     for number in range(20):
         for model in (f"nobody-{number}", f"No/body {number}", f"nobody@{number:012x}"):
@@ -337,8 +337,8 @@ def test_a_name_of_megabytes_is_refused_in_a_line(catalog, monkeypatch):
 
 
 def test_every_row_of_a_full_host_tier_is_kept():
-    assert kept_rows(1) >= 1000
-    assert kept_rows(100_000) > 3 * 100_000
+    assert rows_to_cache(1) >= 1000
+    assert rows_to_cache(100_000) > 3 * 100_000
 
 
 def test_a_restored_older_catalog_is_read_anew(catalog, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 import uvicorn
 import uvloop
 
-from engine.serving.gateway import uvicorn_accept as accepting
+from engine.serving.gateway import uvicorn_accept
 
 CLIENTS = 120
 
@@ -56,6 +56,6 @@ def plain_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_burst_is_taken_up_in_a_few_turns(plain_server):
     assert uvloop.run(taken_up(20)) < CLIENTS / 2
-    accepting.accept_bursts()
-    accepting.accept_bursts()
+    uvicorn_accept.accept_bursts()
+    uvicorn_accept.accept_bursts()
     assert uvloop.run(taken_up(20)) == CLIENTS

@@ -6,7 +6,7 @@ import random
 import pytest
 from adapters_cold import FakeEngine, name_of, residency, revision, settle, use
 
-from engine.serving.residency.host_tier_cache import AGE_ASKS, AGE_S, MOST, Popularity, WarmSet
+from engine.serving.residency.host_tier_cache import AGE_ASKS, AGE_S, MOST, HostTierCache, Popularity
 
 MIB = 1 << 20
 
@@ -53,7 +53,7 @@ async def test_loads_that_end_together_in_a_tier_for_one_are_all_served():
 
 
 @pytest.mark.parametrize("at_once", [1, 8])
-async def test_a_scan_leaves_the_warm_set_alone(at_once):
+async def test_a_scan_leaves_the_main_part_alone(at_once):
     """Ten times the capacity, one request each, one after the other and eight at a time."""
     engine = FakeEngine(0)
     tier = residency(engine, host_bytes=20 * MIB, load_concurrency=8)
@@ -127,7 +127,7 @@ def test_any_traffic_keeps_the_books():
     """Against the plain sums, over a long random run with pins."""
     random.seed(3)
     now = [0.0]
-    tier = WarmSet(40, 12, clock=lambda: now[0])
+    tier = HostTierCache(40, 12, clock=lambda: now[0])
     held: list[str] = []
     for _ in range(6000):
         now[0] += random.random()

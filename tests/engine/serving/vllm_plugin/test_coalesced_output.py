@@ -19,11 +19,11 @@ from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors, SamplingMaskLists
 from vllm.v1.request import RequestStatus
 
-from engine.serving.vllm_plugin.coalesced_output import Held, hold_back
-from engine.serving.vllm_plugin.extra_args import WHOLE
+from engine.serving.vllm_plugin.coalesced_output import Held, coalesce
+from engine.serving.vllm_plugin.extra_args import COALESCED
 from engine.serving.vllm_plugin.plugin import register
 
-ASKS, ASKS_NOT = ({WHOLE: 1}, None)
+ASKS, ASKS_NOT = ({COALESCED: 1}, None)
 REQUESTS = {
     name: SimpleNamespace(sampling_params=SimpleNamespace(extra_args=extra))
     for name, extra in (("rollout", ASKS), ("other", ASKS), ("chat", ASKS_NOT))
@@ -41,13 +41,12 @@ def test_a_request_is_told_once_and_others_at_every_step() -> None:
     queued = EngineCoreEvent(EngineCoreEventType.QUEUED, 1.0)
     stats = PrefillStats()
     first = told("rollout", 5, events=[queued], prefill_stats=stats, routed_experts=np.array([[1], [2]]))
-    assert hold_back([first, told("chat", 6)], held, REQUESTS) == [told("chat", 6)]
+    assert coalesce([first, told("chat", 6)], held, REQUESTS) == [told("chat", 6)]
     assert (
-        hold_back([told("rollout", 7, routed_experts=np.array([[3]])), told("other", 1)], held, REQUESTS)
-        == []
+        coalesce([told("rollout", 7, routed_experts=np.array([[3]])), told("other", 1)], held, REQUESTS) == []
     )
     last = told("rollout", 8, FinishReason.LENGTH, routed_experts=np.array([[4]]), stop_reason=None)
-    (whole,) = hold_back([last], held, REQUESTS)
+    (whole,) = coalesce([last], held, REQUESTS)
     assert (whole.new_token_ids, whole.finish_reason) == ([5, 7, 8], FinishReason.LENGTH)
     assert [column.ravel().tolist() for column in whole.new_logprobs[:3]] == [
         [5, 7, 8],
@@ -61,7 +60,7 @@ def test_a_request_is_told_once_and_others_at_every_step() -> None:
 
 def test_one_token_is_told_as_it_is() -> None:
     only = told("rollout", 5, FinishReason.STOP)
-    assert hold_back([only], {}, REQUESTS) == [only]
+    assert coalesce([only], {}, REQUESTS) == [only]
 
 
 def wide(token: int, columns: int) -> EngineCoreOutput:
@@ -74,11 +73,11 @@ def wide(token: int, columns: int) -> EngineCoreOutput:
 
 def test_another_request_may_want_more_columns() -> None:
     held: Held = {}
-    hold_back([wide(5, 1)], held, REQUESTS)
-    hold_back([wide(6, 4)], held, REQUESTS)
+    coalesce([wide(5, 1)], held, REQUESTS)
+    coalesce([wide(6, 4)], held, REQUESTS)
     last = wide(7, 2)
     last.finish_reason = FinishReason.STOP
-    (whole,) = hold_back([last], held, REQUESTS)
+    (whole,) = coalesce([last], held, REQUESTS)
     assert whole.new_logprobs.logprob_token_ids.tolist() == [[5], [6], [7]]
     assert whole.new_logprobs.logprobs.tolist() == [[-0.5], [-0.6], [-0.7]]
 
@@ -87,15 +86,15 @@ def test_what_is_said_of_the_prompt_is_kept() -> None:
     held: Held = {}
     prompt, chosen = LogprobsTensors.empty_cpu(3, 1), torch.ones(3, 1)
     first = told("rollout", 5, new_prompt_logprobs_tensors=prompt, prompt_token_id_logprobs=chosen)
-    hold_back([first], held, REQUESTS)
-    (whole,) = hold_back([told("rollout", 6, FinishReason.STOP)], held, REQUESTS)
+    coalesce([first], held, REQUESTS)
+    (whole,) = coalesce([told("rollout", 6, FinishReason.STOP)], held, REQUESTS)
     assert whole.new_prompt_logprobs_tensors is prompt
     assert whole.prompt_token_id_logprobs is chosen
 
 
 def test_a_mask_of_what_could_be_sampled_is_not_held_back() -> None:
     output = told("rollout", 5, new_sampling_mask=SamplingMaskLists(np.array([5])))
-    assert hold_back([output], {}, REQUESTS) == [output]
+    assert coalesce([output], {}, REQUESTS) == [output]
 
 
 def patched(monkeypatch: pytest.MonkeyPatch, name: str, stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -75,7 +75,7 @@ def serve(rank: int, root: Path) -> None:
         requests: Any = [SimpleNamespace(lora_int_id=i, lora_name=NAMES[i - 1]) for i in ordered]
         worker._apply_adapters(requests)
         steps.append(sorted(worker.slots._active_adapters))
-    result = {"steps": steps, "lost": list(worker.slots.lost), "said": said}
+    result = {"steps": steps, "lost": list(worker.slots.failed), "said": said}
     (root / f"{rank}.json").write_text(json.dumps(result))
 
 

@@ -20,7 +20,7 @@ from engine.errors import AdapterError, MissingBytes
 from engine.serving.worker import loader
 from engine.serving.worker import slot_copy as fill_module
 from engine.serving.worker.host_tier import HostTier
-from engine.serving.worker.slot_copy import Plan
+from engine.serving.worker.slot_copy import SlotCopyPlan
 from engine.serving.worker.slots import ExpertSlots, ModuleSlots, SlotBuffers, slots_of
 from engine.store.segments import PAGE_ALIGNED_FROM, Store
 
@@ -61,10 +61,12 @@ def adapter(ranks: dict[str, int], seed: int = 0, shared_a: bool = False) -> dic
     return found
 
 
-def fill(slots: dict[str, ModuleSlots], slot: int, tensors, before: Plan | None = None) -> Plan:
+def fill(
+    slots: dict[str, ModuleSlots], slot: int, tensors, before: SlotCopyPlan | None = None
+) -> SlotCopyPlan:
     whole = packed.pack(tensors, torch.float32, MOE.fused)
-    plan = Plan(whole.layout, slots)
-    plan.fill(slot, plan.sources(whole.payload), before)
+    plan = SlotCopyPlan(whole.layout, slots)
+    plan.copy_to_slot(slot, plan.sources(whole.payload), before)
     return plan
 
 
@@ -179,7 +181,7 @@ def test_fused_experts_equal_stock_vllms_from_one_doubled_factor():
         assert torch.equal(mine, want)
     over = packed.pack(adapter({"gate_proj": 5, "up_proj": 5}), torch.float32, MOE.fused)
     with pytest.raises(AdapterError, match="rank 5 of gate and up needs 10"):
-        Plan(over.layout, slots_of(PATH, ours))
+        SlotCopyPlan(over.layout, slots_of(PATH, ours))
 
 
 def test_nothing_of_the_last_occupant_stays():
@@ -214,7 +216,7 @@ def test_only_the_missing_ranks_are_cleared():
     large, small = (
         packed.pack(adapter(dict.fromkeys(ALL[4:], rank)), torch.float32, MOE.fused).layout for rank in (8, 3)
     )
-    before, after = Plan(large, slots), Plan(small, slots)
+    before, after = SlotCopyPlan(large, slots), SlotCopyPlan(small, slots)
     assert [tuple(stale.shape)[-2] for stale in after._stale(before, 0)] == [5] * 4
     assert not list(before._stale(after, 0))
 
@@ -252,7 +254,7 @@ def test_a_removed_file_still_serves(tmp_path, rank, mapped):
     adapter.plan.can_read = not mapped
     tier.verify(adapter, address)
     os.unlink(address["path"])
-    manager.add_adapter(loader.Registered(1, adapter))
+    manager.add_adapter(loader.RegisteredAdapter(1, adapter))
     manager.activate_adapter(1)
     layer = manager.modules["model.gate_up_proj"]
     assert torch.equal(layer.lora_b_stacked[1][0, 0, :, :64], tensors["model.up_proj.lora_B"])
@@ -271,7 +273,7 @@ def test_a_file_cut_short_takes_no_slot(tmp_path, mapped, reason):
     adapter.plan.can_read = not mapped
     tier.verify(adapter, address)
     os.truncate(address["path"], address["offset"] + 4096)
-    manager.add_adapter(loader.Registered(1, adapter))
+    manager.add_adapter(loader.RegisteredAdapter(1, adapter))
     with pytest.raises(OSError, match=reason):
         manager.activate_adapter(1)
     assert manager.lora_index_to_id == [None, None]
@@ -285,7 +287,7 @@ def test_several_that_come_at_once_are_read_beside_each_other(tmp_path, monkeypa
     """One whose file was cut short takes no slot, keeps none from the others, and leaves its own clear."""
     manager, tier, address, tensors = open_tier(tmp_path, slots=4)
     scales = {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0, 5: 5.0}
-    read, readers, both = fill_module.Plan.read, [], threading.Barrier(2, timeout=20)
+    read, readers, both = fill_module.SlotCopyPlan.read, [], threading.Barrier(2, timeout=20)
 
     def noted(self, *given):
         readers.append(threading.current_thread())
@@ -294,7 +296,7 @@ def test_several_that_come_at_once_are_read_beside_each_other(tmp_path, monkeypa
             both.wait()
         return read(self, *given)
 
-    monkeypatch.setattr(fill_module.Plan, "read", noted)
+    monkeypatch.setattr(fill_module.SlotCopyPlan, "read", noted)
     addresses = {}
     for number, scale in scales.items():
         whole = packed.pack({name: scale * each for name, each in tensors.items()}, torch.float32, MOE.fused)
@@ -304,7 +306,7 @@ def test_several_that_come_at_once_are_read_beside_each_other(tmp_path, monkeypa
         adapter = tier.open(str(number), addresses[number])
         adapter.plan.can_read = not mapped
         tier.verify(adapter, addresses[number])
-        manager.add_adapter(loader.Registered(number, adapter))
+        manager.add_adapter(loader.RegisteredAdapter(number, adapter))
     manager.activate_adapter(1)
     os.truncate(addresses[3]["path"], addresses[3]["offset"] + 4096)
     lost = manager.activate_all([2, 3, 4])
@@ -316,7 +318,7 @@ def test_several_that_come_at_once_are_read_beside_each_other(tmp_path, monkeypa
         assert torch.equal(layer.lora_b_stacked[1][slot, 0, :, :64], wanted)
     assert len(set(readers)) == (0 if mapped else 3)
     # The free one is taken, and then the oldest leaves.
-    manager.add_adapter(loader.Registered(6, tier.open("6", addresses[1])))
+    manager.add_adapter(loader.RegisteredAdapter(6, tier.open("6", addresses[1])))
     assert manager.activate_all([5, 6]) == {}
     assert manager.lora_index_to_id == [5, 2, 6, 4]
 
@@ -346,7 +348,7 @@ def test_a_read_that_stops_short_goes_on(tmp_path, monkeypatch, rank):
     monkeypatch.setattr(fill_module, "LIBC", SimpleNamespace(preadv=stops_short))
     manager, tier, address, tensors = open_tier(tmp_path, rank)
     adapter = tier.open("a", address)
-    manager.add_adapter(loader.Registered(1, adapter))
+    manager.add_adapter(loader.RegisteredAdapter(1, adapter))
     manager.activate_adapter(1)
     assert max(counts) <= 100_001 < address["length"]
     for name, part in (("gate_proj", 0), ("up_proj", 1)):

@@ -14,7 +14,7 @@ from engine.adapters import packed
 from engine.adapters.revision import make_manifest, validate, write_revision
 from engine.errors import AdapterError, BaseModelError
 from engine.training.model import lora
-from engine.training.model.experts import Groups, Product
+from engine.training.model.experts import ExpertMatmul, SortedPairs
 from engine.training.model.lora import ResidentBase
 from engine.training.model.update import forward_backward
 from engine.training.service.session import CURRENT, Session
@@ -273,7 +273,7 @@ def test_a_row_of_experts_and_its_gradient_do_not_depend_on_their_batch():
 
     def both(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
         x = x_TD[:tokens].clone().requires_grad_()
-        y_PO = Product.apply(x, weight_EOD, Groups.of(experts_TK[:tokens], 8), 2)
+        y_PO = ExpertMatmul.apply(x, weight_EOD, SortedPairs.of(experts_TK[:tokens], 8), 2)
         return y_PO.detach(), torch.autograd.grad(y_PO, x, dy_PO[: 2 * tokens])[0]
 
     y_PO, dx_TD = both(64)

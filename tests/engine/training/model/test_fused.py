@@ -11,7 +11,7 @@ from packed_rows import ROWS
 from engine.errors import ConfigError
 from engine.training.model.fused import Call, forward_backward_many, is_worth_fusing
 from engine.training.model.lora import ResidentBase
-from engine.training.model.packing import Example, Row
+from engine.training.model.packing import Example, TokenRow
 from engine.training.model.update import forward_backward
 
 # Policies of different rank, alpha and targets, some of them with the same.
@@ -46,7 +46,7 @@ def adapters(base: ResidentBase) -> list:
     return found
 
 
-def weights(rows: list[Row], seed: int) -> torch.Tensor:
+def weights(rows: list[TokenRow], seed: int) -> torch.Tensor:
     """What each completion token is worth in a mean over all of them: another slope everywhere."""
     count = sum(row.length for row in rows)
     return torch.randn(count, generator=torch.Generator().manual_seed(seed)) / count
@@ -62,7 +62,7 @@ def together(base: ResidentBase, policies: list, shares) -> list[torch.Tensor]:
     return list(logprob_N.detach().split([sum(row.length for row in rows) for rows in shares]))
 
 
-def alone(base: ResidentBase, adapter, rows: list[Row], number: int) -> torch.Tensor:
+def alone(base: ResidentBase, adapter, rows: list[TokenRow], number: int) -> torch.Tensor:
     with base.using(adapter):
         logprob_N = base.logprobs(rows)
         (logprob_N * weights(rows, number)).sum().backward()
@@ -177,7 +177,7 @@ def test_only_small_calls_of_several_policies_are_fused(bases, monkeypatch):
     calls = calls_of(adapters(base))
     assert is_worth_fusing(base, calls)
     assert not is_worth_fusing(base, calls[:1])
-    many = [Example(Row((1, *range(2, 80)), 1), (-1.0,) * 78, (1.0,) * 78)] * 60
+    many = [Example(TokenRow((1, *range(2, 80)), 1), (-1.0,) * 78, (1.0,) * 78)] * 60
     assert not is_worth_fusing(base, [replace(call, data=many) for call in calls])
     # A small one beside a large one takes its turn too.
     assert not is_worth_fusing(base, [calls[0], replace(calls[1], data=many)])

@@ -6,11 +6,11 @@ from close_rows import close
 
 from engine.errors import AdapterError, ConfigError
 from engine.training.model.lora import ResidentBase
-from engine.training.model.packing import Example, Row
+from engine.training.model.packing import Example, TokenRow
 from engine.training.model.update import forward_backward
 
 TARGETS = ("q_proj", "v_proj", "down_proj")
-ROWS = [Row((5, 9, 30, 31, 32), 2), Row((7, 8, 40), 1), Row((11, 12, 13, 14, 15, 16, 17), 6)]
+ROWS = [TokenRow((5, 9, 30, 31, 32), 2), TokenRow((7, 8, 40), 1), TokenRow((11, 12, 13, 14, 15, 16, 17), 6)]
 
 
 @pytest.fixture(scope="module")

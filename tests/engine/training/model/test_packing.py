@@ -9,7 +9,7 @@ from packed_rows import ROWS
 from engine.training.model import lora
 from engine.training.model.lora import ResidentBase
 from engine.training.model.microbatches import microbatches
-from engine.training.model.packing import Example, Row, can_pack, pack
+from engine.training.model.packing import Example, TokenRow, can_pack, pack
 from engine.training.model.update import forward_backward
 
 KINDS = ("dense", "moe", "glm", "mla")
@@ -109,7 +109,7 @@ def test_a_prompt_is_in_the_stream_once_and_buckets_split_by_length():
     assert [tuple(row.tokens[row.start :]) for row in ROWS] == [
         tuple(part.tolist()) for part in stream.chosen.split([len(row.tokens) - row.start for row in ROWS])
     ]
-    short, long = [Row((1, 2, 3), 1)] * 30, [Row((4, *range(300)), 1)] * 2
+    short, long = [TokenRow((1, 2, 3), 1)] * 30, [TokenRow((4, *range(300)), 1)] * 2
     layout = pack([[*short, *long]], torch.device("cpu"), torch.float32).layout
     assert len({bucket.keys for bucket in layout.buckets}) > 1
     assert len(layout.queries) < 1.5 * 300 * 3
@@ -183,7 +183,7 @@ def test_greedy_completions_together_are_those_of_transformers_one_by_one(bases,
         with torch.no_grad():
             for _ in range(4):
                 tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-        assert row == Row(tuple(tokens), len(prompt))
+        assert row == TokenRow(tuple(tokens), len(prompt))
     ended = bases[kind].greedy(None, prompts[:1], (end,), 9)[0].tokens
     assert ended.index(end, len(prompts[0])) == len(ended) - 1
 

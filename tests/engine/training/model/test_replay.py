@@ -19,7 +19,7 @@ from engine.serving.server import route_arguments
 from engine.settings.params import Params, Paths, PolicyConfig
 from engine.settings.services import EngineConfig
 from engine.training.model.lora import ResidentBase
-from engine.training.model.packing import Example, Row, pack
+from engine.training.model.packing import Example, TokenRow, pack
 from engine.training.model.replay import decode, mask_unknown
 from engine.training.model.update import forward, forward_backward
 from engine.training.run import prepare
@@ -28,7 +28,11 @@ from engine.training.service.trainer import example_of
 
 KINDS = {"softmax": qwen3_moe, "sigmoid": deepseek_v3}
 LAYERS = 3
-ROWS = [Row((7, 8, 9, 10, 11, 12), 3), Row((20, 21, 22, 23, 24, 25, 26, 27), 5), Row((30, 31, 32, 33), 2)]
+ROWS = [
+    TokenRow((7, 8, 9, 10, 11, 12), 3),
+    TokenRow((20, 21, 22, 23, 24, 25, 26, 27), 5),
+    TokenRow((30, 31, 32, 33), 2),
+]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +57,7 @@ def adapter_of(base: ResidentBase):
     return adapter
 
 
-def own_routes(base: ResidentBase, row: Row, adapter=None) -> torch.Tensor:
+def own_routes(base: ResidentBase, row: TokenRow, adapter=None) -> torch.Tensor:
     """What the trainer's routers choose by themselves, all tokens but the last: (P, L, K)."""
     _, each = base.replay.shape
     routes = torch.zeros(len(row.tokens) - 1, LAYERS, each, dtype=torch.long)
@@ -72,19 +76,19 @@ def own_routes(base: ResidentBase, row: Row, adapter=None) -> torch.Tensor:
     return routes
 
 
-def drawn_routes(base: ResidentBase, row: Row, seed: int) -> torch.Tensor:
+def drawn_routes(base: ResidentBase, row: TokenRow, seed: int) -> torch.Tensor:
     """Other experts, each one's once for a token."""
     generator = torch.Generator().manual_seed(seed)
     scores = torch.rand(len(row.tokens) - 1, LAYERS, base.replay.experts, generator=generator)
     return scores.argsort(-1)[..., : base.replay.shape[1]]
 
 
-def examples(rows: list[Row]) -> list[Example]:
+def examples(rows: list[TokenRow]) -> list[Example]:
     counts = [len(row.tokens) - row.start for row in rows]
     return [Example(row, (-1.0,) * n, (1.0 + n,) * n) for row, n in zip(rows, counts, strict=True)]
 
 
-def gradients(base: ResidentBase, rows: list[Row]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def gradients(base: ResidentBase, rows: list[TokenRow]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     adapter = adapter_of(base)
     found = forward_backward(base, adapter, examples(rows), "importance_sampling", {})
     logprobs = torch.tensor([value for row in found.logprobs for value in row])
@@ -113,7 +117,7 @@ def test_given_experts_are_taken_with_the_trainers_own_scores(bases, kind):
     path = next(iter(base.shapes.experts))
     block = base.model.get_submodule(path.rpartition(".")[0])
     x = torch.randn(5, base.model.config.hidden_size)
-    routes = drawn_routes(base, Row(tuple(range(6)), 1), 3)
+    routes = drawn_routes(base, TokenRow(tuple(range(6)), 1), 3)
     base.replay.lay([(routes, 5)], torch.device("cpu"))
     got = block(x[None])[0]
     base.replay.lay((), torch.device("cpu"))

@@ -16,14 +16,14 @@ from engine.quality.probe import from_json
 from engine.services import lifecycle as services
 from engine.settings.params import Params
 from engine.training.model.lora import ResidentBase
-from engine.training.model.packing import Example, Row
+from engine.training.model.packing import Example, TokenRow
 from engine.training.service.export import Exporter
 from engine.training.service.protocol import AdamParams, CreateSession, Export, OptimStep
 from engine.training.service.session import Session
 
 PROMPTS = [[7, 8, 9, 10, 11, 12], [40, 41, 42, 43, 44, 45, 46, 47, 48, 49]]
 # Longer than the six keys that a token may see.
-ROWS = [Row((*range(30 + i, 42 + i), 50, 51 + i, 52), 12) for i in range(4)]
+ROWS = [TokenRow((*range(30 + i, 42 + i), 50, 51 + i, 52), 12) for i in range(4)]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def opened(base: ResidentBase) -> CreateSession:
 
 
 def test_a_token_sees_the_picked_keys_alone_padded_or_not(base: ResidentBase, path: Path):
-    long = Row(tuple(range(60, 90)), 20)
+    long = TokenRow(tuple(range(60, 90)), 20)
     together = base.score(None, [*ROWS, long])
     for row, found in zip([*ROWS, long], together, strict=True):
         assert base.score(None, [row])[0] == pytest.approx(found, abs=1e-5)

@@ -14,18 +14,18 @@ from loss_reference import BUDGET, reference
 from engine.errors import ConfigError
 from engine.settings.losses import CORRECTIONS
 from engine.training.loss.grpo import LOSSES
-from engine.training.loss.measures import Seen, measure
+from engine.training.loss.measures import MicrobatchStats, measure
 from engine.training.model.fused import Call, forward_backward_many
 from engine.training.model.lora import ResidentBase
-from engine.training.model.packing import Example, Row
+from engine.training.model.packing import Example, TokenRow
 from engine.training.model.update import forward, forward_backward
 from engine.training.service.protocol import AdamParams, CreateSession, OptimStep
 from engine.training.service.session import Session
 
 TARGETS = ("q_proj", "v_proj", "down_proj")
 ROWS = [
-    Row((5, 9, 30, 31, 32), 2), Row((7, 8, 40), 1), Row((11, 12, 13, 14, 15, 16, 17), 6),
-    Row((5, 9, 33, 34), 2), Row((21, 22, 23, 24, 25, 26), 1), Row((7, 8), 1),
+    TokenRow((5, 9, 30, 31, 32), 2), TokenRow((7, 8, 40), 1), TokenRow((11, 12, 13, 14, 15, 16, 17), 6),
+    TokenRow((5, 9, 33, 34), 2), TokenRow((21, 22, 23, 24, 25, 26), 1), TokenRow((7, 8), 1),
 ]  # fmt: skip
 ADVANTAGES = (1.0, -0.5, 2.0, 0.3, -1.2, -0.8)
 SAMPLED = [name for name, loss in LOSSES.items() if loss.sampled]
@@ -281,19 +281,24 @@ def test_a_call_that_is_ended_between_microbatches_leaves_the_gradients(base, ad
         (lambda data: data, "hope", {}, "no loss 'hope'"),
         (lambda data: data, "dapo", {"klip": 1}, "has no setting klip. It has: clip_high"),
         (
-            lambda data: broken(data, 1, row=Row((7, 8, 10**6), 1)),
+            lambda data: broken(data, 1, row=TokenRow((7, 8, 10**6), 1)),
             "dapo",
             {},
             "Sample 1 has the token 1000000",
         ),
-        (lambda data: broken(data, 1, row=Row((7, -1, 9), 1)), "dapo", {}, "Sample 1 has the token -1"),
+        (lambda data: broken(data, 1, row=TokenRow((7, -1, 9), 1)), "dapo", {}, "Sample 1 has the token -1"),
         (
-            lambda data: broken(data, 2, row=Row((7,) * 5000, 4999)),
+            lambda data: broken(data, 2, row=TokenRow((7,) * 5000, 4999)),
             "dapo",
             {},
             "has 5000 tokens; the trainer",
         ),
-        (lambda data: broken(data, 2, row=Row((7, 8), 2)), "dapo", {}, "Sample 2 needs a prompt and a comp"),
+        (
+            lambda data: broken(data, 2, row=TokenRow((7, 8), 2)),
+            "dapo",
+            {},
+            "Sample 2 needs a prompt and a comp",
+        ),
         (
             lambda data: broken(data, 3, old_logprobs=(-1.0,)),
             "dapo",
@@ -360,7 +365,7 @@ def test_metrics_are_finite_however_far_the_base_and_the_sampler_are():
     """JSON has no infinity. A token that the base knows and the adapter has forgotten is e^200 apart."""
     new_T, far_T = torch.tensor([-200.0, -1.0]), torch.tensor([0.0, -1.5])
     ones, none = torch.ones(2), torch.zeros(2, dtype=torch.bool)
-    seen = Seen(
+    seen = MicrobatchStats(
         new_T=new_T, old_T=-far_T - 300, base_T=far_T, loss_T=ones, entropy_T=ones, clipped_T=none,
         learned_T=~none, factor_T=ones, capped_T=none, masked={}, strayed=0, routed=0,
     )  # fmt: skip

@@ -16,9 +16,9 @@ from engine.problems.verifiers import FAULTS
 from engine.settings.losses import CORRECTIONS, LossConfig
 from engine.training.loss.corrections import masks
 from engine.training.loss.grpo import Tokens
-from engine.training.loss.measures import Metrics
+from engine.training.loss.measures import BatchMetrics
 from engine.training.model.lora import ResidentBase
-from engine.training.model.packing import Example, Row
+from engine.training.model.packing import Example, TokenRow
 from engine.training.service.metrics import MASKS, PHASES, TrainerMetrics, adapter_bytes, peak_memory
 from engine.training.service.protocol import AdamParams, CreateSession, OptimStep, Request
 from engine.training.service.queue import Queue
@@ -61,7 +61,7 @@ def session(base: ResidentBase, directory, name: str, policy: str, rows: Iterabl
     )  # fmt: skip
     opened = Session(directory / name, base, "b" * 64, request)
     for row in rows:
-        opened.forward_backward([Example(Row((5, 6, 7, 8), 2), (-2.0, -2.0), (1.0, 1.0))], "dapo", {})
+        opened.forward_backward([Example(TokenRow((5, 6, 7, 8), 2), (-2.0, -2.0), (1.0, 1.0))], "dapo", {})
         opened.optim_step(
             OptimStep(
                 request_id=str(row["step"]), session=name, fence=0, adam_params=AdamParams(), record=row
@@ -97,7 +97,7 @@ def test_bytes_are_factors_gradients_and_moments(base, tmp_path, queue):
     fresh = session(base, tmp_path, "fresh", "sums")
     factors = sum(factor.numel() for factor in fresh.adapter.factors.values())
     assert adapter_bytes(fresh.adapter) == 4 * factors
-    fresh.forward_backward([Example(Row((5, 6, 7, 8), 2), (-2.0, -2.0), (1.0, 1.0))], "dapo", {})
+    fresh.forward_backward([Example(TokenRow((5, 6, 7, 8), 2), (-2.0, -2.0), (1.0, 1.0))], "dapo", {})
     assert adapter_bytes(fresh.adapter) == 2 * 4 * factors
     trained = session(base, tmp_path, "trained", "words", [step_row(1)])
     # Two moments of each number, and Adam's count of steps for each factor.
@@ -163,7 +163,7 @@ def test_operations_are_counted_by_kind_and_outcome(queue):
 
 def test_every_metric_of_a_batch_has_its_place_in_a_steps_row():
     # The ledger refuses a row with a column that it does not know: `test_ledger` puts this very row in.
-    assert {field.name for field in fields(Metrics)} | set(GAUGES) <= set(step_row(1))
+    assert {field.name for field in fields(BatchMetrics)} | set(GAUGES) <= set(step_row(1))
     assert {f"{phase}_s" for phase in PHASES} <= set(step_row(1))
 
 

@@ -1,23 +1,13 @@
-"""The reference: what every other implementation in this package must equal. Slow and obvious.
+"""The reference: what every other implementation of these operations must equal. Slow and obvious.
 
-Shapes: N rows, I input features, O output features, R rank, S slots (one adapter each), T tokens,
-K experts of a token, E experts (or 1: one factor for all of them).
+Shapes: I input features, O output features, R rank, S slots (one adapter each), T tokens, K experts of
+a token, E experts (or 1: one factor for all of them).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-
-
-def add_lora(y_NO: Tensor, x_NI: Tensor, a_SRI: Tensor, b_SRO: Tensor, slots: Sequence[int]) -> None:
-    """Add `x @ A.T @ B` of each row's slot to `y` in place; a row with slot < 0 is left alone.
-
-    Source: Hu et al. 2021, arXiv 2106.09685, equation 3, with the scaling folded into B.
-    """
-    for row, slot in enumerate(slots):
-        if slot >= 0:
-            y_NO[row] += (x_NI[row] @ a_SRI[slot].T) @ b_SRO[slot]
 
 
 def routed(factor_SE: Tensor, slots_T: Tensor, experts_TK: Tensor) -> Iterator[tuple[int, int, int, int]]:
@@ -90,13 +80,3 @@ def expand_experts_backward(
         dw_TK[t, k] = g_R @ h_TKR[t, k]
         db_SEOR[slot, expert] += torch.outer(dy_O, weights_TK[t, k] * h_TKR[t, k])
     return dh_TKR, db_SEOR, dw_TK
-
-
-def scatter(blob_N: Tensor, offset: int, destination: Tensor) -> None:
-    """Fill a (strided) 3-D view from the elements of `blob` that begin at `offset`, last axis fastest."""
-    position = offset
-    for i in range(destination.shape[0]):
-        for j in range(destination.shape[1]):
-            for k in range(destination.shape[2]):
-                destination[i, j, k] = blob_N[position]
-                position += 1

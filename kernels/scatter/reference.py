@@ -1,0 +1,13 @@
+"""The reference: what every other implementation of this operation must equal. Slow and obvious."""
+
+from torch import Tensor
+
+
+def scatter(blob_N: Tensor, offset: int, destination: Tensor) -> None:
+    """Fill a (strided) 3-D view from the elements of `blob` that begin at `offset`, last axis fastest."""
+    position = offset
+    for i in range(destination.shape[0]):
+        for j in range(destination.shape[1]):
+            for k in range(destination.shape[2]):
+                destination[i, j, k] = blob_N[position]
+                position += 1
