@@ -34,6 +34,7 @@ from tasks.outcome import (
     write_summary,
 )
 from tasks.progress import show_link, show_table
+from tasks.release import hold
 
 # Users still ask for a while after a verdict, to show who answers them then.
 AFTER_S = 3.0
@@ -95,7 +96,6 @@ def release_to_users(
 def hold_others(params: Params, revision: Adapted) -> None:
     """End a release that an interrupted run of this job left open; a policy has one at a time."""
     from engine.catalog.catalog import Catalog
-    from tasks.release import hold
 
     catalog = Catalog(params.paths.catalog_url)
     for other in catalog.releases.all(revision.policy, open_only=True):

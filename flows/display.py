@@ -14,6 +14,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from engine.settings.params import Params
+from engine.training.service.train_step import TrainStep
 from tasks.outcome import Outcome, Stages
 from tasks.progress import told_reward
 
@@ -93,8 +94,6 @@ def _training_lines(policy: str, total: int) -> Callable[[Mapping[str, Any]], No
 
 def step_note(row: Mapping[str, Any]) -> str:
     """Return a training step in about 60 characters: reward, ratio, speed, staleness if any, seconds."""
-    from engine.training.steps import TrainStep
-
     step = TrainStep.of(row)
     parts = [told_reward(row)]
     if step.importance_ratio is not None:

@@ -10,7 +10,10 @@ from typing import Annotated, Any, TypeVar
 import typer
 from pydantic import ValidationError
 
+from engine.base.recipes import RECIPES
 from engine.errors import ConfigError
+from engine.services import lifecycle as services
+from engine.services.lifecycle import PARAMS_VARIABLE, environment
 from engine.settings.forms import Form
 from engine.settings.model import explain
 from engine.settings.params import Params, load_params, split_served_name
@@ -42,8 +45,6 @@ def enter(params: Path, base: str | None = None) -> Params:
     settings = load_params(params)
     if base:
         settings = on_base(settings, base)
-    from engine.services.lifecycle import environment
-
     os.environ.update(environment(settings))
     return settings
 
@@ -54,8 +55,6 @@ def on_base(settings: Params, name: str) -> Params:
     Revisions, routes and scores belong to one base, so bases never share a state. Flows and services find
     these settings in that directory's params.json. Raises `ConfigError` for a base that nobody can train.
     """
-    from engine.base.recipes import RECIPES
-
     known = ", ".join(name for name, recipe in RECIPES.items() if recipe.learns)
     if name not in RECIPES:
         raise ConfigError(f"--base takes {known}; for a base of your own set base.name in params.yaml.")
@@ -77,8 +76,6 @@ def on_base(settings: Params, name: str) -> Params:
 
 def flow_settings() -> Params:
     """Return the settings for a flow: those of the command that called it, or of the worker."""
-    from engine.services.lifecycle import PARAMS_VARIABLE
-
     return load_params(os.environ.get(PARAMS_VARIABLE, PARAMS))
 
 
@@ -102,8 +99,6 @@ def check(settings: Params, policies: list[str]) -> None:
 
 
 def require_services(settings: Params) -> None:
-    from engine.services import lifecycle as services
-
     services.require_running(settings)
 
 

@@ -20,6 +20,7 @@ from engine.catalog.catalog import Catalog, Revision
 from engine.errors import AdapterError, ConfigError, Conflict, NotFound, ServiceError
 from engine.files import sync
 from engine.settings.params import POLICY_NAME, Params, served_name, split_served_name
+from engine.store.open import open_store
 
 PAGE = 500
 DIGITS = re.compile(r"[0-9a-f]{4,64}")
@@ -212,7 +213,6 @@ def _probe(file: Path) -> dict[str, Any]:
 def _export_file(params: Params, catalog: Catalog, row: Revision, target: Path) -> Path:
     from engine.adapters import packed
     from engine.publishing.publish import stored_packed
-    from engine.store.open import open_store
 
     with closing(open_store(params)) as store:
         whole = stored_packed(catalog, store, row)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from engine.errors import ConfigError, GraftworkError, NotFound
 from engine.quality.estimate import interval, paired_difference
 from engine.settings.params import Params
+from tasks.stage_files import Files, opened_suite
 
 if TYPE_CHECKING:
     from tasks.score import Score
@@ -148,7 +149,6 @@ def record(params: Params, directory: Path, evaluation: Evaluation) -> int:
     """
     from engine.adapters.revision import read_manifest
     from tasks.score import ItemScore, emit_scores
-    from tasks.stage_files import Files, opened_suite
 
     files = Files(directory)
     manifest, suite = read_manifest(files.revision), opened_suite(files)

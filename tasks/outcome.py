@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.controller.advance import VERDICTS
 from engine.errors import ServiceError
 from engine.settings.params import Params, served_name
 
@@ -26,8 +27,6 @@ SETTLE_S = 15.0
 def verdict_of(state: str) -> str:
     """Return the verdict that an ended release's state stands for."""
     # Imported here: its row types bring SQLAlchemy, a tenth of a second that no flow file needs.
-    from engine.controller.advance import VERDICTS
-
     return VERDICTS[state]
 
 

@@ -21,12 +21,16 @@ import yaml
 from filelock import FileLock, Timeout
 from pydantic import ValidationError
 
+from engine.base.prompts import prompt_text
+from engine.base.resident import ensure_base
 from engine.errors import ConfigError, Conflict, NotFound, ServiceError
 from engine.problems.jsonl import Check, Import, import_file, prompt_hash, read_rows
 from engine.problems.procedural import Problem
 from engine.problems.verifiers import NUMBER, Verifier
+from engine.services import lifecycle as services
 from engine.settings.model import explain
 from engine.settings.params import POLICY_NAME, Params, PolicyConfig, policy_file
+from tasks.outcome import local_key
 from tasks.purged_names import reuse_purged_name
 from tasks.suites import Suite, freeze, load_suite
 
@@ -218,9 +222,6 @@ def _freeze(
 ) -> Suite:
     from transformers import AutoTokenizer
 
-    from engine.base.prompts import prompt_text
-    from engine.base.resident import ensure_base
-
     tokenizer = AutoTokenizer.from_pretrained(ensure_base(params.base, params.paths).path)
 
     def prompt(question: str) -> str:
@@ -291,10 +292,7 @@ def _aside(target: Path) -> Path:
 
 def _register(params: Params, name: str) -> None:
     """Tell the controller of the policy, if one runs; otherwise the first training does."""
-    from engine.base.resident import ensure_base
-    from engine.services import lifecycle as services
     from tasks import release as controller
-    from tasks.outcome import local_key
 
     try:
         services.require_running(params)

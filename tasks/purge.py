@@ -19,7 +19,14 @@ from filelock import FileLock, Timeout
 
 from engine.catalog.catalog import Catalog
 from engine.errors import ConfigError, Conflict, NotFound, ServiceError
+from engine.publishing.ownership import require
 from engine.settings.params import DIGEST12, POLICY_NAME, Params
+from engine.store.open import open_store
+from engine.store.segments import Location
+from engine.training.service.client import TrainerClient
+from tasks.adapters import open_catalog
+from tasks.outcome import local_key
+from tasks.purge_mlflow import purge_mlflow
 from tasks.purge_record import Counts, Record, purges, recorded
 
 PAGE = 1_000
@@ -51,8 +58,6 @@ def purge(
 
 
 def _catalog(params: Params) -> Catalog:
-    from tasks.adapters import open_catalog
-
     return open_catalog(params)
 
 
@@ -126,9 +131,6 @@ def _mark(catalog: Catalog, policy: str, by: str) -> Counts:
 
 def _refuse_without_store(params: Params, catalog: Catalog) -> None:
     """Ask for the store's own word before rows go: no bytes are removed from one that may be another's."""
-    from engine.publishing.ownership import require
-    from engine.store.open import open_store
-
     with closing(open_store(params)) as store:
         require(catalog, store)
 
@@ -160,8 +162,6 @@ def _sessions(params: Params, policy: str, only_ask: bool = False) -> Counts:
             f"The trainer at {params.url('trainer')} does not answer ({error!r}), so its sessions cannot be "
             "removed. Start or stop it, then purge again."
         ) from None
-    from engine.training.service.client import TrainerClient
-
     with closing(TrainerClient(params.url("trainer"), patience_s=PATIENCE_S)) as trainer:
         return trainer.forget_policy(policy, only_ask)
 
@@ -218,8 +218,6 @@ def _ledger(params: Params, policy: str) -> Counts:
 
 
 def _ask_controller(params: Params, policy: str) -> Counts:
-    from tasks.outcome import local_key
-
     url = params.url("controller")
     headers = {"Authorization": f"Bearer {local_key(params)}"}
     try:
@@ -242,7 +240,6 @@ def _store(params: Params, catalog: Catalog, record: Record) -> Counts:
     that have expired, in others that nobody can tell from the rest.
     """
     from engine.publishing.maintenance import compact
-    from engine.store.open import open_store
 
     with closing(open_store(params)) as store:
         report = compact(catalog, store, threshold=1.0, segments=record.segments)
@@ -266,9 +263,6 @@ def _cache(params: Params, file: Path) -> Counts:
     """Drop the read-through cache's copies; bytes that another policy shares are fetched again."""
     if params.store.url is None or not _listed(file).is_file():
         return {}
-    from engine.store.open import open_store
-    from engine.store.segments import Location
-
     dropped = 0
     with closing(open_store(params)) as store, _listed(file).open() as listed:
         for line in listed:
@@ -296,8 +290,6 @@ def _files(params: Params, policy: str) -> Counts:
 
 
 def _mlflow(params: Params, record: Record, file: Path) -> Counts:
-    from tasks.purge_mlflow import purge_mlflow
-
     def note(address: str) -> None:
         if address not in record.elsewhere:
             record.elsewhere.append(address)

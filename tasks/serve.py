@@ -9,10 +9,12 @@ from pathlib import Path
 
 from engine.adapters.manifests import MANIFEST
 from engine.adapters.revision import Manifest, read_manifest
+from engine.catalog.catalog import Catalog
 from engine.errors import AdapterError, Conflict, EffectError, NotFound
 from engine.publishing.importing import import_revision
 from engine.settings.params import Params, served_name, split_served_name
 from tasks import flavor
+from tasks.register import ensure_up
 from tasks.verify import verify
 
 
@@ -53,8 +55,6 @@ def prove(params: Params, policy: str, digest: str, key: str) -> str:
 
 def _owner(params: Params, policy: str) -> str:
     """Return whose policy it is here; serving one of its revisions changes nothing of that."""
-    from engine.catalog.catalog import Catalog
-
     if not params.paths.has_catalog:
         return "local"
     catalog = Catalog(params.paths.catalog_url)
@@ -67,8 +67,6 @@ def _owner(params: Params, policy: str) -> str:
 
 
 def _known(params: Params, policy: str, digest: str) -> tuple[str, str]:
-    from engine.catalog.catalog import Catalog
-
     found = []
     if params.paths.has_catalog:
         catalog = Catalog(params.paths.catalog_url)
@@ -98,8 +96,6 @@ def _holder(directory: Path) -> Path:
 
 def _download(registry: str, policy: str, digest: str, scratch: Path) -> Path:
     from mlflow import MlflowClient
-
-    from tasks.register import ensure_up
 
     ensure_up(registry)
     named = f"name = '{policy}' and " if policy else ""

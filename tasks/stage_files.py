@@ -12,7 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from engine.base.recipes import RECIPES
+from engine.base.resident import ensure_base, recipe_digest
 from engine.errors import BaseModelError, NotFound
+from engine.services import lifecycle as services
 from engine.settings.params import Params, load_params
 from tasks.suites import ITEMS, Suite, load_suite
 
@@ -67,7 +70,6 @@ def own_services(
 ) -> Iterator[tuple[Params, str]]:
     """Own services in a state directory of their own, which goes when the block succeeds."""
     from engine.catalog.catalog import Catalog, migrate
-    from engine.services import lifecycle as services
 
     with resident(params, name) as stage:
         migrate(stage.paths.catalog_url)
@@ -85,8 +87,6 @@ def resident(params: Params, name: str) -> Iterator[Params]:
 
     It goes when the block succeeds. Raises `BaseModelError` when the base has changed since.
     """
-    from engine.base.resident import ensure_base
-
     files = files_of(params)
     known = read_json(files.base / "base.json", "base")
     state = files.services / name
@@ -112,9 +112,6 @@ def resident(params: Params, name: str) -> Iterator[Params]:
 
 def _link_base(stage: Params, files: Files) -> None:
     """Let a built base be found in a stage's state directory."""
-    from engine.base.recipes import RECIPES
-    from engine.base.resident import recipe_digest
-
     if stage.base.name in RECIPES:
         name = f"{stage.base.name}-{recipe_digest(RECIPES[stage.base.name], stage.base.seed)[:12]}"
         stage.paths.bases.mkdir(exist_ok=True)

@@ -14,7 +14,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from engine.base.prompts import prompt_text
+from engine.base.recipes import RECIPES
+from engine.base.resident import ensure_base
 from engine.errors import ConfigError, EffectError, NotFound
+from engine.problems.procedural import TASKS, check_task
+from engine.serving.vllm_plugin.plugin import vllm_version
 from engine.settings.params import DIGEST12, Params, PolicyConfig, content_hash, served_name
 from tasks.stage_files import (
     Files,
@@ -29,6 +34,7 @@ from tasks.stage_files import (
     write_json,
 )
 from tasks.suites import ITEMS, Suite, load_suite
+from tasks.verify import verify
 
 OnStep = Callable[[Mapping[str, Any]], None]
 PINNED = "evaluate.revision is a digest: nothing is trained."
@@ -44,9 +50,6 @@ def build_base(params: Params, progress: Callable[[int, int, float], None]) -> N
 
     A base that the checkout's state directory has already, or gets now, is copied from there.
     """
-    from engine.base.recipes import RECIPES
-    from engine.base.resident import ensure_base
-
     files = files_of(params)
     info = ensure_base(params.base, home_params(params).paths, progress)
     renew(files.base)
@@ -61,8 +64,6 @@ def prepare_suites(params: Params) -> None:
     Frozen items are proven to be those of their version, and their prompts those that this policy asks
     on this base. Raises `ConfigError` otherwise, and for an unknown policy or task.
     """
-    from engine.problems.procedural import TASKS, check_task
-
     files, name = files_of(params), params.evaluate.policy
     config = params.policy(name)
     check_task(config.task)
@@ -84,7 +85,6 @@ def prepare_suites(params: Params) -> None:
 def engine_version(params: Params) -> dict[str, Any]:
     """Return the settings and package versions that an engine's answers depend on."""
     from engine.publishing.importing import serving_dtype
-    from engine.serving.vllm_plugin.plugin import vllm_version
 
     versions = {name: version(name) for name in ("graftwork", "torch", "transformers")}
     settings = params.engine.model_dump(mode="json", exclude={"port", "start_timeout_s"})
@@ -94,9 +94,6 @@ def engine_version(params: Params) -> dict[str, Any]:
 
 def _check_prompts(params: Params, config: PolicyConfig, suite: Suite) -> None:
     from transformers import AutoTokenizer
-
-    from engine.base.prompts import prompt_text
-    from engine.base.resident import ensure_base
 
     with resident(params, "suites") as stage:
         tokenizer = AutoTokenizer.from_pretrained(ensure_base(stage.base, stage.paths).path)
@@ -225,7 +222,6 @@ def evaluate(params: Params, report: Report) -> None:
     from engine.publishing.importing import import_revision
     from tasks.evaluation import write_evaluation
     from tasks.score import score
-    from tasks.verify import verify
 
     files = files_of(params)
     _, manifest = read_revision(files.revision)

@@ -17,6 +17,9 @@ from prefect.context import TaskRunContext
 from engine.errors import ServiceError
 from engine.settings.forms import CreatePolicyForm, DecideForm, HoldForm, ReleaseForm, RestoreForm
 from engine.settings.params import Params, PolicyConfig, served_name
+from tasks import nightly, publish
+from tasks import verify as verification
+from tasks.outcome import local_key
 
 if TYPE_CHECKING:
     from engine.training.loop import Trained
@@ -78,9 +81,7 @@ def register(params: Params, policy: str, directory: Path, curve: Sequence[Mappi
 @task(name="verify", task_run_name="verify {policy}", cache_policy=NO_CACHE)
 def verify(params: Params, policy: str, digest: str, key: str) -> Mapping[str, Any]:
     """Ask the engine for the log-probabilities that the trainer shipped with the revision."""
-    from tasks import verify as plain
-
-    return plain.verify(params, policy, digest, key)
+    return verification.verify(params, policy, digest, key)
 
 
 @task(name="score", task_run_name="score {policy}", cache_policy=NO_CACHE)
@@ -150,7 +151,6 @@ def wait_for_verdict(params: Params, release_id: str, longest_s: float) -> dict[
 def decide(params: Params, action: str, form: DecideForm) -> dict[str, Any]:
     """Promote or roll back in a person's name."""
     from tasks import release as plain
-    from tasks.outcome import local_key
 
     ask = {"promote": plain.promote, "rollback": plain.rollback}[action]
     return ask(params.url("controller"), local_key(params), form.policy, form.digest, form.reason, form.by)
@@ -160,7 +160,6 @@ def decide(params: Params, action: str, form: DecideForm) -> dict[str, Any]:
 def hold(params: Params, form: HoldForm) -> dict[str, Any]:
     """End the policy's running release."""
     from tasks import release as plain
-    from tasks.outcome import local_key
 
     return plain.hold_policy(params.url("controller"), local_key(params), form.policy, form.reason, form.by)
 
@@ -169,7 +168,6 @@ def hold(params: Params, form: HoldForm) -> dict[str, Any]:
 def restore(params: Params, form: RestoreForm) -> dict[str, Any]:
     """Put an earlier revision back as champion."""
     from tasks import release as plain
-    from tasks.outcome import local_key
 
     return plain.restore(
         params.url("controller"), local_key(params), form.policy, form.digest, form.reason, form.by
@@ -200,9 +198,7 @@ def create_policy(params: Params, form: CreatePolicyForm) -> dict[str, Any]:
 @task(name="due policies", cache_policy=NO_CACHE)
 def due_policies(params: Params, only: Sequence[str]) -> list[dict[str, Any]]:
     """Return a row for each policy: whether it is due, and why."""
-    from tasks import nightly as plain
-
-    return plain.due_policies(params, only)
+    return nightly.due_policies(params, only)
 
 
 @task(name="release in background", cache_policy=NO_CACHE)
@@ -226,6 +222,4 @@ def release_in_background(params: Params, policy: str, digest: str) -> str:
 @task(name="write report", cache_policy=NO_CACHE)
 def write_report(params: Params, path: Path, since: float, now: float, stages: Mapping[str, float]) -> Path:
     """Write the HTML report of all policies; it opens offline."""
-    from tasks import publish as plain
-
-    return plain.write_report(params, path, since, now, stages)
+    return publish.write_report(params, path, since, now, stages)

@@ -19,10 +19,12 @@ from typing import Any
 
 import yaml
 
+from engine.base.prompts import prompt_text
+from engine.base.resident import ensure_base
 from engine.errors import ConfigError, Conflict, NotFound
 from engine.problems.procedural import Problem, stream
 from engine.problems.verifiers import Verifier
-from engine.settings.params import PolicyConfig
+from engine.settings.params import PolicyConfig, load_params
 
 SUITES = Path(__file__).parent.parent / "eval_suites"
 ITEMS = "items.jsonl"
@@ -227,10 +229,6 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 def main() -> None:
     """Freeze the suites of `params.yaml` for the chat template of its base."""
     from transformers import AutoTokenizer
-
-    from engine.base.prompts import prompt_text
-    from engine.base.resident import ensure_base
-    from engine.settings.params import load_params
 
     params = load_params()
     tokenizer = AutoTokenizer.from_pretrained(ensure_base(params.base, params.paths).path)

@@ -7,7 +7,9 @@ a tombstone, which this gate lifts again when the engine does reproduce the revi
 import json
 from typing import TYPE_CHECKING, Any
 
+from engine.base.families import BaseShapes
 from engine.errors import AdapterError, GraftworkError
+from engine.ledger.spool import Spool
 from engine.settings.params import Params, content_hash, served_name
 
 if TYPE_CHECKING:
@@ -80,7 +82,6 @@ def _locate(
     from pathlib import Path
 
     from engine.adapters.revision import read_revision
-    from engine.base.families import BaseShapes
     from engine.publishing.publish import stored_tensors
     from engine.quality.probe import UNKNOWN, asking
     from engine.store.open import open_store
@@ -119,7 +120,6 @@ def _act(params: Params, catalog: "Catalog", revision: "Revision", result: "Prob
     from contextlib import closing
 
     from engine.controller.apply import Applier
-    from engine.ledger.spool import Spool
 
     policy, digest = revision.policy, revision.digest
     stone = catalog.tombstones.find(policy, digest)

@@ -24,7 +24,7 @@ from engine.report.data import (
 )
 from engine.report.overview import overview, suite_score
 from engine.settings.params import DIGEST12, ReleaseConfig
-from engine.training.steps import TrainStep
+from engine.training.service.train_step import TrainStep
 
 MAX_POINTS = 200
 # What one page holds. The tables of a catalog with a million revisions are not read here.

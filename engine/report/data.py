@@ -5,7 +5,7 @@ Times are epoch seconds, scores and rewards lie in [0, 1], a digest of None is t
 
 from dataclasses import dataclass
 
-from engine.training.steps import TrainStep
+from engine.training.service.train_step import TrainStep
 
 
 @dataclass(frozen=True)

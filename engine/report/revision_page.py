@@ -15,7 +15,7 @@ from engine.catalog.catalog import Catalog
 from engine.ledger.ledger import open_snapshot
 from engine.quality.estimate import Difference, interval, paired_difference
 from engine.settings.params import Params
-from engine.training.steps import TrainStep
+from engine.training.service.train_step import TrainStep
 
 SCORES = """
     SELECT item, arg_max(score, "at"), max("at") FROM scores

@@ -15,7 +15,7 @@ from markupsafe import Markup
 from engine.report.data import Curve
 from engine.report.svg import Panel, Point, Scale, drawing, legend
 from engine.settings.params import DIGEST12
-from engine.training.steps import TrainStep
+from engine.training.service.train_step import TrainStep
 
 WIDTH, LEFT, RIGHT = 500, 56, 490
 MAX_POINTS, SMOOTHED = 150, 5

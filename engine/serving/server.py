@@ -15,8 +15,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine.base.families import BaseShapes
 from engine.errors import ConfigError
 from engine.planning.memory import BATCHED_TOKENS
+from engine.serving.gateway.uvicorn_accept import accept_bursts
 from engine.settings.params import Params, load_params
 from engine.settings.services import EngineConfig
 
@@ -136,8 +138,6 @@ def server_arguments(
 
 def lora_targets(base: "BaseInfo") -> tuple[str, ...]:
     """Return what may carry LoRA; routed experts are one module of the engine, which calls it `experts`."""
-    from engine.base.families import BaseShapes
-
     shapes = BaseShapes.read(base.path)
     return (*shapes.targets, *(("experts",) if shapes.experts else ()))
 
@@ -163,8 +163,6 @@ def executor_arguments(config: EngineConfig, plan: "MemoryPlan | None") -> list[
 
 def route_arguments(config: EngineConfig, base: "BaseInfo") -> list[str]:
     """Record the experts of every token of a mixture of experts, if asked to; a request asks for its own."""
-    from engine.base.families import BaseShapes
-
     recorded = config.routed_experts and BaseShapes.read(base.path).experts
     return ["--enable-return-routed-experts"] if recorded else []
 
@@ -210,8 +208,6 @@ def serve(arguments: list[str]) -> None:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    from engine.serving.gateway.uvicorn_accept import accept_bursts
 
     accept_bursts()
     cli_env_setup()

@@ -24,7 +24,7 @@ from engine.training import rollout_data
 from engine.training.rollout_data import Drawn, Sampler
 from engine.training.run import Run, prepare
 from engine.training.service.protocol import AdamParams, Exported, SessionInfo
-from engine.training.steps import TrainStep
+from engine.training.service.train_step import TrainStep
 
 # About 300 tokens with short answers: in bfloat16 a probe of 100 refuses right mixtures of experts. The
 # trainer draws them, and all other policies wait meanwhile.
@@ -38,7 +38,7 @@ OnStep = Callable[[Mapping[str, Any]], None]
 
 @dataclass(frozen=True)
 class Trained:
-    """What a training run brought; `curve` has the row of each step (`steps.TrainStep`)."""
+    """What a training run brought; `curve` has the row of each step (`train_step.TrainStep`)."""
 
     policy: str
     session: str

@@ -15,6 +15,7 @@ from statistics import fmean, pstdev
 from time import monotonic
 from typing import Any
 
+from engine.base.prompts import prompt_ids
 from engine.problems.procedural import Problem, stream
 from engine.problems.verifiers import Verifier
 from engine.settings.params import PolicyConfig, content_hash, served_name
@@ -50,8 +51,6 @@ class Source:
 
     def prompt_ids(self, question: str) -> list[int]:
         """Return a question's token ids as the policy asks it: template, system prompt, examples."""
-        from engine.base.prompts import prompt_ids
-
         return prompt_ids(self.tokenizer, question, self.config.system, self.config.few_shot)
 
     def problems(self, position: int) -> tuple[list[Problem], int]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.base.families import BaseShapes
+from engine.base.resident import ensure_base
 from engine.errors import ConfigError
 from engine.ledger.spool import Spool
 from engine.planning.gpu import cuda_bytes
@@ -37,7 +38,6 @@ def prepare(params: Params, policy: str, config: PolicyConfig, key: str) -> Run:
     """Open what a run's steps need; `ConfigError` for settings that would fail only after rollouts."""
     from transformers import AutoTokenizer
 
-    from engine.base.resident import ensure_base
     from engine.training.loss.grpo import loss_of
 
     # One of the policy's own that cannot be loaded must not cost a rollout.

@@ -15,8 +15,11 @@ from typing import Annotated, Any
 import typer
 
 from engine.errors import ConfigError
+from engine.services import lifecycle as services
 from engine.settings.params import served_name
 from flows.entry import PARAMS, Again, By, Json, ParamsFile, Reason, ReuseName, enter
+from tasks.outcome import Stages, local_key
+from tasks.purged_names import reuse_purged_name
 
 app = typer.Typer()
 adapters_app = typer.Typer(
@@ -134,11 +137,8 @@ def import_(
     """Detect an adapter's layout, print what it holds, and import it as a revision of a policy."""
     settings = enter(params)
     from engine.publishing.foreign import inspect, publish
-    from engine.services import lifecycle as services
     from engine.training.service.probing import probe_by_base
     from flows import display
-    from tasks.outcome import Stages, local_key
-    from tasks.purged_names import reuse_purged_name
     from tasks.serve import prove
 
     say = _silent if as_json else typer.echo

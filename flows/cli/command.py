@@ -18,9 +18,14 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from engine.errors import ConfigError, GraftworkError
+from engine.services import lifecycle as services
 from engine.settings.forms import AdaptForm
+from engine.threads import background, in_parallel
 from flows.cli import adapters, admin, decide, look, plan, policy, purge, residency, score, serve, store
 from flows.entry import PARAMS, Again, ParamsFile, ReuseName, check, enter, require_services
+from tasks.deployments import install
+from tasks.outcome import Stages, shortcomings
+from tasks.purged_names import reuse_purged_name
 
 AGAIN_S = 0.05
 app = typer.Typer(
@@ -44,10 +49,7 @@ def run(
     """The main job: adapt two policies, release them, release a bad one, see it rolled back."""
     settings = enter(params, base)
     check(settings, [*settings.policies, settings.demo.bad_policy])
-    from engine.services import lifecycle as services
-    from engine.threads import background
     from flows import display
-    from tasks.outcome import Stages, shortcomings
 
     began, stages = time.time(), Stages()
     with contextlib.ExitStack() as stack:
@@ -83,15 +85,11 @@ def up(
 ) -> None:
     """Start the services and leave them running."""
     settings = enter(params)
-    from engine.services import lifecycle as services
     from flows.display import base_builder, print_addresses, print_service
-    from tasks.outcome import Stages
 
     every = (*services.RESIDENT, services.WORKER)
     started = services.up(settings, base_builder(settings, Stages()), print_service, only or every)
     if not only:
-        from tasks.deployments import install
-
         # Also beside running services: a changed schedule, or what failed the first time.
         print_service("prefect", f"{install(settings)} deployments and their automations")
     typer.echo("The services run." if started else "The services were already running.")
@@ -101,8 +99,6 @@ def up(
 @app.command()
 def down(params: ParamsFile = PARAMS) -> None:
     """Stop the services; nothing is left running."""
-    from engine.services import lifecycle as services
-
     stopped = services.down(enter(params))
     typer.echo("The services are stopped." if stopped else "No services were running.")
 
@@ -122,11 +118,8 @@ def adapt(
         raise ConfigError("Say which policy to adapt: `graftwork adapt --policy NAME`, once for each.")
     check(settings, chosen)
     require_services(settings)
-    from tasks.purged_names import reuse_purged_name
-
     for name in chosen:
         reuse_purged_name(settings, name, settings.policy(name).owner, reuse_name or again)
-    from engine.threads import in_parallel
     from flows import display
     from flows.adapt import adapt as adapt_flow
     from tasks.steps import preload

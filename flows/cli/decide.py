@@ -19,6 +19,7 @@ from flows.entry import (
     pinned,
     require_services,
 )
+from tasks.outcome import local_key, release_row
 
 app = typer.Typer()
 
@@ -41,7 +42,6 @@ def release(
     require_services(settings)
     from flows.display import print_row
     from flows.release import release as release_flow
-    from tasks.outcome import release_row
 
     form = filled(
         ReleaseForm, policy=policy, digest=digest, by=by, skip_score=skip_score, skip_canary=skip_canary,
@@ -139,6 +139,5 @@ def reach(params: Path) -> tuple[Params, Any, str]:
     settings = enter(params)
     require_services(settings)
     from tasks import release as controller
-    from tasks.outcome import local_key
 
     return settings, controller, local_key(settings)

@@ -9,7 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
+from engine.services import lifecycle as services
 from flows.entry import PARAMS, Json, ParamsFile, enter
+from tasks.publish import write_report
 
 app = typer.Typer()
 PATIENCE_S = 5.0
@@ -20,7 +22,6 @@ Limit = Annotated[int, typer.Option(min=1, max=10_000, help="How many lines at m
 def status(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
     """Show each service: its state, address and age; and what runs or stands still."""
     settings = enter(params)
-    from engine.services import lifecycle as services
     from tasks.look import plain, standing
 
     states, now = services.status(settings), standing(settings)
@@ -107,7 +108,6 @@ def report(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
     """Write the HTML report of everything in the ledger."""
     settings = enter(params)
     from tasks.look import require_catalog
-    from tasks.publish import write_report
 
     require_catalog(settings)
     now = time.time()

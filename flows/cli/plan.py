@@ -11,7 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
+from engine.base.model_config import read_config
 from engine.errors import ConfigError
+from engine.planning.memory import GIB, refuse_unless_it_fits
 from engine.settings.params import Params
 from flows.entry import PARAMS, Json, ParamsFile, enter
 
@@ -66,7 +68,6 @@ def plan_memory(
     """
     settings = enter(params)
     from engine.planning import gpu
-    from engine.planning.memory import GIB, refuse_unless_it_fits
 
     available = int(memory_gib * GIB) if memory_gib else gpu.cuda_bytes()
     asked = {
@@ -93,7 +94,6 @@ def plan_config(
     settings: Params, file: Path, available: int | None, given: Mapping[str, Any], as_json: bool
 ) -> None:
     """Show the plan of the adapters of the model whose `config.json` this is."""
-    from engine.base.model_config import read_config
     from engine.planning.adapters import Rates, Wanted, plan_adapters, table
 
     changes = {name: given[name] for name in ("slots", "dtype") if name in given}

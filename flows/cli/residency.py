@@ -4,6 +4,7 @@ from typing import Annotated
 
 import typer
 
+from flows.cli.look import print_json
 from flows.entry import PARAMS, Json, ParamsFile, enter
 
 app = typer.Typer()
@@ -20,8 +21,6 @@ def residency(limit: Limit = 50, as_json: Json = False, params: ParamsFile = PAR
     look.require_catalog(settings)
     found = tiers.residency(settings, limit)
     if as_json:
-        from flows.cli.look import print_json
-
         return print_json(found)
     from flows.display import print_row, print_rows
 

@@ -6,9 +6,12 @@ from typing import Annotated, Literal
 
 import typer
 
+from engine.base.progress import progress_bar
 from engine.errors import ConfigError
+from engine.process_reaper import die_with_parent
 from engine.settings.params import split_served_name
 from flows.entry import PARAMS, ParamsFile, catalog, check, enter, require_services
+from tasks.outcome import local_key, score_row
 
 app = typer.Typer()
 Stage = Literal["base", "suites", "adapt", "revision", "evaluate", "report"]
@@ -47,7 +50,6 @@ def score_live(revision: str, params: Path) -> None:
     check(settings, [policy])
     require_services(settings)
     from flows.display import print_row
-    from tasks.outcome import local_key, score_row
     from tasks.score import score as score_items
 
     full = catalog(params).revisions.get(policy, digest).digest if digest else None
@@ -91,8 +93,6 @@ def stage(name: Stage, params: ParamsFile = PARAMS) -> None:
     """Run one stage of dvc.yaml."""
     settings = enter(params)
     check(settings, [settings.evaluate.policy])
-    from engine.base.progress import progress_bar
-    from engine.process_reaper import die_with_parent
     from flows import display
     from tasks import evaluation, stages
 

@@ -8,7 +8,10 @@ from typing import Annotated
 import typer
 
 from engine.errors import ConfigError
+from engine.services import lifecycle as services
+from engine.settings.params import served_name
 from flows.entry import PARAMS, ParamsFile, enter
+from tasks.outcome import Stages
 
 app = typer.Typer()
 Served = Annotated[
@@ -31,10 +34,7 @@ def serve(
             f"{revision!r} names no revision; write DIGEST or POLICY@DIGEST, 6 digits at least."
         )
     from engine.catalog.catalog import Catalog, migrate
-    from engine.services import lifecycle as services
-    from engine.settings.params import served_name
     from flows.display import base_builder, print_service
-    from tasks.outcome import Stages
     from tasks.serve import bring, prove
 
     base_builder(settings, Stages())()

@@ -8,7 +8,7 @@ import numpy as np
 from engine.catalog.catalog import Base, Catalog, Policy, Release, Revision, migrate
 from engine.ledger.ledger import Ledger, Spool
 from engine.settings.params import Paths, ReleaseConfig
-from engine.training.steps import TrainStep
+from engine.training.service.train_step import TrainStep
 
 BASE, GOOD, OLD = "b" * 64, "c" * 64, "a" * 64
 NOW = time.time()

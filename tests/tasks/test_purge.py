@@ -15,6 +15,7 @@ from fastapi.testclient import TestClient
 from kept_adapters import BASE, add_policy, keep, settings
 from typer.testing import CliRunner
 
+from engine.base.resident import BaseInfo
 from engine.catalog.catalog import Catalog, Policy, Release
 from engine.catalog.purges import Purges
 from engine.controller.api import build_app
@@ -319,10 +320,8 @@ def test_sessions_that_cannot_be_removed_are_named(tmp_path, monkeypatch):
 
 
 def test_a_purged_name_is_taken_again_only_on_purpose(params, catalog, monkeypatch):
-    from engine.base import resident as base
-
     purge(params)
-    monkeypatch.setattr(base, "ensure_base", lambda *_: base.BaseInfo("b", Path("b"), BASE))
+    monkeypatch.setattr("engine.base.resident.ensure_base", lambda *_: BaseInfo("b", Path("b"), BASE))
     with pytest.raises(Conflict, match="was purged by 'ann'"):
         catalog.policies.add(Policy("gone", BASE, {}, "me", 1.0))
     with pytest.raises(Conflict, match=r"was purged by 'ann'\. .*--reuse-name"):
@@ -505,12 +504,11 @@ def test_a_read_through_cache_drops_its_copies(tmp_path, catalog, params, monkey
 
     wanted = sorted(row.checksum for row in catalog.revisions.page("gone"))
     local = purging._cache
-    from engine.store import open as store
 
     def cached(given, file):
         remote = given.model_copy(update={"store": given.store.model_copy(update={"url": "memory://x"})})
         with monkeypatch.context() as patch:
-            patch.setattr(store, "open_store", lambda _: Remote())
+            patch.setattr(purging, "open_store", lambda _: Remote())
             return local(remote, file)
 
     monkeypatch.setattr(purging, "_cache", cached)

@@ -20,6 +20,7 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 
+from engine.base.prompts import end_tokens
 from engine.errors import Busy, Cancelled, Conflict, GraftworkError, NotFound
 from engine.settings.params import Params, load_params
 from engine.training.service import protocol
@@ -158,7 +159,6 @@ def load_trainer(params: Params) -> "Trainer":
     """
     import torch
 
-    from engine.base.prompts import end_tokens
     from engine.base.resident import ensure_base
     from engine.catalog.catalog import Base, Catalog, migrate
     from engine.planning.gpu import planned

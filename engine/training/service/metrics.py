@@ -18,7 +18,7 @@ from engine.problems.verifiers import FAULTS
 from engine.training.model.adapter import Adapter
 from engine.training.service.queue import Queue
 from engine.training.service.session import Session
-from engine.training.steps import GAUGES, SECONDS
+from engine.training.service.train_step import GAUGES, SECONDS
 
 # What a step's seconds were spent on: `<phase>_s` of its row.
 PHASES = tuple(name.removesuffix("_s") for name in SECONDS)

@@ -14,10 +14,12 @@ from engine.adapters.revision import Manifest
 from engine.base.prompts import end_tokens, prompt_ids
 from engine.catalog.catalog import Catalog, migrate
 from engine.errors import ServiceError
+from engine.planning.gpu import planned
 from engine.publishing.importing import serving_dtype
 from engine.quality.probe import Probe
 from engine.settings.params import Params
 from engine.training.service.client import TrainerClient
+from engine.training.service.export import Exporter
 from engine.training.service.protocol import ProbeRevision
 
 if TYPE_CHECKING:
@@ -69,9 +71,7 @@ def _computed_here(
 ) -> Probe:
     import torch
 
-    from engine.planning.gpu import planned
     from engine.training.service.app import load_base
-    from engine.training.service.export import Exporter
 
     request = ProbeRevision(
         request_id=uuid.uuid4().hex,

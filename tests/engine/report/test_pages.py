@@ -20,7 +20,7 @@ from engine.report.lineage import Node, arrange, lineage
 from engine.report.pages import ReportData, collect, write_report
 from engine.report.training import MAX_POINTS, binned, spoken, training_curves
 from engine.settings.params import Paths
-from engine.training.steps import TrainStep
+from engine.training.service.train_step import TrainStep
 
 
 @pytest.fixture

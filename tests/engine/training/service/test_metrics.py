@@ -23,7 +23,7 @@ from engine.training.service.metrics import MASKS, PHASES, TrainerMetrics, adapt
 from engine.training.service.protocol import AdamParams, CreateSession, OptimStep, Request
 from engine.training.service.queue import Queue
 from engine.training.service.session import Session
-from engine.training.steps import GAUGES
+from engine.training.service.train_step import GAUGES
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 

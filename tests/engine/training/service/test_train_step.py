@@ -23,7 +23,7 @@ from engine.training.run import Run
 from engine.training.service.app import load_trainer, make_app
 from engine.training.service.client import TrainerClient
 from engine.training.service.protocol import SessionInfo
-from engine.training.steps import TrainStep
+from engine.training.service.train_step import TrainStep
 from flows.display import step_note
 from tasks.register import numbers
 

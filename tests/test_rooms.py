@@ -1,0 +1,81 @@
+"""The rooms of engine/: which may import from which, no cycle, no import deferred without a reason."""
+
+import sys
+
+import pytest
+from import_graph import PACKAGES, ImportGraph, cycle_in, room_of
+from repository import ROOT
+
+# Each room may import from itself and from those before it. docs/architecture.md says what lives in each.
+ROOMS = (
+    "engine",
+    "engine.version",
+    "engine.errors",
+    "engine.files",
+    "engine.tls",
+    "engine.process_reaper",
+    "engine.threads",
+    "engine.settings",
+    "engine.quality",
+    "engine.problems",
+    "engine.base",
+    "engine.adapters",
+    "engine.store",
+    "engine.planning",
+    "engine.catalog",
+    "engine.publishing",
+    "engine.ledger",
+    "engine.training.loss",
+    "engine.training.model",
+    "engine.training.service",
+    "engine.training",
+    "engine.verification",
+    "engine.report",
+    "engine.controller",
+    "engine.serving.worker",
+    "engine.serving.vllm_plugin",
+    "engine.serving.residency",
+    "engine.serving.gateway",
+    "engine.serving",
+    "engine.services",
+)
+# What loads in no time, so that nobody waits for it.
+LIGHT = {*sys.stdlib_module_names, "filelock", "orjson", "psutil", "pydantic", "tenacity", "typer", "yaml"}
+
+
+@pytest.fixture(scope="module")
+def graph() -> ImportGraph:
+    return ImportGraph(ROOT)
+
+
+def test_every_folder_of_the_engine_is_a_room(graph: ImportGraph) -> None:
+    assert {room_of(name) for name in graph.modules} - set(PACKAGES) == set(ROOMS) - {"engine"}
+
+
+def test_rooms_import_one_way(graph: ImportGraph) -> None:
+    place = {room: index for index, room in enumerate(ROOMS)}
+    wrong = [
+        f"{one.source}:{one.line} imports {one.target}"
+        for one in graph.imports
+        if one.target.startswith("engine.")
+        and one.source.startswith("engine.")
+        and place[room_of(one.target)] > place[room_of(one.source)]
+    ]
+    assert wrong == []
+
+
+def test_no_module_imports_what_imports_it(graph: ImportGraph) -> None:
+    assert cycle_in({(one.source, one.target) for one in graph.imports}) == []
+
+
+def test_a_cycle_is_found() -> None:
+    assert cycle_in({("a", "b"), ("b", "c"), ("c", "a"), ("c", "d")})
+
+
+def test_an_import_is_deferred_only_from_what_takes_time_to_load(graph: ImportGraph) -> None:
+    needless = [
+        f"{one.source}:{one.line} imports {one.target} in a function"
+        for one in graph.imports
+        if one.deferred and not graph.loaded[one.target] - LIGHT - set(PACKAGES) - graph.loaded[one.source]
+    ]
+    assert needless == []
