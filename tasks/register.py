@@ -15,6 +15,7 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_e
 
 from engine.adapters.revision import Manifest, read_revision
 from engine.errors import ConfigError, ServiceError
+from engine.services.lifecycle import mkl_cbwr
 from engine.settings.params import Params, served_name
 from tasks import flavor
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from mlflow.entities import Run
 
 EXPERIMENT = "graftwork"
+# The tag of a run that says what MKL was asked for.
+BITS = "graftwork.mkl_cbwr"
 
 
 def register(
@@ -125,7 +128,7 @@ def _find_or_start_run(
         for tag, value in {**tags, "mlflow.runName": name}.items():
             client.set_tag(trained.info.run_id, tag, value)
         return trained
-    return client.create_run(experiment, tags=tags, run_name=name)
+    return client.create_run(experiment, tags={**tags, BITS: mkl_cbwr()}, run_name=name)
 
 
 def run_of_session(client: "MlflowClient", policy: str, session: str) -> "Run | None":
@@ -137,7 +140,7 @@ def run_of_session(client: "MlflowClient", policy: str, session: str) -> "Run | 
 
 def start_run_of_session(client: "MlflowClient", policy: str, session: str) -> "Run":
     """Begin a run for a session that trains; a revision's registration finds it."""
-    tags = {"graftwork.session": session, "graftwork.policy": policy}
+    tags = {"graftwork.session": session, "graftwork.policy": policy, BITS: mkl_cbwr()}
     return client.create_run(_experiment(client), tags=tags, run_name=session)
 
 

@@ -19,8 +19,10 @@ from engine.base.recipes import RECIPES
 from engine.base.resident import ensure_base
 from engine.errors import ConfigError, EffectError, NotFound
 from engine.problems.procedural import TASKS, check_task
+from engine.services.lifecycle import mkl_cbwr
 from engine.serving.vllm_plugin.plugin import vllm_version
 from engine.settings.params import DIGEST12, Params, PolicyConfig, content_hash, served_name
+from engine.settings.reproducible import VARIABLE
 from tasks.stage_files import (
     Files,
     Report,
@@ -83,13 +85,14 @@ def prepare_suites(params: Params) -> None:
 
 
 def engine_version(params: Params) -> dict[str, Any]:
-    """Return the settings and package versions that an engine's answers depend on."""
+    """Return the settings, package versions and variable that an engine's answers depend on."""
     from engine.publishing.importing import serving_dtype
 
     versions = {name: version(name) for name in ("graftwork", "torch", "transformers")}
     settings = params.engine.model_dump(mode="json", exclude={"port", "start_timeout_s"})
     settings["dtype"] = serving_dtype(params)
-    return {"settings": settings, "versions": versions | {"vllm": vllm_version()}}
+    versions |= {"vllm": vllm_version()}
+    return {"settings": settings, "versions": versions, "environment": {VARIABLE: mkl_cbwr()}}
 
 
 def _check_prompts(params: Params, config: PolicyConfig, suite: Suite) -> None:

@@ -14,6 +14,7 @@ from live import RunningEngine, start_engine, stop_engine
 from postgres import fresh_database, postgres
 
 from engine.catalog.catalog import Catalog, Policy, migrate
+from engine.settings.reproducible import equal_bits
 
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",
@@ -22,7 +23,8 @@ OFFLINE = {
     "VLLM_NO_USAGE_STATS": "1",
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
-os.environ.update(OFFLINE)
+# Tests ask for equal bits: as in every process of ours, before torch is imported.
+os.environ.update(OFFLINE | equal_bits(os.environ))
 
 
 # Why tests were left out that a person would want to hear of, for the very last line.

@@ -22,6 +22,7 @@ from engine.base.recipes import RECIPES
 from engine.errors import ConfigError, Conflict, PortInUse, ServiceError
 from engine.services.supervisor import Supervisor, undisturbed
 from engine.settings.params import Params, Paths, content_hash
+from engine.settings.reproducible import VARIABLE, equal_bits
 
 Report = Callable[[str, str], None]
 # Runs what Prefect schedules; the main job calls its flows itself and does without.
@@ -83,9 +84,10 @@ def services(params: Params) -> tuple[Service, ...]:
 
 
 def environment(params: Params) -> dict[str, str]:
-    """Return the variables for our processes: where the servers are, and no telemetry, no network.
+    """Return the variables for our processes: where the servers are, equal bits, no telemetry, no network.
 
-    The only place that sets variables; entry points apply it to themselves before heavy imports.
+    The only place that sets variables; entry points apply it to themselves before heavy imports. Raises
+    `ConfigError` when a variable of the user's own breaks equal bits.
     """
     quiet = {
         "DO_NOT_TRACK": "1",
@@ -130,7 +132,12 @@ def environment(params: Params) -> dict[str, str]:
     # Only a hub id may need the network, and only until it is in the local cache.
     local = params.base.name in RECIPES or Path(params.base.name).expanduser().exists()
     offline = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE") if local else ()
-    return quiet | places | dict.fromkeys(offline, "1")
+    return quiet | places | dict.fromkeys(offline, "1") | equal_bits(os.environ)
+
+
+def mkl_cbwr() -> str:
+    """Return what this process, and so the services that it starts, asks MKL for; for a run's record."""
+    return os.environ.get(VARIABLE, "unset")
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from engine.errors import ConfigError
 from engine.planning.memory import BATCHED_TOKENS
 from engine.serving.gateway.uvicorn_accept import accept_bursts
 from engine.settings.params import Params, load_params
+from engine.settings.reproducible import equal_bits
 from engine.settings.services import EngineConfig
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ def set_environment(params: Params) -> None:
     """Set what vLLM and its children read from the environment; restart once where it must be earlier."""
     from engine.planning.gpu import cuda_bytes
 
+    os.environ.update(equal_bits(os.environ))
     os.environ.setdefault("VLLM_PLUGINS", "graftwork")
     cores = sorted(os.sched_getaffinity(0))
     threads = params.engine.threads or max(1, len(cores) - 1)

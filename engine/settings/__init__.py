@@ -1,1 +1,1 @@
-"""Settings: typed models of params.yaml, of forms, and where state lies on disk."""
+"""Settings: typed models of params.yaml, of forms, where state lies on disk, and how bits stay equal."""

@@ -12,6 +12,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from engine.settings.reproducible import VARIABLE
+
 
 def median(values: Sequence[float]) -> float:
     return statistics.median(values)
@@ -47,6 +49,7 @@ def report(
         sys.exit(f"bench {name}: the correctness check failed, so no figure counts.")
     directory.mkdir(parents=True, exist_ok=True)
     result = {**figures, "hardware": hardware(), "commit": commit(), "python": platform.python_version()}
+    result[VARIABLE] = os.environ.get(VARIABLE, "unset")
     (directory / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
     table = Table("figure", "value", "target", "spread", title=f"bench {name}, {hardware()}, {commit()}")
     for key, value in figures.items():

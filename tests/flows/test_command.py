@@ -121,6 +121,14 @@ def test_fault_is_one_sentence_and_an_exit_code(
     assert "Traceback" not in result.stderr
 
 
+def test_a_variable_that_breaks_equal_bits_is_refused(params: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MKL_CBWR", "AVX2")
+    result = graftwork("status", "--params", str(params))
+    assert result.returncode == 2
+    assert result.stderr.startswith("MKL_CBWR is 'AVX2' in the environment.")
+    assert "Traceback" not in result.stderr
+
+
 def test_keys_are_created_listed_and_revoked(params: Path) -> None:
     given = ("--params", str(params))
     created = graftwork("key", "create", "ada", "--scope", "score", *given)

@@ -23,6 +23,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from engine.base.prompts import end_tokens
 from engine.errors import Busy, Cancelled, Conflict, GraftworkError, NotFound
 from engine.settings.params import Params, load_params
+from engine.settings.reproducible import equal_bits
 from engine.training.service import protocol
 
 if TYPE_CHECKING:
@@ -209,6 +210,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--params", required=True, type=Path, help="resolved settings (YAML or JSON)")
     params = load_params(parser.parse_args().params)
+    os.environ.update(equal_bits(os.environ))
     # Beside an engine on the same cores training waits, not those who ask: its steps are long, theirs short.
     os.nice(NICENESS)
     trainer = load_trainer(params)
