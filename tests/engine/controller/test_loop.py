@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -223,20 +223,22 @@ class Killed(BaseException):
 
 
 class Boundary:
-    """Passes calls through to a real store and dies right after the n-th effect of all."""
+    """Passes calls through to a real store, or its parts, and dies right after the n-th effect of all."""
 
-    effects = ("bury", "set_route", "update_release", "emit")
+    effects = ("tombstones.add", "routes.update", "releases.update", "emit")
 
-    def __init__(self, real: Any, countdown: Iterator[int], last: int):
-        self._real, self._countdown, self._last = real, countdown, last
+    def __init__(self, real: Any, countdown: Iterator[int], last: int, part: str = ""):
+        self._real, self._countdown, self._last, self._part = real, countdown, last, part
 
     def __getattr__(self, name: str) -> Any:
-        method: Callable[..., Any] = getattr(self._real, name)
-        if name not in self.effects:
-            return method
+        found, path = getattr(self._real, name), f"{self._part}{name}"
+        if not callable(found):
+            return Boundary(found, self._countdown, self._last, f"{path}.")
+        if path not in self.effects:
+            return found
 
         def effect(*args: Any, **kwargs: Any) -> Any:
-            result = method(*args, **kwargs)
+            result = found(*args, **kwargs)
             if next(self._countdown) == self._last:
                 raise Killed
             return result
