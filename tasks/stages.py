@@ -1,6 +1,7 @@
-"""The stages of `dvc repro`, as plain functions on files: base, suites, adapt, revision, evaluate.
+"""The stages of `dvc repro` before the score, as plain functions on files: base, suites, adapt, revision.
 
-Knows what each stage takes and gives; `report` is in `tasks.evaluation`, since it needs its two files alone.
+Knows what each stage takes and gives; `evaluate` and `report` have modules of their own, since what they
+import is what DVC runs them again for.
 Writes to no ledger and no registry. Knows nothing of DVC itself.
 """
 
@@ -17,7 +18,7 @@ from typing import Any
 from engine.base.prompts import prompt_text
 from engine.base.recipes import RECIPES
 from engine.base.resident import ensure_base
-from engine.errors import ConfigError, EffectError, NotFound
+from engine.errors import ConfigError, NotFound
 from engine.problems.procedural import TASKS, check_task
 from engine.services.lifecycle import mkl_cbwr
 from engine.serving.vllm_plugin.plugin import vllm_version
@@ -28,7 +29,6 @@ from tasks.stage_files import (
     Report,
     files_of,
     home_params,
-    opened_suite,
     own_services,
     read_json,
     renew,
@@ -36,7 +36,6 @@ from tasks.stage_files import (
     write_json,
 )
 from tasks.suites import ITEMS, Suite, load_suite
-from tasks.verify import verify
 
 OnStep = Callable[[Mapping[str, Any]], None]
 PINNED = "evaluate.revision is a digest: nothing is trained."
@@ -213,38 +212,6 @@ def _registered(params: Params, policy: str, digest: str) -> int | None:
             # No server: the registry has nothing to offer.
             return None
     return int(found) if found else None
-
-
-def evaluate(params: Params, report: Report) -> None:
-    """Import the revision into an engine of its own, score it and the base, write metrics and items.
-
-    Items go out in their frozen order, `evaluate.batch` at a time. Raises `EffectError` when the engine
-    does not reproduce the revision's effect probe: its scores would be another model's.
-    """
-    from engine.adapters.revision import read_revision
-    from engine.publishing.importing import import_revision
-    from tasks.evaluation import write_evaluation
-    from tasks.score import score
-
-    files = files_of(params)
-    _, manifest = read_revision(files.revision)
-    suite = opened_suite(files)
-    engine = params.engine.model_copy(update={"max_num_seqs": params.evaluate.batch})
-    params = params.model_copy(update={"engine": engine})
-    shutil.rmtree(files.services / "evaluate", ignore_errors=True)
-    with own_services(
-        params, "evaluate", ("engine",), report, lambda stage: import_revision(stage, files.revision)
-    ) as (stage, key):
-        if (stage.paths.revision(manifest.policy, manifest.digest)).is_dir():
-            probe = verify(stage, manifest.policy, manifest.digest, key)
-            # A revision without effect is a result, an engine that serves something else is not.
-            if max(probe["error"], probe["base_error"]) > probe["tolerance"]:
-                raise EffectError(f"{probe['reason']} It is not scored.")
-        scores = [
-            score(stage, manifest.policy, digest, suite.name, key, reuse=False, root=files.suite)
-            for digest in (None, manifest.digest)
-        ]
-    write_evaluation(files.root, suite, *scores)
 
 
 def _all_but(*names: str) -> Callable[[str, list[str]], set[str]]:

@@ -94,7 +94,7 @@ def stage(name: Stage, params: ParamsFile = PARAMS) -> None:
     settings = enter(params)
     check(settings, [settings.evaluate.policy])
     from flows import display
-    from tasks import evaluation, stages
+    from tasks import evaluation, stage_evaluate, stages
 
     # DVC may be killed; its stage's services must not stay behind.
     die_with_parent(os.getppid())
@@ -109,6 +109,6 @@ def stage(name: Stage, params: ParamsFile = PARAMS) -> None:
     elif name == "revision":
         stages.take_revision(settings)
     elif name == "evaluate":
-        stages.evaluate(settings, display.print_service)
+        stage_evaluate.evaluate(settings, display.print_service)
     else:
         evaluation.write_report(params.absolute().parent, stages.files_of(settings).report)

@@ -27,7 +27,7 @@ from engine.ledger.ledger import Ledger, open_snapshot
 from engine.publishing.importing import directory_from_store, import_revision
 from engine.services import lifecycle as services
 from engine.settings.params import Params, Paths, load_params
-from tasks import evaluation, stages
+from tasks import evaluation, stage_evaluate, stages
 from tasks.register import register
 from tasks.score import ItemScore, Score
 from tasks.stage_files import Files
@@ -531,7 +531,7 @@ def test_an_evaluation_on_the_real_engine_repeats_its_bytes_in_any_batch(checkou
     written = []
     for batch in (1, 16):
         checkout.set(evaluate={"policy": "sums", "revision": "adapt", "batch": batch})
-        stages.evaluate(checkout.params(), silent)
+        stage_evaluate.evaluate(checkout.params(), silent)
         written.append(
             [(checkout.files.root / name).read_bytes() for name in ("metrics.json", "items.jsonl")]
         )

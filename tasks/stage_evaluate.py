@@ -1,0 +1,43 @@
+"""The stage `evaluate` of `dvc repro`: score a revision and its base on an engine of its own.
+
+What this module imports is what can change the numbers: dvc.yaml lists it, and a test derives that list.
+"""
+
+import shutil
+
+from engine.errors import EffectError
+from engine.settings.params import Params
+from tasks.evaluation import write_evaluation
+from tasks.stage_files import Report, files_of, opened_suite, own_services
+from tasks.verify import verify
+
+
+def evaluate(params: Params, report: Report) -> None:
+    """Import the revision into an engine of its own, score it and the base, write metrics and items.
+
+    Items go out in their frozen order, `evaluate.batch` at a time. Raises `EffectError` when the engine
+    does not reproduce the revision's effect probe: its scores would be another model's.
+    """
+    from engine.adapters.revision import read_revision
+    from engine.publishing.importing import import_revision
+    from tasks.score import score
+
+    files = files_of(params)
+    _, manifest = read_revision(files.revision)
+    suite = opened_suite(files)
+    engine = params.engine.model_copy(update={"max_num_seqs": params.evaluate.batch})
+    params = params.model_copy(update={"engine": engine})
+    shutil.rmtree(files.services / "evaluate", ignore_errors=True)
+    with own_services(
+        params, "evaluate", ("engine",), report, lambda stage: import_revision(stage, files.revision)
+    ) as (stage, key):
+        if (stage.paths.revision(manifest.policy, manifest.digest)).is_dir():
+            probe = verify(stage, manifest.policy, manifest.digest, key)
+            # A revision without effect is a result, an engine that serves something else is not.
+            if max(probe["error"], probe["base_error"]) > probe["tolerance"]:
+                raise EffectError(f"{probe['reason']} It is not scored.")
+        scores = [
+            score(stage, manifest.policy, digest, suite.name, key, reuse=False, root=files.suite)
+            for digest in (None, manifest.digest)
+        ]
+    write_evaluation(files.root, suite, *scores)
