@@ -18,7 +18,8 @@ pytestmark = [
     ),
 ]
 
-from kernels import testing  # noqa: E402
+import routed_batches as testing  # noqa: E402
+
 from kernels.experts import autograd as experts_grad  # noqa: E402
 from kernels.experts import reference as experts_reference  # noqa: E402
 from kernels.experts import triton as experts_triton  # noqa: E402

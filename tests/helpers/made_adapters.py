@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import torch
+from layout_writer import from_canonical
 from safetensors.torch import save_file
 
-from engine.adapters.layout_tensors import from_canonical
 from engine.base.families import BaseShapes
 
 ATTENTION = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 6}

@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import routed_batches as testing
 import torch
 from repository import ROOT
 
-from kernels import testing
 from kernels.experts import autograd as experts_grad
 from kernels.experts import cpu as experts
 from kernels.experts import cpu_grouped as experts_grouped

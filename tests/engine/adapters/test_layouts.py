@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from layout_writer import from_canonical
 from made_adapters import CONFIGS, canonical, groups, save, shapes, spread, write
 from parity import merge
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -22,7 +23,6 @@ from transformers import (
 
 from engine.adapters import revision
 from engine.adapters.foreign_files import Patterns
-from engine.adapters.layout_tensors import from_canonical
 from engine.adapters.layouts import LAYOUTS
 from engine.base.families import FAMILIES, BaseShapes
 from engine.errors import AdapterError

@@ -1,6 +1,6 @@
 """Time LoRA on experts at decode width: the loop over (expert, adapter) that one writes first, and ours.
 
-    python -m kernels.bench [--threads 2] [--repeats 30]
+    python tests/bench/kernels/experts_decode.py [--threads 2] [--repeats 30]
 
 One layer's down projection: 64 tokens, each at 8 of 64 experts, rank 8, hidden 256. Prints
 milliseconds (median, fastest) of the two, and the load of the machine beside them.
@@ -8,15 +8,19 @@ milliseconds (median, fastest) of the two, and the load of the machine beside th
 
 import argparse
 import os
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 
 import torch
 from torch import Tensor
 
-from kernels import testing
 from kernels.experts import cpu as experts
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "helpers"))
+import routed_batches as testing
 
 TOKENS, TOP_K, EXPERTS, HIDDEN, RANK = 64, 8, 64, 256, 8
 MIXES = {

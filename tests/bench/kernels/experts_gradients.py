@@ -1,6 +1,6 @@
 """Time LoRA on experts with its gradients, at a trainer's width: ours, torch's grouped product, and a loop.
 
-    python -m kernels.bench_grad [--tokens 4096] [--ranks 8 16 32] [--repeats 20]
+    python tests/bench/kernels/experts_gradients.py [--tokens 4096] [--ranks 8 16 32] [--repeats 20]
 
 One projection of Qwen3-30B-A3B's experts: 128 experts, 8 a token, hidden 2048, width 768. On a GPU ours are
 the Triton kernels, on a CPU `cpu_grouped`, which shares one sorting among all products. All three do
@@ -12,18 +12,22 @@ other for the products (at what one large product reaches).
 """
 
 import argparse
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 
 import torch
 from torch import Tensor
 
-from kernels import testing
 from kernels.experts import autograd as experts_grad
 from kernels.experts import cpu_grouped as experts_grouped
 from kernels.experts import triton as experts_triton
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "helpers"))
+import routed_batches as testing
 
 EXPERTS, TOP_K, HIDDEN, WIDTH = 128, 8, 2048, 768
 ADAPTERS = (1, 4)

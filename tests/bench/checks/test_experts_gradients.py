@@ -1,10 +1,14 @@
 """The comparison of LoRA's gradients on experts: three ways, one result, and a limit that none can beat."""
 
+import sys
+
 import pytest
 import torch
+from bench_files import BENCH
 
-from kernels import bench_grad
-from kernels.bench_grad import Layer, compare, layer, limit_s
+sys.path.insert(0, str(BENCH / "kernels"))
+import experts_gradients
+from experts_gradients import Layer, compare, layer, limit_s
 
 CPU = torch.device("cpu")
 
@@ -19,7 +23,7 @@ def test_the_three_ways_agree(given: Layer) -> None:
 
 
 def test_no_figure_counts_for_a_way_that_is_wrong(given: Layer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(bench_grad.WAYS, "ours", lambda given: bench_grad.ours(given) * 1.001)
+    monkeypatch.setitem(experts_gradients.WAYS, "ours", lambda given: experts_gradients.ours(given) * 1.001)
     with pytest.raises(SystemExit, match="ours is off by"):
         compare(given, 1)
 
