@@ -4,7 +4,7 @@ Rows are sorted by slot and cut into tiles of one slot each, so that a shrink fa
 and not once a row. To expand, each row takes a weighted sum of its slot's lines, which copies no factor.
 Rows without an adapter are in no tile: their output is not touched, bit for bit. A row's bits do not
 depend on its batch: over widths of 64 to 1,024, ranks of 3 to 48 and tiles of 4 to 300 rows, on AVX-512,
-products of one row came out alike in float32 and in bfloat16.
+products of one row came out alike in float32 and in bfloat16 (on Intel CPUs only with MKL_CBWR=AUTO,STRICT).
 
 Shapes: N rows, L rows with an adapter, K tiles, T rows a tile, I input features, O output features,
 R rank, S slots, M slices of a fused module, C chunks of O, each as wide as all slices' common divisor.
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-# The BLAS sums in one order from four rows on and in another for fewer: with tiles of fewer rows, the
+# The BLAS may sum in one order from four rows on and in another for fewer: with tiles of fewer rows, the
 # last digits of a row would depend on its batch.
 TILES = (4, 8, 16, 32, 64, 128, 256)
 # Reading a slot's factors for one more tile costs about as much as computing this many rows.

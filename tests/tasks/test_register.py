@@ -123,6 +123,7 @@ def test_a_version_carries_the_tags_and_the_curve(params, base, tmp_path):
     assert [(point.step, point.value) for point in history] == [(1, 0.25), (2, 0.5), (3, 0.75)]
     run = client.get_run(found.run_id)
     assert run.data.params == {"lr": "0.003", "task": "addition"}
+    assert run.data.tags["graftwork.mkl_cbwr"] == os.environ["MKL_CBWR"]
     assert run.info.status == "FINISHED"
 
 

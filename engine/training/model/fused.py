@@ -68,9 +68,9 @@ def forward_backward_many(
 ) -> list[Backward]:
     """Add each call's gradients to its own adapter's; the results are those of each call alone, to rounding.
 
-    On a CPU in float32 they are equal to the last bit wherever matrix products treat rows alike (MKL, one
-    thread, from four rows on) and experts' widths are whole 32s: attention is bucketed for each call, experts
-    have at least four rows, and gradients are summed for each call.
+    On a CPU in float32 they are equal to the last bit wherever matrix products treat rows alike (MKL as
+    `engine.settings.reproducible` asks it, from four rows on) and experts' widths are whole 32s: attention is
+    bucketed for each call, experts have at least four rows, and gradients are summed for each call.
 
     `between` is called before each microbatch and may raise to end all calls. Raises what the first call
     that fails would raise, and `ConfigError` for calls that cannot share a pass; then all gathered gradients

@@ -1,6 +1,8 @@
 """Every benchmark takes what `graftwork bench` gives it, and a figure counts only when its check is green."""
 
 import argparse
+import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -30,6 +32,11 @@ def test_every_benchmark_takes_settings_and_a_folder(
         module.main()
     (given,) = stopped.value.args
     assert (str(given["params"]), given["out"]) == (str(tmp_path / "p.yaml"), tmp_path)
+
+
+def test_a_result_says_what_mkl_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    load("_record", monkeypatch).report("one", {"a": 1.0}, {}, {}, True, tmp_path)
+    assert json.loads((tmp_path / "one.json").read_text())["MKL_CBWR"] == os.environ["MKL_CBWR"]
 
 
 def test_modes_that_do_other_work_are_not_compared(monkeypatch: pytest.MonkeyPatch):
