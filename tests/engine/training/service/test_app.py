@@ -129,7 +129,7 @@ def test_a_revision_is_published_by_three_routes_alike(service):
     row = Catalog(paths.catalog_url).revisions.get("sums", exported.digest)
     assert (row.state, row.expires_at, manifest.step) == ("exported", None, 1)
     payload = Store(paths.store).read(Location(row.segment, row.offset, row.length, row.checksum))
-    layout = packed.PackedLayout.from_json(Catalog(paths.catalog_url).layouts.get(row.layouts.get))
+    layout = packed.PackedLayout.from_json(Catalog(paths.catalog_url).layouts.get(row.layout))
     stored = packed.unpack(packed.Packed(layout, torch.frombuffer(bytearray(payload), dtype=torch.uint8)))
     assert stored.keys() == tensors.keys()
     assert all(torch.equal(stored[key], tensors[key]) for key in stored)
