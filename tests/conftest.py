@@ -48,14 +48,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         assert isinstance(item, pytest.Function)
         fixtures = item._fixtureinfo.name2fixturedefs
-        given = item.callspec.params.values() if hasattr(item, "callspec") else ()
-        if SERVED & fixtures.keys() or "postgresql" in list(map(str, given)):
+        if SERVED & fixtures.keys() or "postgresql" in item.name:
             item.add_marker("services")
         # The session's engine starts once, on the worker that runs every test of it.
         shared = "engine" in fixtures and fixtures["engine"][-1].scope == "session"
-        item.add_marker(
-            pytest.mark.xdist_group("engine" if shared else str(item.path.parent / item.path.stem))
-        )
+        item.add_marker(pytest.mark.xdist_group("engine" if shared else item.nodeid.partition("::")[0]))
     items.sort(key=lambda item: [item.get_closest_marker(name) is None for name in ("heavy", "services")])
 
 

@@ -19,8 +19,8 @@ from typing import Any
 import httpx
 import psutil
 
-# Below what the kernel gives to connections. A worker of pytest-xdist has a share of its own, so that two never
-# take one port; another run on this machine begins elsewhere.
+# Below what the kernel gives to connections. Each worker of pytest-xdist has a share of its own, so that no
+# two take one port; another run on this machine begins elsewhere.
 PORTS = range(10_000, 30_000)
 SHARE = 2_000
 
