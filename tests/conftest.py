@@ -31,7 +31,7 @@ os.environ.update(OFFLINE)
 # Fixtures that start a service, here or in a file; a test that starts one itself is marked `services`.
 SERVED = {
     "chromium", "clone", "crowded", "engine", "finished", "gate", "halves", "people", "postgres_server",
-    "server", "service", "supervisor",
+    "s3", "server", "service", "supervisor",
 }  # fmt: skip
 # Programs that only a test marked `services` may start.
 SERVERS = re.compile(
