@@ -31,12 +31,12 @@ os.environ.update(OFFLINE)
 # Fixtures that start a service, here or in a file; a test that starts one itself is marked `services`.
 SERVED = {
     "chromium", "clone", "crowded", "engine", "finished", "gate", "halves", "people", "postgres_server",
-    "s3", "server", "service", "supervisor",
+    "running", "s3", "server", "service", "supervisor",
 }  # fmt: skip
 # Programs that only a test marked `services` may start.
 SERVERS = re.compile(
     r"engine\.(serving\.server|training\.service\.app|controller) |vllm\.entrypoints|supervisord"
-    r"|(mlflow|prefect) server|bin/postgres |(flows\.cli|graftwork) (up|run|serve) "
+    r"|(mlflow|prefect) server|bin/postgres "
 )
 # The test that runs now, while it is one that may start none of them.
 fast: list[str] = []

@@ -82,7 +82,7 @@ def serve(rank: int, root: Path) -> None:
 
 @pytest.mark.services
 def test_what_one_rank_loses_is_lost_on_both(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests/helpers")}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests/helpers'}"}
     ranks = [
         subprocess.Popen(
             [sys.executable, __file__, str(rank), str(tmp_path)],
