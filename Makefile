@@ -9,14 +9,17 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.graftwork-installed
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+# A worker for each core, four at most: each may hold engines of its own. Whole files go to one worker (tests/conftest.py).
+WORKERS ?= $(shell cores=$$(nproc); echo $$(( cores < 4 ? cores : 4 )))
+PARALLEL := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 # A full check runs on the real engine, so it has hours; a fast test has pytest's default.
 LONG := --timeout 7200
 
-.PHONY: help run test up down repro lint chaos bench clean
+.PHONY: help run test test-fast up down repro lint chaos bench clean
 
 help:
 	@echo 'make run    set up, then the main job: two policies adapted, released, and a bad one rolled back'
-	@echo 'make test   set up, then the tests'
+	@echo 'make test   set up, then every test;  make test-fast  those without services, before each commit'
 	@echo 'make up     start the services and leave them running; make down stops them'
 	@echo 'make repro  score a revision again, offline, as params.yaml says: dvc repro'
 	@echo 'make lint   ruff and mypy;  make chaos  every fault test;  make bench  every benchmark'
@@ -25,7 +28,10 @@ run: $(STAMP)
 	@$(BIN)/graftwork run
 
 test: $(STAMP)
-	@$(BIN)/python -m pytest -m 'not slow and not gpu'
+	@$(BIN)/python -m pytest $(PARALLEL) -m 'not slow and not gpu'
+
+test-fast: $(STAMP)
+	@$(BIN)/python -m pytest $(PARALLEL) -m 'not slow and not gpu and not services'
 
 up: $(STAMP)
 	@$(BIN)/graftwork up

@@ -2,14 +2,18 @@
 
 import atexit
 import os
+import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from filelock import FileLock
 from live import RunningEngine, start_engine, stop_engine
 from postgres import fresh_database, postgres
 
@@ -26,6 +30,47 @@ OFFLINE = {
 # Tests ask for equal bits: as in every process of ours, before torch is imported.
 os.environ.update(OFFLINE | equal_bits(os.environ))
 
+# Fixtures that start a service, here or in a file; a test that starts one itself is marked `services`.
+SERVED = {
+    "chromium", "clone", "crowded", "engine", "finished", "gate", "halves", "people", "postgres_server",
+    "running", "s3", "server", "service", "supervisor",
+}  # fmt: skip
+# Programs that only a test marked `services` may start.
+SERVERS = re.compile(
+    r"engine\.(serving\.server|training\.service\.app|controller) |vllm\.entrypoints|supervisord"
+    r"|(mlflow|prefect) server|bin/postgres "
+)
+# The test that runs now, while it is one that may start none of them.
+fast: list[str] = []
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what needs services, keep the tests of a file on one worker, and start the longest first."""
+    for item in items:
+        assert isinstance(item, pytest.Function)
+        fixtures = item._fixtureinfo.name2fixturedefs
+        if SERVED & fixtures.keys() or "postgresql" in item.name:
+            item.add_marker("services")
+        # The session's engine starts once, on the worker that runs every test of it.
+        shared = "engine" in fixtures and fixtures["engine"][-1].scope == "session"
+        item.add_marker(pytest.mark.xdist_group("engine" if shared else item.nodeid.partition("::")[0]))
+    items.sort(key=lambda item: [item.get_closest_marker(name) is None for name in ("heavy", "services")])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    fast[:] = [] if item.get_closest_marker("services") else [item.nodeid]
+
+
+def refuse_servers(event: str, arguments: tuple) -> None:
+    """Refuse to start a service in a test that `make test-fast` runs."""
+    if event == "subprocess.Popen" and fast:
+        line = " ".join(map(str, arguments[1])) + " "
+        assert not SERVERS.search(line), f"{fast[0]} starts {line}; mark it: pytest.mark.services."
+
+
+sys.addaudithook(refuse_servers)
 
 # Why tests were left out that a person would want to hear of, for the very last line.
 LEFT_OUT = pytest.StashKey[str]()
@@ -33,8 +78,15 @@ LEFT_OUT = pytest.StashKey[str]()
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Say after everything else what was not tested."""
-    if LEFT_OUT in config.stash:
+    if LEFT_OUT in config.stash and not hasattr(config, "workeroutput"):
         atexit.register(say_last, config.stash[LEFT_OUT])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Take over what a worker left out."""
+    if missing := getattr(node, "workeroutput", {}).get("left out"):
+        node.config.stash[LEFT_OUT] = missing
 
 
 def say_last(sentence: str) -> None:
@@ -59,20 +111,30 @@ def chromium(request: pytest.FixtureRequest) -> str:
     if found is None:
         missing = "The pages were NOT tested in a browser: no Chromium is on the PATH (apt install chromium)."
         request.config.stash[LEFT_OUT] = missing
+        getattr(request.config, "workeroutput", {})["left out"] = missing
         pytest.skip(missing)
     return found
 
 
 @pytest.fixture(scope="session")
-def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A base of the real recipe's shape, trained for seconds only: it talks, but badly."""
+def tiny_base(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """A base of the real recipe's shape, trained for seconds only: it talks, but badly.
+
+    One worker builds it for all; none may write into it.
+    """
     from engine.base.build import build
     from engine.base.recipes import RECIPES
 
-    directory = tmp_path_factory.mktemp("bases") / "tiny"
-    directory.mkdir()
-    recipe = replace(RECIPES["tiny-dense"], steps=20, problems=2048)
-    build(recipe, seed=1, directory=directory, progress=lambda step, steps, loss: None)
+    mine = tmp_path_factory.getbasetemp()
+    directory = (mine if worker_id == "master" else mine.parent) / "bases" / "tiny"
+    directory.parent.mkdir(exist_ok=True)
+    with FileLock(directory.with_suffix(".lock")):
+        if not directory.exists():
+            recipe = replace(RECIPES["tiny-dense"], steps=20, problems=2048)
+            draft = directory.with_suffix(".draft")
+            draft.mkdir()
+            build(recipe, seed=1, directory=draft, progress=lambda step, steps, loss: None)
+            draft.rename(directory)
     return directory
 
 
@@ -83,7 +145,7 @@ def engine(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     stop_engine(running)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def postgres_server() -> Iterator[str]:
     with postgres() as url:
         yield url

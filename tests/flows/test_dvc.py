@@ -13,6 +13,7 @@ import pytest
 import yaml
 from repository import ROOT
 
+pytestmark = pytest.mark.heavy
 IDENTITY = ("-c", "user.name=test", "-c", "user.email=test@localhost")
 # Enough steps that the revision answers otherwise than the base.
 STEPS = 4

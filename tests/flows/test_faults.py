@@ -24,7 +24,7 @@ from engine.settings.params import Params, load_params
 STEPS = 12
 VICTIMS = ("engine", "trainer", "controller")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.services, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

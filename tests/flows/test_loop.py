@@ -21,6 +21,7 @@ from repository import ROOT
 
 from tasks.register import numbers
 
+pytestmark = pytest.mark.heavy
 SERVICES = ("engine", "trainer", "controller", "mlflow", "prefect")
 # Fewer steps than the main job: enough to see the reward rise and users notice.
 STEPS = 16

@@ -20,7 +20,7 @@ import pytest
 import yaml
 from operated import ROOT, Operated, graftwork, write_settings, write_sums
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.heavy, pytest.mark.timeout(600)]
 POLICY = "sums"
 OVER = 'The "test" is over.'
 DEPLOYMENTS = {

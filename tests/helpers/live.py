@@ -7,9 +7,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import cycle
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,11 +19,29 @@ from typing import Any
 import httpx
 import psutil
 
+# Below what the kernel gives to connections. Each worker of pytest-xdist has a share of its own, so that no
+# two take one port; another run on this machine begins elsewhere.
+PORTS = range(10_000, 30_000)
+SHARE = 2_000
+
+
+def ports_of(worker: str) -> Iterator[int]:
+    """Return the ports of a worker's share, round and round."""
+    mine = PORTS[SHARE * (int(worker.removeprefix("gw")) % (len(PORTS) // SHARE)) :][:SHARE]
+    begin = os.getpid() * 37 % SHARE
+    return cycle([*mine[begin:], *mine[:begin]])
+
+
+_ports = ports_of(os.environ.get("PYTEST_XDIST_WORKER", "gw0"))
+
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port that nothing listens on and that this process has not returned before."""
+    for port in _ports:
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("unreachable: the ports go round")
 
 
 def left_behind(root: Path) -> list[str]:

@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 from history import step_row
+from live import free_port
 from mlflow import MlflowClient
 from peft import PeftModel
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -29,12 +30,6 @@ from tasks.register import register, run_of_session
 
 BASE = "b" * 64
 TARGETS = ("q_proj", "down_proj")
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="module")

@@ -2,13 +2,12 @@
 
 import csv
 import json
-import os
 import shutil
 import subprocess
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import command_line
 import pytest
 import torch
 import yaml
@@ -314,8 +313,7 @@ def test_the_same_tensors_give_the_same_files_whenever_they_were_exported(checko
 
 
 def graftwork(file: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "flows.cli", *arguments, "--params", str(file)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ, timeout=120)
+    return command_line.graftwork(*arguments, "--params", str(file))
 
 
 @pytest.mark.parametrize(

@@ -149,6 +149,7 @@ def test_only_a_hub_id_may_use_the_network(tiny_base):
     assert not offline & set(environment(pinned))
 
 
+@pytest.mark.services
 def test_a_token_is_in_no_file_of_the_services(monkeypatch, tmp_path):
     """Children inherit it; neither the settings that they are given nor the supervisor's file hold it."""
     import os

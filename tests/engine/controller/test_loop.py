@@ -3,7 +3,6 @@
 import itertools
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from fastapi.testclient import TestClient
+from live import free_port
 from rows import ACCEPTED, NEW, OLD, THIRD, fill
 
 from engine.catalog.catalog import Catalog, Release, migrate
@@ -614,12 +614,6 @@ def test_pages_health_ledger_and_metrics(controller: Controller, web: TestClient
     made = web.post("/policies", json={"name": "poems", "base": "base", "config": {"suite": "s"}})
     assert made.json()["route"]["version"] == 0
     assert web.post("/policies", json={"name": "Bad Name", "base": "base"}).status_code == 400
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Running:

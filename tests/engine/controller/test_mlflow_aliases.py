@@ -72,9 +72,19 @@ class Mlflow:
         return tags.get(REFUSED)
 
 
+@pytest.fixture(scope="module")
+def new_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """MLflow's tables without rows: its migrations take half a second."""
+    from mlflow.store.model_registry.sqlalchemy_store import SqlAlchemyStore
+
+    path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
+    SqlAlchemyStore(f"sqlite:///{path}").engine.dispose()
+    return path
+
+
 @pytest.fixture
-def database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    path = tmp_path / "mlflow.db"
+def database(new_database: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = Path(shutil.copy(new_database, tmp_path / "mlflow.db"))
     for store in ("_MLFLOW_SERVER_FILE_STORE", "_MLFLOW_SERVER_REGISTRY_STORE"):
         monkeypatch.setenv(store, f"sqlite:///{path}")
     # The server keeps its stores for the life of a process; each test has a database of its own.

@@ -370,6 +370,7 @@ def many_ends(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory):
     return copy, tokenizer, prompts, base.greedy(None, prompts, end_tokens(copy), 12), second
 
 
+@pytest.mark.services
 def test_every_end_token_ends_rollouts_and_scores(many_ends, tmp_path):
     """Trainer, rollouts and scoring stop at the same token, and the rollout holds it to learn from."""
     from live import start_engine, stop_engine

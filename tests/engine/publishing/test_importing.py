@@ -3,13 +3,12 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from command_line import graftwork
 from live import free_port
 from made_adapters import CONFIGS, canonical, shapes, write
 from parity import merge
@@ -116,8 +115,7 @@ def test_an_import_as_json_and_into_a_name_that_was_purged(tiny_base, tmp_path):
 
 
 def command(folder, *arguments):
-    line = [sys.executable, "-m", "flows.cli", *arguments, "--params", str(folder / "params.yaml")]
-    run = subprocess.run(line, capture_output=True, text=True)
+    run = graftwork(*arguments, "--params", str(folder / "params.yaml"))
     assert run.returncode == 0, run.stderr
     return run.stdout
 

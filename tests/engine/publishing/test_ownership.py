@@ -1,11 +1,10 @@
 """A store has one catalog: with another one, or without its disk, nothing is removed or taken for damaged."""
 
 import json
-import subprocess
-import sys
 from contextlib import closing
 
 import pytest
+from command_line import graftwork
 from stored import Stored, opened, placing, prepare
 
 from engine.catalog.catalog import Catalog, migrate
@@ -194,7 +193,6 @@ def test_another_base_has_a_store_of_its_own_where_it_has_a_catalog_of_its_own()
 
 
 def command(params, *arguments: str) -> int:
-    line = [sys.executable, "-m", "flows.cli", "store", *arguments, "--json", "--params", str(params)]
-    run = subprocess.run(line, capture_output=True, text=True, timeout=120)
+    run = graftwork("store", *arguments, "--json", "--params", str(params))
     assert "Traceback" not in run.stderr
     return run.returncode

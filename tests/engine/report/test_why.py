@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import command_line
 import pytest
 import yaml
 from live import free_port
@@ -267,8 +267,7 @@ def graftwork(params: Params, *arguments: str) -> subprocess.CompletedProcess[st
     file = params.state_dir.parent / "params.yaml"
     ports = {name: {"port": free_port()} for name in ("engine", "trainer", "controller", "mlflow", "prefect")}
     file.write_text(yaml.safe_dump({"state_dir": str(params.state_dir)} | ports))
-    command = [str(Path(sys.executable).parent / "graftwork"), *arguments, "--params", str(file)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return command_line.graftwork(*arguments, "--params", str(file))
 
 
 def test_the_commands_speak_json_while_nothing_runs(params: Params) -> None:

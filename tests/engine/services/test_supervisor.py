@@ -159,6 +159,7 @@ def test_port_in_use_is_named_before_anything_starts(tmp_path: Path) -> None:
     assert marked(tmp_path) == []
 
 
+@pytest.mark.services
 def test_failing_service_shows_its_log_and_stops_the_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

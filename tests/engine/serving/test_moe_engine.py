@@ -26,6 +26,7 @@ from parity import (
 
 from engine.base.families import BaseShapes
 
+pytestmark = [pytest.mark.services, pytest.mark.heavy]
 # Log-probabilities in float32 by two implementations: measured 4e-6 at most over these batches.
 TOLERANCE = 5e-5
 EXPERTS = ("gate_proj", "up_proj", "down_proj")

@@ -11,6 +11,7 @@ from parity import ask, check_parity, differences, mixed, publish_all, random_ad
 
 from engine.base.families import BaseShapes
 
+pytestmark = [pytest.mark.services, pytest.mark.heavy]
 # Log-probabilities in float32 by two implementations: measured 1e-5 at most over these batches.
 TOLERANCE = 1e-4
 EFFECT = 100 * TOLERANCE

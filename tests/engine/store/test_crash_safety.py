@@ -197,6 +197,7 @@ def test_every_operation_can_be_killed() -> None:
     assert IMPORTED not in POLICIES
 
 
+@pytest.mark.services
 def test_some_kills(params: Params) -> None:
     hits, rows = survives(params, plan(SEED, 12))
     assert hits.total() == 12

@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from store_users import blob, die_after_append, fill_cache
 from stored import opened, prepare
 
 from engine.errors import AdapterError, ConfigError, MissingBytes, ServiceError
@@ -23,7 +24,6 @@ from engine.store import remote
 from engine.store.cache import DRAFT, Cache
 from engine.store.open import open_store
 from engine.store.remote import RemoteStore
-from engine.store.segments import Location
 
 MIB = 1 << 20
 
@@ -129,7 +129,7 @@ def test_a_writer_holds_its_object_and_gc_takes_a_dead_writers(store, params, tm
         with other.claim(location.segment) as is_free:
             assert is_free
         context = multiprocessing.get_context("spawn")
-        died = context.Process(target=_die_after_append, args=(params,))
+        died = context.Process(target=die_after_append, args=(params,))
         died.start()
         died.join(60)
         (left,) = {segment for segment, _ in other.segments()} - {location.segment}
@@ -146,11 +146,6 @@ def test_a_writer_holds_its_object_and_gc_takes_a_dead_writers(store, params, tm
         foreign._now += timedelta(seconds=remote.ABANDONED_S + 60)
         with foreign.claim(location.segment) as is_free:
             assert is_free
-
-
-def _die_after_append(params: Params) -> None:
-    open_store(params).append(b"left behind")
-    os._exit(1)
 
 
 def test_a_service_that_is_away_is_one_sentence(tmp_path, monkeypatch):
@@ -193,11 +188,6 @@ def test_the_store_behind_a_url_is_kept_whole_and_small(params):
 
 
 # The cache by itself
-
-
-def blob(number: int, size: int = 100) -> tuple[Location, bytes]:
-    data = number.to_bytes(4, "big") * (size // 4)
-    return Location("0" * 32 + ".seg", 0, len(data), hashlib.sha256(data).hexdigest()), data
 
 
 def keep(cache: Cache, number: int, size: int = 100) -> Path:
@@ -259,22 +249,9 @@ def test_a_full_disk_keeps_no_half_copy(tmp_path, monkeypatch):
     cache.close()
 
 
-def _fill_cache(root: Path, seed: int) -> None:
-    cache = Cache(root, 2_000)
-    for i in range(60):
-        number = (i * 7 + seed) % 30
-        location, data = blob(number)
-        path = cache.find(location) or cache.add(location, [data])
-        try:
-            assert path.read_bytes() == data
-        except FileNotFoundError:
-            continue
-    cache.close()
-
-
 def test_processes_share_a_cache(tmp_path):
     context = multiprocessing.get_context("spawn")
-    users = [context.Process(target=_fill_cache, args=(tmp_path / "cache", seed)) for seed in range(3)]
+    users = [context.Process(target=fill_cache, args=(tmp_path / "cache", seed)) for seed in range(3)]
     for user in users:
         user.start()
     for user in users:

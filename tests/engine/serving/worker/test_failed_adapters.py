@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import vllm_layers as made
 from repository import ROOT
@@ -79,8 +80,9 @@ def serve(rank: int, root: Path) -> None:
     (root / f"{rank}.json").write_text(json.dumps(result))
 
 
+@pytest.mark.services
 def test_what_one_rank_loses_is_lost_on_both(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests/helpers")}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests/helpers'}"}
     ranks = [
         subprocess.Popen(
             [sys.executable, __file__, str(rank), str(tmp_path)],
