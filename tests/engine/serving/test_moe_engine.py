@@ -140,6 +140,9 @@ def test_bfloat16_is_as_near_as_the_reference_in_bfloat16(
 ):
     """bfloat16 moves tokens that are near a tie to other experts, so single answers are far from float32.
 
+    An answer alone is as near as in a batch, and no more is promised: in bfloat16 oneDNN chooses kernels by
+    the number of rows (docs/reproduce.md), and how many rows share a step depends on when requests arrive.
+
     transformers in bfloat16 is as far from itself in float32 as we are. Measured here, mean of 64
     answers' largest differences: ours 0.05 to 0.08, transformers' the same within a tenth.
     """
@@ -152,8 +155,6 @@ def test_bfloat16_is_as_near_as_the_reference_in_bfloat16(
         alone = [asyncio.run(ask(running, [request]))[0] for request in requests[: len(names)]]
     finally:
         stop_engine(running)
-    for one, answer in zip(alone, together, strict=False):
-        assert (one["ids"], one["logprobs"]) == (answer["ids"], answer["logprobs"])
     exact, half = (references_of(base, names, rounded, dtype) for dtype in (torch.float32, torch.bfloat16))
     ours = differences(requests, together, exact)
     theirs = torch.stack(
@@ -164,6 +165,9 @@ def test_bfloat16_is_as_near_as_the_reference_in_bfloat16(
     )
     assert ours.mean() < 1.5 * theirs.mean()
     assert ours.median() < 1.5 * theirs.median()
+    ours_alone = differences(requests[: len(names)], alone, exact)
+    assert ours_alone.mean() < 1.5 * theirs.mean()
+    assert ours_alone.median() < 1.5 * theirs.median()
 
 
 def test_shared_experts_carry_adapters_too(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory):
