@@ -108,7 +108,7 @@ class RunningEngine:
         return served_name(policy, digest)
 
 
-def start_engine(base: Path, state: Path, wait_s: float = 180, **settings) -> RunningEngine:
+def start_engine(base: Path, state: Path, wait_s: float = 240, **settings) -> RunningEngine:
     """Start `python -m engine.serving.server` and wait for its marker."""
     from engine.base.resident import base_digest
     from engine.catalog.catalog import Catalog, migrate

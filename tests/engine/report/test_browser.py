@@ -250,12 +250,13 @@ def test_the_page_is_there_before_the_first_snapshot(page: Page, site: str, cont
     assert "no ledger snapshot" in str(page.get_by_role("alert").text_content())
 
 
-def test_without_a_browser_the_last_line_says_so() -> None:
+@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["one process", "workers"])
+def test_without_a_browser_the_last_line_says_so(workers: tuple[str, ...]) -> None:
     files = [__file__, str(Path(__file__).with_name("test_why.py"))]
     # Beside a test that loads torch, after which native libraries have something to say at the end.
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "theme or leads_back"]
     done = subprocess.run(
-        [*command, *files],
+        [*command, *workers, *files],
         env={**os.environ, "PATH": "/nowhere"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
