@@ -64,6 +64,14 @@ def test_rooms_import_one_way(graph: ImportGraph) -> None:
     assert wrong == []
 
 
+def test_the_old_place_of_bulk_registration_still_serves() -> None:
+    import engine.adapters.bulk
+    import engine.publishing.bulk
+
+    assert engine.adapters.bulk.register_many is engine.publishing.bulk.register_many
+    assert engine.adapters.bulk.Entry is engine.publishing.bulk.Entry
+
+
 def test_no_module_imports_what_imports_it(graph: ImportGraph) -> None:
     assert cycle_in({(one.source, one.target) for one in graph.imports}) == []
 
