@@ -1,0 +1,175 @@
+"""Count the files of engine/ and kernels/ of which a function runs in one operation of the live services.
+
+    python tests/helpers/executed_files.py BASE [--list]
+
+BASE is the directory of a built base. The operations are a cold request (API server and engine core), a
+training step (trainer and the loop, which runs in this process), and a release (controller, and its client
+in this process). What runs at an import does not count. `--list` prints the files.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from live import RunningEngine, free_port, start_engine, stop_engine, stop_group
+from parity import random_adapter
+from rows import NEW, OLD, THIRD, fill
+
+from engine.base.families import BaseShapes
+from engine.catalog.catalog import Catalog, migrate
+from engine.errors import NotFound
+from engine.ledger.ledger import Spool
+from engine.settings.params import Params, load_params, resolve_policy
+from engine.training.loop import train
+from tasks import release as calls
+
+HERE = Path(__file__).parent
+# Each asks a new adapter, for which there is a free slot. What runs in some of them only is periodic work.
+COLD_REQUESTS = 8
+
+
+def watch(file: Path) -> None:
+    """Have this process, and those that it starts from now on, note what they run while `file` exists."""
+    os.environ["EXECUTED_FILES"] = str(file)
+
+
+def end(file: Path) -> set[str]:
+    found = set(file.read_text().splitlines())
+    file.unlink()
+    return found
+
+
+def cold_request(engine: RunningEngine, file: Path) -> set[str]:
+    shapes = BaseShapes.read(engine.base_path).modules()
+    found = []
+    for seed in range(COLD_REQUESTS):
+        name = engine.publish("cold", random_adapter(shapes, seed), 8)
+        # The gateway looks every 0.25 s whether the catalog has changed.
+        time.sleep(1)
+        with engine.client() as client:
+            file.touch()
+            body = {"model": name, "prompt": "1 + 2 =", "max_tokens": 8}
+            client.post("/v1/completions", json=body).raise_for_status()
+            found.append(end(file))
+    return set.intersection(*found)
+
+
+def with_service(module: str, state: Path, settings: dict[str, Any], use: Callable[[Params], Any]) -> Any:
+    """Run a service with these settings while `use` is called."""
+    path = state / f"{module}.json"
+    path.write_text(json.dumps(settings))
+    with (state / f"{module}.log").open("wb") as log:
+        command = [sys.executable, "-m", module, "--params", str(path)]
+        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    try:
+        return use(load_params(path))
+    finally:
+        stop_group(process)
+
+
+def training_step(engine: RunningEngine, file: Path) -> set[str]:
+    """Train three steps; the second one is the window, from row to row."""
+    found = set()
+
+    def on_step(row: Mapping[str, Any]) -> None:
+        if row["step"] == 1:
+            file.touch()
+        elif row["step"] == 2:
+            found.update(end(file))
+
+    def use(params: Params) -> None:
+        train(params, "sums", resolve_policy(params, "sums").config, engine.key, on_step)
+
+    given = json.loads((engine.state / "params.json").read_text())
+    policies = {"sums": {"task": "addition", "suite": "addition-terse", "rank": 8, "steps": 3}}
+    settings = given | {"trainer": {"port": free_port()}, "policies": policies}
+    with_service("engine.training.service.app", engine.state, settings, use)
+    return found
+
+
+def release(state: Path, file: Path) -> set[str]:
+    """Release two revisions, one after the other, with scores and users that speak for them."""
+
+    def use(params: Params) -> set[str]:
+        url = params.url("controller")
+        with contextlib.suppress(NotFound):
+            # Comes back once the controller is up.
+            calls.running_release(url, "sorting")
+        key = params.paths.local_key.read_text().strip()
+        return one(url, key, NEW, OLD) & one(url, key, THIRD, NEW)
+
+    def one(url: str, key: str, canary: str, champion: str) -> set[str]:
+        file.touch()
+        row = calls.start_release(url, key, "sorting", canary)
+        calls.wait_for_step(url, row["id"], "canary", 60)
+        for number in range(300):
+            arm = (
+                {"digest": champion, "arm": "champion"} if number % 5 else {"digest": canary, "arm": "canary"}
+            )
+            id = f"{canary[:2]}-{number}"
+            spool.emit("observations", id=id, unit=id, policy="sorting", key="k", purpose="user", **arm)
+            spool.emit("feedback", request_id=id, reward=1.0, key="k")
+        spool.rotate()
+        assert calls.wait_for_verdict(url, row["id"], 60)["state"] == "promoted"
+        # The thread that mirrors a route to MLflow has its turn.
+        time.sleep(1.2)
+        return end(file)
+
+    settings = {
+        "state_dir": str(state),
+        "release": {"min_units": 10},
+        # So that it is not renewed in the window.
+        "controller": {"port": free_port(), "lease_s": 300},
+    }
+    paths = Params(state_dir=state).paths
+    migrate(paths.catalog_url)
+    fill(Catalog(paths.catalog_url))
+    spool = Spool(paths.spool, "gateway")
+    scores = {"policy": "sorting", "base": "base", "suite": "sorting-json", "suite_version": "1"}
+    for digest in (OLD, NEW, THIRD):
+        spool.emit("scores", digest=digest, item="a", score=1.0, **scores)
+    spool.rotate()
+    return with_service("engine.controller", state, settings, use)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("base", type=Path)
+    parser.add_argument("--list", action="store_true")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        watch(root / "engine.ran")
+        engine = start_engine(arguments.base.resolve(), root / "engine", wait_s=600, slots=COLD_REQUESTS)
+        try:
+            found = {"cold request": cold_request(engine, root / "engine.ran")}
+            watch(root / "trainer.ran")
+            found["training step"] = training_step(engine, root / "trainer.ran")
+        finally:
+            stop_engine(engine)
+        watch(root / "controller.ran")
+        found["release"] = release(root / "controller", root / "controller.ran")
+    for name, files in found.items():
+        print(f"{name}: {len(files)} files")
+        if arguments.list:
+            print("".join(f"  {path}\n" for path in sorted(files)), end="")
+
+
+if __name__ == "__main__":
+    if "EXECUTED_FILES" not in os.environ:
+        # What is watched must be so from its interpreter's start; this process too.
+        path = os.pathsep.join((str(HERE / "executed"), str(HERE.parents[1])))
+        os.execve(
+            sys.executable,
+            [sys.executable, *sys.argv],
+            {**os.environ, "EXECUTED_FILES": "", "PYTHONPATH": path},
+        )
+    main()
