@@ -44,15 +44,11 @@ fast: list[str] = []
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what needs services, keep the tests of a file on one worker, and start the longest first."""
+    """Mark what needs services, and put first what takes longest: workers take files in this order."""
     for item in items:
         assert isinstance(item, pytest.Function)
-        fixtures = item._fixtureinfo.name2fixturedefs
-        if SERVED & fixtures.keys() or "postgresql" in item.name:
+        if SERVED & set(item.fixturenames) or "postgresql" in item.name:
             item.add_marker("services")
-        # The session's engine starts once, on the worker that runs every test of it.
-        shared = "engine" in fixtures and fixtures["engine"][-1].scope == "session"
-        item.add_marker(pytest.mark.xdist_group("engine" if shared else item.nodeid.partition("::")[0]))
     items.sort(key=lambda item: [item.get_closest_marker(name) is None for name in ("heavy", "services")])
 
 
