@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.graftwork-installed
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
-# A worker for each core, four at most: each may hold engines of its own. Whole files go to one worker (tests/conftest.py).
+# A worker for each core, four at most: each may hold engines of its own. A file's tests stay on one worker.
 WORKERS ?= $(shell cores=$$(nproc); echo $$(( cores < 4 ? cores : 4 )))
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # A full check runs on the real engine, so it has hours; a fast test has pytest's default.
