@@ -18,6 +18,7 @@ from live import RunningEngine, start_engine, stop_engine
 from postgres import fresh_database, postgres
 
 from engine.catalog.catalog import Catalog, Policy, migrate
+from engine.settings.reproducible import equal_bits
 
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",
@@ -26,7 +27,8 @@ OFFLINE = {
     "VLLM_NO_USAGE_STATS": "1",
     "MLFLOW_DISABLE_TELEMETRY": "true",
 }
-os.environ.update(OFFLINE)
+# Tests ask for equal bits: as in every process of ours, before torch is imported.
+os.environ.update(OFFLINE | equal_bits(os.environ))
 
 # Fixtures that start a service, here or in a file; a test that starts one itself is marked `services`.
 SERVED = {
@@ -44,7 +46,7 @@ fast: list[str] = []
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what needs services, and put first what takes longest: workers take files in this order."""
+    """Mark what needs services, and start the longest first; `--dist loadfile` keeps a file on one worker."""
     for item in items:
         assert isinstance(item, pytest.Function)
         if SERVED & set(item.fixturenames) or "postgresql" in item.name:
@@ -172,7 +174,7 @@ def catalog_url(empty_catalog_url: str) -> str:
 def catalog(catalog_url: str) -> Iterator[Catalog]:
     """A catalog with one policy, in each database."""
     with closing(Catalog(catalog_url)) as catalog:
-        catalog.add_policy(Policy("sorting", "base", {"rank": 8}, "me", 1.0))
+        catalog.policies.add(Policy("sorting", "base", {"rank": 8}, "me", 1.0))
         yield catalog
 
 

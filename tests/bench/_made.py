@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from layout_writer import from_canonical
 
 from engine.adapters import packed
-from engine.adapters.layout_tensors import from_canonical
 from engine.adapters.layouts import PLAIN
 from engine.base.families import BaseShapes
 from engine.base.resident import BaseInfo, base_config

@@ -26,7 +26,7 @@ from engine.ledger.ledger import Ledger, open_snapshot
 from engine.publishing.importing import directory_from_store, import_revision
 from engine.services import lifecycle as services
 from engine.settings.params import Params, Paths, load_params
-from tasks import evaluation, stage_evaluate, stages
+from tasks import evaluation, stage_evaluate, stage_files, stages
 from tasks.register import register
 from tasks.score import ItemScore, Score
 from tasks.stage_files import Files
@@ -174,7 +174,7 @@ def test_suites_writes_what_was_resolved_and_nothing_that_moves(checkout):
     files = checkout.files
     known = json.loads((files.policy / "policy.json").read_text())
     assert (known["policy"], known["config"]["task"], known["config"]["lr"]) == ("sums", "addition", 2e-3)
-    assert stages.opened_suite(files).digest == load_suite("sums", files.root / "eval_suites").digest
+    assert stage_files.opened_suite(files).digest == load_suite("sums", files.root / "eval_suites").digest
     before = {path: path.read_bytes() for path in (files.root / "repro").rglob("*.json")}
     # Neither ports nor where state lies decide anything.
     checkout.set(engine={"port": 9000}, trainer={"port": 9001}, state_dir="elsewhere")
@@ -444,7 +444,7 @@ def test_recording_twice_is_once_and_only_for_what_lies_beside_it(checkout, tiny
     make_revision(tiny_base, tmp_path / "revision")
     digest = adapted(checkout, tmp_path / "revision")
     stages.take_revision(checkout.params())
-    suite, root = stages.opened_suite(checkout.files), checkout.files.root
+    suite, root = stage_files.opened_suite(checkout.files), checkout.files.root
     base, tuned = scored(suite, None, [0.0] * 24), scored(suite, digest, [1.0] * 24)
     evaluation.write_evaluation(root, suite, base, tuned)
     params = checkout.params()
