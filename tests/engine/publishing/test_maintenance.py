@@ -5,12 +5,12 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import time
 from contextlib import closing
 from dataclasses import asdict, replace
 
 import pytest
+from command_line import graftwork
 from stored import Stored, opened, placing, prepare
 
 from engine.catalog.catalog import Catalog
@@ -310,8 +310,7 @@ def test_a_read_only_and_a_full_disk_are_one_sentence_each_and_lose_nothing(smal
 
 
 def command_fault(file, *arguments):
-    line = [sys.executable, "-m", "flows.cli", "store", *arguments, "--params", str(file)]
-    run = subprocess.run(line, capture_output=True, text=True, timeout=120)
+    run = graftwork("store", *arguments, "--params", str(file))
     assert run.returncode == ServiceError.exit_code, run.stderr
     assert "Traceback" not in run.stderr
     assert len(run.stderr.strip().splitlines()) == 1
@@ -337,6 +336,5 @@ def test_the_commands_say_what_they_did_and_fail_when_something_is_damaged(state
 
 
 def command(file, *arguments):
-    line = [sys.executable, "-m", "flows.cli", "store", *arguments, "--json", "--params", str(file)]
-    run = subprocess.run(line, capture_output=True, text=True, timeout=120)
+    run = graftwork("store", *arguments, "--json", "--params", str(file))
     return run.returncode, json.loads(run.stdout), run.stderr

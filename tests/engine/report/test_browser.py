@@ -250,6 +250,7 @@ def test_the_page_is_there_before_the_first_snapshot(page: Page, site: str, cont
     assert "no ledger snapshot" in str(page.get_by_role("alert").text_content())
 
 
+@pytest.mark.services
 @pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["one process", "workers"])
 def test_without_a_browser_the_last_line_says_so(workers: tuple[str, ...]) -> None:
     files = [__file__, str(Path(__file__).with_name("test_why.py"))]
