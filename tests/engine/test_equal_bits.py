@@ -74,6 +74,8 @@ def test_it_is_too_late_once_torch_is_there() -> None:
         equal_bits({})
 
 
+# It starts none, but names them.
+@pytest.mark.services
 def test_services_set_it_before_they_import_torch() -> None:
     """Each process on its own, as one starts them by hand; the flows and commands by `enter`."""
     code = """
