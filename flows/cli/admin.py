@@ -1,5 +1,6 @@
 """Commands for whoever runs an installation: keys, ledger, benchmarks."""
 
+import os
 import subprocess
 import sys
 from contextlib import closing
@@ -68,4 +69,6 @@ def bench(context: typer.Context, name: str, params: ParamsFile = PARAMS) -> Non
         known = ", ".join(sorted(path.stem for path in folder.glob("[a-z]*.py")))
         raise ConfigError(f"There is no benchmark {name!r}. Known ones: {known or 'none; use a checkout'}.")
     command = [sys.executable, str(script), "--params", str(params), "--out", str(settings.paths.bench)]
-    raise typer.Exit(subprocess.run([*command, *context.args], check=False).returncode)
+    search = [str(folder.parent / "helpers"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(search)}
+    raise typer.Exit(subprocess.run([*command, *context.args], check=False, env=environment).returncode)

@@ -7,7 +7,6 @@ behind the revision directory: `peft` opens it and transformers computes.
 
 import asyncio
 import shutil
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +15,6 @@ import _memory as memory
 import psutil
 import torch
 from _catalog_adapters import Maker
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from live import RunningEngine
 from parity import ask, prompts
 

@@ -1,13 +1,10 @@
 """Loads in a live engine on `many-moe` (48 layers of 128 experts, an eighth of the width)."""
 
 import os
-import sys
 import time
 from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from live import RunningEngine, start_engine, stop_engine
 
 from engine.base.build import build

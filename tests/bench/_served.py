@@ -16,8 +16,6 @@ import httpx
 import psutil
 import torch
 from _traffic import Server
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from live import StockServer, free_port, stop_group
 
 from engine.base.families import BaseShapes

@@ -31,8 +31,6 @@ import _catalog_served as served
 import _record as record
 import torch
 from _catalog_adapters import KINDS, Maker, adapter_bytes
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from live import free_port, start_engine, stop_engine
 
 from engine.base.families import BaseShapes

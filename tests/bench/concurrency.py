@@ -14,7 +14,6 @@ The shapes of Qwen3 are random weights for a GPU. They know nothing, so their re
 import argparse
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,8 +27,6 @@ import _record as record
 from _account import Account, members, peak_bytes, reset_peaks
 from _rounds import Round, compared, faults, where_time_goes
 from _shapes import SHAPES, shaped_base
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from live import free_port
 
 from engine.base.resident import ensure_base

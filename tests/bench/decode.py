@@ -12,7 +12,6 @@ engines are up at once and take turns; each repeat has prompts of its own, so th
 
 import argparse
 import asyncio
-import sys
 import tempfile
 import time
 from contextlib import ExitStack
@@ -21,8 +20,6 @@ from pathlib import Path
 
 import _record as record
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from live import RunningEngine, StockServer, start_engine, stop_engine
 from made_adapters import write
 from parity import ask, weight_of

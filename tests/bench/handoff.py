@@ -11,7 +11,6 @@ Every path starts from the same tensors and a base in the page cache.
 import argparse
 import os
 import shutil
-import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -21,10 +20,8 @@ import _record as record
 import httpx
 import torch
 from _shapes import QWEN3_06B, QWEN3_4B, SHAPES, shaped_base
-from safetensors.torch import load_file, save_file
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from live import RunningEngine, StockServer, start_engine, stop_engine
+from safetensors.torch import load_file, save_file
 
 from engine.base.families import BaseShapes
 

@@ -13,7 +13,6 @@ import gc
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,10 +21,8 @@ from pathlib import Path
 import _load_live
 import _record as record
 import torch
-from safetensors.torch import save_file
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 import vllm_layers as made
+from safetensors.torch import save_file
 
 from engine.adapters import packed
 from engine.base.families import BaseShapes

@@ -13,7 +13,6 @@ import argparse
 import json
 import re
 import shutil
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -21,8 +20,6 @@ from pathlib import Path
 import _record as record
 import httpx
 import psutil
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from live import free_port
 from trainer_service import ADAM, Service, data
 

@@ -10,7 +10,6 @@ our trainer's, of the right adapter and in the engine's dtype. Each figure says 
 import argparse
 import re
 import shutil
-import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
@@ -18,8 +17,6 @@ from pathlib import Path
 
 import _record as record
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from live import RunningEngine, start_engine, stop_engine
 from parity import RANK, prompts, random_adapter
 

@@ -10,7 +10,6 @@ differs in any layer. `asked_seconds_ratio` is a sampling with ids over one with
 
 import argparse
 import shutil
-import sys
 import tempfile
 import time
 from itertools import islice
@@ -18,8 +17,6 @@ from pathlib import Path
 
 import _record as record
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from live import RunningEngine, start_engine, stop_engine
 from parity import RANK, random_adapter
 

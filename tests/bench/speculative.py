@@ -14,7 +14,6 @@ Check: the same greedy tokens with and without, and log-probabilities within `TO
 import argparse
 import asyncio
 import json
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -25,8 +24,6 @@ from statistics import mean
 import _record as record
 import httpx
 import psutil
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from live import RunningEngine, start_engine, stop_engine
 from parity import ask, random_adapter
 

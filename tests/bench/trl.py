@@ -30,7 +30,6 @@ import json
 import math
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -44,8 +43,6 @@ from typing import Any
 import _lengthy_base as lengthy
 import _record as record
 from _trl_job import environment, job
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from live import free_port
 
 from engine.services import lifecycle as services

@@ -10,6 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 from bench_files import BENCH, load
+from typer.testing import CliRunner
+
+from flows.cli.admin import app
 
 
 class Parsed(Exception):
@@ -32,6 +35,12 @@ def test_every_benchmark_takes_settings_and_a_folder(
         module.main()
     (given,) = stopped.value.args
     assert (str(given["params"]), given["out"]) == (str(tmp_path / "p.yaml"), tmp_path)
+
+
+def test_the_command_finds_what_a_benchmark_shares_with_the_tests(capfd: pytest.CaptureFixture[str]):
+    """Pytest has them on its path; a benchmark that a person runs has what the command gives it."""
+    found = CliRunner().invoke(app, ["bench", "storm", "--help"])
+    assert (found.exit_code, "--cold" in capfd.readouterr().out) == (0, True)
 
 
 def test_a_result_says_what_mkl_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
