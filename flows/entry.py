@@ -1,6 +1,6 @@
 """What every command and flow begins with: the settings, this process's variables, the first checks.
 
-The entry points' side: the only place that reads the environment, and it reads one variable.
+The entry points' side: the only place that reads the environment.
 """
 
 import os
@@ -35,6 +35,12 @@ def _note_again(given: bool) -> bool:
 
 ReuseName = Annotated[bool, typer.Option("--reuse-name", help="Also a name that was purged once.")]
 Again = Annotated[bool, typer.Option("--again", hidden=True, callback=_note_again)]
+
+
+def variables_with(folder: Path) -> dict[str, str]:
+    """Return this process's variables for a child that finds modules in `folder`, too."""
+    search = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(search)}
 
 
 def enter(params: Path, base: str | None = None) -> Params:

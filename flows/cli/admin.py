@@ -1,6 +1,5 @@
 """Commands for whoever runs an installation: keys, ledger, benchmarks."""
 
-import os
 import subprocess
 import sys
 from contextlib import closing
@@ -10,7 +9,7 @@ from typing import Annotated
 import typer
 
 from engine.errors import ConfigError
-from flows.entry import PARAMS, ParamsFile, catalog, enter
+from flows.entry import PARAMS, ParamsFile, catalog, enter, variables_with
 
 app = typer.Typer()
 key_app = typer.Typer(help="Keys for the engine and the controller.", no_args_is_help=True)
@@ -69,6 +68,5 @@ def bench(context: typer.Context, name: str, params: ParamsFile = PARAMS) -> Non
         known = ", ".join(sorted(path.stem for path in folder.glob("[a-z]*.py")))
         raise ConfigError(f"There is no benchmark {name!r}. Known ones: {known or 'none; use a checkout'}.")
     command = [sys.executable, str(script), "--params", str(params), "--out", str(settings.paths.bench)]
-    search = [str(folder.parent / "helpers"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(search)}
-    raise typer.Exit(subprocess.run([*command, *context.args], check=False, env=environment).returncode)
+    variables = variables_with(folder.parent / "helpers")
+    raise typer.Exit(subprocess.run([*command, *context.args], check=False, env=variables).returncode)
