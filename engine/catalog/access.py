@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Engine, Select, Table
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.exc import DatabaseError, OperationalError
+from sqlalchemy.exc import DatabaseError, OperationalError, ProgrammingError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from engine.catalog import database as databases
 from engine.catalog.records import SCHEMA_VERSION
@@ -88,14 +89,18 @@ class Access:
 
     @contextmanager
     def read(self, engine: Engine | None = None) -> Iterator[Connection]:
-        """One connection for queries; `ServiceError` when the database does not answer."""
+        """One connection for queries; `ServiceError` when the database does not answer, or not in time."""
         began = self._refuse_while_silent()
         try:
             with (engine or self.engine).connect() as connection:
                 yield connection
-        except OperationalError as error:
+        except ProgrammingError:
+            # A table that is not there, say: the database has answered.
+            raise
+        except (DatabaseError, PoolTimeout) as error:
             self._note_silence(error, began)
-            raise ServiceError(f"The catalog {self.label} cannot be read: {error.orig}.") from error
+            cause = getattr(error, "orig", error)
+            raise ServiceError(f"The catalog {self.label} cannot be read: {cause}.") from error
 
     def quick(self, query: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
         """Return the rows of one query in the driver's own words, with a third of SQLAlchemy's time.
@@ -116,10 +121,17 @@ class Access:
                 raise
             finally:
                 connection.close()
-        except (drivers.OperationalError, OperationalError) as error:
+        except (drivers.DatabaseError, DatabaseError, PoolTimeout) as error:
             self._note_silence(error, began)
             cause = getattr(error, "orig", error)
             raise ServiceError(f"The catalog {self.label} cannot be read: {cause}.") from error
+
+    def data_version(self, watch: sqlite3.Connection) -> int:
+        """Return a number that changes with every commit of another connection to the file."""
+        try:
+            return int(watch.execute("PRAGMA data_version").fetchone()[0])
+        except sqlite3.DatabaseError as error:
+            raise ServiceError(f"The catalog {self.label} cannot be read: {error}.") from error
 
     def _refuse_while_silent(self) -> float:
         """Raise `ServiceError` while a server is taken to be silent; return the time."""

@@ -34,7 +34,7 @@ class Changes:
         Postgres server is asked five times a second. For one thread at a time.
         """
         if self._watch:
-            return int(self._watch.execute("PRAGMA data_version").fetchone()[0])
+            return self._access.data_version(self._watch)
         now = time.monotonic()
         if self._failed is not None and now - self._failed[0] < POLL_S:
             raise ServiceError(self._failed[1])
@@ -42,7 +42,7 @@ class Changes:
             try:
                 with self._access.read(self._access.single) as connection:
                     newest = connection.execute(select(func.max(tables.changes.c.id))).scalar()
-            except Exception as error:
+            except ServiceError as error:
                 # Or each request would wait again for a server that is down.
                 self._failed = time.monotonic(), str(error)
                 raise

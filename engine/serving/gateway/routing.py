@@ -158,7 +158,7 @@ class Router:
             self._look()
             if self._released[0] != self._version:
                 self._released = self._version, self._read_released()
-        except Exception as error:
+        except GraftworkError as error:
             log.warning("What is under release cannot be read; it is taken to be as it was: %s", error)
         return self._released[1]
 
@@ -184,9 +184,9 @@ class Router:
                 self._note_changed(names)
                 self._version = version
             self._read_at = self._clock() - self._catalog.changes.age()
-        except Exception as error:
+        except ServiceError as error:
             if self._version is None:
-                raise ServiceError(f"The catalog cannot be read: {error}. Requests wait for it.") from None
+                raise ServiceError(f"{error} Requests wait for it.") from None
 
     def _note_changed(self, names: set[str | None] | None) -> None:
         if names is None or self._changed is None or len(self._changed) >= self._cached_rows:
@@ -205,9 +205,9 @@ class Router:
             # An answer, not a failure: nobody has it, or several have.
             self._rows.drop(key)
             raise
-        except Exception as error:
+        except ServiceError as error:
             if kept is None:
-                raise ServiceError(f"The catalog cannot be read: {error}. Try again.") from None
+                raise ServiceError(f"{error} Try again.") from None
             self._rows.fail(key, self._clock())
             return kept[1]
         self._rows.put(key, self._seen, value)
