@@ -1,6 +1,7 @@
 """A host tier on a fake engine: revisions without bytes, loads that take as long as a test wants."""
 
 import asyncio
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -101,9 +102,19 @@ def residency(engine, events=None, catalog=None, store=None, pinned=frozenset, *
 
 
 async def use(residency, revision, seconds=0.0, **more):
-    async with residency.use(revision, **more) as name:
+    async with using(residency, revision, **more) as name:
         await asyncio.sleep(seconds)
         return name
+
+
+@asynccontextmanager
+async def using(residency, revision, **more):
+    """Hold a revision inside the block, as a request does; yields its served name."""
+    name = await residency.hold(revision, **more)
+    try:
+        yield name
+    finally:
+        residency.release(name)
 
 
 async def settle(condition, seconds: float = 5.0):

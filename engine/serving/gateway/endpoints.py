@@ -5,7 +5,6 @@ our marker there, or the server refuses to start: vLLM only logs when a plugin f
 """
 
 import asyncio
-import logging
 import time
 from argparse import Namespace
 from threading import Thread
@@ -35,9 +34,6 @@ from engine.store.open import open_store
 
 # Of `/v1/models`: a catalog may have a million policies.
 MODELS = 1000
-# Between two looks at the slots; each is a call into the engine.
-SLOTS_S = 5.0
-log = logging.getLogger("graftwork.endpoints")
 
 
 class Feedback(BaseModel):
@@ -84,7 +80,7 @@ class GraftworkEndpoints:
             "base_name": settings["base_name"],
             "workers": workers,
         }
-        state.graftwork_loads, state.graftwork_slots = engine.loads, engine.slots
+        state.graftwork_loads = engine.loads
         catalog = Catalog(params.paths.catalog_url)
         Thread(target=catalog.read_ahead, name="graftwork-read-ahead", daemon=True).start()
         # A catalog of its own: loads may have every connection of theirs in use.
@@ -95,7 +91,6 @@ class GraftworkEndpoints:
             cached_rows=rows_to_cache(params.engine.host_adapters),
         )
         spool = Spool(params.paths.spool, "gateway")
-        metrics = LoadMetrics(REGISTRY)
         tier = Residency(
             engine,
             catalog,
@@ -103,12 +98,12 @@ class GraftworkEndpoints:
             params.engine,
             on_load=lambda **fields: spool.emit("loads", **fields),
             pinned=lambda: names_under_release(router),
-            metrics=metrics,
+            metrics=LoadMetrics(REGISTRY),
         )
+        engine.watch(tier.take_report)
         state.graftwork = GatewayState(router, tier, spool, name=f"127.0.0.1:{params.engine.port}")
-        # Held here, since asyncio keeps only weak references to tasks.
-        state.graftwork_slots_watched = asyncio.create_task(watch_slots(engine, tier, metrics))
         prewarmer = Prewarmer(tier, router, params.paths.warm / f"{params.engine.port}.json")
+        # Held here, since asyncio keeps only weak references to tasks.
         state.graftwork_prewarming = asyncio.create_task(prewarmer.run())
 
 
@@ -124,23 +119,6 @@ def check_marker(workers: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return workers
 
 
-async def watch_slots(engine: VllmEngine, tier: Residency, metrics: LoadMetrics) -> None:
-    """Keep Prometheus's figures of the slots, and let go whose bytes were lost: the worker alone knows."""
-    while True:
-        try:
-            names, lost = await engine.slots()
-            metrics.count_slots((await engine.loads())[0])
-        except Exception as error:
-            log.warning("The slots are not watched for the moment: %r", error)
-        else:
-            size = sum(tier.residents[name].bytes for name in names if name in tier.residents)
-            metrics.adapters.labels("slot").set(len(names))
-            metrics.bytes.labels("slot").set(size)
-            for name in lost:
-                tier.drop_failed(name)
-        await asyncio.sleep(SLOTS_S)
-
-
 async def marker(request: Request) -> Response:
     found = getattr(request.app.state, "graftwork_marker", None)
     return JSONResponse(found or {"error": "The engine is starting."}, 200 if found else 503)
@@ -150,11 +128,10 @@ async def residency(request: Request) -> dict[str, Any]:
     """Say where adapters are: tiers, sizes, queue, and each resident's own; bytes and seconds."""
     state: GatewayState = request.app.state.graftwork
     here, now = state.residency, time.monotonic()
-    in_slot, _ = await request.app.state.graftwork_slots()
-    slots = set(in_slot)
     adapters = {
         name: {
-            "tier": "slot" if name in slots else "host",
+            "tier": "slot" if name in here.states.in_slots else "host",
+            "state": here.states.state(name),
             "bytes": resident.bytes,
             "users": resident.users,
             "idle_s": 0.0 if resident.users else now - resident.used_at,
@@ -172,6 +149,11 @@ async def residency(request: Request) -> dict[str, Any]:
         "adapters": adapters,
         "loading": here.loading,
         "evictions": here.evictions,
+        "states": here.states.counts(),
+        "transitions": [
+            {"before": before, "event": event, "after": after, "count": count}
+            for (before, event, after), count in sorted(here.states.transitions.items())
+        ],
     }
 
 

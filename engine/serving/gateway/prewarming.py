@@ -109,7 +109,7 @@ class Prewarmer:
         in_use = set()
         for name, row in rows.items():
             if (row.policy, row.digest) in damaged:
-                self._residency.drop_failed(name)
+                self._residency.lose(name)
                 continue
             try:
                 self._router.revision(row.policy, row.digest, may_be_old=False)

@@ -2,15 +2,18 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from engine.catalog.catalog import Revision
 from engine.serving.residency.host_tier_cache import HostTierCache, Resident
 from engine.serving.residency.load_queue import Load, LoadQueue
+from engine.serving.residency.states import AdapterStates
+from engine.serving.worker.load_channel import SlotReport
 
 BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 log = logging.getLogger("graftwork.loads")
@@ -20,6 +23,7 @@ class LoadMetrics:
     """Counters of loads, waits and evictions, and the sizes of tiers and queue; one for each registry."""
 
     def __init__(self, registry: CollectorRegistry):
+        self._registry = registry
         self.loads = Counter(
             "graftwork_loads", "Cold loads that ended.", ["priority", "outcome"], registry=registry
         )
@@ -51,23 +55,51 @@ class LoadMetrics:
         self.slot_evictions = Counter(
             "graftwork_slot_evictions", "Adapters that left their slot for another.", registry=registry
         )
-        self._counted: dict[str, int] = {}
+        self._counted = 0, 0
         self.queue = Gauge("graftwork_load_queue", "Cold loads that wait.", ["priority"], registry=registry)
         self.running = Gauge("graftwork_loads_running", "Cold loads that run.", registry=registry)
 
-    def watch(self, tier: HostTierCache, queue: LoadQueue) -> None:
+    def watch(self, tier: HostTierCache, queue: LoadQueue, states: AdapterStates) -> None:
         """Read these whenever somebody looks."""
+        self._registry.register(StatesCollector(states))
+        self.adapters.labels("slot").set_function(lambda: len(states.in_slots))
+        self.bytes.labels("slot").set_function(
+            lambda: sum(tier.residents[name].bytes for name in states.in_slots)
+        )
         self.adapters.labels("host").set_function(lambda: len(tier.residents))
         self.bytes.labels("host").set_function(lambda: tier.bytes)
         self.running.set_function(lambda: len(queue.running))
         for priority, line in queue.waiting.items():
             self.queue.labels(priority).set_function(partial(len, line))
 
-    def count_slots(self, worker: Mapping[str, Any]) -> None:
+    def count_slots(self, report: SlotReport) -> None:
         """Take over what a worker has counted since it started."""
-        for counter, name in ((self.slot_fills, "activations"), (self.slot_evictions, "slot_evictions")):
-            counter.inc(worker[name] - self._counted.get(name, 0))
-            self._counted[name] = worker[name]
+        self.slot_fills.inc(report.activations - self._counted[0])
+        self.slot_evictions.inc(report.slot_evictions - self._counted[1])
+        self._counted = report.activations, report.slot_evictions
+
+
+class StatesCollector(Collector):
+    """Tells Prometheus how many adapters are in each state, and how often each transition was made."""
+
+    def __init__(self, states: AdapterStates):
+        self._states = states
+
+    def collect(self) -> Iterator[Metric]:
+        adapters = GaugeMetricFamily(
+            "graftwork_adapters", "Adapters that are not only stored.", labels=["state"]
+        )
+        for state, count in self._states.counts().items():
+            adapters.add_metric([state], count)
+        yield adapters
+        made = CounterMetricFamily(
+            "graftwork_adapter_transitions",
+            "Changes of an adapter's state.",
+            labels=["before", "event", "after"],
+        )
+        for transition, count in list(self._states.transitions.items()):
+            made.add_metric(transition, count)
+        yield made
 
 
 class LoadLog:

@@ -77,6 +77,8 @@ class LoadQueue:
         self.places, self._paced = places, paced
         self._concurrency = math.ceil(paced) or concurrency
         self.waiting: dict[str, OrderedDict[str, Load]] = {priority: OrderedDict() for priority in PRIORITIES}
+        # Before they may wait for their turn, the engine has to forget their adapters.
+        self.returning: dict[str, Load] = {}
         self.running: dict[str, Load] = {}
         # Ready, and on the way to their first token, or at rest behind it.
         self.entering: dict[str, Load] = {}
@@ -86,7 +88,7 @@ class LoadQueue:
         self._in_a_row = 0
 
     def __len__(self) -> int:
-        return sum(map(len, self.waiting.values())) + len(self.running)
+        return sum(map(len, (*self.waiting.values(), self.returning, self.running)))
 
     @property
     def concurrency(self) -> int:
@@ -107,14 +109,19 @@ class LoadQueue:
 
     def loads(self) -> list[Load]:
         """Return every load, those that run first."""
-        return [*self.running.values(), *(load for line in self.waiting.values() for load in line.values())]
+        return [load for loads in self._all() for load in loads.values()]
 
     def find(self, name: str) -> Load | None:
-        waiting = (self.waiting[priority].get(name) for priority in PRIORITIES)
-        return self.running.get(name) or next(filter(None, waiting), None)
+        return next((loads[name] for loads in self._all() if name in loads), None)
 
-    def add(self, load: Load) -> None:
-        """Let a load wait. Raises `Busy`, with when to come again, if the queue has no place for it."""
+    def _all(self) -> "tuple[dict[str, Load], ...]":
+        return (self.running, *self.waiting.values(), self.returning)
+
+    def add(self, load: Load, is_returning: bool = False) -> None:
+        """Let a load wait. Raises `Busy`, with when to come again, if the queue has no place for it.
+
+        One that `is_returning` has a place, and its turn once `line_up` has put it into the line.
+        """
         background = load.priority == BACKGROUND
         taken = len(self.waiting[BACKGROUND]) if background else len(self)
         places = math.ceil(self.places * BACKGROUND_PLACES) if background else self.places
@@ -124,7 +131,12 @@ class LoadQueue:
                 self._away_s(load.priority),
                 {"waiting": len(self) - len(self.running), "running": len(self.running)},
             )
-        self.waiting[load.priority][load.name] = load
+        (self.returning if is_returning else self.waiting[load.priority])[load.name] = load
+
+    def line_up(self, name: str) -> None:
+        """Let a load that was returning wait for its turn."""
+        load = self.returning.pop(name)
+        self.waiting[load.priority][name] = load
 
     def _away_s(self, priority: str) -> float:
         """Return in how many seconds one who is refused has a place, behind those who were refused before.
@@ -174,8 +186,8 @@ class LoadQueue:
 
     def discard(self, load: Load) -> None:
         """Forget a load that waits, or one that runs and did not end well: it teaches nothing of times."""
-        self.waiting[load.priority].pop(load.name, None)
-        self.running.pop(load.name, None)
+        for loads in self._all():
+            loads.pop(load.name, None)
 
     def end(self, load: Load) -> None:
         """Let a load that ended well go, or keep its place until `entered`: where a person waits for it."""
@@ -216,9 +228,10 @@ class LoadQueue:
         if load is None or load.priority == INTERACTIVE:
             return self.usual_s * (1 + len(self) / self.concurrency)
         # The background has a share of the places, and of those that people want a smaller one.
-        before = list(self.waiting[BACKGROUND]).index(load.name) + 1
+        line = list(self.waiting[BACKGROUND])
+        before = line.index(load.name) + 1 if load.name in self.waiting[BACKGROUND] else len(line) + 1
         running = sum(one.priority == BACKGROUND for one in self.running.values())
-        people = len(self) - len(self.waiting[BACKGROUND]) - running
+        people = len(self) - len(line) - running
         alone = (before + running) / self._share(BACKGROUND)
         behind = min(people, SHARE * before) / self.concurrency
         return self.usual_s * (1 + alone + behind)

@@ -1,18 +1,19 @@
 """Where adapters are now: a cold load is scheduled work with its own queue, never a request's side effect.
 
-Tiers: an adapter is `stored`, then in the host tier (`host`), and in a `slot` while the engine computes with
-it. A request waits here, outside the engine, until its adapter is in the host tier: resolve, fetch, then the
-engine verifies, maps and validates. Identical misses share one load, which ends with its last waiter; the
-queue is bounded (load_queue.py); what nobody uses leaves when the tier is full (host_tier_cache.py); where
-bytes come from is adapter_fetch.py's.
-For one event loop. Knows nothing of HTTP; reaches the engine by the two calls of `Engine`.
+Each adapter is in one state of states.py, and every change of it is made here. A request waits, outside
+the engine, until its adapter is in the host tier: resolve, fetch, then the engine verifies, maps and
+validates. Identical misses share one load, which ends with its last waiter; the queue is bounded
+(load_queue.py); what nobody uses leaves when the tier is full (host_tier_cache.py); where bytes come from is
+adapter_fetch.py's.
+For one event loop. Knows nothing of HTTP; reaches the engine by the two calls of `Engine`, which reports.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Collection
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Collection, Coroutine
+from contextlib import suppress
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 
@@ -22,6 +23,8 @@ from engine.serving.residency.adapter_fetch import AdapterFetch, Engine
 from engine.serving.residency.host_tier_cache import HostTierCache, Resident
 from engine.serving.residency.load_metrics import LoadLog, LoadMetrics
 from engine.serving.residency.load_queue import BACKGROUND, INTERACTIVE, PACED_S, Load, LoadQueue
+from engine.serving.residency.states import AdapterEvent, AdapterState, AdapterStates
+from engine.serving.worker.load_channel import SlotReport
 from engine.settings.params import served_name
 from engine.settings.services import EngineConfig
 from engine.store.segments import Store
@@ -44,18 +47,16 @@ class Residency:
     ):
         self.tier = HostTierCache(config.host_bytes, config.host_adapters)
         self.queue = LoadQueue(config.load_queue, config.load_concurrency, config.paced_loads)
+        self.states = AdapterStates()
         self.evictions = 0
         self._engine = engine
         self._fetch = AdapterFetch(engine, catalog, store)
         self._timeout_s = config.load_timeout_s
         self._pinned = pinned
-        self._leaving: dict[str, asyncio.Task[None]] = {}
-        # Who has lost its bytes and still has users, which fail.
-        self._failed: set[str] = set()
-        # asyncio keeps only weak references to tasks.
-        self._prewarming: set[asyncio.Task[None]] = set()
+        # Prewarms, and departures; asyncio keeps only weak references to tasks.
+        self._tasks: set[asyncio.Task[None]] = set()
         self._metrics = metrics or LoadMetrics(CollectorRegistry())
-        self._metrics.watch(self.tier, self.queue)
+        self._metrics.watch(self.tier, self.queue, self.states)
         self._log = LoadLog(self._metrics, on_load, self.tier)
 
     @property
@@ -70,27 +71,19 @@ class Residency:
     def is_loading(self, name: str) -> bool:
         return self.queue.find(name) is not None
 
-    @asynccontextmanager
-    async def use(self, revision: Revision, priority: str = INTERACTIVE) -> AsyncIterator[str]:
-        """Hold a revision in the host tier inside the block; yields its served name. Raises as `hold`."""
-        name = await self.hold(revision, priority)
-        try:
-            yield name
-        finally:
-            self.release(name)
-
     def hold_warm(self, revision: Revision) -> str | None:
         """Hold a revision that is in the host tier and return its served name; None when it is cold.
 
         Raises `ServiceError` while it leaves since its bytes were lost, and `Conflict` for a twin.
         """
         name = served_name(revision.policy, revision.digest)
-        if name in self._failed:
-            raise ServiceError(f"The engine has lost the bytes of {name}. Try again: it is loaded anew.")
         resident = self.residents.get(name)
         if resident is None:
             return None
+        if self.states.state(name) is AdapterState.LOST:
+            raise ServiceError(f"The engine has lost the bytes of {name}. Try again: it is loaded anew.")
         refuse_twin(resident.revision, revision)
+        self.states.move(name, AdapterEvent.ASK)
         self.tier.hold(name)
         self.tier.popularity.add(name)
         self._metrics.hits.inc()
@@ -112,8 +105,8 @@ class Residency:
     def release(self, name: str, is_use: bool = True) -> None:
         """End what `hold` began; `is_use` says whether anybody computed with it."""
         self.tier.release(name, is_use)
-        if name in self._failed:
-            self.drop_failed(name)
+        if self.states.state(name) is AdapterState.LOST:
+            self._remove(name, AdapterEvent.RELEASE)
         self.entered(name)
         self._evict()
 
@@ -132,17 +125,29 @@ class Residency:
 
     def drop(self, name: str) -> bool:
         """Let an adapter go that is gone from the catalog; False while a request still runs on it."""
+        return self._remove(name, AdapterEvent.EVICT)
+
+    def lose(self, name: str) -> None:
+        """Let an adapter go whose bytes are lost or in quarantine; whoever asks next has it loaded anew."""
+        if self.states.move(name, AdapterEvent.LOSE) is AdapterState.LOST:
+            self._remove(name, AdapterEvent.RELEASE)
+
+    def take_report(self, in_slots: Collection[str], lost: Collection[str], report: SlotReport) -> None:
+        """Take over what the engine says: which adapters are in a slot now, and whose bytes are lost."""
+        self._metrics.count_slots(report)
+        for name in self.states.in_slots.difference(in_slots):
+            self.states.move(name, AdapterEvent.CLEAR)
+        for name in in_slots:
+            self.states.move(name, AdapterEvent.FILL)
+        for name in lost:
+            self.lose(name)
+
+    def _remove(self, name: str, event: AdapterEvent) -> bool:
+        """Take an adapter without users out of the tier; False, and nothing happens, if it has some."""
         resident = self.tier.drop(name)
         if resident is not None:
-            self._take_out([(name, resident)])
+            self._take_out([(name, resident)], event)
         return resident is not None
-
-    def drop_failed(self, name: str) -> None:
-        """Let an adapter go whose bytes the engine has lost, so that it is loaded anew for who asks next."""
-        if name in self.residents and not self.drop(name):
-            self._failed.add(name)
-        else:
-            self._failed.discard(name)
 
     def doubt(self, policies: Collection[str] | None) -> None:
         """Have loads of these policies (None: of all) look again whether their row is there."""
@@ -169,10 +174,13 @@ class Residency:
                 await self._wait(load, waiter)
                 self.release(load.name, is_use)
 
-        task = asyncio.create_task(keep())
-        self._prewarming.add(task)
-        task.add_done_callback(self._prewarming.discard)
+        self._keep(keep())
         return self.queue.estimate_s(load)
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _join(
         self, revision: Revision, priority: str, is_use: bool = True
@@ -185,7 +193,7 @@ class Residency:
         if load is None:
             load = Load(name, revision, priority)
             try:
-                self.queue.add(load)
+                self.queue.add(load, is_returning=self.states.state(name) is AdapterState.LEAVING)
             except Busy:
                 self._metrics.refused.labels(priority).inc()
                 raise
@@ -193,6 +201,7 @@ class Residency:
             refuse_twin(load.revision, revision)
             if priority == INTERACTIVE:
                 self.queue.raise_priority(load)
+        self.states.move(name, AdapterEvent.ASK)
         waiter = asyncio.get_running_loop().create_future()
         load.waiters.add(waiter)
         load.asked_by += 1
@@ -223,22 +232,22 @@ class Residency:
         if self.queue.find(load.name) is not load:
             return
         self.queue.discard(load)
+        self.states.move(load.name, AdapterEvent.CANCEL)
         if load.task is not None:
             load.task.cancel()
-            self._let_go(load.name, load.task)
+            self._forget(load.name, load.task)
         self._log.ended(load, "cancelled", "Nobody waited for it any more.")
         self._start()
 
     def _start(self) -> None:
         while (load := self.queue.next()) is not None:
+            self.states.move(load.name, AdapterEvent.START)
             load.task = asyncio.create_task(self._run(load))
 
     async def _run(self, load: Load) -> None:
         fault: Exception | None = None
         try:
             async with asyncio.timeout(self._timeout_s):
-                if (leaving := self._leaving.get(load.name)) is not None:
-                    await asyncio.wait([leaving])
                 await self._fetch.bring(load.name, load.revision)
                 while load.in_doubt:
                     load.in_doubt = False
@@ -248,6 +257,7 @@ class Residency:
         except GraftworkError as error:
             fault = error
         except Exception as error:
+            # Whatever it is: who waits is told, or would wait for a load that is no more.
             fault = ServiceError(f"{load.name} was not loaded: {error!r}. The engine's log says more.")
         try:
             self._settle(load, fault)
@@ -259,12 +269,14 @@ class Residency:
         """Take a load's adapter in, or let it go, and tell who waits for it."""
         if fault is None:
             self.queue.end(load)
+            self.states.move(load.name, AdapterEvent.READY)
             self.tier.add(load.name, load.revision)
             if load.name in self.queue.entering:
                 asyncio.get_running_loop().call_later(PACED_S, self._entered, load)
         else:
             self.queue.discard(load)
-            self._let_go(load.name)
+            self.states.move(load.name, AdapterEvent.REFUSE)
+            self._forget(load.name)
         for waiter in load.waiters:
             if waiter.done():
                 continue
@@ -280,35 +292,36 @@ class Residency:
         """Let those go that the tier has no room for."""
         try:
             gone = self.tier.evict(self._pinned)
-        except Exception:
+        except ServiceError:
             # Who must stay is not known, so that nobody leaves; the next load or request tries again.
             log.exception("Nothing leaves the host tier for the moment.")
             return
-        self._take_out(gone)
+        self._take_out(gone, AdapterEvent.EVICT)
 
-    def _take_out(self, gone: list[tuple[str, Resident]]) -> None:
+    def _take_out(self, gone: list[tuple[str, Resident]], event: AdapterEvent) -> None:
         self.evictions += len(gone)
         for name, _ in gone:
-            self._let_go(name)
+            self.states.move(name, event)
+            self._forget(name)
         for _, resident in gone:
             self._log.evicted(resident)
 
-    def _let_go(self, name: str, after: "asyncio.Task[None] | None" = None) -> None:
-        """Have the engine forget a name, after what is under way for it."""
-        before = [task for task in (after, self._leaving.get(name)) if task is not None]
+    def _forget(self, name: str, after: "asyncio.Task[None] | None" = None) -> None:
+        """Have the engine forget an adapter that is leaving, after a load of it has ended."""
 
-        async def leave() -> None:
+        async def forget() -> None:
+            if after is not None:
+                await asyncio.wait([after])
             try:
-                if before:
-                    await asyncio.wait(before)
                 await self._engine.forget(name)
-            except Exception:
-                log.exception("The engine did not forget %s.", name)
-            finally:
-                if self._leaving.get(name) is asyncio.current_task():
-                    del self._leaving[name]
+            except ServiceError as error:
+                # What the engine then still has under this name is prepared already, of the same bytes.
+                log.error("The engine did not forget %s: %s", name, error)
+            if self.states.move(name, AdapterEvent.FORGET) is AdapterState.QUEUED:
+                self.queue.line_up(name)
+                self._start()
 
-        self._leaving[name] = asyncio.create_task(leave())
+        self._keep(forget())
 
     def _too_late(self, load: Load) -> ServiceError:
         return ServiceError(

@@ -6,7 +6,7 @@ call: a step may take any slot. Knows vLLM 0.32.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
@@ -14,13 +14,15 @@ from vllm.lora.request import LoRARequest
 
 from engine.errors import AdapterError, ServiceError
 from engine.serving.worker.host_tier import READY, REFUSED
-from engine.serving.worker.load_channel import LoadChannel
+from engine.serving.worker.load_channel import LoadChannel, SlotReport
 
 RPC_TIMEOUT_S = 60.0
+# Between two looks at whether the last request of an adapter that leaves is out of the engine: an abort takes
+# a step.
 POLL_S = 0.001
 POLL_MAX_S = 0.05
-# For requests of an adapter that leaves to be out of the engine: an abort takes a step.
-ABORT_S = 30.0
+# Hears the names of adapters in a slot, and those whose bytes were lost, with what the worker has counted.
+OnReport = Callable[[Collection[str], Collection[str], SlotReport], None]
 
 
 class VllmEngine:
@@ -32,9 +34,10 @@ class VllmEngine:
         # vLLM then never takes a name for an adapter that we did not tell it of, and keeps no lock for it.
         models.lora_resolvers = []
         self._channels = channels
-        # What is to leave, and what a call under way forgets.
+        # By the ids that workers know adapters by.
+        self._names: dict[int, str] = {}
+        # What the next call is to forget, and who waits for it.
         self._leaving: dict[str, asyncio.Future[None]] = {}
-        self._going: dict[str, asyncio.Future[None]] = {}
         self._forgetting: asyncio.Task[None] | None = None
         self._losses = 0
 
@@ -49,25 +52,29 @@ class VllmEngine:
         listeners = await _call(client, "graftwork_listen")
         return VllmEngine(client, models, [await LoadChannel.connect(*listener) for listener in listeners])
 
+    def watch(self, on_report: OnReport) -> None:
+        """Have each of the first worker's reports told; every rank's slots are the same."""
+
+        def tell(report: SlotReport) -> None:
+            # A report may be older than the last call that forgot.
+            in_slots, lost = (
+                [self._names[lora_id] for lora_id in ids if lora_id in self._names]
+                for ids in (report.in_slots, report.lost)
+            )
+            on_report(in_slots, lost, report)
+
+        self._channels[0].watch(tell)
+
     async def loads(self) -> list[dict[str, Any]]:
         """Return what each worker has read and copied."""
         return await _call(self._client, "graftwork_loads")
 
-    async def slots(self) -> tuple[list[str], list[str]]:
-        """Return the first worker's names in a slot, and those whose bytes were lost; all say the same."""
-        names, lost = (await _call(self._client, "graftwork_slots"))[0]
-        return names, lost
-
     async def prepare(self, name: str, address: dict[str, Any]) -> None:
         """Return when every worker has the adapter and the server takes requests for it.
 
-        Raises the `AdapterError` of a worker that refuses it, `ServiceError` where its machine fails.
+        Not for a name that is being forgotten. Raises the `AdapterError` of a worker that refuses it,
+        `ServiceError` where its machine fails.
         """
-        if (left := self._leaving.pop(name, None)) is not None and not left.done():
-            # It has not left yet, and need not.
-            left.set_result(None)
-        if (going := self._going.get(name)) is not None:
-            await asyncio.wait([going])
         states = await asyncio.gather(*(channel.prepare(name, address) for channel in self._channels))
         # A refusal by any worker counts for all.
         for kind, sentence in states:
@@ -76,25 +83,23 @@ class VllmEngine:
         # As vLLM's server does for a resolver, without its call into the engine: our worker registers what a
         # step asks for. The prefix cache is keyed by name and path, so that a name finds its blocks when it
         # comes back; not those that were computed without its bytes.
-        if name not in self._models.lora_requests:
-            self._models.lora_requests[name] = LoRARequest(
-                lora_name=name,
-                lora_int_id=self._models.lora_id_counter.inc(1),
-                lora_path=f"graftwork:{self._losses}:{name}",
-            )
+        lora_id = self._models.lora_id_counter.inc(1)
+        self._names[lora_id] = name
+        self._models.lora_requests[name] = LoRARequest(
+            lora_name=name, lora_int_id=lora_id, lora_path=f"graftwork:{self._losses}:{name}"
+        )
 
     async def forget(self, name: str) -> None:
         """Drop every trace of a name, in the server too, which would keep it for ever.
 
         Waits until the engine has no request of it: a step that still computed with it would find the base,
-        and leave the base's keys and values in the prefix cache under this name.
+        and leave the base's keys and values in the prefix cache under this name. Raises `ServiceError` when
+        the engine does not answer.
         """
-        if name not in self._leaving:
-            self._leaving[name] = asyncio.get_running_loop().create_future()
+        left = self._leaving[name] = asyncio.get_running_loop().create_future()
         if self._forgetting is None:
             self._forgetting = asyncio.create_task(self._forget_all())
-        async with asyncio.timeout(ABORT_S):
-            await asyncio.shield(self._leaving[name])
+        await left
 
     async def _forget_all(self) -> None:
         """Go on while there is something to forget."""
@@ -113,7 +118,6 @@ class VllmEngine:
         going = {name: self._leaving.pop(name) for name in self._unused(self._leaving)}
         if not going:
             return False
-        self._going = going
         ids = {name: self._drop(name) for name in going}
         fault = None
         try:
@@ -122,13 +126,12 @@ class VllmEngine:
             # A worker may have forgotten one whose bytes were lost.
             self._losses += 1
             fault = ServiceError(f"The engine does not answer: {error!r}. Its log says more.")
-        self._going = {}
         for future in going.values():
             if not future.done():
                 future.set_exception(fault) if fault else future.set_result(None)
         return True
 
-    def _unused(self, names: Mapping[str, Any]) -> list[str]:
+    def _unused(self, names: Collection[str]) -> list[str]:
         """Return those of the names that no request in the engine is for, and that no worker prepares.
 
         A worker might hear by its channel of a name that it has just forgotten, and keep it for nobody.
@@ -140,7 +143,10 @@ class VllmEngine:
     def _drop(self, name: str) -> int | None:
         """Take a name from the server's tables; return the id that the workers know it by."""
         request = self._models.lora_requests.pop(name, None)
-        return None if request is None else request.lora_int_id
+        if request is None:
+            return None
+        del self._names[request.lora_int_id]
+        return request.lora_int_id
 
 
 async def _call(client: Any, method: str, *args: Any) -> list[Any]:

@@ -1,8 +1,9 @@
 """What an API server and a worker say to each other of adapters, beside the engine's step loop.
 
 A call into the engine waits for the step that runs; what needs no slot need not. The worker listens on a
-socket of its own, with a thread for each server: a line asks for an adapter, a line tells how it fared.
-Knows names, addresses and states. Does not know how an adapter is prepared.
+socket of its own, with a thread for each server: a line asks for an adapter, a line tells how it fared, and
+after a step that changed the slots a line says what is in them. Knows names, addresses, ids and states. Does
+not know how an adapter is prepared.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ import threading
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count
 from typing import Any, Protocol
@@ -28,8 +30,8 @@ LINE_BYTES = 32 << 20
 # For an answer to be taken by the server that asked.
 SEND_S = 10
 # What is to be told of an adapter: `ready` and nothing, or why not and a sentence.
-State = tuple[str, str]
-Tell = Callable[[State], None]
+LoadOutcome = tuple[str, str]
+Tell = Callable[[LoadOutcome], None]
 
 
 class Prepares(Protocol):
@@ -39,14 +41,41 @@ class Prepares(Protocol):
         """Begin to prepare an adapter, and tell once, from any thread, how that ended."""
 
 
+@dataclass(frozen=True)
+class SlotReport:
+    """A worker's slots after a step: ids in a slot, ids whose bytes are lost, and counts since it started.
+
+    It is the whole state, so that one which nobody heard is made good by the next.
+    """
+
+    in_slots: tuple[int, ...]
+    lost: tuple[int, ...]
+    activations: int
+    slot_evictions: int
+
+
 class LoadListener:
     """A worker's end: a socket in Linux's abstract names, for processes of the same user with its `token`."""
 
     def __init__(self, worker: Prepares):
         # No file: nothing stays behind when the engine is killed.
         self.address, self.token = f"graftwork-{uuid.uuid4().hex}", secrets.token_hex()
-        server = _Server(f"\0{self.address}", self.token, worker)
-        threading.Thread(target=server.serve_forever, name="graftwork-loads", daemon=True).start()
+        self._server = _Server(f"\0{self.address}", self.token, worker)
+        self._report: SlotReport | None = None
+        self._changed = threading.Event()
+        for work, name in ((self._server.serve_forever, "loads"), (self._send_reports, "reports")):
+            threading.Thread(target=work, name=f"graftwork-{name}", daemon=True).start()
+
+    def report(self, report: SlotReport) -> None:
+        """Have every server told, soon; only the newest report is, where steps are faster than servers."""
+        self._report = report
+        self._changed.set()
+
+    def _send_reports(self) -> None:
+        while self._changed.wait():
+            self._changed.clear()
+            assert self._report is not None
+            self._server.tell_all([None, asdict(self._report)])
 
 
 class _Server(socketserver.ThreadingUnixStreamServer):
@@ -54,7 +83,12 @@ class _Server(socketserver.ThreadingUnixStreamServer):
 
     def __init__(self, address: str, token: str, worker: Prepares):
         self.token, self.worker = token, worker
+        self.handlers: set[_Handler] = set()
         super().__init__(address, _Handler)
+
+    def tell_all(self, message: object) -> None:
+        for handler in list(self.handlers):
+            handler.send(message)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         """Abstract names have no permissions, so the kernel says who it is."""
@@ -79,13 +113,20 @@ class _Handler(socketserver.StreamRequestHandler):
     def handle(self) -> None:
         if not secrets.compare_digest(self.rfile.readline().strip(), self.server.token.encode()):
             return
-        for line in self.rfile:
-            number, name, address = orjson.loads(line)
-            self.server.worker.prepare(name, address, partial(self._tell, number))
+        self.server.handlers.add(self)
+        try:
+            for line in self.rfile:
+                number, name, address = orjson.loads(line)
+                self.server.worker.prepare(name, address, partial(self._tell, number))
+        finally:
+            self.server.handlers.discard(self)
 
-    def _tell(self, number: int, state: State) -> None:
+    def _tell(self, number: int, state: LoadOutcome) -> None:
         kind, sentence = state
-        line = orjson.dumps([number, kind, sentence.encode(errors="replace").decode()]) + b"\n"
+        self.send([number, [kind, sentence.encode(errors="replace").decode()]])
+
+    def send(self, message: object) -> None:
+        line = orjson.dumps(message) + b"\n"
         with self._lock:
             try:
                 self.wfile.write(line)
@@ -100,7 +141,8 @@ class LoadChannel:
 
     def __init__(self, writer: asyncio.StreamWriter):
         self._writer = writer
-        self._waiting: dict[int, tuple[str, asyncio.Future[State]]] = {}
+        self._waiting: dict[int, tuple[str, asyncio.Future[LoadOutcome]]] = {}
+        self._on_report: Callable[[SlotReport], None] = lambda report: None
         self._numbers = count()
         # Why nothing is heard any more.
         self._fault: str | None = None
@@ -118,7 +160,7 @@ class LoadChannel:
         channel._hearing = asyncio.create_task(channel._hear(reader))
         return channel
 
-    async def prepare(self, name: str, address: dict[str, Any]) -> State:
+    async def prepare(self, name: str, address: dict[str, Any]) -> LoadOutcome:
         """Return how a name fared. Raises `ServiceError` when the worker does not answer any more."""
         if self._fault is not None:
             raise ServiceError(self._fault)
@@ -127,6 +169,10 @@ class LoadChannel:
         self._waiting[number] = name, future
         self._writer.write(orjson.dumps([number, name, address]) + b"\n")
         return await future
+
+    def watch(self, on_report: Callable[[SlotReport], None]) -> None:
+        """Have the worker's reports told from now on."""
+        self._on_report = on_report
 
     @property
     def unanswered(self) -> set[str]:
@@ -137,12 +183,17 @@ class LoadChannel:
         reason = "it has gone"
         try:
             while line := await reader.readline():
-                number, kind, sentence = orjson.loads(line)
+                number, told = orjson.loads(line)
+                if number is None:
+                    # A fault of whoever hears it is not the channel's.
+                    asyncio.get_running_loop().call_soon(self._on_report, SlotReport(**told))
+                    continue
                 _, future = self._waiting.pop(number)
                 # Who asked may wait no longer.
                 if not future.done():
-                    future.set_result((kind, sentence))
-        except Exception as error:
+                    future.set_result(tuple(told))
+        except (OSError, ValueError, LookupError) as error:
+            # A connection that breaks, or a line that is no message.
             reason = repr(error)
         self._fault = f"The engine does not answer: {reason}. Its log says more."
         for _, future in self._waiting.values():

@@ -3,8 +3,8 @@
 `prepare` (the host tier's) maps a packed adapter, verifies and validates it, and takes no slot.
 `activate` is the only work inside vLLM's step loop: a copy for each block, once the mapping's pages are
 known to be there. When they are lost (a failed disk, a segment cut short, or on NFS removed by another host)
-the slot stays free and clear, and the requests under way fail alone (plugin.fail_requests_of_lost_adapters).
-The gateway is told, and whoever asks next has the adapter loaded anew.
+the slot stays free and clear, and the requests under way fail alone (failed_adapters.py).
+The gateway is told of every change of the slots, and whoever asks next has the adapter loaded anew.
 
 Knows vLLM's LoRA managers (0.26 to 0.32). Does not know names' meaning, routes or the catalog.
 """
@@ -25,7 +25,7 @@ from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from engine.errors import AdapterError
 from engine.serving.worker.failed_adapters import has_failed_on_any_rank
 from engine.serving.worker.host_tier import HostTier, PackedAdapter
-from engine.serving.worker.load_channel import LoadListener
+from engine.serving.worker.load_channel import LoadListener, SlotReport
 from engine.serving.worker.slot_copy import SlotCopyPlan
 from engine.serving.worker.slots import ModuleSlots, slots_of
 
@@ -110,12 +110,6 @@ class SlotManager(LRUCacheLoRAModelManager):
         self.activate_seconds = time.perf_counter() - started
         return lost
 
-    def names(self) -> list[str]:
-        """Return the names of the adapters that have a slot."""
-        ids = list(self._active_adapters)
-        registered: list[Any] = [self._registered_adapters.get(lora_id) for lora_id in ids]
-        return [found.adapter.name for found in registered if found is not None and found.adapter is not None]
-
     def _copy_all(
         self, slots: Sequence[int], adapters: Sequence[PackedAdapter | None]
     ) -> Iterable[OSError | None]:
@@ -163,6 +157,12 @@ class PackedWorkerManager(LRUCacheWorkerLoRAManager):
     def listener(self) -> LoadListener:
         return LoadListener(self.host)
 
+    def report(self) -> None:
+        """Tell the gateway what is in the slots now."""
+        slots = self.slots
+        in_slots, lost = tuple(slots._active_adapters), tuple(slots.failed)
+        self.listener.report(SlotReport(in_slots, lost, slots.activations, slots.evictions))
+
     @property
     def slots(self) -> SlotManager:
         manager = self._adapter_manager
@@ -200,6 +200,7 @@ class PackedWorkerManager(LRUCacheWorkerLoRAManager):
             self.slots.set_adapter_mapping(mapping)
 
     def _apply_adapters(self, lora_requests: set[Any]) -> None:
+        known = len(self.slots.failed)
         names = {request.lora_int_id: request.lora_name for request in lora_requests if request}
         for request in lora_requests:
             if request and request.lora_int_id not in self.slots.failed:
@@ -221,6 +222,8 @@ class PackedWorkerManager(LRUCacheWorkerLoRAManager):
                 self.slots.deactivate_adapter(lora_id)
                 reason = (fault.strerror or str(fault)) if fault else "on another rank"
                 self._fail(lora_id, names[lora_id], reason)
+        if cold or len(self.slots.failed) > known:
+            self.report()
 
     def _register(self, lora_id: int, name: str) -> None:
         """Register an adapter of the host tier, as on every other rank; one that is not there is lost."""
@@ -266,11 +269,6 @@ class LoaderExtension:
         """Forget names (name: id) between two steps, whose slots may change; return whose bytes were lost."""
         manager = self.model_runner.lora_manager
         return [name for name, lora_id in leaving.items() if manager.forget(name, lora_id)]
-
-    def graftwork_slots(self) -> tuple[list[str], list[str]]:
-        """Return the names whose adapters are in a slot, and those whose bytes were lost."""
-        slots = self.model_runner.lora_manager.slots
-        return slots.names(), list(slots.failed.values())
 
     def graftwork_loads(self) -> dict[str, Any]:
         """Return what this worker has read and copied since it started; bytes, and seconds of the last."""

@@ -32,7 +32,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import vllm_layers as made
-from adapters_cold import FakeCatalog, FakeEngine, name_of, residency, revision, settle, use
+from adapters_cold import FakeCatalog, FakeEngine, name_of, residency, revision, settle, use, using
 from fake_vllm import FakeClient, models
 from vllm.lora.layers import LoRAMapping
 from vllm.lora.request import LoRARequest
@@ -40,12 +40,12 @@ from vllm.v1.core.kv_cache_utils import _gen_lora_extra_hash_keys
 
 from engine.adapters import packed
 from engine.errors import AdapterError, ServiceError
-from engine.serving.gateway import endpoints
+from engine.serving.residency.states import AdapterState
 from engine.serving.residency.vllm_engine import VllmEngine
 from engine.serving.worker import host_tier, loader
 from engine.serving.worker import slot_copy as fill
 from engine.serving.worker.host_tier import FORGOTTEN, READY, HostTier
-from engine.serving.worker.load_channel import State
+from engine.serving.worker.load_channel import LoadOutcome
 from engine.serving.worker.lora_cpu import GroupedPunica
 from engine.store.cache import Cache
 from engine.store.segments import Location, Store
@@ -104,9 +104,9 @@ def addresses(root, count: int) -> dict[str, dict]:
     return found
 
 
-def told(host: HostTier, name: str, address: dict) -> "Future[State]":
+def told(host: HostTier, name: str, address: dict) -> "Future[LoadOutcome]":
     """Ask for an adapter; the future holds what is told of it."""
-    future: Future[State] = Future()
+    future: Future[LoadOutcome] = Future()
     host.prepare(name, address, future.set_result)
     return future
 
@@ -241,7 +241,7 @@ async def test_an_evicted_adapter_comes_back_when_it_is_asked_for():
     tier = residency(await VllmEngine.connect(client, table), host_bytes=MIB)
     for _ in range(3):
         for i in range(4):
-            async with tier.use(revision(i, MIB)) as name:
+            async with using(tier, revision(i, MIB)) as name:
                 # What vLLM's server looks a request's model up in.
                 assert name in table.lora_requests
     await settle(lambda: len(table.lora_requests) == 1)
@@ -258,12 +258,13 @@ async def test_what_has_left_is_nowhere(tmp_path):
         await engine.prepare(name, given[f"p@{turn % 8}"])
         lora = table.lora_requests[name]
         manager._apply_adapters({lora})
-        assert manager.slots.names()[-1:] == [name]
+        assert list(manager.slots._active_adapters)[-1:] == [lora.lora_int_id]
         await engine.forget(name)
     assert (table.lora_requests, dict(table.lora_resolver_lock)) == ({}, {})
     assert (manager.slots._registered_adapters.cache, manager.slots.failed) == ({}, {})
-    assert (manager.host.adapters, manager.host._loading, manager.slots.names()) == ({}, {}, [])
-    assert (engine._leaving, engine._going, engine._channels[0]._waiting) == ({}, {}, {})
+    assert (manager.host.adapters, manager.host._loading) == ({}, {})
+    assert list(manager.slots._active_adapters) == []
+    assert (engine._leaving, engine._names, engine._channels[0]._waiting) == ({}, {}, {})
 
 
 def test_what_is_forgotten_on_its_way_never_arrives(tmp_path):
@@ -343,8 +344,7 @@ async def test_bytes_that_another_host_moved_are_loaded_anew(tmp_path, monkeypat
     catalog.revisions.get = lambda policy, digest: replace(row, segment=after.segment)
     engine = await VllmEngine.connect(WorkerClient(manager), table)
     tier = residency(engine, catalog=catalog, store=Store(tmp_path))
-    monkeypatch.setattr(endpoints, "SLOTS_S", 0.01)
-    watching = asyncio.create_task(endpoints.watch_slots(engine, tier, tier._metrics))
+    engine.watch(tier.take_report)
     users = [await tier.hold(row) for _ in range(2)]
     first = table.lora_requests[users[0]]
     Store(tmp_path).remove(before.segment)
@@ -355,9 +355,9 @@ async def test_bytes_that_another_host_moved_are_loaded_anew(tmp_path, monkeypat
     with monkeypatch.context() as away:
         away.setattr(fill, "_preadv", stale)
         manager._apply_adapters({first})
-    assert (manager.slots.names(), list(manager.slots.failed)) == ([], [first.lora_int_id])
+    assert (list(manager.slots._active_adapters), list(manager.slots.failed)) == ([], [first.lora_int_id])
     # Who comes now would fail too, and so keep it here; both who are on it have failed.
-    await settle(lambda: name_of(1) in tier._failed)
+    await settle(lambda: tier.states.state(name_of(1)) is AdapterState.LOST)
     with pytest.raises(ServiceError, match="Try again"):
         await tier.hold(row)
     for name in users:
@@ -366,8 +366,8 @@ async def test_bytes_that_another_host_moved_are_loaded_anew(tmp_path, monkeypat
     manager._apply_adapters({again})
     # What did not reach the slot is not counted.
     await settle(lambda: tier._metrics.slot_fills._value.get() == 1)
-    watching.cancel()
-    assert (manager.slots.names(), manager.slots.failed) == ([name_of(1)], {})
+    assert (list(manager.slots._active_adapters), manager.slots.failed) == ([again.lora_int_id], {})
+    await settle(lambda: tier.states.in_slots == {name_of(1)})
     # Blocks of the prefix cache that were computed without the bytes are not found again.
     assert lora_key(again) != lora_key(first)
 

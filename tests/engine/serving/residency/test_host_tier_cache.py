@@ -4,7 +4,7 @@ import asyncio
 import random
 
 import pytest
-from adapters_cold import FakeEngine, name_of, residency, revision, settle, use
+from adapters_cold import FakeEngine, name_of, residency, revision, settle, use, using
 
 from engine.serving.residency.host_tier_cache import AGE_ASKS, AGE_S, MOST, HostTierCache, Popularity
 
@@ -43,7 +43,7 @@ async def test_loads_that_end_together_in_a_tier_for_one_are_all_served():
     tier = residency(engine, host_bytes=MIB, load_concurrency=4)
 
     async def check(i: int) -> None:
-        async with tier.use(row(i)) as name:
+        async with using(tier, row(i)) as name:
             assert name in engine.held
 
     await asyncio.gather(*(check(i) for i in range(4)))
@@ -116,10 +116,10 @@ async def test_names_are_bounded_by_number_however_small():
     tier = residency(engine, events, host_adapters=50)
     for i in range(500):
         await use(tier, revision(i, 1))
-    await settle(lambda: not tier._leaving)
+    await settle(lambda: not tier._tasks)
     assert len(tier.residents) == len(engine.held) == 50
     # Nothing else keeps a name.
-    assert (len(tier.queue), tier._prewarming) == (0, set())
+    assert (len(tier.queue), tier.states.counts()) == (0, {"host": 50})
     assert [event["tier"] for event in events].count("stored") == 450
 
 

@@ -17,6 +17,7 @@ from adapters_cold import (
     revision,
     settle,
     use,
+    using,
 )
 
 from engine.errors import AdapterError, Busy, Conflict, DamagedBytes, MissingBytes, NotFound, ServiceError
@@ -494,7 +495,7 @@ async def test_a_pace_below_one_rests_between_two_loads():
     tier = residency(engine, paced_loads=0.5)
     began = time.monotonic()
     for i in range(3):
-        async with tier.use(revision(i)) as name:
+        async with using(tier, revision(i)) as name:
             tier.entered(name)
     # Three loads, and the two rests between them.
     assert 0.15 <= time.monotonic() - began < 0.3

@@ -5,13 +5,13 @@ import socket
 import uuid
 
 import pytest
+from adapters_cold import settle
 from fake_vllm import FakeClient, models
 
 from engine.errors import AdapterError, DamagedBytes, ServiceError
-from engine.serving.residency import vllm_engine
 from engine.serving.residency.vllm_engine import VllmEngine
 from engine.serving.worker import load_channel
-from engine.serving.worker.load_channel import LoadChannel
+from engine.serving.worker.load_channel import LoadChannel, SlotReport
 
 
 async def ask_and_leave(engine, name):
@@ -81,34 +81,6 @@ async def test_a_name_leaves_when_its_last_request_has_left_the_engine():
     assert table.lora_requests["p@1"].lora_int_id == 2
 
 
-async def test_a_name_that_is_wanted_before_it_has_left_stays():
-    client, table = FakeClient(), models()
-    engine = await VllmEngine.connect(client, table)
-    await engine.prepare("p@1", {})
-    client.run("r1", "p@1")
-    leaving = asyncio.create_task(engine.forget("p@1"))
-    await asyncio.sleep(0.01)
-    await engine.prepare("p@1", {})
-    await leaving
-    del client.output_processor.request_states["r1"]
-    await asyncio.sleep(0.02)
-    assert table.lora_requests["p@1"].lora_int_id == 1
-    assert client.ids_forgotten == []
-
-
-async def test_a_name_that_is_wanted_while_it_leaves_is_prepared_after_that():
-    """The channel is faster than the steps: it would be forgotten once it is ready."""
-    client, table = FakeClient(step_s=0.05), models()
-    engine = await VllmEngine.connect(client, table)
-    await engine.prepare("p@1", {})
-    leaving = asyncio.create_task(engine.forget("p@1"))
-    while not client.calls:
-        await asyncio.sleep(0.001)
-    await engine.prepare("p@1", {})
-    assert leaving.done()
-    assert (client.workers[0].held, table.lora_requests["p@1"].lora_int_id) == ({"p@1"}, 2)
-
-
 async def test_who_waits_for_a_worker_that_ends_is_told():
     address = f"graftwork-test-{uuid.uuid4().hex}"
     worker = socket.create_server(f"\0{address}", family=socket.AF_UNIX)
@@ -176,12 +148,48 @@ async def test_any_sentence_reaches_who_asked():
         await engine.prepare("p@1", {})
 
 
-async def test_a_request_that_never_ends_does_not_hold_up_who_forgets(monkeypatch):
-    monkeypatch.setattr(vllm_engine, "ABORT_S", 0.05)
+async def test_a_request_that_never_ends_does_not_hold_up_who_forgets():
     client = FakeClient()
     engine = await VllmEngine.connect(client, models())
-    await engine.prepare("p@1", {})
+    for name in ("p@1", "p@2"):
+        await engine.prepare(name, {})
     client.run("r1", "p@1")
-    with pytest.raises(TimeoutError):
-        await engine.forget("p@1")
-    await engine.prepare("p@2", {})
+    stuck = asyncio.create_task(engine.forget("p@1"))
+    async with asyncio.timeout(5):
+        await engine.forget("p@2")
+        await engine.prepare("p@3", {})
+    assert not stuck.done()
+    stuck.cancel()
+
+
+async def test_the_slots_are_reported_by_name_and_only_of_names_that_are_here():
+    """The newest report is told, whichever went before it was taken; ids that were forgotten are nobody's."""
+    client, heard = FakeClient(), []
+    engine = await VllmEngine.connect(client, models())
+    engine.watch(lambda in_slots, lost, report: heard.append((in_slots, lost, report.activations)))
+    for name in ("p@1", "p@2", "p@3"):
+        await engine.prepare(name, {})
+    listener = client.workers[0].listener
+    listener.report(SlotReport((1, 99), (2,), 5, 1))
+    await settle(lambda: heard)
+    assert heard == [(["p@1"], ["p@2"], 5)]
+    await engine.forget("p@1")
+    for activations in range(6, 106):
+        listener.report(SlotReport((1, 3), (), activations, 1))
+    await settle(lambda: heard[-1][2] == 105)
+    assert heard[-1][:2] == (["p@3"], [])
+
+
+async def test_who_hears_a_report_and_fails_does_not_end_the_channel():
+    client, heard = FakeClient(), []
+    engine = await VllmEngine.connect(client, models())
+
+    def fails(*report):
+        heard.append(report)
+        raise RuntimeError("It cannot happen here.")
+
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+    engine.watch(fails)
+    client.workers[0].listener.report(SlotReport((), (), 0, 0))
+    await settle(lambda: heard)
+    await engine.prepare("p@1", {})
