@@ -1,6 +1,5 @@
 """Routing: sticky and fair splits, tombstones, and what a gateway does when it cannot read."""
 
-import sqlite3
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -115,7 +114,7 @@ def test_a_gateway_that_cannot_read_drops_the_canary(catalog, monkeypatch):
     assert router.resolve("sums", "ann").arm == "canary"
 
     def fail() -> int:
-        raise sqlite3.OperationalError("disk I/O error")
+        raise ServiceError("The catalog cannot be read: disk I/O error.")
 
     monkeypatch.setattr(catalog.changes, "version", fail)
     clock.now = STALE_S / 2
@@ -127,8 +126,8 @@ def test_a_gateway_that_cannot_read_drops_the_canary(catalog, monkeypatch):
 
 
 def test_a_gateway_that_has_never_read_refuses(catalog, monkeypatch):
-    monkeypatch.setattr(catalog.changes, "version", lambda: 1 / 0)
-    with pytest.raises(ServiceError, match="cannot be read"):
+    catalog.changes._watch.close()
+    with pytest.raises(ServiceError, match="cannot be read: Cannot operate on a closed"):
         Router(catalog, "tiny", "base").resolve("sums", "ann")
 
 
