@@ -12,7 +12,7 @@ from itertools import chain, groupby
 
 from engine.base.families import PROJECTIONS, BaseShapes, Size
 
-# Blocks of a packed file begin at multiples of this.
+# Blocks of a packed file, and blobs of a store, begin at multiples of this.
 ALIGNMENT = 64
 # Projections whose inputs are cut, and those that every device holds whole; of all others the outputs are.
 ROW = ("o_proj", "down_proj")
@@ -51,7 +51,7 @@ def packed_blocks(shapes: BaseShapes, rank: int, itemsize: int, targets: Collect
         for run in _runs(leaves, shapes.fused):
             inputs = len(run) * leaves[run[0]][0]
             outputs = sum(leaves[leaf][1] for leaf in run)
-            blocks += [_aligned(count * rank * width * itemsize) for width in (inputs, outputs)]
+            blocks += [aligned(count * rank * width * itemsize) for width in (inputs, outputs)]
     return blocks
 
 
@@ -118,5 +118,6 @@ def _runs(leaves: Collection[str], fused: Mapping[str, tuple[str, ...]]) -> Iter
                 yield tuple(run)
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+def aligned(nbytes: int, to: int = ALIGNMENT) -> int:
+    """Return the next multiple of `to`."""
+    return -(-nbytes // to) * to

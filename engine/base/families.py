@@ -5,6 +5,7 @@ parameter of three axes) and the names that adapter files use. Knows no layout o
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,8 @@ CUDA_ONLY = dict.fromkeys(
     ("deepseek_v32", "glm_moe_dsa"),
     "vLLM has its sparse attention, an indexer and the attention to the keys that it picks, for CUDA alone",
 )
+# The name of a module of the routed experts, such as `model.layers.0.mlp.experts.3.up_proj`.
+EXPERT = re.compile(r"(?P<parent>.+\.experts)\.(?P<number>0|[1-9]\d{0,5})\.(?P<projection>\w+)")
 Size = tuple[int, int]
 
 
@@ -192,11 +195,6 @@ class BaseShapes:
     def canonical_name(self, module: str) -> str:
         """Return our path of a module that a file may call by the family's own names."""
         return ".".join(self.family.renames.get(part, part) for part in module.split("."))
-
-    def file_name(self, module: str) -> str:
-        """Return what files of this family call a module of the experts; the inverse of `canonical_name`."""
-        back = {ours: theirs for theirs, ours in self.family.renames.items()}
-        return ".".join(back.get(part, part) for part in module.split("."))
 
 
 def _is_sparse(config: Mapping[str, Any], layer: int) -> bool:

@@ -18,9 +18,9 @@ from engine.adapters.revision import (
     PROBE,
     Manifest,
     Tensors,
-    code_version,
+    largest_rank,
     read_revision,
-    split_key,
+    targets_of,
     validate,
     write_revision,
 )
@@ -33,6 +33,7 @@ from engine.publishing.publish import publish, put, stored_tensors
 from engine.quality.probe import from_json
 from engine.settings.params import POLICY_NAME, Params
 from engine.store.open import open_store
+from engine.version import code_version
 
 if TYPE_CHECKING:
     from engine.base.resident import BaseInfo
@@ -63,7 +64,7 @@ def check_fit(params: Params, base: Path, tensors: Tensors, manifest: Manifest, 
         raise AdapterError(f"{directory} names the policy {manifest.policy!r}, which is no policy's name.")
     validate(tensors, None, BaseShapes.read(base).modules())
     _refuse_dropped(tensors, directory)
-    largest = max(tensor.shape[0] for key, tensor in tensors.items() if key.endswith(".lora_A"))
+    largest = largest_rank(tensors)
     if manifest.rank != largest:
         raise AdapterError(
             f"The revision in {directory} says rank {manifest.rank}, its largest module has {largest}."
@@ -83,8 +84,7 @@ def check_fit(params: Params, base: Path, tensors: Tensors, manifest: Manifest, 
 
 
 def _refuse_dropped(tensors: Tensors, directory: Path) -> None:
-    targets = {split_key(key)[0].rpartition(".")[2] for key in tensors}
-    dropped = sorted(targets & DROPPED_ON_CUDA.keys())
+    dropped = sorted(set(targets_of(tensors)) & DROPPED_ON_CUDA.keys())
     if dropped and cuda_bytes() is not None:
         raise AdapterError(f"{directory} has the target {dropped[0]}: {DROPPED_ON_CUDA[dropped[0]]}.")
 
@@ -111,7 +111,6 @@ def directory_from_store(params: Params, policy: str, digest: str, target: Path)
 
 
 def _manifest(row: Revision, tensors: Tensors) -> Manifest:
-    targets = sorted({key.rpartition(".lora_")[0].rpartition(".")[2] for key in tensors})
     return Manifest(
         digest=row.digest,
         base_digest=row.base,
@@ -119,7 +118,7 @@ def _manifest(row: Revision, tensors: Tensors) -> Manifest:
         parent=row.parent,
         step=row.step,
         rank=row.rank,
-        targets=tuple(targets),
+        targets=targets_of(tensors),
         tensor_count=len(tensors),
         bytes=row.bytes,
         code_version=code_version(),
