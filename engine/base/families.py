@@ -6,7 +6,7 @@ parameter of three axes) and the names that adapter files use. Knows no layout o
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -129,6 +129,16 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class Projections:
+    """`count` projections of one name and size under one parent: the experts of a layer, or one module."""
+
+    parent: str
+    leaf: str
+    size: Size
+    count: int = 1
+
+
+@dataclass(frozen=True)
 class BaseShapes:
     """All of a base that can carry LoRA: linear modules by path, routed experts by their parent's path."""
 
@@ -169,28 +179,38 @@ class BaseShapes:
     @property
     def fused(self) -> dict[str, tuple[str, ...]]:
         """Return what the engine fuses of this base; latent attention may have a q_proj of its own."""
-        leaves = {module.rpartition(".")[2] for module in self.linear} | set(PROJECTIONS)
+        leaves = {*self.targets, *PROJECTIONS}
         return {name: parts for name, parts in FUSED.items() if leaves.issuperset(parts)}
 
     @property
     def targets(self) -> tuple[str, ...]:
         """Return the names of all projections that can carry LoRA."""
-        leaves = {module.rpartition(".")[2] for module in self.linear}
-        return tuple(sorted(leaves | (set(PROJECTIONS) if self.experts else set())))
+        return tuple(sorted({one.leaf for one in self.projections()}))
 
     def targets_on(self, cuda: bool) -> tuple[str, ...]:
         """Return the targets whose adapters the engine applies on CUDA, or on a CPU."""
         return tuple(name for name in self.targets if not (cuda and name in DROPPED_ON_CUDA))
 
+    def projections(self, targets: Collection[str] | None = None) -> list[Projections]:
+        """Return all that can carry LoRA, or what of it has a name in `targets`."""
+        paths = ((module.rpartition("."), size) for module, size in self.linear.items())
+        found = [Projections(parent, leaf, size) for (parent, _, leaf), size in paths]
+        found += [
+            Projections(path, leaf, experts.size(leaf), experts.count)
+            for path, experts in self.experts.items()
+            for leaf in PROJECTIONS
+        ]
+        return [one for one in found if targets is None or one.leaf in targets]
+
     def modules(self) -> dict[str, Size]:
         """Return (in, out) of each canonical module, every expert's projections among them."""
-        return {**self.linear, **dict(self._routed())}
-
-    def _routed(self) -> Iterator[tuple[str, Size]]:
-        for path, experts in self.experts.items():
-            for number in range(experts.count):
-                for projection in PROJECTIONS:
-                    yield f"{path}.{number}.{projection}", experts.size(projection)
+        routed = {
+            f"{path}.{number}.{projection}": experts.size(projection)
+            for path, experts in self.experts.items()
+            for number in range(experts.count)
+            for projection in PROJECTIONS
+        }
+        return {**self.linear, **routed}
 
     def canonical_name(self, module: str) -> str:
         """Return our path of a module that a file may call by the family's own names."""
