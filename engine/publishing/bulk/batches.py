@@ -18,7 +18,7 @@ from engine.adapters import packed
 from engine.adapters.revision import Shapes, digest_header, is_finite, largest_rank, targets_of, validate
 from engine.base.families import BaseShapes
 from engine.errors import AdapterError
-from engine.publishing.row_hashes import hash_rows
+from engine.publishing.bulk.row_hashes import hash_rows
 from engine.store.checksums import BLAKE3_FROM, checksum_of
 
 # Tables kept for another batch: one that is filled, one that is named, two whose bytes are written.

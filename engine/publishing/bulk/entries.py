@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import AdapterError
-from engine.publishing.batches import BatchForm, form_of
+from engine.publishing.bulk.batches import BatchForm, form_of
 from engine.settings.params import POLICY_NAME
 
 if TYPE_CHECKING:
