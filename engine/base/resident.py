@@ -110,7 +110,8 @@ def _ask_hub(config: BaseConfig, file: str | None = None) -> Path:
             )
         )
     except Exception as error:
-        # Only the kind: an error's own text may quote the request, and with it the token.
+        # The hub's library raises its own errors, its HTTP client's and the disk's. Only the kind is told: an
+        # error's own text may quote the request, and with it the token.
         kind = type(error).__name__
         help = HUB_HELP.get(kind, f"Set base.name to {' or '.join(RECIPES)}, a directory, or a hub id")
         raise BaseModelError(

@@ -71,9 +71,8 @@ def put(
     committed yet; arguments as those of `append`.
     """
     given = (catalog, store, tensors, manifest, dtype, base, owner, now)
-    try:
-        known = catalog.revisions.get(manifest.policy, manifest.digest)
-    except NotFound:
+    known = catalog.revisions.find(manifest.policy, manifest.digest)
+    if known is None:
         return append(*given)
     if store.check([location(known)]) == [None] and _has_layout(catalog, known):
         if catalog.quarantine.reason(known.policy, known.digest):
