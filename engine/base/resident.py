@@ -49,13 +49,17 @@ def ensure_base(config: BaseConfig, paths: Paths, progress: Progress | None = No
     or wants to run code of its own.
     """
     if config.name in RECIPES:
-        recipe = RECIPES[config.name]
-        path = paths.bases / f"{config.name}-{recipe_digest(recipe, config.seed)[:12]}"
-        _build_once(recipe, config.seed, path, progress or (lambda step, steps, loss: None))
+        path = built_path(config, paths)
+        _build_once(RECIPES[config.name], config.seed, path, progress or (lambda step, steps, loss: None))
     else:
         path = _find(config)
     _check(config.name, path)
     return BaseInfo(Path(config.name).name, path, base_digest(path))
+
+
+def built_path(config: BaseConfig, paths: Paths) -> Path:
+    """Return where a base of `RECIPES` is, or will be built."""
+    return paths.bases / f"{config.name}-{recipe_digest(RECIPES[config.name], config.seed)[:12]}"
 
 
 def recipe_digest(recipe: Recipe, seed: int) -> str:
