@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 
-from engine.adapters.manifests import MANIFEST
+from engine.adapters.manifests import MANIFEST, PROBE
 from engine.base.families import EXPERT, PROJECTIONS
 from engine.errors import AdapterError, BaseModelError, Conflict
 from engine.files import sync
@@ -31,7 +31,7 @@ from engine.version import code_version
 
 KEY = re.compile(r"(?P<module>.+)\.(?P<side>lora_[AB])")
 PEFT_PREFIX = "base_model.model."
-TENSORS, CONFIG, PROBE = "adapter_model.safetensors", "adapter_config.json", "probe.json"
+TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 Tensors = dict[str, torch.Tensor]
 Shapes = Mapping[str, tuple[int, int]]

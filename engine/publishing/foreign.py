@@ -19,10 +19,10 @@ from engine.adapters import foreign_files
 from engine.adapters.foreign_files import RANK_LIMIT, Scaling, TensorHeader
 from engine.adapters.layout_tensors import to_canonical
 from engine.adapters.layouts import Detected, detect
+from engine.adapters.manifests import PROBE
 from engine.adapters.packed import DTYPES
 from engine.adapters.revision import (
     CONFIG,
-    PROBE,
     TENSORS,
     Manifest,
     Tensors,

@@ -4,7 +4,6 @@ Knows what must hold before the engine may see foreign tensors: the base, the di
 dtype. Trusts nothing that the directory says of itself. Does not know where the directory comes from.
 """
 
-import json
 import time
 from contextlib import closing, suppress
 from functools import partial
@@ -13,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.adapters.manifests import MANIFEST
+from engine.adapters.manifests import MANIFEST, stored_probe
 from engine.adapters.revision import (
-    PROBE,
     Manifest,
     Tensors,
     largest_rank,
@@ -136,13 +134,7 @@ def has_probe(directory: Path) -> bool:
 
 def _probe(directory: Path) -> dict[str, Any]:
     """Read a revision's probe; nothing when it has none, `AdapterError` when it could not be judged."""
-    file = directory / PROBE
-    if not file.is_file():
-        return {}
-    try:
-        body = dict(json.loads(file.read_text()))
-    except (ValueError, TypeError):
-        raise AdapterError(f"{file} is no JSON object. Export the revision again.") from None
+    body = stored_probe(directory)
     if body:
         from_json(body)
     return body
