@@ -54,7 +54,7 @@ class EvidenceReader:
         self._canaries.pop(release_id, None)
 
     def _score(self, release: Release, base: str, ledger: Ledger) -> OfflineScore | None:
-        suite = self._catalog.policies.get(release.policy).config.get("suite")
+        suite = self._catalog.policies.get(release.policy).config.get("suite", "")
         mine, theirs = (
             {
                 (one.version, one.item): one.score
