@@ -4,7 +4,6 @@ Knows names and pages; a catalog may hold a million rows, of which a page is in 
 what is exported.
 """
 
-import json
 import os
 import re
 import shutil
@@ -15,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.adapters.manifests import stored_manifest
+from engine.adapters.manifests import stored_manifest, stored_probe
 from engine.catalog.catalog import Catalog, Revision
 from engine.errors import AdapterError, ConfigError, Conflict, NotFound, ServiceError
 from engine.files import sync
@@ -185,7 +184,7 @@ def export(params: Params, catalog: Catalog, row: Revision, target: Path, packed
 
 def _export_directory(params: Params, catalog: Catalog, row: Revision, target: Path) -> Path:
     """Write the directory from the one that is kept here, with settings and probe, or from packed bytes."""
-    from engine.adapters.revision import PROBE, read_revision, write_revision
+    from engine.adapters.revision import read_revision, write_revision
     from engine.publishing.importing import directory_from_store
 
     kept = params.paths.revision(row.policy, row.digest)
@@ -196,18 +195,7 @@ def _export_directory(params: Params, catalog: Catalog, row: Revision, target: P
             found = tensors, manifest
     if found is None:
         return directory_from_store(params, row.policy, row.digest, target)
-    return write_revision(target, *found, _probe(kept / PROBE))
-
-
-def _probe(file: Path) -> dict[str, Any]:
-    """Read a revision's effect probe; `{}` without one, `AdapterError` for a damaged one."""
-    try:
-        found = json.loads(file.read_text()) if file.is_file() else {}
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise AdapterError(f"The effect probe {file} is damaged. Remove it, then export: without a probe.")
-    return found
+    return write_revision(target, *found, stored_probe(kept))
 
 
 def _export_file(params: Params, catalog: Catalog, row: Revision, target: Path) -> Path:

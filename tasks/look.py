@@ -12,8 +12,9 @@ import httpx
 from engine.catalog.catalog import Catalog
 from engine.controller.mlflow_registry import Registry
 from engine.errors import NotFound
+from engine.ledger.ledger import open_ledger
 from engine.report.data import PolicyRow, RevisionRow, SuiteScore
-from engine.report.overview import open_ledger, overview
+from engine.report.overview import overview
 from engine.report.why import Chain, Link, moment, why
 from engine.settings.params import Params, served_name
 

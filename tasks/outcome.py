@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.controller.advance import VERDICTS
+from engine.catalog.records import VERDICTS
 from engine.errors import ServiceError
 from engine.settings.params import Params, served_name
 
@@ -22,12 +22,6 @@ if TYPE_CHECKING:
 # From a tombstone on, every gateway must have stopped sending users within this time.
 ROLLBACK_S = 1.0
 SETTLE_S = 15.0
-
-
-def verdict_of(state: str) -> str:
-    """Return the verdict that an ended release's state stands for."""
-    # Imported here: its row types bring SQLAlchemy, a tenth of a second that no flow file needs.
-    return VERDICTS[state]
 
 
 @dataclass
@@ -112,7 +106,7 @@ def policy_row(adapted: Adapted, ended: Mapping[str, Any]) -> dict[str, Any]:
         "revision": served_name(adapted.policy, adapted.digest),
         "base score": interval_text(adapted.base),
         "revision score": interval_text(adapted.revision),
-        "verdict": verdict_of(ended["state"]),
+        "verdict": VERDICTS[ended["state"]],
         **{f"{name} (s)": f"{seconds:.1f}" for name, seconds in adapted.seconds.items()},
         "release (s)": f"{release_s:.1f}",
     }
@@ -134,7 +128,7 @@ def release_row(release: Mapping[str, Any]) -> dict[str, Any]:
     """Return one line of a table for people."""
     return {
         "revision": served_name(release["policy"], release["revision"]),
-        "verdict": verdict_of(release["state"]),
+        "verdict": VERDICTS[release["state"]],
         "reason": release["reason"],
         "skipped": ", ".join(release["skip_gates"]) or "nothing",
         "seconds": round(release["updated_at"] - release["created_at"], 1),
@@ -152,10 +146,10 @@ def judge_rollback(params: Params, release: Mapping[str, Any], answered: Sequenc
     stone = catalog.tombstones.find(release["policy"], release["revision"])
     catalog.close()
     if stone is None:
-        return Rollback(verdict_of(release["state"]), None, 0)
+        return Rollback(VERDICTS[release["state"]], None, 0)
     times = _canary_requests(params, release, answered)
     after = sum(at > stone.at + ROLLBACK_S for at in times)
-    return Rollback(verdict_of(release["state"]), round(stone.at - times[0], 2), after)
+    return Rollback(VERDICTS[release["state"]], round(stone.at - times[0], 2), after)
 
 
 def _canary_requests(params: Params, release: Mapping[str, Any], answered: Sequence[str]) -> list[float]:
@@ -197,7 +191,7 @@ def summary(
             "revision_score": revision.revision.mean,
             "ci_low": revision.revision.ci_low,
             "ci_high": revision.revision.ci_high,
-            "verdict": verdict_of(ended["state"]),
+            "verdict": VERDICTS[ended["state"]],
             "digest": revision.digest,
         })  # fmt: skip
     bad_revision = {

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from engine.settings.params import DIGEST12, Params, Resolved
+from engine.settings.params import DIGEST12, Params, Resolved, served_name
 
 OnStep = Callable[[Mapping[str, Any]], None]
 PATIENCE_S = 60.0
@@ -106,4 +106,4 @@ def keep_sources(params: Params, policy: str, digest: str, resolved: Resolved) -
     path.parent.mkdir(parents=True, exist_ok=True)
     draft.write_text(json.dumps({"policy": policy, "revision": digest, "settings": rows}, indent=2) + "\n")
     draft.replace(path)
-    show_table(rows, f"settings-{policy}", f"The settings of {policy}@{digest[:DIGEST12]}")
+    show_table(rows, f"settings-{policy}", f"The settings of {served_name(policy, digest)}")

@@ -11,7 +11,8 @@ import httpx
 
 from engine.catalog.catalog import Catalog
 from engine.errors import ServiceError
-from engine.report.overview import open_ledger
+from engine.ledger.ledger import open_ledger
+from engine.ledger.queries import named_rows
 from engine.settings.params import Params, served_name
 from engine.store.open import open_store
 
@@ -33,10 +34,7 @@ def residency(params: Params, limit: int) -> dict[str, Any]:
     rows.sort(key=lambda row: (ORDER.index(row["tier"]), -row.get("users", 0), row.get("idle_s", 0.0)))
     known = {row["revision"]: row for row in rows}
     with open_ledger(params.paths.ledger_snapshot) as ledger:
-        found = ledger.execute(LOADS, [limit + len(rows)])
-        columns = [column[0] for column in found.description]
-        for values in found.fetchall():
-            was = dict(zip(columns, values, strict=True))
+        for was in named_rows(ledger.execute(LOADS, [limit + len(rows)])):
             name = served_name(was.pop("policy"), was.pop("digest"))
             if name not in known:
                 known[name] = {"revision": name, "tier": "stored"}

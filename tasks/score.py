@@ -17,11 +17,11 @@ from typing import Any
 import httpx
 
 from engine import tls
-from engine.adapters.revision import code_version
 from engine.errors import ServiceError
 from engine.ledger.ledger import Spool, open_snapshot
 from engine.quality.estimate import interval
 from engine.settings.params import Params, content_hash, served_name
+from engine.version import code_version
 from tasks.suites import Suite, faults, load_suite
 
 RECORDED = """

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.base.recipes import RECIPES
-from engine.base.resident import ensure_base, recipe_digest
+from engine.base.resident import built_path, ensure_base
 from engine.errors import BaseModelError, NotFound
 from engine.services import lifecycle as services
 from engine.settings.params import Params, load_params
@@ -113,10 +113,10 @@ def resident(params: Params, name: str) -> Iterator[Params]:
 def _link_base(stage: Params, files: Files) -> None:
     """Let a built base be found in a stage's state directory."""
     if stage.base.name in RECIPES:
-        name = f"{stage.base.name}-{recipe_digest(RECIPES[stage.base.name], stage.base.seed)[:12]}"
-        stage.paths.bases.mkdir(exist_ok=True)
-        (stage.paths.bases / name).unlink(missing_ok=True)
-        (stage.paths.bases / name).symlink_to(files.base)
+        link = built_path(stage.base, stage.paths)
+        link.parent.mkdir(exist_ok=True)
+        link.unlink(missing_ok=True)
+        link.symlink_to(files.base)
 
 
 def _free_port() -> int:

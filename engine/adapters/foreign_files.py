@@ -16,13 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 
+from engine.adapters.packed import DTYPES
 from engine.adapters.revision import CONFIG, TENSORS
 from engine.errors import AdapterError
 
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # Kimi-K2's 138,000 per-expert tensors take about 21 MiB of header; safetensors itself stops at 100 MB.
 HEADER_LIMIT = 32 << 20
 CONFIG_LIMIT = 1 << 20

@@ -14,12 +14,11 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from engine.adapters.revision import PEFT_PREFIX
-from engine.base.families import BaseShapes, Size
+from engine.base.families import EXPERT, BaseShapes, Size
 from engine.errors import AdapterError
 
 Shape = tuple[int, ...]
 NAME = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.weight)?")
-EXPERT = re.compile(r"(?P<parent>.+\.experts)\.(?P<number>0|[1-9]\d{0,5})\.(?P<projection>\w+)")
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,27 @@
-"""A stored revision's manifest as plain values, for readers that need no tensors and so no torch."""
+"""A stored revision's manifest and probe as plain values, for readers that need no torch."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-MANIFEST = "manifest.json"
+from engine.errors import AdapterError
+
+MANIFEST, PROBE = "manifest.json", "probe.json"
 
 
 def stored_manifest(directory: Path) -> dict[str, Any]:
     """Return what a revision directory says of itself, unproven; {} when this machine has none."""
     file = directory / MANIFEST
     return dict(json.loads(file.read_text())) if file.is_file() else {}
+
+
+def stored_probe(directory: Path) -> dict[str, Any]:
+    """Return a revision's effect probe, unproven; {} when it has none, `AdapterError` for a damaged one."""
+    file = directory / PROBE
+    try:
+        found = json.loads(file.read_text()) if file.is_file() else {}
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise AdapterError(f"The effect probe {file} is damaged. Remove it, or export the revision again.")
+    return found

@@ -13,7 +13,6 @@ Shapes: E experts, M slices of a fused module, R rank, I input features, O outpu
 import hashlib
 import json
 import math
-import re
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -25,14 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.adapters.sizes import ALIGNMENT
-from engine.base.families import FUSED
+from engine.adapters.sizes import aligned
+from engine.base.families import EXPERT, FUSED
 from engine.errors import AdapterError
 
 FORMAT_VERSION = 2
 # Version 1 had no experts; what it can say is written the same way today.
 READABLE_VERSIONS = (1, 2)
-EXPERT = re.compile(r"(?P<parent>.+\.experts)\.(?P<number>\d+)\.\w+")
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -158,8 +156,7 @@ def pack(tensors: Mapping[str, Tensor], dtype: torch.dtype, fused: Mapping[str, 
             block = Block(run.module, side, run.first_slice, widths, shape, offset, run.first_expert)
             blocks.append(block)
             sources.append([a if side == "A" else b.T for a, b in factors])
-            nbytes = torch.Size(shape).numel() * dtype.itemsize
-            offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
+            offset += aligned(block.count * dtype.itemsize)
     layout = PackedLayout(dtype, offset, tuple(blocks))
     payload = torch.zeros(offset, dtype=torch.uint8)
     for block, source in zip(blocks, sources, strict=True):
@@ -204,22 +201,6 @@ def write_file(packed: Packed, path: Path, metadata: Mapping[str, str]) -> None:
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         file.write(packed.tobytes())
-
-
-def read_file(path: Path) -> Packed:
-    """Read a packed file. Raises `AdapterError` when it is truncated or not a packed file."""
-    data = path.read_bytes()
-    try:
-        (size,) = struct.unpack_from("<Q", data)
-        layout = PackedLayout.from_json(json.loads(data[8 : 8 + size])["__metadata__"]["layout"])
-    except (struct.error, ValueError, KeyError, TypeError):
-        raise AdapterError(f"{path} is not a packed adapter file.") from None
-    payload = torch.frombuffer(bytearray(data[8 + size :]), dtype=torch.uint8)
-    if payload.numel() != layout.nbytes:
-        raise AdapterError(
-            f"{path} holds {payload.numel()} bytes of tensors, its layout says {layout.nbytes}."
-        )
-    return Packed(layout, payload)
 
 
 def _pairs(tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 
 from engine.adapters.packed import Block, PackedLayout
-from engine.adapters.sizes import ALIGNMENT
+from engine.adapters.sizes import aligned
 from engine.errors import AdapterError
 
 # What a message may repeat: no control characters, no pages.
@@ -27,7 +27,7 @@ def check_layout(layout: PackedLayout) -> None:
         _check_block(block)
         if block.offset != end:
             raise AdapterError(f"{_where(block)} begins at byte {block.offset}, not at {end}.")
-        end += -(-block.count * layout.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        end += aligned(block.count * layout.dtype.itemsize)
     if layout.nbytes != end:
         raise AdapterError(f"its layout says {layout.nbytes} bytes, its blocks need {end}.")
     _check_pairs(layout.blocks)

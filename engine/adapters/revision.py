@@ -23,16 +23,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_safetensors
 from safetensors.torch import save as save_safetensors
 
-from engine.adapters.manifests import MANIFEST
-from engine.base.families import PROJECTIONS
+from engine.adapters.manifests import MANIFEST, PROBE
+from engine.base.families import EXPERT, PROJECTIONS
 from engine.errors import AdapterError, BaseModelError, Conflict
 from engine.files import sync
 from engine.version import code_version
 
 KEY = re.compile(r"(?P<module>.+)\.(?P<side>lora_[AB])")
-EXPERT = re.compile(r"\.experts\.(\d+)\.")
 PEFT_PREFIX = "base_model.model."
-TENSORS, CONFIG, PROBE = "adapter_model.safetensors", "adapter_config.json", "probe.json"
+TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 Tensors = dict[str, torch.Tensor]
 Shapes = Mapping[str, tuple[int, int]]
@@ -96,8 +95,8 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 def _describe(key: str, tensor: torch.Tensor) -> tuple[str, str, int, list[int], str]:
     module, side = split_key(key)
-    expert = EXPERT.search(module)
-    number = int(expert[1]) if expert else -1
+    expert = EXPERT.fullmatch(module)
+    number = int(expert["number"]) if expert else -1
     return (
         module,
         side,
@@ -113,6 +112,16 @@ def split_key(key: str) -> tuple[str, str]:
     if match is None:
         raise AdapterError(f"The tensor {key!r} is no LoRA factor: its name must end in .lora_A or .lora_B.")
     return match["module"], match["side"]
+
+
+def targets_of(keys: Iterable[str]) -> tuple[str, ...]:
+    """Return the names of the projections that canonical keys belong to, sorted."""
+    return tuple(sorted({split_key(key)[0].rpartition(".")[2] for key in keys}))
+
+
+def largest_rank(tensors: Mapping[str, torch.Tensor]) -> int:
+    """Return the largest of an adapter's modules' ranks, which is its own."""
+    return max(tensor.shape[0] for key, tensor in tensors.items() if key.endswith(".lora_A"))
 
 
 def validate(tensors: Tensors, rank: int | None, shapes: Shapes) -> None:
@@ -222,9 +231,8 @@ def _write_alone(directory: Path, tensors: Tensors, manifest: Manifest, probe: d
         _write_files(draft, tensors, manifest, probe)
         read_revision(draft, manifest.base_digest)
         os.replace(draft, directory)
-    except BaseException:
+    finally:
         shutil.rmtree(draft, ignore_errors=True)
-        raise
     sync(directory.parent)
     return directory
 
@@ -268,7 +276,7 @@ def _json(value: dict[str, Any]) -> bytes:
 
 def _peft_config(tensors: Tensors, manifest: Manifest) -> dict[str, Any]:
     modules = {split_key(key)[0]: tensors[key].shape[0] for key in sorted(tensors) if key.endswith("lora_A")}
-    routed = {module for module in modules if EXPERT.search(module)}
+    routed = {module for module in modules if EXPERT.fullmatch(module)}
     paths = {module: _peft_path(module, bool(routed)) for module in modules}
     special = {paths[module]: rank for module, rank in modules.items() if rank != manifest.rank}
     patterns = {"rank_pattern": special, "alpha_pattern": special} if special else {}
@@ -298,7 +306,7 @@ def _peft_path(module: str, routed: bool) -> str:
 
     As a module it would be left alone: peft takes the name for the experts' own.
     """
-    linear = routed and not EXPERT.search(module) and module.rpartition(".")[2] in PROJECTIONS
+    linear = routed and not EXPERT.fullmatch(module) and module.rpartition(".")[2] in PROJECTIONS
     return f"{module}.weight" if linear else module
 
 

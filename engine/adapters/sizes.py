@@ -7,12 +7,11 @@ Legend: R rank, I inputs and O outputs of a projection, E experts, T devices tha
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import chain, groupby
 
-from engine.base.families import PROJECTIONS, BaseShapes, Size
+from engine.base.families import BaseShapes, Projections, Size
 
-# Blocks of a packed file begin at multiples of this.
+# Blocks of a packed file, and blobs of a store, begin at multiples of this.
 ALIGNMENT = 64
 # Projections whose inputs are cut, and those that every device holds whole; of all others the outputs are.
 ROW = ("o_proj", "down_proj")
@@ -20,38 +19,17 @@ WHOLE = ("q_a_proj", "kv_a_proj_with_mqa")
 KEYS = ("k_proj", "v_proj")
 
 
-@dataclass(frozen=True)
-class Projections:
-    """`count` projections of one name and size under one parent: the experts of a layer, or one module."""
-
-    parent: str
-    leaf: str
-    size: Size
-    count: int = 1
-
-
-def projections(shapes: BaseShapes, targets: Collection[str] | None = None) -> list[Projections]:
-    """Return all of a base that can carry LoRA, or what of it has a name in `targets`."""
-    found = [Projections(*_split(module), size) for module, size in shapes.linear.items()]
-    found += [
-        Projections(path, leaf, experts.size(leaf), experts.count)
-        for path, experts in shapes.experts.items()
-        for leaf in PROJECTIONS
-    ]
-    return [one for one in found if targets is None or one.leaf in targets]
-
-
 def packed_blocks(shapes: BaseShapes, rank: int, itemsize: int, targets: Collection[str] | None) -> list[int]:
     """Return the bytes of each block that `pack` writes for an adapter of one rank, padding included."""
     sizes: dict[tuple[str, int], dict[str, Size]] = {}
-    for one in projections(shapes, targets):
+    for one in shapes.projections(targets):
         sizes.setdefault((one.parent, one.count), {})[one.leaf] = one.size
     blocks = []
     for (_, count), leaves in sizes.items():
         for run in _runs(leaves, shapes.fused):
             inputs = len(run) * leaves[run[0]][0]
             outputs = sum(leaves[leaf][1] for leaf in run)
-            blocks += [_aligned(count * rank * width * itemsize) for width in (inputs, outputs)]
+            blocks += [aligned(count * rank * width * itemsize) for width in (inputs, outputs)]
     return blocks
 
 
@@ -69,7 +47,7 @@ def slot_bytes(
     With `fused_experts` gate and up of an expert have one A of this rank, and one B of both outputs.
     """
     widths = []
-    for one in projections(shapes, targets):
+    for one in shapes.projections(targets):
         inputs, outputs = device_size(one, devices, key_heads)
         shares_a = fused_experts and one.parent in shapes.experts and one.leaf == "up_proj"
         widths.append(one.count * (outputs if shares_a else inputs + outputs))
@@ -97,16 +75,11 @@ def uncut_reason(shapes: BaseShapes, heads: int, key_heads: int, devices: int) -
         return f"{heads} attention heads do not divide by {devices}"
     if key_heads and key_heads % devices and devices % key_heads:
         return f"{key_heads} key heads neither divide by {devices} nor divide it"
-    for one in projections(shapes):
+    for one in shapes.projections():
         width = one.size[0] if one.leaf in ROW else one.size[1]
         if one.leaf not in (*WHOLE, *KEYS) and width % devices:
             return f"the {width} features of {one.parent}.{one.leaf} do not divide by {devices}"
     return None
-
-
-def _split(module: str) -> tuple[str, str]:
-    parent, _, leaf = module.rpartition(".")
-    return parent, leaf
 
 
 def _runs(leaves: Collection[str], fused: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
@@ -118,5 +91,6 @@ def _runs(leaves: Collection[str], fused: Mapping[str, tuple[str, ...]]) -> Iter
                 yield tuple(run)
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+def aligned(nbytes: int, to: int = ALIGNMENT) -> int:
+    """Return the next multiple of `to`."""
+    return -(-nbytes // to) * to

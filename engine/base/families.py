@@ -5,7 +5,8 @@ parameter of three axes) and the names that adapter files use. Knows no layout o
 """
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ CUDA_ONLY = dict.fromkeys(
     ("deepseek_v32", "glm_moe_dsa"),
     "vLLM has its sparse attention, an indexer and the attention to the keys that it picks, for CUDA alone",
 )
+# The name of a module of the routed experts, such as `model.layers.0.mlp.experts.3.up_proj`.
+EXPERT = re.compile(r"(?P<parent>.+\.experts)\.(?P<number>0|[1-9]\d{0,5})\.(?P<projection>\w+)")
 Size = tuple[int, int]
 
 
@@ -126,6 +129,16 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class Projections:
+    """`count` projections of one name and size under one parent: the experts of a layer, or one module."""
+
+    parent: str
+    leaf: str
+    size: Size
+    count: int = 1
+
+
+@dataclass(frozen=True)
 class BaseShapes:
     """All of a base that can carry LoRA: linear modules by path, routed experts by their parent's path."""
 
@@ -166,37 +179,42 @@ class BaseShapes:
     @property
     def fused(self) -> dict[str, tuple[str, ...]]:
         """Return what the engine fuses of this base; latent attention may have a q_proj of its own."""
-        leaves = {module.rpartition(".")[2] for module in self.linear} | set(PROJECTIONS)
+        leaves = {*self.targets, *PROJECTIONS}
         return {name: parts for name, parts in FUSED.items() if leaves.issuperset(parts)}
 
     @property
     def targets(self) -> tuple[str, ...]:
         """Return the names of all projections that can carry LoRA."""
-        leaves = {module.rpartition(".")[2] for module in self.linear}
-        return tuple(sorted(leaves | (set(PROJECTIONS) if self.experts else set())))
+        return tuple(sorted({one.leaf for one in self.projections()}))
 
     def targets_on(self, cuda: bool) -> tuple[str, ...]:
         """Return the targets whose adapters the engine applies on CUDA, or on a CPU."""
         return tuple(name for name in self.targets if not (cuda and name in DROPPED_ON_CUDA))
 
+    def projections(self, targets: Collection[str] | None = None) -> list[Projections]:
+        """Return all that can carry LoRA, or what of it has a name in `targets`."""
+        paths = ((module.rpartition("."), size) for module, size in self.linear.items())
+        found = [Projections(parent, leaf, size) for (parent, _, leaf), size in paths]
+        found += [
+            Projections(path, leaf, experts.size(leaf), experts.count)
+            for path, experts in self.experts.items()
+            for leaf in PROJECTIONS
+        ]
+        return [one for one in found if targets is None or one.leaf in targets]
+
     def modules(self) -> dict[str, Size]:
         """Return (in, out) of each canonical module, every expert's projections among them."""
-        return {**self.linear, **dict(self._routed())}
-
-    def _routed(self) -> Iterator[tuple[str, Size]]:
-        for path, experts in self.experts.items():
-            for number in range(experts.count):
-                for projection in PROJECTIONS:
-                    yield f"{path}.{number}.{projection}", experts.size(projection)
+        routed = {
+            f"{path}.{number}.{projection}": experts.size(projection)
+            for path, experts in self.experts.items()
+            for number in range(experts.count)
+            for projection in PROJECTIONS
+        }
+        return {**self.linear, **routed}
 
     def canonical_name(self, module: str) -> str:
         """Return our path of a module that a file may call by the family's own names."""
         return ".".join(self.family.renames.get(part, part) for part in module.split("."))
-
-    def file_name(self, module: str) -> str:
-        """Return what files of this family call a module of the experts; the inverse of `canonical_name`."""
-        back = {ours: theirs for theirs, ours in self.family.renames.items()}
-        return ".".join(back.get(part, part) for part in module.split("."))
 
 
 def _is_sparse(config: Mapping[str, Any], layer: int) -> bool:

@@ -49,13 +49,17 @@ def ensure_base(config: BaseConfig, paths: Paths, progress: Progress | None = No
     or wants to run code of its own.
     """
     if config.name in RECIPES:
-        recipe = RECIPES[config.name]
-        path = paths.bases / f"{config.name}-{recipe_digest(recipe, config.seed)[:12]}"
-        _build_once(recipe, config.seed, path, progress or (lambda step, steps, loss: None))
+        path = built_path(config, paths)
+        _build_once(RECIPES[config.name], config.seed, path, progress or (lambda step, steps, loss: None))
     else:
         path = _find(config)
     _check(config.name, path)
     return BaseInfo(Path(config.name).name, path, base_digest(path))
+
+
+def built_path(config: BaseConfig, paths: Paths) -> Path:
+    """Return where a base of `RECIPES` is, or will be built."""
+    return paths.bases / f"{config.name}-{recipe_digest(RECIPES[config.name], config.seed)[:12]}"
 
 
 def recipe_digest(recipe: Recipe, seed: int) -> str:
@@ -110,7 +114,8 @@ def _ask_hub(config: BaseConfig, file: str | None = None) -> Path:
             )
         )
     except Exception as error:
-        # Only the kind: an error's own text may quote the request, and with it the token.
+        # The hub's library raises its own errors, its HTTP client's and the disk's. Only the kind is told: an
+        # error's own text may quote the request, and with it the token.
         kind = type(error).__name__
         help = HUB_HELP.get(kind, f"Set base.name to {' or '.join(RECIPES)}, a directory, or a hub id")
         raise BaseModelError(

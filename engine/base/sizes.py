@@ -36,21 +36,26 @@ class Shape:
     """What of a base's `config.json` decides its memory.
 
     `queries` and `keys` are the widths of all heads of a token, `cached` what the KV cache keeps of a token
-    in a layer, `widest_mlp` the inner width that a token passes through in the widest layer, `experts` and
-    `active` how many routed experts such a layer has and a token takes (0 without), and `lora_width` the sum
-    of inputs and outputs of all projections: an adapter of rank R has R times as many numbers.
+    in a layer, of `key_heads` heads or, with 0, as a latent, `widest_mlp` the inner width that a token passes
+    through in the widest layer, `experts` and `active` how many routed experts such a layer has and a token
+    takes (0 without), and `lora_width` the sum of inputs and outputs of all projections: an adapter of rank R
+    has R times as many numbers. `parameters` counts projections, `embeddings` with the head, and `others`.
     """
 
+    shapes: BaseShapes
     layers: int
     hidden: int
     queries: int
     keys: int
     cached: int
+    key_heads: int
     vocabulary: int
     widest_mlp: int
     experts: int
     active: int
     parameters: int
+    embeddings: int
+    others: int
     lora_width: int
 
     @staticmethod
@@ -62,40 +67,42 @@ class Shape:
                 f"Choose one of {', '.join(FAMILIES)}, or set base.name to such a base."
             )
         shapes = BaseShapes.of(config)
-        sizes = [(1, size) for size in shapes.linear.values()]
-        for experts in shapes.experts.values():
-            sizes += [(experts.count, experts.size(name)) for name in PROJECTIONS]
-        queries, keys, cached = _heads(config)
-        embeddings = 1 if config.get("tie_word_embeddings") else 2
+        projections = shapes.projections()
+        weights = sum(one.count * one.size[0] * one.size[1] for one in projections)
+        queries, keys, cached, key_heads = _heads(config)
+        tables = 1 if config.get("tie_word_embeddings") else 2
+        embeddings = tables * config["vocab_size"] * config["hidden_size"]
+        others = _biases(config, shapes) + _norms(config) + _indexers(config)
+        others += sum(_router(config, experts) for experts in shapes.experts.values())
         return Shape(
+            shapes=shapes,
             layers=config["num_hidden_layers"],
             hidden=config["hidden_size"],
             queries=queries,
             keys=keys,
             cached=cached,
+            key_heads=key_heads,
             vocabulary=config["vocab_size"],
             widest_mlp=_widest(config, shapes),
             experts=max((experts.count for experts in shapes.experts.values()), default=0),
             active=config["num_experts_per_tok"] if shapes.experts else 0,
-            parameters=sum(count * inputs * outputs for count, (inputs, outputs) in sizes)
-            + embeddings * config["vocab_size"] * config["hidden_size"]
-            + _biases(config, shapes)
-            + _norms(config)
-            + _indexers(config)
-            + sum(_router(config, experts) for experts in shapes.experts.values()),
-            lora_width=sum(count * (inputs + outputs) for count, (inputs, outputs) in sizes),
+            parameters=weights + embeddings + others,
+            embeddings=embeddings,
+            others=others,
+            lora_width=sum(one.count * sum(one.size) for one in projections),
         )
 
 
-def _heads(config: Mapping[str, Any]) -> tuple[int, int, int]:
+def _heads(config: Mapping[str, Any]) -> tuple[int, int, int, int]:
     heads = config["num_attention_heads"]
     if latent := config.get("kv_lora_rank"):
         # The trainer computes every head's keys; vLLM keeps latent, rotated part and indexer's key, once.
         rope = config["qk_rope_head_dim"]
         width = heads * (config["qk_nope_head_dim"] + rope)
-        return width, width, latent + rope + (config.get("index_head_dim") or 0)
-    keys = (config.get("num_key_value_heads") or heads) * _head_dim(config)
-    return heads * _head_dim(config), keys, 2 * keys
+        return width, width, latent + rope + (config.get("index_head_dim") or 0), 0
+    key_heads = config.get("num_key_value_heads") or heads
+    keys = key_heads * _head_dim(config)
+    return heads * _head_dim(config), keys, 2 * keys, key_heads
 
 
 def _head_dim(config: Mapping[str, Any]) -> int:

@@ -47,8 +47,10 @@ class Policies:
         known = {row.name: Policy(**row._mapping) for row in found}
         new: dict[str, Policy] = {}
         for policy in policies:
-            if before := known.get(policy.name) or new.get(policy.name):
-                _refuse_others(before, policy)
+            before = known.get(policy.name) or new.get(policy.name, policy)
+            fault = taken(policy.name, (before.owner, before.base), (policy.owner, policy.base))
+            if fault:
+                raise Conflict(fault)
             if policy.name in known:
                 mine = table.c.name == policy.name
                 connection.execute(update(table).where(mine).values(config=policy.config))
@@ -96,12 +98,13 @@ class Policies:
             return int(connection.execute(select(func.count()).select_from(tables.policies)).scalar_one())
 
 
-def _refuse_others(known: Policy, policy: Policy) -> None:
-    """Raise `Conflict` when the name is another owner's, or of another base."""
-    if known.owner != policy.owner:
-        raise Conflict(f"Policy {policy.name!r} belongs to {known.owner!r}; choose another name.")
-    if known.base != policy.base:
-        raise Conflict(
-            f"Policy {policy.name!r} is a line of training on base {known.base[:12]}, not on "
-            f"{policy.base[:12]}; choose another name or another state_dir."
+def taken(name: str, known: tuple[str, str], wanted: tuple[str, str]) -> str | None:
+    """Say why a policy of one (owner, base) is no policy of another, or None."""
+    if known[0] != wanted[0]:
+        return f"Policy {name!r} belongs to {known[0]!r}; choose another name."
+    if known[1] != wanted[1]:
+        return (
+            f"Policy {name!r} is a line of training on base {known[1][:12]}, not on {wanted[1][:12]}; choose "
+            "another name or another state_dir."
         )
+    return None

@@ -12,6 +12,9 @@ from typing import Any
 SCHEMA_VERSION = "0005"
 # What `Revision.state` may be; a row holds the index.
 STATES = ("snapshot", "exported")
+# A release's verdicts, each with the state that it ends in; and back.
+ENDS = {"promote": "promoted", "rollback": "rolled_back", "hold": "held"}
+VERDICTS = {state: verdict for verdict, state in ENDS.items()}
 
 
 @dataclass(frozen=True)

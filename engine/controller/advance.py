@@ -11,8 +11,6 @@ from engine.catalog.records import Release, Route
 from engine.settings.params import ReleaseConfig
 
 Kind = Literal["wait", "next_gate", "start_canary", "promote", "rollback", "hold"]
-ENDS: dict[str, str] = {"promote": "promoted", "rollback": "rolled_back", "hold": "held"}
-VERDICTS: dict[str, str] = {state: verdict for verdict, state in ENDS.items()}
 # The effect probe is not among them: nobody may skip it.
 SKIPPABLE = ("score", "canary")
 

@@ -24,6 +24,7 @@ from engine.controller.notifications import DELIVERED
 from engine.controller.page import LivePage
 from engine.errors import ConfigError, Conflict, GraftworkError, NotFound, ServiceError
 from engine.ledger.ledger import open_snapshot
+from engine.ledger.queries import named_rows
 from engine.settings.model import Settings
 from engine.settings.params import PolicyName
 
@@ -249,8 +250,7 @@ def read_ledger(controller: Controller, table: str, policy: str | None, limit: i
         order = 'ORDER BY "at" DESC' if "at" in columns else ""
         named = {"policy": policy} if where else {}
         rows = connection.execute(f"SELECT * FROM {table} {where} {order} LIMIT {int(limit)}", named)
-        names = [column[0] for column in rows.description or []]
-        return [dict(zip(names, map(_plain, row), strict=True)) for row in rows.fetchall()]
+        return [{name: _plain(value) for name, value in row.items()} for row in named_rows(rows)]
 
 
 def _plain(value: Any) -> Any:

@@ -9,7 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from engine.catalog.catalog import Catalog, Release, Route, Tombstone
-from engine.controller.advance import ENDS, VERDICTS, Action, Evidence
+from engine.catalog.records import ENDS, VERDICTS
+from engine.controller.advance import Action, Evidence
 from engine.controller.notifications import released
 from engine.ledger.ledger import Ledger, Spool
 from engine.settings.params import content_hash

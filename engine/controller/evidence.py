@@ -1,46 +1,21 @@
 """What the ledger and the catalog say about a release.
 
-Knows which events count: rewards of users only, the first rated request of each unit, and nobody
-without a unit. Keeps what it has seen of each running canary, so that a look costs only what is new.
+Of each unit only the first rated request counts. Keeps what it has seen of each running canary, so that a
+look costs only what is new.
 """
 
 import time
 from dataclasses import dataclass, field
+from statistics import fmean
 
 import numpy as np
 
 from engine.catalog.catalog import Catalog, Release
 from engine.controller.advance import CanaryResult, Evidence, OfflineScore
 from engine.ledger.ledger import Ledger
+from engine.ledger.queries import canary_rewards, latest_scores
 from engine.quality.sequential import CanaryComparison
 from engine.settings.params import ReleaseConfig
-
-REWARDS = """
-    WITH first AS (
-        SELECT request_id, key, arg_min(reward, rowid) AS reward, min(rowid) AS seq
-        FROM feedback WHERE "at" >= $started AND reward BETWEEN 0 AND 1 GROUP BY ALL
-    )
-    SELECT unit, arm = 'canary', reward
-    FROM observations JOIN first ON request_id = observations.id AND first.key = observations.key
-    WHERE policy = $policy AND "at" >= $started AND purpose = 'user' AND unit IS NOT NULL
-        AND ((arm = 'canary' AND digest = $revision)
-            OR (arm IN ('champion', 'base') AND digest IS NOT DISTINCT FROM $baseline))
-    ORDER BY seq
-"""
-
-PAIRED_SCORES = """
-    WITH latest AS (
-        SELECT digest IS NOT DISTINCT FROM $revision AS mine, suite_version, item,
-            arg_max(score, "at") AS score
-        FROM scores
-        WHERE suite = $suite AND base = $base AND (digest IS NULL OR policy = $policy)
-            AND (digest = $revision OR digest IS NOT DISTINCT FROM $baseline)
-        GROUP BY ALL
-    )
-    SELECT count(*), avg(revision.score), avg(baseline.score)
-    FROM latest AS revision JOIN latest AS baseline USING (suite_version, item)
-    WHERE revision.mine AND NOT baseline.mine
-"""
 
 
 @dataclass
@@ -79,11 +54,19 @@ class EvidenceReader:
         self._canaries.pop(release_id, None)
 
     def _score(self, release: Release, base: str, ledger: Ledger) -> OfflineScore | None:
-        suite = self._catalog.policies.get(release.policy).config.get("suite")
-        named = {"suite": suite, "base": base, "policy": release.policy}
-        named |= {"revision": release.revision, "baseline": release.baseline}
-        row = ledger.connection.execute(PAIRED_SCORES, named).fetchone()
-        return OfflineScore(*row) if row and row[0] else None
+        suite = self._catalog.policies.get(release.policy).config.get("suite", "")
+        mine, theirs = (
+            {
+                (one.version, one.item): one.score
+                for one in latest_scores(ledger.connection, base, release.policy, suite, digest)
+            }
+            for digest in (release.revision, release.baseline)
+        )
+        common = mine.keys() & theirs.keys()
+        if not common or release.revision == release.baseline:
+            return None
+        revision, baseline = (fmean(scores[item] for item in common) for scores in (mine, theirs))
+        return OfflineScore(len(common), revision, baseline)
 
     def _canary(self, release: Release, ledger: Ledger) -> CanaryResult:
         if release.canary_started_at is None:
@@ -91,10 +74,8 @@ class EvidenceReader:
         settings = ReleaseConfig.model_validate(release.settings)
         comparison = CanaryComparison(release.weight, settings.alpha, settings.margin)
         state = self._canaries.setdefault(release.id, _Canary(comparison))
-        named = {"started": release.canary_started_at, "policy": release.policy}
-        named |= {"revision": release.revision, "baseline": release.baseline}
         before = len(state.units)
-        for unit, is_canary, reward in ledger.connection.execute(REWARDS, named).fetchall():
+        for _, unit, is_canary, reward in canary_rewards(ledger.connection, release):
             if unit not in state.units:
                 state.units.add(unit)
                 (state.canary if is_canary else state.baseline).append(reward)

@@ -10,6 +10,7 @@ from engine.catalog.catalog import Catalog, Policy, Revision
 from engine.controller.due import Facts
 from engine.errors import NotFound
 from engine.ledger.ledger import open_snapshot
+from engine.ledger.queries import latest_scores
 from engine.settings.params import Params, Paths, PolicyConfig
 
 SINCE = "SELECT since FROM champion_history WHERE policy = ? AND champion = ? AND until IS NULL"
@@ -17,10 +18,6 @@ ONLINE = """
     SELECT avg(reward) FROM rated
     WHERE policy = $policy AND digest = $digest AND purpose = 'user' AND unit IS NOT NULL
         AND rated_at >= $since GROUP BY unit
-"""
-OFFLINE = """
-    SELECT arg_max(score, "at") FROM scores
-    WHERE policy = $policy AND digest = $digest AND suite = $suite GROUP BY suite_version, item
 """
 
 
@@ -36,7 +33,7 @@ def gather(params: Params, name: str, catalog: Catalog) -> Facts:
     rated: dict[str, Any] = {}
     if champion and params.paths.ledger_snapshot.is_file():
         with open_snapshot(params.paths.ledger_snapshot) as ledger:
-            rated = _rated(ledger, name, champion, config, now)
+            rated = _rated(ledger, catalog.revisions.get(name, champion), config, now)
     return Facts(
         name,
         config,
@@ -66,15 +63,16 @@ def _data_of(paths: Paths, revision: Revision) -> str | None:
 
 
 def _rated(
-    ledger: duckdb.DuckDBPyConnection, policy: str, champion: str, config: PolicyConfig, now: float
+    ledger: duckdb.DuckDBPyConnection, champion: Revision, config: PolicyConfig, now: float
 ) -> dict[str, Any]:
-    row = ledger.execute(SINCE, [policy, champion]).fetchone()
-    named = {"policy": policy, "digest": champion}
+    policy, digest = champion.policy, champion.digest
+    row = ledger.execute(SINCE, [policy, digest]).fetchone()
     since = now - (config.drift_after_s or 0)
-    online = ledger.execute(ONLINE, named | {"since": since}).fetchall()
-    offline = ledger.execute(OFFLINE, named | {"suite": config.suite}).fetchall()
+    online = ledger.execute(ONLINE, {"policy": policy, "digest": digest, "since": since}).fetchall()
     return {
         "champion_s": now - row[0] if row else 0.0,
         "online": tuple(value for (value,) in online),
-        "offline": tuple(value for (value,) in offline),
+        "offline": tuple(
+            one.score for one in latest_scores(ledger, champion.base, policy, config.suite, digest)
+        ),
     }

@@ -208,6 +208,15 @@ def open_snapshot(path: Path) -> duckdb.DuckDBPyConnection:
     return duckdb.connect(str(path), read_only=True)
 
 
+def open_ledger(path: Path) -> duckdb.DuckDBPyConnection:
+    """Open the readers' copy, or an empty ledger while there is none."""
+    if path.is_file():
+        return open_snapshot(path)
+    connection = duckdb.connect()
+    _migrate(connection, path)
+    return connection
+
+
 def _connect(path: Path) -> duckdb.DuckDBPyConnection:
     try:
         return duckdb.connect(str(path))

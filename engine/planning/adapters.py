@@ -9,24 +9,26 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
-from engine.adapters.sizes import device_size, packed_blocks, projections, slot_bytes, uncut_reason
+from engine.adapters.sizes import packed_blocks, slot_bytes, uncut_reason
 from engine.base.families import DROPPED_ON_CUDA, BaseShapes
 from engine.base.sizes import Shape
 from engine.errors import ConfigError
-from engine.planning.memory import CONTEXT_BYTES, DTYPE_BYTES, gib, kv_bytes, step_bytes
+from engine.planning.memory import (
+    DTYPE_BYTES,
+    WHAT,
+    DeviceParts,
+    WeightBits,
+    base_bytes,
+    engine_parts,
+    gib,
+    print_plan,
+)
 from engine.settings.services import EngineConfig
 from engine.store.segments import PAGE_ALIGNED_FROM
 
 DEGREES = (1, 2, 4, 8, 16, 32, 64)
 # Bits of a weight by `quantization_config.quant_method`: of routed experts, and of other projections.
 WEIGHT_BITS = {"fp8": (8.0, 8.0), "mxfp4": (4.25, 16.0)}
-WHAT = {
-    "engine_base": "its part of the base",
-    "engine_slots": "adapter slots",
-    "engine_kv_cache": "its part of the KV cache",
-    "engine_activations": "activations and logits of one step",
-    "engine_context": "CUDA context",
-}
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class AdapterPlan:
+class AdapterPlan(DeviceParts):
     """Bytes and seconds of adapters of one rank, with `slots` slots, on devices of `available` bytes.
 
     `slot_rank` is the engine's rank that holds `rank`. `adapter_bytes` are the packed file's; `host_bytes`
@@ -77,11 +79,6 @@ class AdapterPlan:
     load_s: float
     cold_load_s: float
     dropped_on_cuda: tuple[str, ...]
-
-    @property
-    def needed(self) -> int:
-        """Return what one device needs, in bytes."""
-        return sum(getattr(self, name) for name in WHAT)
 
     @property
     def fits(self) -> bool:
@@ -118,17 +115,17 @@ def plan_adapters(config: Mapping[str, Any], engine: EngineConfig, wanted: Wante
             "Give the whole config.json."
         ) from None
     _check_targets(shapes, wanted.targets)
-    heads, key_heads = config["num_attention_heads"], _key_heads(config)
+    heads = config["num_attention_heads"]
 
     def on(devices: int) -> AdapterPlan:
-        return _plan(config, shapes, shape, engine, replace(wanted, devices=devices))
+        return _plan(config, shape, engine, replace(wanted, devices=devices))
 
     if wanted.devices is not None:
-        if reason := uncut_reason(shapes, heads, key_heads, wanted.devices):
+        if reason := uncut_reason(shapes, heads, shape.key_heads, wanted.devices):
             raise ConfigError(f"vLLM cannot cut this base over {wanted.devices} devices: {reason}.")
         found = on(wanted.devices)
     else:
-        cut = [devices for devices in DEGREES if not uncut_reason(shapes, heads, key_heads, devices)]
+        cut = [devices for devices in DEGREES if not uncut_reason(shapes, heads, shape.key_heads, devices)]
         found = next((one for one in map(on, cut) if one.fits), on(cut[-1]))
     _refuse_unless_it_fits(found)
     return found
@@ -137,12 +134,10 @@ def plan_adapters(config: Mapping[str, Any], engine: EngineConfig, wanted: Wante
 def _refuse_unless_it_fits(found: AdapterPlan) -> None:
     if found.available is None or found.fits:
         return
-    parts = {name: getattr(found, name) for name in WHAT}
-    largest = max(parts, key=lambda name: parts[name])
     raise ConfigError(
         f"Each of {found.tensor_parallel} devices has {gib(found.available)} and needs {gib(found.needed)}, "
-        f"most of it for {WHAT[largest]} ({gib(parts[largest])}). Lower --slots or --rank, or give devices "
-        "with more memory or more of them."
+        f"most of it for the {WHAT[found.largest]} ({gib(found.parts[found.largest])}). Lower --slots or "
+        "--rank, or give devices with more memory or more of them."
     )
 
 
@@ -159,18 +154,14 @@ def slot_rank(rank: int, fused_experts: bool = False) -> int:
     return int(min(one for one in served if one >= needed))
 
 
-def _plan(
-    config: Mapping[str, Any], shapes: BaseShapes, shape: Shape, engine: EngineConfig, wanted: Wanted
-) -> AdapterPlan:
-    dtype = engine.dtype_on(cuda=True)
-    itemsize, devices, key_heads = DTYPE_BYTES[dtype], wanted.devices or 1, _key_heads(config)
-    # vLLM keeps these experts in three axes on CUDA.
-    fused = shapes.family.interleaved
-    held = slot_rank(wanted.rank, fused)
+def _plan(config: Mapping[str, Any], shape: Shape, engine: EngineConfig, wanted: Wanted) -> AdapterPlan:
+    shapes, dtype = shape.shapes, engine.dtype_on(cuda=True)
+    itemsize, devices, bits = DTYPE_BYTES[dtype], wanted.devices or 1, wanted.weight_bits
+    held = slot_rank(wanted.rank, shapes.family.interleaved)
     blocks = packed_blocks(shapes, wanted.rank, itemsize, wanted.targets)
-    slot = slot_bytes(shapes, held, itemsize, devices, key_heads, fused_experts=fused)
-    loaded = slot_bytes(shapes, wanted.rank, itemsize, devices, key_heads, wanted.targets)
-    base = _base_bytes(config, shapes, shape, itemsize, devices, wanted.weight_bits)
+    loaded = slot_bytes(shapes, wanted.rank, itemsize, devices, shape.key_heads, wanted.targets)
+    weights = _weight_bits(config) if bits is None else (bits, bits)
+    parts = engine_parts(shape, engine, held, devices, weights)
     whole = sum(blocks)
     # Larger ones lie once in the page cache; of smaller ones each process has a copy.
     host = whole if whole >= PAGE_ALIGNED_FROM else whole * devices
@@ -183,51 +174,26 @@ def _plan(
         slots=engine.slots,
         dtype=dtype,
         adapter_bytes=whole,
-        adapter_share=whole / _base_bytes(config, shapes, shape, itemsize, 1, wanted.weight_bits),
-        adapter_tensors=2 * sum(one.count for one in projections(shapes, wanted.targets)),
+        adapter_share=whole / base_bytes(shape, itemsize, bits=weights),
+        adapter_tensors=2 * sum(one.count for one in shapes.projections(wanted.targets)),
         adapter_blocks=len(blocks),
         host_bytes=host,
         host_adapters=engine.host_bytes // host,
         available=wanted.available,
         tensor_parallel=devices,
-        slot_bytes=slot,
+        slot_bytes=parts["engine_slots"] // engine.slots,
         load_bytes=loaded,
-        engine_base=base,
-        engine_slots=engine.slots * slot,
-        # A latent is on every device; keys of grouped attention are shared out by heads.
-        engine_kv_cache=kv_bytes(shape, itemsize, engine) // max(1, min(devices, key_heads)),
-        engine_activations=step_bytes(shape, itemsize, engine),
-        engine_context=CONTEXT_BYTES,
+        **parts,
         load_s=loaded / wanted.rates.load,
         cold_load_s=whole / wanted.rates.read + whole / wanted.rates.verify + loaded / wanted.rates.load,
         dropped_on_cuda=tuple(sorted(set(targets) & DROPPED_ON_CUDA.keys())),
     )
 
 
-def _base_bytes(
-    config: Mapping[str, Any],
-    shapes: BaseShapes,
-    shape: Shape,
-    itemsize: int,
-    devices: int,
-    weight_bits: float | None,
-) -> int:
-    """Return one device's part of the base: projections and embeddings are cut, all else is on each."""
-    routed, plain = _weight_bits(config, itemsize) if weight_bits is None else (weight_bits, weight_bits)
-    bits, whole = 0.0, 0
-    for one in projections(shapes):
-        inputs, outputs = device_size(one, devices, _key_heads(config))
-        bits += one.count * inputs * outputs * (routed if one.parent in shapes.experts else plain)
-        whole += one.count * one.size[0] * one.size[1]
-    embeddings = (1 if config.get("tie_word_embeddings") else 2) * shape.vocabulary * shape.hidden
-    rest = shape.parameters - whole - embeddings
-    return int(bits / 8) + (embeddings // devices + rest) * itemsize
-
-
-def _weight_bits(config: Mapping[str, Any], itemsize: int) -> tuple[float, float]:
+def _weight_bits(config: Mapping[str, Any]) -> WeightBits | None:
     stated = config.get("quantization_config")
     if not stated:
-        return 8.0 * itemsize, 8.0 * itemsize
+        return None
     method = stated.get("quant_method") if isinstance(stated, Mapping) else None
     if method not in WEIGHT_BITS:
         raise ConfigError(
@@ -235,13 +201,6 @@ def _weight_bits(config: Mapping[str, Any], itemsize: int) -> tuple[float, float
             "give --weight-bits."
         )
     return WEIGHT_BITS[str(method)]
-
-
-def _key_heads(config: Mapping[str, Any]) -> int:
-    """Return the heads of keys that grouped attention cuts; 0 for latent attention, which caches none."""
-    if config.get("kv_lora_rank"):
-        return 0
-    return int(config.get("num_key_value_heads") or config["num_attention_heads"])
 
 
 def _check_targets(shapes: BaseShapes, targets: Collection[str] | None) -> None:
@@ -260,7 +219,7 @@ def rows(found: AdapterPlan) -> list[tuple[str, str]]:
         ("adapters in engine.host_bytes", f"{found.host_adapters:,}"),
         ("tensor-parallel degree", str(found.tensor_parallel)),
         ("a slot, on each device", f"{size(found.slot_bytes)} for rank {found.slot_rank}"),
-        *((what, gib(getattr(found, name))) for name, what in WHAT.items()),
+        *((WHAT[name], gib(part)) for name, part in found.parts.items()),
         ("each device needs", gib(found.needed)),
         *([("each device has", gib(found.available))] if found.available is not None else []),
         ("load, host to slot", seconds(found.load_s)),
@@ -269,18 +228,13 @@ def rows(found: AdapterPlan) -> list[tuple[str, str]]:
     ]
 
 
-def table(found: AdapterPlan) -> Any:
-    """Return a plan as a table for a terminal."""
-    from rich.table import Table
-
-    title = (
+def say(found: AdapterPlan) -> None:
+    """Print the plan's table."""
+    print_plan(
         f"Adapters of rank {found.rank} in {found.dtype} on a {found.model_type} base of "
-        f"{found.parameters:,} parameters, {found.slots} slots"
+        f"{found.parameters:,} parameters, {found.slots} slots",
+        rows(found),
     )
-    shown = Table("part", "size", title=title)
-    for what, said in rows(found):
-        shown.add_row(what, said)
-    return shown
 
 
 def size(nbytes: int) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from engine.base.families import CUDA_ONLY
 from engine.base.resident import base_config
 from engine.errors import ConfigError
-from engine.planning.memory import WHAT, MemoryPlan, gib, plan, refuse_unless_it_fits
+from engine.planning.memory import WHAT, MemoryPlan, gib, plan, print_plan, refuse_unless_it_fits
 from engine.settings.params import Params
 
 
@@ -79,18 +79,6 @@ def rows(found: MemoryPlan) -> list[tuple[str, str]]:
     ]
 
 
-def table(found: MemoryPlan) -> Any:
-    """Return a plan as a table for a terminal."""
-    from rich.table import Table
-
-    shown = Table("part", "memory", title=f"One GPU, a base of {found.parameters:,} parameters")
-    for what, size in rows(found):
-        shown.add_row(what, size)
-    return shown
-
-
 def say(found: MemoryPlan) -> None:
     """Print the plan's table; a service's log begins with it."""
-    from rich.console import Console
-
-    Console(width=100).print(table(found))
+    print_plan(f"One GPU, a base of {found.parameters:,} parameters", rows(found))

@@ -9,10 +9,11 @@ of the MLP, V vocabulary, E experts, R rank, N tokens at once, B bytes of a numb
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from engine.adapters.sizes import device_size, slot_bytes
 from engine.base.sizes import Shape
 from engine.errors import ConfigError
 from engine.settings.services import EngineConfig, TrainerConfig
@@ -30,10 +31,45 @@ HEAD_TOKENS = 1024
 COPIES = 2
 # Tokens of a block of vLLM's KV cache on CUDA.
 BLOCK = 16
+# Bits of a weight of the routed experts, and of other projections.
+WeightBits = tuple[float, float]
+# Bytes of a number that is trained, in float32: itself, its gradient, and AdamW's two moments (arXiv
+# 1711.05101, algorithm 2).
+TRAINED_BYTES = 4 * 4
+WHAT = {
+    "trainer_base": "base in the trainer",
+    "trainer_adapters": "adapters, gradients, Adam moments (float32)",
+    "trainer_activations": "activations of one microbatch",
+    "trainer_context": "CUDA context of the trainer",
+    "engine_base": "base in the engine",
+    "engine_kv_cache": "KV cache",
+    "engine_slots": "adapter slots",
+    "engine_activations": "activations and logits of one step",
+    "engine_context": "CUDA context of the engine",
+}
 
 
 @dataclass(frozen=True)
-class MemoryPlan:
+class DeviceParts:
+    """Bytes of what lies on one device: the fields of a plan that `WHAT` names."""
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Return every part by its field's name, in the order in which they are shown."""
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.name in WHAT}
+
+    @property
+    def needed(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def largest(self) -> str:
+        """Return the name of the largest part."""
+        return max(self.parts, key=lambda name: self.parts[name])
+
+
+@dataclass(frozen=True)
+class MemoryPlan(DeviceParts):
     """Bytes of each part of a GPU with `available` bytes; the trainer's are 0 when it works on the CPU.
 
     `sequences` is how many of `max_model_len` tokens the KV cache holds.
@@ -51,16 +87,6 @@ class MemoryPlan:
     engine_context: int
     parameters: int
     sequences: int
-
-    @property
-    def parts(self) -> dict[str, int]:
-        """Return every part by its field's name, in the order in which they are shown."""
-        names = [item.name for item in fields(self) if item.name.startswith(("trainer_", "engine_"))]
-        return {name: getattr(self, name) for name in names}
-
-    @property
-    def needed(self) -> int:
-        return sum(self.parts.values())
 
     @property
     def fits(self) -> bool:
@@ -83,19 +109,6 @@ class MemoryPlan:
         return max(0.0, 1 - self.gpu_memory_utilization - contexts / self.available)
 
 
-WHAT = {
-    "trainer_base": "base in the trainer",
-    "trainer_adapters": "adapters, gradients, Adam moments (float32)",
-    "trainer_activations": "activations of one microbatch",
-    "trainer_context": "CUDA context of the trainer",
-    "engine_base": "base in the engine",
-    "engine_kv_cache": "KV cache",
-    "engine_slots": "adapter slots",
-    "engine_activations": "activations and logits of one step",
-    "engine_context": "CUDA context of the engine",
-}
-
-
 def plan(
     config: Mapping[str, Any], available: int, engine: EngineConfig, trainer: TrainerConfig
 ) -> MemoryPlan:
@@ -104,23 +117,46 @@ def plan(
     Raises `ConfigError` for a family that is not known; whether the plan fits is the plan's own word.
     """
     shape, size = Shape.of(config), DTYPE_BYTES[engine.dtype_on(cuda=True)]
-    base, there = shape.parameters * size, int(trainer.device != "cpu")
-    kv_cache = kv_bytes(shape, size, engine)
+    parts, there = engine_parts(shape, engine, engine.max_rank), int(trainer.device != "cpu")
     return MemoryPlan(
         available=available,
-        trainer_base=there * base,
+        trainer_base=there * parts["engine_base"],
         trainer_adapters=there
         * (trainer.session_bytes or adapter_bytes(shape, engine.max_rank, trainer.sessions)),
         trainer_activations=there * training_bytes(shape, size, engine, trainer),
         trainer_context=there * CONTEXT_BYTES,
-        engine_base=base,
-        engine_kv_cache=kv_cache,
-        engine_slots=engine.slots * engine.max_rank * shape.lora_width * size,
-        engine_activations=step_bytes(shape, size, engine),
-        engine_context=CONTEXT_BYTES,
+        **parts,
         parameters=shape.parameters,
-        sequences=kv_cache // sequence_bytes(shape, size, engine.max_model_len),
+        sequences=parts["engine_kv_cache"] // sequence_bytes(shape, size, engine.max_model_len),
     )
+
+
+def engine_parts(
+    shape: Shape, engine: EngineConfig, rank: int, devices: int = 1, bits: WeightBits | None = None
+) -> dict[str, int]:
+    """Return the engine's fields of a plan: what each of T devices holds, with slots of rank R."""
+    size = DTYPE_BYTES[engine.dtype_on(cuda=True)]
+    # vLLM keeps interleaved experts in three axes on CUDA, where gate and up share an A.
+    fused = shape.shapes.family.interleaved
+    slot = slot_bytes(shape.shapes, rank, size, devices, shape.key_heads, fused_experts=fused)
+    return {
+        "engine_base": base_bytes(shape, size, devices, bits),
+        # A latent is on every device; keys of grouped attention are shared out by heads.
+        "engine_kv_cache": kv_bytes(shape, size, engine) // max(1, min(devices, shape.key_heads)),
+        "engine_slots": engine.slots * slot,
+        "engine_activations": step_bytes(shape, size, engine),
+        "engine_context": CONTEXT_BYTES,
+    }
+
+
+def base_bytes(shape: Shape, size: int, devices: int = 1, bits: WeightBits | None = None) -> int:
+    """Return one device's part of the base: projections and embeddings are cut, all else is on each."""
+    routed, plain = bits or (8.0 * size, 8.0 * size)
+    cut = 0.0
+    for one in shape.shapes.projections():
+        inputs, outputs = device_size(one, devices, shape.key_heads)
+        cut += one.count * inputs * outputs * (routed if one.parent in shape.shapes.experts else plain)
+    return int(cut / 8) + (shape.embeddings // devices + shape.others) * size
 
 
 def sequence_bytes(shape: Shape, size: int, length: int) -> int:
@@ -141,11 +177,8 @@ def kv_bytes(shape: Shape, size: int, engine: EngineConfig) -> int:
 
 
 def adapter_bytes(shape: Shape, rank: int, sessions: int) -> int:
-    """Return the trainer's adapters: R numbers for each input and output, four float32 of each.
-
-    The factor itself, its gradient, and AdamW's two moments (arXiv 1711.05101, algorithm 2).
-    """
-    return sessions * rank * shape.lora_width * 4 * 4
+    """Return the trainer's adapters: R numbers for each input and output."""
+    return sessions * rank * shape.lora_width * TRAINED_BYTES
 
 
 def layer_bytes(shape: Shape, size: int, rank: int) -> int:
@@ -225,11 +258,10 @@ def refuse_unless_it_fits(
             f"{engine.max_model_len} tokens. Raise engine.kv_cache_gib, leave it out, or lower "
             "engine.max_model_len."
         )
-    largest = max(found.parts, key=lambda name: found.parts[name])
     numbers = (
         f"The GPU has {gib(found.available)}, and trainer and engine need {gib(found.needed)}, "
-        f"{gib(found.needed - found.available)} more. The largest part is the {WHAT[largest]} with "
-        f"{gib(found.parts[largest])}."
+        f"{gib(found.needed - found.available)} more. The largest part is the {WHAT[found.largest]} "
+        f"with {gib(found.parts[found.largest])}."
     )
     remedies = list(_remedies(config, found.available, engine, trainer))
     if remedies:
@@ -272,3 +304,14 @@ def _remedies(
 
 def gib(size: int) -> str:
     return f"{size / GIB:.2f} GiB"
+
+
+def print_plan(title: str, rows: Iterable[tuple[str, str]]) -> None:
+    """Print (part, size) as a table for people."""
+    from rich.console import Console
+    from rich.table import Table
+
+    shown = Table("part", "size", title=title)
+    for row in rows:
+        shown.add_row(*row)
+    Console(width=100).print(shown)

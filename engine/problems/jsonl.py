@@ -182,8 +182,6 @@ class JsonlFile:
     """The rows of an imported file, read one by one: only where each line begins is held."""
 
     def __init__(self, path: Path):
-        if not path.is_file():
-            raise ConfigError(f"There is no data at {path}; create the policy again from its file.")
         self.path = path
         self._starts, at = array("q"), 0
         with path.open("rb") as handle:

@@ -20,7 +20,6 @@ from engine.errors import ConfigError
 from engine.problems.jsonl import order, rows_of
 
 Split = Literal["train", "eval", "user"]
-Contract = Literal["terse", "json", "sentence", "boxed"]
 
 # One phrasing for each contract, in the order of CONTRACTS: a base answers each phrasing mostly in its style.
 PHRASINGS: dict[str, tuple[str, str, str, str]] = {

@@ -6,13 +6,11 @@ one that hangs is killed and started anew. A verifier that raises, hangs, or ret
 a number in [0, 1] earns 0 and is counted: it never ends a run.
 """
 
-import importlib
 import json
 import math
 import multiprocessing
 import os
 import re
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -22,6 +20,7 @@ from typing import Any
 from engine.errors import ConfigError
 from engine.problems.procedural import Problem, reward
 from engine.process_reaper import die_with_parent
+from engine.settings.own_functions import load_own
 from engine.settings.params import PolicyConfig
 
 NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
@@ -65,25 +64,8 @@ APART: dict[str, Judge] = {"regex": regex, "json-schema": json_schema}
 
 
 def load_judge(kind: str) -> Judge:
-    """Return the function that a verifier's name stands for; `ConfigError` when there is none.
-
-    A module is looked for in the working directory first.
-    """
-    if kind in APART:
-        return APART[kind]
-    _, module, function = kind.split(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        judge = getattr(importlib.import_module(module), function)
-    except Exception as error:
-        raise ConfigError(
-            f"The verifier {kind!r} cannot be loaded ({type(error).__name__}: {error}). Check the module and "
-            "the function's name; the module is looked for in the working directory too."
-        ) from None
-    if not callable(judge):
-        raise ConfigError(f"The verifier {kind!r} is not a function of (question, answer, text).")
-    return judge  # type: ignore[no-any-return]
+    """Return the function that a verifier's name stands for; `ConfigError` when there is none."""
+    return APART.get(kind) or load_own("verifier", kind, "question, answer, text")
 
 
 @dataclass
@@ -227,5 +209,6 @@ def _serve(kind: str, pipe: Any) -> None:
         try:
             answer = number(judge(*asked))
         except Exception as error:
+            # One's own function may raise anything: it costs this answer and not the run.
             answer = (0.0, f"raised {type(error).__name__}")
         pipe.send(answer)

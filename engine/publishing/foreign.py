@@ -16,12 +16,13 @@ from pathlib import Path
 import torch
 
 from engine.adapters import foreign_files
-from engine.adapters.foreign_files import DTYPES, RANK_LIMIT, Scaling, TensorHeader
+from engine.adapters.foreign_files import RANK_LIMIT, Scaling, TensorHeader
 from engine.adapters.layout_tensors import to_canonical
 from engine.adapters.layouts import Detected, detect
+from engine.adapters.manifests import PROBE
+from engine.adapters.packed import DTYPES
 from engine.adapters.revision import (
     CONFIG,
-    PROBE,
     TENSORS,
     Manifest,
     Tensors,
@@ -30,6 +31,7 @@ from engine.adapters.revision import (
     make_manifest,
     read_manifest,
     split_key,
+    targets_of,
     validate,
     write_revision,
 )
@@ -71,7 +73,7 @@ class Foreign:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        return tuple(sorted({split_key(key)[0].rpartition(".")[2] for key in self.tensors}))
+        return targets_of(self.tensors)
 
     def digest(self, base_digest: str) -> str:
         return digest(self.tensors, self.rank, self.targets, base_digest)

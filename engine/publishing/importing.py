@@ -4,7 +4,6 @@ Knows what must hold before the engine may see foreign tensors: the base, the di
 dtype. Trusts nothing that the directory says of itself. Does not know where the directory comes from.
 """
 
-import json
 import time
 from contextlib import closing, suppress
 from functools import partial
@@ -13,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.adapters.manifests import MANIFEST
+from engine.adapters.manifests import MANIFEST, stored_probe
 from engine.adapters.revision import (
-    PROBE,
     Manifest,
     Tensors,
-    code_version,
+    largest_rank,
     read_revision,
-    split_key,
+    targets_of,
     validate,
     write_revision,
 )
@@ -33,6 +31,7 @@ from engine.publishing.publish import publish, put, stored_tensors
 from engine.quality.probe import from_json
 from engine.settings.params import POLICY_NAME, Params
 from engine.store.open import open_store
+from engine.version import code_version
 
 if TYPE_CHECKING:
     from engine.base.resident import BaseInfo
@@ -63,7 +62,7 @@ def check_fit(params: Params, base: Path, tensors: Tensors, manifest: Manifest, 
         raise AdapterError(f"{directory} names the policy {manifest.policy!r}, which is no policy's name.")
     validate(tensors, None, BaseShapes.read(base).modules())
     _refuse_dropped(tensors, directory)
-    largest = max(tensor.shape[0] for key, tensor in tensors.items() if key.endswith(".lora_A"))
+    largest = largest_rank(tensors)
     if manifest.rank != largest:
         raise AdapterError(
             f"The revision in {directory} says rank {manifest.rank}, its largest module has {largest}."
@@ -83,8 +82,7 @@ def check_fit(params: Params, base: Path, tensors: Tensors, manifest: Manifest, 
 
 
 def _refuse_dropped(tensors: Tensors, directory: Path) -> None:
-    targets = {split_key(key)[0].rpartition(".")[2] for key in tensors}
-    dropped = sorted(targets & DROPPED_ON_CUDA.keys())
+    dropped = sorted(set(targets_of(tensors)) & DROPPED_ON_CUDA.keys())
     if dropped and cuda_bytes() is not None:
         raise AdapterError(f"{directory} has the target {dropped[0]}: {DROPPED_ON_CUDA[dropped[0]]}.")
 
@@ -111,7 +109,6 @@ def directory_from_store(params: Params, policy: str, digest: str, target: Path)
 
 
 def _manifest(row: Revision, tensors: Tensors) -> Manifest:
-    targets = sorted({key.rpartition(".lora_")[0].rpartition(".")[2] for key in tensors})
     return Manifest(
         digest=row.digest,
         base_digest=row.base,
@@ -119,7 +116,7 @@ def _manifest(row: Revision, tensors: Tensors) -> Manifest:
         parent=row.parent,
         step=row.step,
         rank=row.rank,
-        targets=tuple(targets),
+        targets=targets_of(tensors),
         tensor_count=len(tensors),
         bytes=row.bytes,
         code_version=code_version(),
@@ -137,13 +134,7 @@ def has_probe(directory: Path) -> bool:
 
 def _probe(directory: Path) -> dict[str, Any]:
     """Read a revision's probe; nothing when it has none, `AdapterError` when it could not be judged."""
-    file = directory / PROBE
-    if not file.is_file():
-        return {}
-    try:
-        body = dict(json.loads(file.read_text()))
-    except (ValueError, TypeError):
-        raise AdapterError(f"{file} is no JSON object. Export the revision again.") from None
+    body = stored_probe(directory)
     if body:
         from_json(body)
     return body

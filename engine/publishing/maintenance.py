@@ -241,9 +241,8 @@ def quarantine(
 
     Bytes that are only missing are no damage: nothing wrong can be served, and they may come back.
     """
-    try:
-        now = catalog.revisions.get(row.policy, row.digest)
-    except NotFound:
+    now = catalog.revisions.find(row.policy, row.digest)
+    if now is None:
         return
     if location(now) != location(row):
         (moved_fault,) = store.check([location(now)])

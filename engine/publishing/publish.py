@@ -71,9 +71,8 @@ def put(
     committed yet; arguments as those of `append`.
     """
     given = (catalog, store, tensors, manifest, dtype, base, owner, now)
-    try:
-        known = catalog.revisions.get(manifest.policy, manifest.digest)
-    except NotFound:
+    known = catalog.revisions.find(manifest.policy, manifest.digest)
+    if known is None:
         return append(*given)
     if store.check([location(known)]) == [None] and _has_layout(catalog, known):
         if catalog.quarantine.reason(known.policy, known.digest):
@@ -114,8 +113,9 @@ def append(
     if at is None or not is_shared:
         (at,) = store.append_many([payload])
     catalog.layouts.add(whole.layout.digest, whole.layout.to_json())
-    row = exported(
-        at,
+    row = Revision(
+        **at._asdict(),
+        state="exported",
         policy=manifest.policy,
         digest=manifest.digest,
         base=manifest.base_digest,
@@ -128,18 +128,6 @@ def append(
         created_at=now,
     )
     return PlacedRevision(row, is_shared)
-
-
-def exported(at: Location, **known: Any) -> Revision:
-    """Return the row of an exported revision whose bytes lie there; `known` are its other fields."""
-    return Revision(
-        segment=at.segment,
-        offset=at.offset,
-        length=at.length,
-        checksum=at.checksum,
-        state="exported",
-        **known,
-    )
 
 
 def stored_tensors(catalog: "Catalog", store: "Store", row: Revision) -> "Tensors":

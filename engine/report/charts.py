@@ -10,9 +10,8 @@ from markupsafe import Markup
 from engine.report.data import CanaryPoint, ReleaseResult, SuiteScore
 from engine.report.svg import Panel, Point, Scale, drawing, legend, steps
 
-# Names of the page's CSS variables.
+# Names of the page's CSS variables; a release's states are others.
 BASELINE, REVISION = "baseline", "revision"
-STATE_COLOURS = {"promoted": "promoted", "rolled_back": "rolled_back", "held": "held", "running": "running"}
 STATE_WORDS = {"promoted": "promoted", "rolled_back": "rolled back", "held": "held", "running": "running"}
 WIDTH, LEFT, RIGHT = 500, 56, 490
 
@@ -53,7 +52,7 @@ def canary_timeline(release: ReleaseResult) -> Markup:
         below.across(-release.margin, "5 4"),
     ]
     if end is not None:
-        parts += [panel.upright(end, STATE_COLOURS[release.state]) for panel in (above, below)]
+        parts += [panel.upright(end, release.state) for panel in (above, below)]
     return drawing(WIDTH, 350, parts)
 
 

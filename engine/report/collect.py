@@ -13,6 +13,7 @@ import numpy as np
 from engine.adapters.manifests import stored_manifest
 from engine.catalog.catalog import Catalog, Release
 from engine.ledger.ledger import open_snapshot
+from engine.ledger.queries import canary_rewards, named_rows
 from engine.quality.sequential import CanaryComparison
 from engine.report.data import (
     CanaryPoint,
@@ -30,15 +31,6 @@ MAX_POINTS = 200
 # What one page holds. The tables of a catalog with a million revisions are not read here.
 MAX_POLICIES, MAX_REVISIONS, MAX_RELEASES, MAX_LINES, MAX_NOTICES = 50, 20, 30, 12, 20
 
-# The rows that the controller judges by (engine.controller.evidence), with the moment they were rated.
-RATED = """
-    SELECT rated_at, unit, arm = 'canary', reward FROM rated
-    WHERE policy = $policy AND "at" >= $started AND rated_at <= $ended
-        AND purpose = 'user' AND unit IS NOT NULL AND reward BETWEEN 0 AND 1
-        AND ((arm = 'canary' AND digest = $revision)
-            OR (arm IN ('champion', 'base') AND digest IS NOT DISTINCT FROM $baseline))
-    ORDER BY seq
-"""
 # All columns: a snapshot that an older version wrote has fewer of them.
 STEPS = """
     WITH lines AS (
@@ -128,10 +120,8 @@ def _curves(
 ) -> list[Curve]:
     """Return a policy's newest lines of training, the oldest of them first."""
     found = ledger.execute(STEPS, {"policy": policy, "since": since, "most": MAX_LINES})
-    names = [column[0] for column in found.description or []]
     lines: dict[str, list[TrainStep]] = {}
-    for values in found.fetchall():
-        row = dict(zip(names, values, strict=True))
+    for row in named_rows(found):
         lines.setdefault(row["session"], []).append(TrainStep.of(row))
     return [Curve(policy, made.get(session), tuple(steps), session) for session, steps in lines.items()]
 
@@ -162,12 +152,9 @@ def timeline(ledger: duckdb.DuckDBPyConnection, release: Release) -> tuple[Canar
     started = release.canary_started_at
     if started is None:
         return ()
-    ended = release.updated_at if release.state != "running" else float("inf")
-    named = {"policy": release.policy, "started": started, "ended": ended}
-    named |= {"revision": release.revision, "baseline": release.baseline}
     seen: set[str] = set()
     rows, latest = [], started
-    for at, unit, is_canary, reward in ledger.execute(RATED, named).fetchall():
+    for at, unit, is_canary, reward in canary_rewards(ledger, release):
         if unit not in seen:
             seen.add(unit)
             # Evidence has the order of arrival, which two gateways' clocks need not keep.

@@ -6,24 +6,16 @@ Reads the catalog and the ledger's snapshot; writes nothing. The report, the con
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import duckdb
 
 from engine.catalog.catalog import Catalog, Revision, Route
-from engine.ledger.ledger import MIGRATIONS, open_snapshot
+from engine.ledger.queries import latest_scores
 from engine.quality.estimate import interval
 from engine.report.data import PolicyRow, RevisionRow, SuiteScore
 
-SCORES = """
-    SELECT arg_max(score, "at") FROM scores
-    WHERE base = $base AND suite = $suite AND digest IS NOT DISTINCT FROM $digest
-        AND (digest IS NULL OR policy = $policy) AND suite_version = (
-            SELECT arg_max(suite_version, "at") FROM scores WHERE base = $base AND suite = $suite)
-    GROUP BY item ORDER BY item
-"""
 USERS = """
     SELECT policy, digest, avg(reward), count(DISTINCT unit) FROM rated
     WHERE policy IN (SELECT unnest(?)) AND purpose = 'user' AND unit IS NOT NULL AND digest IS NOT NULL
@@ -51,16 +43,6 @@ class _RevisionHistory:
     users: dict[Key, tuple[float, int]]
     verdicts: dict[Key, tuple[str, str]]
     tombstones: dict[Key, str]
-
-
-def open_ledger(path: Path) -> duckdb.DuckDBPyConnection:
-    """Open the readers' copy, or an empty ledger while there is none."""
-    if path.is_file():
-        return open_snapshot(path)
-    ledger = duckdb.connect()
-    for file in sorted(MIGRATIONS.glob("*.sql")):
-        ledger.execute(file.read_text())
-    return ledger
 
 
 def overview(
@@ -150,8 +132,8 @@ def suite_score(
     ledger: duckdb.DuckDBPyConnection, base: str, policy: str, suite: str, digest: str | None
 ) -> SuiteScore | None:
     """Return the mean and 95% interval on the suite's newest version; a digest of None is the base."""
-    named = {"base": base, "policy": policy, "suite": suite, "digest": digest}
-    scores = [row[0] for row in ledger.execute(SCORES, named).fetchall()]
+    found = latest_scores(ledger, base, policy, suite, digest)
+    scores = [one.score for one in found if one.is_newest]
     if not scores:
         return None
     return SuiteScore(policy, digest, suite, len(scores), fmean(scores), *interval(scores))

@@ -15,6 +15,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup, escape
 
+from engine.catalog.records import ENDS
 from engine.report import charts, training
 from engine.report.collect import MAX_POLICIES, collect
 from engine.report.data import Curve, PolicyRow, ReleaseResult, ReportData, RevisionRow, SuiteScore
@@ -24,7 +25,6 @@ from engine.settings.params import DIGEST12, served_name
 __all__ = ["MAX_POLICIES", "ReportData", "collect", "render", "write_report"]
 
 MAX_CANARIES = 12
-VERDICTS = {"promote": "promoted", "rollback": "rolled_back", "hold": "held"}
 
 
 def write_report(data: ReportData, path: Path) -> Path:
@@ -43,7 +43,7 @@ def render(data: ReportData, live: bool = False) -> str:
         live=live,
         plots=_plots(data),
         words=charts.STATE_WORDS,
-        verdicts=VERDICTS,
+        verdicts=ENDS,
         longest=max((seconds for _, seconds in data.stages), default=0) or 1,
     )
 
@@ -94,10 +94,10 @@ def _score_rows(data: ReportData) -> list[tuple[str, SuiteScore, str]]:
             rows.append((f"{policy.name}, base", policy.base_score, charts.BASELINE))
         for row in reversed([row for row in data.revisions if row.policy == policy.name and row.score]):
             assert row.score is not None
-            state = states.get((row.policy, row.digest), VERDICTS.get(row.verdict, ""))
+            state = states.get((row.policy, row.digest), ENDS.get(row.verdict, ""))
             label = served_name(row.policy, row.digest)
             label += f", {charts.STATE_WORDS[state]}" if state else ""
-            rows.append((label, row.score, charts.STATE_COLOURS.get(state, charts.REVISION)))
+            rows.append((label, row.score, state or charts.REVISION))
     return rows
 
 

@@ -13,17 +13,11 @@ import duckdb
 from engine.adapters.manifests import stored_manifest
 from engine.catalog.catalog import Catalog
 from engine.ledger.ledger import open_snapshot
+from engine.ledger.queries import latest_scores, named_rows
 from engine.quality.estimate import Difference, interval, paired_difference
 from engine.settings.params import Params
 from engine.training.service.train_step import TrainStep
 
-SCORES = """
-    SELECT item, arg_max(score, "at"), max("at") FROM scores
-    WHERE base = $base AND suite = $suite AND digest IS NOT DISTINCT FROM $digest
-        AND (digest IS NULL OR policy = $policy) AND suite_version = (
-            SELECT arg_max(suite_version, "at") FROM scores WHERE base = $base AND suite = $suite)
-    GROUP BY item ORDER BY item
-"""
 VERDICTS = """
     SELECT "at", verdict, "by", reason FROM verdicts
     WHERE policy = ? AND digest = ? ORDER BY "at" DESC LIMIT 20
@@ -121,8 +115,8 @@ def gather(params: Params, policy: str, digest: str) -> VersionFacts:
 
 def _measured(ledger: duckdb.DuckDBPyConnection, base: str, fixed: dict[str, Any]) -> dict[str, Any]:
     def items(digest: str | None) -> dict[str, tuple[float, float]]:
-        named = {"base": base, "suite": fixed["suite"], "policy": fixed["policy"], "digest": digest}
-        return {item: (score, at) for item, score, at in ledger.execute(SCORES, named).fetchall()}
+        found = latest_scores(ledger, base, fixed["policy"], fixed["suite"], digest)
+        return {one.item: (one.score, one.at) for one in found if one.is_newest}
 
     mine, champion = items(fixed["digest"]), items(fixed["champion"])
     common = sorted(set(mine) & set(champion))
@@ -152,10 +146,4 @@ def _trained(
 ) -> tuple[TrainStep, ...]:
     manifest = stored_manifest(params.paths.revision(policy, digest))
     session = manifest.get("config", {}).get("session")
-    return read_steps(ledger.execute(STEPS, [policy, session, step]))
-
-
-def read_steps(found: duckdb.DuckDBPyConnection) -> tuple[TrainStep, ...]:
-    """Return the rows of `train_steps` that were found, in their order."""
-    names = [column[0] for column in found.description or []]
-    return tuple(TrainStep.of(dict(zip(names, values, strict=True))) for values in found.fetchall())
+    return tuple(map(TrainStep.of, named_rows(ledger.execute(STEPS, [policy, session, step]))))

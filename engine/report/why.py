@@ -14,9 +14,11 @@ import duckdb
 from engine.adapters.manifests import stored_manifest
 from engine.catalog.catalog import Catalog, Revision
 from engine.errors import Conflict, NotFound
+from engine.ledger.ledger import open_ledger
+from engine.ledger.queries import named_rows
 from engine.report import revision_page as page_data
 from engine.report.data import Curve
-from engine.report.overview import contract_of, open_ledger, role_of, suite_score
+from engine.report.overview import contract_of, role_of, suite_score
 from engine.report.training import spoken
 from engine.settings.params import DIGEST12, Params, served_name, split_served_name
 
@@ -80,10 +82,7 @@ def why(params: Params, subject: str) -> Chain:
 
 
 def _answer(ledger: duckdb.DuckDBPyConnection, subject: str) -> dict[str, Any] | None:
-    found = ledger.execute(ANSWER, [subject])
-    names = [column[0] for column in found.description or []]
-    row = found.fetchone()
-    return dict(zip(names, row, strict=True)) if row else None
+    return next(iter(named_rows(ledger.execute(ANSWER, [subject]))), None)
 
 
 def _find(catalog: Catalog, subject: str) -> tuple[str, str | None]:

@@ -5,13 +5,14 @@ the command line are made from these.
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from engine.settings.losses import LossName
 from engine.settings.model import Settings
-from engine.settings.params import Contract, FewShotExample, Fraction, OpenFraction, PolicyName
+from engine.settings.own_functions import OWN_RULES
+from engine.settings.params import Contract, FewShotExample, Fraction, OpenFraction, PolicyName, Rank
 
 Why = Annotated[str, Field(min_length=3, max_length=500, description="why; it is recorded")]
 Who = Annotated[str, Field(min_length=1, max_length=100, description="who decides this; it is recorded")]
@@ -21,7 +22,7 @@ Digest = Annotated[
 OwnVerifier = Annotated[
     str,
     Field(
-        pattern=r"^(exact|numeric|regex|json-schema|python:[A-Za-z_][\w.]*:[A-Za-z_]\w*)$",
+        pattern=rf"^({OWN_RULES})$",
         description="exact, numeric, regex, json-schema or python:MODULE:FUNC",
     ),
 ]
@@ -37,7 +38,7 @@ class AdaptForm(Form):
     policy: PolicyName = Field(description="which policy to train")
     steps: int | None = Field(None, ge=1, le=100_000, description="training steps")
     lr: float | None = Field(None, gt=0, le=1, description="learning rate")
-    rank: Literal[1, 2, 4, 8, 16, 32, 64, 128] | None = Field(None, description="rank of the adapter")
+    rank: Rank | None = Field(None, description="rank of the adapter")
     contract: Contract | None = Field(None, description="the answer format that earns the reward")
     loss: LossName | None = Field(None, description="what a step minimises; its settings stay as configured")
     seed: int | None = Field(None, ge=0, description="which problems and samples are drawn")

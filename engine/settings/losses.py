@@ -11,8 +11,8 @@ from pydantic import Field, ValidationError
 
 from engine.errors import ConfigError
 from engine.settings.model import Settings, explain
+from engine.settings.own_functions import OWN
 
-OWN = r"python:[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 LossName = Annotated[
     str,
     Field(

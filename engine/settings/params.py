@@ -19,6 +19,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 from engine.errors import ConfigError
 from engine.settings.losses import LossConfig, LossName, loss_config
 from engine.settings.model import Settings, explain
+from engine.settings.own_functions import OWN_RULES
 from engine.settings.services import (
     CatalogConfig,
     ControllerConfig,
@@ -49,10 +50,11 @@ class BaseConfig(Settings):
 
 
 Contract = Literal["terse", "json", "sentence", "boxed"]
+Rank = Literal[1, 2, 4, 8, 16, 32, 64, 128]
 Verifier = Annotated[
     str,
     Field(
-        pattern=r"^(contract|exact|numeric|regex|json-schema|python:[A-Za-z_][\w.]*:[A-Za-z_]\w*)$",
+        pattern=rf"^(contract|{OWN_RULES})$",
         description="contract (generated tasks), exact, numeric, regex, json-schema or python:MODULE:FUNC",
     ),
 ]
@@ -75,7 +77,7 @@ class PolicyConfig(Settings):
     verifier_timeout_s: float = Field(5, gt=0, le=300, description="for one answer; then it scores 0")
     system: str | None = Field(None, description="system prompt before every question")
     few_shot: tuple[FewShotExample, ...] = Field((), description="worked questions before every question")
-    rank: Literal[1, 2, 4, 8, 16, 32, 64, 128] = 8
+    rank: Rank = 8
     alpha: float = Field(16, gt=0)
     targets: tuple[str, ...] | None = Field(
         None, min_length=1, description="projections that carry LoRA; empty: all that the base has"

@@ -24,11 +24,11 @@ from itertools import repeat
 from pathlib import Path
 from typing import NamedTuple
 
+from engine.adapters.sizes import ALIGNMENT, aligned
 from engine.errors import DamagedBytes, MissingBytes, ServiceError
 from engine.files import sync, write_once
 from engine.store.checksums import Checked, Payload, checksum_of, is_whole
 
-ALIGNMENT = 64
 PAGE = 4096
 # Blobs over this size start on a page, so that they can be mapped alone.
 PAGE_ALIGNED_FROM = 1 << 20
@@ -286,16 +286,18 @@ def damaged(location: Location, size: int) -> DamagedBytes:
 
 def room(length: int) -> int:
     """Return how many bytes of a segment a blob takes, with what lies between it and its like."""
-    align = PAGE if length >= PAGE_ALIGNED_FROM else ALIGNMENT
-    return -(-length // align) * align
+    return aligned(length, _alignment(length))
+
+
+def _alignment(length: int) -> int:
+    return PAGE if length >= PAGE_ALIGNED_FROM else ALIGNMENT
 
 
 def lay_out(views: Sequence[memoryview], end: int) -> tuple[list[int], list[memoryview], int]:
     """Return where each blob starts from `end` on, what is to be written there, and the new end."""
     offsets, buffers = [], []
     for view in views:
-        align = PAGE if len(view) >= PAGE_ALIGNED_FROM else ALIGNMENT
-        offset = -(-end // align) * align
+        offset = aligned(end, _alignment(len(view)))
         if offset > end:
             buffers.append(ZEROS[: offset - end])
         buffers.append(view)

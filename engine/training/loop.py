@@ -25,6 +25,7 @@ from engine.training.rollout_data import Drawn, Sampler
 from engine.training.run import Run, prepare
 from engine.training.service.protocol import AdamParams, Exported, SessionInfo
 from engine.training.service.train_step import TrainStep
+from engine.version import code_version
 
 # About 300 tokens with short answers: in bfloat16 a probe of 100 refuses right mixtures of experts. The
 # trainer draws them, and all other policies wait meanwhile.
@@ -194,8 +195,6 @@ def sampler_of(session: SessionInfo, newest: Sampler, step: int) -> Sampler:
 
 def record_step(run: Run, row: Mapping[str, Any]) -> None:
     """Give a step of the session's history to the ledger, which takes each one once, by its id."""
-    from engine.adapters.revision import code_version
-
     identity = {"code_version": code_version(), "config_hash": content_hash(run.config)}
     told = {name: value for name, value in row.items() if name != "handed"}
     run.spool.emit("train_steps", id=f"{run.line.session}-{row['step']}", **told, **identity)

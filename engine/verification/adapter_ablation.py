@@ -12,7 +12,14 @@ from pathlib import Path
 
 import httpx
 
-from engine.adapters.revision import Manifest, Tensors, make_manifest, split_key, write_revision
+from engine.adapters.revision import (
+    Manifest,
+    Tensors,
+    largest_rank,
+    make_manifest,
+    targets_of,
+    write_revision,
+)
 from engine.base.families import BaseShapes
 from engine.catalog.catalog import Catalog, Revision
 from engine.publishing.publish import append, publish
@@ -60,13 +67,12 @@ class AdapterAblation:
 
 def describe(row: Revision, tensors: Tensors) -> Manifest:
     """Describe a part of the revision `row` by what it holds."""
-    targets = {split_key(key)[0].rpartition(".")[2] for key in tensors}
     return make_manifest(
         tensors,
         policy=row.policy,
         base_digest=row.base,
-        rank=max(tensor.shape[0] for key, tensor in tensors.items() if key.endswith(".lora_A")),
-        targets=tuple(sorted(targets)),
+        rank=largest_rank(tensors),
+        targets=targets_of(tensors),
         step=row.step,
     )
 

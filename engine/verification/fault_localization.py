@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.adapters.revision import Tensors
+from engine.base.families import EXPERT
 from engine.quality.probe import UNKNOWN
 
 LAYER = re.compile(r"(?P<before>.*?\.layers)\.(?P<layer>\d+)\.(?P<after>.+)\.lora_[AB]")
-EXPERT = re.compile(r"\.experts\.\d+\.")
 EVERY = "every module"
 # Nats between what the engine serves of a part and what the trainer computes of it.
 Compare = Callable[[Tensors, Tensors], float]
@@ -66,7 +66,9 @@ def place(key: str) -> tuple[str, int]:
     match = LAYER.fullmatch(key)
     if match is None:
         return key.rpartition(".lora_")[0], 0
-    return EXPERT.sub(".experts.", match["after"]), int(match["layer"])
+    expert = EXPERT.fullmatch(match["after"])
+    projection = f"{expert['parent']}.{expert['projection']}" if expert else match["after"]
+    return projection, int(match["layer"])
 
 
 def _narrowed(layers: list[int], is_wrong: Callable[[list[int]], bool]) -> list[int]:

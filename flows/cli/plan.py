@@ -94,7 +94,7 @@ def plan_config(
     settings: Params, file: Path, available: int | None, given: Mapping[str, Any], as_json: bool
 ) -> None:
     """Show the plan of the adapters of the model whose `config.json` this is."""
-    from engine.planning.adapters import Rates, Wanted, plan_adapters, table
+    from engine.planning.adapters import Rates, Wanted, plan_adapters, say
 
     changes = {name: given[name] for name in ("slots", "dtype") if name in given}
     if changes.get("dtype", "float32") not in ("bfloat16", "float32"):
@@ -109,6 +109,4 @@ def plan_config(
     found = plan_adapters(read_config(file), engine, wanted)
     if as_json:
         return typer.echo(json.dumps(asdict(found) | {"needed": found.needed}))
-    from rich.console import Console
-
-    Console(width=100).print(table(found))
+    say(found)

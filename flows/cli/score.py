@@ -9,7 +9,7 @@ import typer
 from engine.base.progress import progress_bar
 from engine.errors import ConfigError
 from engine.process_reaper import die_with_parent
-from engine.settings.params import split_served_name
+from engine.settings.params import served_name, split_served_name
 from flows.entry import PARAMS, ParamsFile, catalog, check, enter, require_services
 from tasks.outcome import local_key, score_row
 
@@ -85,7 +85,7 @@ def pin(policy: str, params: ParamsFile = PARAMS) -> None:
     from tasks.evaluation import pin_revision
 
     digest = pin_revision(params, policy, catalog(params).routes.get(policy).champion)
-    typer.echo(f"{params} now evaluates {policy}@{digest[:12]}; run `dvc repro`.")
+    typer.echo(f"{params} now evaluates {served_name(policy, digest)}; run `dvc repro`.")
 
 
 @app.command(hidden=True)

@@ -99,6 +99,13 @@ class RoutingPlan:
         """Return the rows of tokens that have an adapter."""
         return values if self.tokens is None else values.index_select(0, self.tokens)
 
+    def add(self, y: Tensor, delta: Tensor) -> None:
+        """Add to the rows of tokens that have an adapter, in place."""
+        if self.tokens is None:
+            y += delta
+        else:
+            y[self.tokens] += delta
+
     def segments(self, experts: int, each: int) -> Tensor:
         """Return the segment of each pair (L, `each`) in a factor of so many experts."""
         if experts == 1:
@@ -176,10 +183,7 @@ def expand(
         per_sample_weights=h_LKR.to(factor_SERD.dtype).reshape(lines.shape),
         mode="sum",
     ).view(tokens, *y.shape[1:])
-    if plan.tokens is None:
-        y += delta
-    else:
-        y[plan.tokens] += delta
+    plan.add(y, delta)
 
 
 def outer(h_LKR: Tensor, x: Tensor, experts: int, slots: int, plan: RoutingPlan) -> Tensor:

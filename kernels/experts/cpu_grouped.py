@@ -38,25 +38,16 @@ class Sorted:
 
 
 @dataclass(frozen=True)
-class GroupedRoutingPlan:
+class GroupedRoutingPlan(experts.RoutingPlan):
     """Which token goes to which segments, sorted once for all factors of a layer's step."""
 
-    pairs: experts.RoutingPlan
     _sorted: dict[tuple[int, int, int], Sorted] = field(default_factory=dict)
-
-    @property
-    def tokens(self) -> Tensor | None:
-        return self.pairs.tokens
-
-    def rows(self, values: Tensor) -> Tensor:
-        """Return the rows of tokens that have an adapter."""
-        return self.pairs.rows(values)
 
     def sorted(self, slots: int, experts: int, each: int) -> Sorted:
         """Return the pairs, `each` a token, in a factor of so many slots and experts."""
         key = (slots, experts, each)
         if key not in self._sorted:
-            segment_P = self.pairs.segments(experts, each).flatten()
+            segment_P = self.segments(experts, each).flatten()
             ends = torch.bincount(segment_P, minlength=slots * experts).cumsum(0, dtype=torch.int32)
             self._sorted[key] = Sorted(segment_P.argsort(stable=True), ends)
         return self._sorted[key]
@@ -64,13 +55,13 @@ class GroupedRoutingPlan:
 
 def plan(slots_T: Tensor, experts_TK: Tensor) -> GroupedRoutingPlan | None:
     """Keep the tokens that have an adapter (slot >= 0). None when no token has one."""
-    pairs = experts.plan(slots_T, experts_TK)
-    return GroupedRoutingPlan(pairs) if pairs else None
+    found = experts.plan(slots_T, experts_TK)
+    return GroupedRoutingPlan(found.tokens, found.slots, found.experts) if found else None
 
 
 def shrink(x: Tensor, factor_SERD: Tensor, plan: GroupedRoutingPlan) -> Tensor:
     """Return h (L, K, R), as `experts.shrink` does."""
-    count = plan.pairs.experts.shape[1]
+    count = plan.experts.shape[1]
     slots, number = factor_SERD.shape[:2]
     # A shared factor gives all experts of a token's one row the same result.
     each = 1 if x.dim() == 2 and number == 1 else count
@@ -94,11 +85,7 @@ def expand(
     h_PR, factor_GRD = _aligned(pairs.gather(h_LKR, each)), _aligned(factor_SERD.flatten(0, 1), ranks=True)
     delta_PD = grouped_mm(h_PR, factor_GRD, offs=pairs.ends)[:, : factor_SERD.shape[-1]]
     delta = pairs.scatter(delta_PD, each)
-    delta = delta.sum(1) if y.dim() == 2 else delta
-    if plan.tokens is None:
-        y += delta
-    else:
-        y[plan.tokens] += delta
+    plan.add(y, delta.sum(1) if y.dim() == 2 else delta)
 
 
 def outer(h_LKR: Tensor, x: Tensor, experts: int, slots: int, plan: GroupedRoutingPlan) -> Tensor:

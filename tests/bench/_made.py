@@ -22,7 +22,6 @@ from engine.adapters.layouts import PLAIN
 from engine.base.families import BaseShapes
 from engine.base.resident import BaseInfo, base_config
 from engine.catalog.catalog import Catalog, Policy, Revision
-from engine.publishing.publish import exported
 from engine.settings.params import Params, served_name
 from engine.store.open import open_store
 from engine.store.segments import Location
@@ -103,8 +102,9 @@ class Maker:
         return names
 
     def _row(self, at: Location) -> Revision:
-        return exported(
-            at,
+        return Revision(
+            **at._asdict(),
+            state="exported",
             policy=self._policy,
             digest=self._digest(at.checksum),
             base=self._base.digest,

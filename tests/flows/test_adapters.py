@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from kept_adapters import BASE, add_policy, bare, keep, settings
+from packed_files import read_packed
 from typer.testing import CliRunner
 
 from engine.adapters import packed, revision
@@ -192,14 +193,14 @@ def test_the_packed_file_is_whole_and_opens_anywhere(file, params, catalog, tmp_
     target = tmp_path / "packed.safetensors"
     said = asked(file, "export", served_name("sums", row.digest), str(target), "--packed")
     assert said["path"] == str(target)
-    whole = packed.read_file(target)
+    whole = read_packed(target)
     tensors = packed.unpack(whole)
     assert revision.digest(tensors, 2, revision_targets(tensors), BASE) == row.digest
     with safe_open(target, "pt") as opened:
         assert opened.metadata()["digest"] == row.digest
     with pytest.raises(Conflict, match="nothing is overwritten"):
         ask(file, "export", served_name("sums", row.digest), str(target), "--packed")
-    assert torch.equal(packed.read_file(target).payload, whole.payload)
+    assert torch.equal(read_packed(target).payload, whole.payload)
 
 
 def revision_targets(tensors) -> list[str]:

@@ -30,8 +30,8 @@ def from_canonical(tensors: Tensors, layout: str, base: BaseShapes) -> tuple[Ten
     ranks = {module: pair[0].shape[0] for module, pair in named.items()}
     if layout in (PER_EXPERT.name, PLAIN):
         for module in routed:
-            named[base.file_name(module)] = pairs[module]
-            ranks[base.file_name(module)] = pairs[module][0].shape[0]
+            name = _file_name(module, base)
+            named[name], ranks[name] = pairs[module], pairs[module][0].shape[0]
     else:
         for path, name, pair, rank in _stacks(pairs, routed, BY_NAME[layout], base):
             named[name], ranks[path] = pair, rank
@@ -41,6 +41,12 @@ def from_canonical(tensors: Tensors, layout: str, base: BaseShapes) -> tuple[Ten
         for side, tensor in zip("AB", pair, strict=True)
     }
     return file, _config(ranks, layout, base)
+
+
+def _file_name(module: str, base: BaseShapes) -> str:
+    """Return what files of this family call a module of the experts; the inverse of `canonical_name`."""
+    back = {ours: theirs for theirs, ours in base.family.renames.items()}
+    return ".".join(back.get(part, part) for part in module.split("."))
 
 
 def _stacks(

@@ -25,11 +25,12 @@ from torch import Tensor
 from engine.adapters.packed import PackedLayout
 from engine.adapters.packed_check import check_layout
 from engine.adapters.revision import is_finite
+from engine.adapters.sizes import ALIGNMENT
 from engine.errors import AdapterError, DamagedBytes, GraftworkError, MissingBytes, ServiceError
 from engine.serving.worker.load_channel import Tell
 from engine.serving.worker.slot_copy import Module, SlotCopyPlan
 from engine.store.checksums import is_whole
-from engine.store.segments import ALIGNMENT, PAGE_ALIGNED_FROM
+from engine.store.segments import PAGE_ALIGNED_FROM
 
 PREPARE_THREADS = 2
 # Kimi-K2 with a rank of its own for every expert takes about 10 MB.

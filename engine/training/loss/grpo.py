@@ -6,9 +6,6 @@ A loss returns a term for each token, and which tokens its clip holds back. What
 Shape suffixes: _P problems, _G samples of one problem, _T completion tokens one after another, _N sequences.
 """
 
-import importlib
-import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from engine.errors import ConfigError
+from engine.settings.own_functions import load_own
 
 
 @dataclass(frozen=True)
@@ -185,19 +183,7 @@ def loss_of(name: str) -> Loss:
     """
     if not name.startswith("python:"):
         return LOSSES[name]
-    _, module, function = name.split(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        found = getattr(importlib.import_module(module), function)
-    except Exception as error:
-        # A module may raise anything while it is imported.
-        raise ConfigError(
-            f"The loss {name} cannot be loaded ({type(error).__name__}: {error}). Is its module beside you?"
-        ) from None
-    if not callable(found):
-        raise ConfigError(f"The loss {name} is not a function of (tokens, settings).")
-    return Loss(partial(_own, found))
+    return Loss(partial(_own, load_own("loss", name, "tokens, settings")))
 
 
 def _own(function: Callable[[Tokens, Settings], Tensor], tokens: Tokens, settings: Settings) -> Terms:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import psutil
 
+from engine.planning.memory import TRAINED_BYTES
 from engine.training.model.adapter import Site
 
 # Of what is free once the base is loaded: the rest is for activations, for what one session at a time needs
@@ -14,11 +15,8 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def bytes_of(site: Site, rank: int) -> int:
-    """Return the memory of a site's factors that train, between operations: four float32 of each number.
-
-    The factor itself, its gradient, and AdamW's two moments (arXiv 1711.05101, algorithm 2).
-    """
-    return rank * (site.inputs + site.outputs) * max(1, site.experts) * 4 * 4
+    """Return the memory of a site's factors that train, between operations."""
+    return rank * (site.inputs + site.outputs) * max(1, site.experts) * TRAINED_BYTES
 
 
 def free_bytes() -> int:

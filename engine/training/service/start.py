@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.adapters.revision import split_key, validate
+from engine.adapters.revision import largest_rank, split_key, targets_of, validate
 from engine.errors import AdapterError, ConfigError, NotFound
 from engine.publishing.foreign import read_adapter
 from engine.training.model.adapter import Adapter, chosen_sites, ranks_at
@@ -101,8 +101,8 @@ def _fitted(request: CreateSession, tensors: dict[str, Tensor], base: ResidentBa
     """Begin at canonical tensors: what the request leaves open is theirs, what it says must hold them."""
     validate(tensors, None, base.modules)
     modules = {split_key(key)[0] for key in tensors}
-    found = max(tensor.shape[0] for key, tensor in tensors.items() if key.endswith("lora_A"))
-    targets = request.targets or sorted({module.rpartition(".")[2] for module in modules})
+    found = largest_rank(tensors)
+    targets = request.targets or list(targets_of(tensors))
     rank = request.rank or found
     if found > rank:
         raise AdapterError(

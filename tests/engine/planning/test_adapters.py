@@ -200,7 +200,7 @@ def test_a_config_that_is_none_is_refused_with_what_is_wrong(config, kind, sente
 
 def test_what_fits_nowhere_or_cannot_be_cut_is_refused_with_numbers():
     with pytest.raises(
-        ConfigError, match=r"Each of 64 devices has 4\.00 GiB and needs .* its part of the base"
+        ConfigError, match=r"Each of 64 devices has 4\.00 GiB and needs .* the base in the engine"
     ):
         plan(read_config(KIMI_K2), gib=4)
     with pytest.raises(ConfigError, match="over 3 devices: 32 attention heads do not divide by 3"):

@@ -164,9 +164,9 @@ def test_a_loss_of_ones_own_is_found_by_its_path(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="must return a tensor"):
         value("python:mine:number", tokens)
     for path in ("python:mine:cubes", "python:nowhere:cubes", "python:broken:loss"):
-        with pytest.raises(ConfigError, match=f"The loss {path} cannot be loaded"):
+        with pytest.raises(ConfigError, match=f"The loss '{path}' cannot be loaded"):
             loss_of(path)
-    with pytest.raises(ConfigError, match="The loss python:mine:spread is not a function"):
+    with pytest.raises(ConfigError, match="The loss 'python:mine:spread' is not a function"):
         loss_of("python:mine:spread")
 
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from engine.catalog.policies import taken
 from engine.errors import AdapterError
-from engine.publishing.batches import BatchForm, form_of
+from engine.publishing.bulk.batches import BatchForm, form_of
 from engine.settings.params import POLICY_NAME
 
 if TYPE_CHECKING:
@@ -144,15 +145,7 @@ class BulkAdmission:
             if self._catalog.purges.find(name):
                 return purged(name)
             return f"There is no policy {name!r} in the catalog. Add it first."
-        owner, base = known
-        if owner != self._owner:
-            return f"Policy {name!r} belongs to {owner!r}; choose another name."
-        if base != self._base_digest:
-            return (
-                f"Policy {name!r} is a line of training on base {base[:12]}, not on "
-                f"{self._base_digest[:12]}; choose another name."
-            )
-        return None
+        return taken(name, known, (self._owner, self._base_digest))
 
 
 def _remember(known: dict[Name, Thing], name: Name, thing: Thing, most: int) -> Thing:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from engine.adapters import packed
-from engine.adapters.revision import Shapes, digest_header, is_finite, split_key, validate
+from engine.adapters.revision import Shapes, digest_header, is_finite, largest_rank, targets_of, validate
 from engine.base.families import BaseShapes
 from engine.errors import AdapterError
-from engine.publishing.row_hashes import hash_rows
+from engine.publishing.bulk.row_hashes import hash_rows
 from engine.store.checksums import BLAKE3_FROM, checksum_of
 
 # Tables kept for another batch: one that is filled, one that is named, two whose bytes are written.
@@ -99,15 +99,14 @@ def form_of(
     # No memory and no values of its own, so that only names and shapes can be found wrong.
     empty = {key: torch.zeros((), dtype=dtype).expand(tensors[key].shape) for key in keys}
     validate({key: value.to(tensors[key].dtype) for key, value in empty.items()}, None, modules)
-    targets = {split_key(key)[0].rpartition(".")[2] for key in keys}
-    rank = max(value.shape[0] for key, value in empty.items() if key.endswith("lora_A"))
+    rank = largest_rank(empty)
     return BatchForm(
         keys=keys,
         shapes=tuple(value.shape for value in empty.values()),
         dtype=dtype,
         rank=rank,
         nbytes=sum(value.numel() for value in empty.values()) * dtype.itemsize,
-        header=digest_header(empty, rank, targets, base_digest),
+        header=digest_header(empty, rank, targets_of(keys), base_digest),
         layout=packed.pack(empty, dtype, base.fused).layout,
     )
 

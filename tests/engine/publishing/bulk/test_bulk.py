@@ -18,9 +18,8 @@ from engine.adapters.revision import make_manifest
 from engine.base.families import BaseShapes
 from engine.catalog.catalog import Catalog, Policy
 from engine.errors import Moved, ServiceError
-from engine.publishing import bulk, bulk_groups, bulk_writer
-from engine.publishing.bulk import Registered, register_many
-from engine.publishing.bulk_entries import Entry
+from engine.publishing import bulk
+from engine.publishing.bulk import Entry, Registered, groups, register_many, writer
 from engine.publishing.publish import location, stored_tensors
 from engine.store.segments import Store
 
@@ -164,7 +163,7 @@ def test_batches_that_follow_each_other_share_bytes(
     catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch, together: int
 ):
     """The rows of one are on their way while the next is looked up, or are committed with its own."""
-    monkeypatch.setattr(bulk_groups, "BATCH", 4)
+    monkeypatch.setattr(groups, "BATCH", 4)
     monkeypatch.setattr(bulk, "TOGETHER", together)
     add, places = catalog.batches.add, catalog.places.find
     looked_up = threading.Semaphore(0)
@@ -194,9 +193,9 @@ def test_each_transaction_takes_neighbouring_digests(
     catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch, moves: int
 ):
     """What is committed together is cut by digest; bytes that move meanwhile are appended once more."""
-    monkeypatch.setattr(bulk_groups, "BATCH", 4)
+    monkeypatch.setattr(groups, "BATCH", 4)
     monkeypatch.setattr(bulk, "TOGETHER", 8)
-    monkeypatch.setattr(bulk_writer, "ROWS", 9)
+    monkeypatch.setattr(writer, "ROWS", 9)
     add, parts, failures = catalog.batches.add, [], iter(range(moves))
 
     def counted(batch, shared=()):
@@ -224,7 +223,7 @@ def test_each_part_appends_its_own_bytes_when_rows_that_shared_them_are_gone(
 ):
     entries = [Entry("one", adapter(seed)) for seed in range(12)]
     register(catalog, store, entries)
-    monkeypatch.setattr(bulk_writer, "ROWS", 4)
+    monkeypatch.setattr(writer, "ROWS", 4)
     add, calls = catalog.batches.add, []
 
     def without_the_others(batch, shared=()):
@@ -244,7 +243,7 @@ def test_each_part_appends_its_own_bytes_when_rows_that_shared_them_are_gone(
 
 
 def test_batches_are_bounded_whatever_comes(catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(bulk_groups, "BATCH", 8)
+    monkeypatch.setattr(groups, "BATCH", 8)
     monkeypatch.setattr(bulk, "TOGETHER", 2)
     monkeypatch.setattr(bulk, "MOST_TOGETHER", 2)
     sizes: list[int] = []
@@ -310,7 +309,7 @@ def test_bytes_that_move_meanwhile_are_found_again(
 def test_a_full_disk_loses_nothing_that_was_told(
     catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(bulk_groups, "BATCH", 4)
+    monkeypatch.setattr(groups, "BATCH", 4)
     append, calls = store.append_many, []
 
     def full(payloads, checksums=None, cached=True):
@@ -337,7 +336,7 @@ def test_a_full_disk_loses_nothing_that_was_told(
 def test_a_caller_who_stops_leaves_whole_batches(
     catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(bulk_groups, "BATCH", 4)
+    monkeypatch.setattr(groups, "BATCH", 4)
     results = register_many(
         catalog, store, DENSE, BASE, (Entry("one", adapter(i)) for i in range(40)), OWNER, NOW, torch.float32
     )
@@ -354,11 +353,11 @@ import sys, torch
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 import made_adapters
-from engine.publishing import bulk, bulk_groups
-from engine.publishing.bulk_entries import Entry
+from engine.publishing import bulk
+from engine.publishing.bulk import Entry, groups
 from engine.catalog.catalog import Catalog
 from engine.store.segments import Store
-bulk_groups.BATCH = 16
+groups.BATCH = 16
 base = made_adapters.shapes("qwen3")
 state = Path(sys.argv[1])
 entries = (Entry("one", made_adapters.canonical(base, seed=i)) for i in range(1_000_000))
@@ -467,8 +466,8 @@ def test_what_is_unfit_among_those_copied_with_it_stops_no_other(
     catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch, together: int
 ):
     nbytes = sum(tensor.nbytes for tensor in adapter(0).values())
-    monkeypatch.setattr(bulk_groups, "COPIED_BYTES", together * nbytes)
-    monkeypatch.setattr(bulk_groups, "BATCH", 8)
+    monkeypatch.setattr(groups, "COPIED_BYTES", together * nbytes)
+    monkeypatch.setattr(groups, "BATCH", 8)
     adapters = [adapter(seed) for seed in range(12)]
     key = sorted(adapters[0])[2]
     adapters[4][key][0, 0] = torch.nan
@@ -502,7 +501,7 @@ def test_a_long_run_leaves_no_long_log(
     sqlite_catalog: Catalog, store: Store, monkeypatch: pytest.MonkeyPatch
 ):
     catalog = sqlite_catalog
-    monkeypatch.setattr(bulk_writer, "MANY", 2)
+    monkeypatch.setattr(writer, "MANY", 2)
     log = Path(catalog.label + "-wal")
     register(catalog, store, [Entry("one", adapter(seed)) for seed in range(2)])
     assert log.stat().st_size > 0

@@ -12,8 +12,8 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from engine.publishing.batches import BatchForm, Tables, finite_rows, first_fault, stack
-from engine.publishing.bulk_entries import BulkRow, Registered, refusal
+from engine.publishing.bulk.batches import BatchForm, Tables, finite_rows, first_fault, stack
+from engine.publishing.bulk.entries import BulkRow, Registered, refusal
 
 # A batch: enough adapters to share the wait for an fsync.
 BATCH = 2048

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from engine.catalog.batches import RevisionBatch
 from engine.errors import Conflict, Moved, Purged
-from engine.publishing.batches import AdapterBatch, BatchForm, Tables, batch_of
-from engine.publishing.bulk_entries import BulkRow, Registered, purged, refusal
+from engine.publishing.bulk.batches import AdapterBatch, BatchForm, Tables, batch_of
+from engine.publishing.bulk.entries import BulkRow, Registered, purged, refusal
 from engine.publishing.ownership import claim
 from engine.publishing.publish import ATTEMPTS
 

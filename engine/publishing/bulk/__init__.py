@@ -2,8 +2,8 @@
 
 Adapters are collected by shape into batches; a batch is checked, named and packed while the one before it
 is written. Bytes are appended and fsynced before the rows that name them are committed, so that a kill at
-any moment leaves whole revisions or none. What makes an entry unfit is known to `bulk_entries.py` and,
-by its values, to `bulk_groups.py`.
+any moment leaves whole revisions or none. What makes an entry unfit is known to `entries.py` and, by its
+values, to `groups.py`. For callers from Python alone, who need nothing but `__all__`.
 """
 
 from collections import deque
@@ -12,10 +12,10 @@ from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING
 
 from engine.errors import AdapterError
-from engine.publishing.batches import BatchForm
-from engine.publishing.bulk_entries import BulkAdmission, BulkRow, Entry, Registered
-from engine.publishing.bulk_groups import BATCH_BYTES, Group
-from engine.publishing.bulk_writer import PlacedBatch, Writer
+from engine.publishing.bulk.batches import BatchForm
+from engine.publishing.bulk.entries import BulkAdmission, BulkRow, Entry, Registered
+from engine.publishing.bulk.groups import BATCH_BYTES, Group
+from engine.publishing.bulk.writer import PlacedBatch, Writer
 
 if TYPE_CHECKING:
     import torch

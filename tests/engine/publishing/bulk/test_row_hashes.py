@@ -6,8 +6,8 @@ from functools import cache
 import numpy as np
 import pytest
 
-from engine.publishing import row_hashes
-from engine.publishing.row_hashes import hash_rows
+from engine.publishing.bulk import row_hashes
+from engine.publishing.bulk.row_hashes import hash_rows
 
 
 @pytest.mark.parametrize("compiled", [False, True])

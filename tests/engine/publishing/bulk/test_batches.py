@@ -12,7 +12,7 @@ from engine.adapters import packed, revision
 from engine.adapters.revision import validate
 from engine.base.families import BaseShapes
 from engine.errors import AdapterError
-from engine.publishing.batches import Tables, batch_of, finite_rows, first_fault, form_of, stack
+from engine.publishing.bulk.batches import Tables, batch_of, finite_rows, first_fault, form_of, stack
 
 BASE = "ba" * 32
 DENSE = made_adapters.shapes("qwen3")

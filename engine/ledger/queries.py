@@ -1,0 +1,71 @@
+"""What several readers ask of the ledger: a revision's latest scores, and what users said of a canary.
+
+Knows which rows count. Asks the ledger or its snapshot alike, and writes nothing.
+"""
+
+from itertools import starmap
+from typing import Any, NamedTuple
+
+import duckdb
+
+from engine.catalog.records import Release
+
+SCORES = """
+    SELECT suite_version, item, arg_max(score, "at"), max("at"), suite_version = (
+        SELECT arg_max(suite_version, "at") FROM scores WHERE base = $base AND suite = $suite)
+    FROM scores
+    WHERE base = $base AND suite = $suite AND digest IS NOT DISTINCT FROM $digest
+        AND (digest IS NULL OR policy = $policy) AND score IS NOT NULL
+    GROUP BY suite_version, item ORDER BY suite_version, item
+"""
+REWARDS = """
+    WITH first AS (
+        SELECT request_id, key, arg_min(reward, rowid) AS reward, arg_min("at", rowid) AS rated_at,
+            min(rowid) AS seq
+        FROM feedback WHERE "at" >= $started AND reward BETWEEN 0 AND 1 GROUP BY ALL
+    )
+    SELECT rated_at, unit, arm = 'canary', reward
+    FROM observations JOIN first ON request_id = observations.id AND first.key = observations.key
+    WHERE policy = $policy AND "at" >= $started AND rated_at <= $ended
+        AND purpose = 'user' AND unit IS NOT NULL
+        AND ((arm = 'canary' AND digest = $revision)
+            OR (arm IN ('champion', 'base') AND digest IS NOT DISTINCT FROM $baseline))
+    ORDER BY seq
+"""
+
+
+class LatestScore(NamedTuple):
+    """An item's latest score in [0, 1], given at `at`; `is_newest`: of the suite's newest version."""
+
+    version: str
+    item: str
+    score: float
+    at: float
+    is_newest: bool
+
+
+def latest_scores(
+    ledger: duckdb.DuckDBPyConnection, base: str, policy: str, suite: str, digest: str | None
+) -> list[LatestScore]:
+    """Return a revision's scores on every version of a suite, by version and item; None is the base."""
+    named = {"base": base, "policy": policy, "suite": suite, "digest": digest}
+    return list(starmap(LatestScore, ledger.execute(SCORES, named).fetchall()))
+
+
+def canary_rewards(
+    ledger: duckdb.DuckDBPyConnection, release: Release
+) -> list[tuple[float, str, bool, float]]:
+    """Return a canary's rewards by order of arrival: (rated at, unit, whether of the canary, reward).
+
+    Of requests of users that have a unit, since the canary's start; each by its first rating, until the
+    release's end.
+    """
+    named = {"policy": release.policy, "revision": release.revision, "baseline": release.baseline}
+    ended = release.updated_at if release.state != "running" else float("inf")
+    return ledger.execute(REWARDS, named | {"started": release.canary_started_at, "ended": ended}).fetchall()
+
+
+def named_rows(found: duckdb.DuckDBPyConnection) -> list[dict[str, Any]]:
+    """Return the rows that were found, each by its columns' names."""
+    names = [column[0] for column in found.description or []]
+    return [dict(zip(names, row, strict=True)) for row in found.fetchall()]
