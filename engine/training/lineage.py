@@ -5,6 +5,7 @@ begins at the base. Knows catalog and manifests. Knows neither trainer nor engin
 """
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 from engine.adapters.manifests import stored_manifest
@@ -48,16 +49,13 @@ def _standing(paths: Paths, policy: str) -> tuple[str | None, int]:
     """Return the champion and how many releases were refused in its favour."""
     from engine.catalog.catalog import Catalog
 
-    catalog = Catalog(paths.catalog_url)
-    try:
-        champion = catalog.routes.get(policy).champion
-    except NotFound:
-        return None, 0
-    else:
+    with closing(Catalog(paths.catalog_url)) as catalog:
+        try:
+            champion = catalog.routes.get(policy).champion
+        except NotFound:
+            return None, 0
         ended = [release for release in catalog.releases.all(policy) if release.baseline == champion]
         return champion, sum(release.state in ("held", "rolled_back") for release in ended)
-    finally:
-        catalog.close()
 
 
 def _continues(

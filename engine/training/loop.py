@@ -10,6 +10,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -60,8 +61,7 @@ def train(
     """
     check_task(config.task)
     began = time.monotonic()
-    run = prepare(params, policy, config, key)
-    try:
+    with closing(prepare(params, policy, config, key)) as run:
         session = open_session(run)
         while session.step < config.steps:
             session = next_step(run, session)
@@ -69,8 +69,6 @@ def train(
                 on_step(session.history[-1])
         exported = export_revision(run, session)
         run.client.close_session(session)
-    finally:
-        run.close()
     assert exported.directory is not None
     seconds = time.monotonic() - began
     return Trained(

@@ -19,10 +19,9 @@ import torch
 
 from engine.base.resident import ensure_base
 from engine.settings.params import BaseConfig, load_params
-from engine.training.model.fused import Call, forward_backward_many, is_worth_fusing
 from engine.training.model.lora import ResidentBase
 from engine.training.model.packing import Example, TokenRow
-from engine.training.model.update import forward_backward
+from engine.training.model.update import Call, forward_backward, is_worth_fusing
 
 POLICIES = (1, 3, 9)
 SAMPLES = (8, 16, 32, 128)
@@ -60,7 +59,7 @@ def calls_of(base: ResidentBase, policies: int, samples: int) -> list[Call]:
 
 def in_turns(base: ResidentBase, calls: list[Call]) -> None:
     for call in calls:
-        forward_backward(base, call.adapter, call.data, call.loss, call.config)
+        forward_backward(base, [call])
 
 
 def gradients(calls: list[Call], run: Callable[[], object]) -> list[torch.Tensor]:
@@ -84,7 +83,7 @@ def compare(base: ResidentBase, calls: list[Call], repeats: int) -> tuple[dict[s
     """Return the medians of both ways, and whether their gradients agree."""
     ways = {
         "turns": lambda: in_turns(base, calls),
-        "fused": lambda: forward_backward_many(base, calls),
+        "fused": lambda: forward_backward(base, calls),
     }
     one, other = (gradients(calls, run) for run in ways.values())
     worst = max((left - right).abs().max().item() for left, right in zip(one, other, strict=True))

@@ -82,7 +82,8 @@ def rows(count: int, length: int):
 
 def test_memory_and_answers_are_as_planned(params: Params, base: Path) -> None:
     """One test, since each part's memory is measured on top of the one before."""
-    from engine.training.model.update import forward_backward
+    from training_pass import one_pass
+
     from engine.training.service.app import load_base
 
     found = gpu.planned(params)
@@ -98,7 +99,7 @@ def test_memory_and_answers_are_as_planned(params: Params, base: Path) -> None:
 
     adapter = resident.new_adapter(RANK, 2.0 * RANK, TARGETS, torch.Generator().manual_seed(3))
     torch.cuda.reset_peak_memory_stats()
-    forward_backward(resident, adapter, rows(TOKENS // LENGTH, LENGTH), "dapo", {})
+    one_pass(resident, adapter, rows(TOKENS // LENGTH, LENGTH), "dapo", {})
     activations = torch.cuda.max_memory_allocated() - loaded
     show("activations of a microbatch", found.trainer_activations, activations)
     assert activations < found.trainer_activations + found.trainer_adapters

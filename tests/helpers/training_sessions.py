@@ -1,6 +1,7 @@
 """Sessions of the trainer, opened and trained on data that a step's number decides."""
 
 import torch
+from training_pass import gather
 
 from engine.training.model.packing import Example, TokenRow
 from engine.training.service.protocol import AdamParams, CreateSession, OptimStep
@@ -26,7 +27,7 @@ def train_one(session: Session, number: int, request_id: str | None = None, voca
     data = [
         Example(TokenRow(tuple(row), 5), (-2.0,) * 4, (float(i) - 1.5,) * 4) for i, row in enumerate(tokens)
     ]
-    session.forward_backward(data, "dapo", {})
+    gather(session, data)
     session.optim_step(
         OptimStep(
             request_id=request_id or f"step-{number}", session=session.name, fence=0, adam_params=ADAM,

@@ -1,7 +1,7 @@
 """Policy losses as pure functions: a group's advantages, which groups teach, and every loss with its paper.
 
 A loss returns a term for each token, and which tokens its clip holds back. What the mean is taken over is in
-`LOSSES`, since it needs the whole batch: `update.py` sums the terms against `Tokens.weight_T`.
+`LOSSES`, since it needs the whole batch: `objective.py` weighs the terms by `Tokens.weight_T`.
 
 Shape suffixes: _P problems, _G samples of one problem, _T completion tokens one after another, _N sequences.
 """

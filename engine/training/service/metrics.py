@@ -58,6 +58,7 @@ class TrainerMetrics:
             try:
                 return work(request)
             except BaseException as error:
+                # Counted whatever it is; it goes on to whoever asked.
                 outcome = type(error).__name__
                 raise
             finally:

@@ -68,6 +68,7 @@ class Operation:
         try:
             self.future.set_result(self.work(self.request))
         except BaseException as error:
+            # `SystemExit` too, which a loss of one's own may raise: the one thread goes on.
             self.future.set_exception(error)
 
 

@@ -6,7 +6,7 @@ session goes on from its last step bit for bit. Gradients are not stored: after 
 session had to leave memory, the step is to be repeated.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,6 @@ import torch
 
 from engine.errors import BaseModelError, Conflict, NotFound, ServiceError
 from engine.training.model.lora import ResidentBase
-from engine.training.model.packing import Example
-from engine.training.model.update import Backward, forward_backward
 from engine.training.service import state
 from engine.training.service.protocol import CreateSession, OptimStep, SessionInfo
 
@@ -36,7 +34,8 @@ class Session:
 
     `opened` is the request that opened it last, with rank, alpha and targets said; `done` are the results
     of all requests that changed what is stored, so that none is ever done twice, however late it comes
-    again: a tenth of what the history takes. `calls` are the gathered forward_backward calls.
+    again: a tenth of what the history takes. `calls` are the forward_backward calls whose gradients the
+    adapter has gathered; who makes them counts them.
     """
 
     def __init__(self, directory: Path, base: ResidentBase, base_digest: str, opened: CreateSession):
@@ -83,21 +82,6 @@ class Session:
             f"Session {self.name!r} has gradients of {self.calls} calls after step {self.step}, not of "
             f"{gathered}; the trainer may have been restarted since. Open it again and repeat the step."
         )
-
-    def forward_backward(
-        self,
-        data: Sequence[Example],
-        loss: str,
-        config: Mapping[str, Any],
-        between: Callable[[], None] = lambda: None,
-    ) -> Backward:
-        """Add the gradients of `data` to those gathered since the last step; what fails leaves them alone.
-
-        `between` is called before each microbatch and may raise to end the call.
-        """
-        found = forward_backward(self.base, self.adapter, data, loss, config, between)
-        self.calls += 1
-        return found
 
     def optim_step(self, request: OptimStep) -> dict[str, Any]:
         """Apply the gathered gradients and store everything. The same request twice is applied once.

@@ -5,7 +5,7 @@ by `queue`. Small `forward_backward` of several sessions share a pass. Knows not
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict
@@ -16,15 +16,14 @@ from typing import Any
 from engine.catalog.catalog import Policy
 from engine.errors import ConfigError, GraftworkError, NotFound
 from engine.settings.params import Params
-from engine.training.model.fused import Call, forward_backward_many, is_small, is_worth_fusing
 from engine.training.model.lora import ResidentBase
 from engine.training.model.packing import Example, TokenRow
-from engine.training.model.replay import decode, mask_unknown
-from engine.training.model.update import Backward, Objective, check, forward
+from engine.training.model.replay import decode
+from engine.training.model.update import Call, check_rows, forward_backward, is_small, is_worth_fusing
 from engine.training.service import protocol
 from engine.training.service.export import Exporter
 from engine.training.service.metrics import TrainerMetrics, peak_memory
-from engine.training.service.queue import Operation, Queue, alone, joined
+from engine.training.service.queue import Operation, Queue, joined
 from engine.training.service.session import Session, answer
 from engine.training.service.sessions import Sessions
 from engine.training.service.start import start_of
@@ -44,8 +43,7 @@ class Trainer:
         self.params, self.base, self.base_digest, self.exporter = params, base, base_digest, exporter
         # Measured on a CPU alone.
         self.fuses = params.trainer.fuse == "auto" and base.packs and base.device.type == "cpu"
-        choose = joined if self.fuses else alone
-        self.queue = Queue(params.trainer.queue_of_session, params.trainer.queue, choose, self._perform)
+        self.queue = Queue(params.trainer.queue_of_session, params.trainer.queue, joined, self._perform)
         self.sessions = Sessions(params.paths.sessions, base, base_digest, session_bytes, self.queue.waiting)
         self.metrics = TrainerMetrics()
         # Grows over restarts too, so that a fence of an earlier process is never accepted again.
@@ -124,20 +122,35 @@ class Trainer:
         """Return each datum's log-probabilities under the session's adapter."""
         session = self.sessions.writable(request)
         rows = [example.row for example in self._examples(request.forward_input.data)]
-        logprobs = forward(self.base, session.adapter, rows, self._between(request))
+        check_rows(self.base, rows)
+        logprobs = self.base.score(session.adapter, rows, self._between(request))
         return {"loss_fn_outputs": _outputs(logprobs), "metrics": {"tokens": sum(map(len, logprobs))}}
 
     def forward_backward(self, request: protocol.ForwardBackward) -> dict[str, Any]:
-        session = self.sessions.writable(request)
+        """Gather the gradients of one request in a pass of its own."""
+        return self._gather({self.queue.operation(request.request_id): self._called(request)})[0]
+
+    def _called(self, request: protocol.ForwardBackward) -> tuple[Session, Call]:
+        session, given = self.sessions.writable(request), request.forward_backward_input
         session.expect(request.gathered)
-        given = request.forward_backward_input
         data = self._examples(given.data)
-        data, unknown = self._known(data, given) if given.router_replay else (data, 0)
-        found = session.forward_backward(data, given.loss_fn, given.loss_fn_config, self._between(request))
-        result = _learned(found)
-        if given.router_replay:
-            result["metrics"]["masked"] |= {"router_replay": unknown}
-        return result
+        call = Call(session.adapter, data, given.loss_fn, given.loss_fn_config, given.router_replay)
+        return session, call
+
+    def _gather(self, called: Mapping[Operation, tuple[Session, Call]]) -> list[dict[str, Any]]:
+        """Gather gradients in one pass and return the results; whatever is raised, nothing was gathered."""
+        found = forward_backward(
+            self.base, [call for _, call in called.values()], partial(_all_go_on, list(called))
+        )
+        for session, _ in called.values():
+            session.calls += 1
+        return [
+            {
+                "loss_fn_outputs": _outputs(one.logprobs),
+                "metrics": {**asdict(one.metrics), "peak_memory": peak_memory()},
+            }
+            for one in found
+        ]
 
     def _between(self, request: protocol.Request) -> Callable[[], None]:
         """Return what ends a request's operation between two parts once it was called off."""
@@ -159,44 +172,30 @@ class Trainer:
         """
         began = time.monotonic()
         try:
-            prepared = self._calls(operations)
-            calls = [call for _, call in prepared.values()]
-            if not is_worth_fusing(self.base, calls):
+            called = self._at_hand(operations)
+            if not is_worth_fusing(self.base, [call for _, call in called.values()]):
                 return {}
-            found = forward_backward_many(self.base, calls, partial(_all_go_on, list(prepared)))
+            results = self._gather(called)
         except BaseException:
             # A loss by import path may raise anything, `SystemExit` too: the trainer's one thread goes on.
             self.metrics.unfused.inc()
             return {}
-        for session, _ in prepared.values():
-            session.calls += 1
-            self.metrics.observe_operation("forward_backward", (time.monotonic() - began) / len(calls))
-        self.metrics.fused.inc(len(calls))
-        return {operation: _learned(one) for operation, one in zip(prepared, found, strict=True)}
+        for _ in results:
+            self.metrics.observe_operation("forward_backward", (time.monotonic() - began) / len(results))
+        self.metrics.fused.inc(len(results))
+        return dict(zip(called, results, strict=True))
 
-    def _calls(self, operations: Sequence[Operation]) -> dict[Operation, tuple[Session, Call]]:
+    def _at_hand(self, operations: Sequence[Operation]) -> dict[Operation, tuple[Session, Call]]:
         """Return what can share a pass now: writable, and in memory, so that none leaves for another."""
-        calls = {}
+        called = {}
         for operation in operations:
             known, request = self.sessions.find(operation.line), operation.request
             assert isinstance(request, protocol.ForwardBackward)
-            if known is None or known.session is None:
-                continue
-            # Its own turn says what is wrong.
-            with suppress(GraftworkError):
-                session, given = self.sessions.writable(request), request.forward_backward_input
-                session.expect(request.gathered)
-                data = self._examples(given.data)
-                calls[operation] = session, Call(session.adapter, data, given.loss_fn, given.loss_fn_config)
-        return calls
-
-    def _known(
-        self, data: Sequence[Example], given: protocol.ForwardBackwardInput
-    ) -> tuple[list[Example], int]:
-        """Return what has known experts; what is wrong is refused by its number in all that was sent."""
-        loss = Objective.of(given.loss_fn, given.loss_fn_config).loss
-        check(self.base, data, given.loss_fn, loss)
-        return mask_unknown(data, loss.unit)
+            if known and known.session:
+                # Its own turn says what is wrong.
+                with suppress(GraftworkError):
+                    called[operation] = self._called(request)
+        return called
 
     def _examples(self, data: Sequence[protocol.Datum]) -> list[Example]:
         examples = [example_of(datum) for datum in data]
@@ -268,14 +267,9 @@ def is_joinable(request: protocol.ForwardBackward) -> bool:
     given = request.forward_backward_input
     if request.gathered or given.router_replay or any(datum.routed_experts for datum in given.data):
         return False
-    with suppress(ConfigError, ValueError, OverflowError):
+    with suppress(ConfigError):
         return is_small([example_of(datum).row for datum in given.data])
     return False
-
-
-def _learned(found: Backward) -> dict[str, Any]:
-    metrics = {**asdict(found.metrics), "peak_memory": peak_memory()}
-    return {"loss_fn_outputs": _outputs(found.logprobs), "metrics": metrics}
 
 
 def _outputs(logprobs: Sequence[Sequence[float]]) -> list[dict[str, Any]]:

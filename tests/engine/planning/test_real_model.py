@@ -13,6 +13,7 @@ import torch
 import yaml
 from real_model_page import DATA, DOC, QWEN3_06B, ROWS, doc_settings, flat
 from repository import ROOT
+from training_pass import one_pass
 
 from engine.adapters import packed
 from engine.base.families import FUSED
@@ -24,8 +25,8 @@ from engine.settings.params import Params
 from engine.settings.services import EngineConfig, TrainerConfig
 from engine.training.model import lora
 from engine.training.model.lora import ResidentBase
+from engine.training.model.objective import Objective, tokens_of
 from engine.training.model.packing import TokenRow
-from engine.training.model.update import Objective, forward_backward, tokens_of
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -43,7 +44,7 @@ def moved(base: ResidentBase, targets: tuple[str, ...] = TARGETS):
 
 def gradients(base: ResidentBase, targets: tuple[str, ...] = TARGETS):
     adapter = moved(base, targets)
-    found = forward_backward(base, adapter, DATA, "dapo", {})
+    found = one_pass(base, adapter, DATA, "dapo", {})
     return found, {key: factor.grad for key, factor in adapter.factors.items()}
 
 
@@ -110,7 +111,7 @@ def test_small_steps_are_not_lost_in_bfloat16(narrow):
     """A step of 1e-5 vanishes beside a bfloat16 number over 0.1; in float32 it is kept."""
     adapter = moved(narrow)
     before = {key: factor.detach().clone() for key, factor in adapter.factors.items()}
-    forward_backward(narrow, adapter, DATA, "dapo", {})
+    one_pass(narrow, adapter, DATA, "dapo", {})
     adapter.step(1e-5, (0.9, 0.95), 1e-8, 0.0, 1.0)
     key = next(key for key in before if key.endswith("lora_B"))
     large = before[key].abs() > 0.1
@@ -149,7 +150,7 @@ def test_on_another_device_nothing_is_left_on_the_cpu(tiny_base, monkeypatch):
 
 def test_a_session_of_any_device_is_stored_on_the_cpu(narrow):
     adapter = moved(narrow)
-    forward_backward(narrow, adapter, DATA, "dapo", {})
+    one_pass(narrow, adapter, DATA, "dapo", {})
     adapter.step(1e-2, (0.9, 0.95), 1e-8, 0.0, 1.0)
     stored = adapter.state_dict()
     moments = [value for state in stored["optimizer"]["state"].values() for value in state.values()]
@@ -158,7 +159,7 @@ def test_a_session_of_any_device_is_stored_on_the_cpu(narrow):
     # As it comes back from its file: with tensors of its own.
     again.load_state_dict(copy.deepcopy(stored))
     for one in (adapter, again):
-        forward_backward(narrow, one, DATA, "dapo", {})
+        one_pass(narrow, one, DATA, "dapo", {})
         one.step(1e-2, (0.9, 0.95), 1e-8, 0.0, 1.0)
     assert all(torch.equal(adapter.factors[key], again.factors[key]) for key in adapter.factors)
 

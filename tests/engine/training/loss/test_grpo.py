@@ -16,7 +16,7 @@ from engine.training.loss.grpo import (
     kl_to_base,
     loss_of,
 )
-from engine.training.model.update import Objective
+from engine.training.model.objective import Objective
 
 # A group of two answers of two tokens each. Ratios trainer/sampler 1.5, 0.9 and 0.5, 1.1; advantages 1, -1.
 RATIO = torch.tensor([1.5, 0.9, 0.5, 1.1])

@@ -11,7 +11,7 @@ from engine.settings.forms import AdaptForm
 from engine.settings.losses import LossConfig, loss_config
 from engine.settings.params import PolicyConfig
 from engine.training.loss.grpo import LOSSES, Tokens
-from engine.training.model.update import Objective
+from engine.training.model.objective import Objective
 from engine.training.rollout_data import Drawn, Judged, Sampler, build_data
 from engine.training.rollouts import Sample
 

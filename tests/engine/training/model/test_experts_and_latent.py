@@ -8,6 +8,7 @@ from close_rows import close
 from parity import merge
 from real_model_page import DATA, ROWS, flat
 from torch.func import functional_call
+from training_pass import one_pass
 from training_sessions import BASE, factors, opening, same, train_one
 
 from engine.adapters import packed
@@ -16,7 +17,6 @@ from engine.errors import AdapterError, BaseModelError
 from engine.training.model import lora
 from engine.training.model.experts import ExpertMatmul, SortedPairs
 from engine.training.model.lora import ResidentBase
-from engine.training.model.update import forward_backward
 from engine.training.service.session import CURRENT, Session
 
 SMALL = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 40, "num_attention_heads": 2}
@@ -138,7 +138,7 @@ def test_peft_opens_what_is_exported_and_computes_the_same(bases, paths, kind, c
 
 def gradients(base: ResidentBase, targets, loss: str = "dapo"):
     adapter = moved(base, targets)
-    found = forward_backward(base, adapter, DATA, loss, {})
+    found = one_pass(base, adapter, DATA, loss, {})
     grads = {key: factor.grad.clone() for key, factor in adapter.factors.items()}
     adapter.clear_gradients()
     return adapter, found, grads
@@ -154,7 +154,7 @@ def test_gradients_are_finite_differences(bases, kind):
         for sign in (1, -1):
             with torch.no_grad():
                 factor += sign * 3e-3 * direction
-            losses.append(forward_backward(base, adapter, DATA, "importance_sampling", {}).metrics.loss)
+            losses.append(one_pass(base, adapter, DATA, "importance_sampling", {}).metrics.loss)
             adapter.clear_gradients()
             with torch.no_grad():
                 factor -= sign * 3e-3 * direction
@@ -244,7 +244,7 @@ def test_on_policy_the_ratio_is_one(bases):
         adapter = moved(base, base.shapes.targets)
         old = base.score(adapter, ROWS)
         data = [replace(example, old_logprobs=tuple(row)) for example, row in zip(DATA, old, strict=True)]
-        assert forward_backward(base, adapter, data, "dapo", {}).metrics.importance_ratio == pytest.approx(
+        assert one_pass(base, adapter, data, "dapo", {}).metrics.importance_ratio == pytest.approx(
             1.0, abs=1e-5
         )
 

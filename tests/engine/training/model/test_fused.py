@@ -9,10 +9,9 @@ from moe_bases import qwen3_moe
 from packed_rows import ROWS
 
 from engine.errors import ConfigError
-from engine.training.model.fused import Call, forward_backward_many, is_worth_fusing
 from engine.training.model.lora import ResidentBase
 from engine.training.model.packing import Example, TokenRow
-from engine.training.model.update import forward_backward
+from engine.training.model.update import Call, forward_backward, is_worth_fusing
 
 # Policies of different rank, alpha and targets, some of them with the same.
 POLICIES = (
@@ -144,9 +143,9 @@ def test_calls_of_several_sessions_give_what_each_gives_alone(bases, monkeypatch
     base = bases["moe"]
     monkeypatch.setattr(base, "microbatch_tokens", budget)
     fused, single = adapters(base), adapters(base)
-    results = forward_backward_many(base, calls_of(fused))
+    results = forward_backward(base, calls_of(fused))
     for number, call in enumerate(calls_of(single)):
-        wanted = forward_backward(base, call.adapter, call.data, call.loss, call.config)
+        wanted = forward_backward(base, [call])[0]
         for found, value in zip(results[number].logprobs, wanted.logprobs, strict=True):
             assert found == pytest.approx(value, abs=1e-5)
         found, value = asdict(results[number].metrics), asdict(wanted.metrics)
@@ -162,12 +161,12 @@ def test_a_call_that_fails_leaves_every_policys_gradients(bases):
     base = bases["dense"]
     policies = adapters(base)
     calls = calls_of(policies)
-    forward_backward_many(base, calls)
+    forward_backward(base, calls)
     before = [{key: factor.grad.clone() for key, factor in one.factors.items()} for one in policies]
     broken = replace(calls[2].data[1], advantages=(float("nan"),) * calls[2].data[1].row.length)
     calls[2] = replace(calls[2], data=[calls[2].data[0], broken, *calls[2].data[2:]])
     with pytest.raises(ConfigError, match="loss of sample 1 is not a finite number"):
-        forward_backward_many(base, calls)
+        forward_backward(base, calls)
     for one, gradients in zip(policies, before, strict=True):
         assert all(torch.equal(factor.grad, gradients[key]) for key, factor in one.factors.items())
 
@@ -186,8 +185,8 @@ def test_only_small_calls_of_several_policies_are_fused(bases, monkeypatch):
     replaying = [replace(calls[0], data=[routed]), *calls[1:]]
     assert not is_worth_fusing(base, replaying)
     with pytest.raises(ConfigError, match="cannot share a pass: a sample has routed_experts"):
-        forward_backward_many(base, replaying)
+        forward_backward(base, replaying)
     monkeypatch.setattr(base, "packs", False)
     assert not is_worth_fusing(base, calls)
     with pytest.raises(ConfigError, match="cannot share a pass"):
-        forward_backward_many(base, calls)
+        forward_backward(base, calls)

@@ -3,11 +3,11 @@
 import pytest
 import torch
 from close_rows import close
+from training_pass import one_pass
 
 from engine.errors import AdapterError, ConfigError
 from engine.training.model.lora import ResidentBase
 from engine.training.model.packing import Example, TokenRow
-from engine.training.model.update import forward_backward
 
 TARGETS = ("q_proj", "v_proj", "down_proj")
 ROWS = [TokenRow((5, 9, 30, 31, 32), 2), TokenRow((7, 8, 40), 1), TokenRow((11, 12, 13, 14, 15, 16, 17), 6)]
@@ -82,7 +82,7 @@ def test_training_one_adapter_changes_no_other(base):
     one, two = moved(base, 3), moved(base, 4, rank=2, targets=("o_proj",))
     before = base.score(two, ROWS), base.score(None, ROWS)
     for _ in range(3):
-        forward_backward(
+        one_pass(
             base,
             one,
             [
@@ -111,7 +111,7 @@ def test_the_gradient_does_not_depend_on_the_packing(base):
     gradients = []
     for budget in (7, 64):
         base.microbatch_tokens = budget
-        forward_backward(base, adapter, data, "dapo", {})
+        one_pass(base, adapter, data, "dapo", {})
         gradients.append({key: factor.grad.clone() for key, factor in adapter.factors.items()})
         adapter.clear_gradients()
     for key, gradient in gradients[0].items():
@@ -122,7 +122,7 @@ def test_the_gradient_does_not_depend_on_the_packing(base):
 def test_on_policy_the_ratio_is_one_and_the_gradient_is_finite_differences(base):
     adapter = moved(base, 6)
     data = examples_of(base, adapter)
-    found = forward_backward(base, adapter, data, "dapo", {})
+    found = one_pass(base, adapter, data, "dapo", {})
     assert found.metrics.importance_ratio == pytest.approx(1.0, abs=1e-5)
     assert found.metrics.tokens == sum(len(row.tokens) - row.start for row in ROWS)
     key = next(key for key in adapter.factors if key.endswith("down_proj.lora_B"))
@@ -164,4 +164,4 @@ def test_unknown_targets_and_losses_are_named(base):
     with pytest.raises(ConfigError, match="no projections z_proj"):
         base.new_adapter(4, 8.0, ("z_proj",), torch.Generator())
     with pytest.raises(ConfigError, match="no loss 'hope'"):
-        forward_backward(base, moved(base, 8), examples_of(base, None), "hope", {})
+        one_pass(base, moved(base, 8), examples_of(base, None), "hope", {})

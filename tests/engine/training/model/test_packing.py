@@ -5,12 +5,12 @@ import torch
 from mla_bases import deepseek_v3
 from moe_bases import glm4_moe, qwen3_moe
 from packed_rows import ROWS
+from training_pass import one_pass
 
 from engine.training.model import lora
 from engine.training.model.lora import ResidentBase
 from engine.training.model.microbatches import microbatches
 from engine.training.model.packing import Example, TokenRow, can_pack, pack
-from engine.training.model.update import forward_backward
 
 KINDS = ("dense", "moe", "glm", "mla")
 
@@ -52,7 +52,7 @@ def data(seed: int = 2) -> list[Example]:
 
 
 def gradients(base: ResidentBase, adapter) -> dict[str, torch.Tensor]:
-    forward_backward(base, adapter, data(), "importance_sampling", {})
+    one_pass(base, adapter, data(), "importance_sampling", {})
     found = {key: factor.grad.clone() for key, factor in adapter.factors.items()}
     adapter.clear_gradients()
     return found

@@ -11,6 +11,7 @@ import pytest
 import torch
 from mla_bases import deepseek_v3
 from moe_bases import qwen3_moe
+from training_pass import one_pass
 
 from engine.base.resident import BaseInfo
 from engine.catalog.catalog import migrate
@@ -21,7 +22,6 @@ from engine.settings.services import EngineConfig
 from engine.training.model.lora import ResidentBase
 from engine.training.model.packing import Example, TokenRow, pack
 from engine.training.model.replay import decode, mask_unknown
-from engine.training.model.update import forward, forward_backward
 from engine.training.run import prepare
 from engine.training.service import protocol
 from engine.training.service.trainer import example_of
@@ -90,7 +90,7 @@ def examples(rows: list[TokenRow]) -> list[Example]:
 
 def gradients(base: ResidentBase, rows: list[TokenRow]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     adapter = adapter_of(base)
-    found = forward_backward(base, adapter, examples(rows), "importance_sampling", {})
+    found = one_pass(base, adapter, examples(rows), "importance_sampling", {})
     logprobs = torch.tensor([value for row in found.logprobs for value in row])
     return logprobs, {key: factor.grad.clone() for key, factor in adapter.factors.items()}
 
@@ -104,9 +104,9 @@ def test_the_trainers_own_experts_change_nothing(bases, kind):
     torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
     for key, grad in wanted.items():
         torch.testing.assert_close(grads[key], grad, rtol=1e-5, atol=1e-6)
-    assert forward_backward(base, adapter, examples(ROWS), "dapo", {}).metrics.out_of_route is None
+    assert one_pass(base, adapter, examples(ROWS), "dapo", {}).metrics.out_of_route is None
     # The base, whose experts are others here and there, is not counted.
-    found = forward_backward(base, adapter, examples(routed), "dapo", {"kl": 0.1})
+    found = one_pass(base, adapter, examples(routed), "dapo", {"kl": 0.1})
     assert found.metrics.out_of_route == 0.0
 
 
@@ -175,18 +175,18 @@ def test_only_a_call_s_own_tokens_are_counted(bases):
     own = examples([replace(row, routes=own_routes(base, row, adapter)) for row in ROWS])
 
     def leaves_a_score() -> None:
-        forward(base, other, strays)
+        base.score(other, strays)
 
     def leaves_a_failure() -> None:
         broken = [replace(one, advantages=(math.nan,) * one.row.length) for one in examples(strays)]
         with pytest.raises(ConfigError, match="not a finite number"):
-            forward_backward(base, other, broken, "dapo", {})
+            one_pass(base, other, broken, "dapo", {})
 
     for leaves in (leaves_a_score, leaves_a_failure):
         leaves()
-        found = forward_backward(base, adapter, own, "dapo", {})
+        found = one_pass(base, adapter, own, "dapo", {})
         assert found.metrics.out_of_route == 0.0
-    assert forward_backward(base, other, examples(strays), "dapo", {}).metrics.out_of_route > 0
+    assert one_pass(base, other, examples(strays), "dapo", {}).metrics.out_of_route > 0
 
 
 def test_what_has_no_known_experts_is_left_out_and_counted(bases):
@@ -224,7 +224,7 @@ def test_a_sample_keeps_its_number_when_others_are_left_out(bases):
     whole[0] = replace(whole[0], row=replace(whole[0].row, routes=None))
     whole[2] = replace(whole[2], advantages=(math.inf,) * whole[2].row.length)
     with pytest.raises(ConfigError, match="The loss of sample 2 is not a finite number"):
-        forward_backward(base, adapter, mask_unknown(whole)[0], "dapo", {})
+        one_pass(base, adapter, mask_unknown(whole)[0], "dapo", {})
 
 
 def test_samples_share_a_prompt_whose_experts_are_alike(bases):

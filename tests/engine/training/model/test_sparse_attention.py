@@ -8,6 +8,7 @@ import pytest
 import torch
 from mla_bases import deepseek_v32
 from own_ports import own_ports
+from training_pass import gather
 
 from engine.catalog.catalog import Catalog, Policy, migrate
 from engine.errors import ConfigError
@@ -70,7 +71,7 @@ def test_a_session_learns_given_answers_and_its_revision_opens_in_peft(base, pat
     session = Session(tmp_path / "session", base, "b" * 64, opened(base))
     losses = []
     for step in range(8):
-        found = session.forward_backward([Example(row) for row in ROWS], "cross_entropy", {})
+        found = gather(session, [Example(row) for row in ROWS], "cross_entropy")
         losses.append(found.metrics.loss)
         adam = AdamParams(learning_rate=1e-2)
         session.optim_step(OptimStep(request_id=str(step), session="dsa-1", fence=0, adam_params=adam))

@@ -10,15 +10,15 @@ from functools import partial
 import pytest
 import torch
 from loss_reference import BUDGET, reference
+from training_pass import gather, one_pass
 
 from engine.errors import ConfigError
 from engine.settings.losses import CORRECTIONS
 from engine.training.loss.grpo import LOSSES
 from engine.training.loss.measures import MicrobatchStats, measure
-from engine.training.model.fused import Call, forward_backward_many
 from engine.training.model.lora import ResidentBase
 from engine.training.model.packing import Example, TokenRow
-from engine.training.model.update import forward, forward_backward
+from engine.training.model.update import Call, check_rows, forward_backward
 from engine.training.service.protocol import AdamParams, CreateSession, OptimStep
 from engine.training.service.session import Session
 
@@ -71,7 +71,7 @@ def given(loss: str, data: list[Example]) -> tuple[list[Example], dict]:
 
 
 def gradients(base, adapter, data, loss, config):
-    found = forward_backward(base, adapter, data, loss, config)
+    found = one_pass(base, adapter, data, loss, config)
     taken = {key: factor.grad.clone() for key, factor in adapter.factors.items()}
     adapter.clear_gradients()
     return found, taken
@@ -124,7 +124,7 @@ def test_calls_add_up(base, adapter, data):
     """Two calls gather the sum of what each would alone."""
     _, one = gradients(base, adapter, data[:4], "dapo", {})
     _, two = gradients(base, adapter, data[4:], "dapo", {})
-    forward_backward(base, adapter, data[:4], "dapo", {})
+    one_pass(base, adapter, data[:4], "dapo", {})
     _, both = gradients(base, adapter, data[4:], "dapo", {})
     for key, gradient in both.items():
         torch.testing.assert_close(gradient, one[key] + two[key], atol=1e-7, rtol=1e-6)
@@ -146,14 +146,14 @@ def test_a_loss_that_is_no_number_changes_nothing(base, data, tmp_path, monkeypa
     used = with_budget(base, monkeypatch, 9)
     bad = broken(data, 4, advantages=(1.0, value, 1.0, 1.0, 1.0))
     for session in (kept, other):
-        session.forward_backward(data[:2], "dapo", {})
+        gather(session, data[:2])
     before = {key: factor.grad.clone() for key, factor in kept.adapter.factors.items()}
     ran = []
     monkeypatch.setattr(
-        used, "using", lambda adapter, using=used.using: ran.append(adapter) or using(adapter)
+        used, "using_many", lambda counts, using=used.using_many: ran.append(counts) or using(counts)
     )
     with pytest.raises(ConfigError, match="The loss of sample 4 is not a finite number"):
-        kept.forward_backward(bad, "dapo", {})
+        gather(kept, bad)
     assert len(ran) > 1
     assert all(torch.equal(before[key], factor.grad) for key, factor in kept.adapter.factors.items())
     for session in (kept, other):
@@ -174,7 +174,7 @@ def test_a_gradient_that_is_no_number_is_found_too(base, adapter, data, tmp_path
     used = with_budget(base, monkeypatch, 64)
     first = used.microbatches(ROWS)[0][0]
     with pytest.raises(ConfigError, match=f"The loss of sample {first} is not a finite number"):
-        forward_backward(used, adapter, data, "python:steep:loss", {"options": {"far": 1.0}})
+        one_pass(used, adapter, data, "python:steep:loss", {"options": {"far": 1.0}})
     assert all(factor.grad is None for factor in adapter.factors.values())
 
 
@@ -206,10 +206,10 @@ def test_a_loss_of_ones_own_that_hangs_is_given_up(base, adapter, data, tmp_path
     (tmp_path / "hanging_import.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.syspath_prepend(tmp_path)
     loss = "python:hanging_import:loss" if name == "when_imported" else f"python:hanging:{name}"
-    forward_backward(base, adapter, data[:2], "dapo", {})
+    one_pass(base, adapter, data[:2], "dapo", {})
     before = {key: factor.grad.clone() for key, factor in adapter.factors.items()}
     with pytest.raises(ConfigError, match=f"The loss {loss} took longer than 0.5 s.*raise its `timeout_s`"):
-        forward_backward(base, adapter, data, loss, {"timeout_s": 0.5})
+        one_pass(base, adapter, data, loss, {"timeout_s": 0.5})
     assert all(torch.equal(before[key], factor.grad) for key, factor in adapter.factors.items())
     adapter.clear_gradients()
     # What would take time from everybody for ever has ended.
@@ -221,11 +221,11 @@ def test_a_loss_of_ones_own_that_hangs_is_given_up(base, adapter, data, tmp_path
 
 def test_a_gradient_that_overflows_in_the_base_is_refused(base, adapter, data):
     """Every term and its slope are finite, their products with the factors are not."""
-    forward_backward(base, adapter, data[:2], "dapo", {})
+    one_pass(base, adapter, data[:2], "dapo", {})
     before = {key: factor.grad.clone() for key, factor in adapter.factors.items()}
     huge = broken(data, 0, advantages=(-3e38, 3e38, -3e38))
     with pytest.raises(ConfigError, match="gradients with these samples are too large"):
-        forward_backward(base, adapter, huge[:1], "importance_sampling", {})
+        one_pass(base, adapter, huge[:1], "importance_sampling", {})
     assert all(torch.equal(before[key], factor.grad) for key, factor in adapter.factors.items())
     adapter.clear_gradients()
 
@@ -240,7 +240,7 @@ def of_norm(base, adapter, data: list[Example], norm: float) -> list[Example]:
 def test_gradients_of_which_only_the_norm_overflows_are_refused(base, adapter, data):
     """The clip would make nothing of them, and AdamW's second moment would be infinite for ever."""
     with pytest.raises(ConfigError, match="gradients with these samples are too large"):
-        forward_backward(base, adapter, of_norm(base, adapter, data, 1e20), "importance_sampling", {})
+        one_pass(base, adapter, of_norm(base, adapter, data, 1e20), "importance_sampling", {})
     assert all(factor.grad is None for factor in adapter.factors.values())
 
 
@@ -252,24 +252,24 @@ def test_gradients_that_overflow_only_together_are_refused(base, adapter, data, 
         Call(other, data, "importance_sampling", {}),
         Call(adapter, of_norm(base, adapter, data, 1.2e19), "importance_sampling", {}),
     ]
-    forward_backward_many(base, calls)
+    forward_backward(base, calls)
     factors = [factor for call in calls for factor in call.adapter.factors.values()]
     before = [factor.grad.clone() for factor in factors]
     one = calls[1]
-    again = partial(forward_backward, base, one.adapter, one.data, one.loss, one.config)
+    again = partial(one_pass, base, one.adapter, one.data, one.loss, one.config)
     with pytest.raises(ConfigError, match="gradients with these samples are too large"):
-        forward_backward_many(base, calls) if shared else again()
+        forward_backward(base, calls) if shared else again()
     assert all(torch.equal(*pair) for pair in zip(before, [factor.grad for factor in factors], strict=True))
     adapter.clear_gradients()
 
 
 def test_a_call_that_is_ended_between_microbatches_leaves_the_gradients(base, adapter, data, monkeypatch):
     used = with_budget(base, monkeypatch, 9)
-    forward_backward(used, adapter, data[:2], "dapo", {})
+    one_pass(used, adapter, data[:2], "dapo", {})
     before = {key: factor.grad.clone() for key, factor in adapter.factors.items()}
     turns = iter([None, None])
     with pytest.raises(StopIteration):
-        forward_backward(used, adapter, data, "dapo", {}, between=lambda: next(turns))
+        one_pass(used, adapter, data, "dapo", {}, between=lambda: next(turns))
     assert all(torch.equal(before[key], factor.grad) for key, factor in adapter.factors.items())
     adapter.clear_gradients()
 
@@ -315,7 +315,7 @@ def test_what_is_wrong_is_refused_before_anything_runs(base, adapter, data, chan
         patch.setattr(base, "logprobs", None)
         patch.setattr(base, "logprobs_and_entropy", None)
         with pytest.raises(ConfigError) as error:
-            forward_backward(base, adapter, change(data), loss, config)
+            one_pass(base, adapter, change(data), loss, config)
     assert sentence in str(error.value)
 
 
@@ -323,9 +323,10 @@ def test_the_limit_is_the_base_s_context_or_what_is_configured(base, tiny_base):
     context = json.loads((tiny_base / "config.json").read_text())["max_position_embeddings"]
     assert base.longest == context
     short = ResidentBase(tiny_base, threads=1, microbatch_tokens=64, longest=6)
-    assert forward(short, None, ROWS[:2]) == base.score(None, ROWS[:2])
+    check_rows(short, ROWS[:2])
+    assert short.score(None, ROWS[:2]) == base.score(None, ROWS[:2])
     with pytest.raises(ConfigError, match="Sample 2 has 7 tokens; the trainer takes 6"):
-        forward(short, None, ROWS)
+        check_rows(short, ROWS)
 
 
 def test_metrics_are_those_of_the_whole_batch(base, adapter, data, monkeypatch):
@@ -422,7 +423,7 @@ def test_a_few_steps_bring_what_the_loss_wants(base, data, loss):
     examples = [replace(example, old_logprobs=tuple(old)) for example, old in zip(data, before, strict=True)]
     examples, config = given(loss, examples)
     for _ in range(4):
-        forward_backward(base, fresh, examples, loss, config)
+        one_pass(base, fresh, examples, loss, config)
         fresh.step(1e-3, (0.9, 0.95), 1e-8, 0.0, 1.0)
     wanted = {"cross_entropy": [1.0] * 6, "dpo": [1.0, -1.0] * 3}.get(loss, ADVANTAGES)
     pairs = zip(wanted, before, base.score(fresh, ROWS), strict=True)

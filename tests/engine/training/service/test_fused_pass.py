@@ -16,8 +16,8 @@ from trainers import Live, Trainers, gradients
 from training_sessions import same
 
 from engine.errors import Cancelled, ConfigError, Conflict
-from engine.training.model.fused import FEW_TOKENS
 from engine.training.model.lora import ResidentBase
+from engine.training.model.update import FEW_TOKENS
 from engine.training.rollout_data import datum
 from engine.training.rollouts import Sample
 from engine.training.service import trainer as trainer_module
@@ -190,8 +190,8 @@ def test_a_loss_that_ends_the_process_ends_its_own_call_alone(trainers, tmp_path
 
 
 def cancelling(live: Live, id: str) -> Callable[..., Any]:
-    """Return `forward_backward_many` that finds an operation called off when its first microbatch is done."""
-    original, times = trainer_module.forward_backward_many, []
+    """Return `forward_backward` that finds an operation called off when its first microbatch is done."""
+    original, times = trainer_module.forward_backward, []
 
     def many(base: ResidentBase, calls: Any, between: Callable[[], None]) -> Any:
         def noted() -> None:
@@ -209,7 +209,7 @@ def test_one_that_is_cancelled_in_a_pass_is_the_only_one(trainers, base, monkeyp
     live = trainers.start()
     sessions, single = opened(live, 3), opened(live, 3, "alone")
     monkeypatch.setattr(base, "microbatch_tokens", 64)
-    monkeypatch.setattr(trainer_module, "forward_backward_many", cancelling(live, "c1"))
+    monkeypatch.setattr(trainer_module, "forward_backward", cancelling(live, "c1"))
     found = sent(live, [request(one, f"c{i}", data(i)) for i, one in enumerate(sessions)])
     assert isinstance(found[1], Cancelled)
     assert live.client._http.get("/operations/c1").json()["state"] == "cancelled"

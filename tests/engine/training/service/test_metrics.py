@@ -10,6 +10,7 @@ import pytest
 import torch
 from history import step_row
 from prometheus_client.parser import text_string_to_metric_families
+from training_pass import gather
 
 from engine.errors import Busy, Conflict
 from engine.problems.verifiers import FAULTS
@@ -61,7 +62,7 @@ def session(base: ResidentBase, directory, name: str, policy: str, rows: Iterabl
     )  # fmt: skip
     opened = Session(directory / name, base, "b" * 64, request)
     for row in rows:
-        opened.forward_backward([Example(TokenRow((5, 6, 7, 8), 2), (-2.0, -2.0), (1.0, 1.0))], "dapo", {})
+        gather(opened, [Example(TokenRow((5, 6, 7, 8), 2), (-2.0, -2.0), (1.0, 1.0))])
         opened.optim_step(
             OptimStep(
                 request_id=str(row["step"]), session=name, fence=0, adam_params=AdamParams(), record=row
@@ -97,7 +98,7 @@ def test_bytes_are_factors_gradients_and_moments(base, tmp_path, queue):
     fresh = session(base, tmp_path, "fresh", "sums")
     factors = sum(factor.numel() for factor in fresh.adapter.factors.values())
     assert adapter_bytes(fresh.adapter) == 4 * factors
-    fresh.forward_backward([Example(TokenRow((5, 6, 7, 8), 2), (-2.0, -2.0), (1.0, 1.0))], "dapo", {})
+    gather(fresh, [Example(TokenRow((5, 6, 7, 8), 2), (-2.0, -2.0), (1.0, 1.0))])
     assert adapter_bytes(fresh.adapter) == 2 * 4 * factors
     trained = session(base, tmp_path, "trained", "words", [step_row(1)])
     # Two moments of each number, and Adam's count of steps for each factor.

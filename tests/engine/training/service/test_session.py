@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from training_pass import gather
 from training_sessions import ADAM, BASE, factors, opening, same, train_one
 
 from engine.errors import BaseModelError, Conflict, NotFound, ServiceError
@@ -31,7 +32,7 @@ def test_a_session_that_was_cut_off_goes_on_bit_for_bit(base, tmp_path):
     for number in range(3):
         train_one(first, number)
     # Gradients of a step that never ended, and a draft that was never renamed, are what a kill leaves.
-    first.forward_backward([Example(TokenRow((5, 6, 7), 1), (-1.0, -1.0), (1.0, 1.0))], "dapo", {})
+    gather(first, [Example(TokenRow((5, 6, 7), 1), (-1.0, -1.0), (1.0, 1.0))])
     (tmp_path / "cut" / "current.draft").write_bytes(b"half")
     again = Session(tmp_path / "cut", base, BASE, opening())
     again.load(CURRENT)

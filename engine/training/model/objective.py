@@ -1,0 +1,113 @@
+"""A loss with its settings, over the tokens of a microbatch: their weights, its gradient, what is no number.
+
+The weights of all tokens come from the whole batch before anything runs, so the gradient does not depend on
+how the examples are cut into microbatches. Knows examples. Knows no base and no adapter.
+
+Shape suffixes: _T completion tokens, one example after another.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from engine.errors import ConfigError
+from engine.settings.losses import LossConfig, loss_config
+from engine.threads import bounded
+from engine.training.loss.corrections import Corrected, correct, uncorrected
+from engine.training.loss.grpo import Loss, Tokens, kl_to_base, loss_of
+from engine.training.model.packing import Example
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A loss with its settings: name and config as they were given, and the loss's own values."""
+
+    name: str
+    loss: Loss
+    config: LossConfig
+    values: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, name: str, given: Mapping[str, Any]) -> "Objective":
+        """Raise `ConfigError` for an unknown loss, or a setting that is unknown or out of bounds."""
+        config = loss_config(name, given)
+        return cls(name, _in_time(name, config, partial(loss_of, name)), config, config.values(name))
+
+    @property
+    def needs_base(self) -> bool:
+        return self.loss.needs_base or self.config.kl > 0
+
+    def terms(self, tokens: Tokens) -> tuple[Tensor, Tensor, Corrected]:
+        """Return each token's part of the loss (T), which tokens are clipped (T), and the corrections."""
+        corrected = correct(tokens, self.config) if self.loss.sampled else uncorrected(tokens)
+        term_T, clipped_T = self.loss.terms(corrected.tokens, self.values)
+        if self.config.kl:
+            assert tokens.base_T is not None
+            term_T = term_T + self.config.kl * kl_to_base(tokens.new_T, tokens.base_T)
+        return term_T * corrected.factor_T * tokens.weight_T, clipped_T, corrected
+
+    def gradient(self, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor, Corrected]:
+        """Return the gradient for `new_T` (T), then `terms`; `ConfigError` when they take too long."""
+
+        def differentiated() -> tuple[Tensor, Tensor, Tensor, Corrected]:
+            loss_T, clipped_T, corrected = self.terms(tokens)
+            (gradient_T,) = torch.autograd.grad(loss_T.sum(), tokens.new_T)
+            return gradient_T, loss_T, clipped_T, corrected
+
+        return _in_time(self.name, self.config, differentiated)
+
+    def shares(self, lengths: Sequence[int]) -> list[float]:
+        """Return what share each example's tokens have in the whole batch's mean, given all lengths."""
+        if self.loss.per == "token":
+            return [1 / sum(lengths)] * len(lengths)
+        if self.loss.per == "budget":
+            return [1 / (len(lengths) * self.values["budget"])] * len(lengths)
+        size = self.loss.unit
+        units = [sum(lengths[i : i + size]) for i in range(0, len(lengths), size)]
+        return [1 / (len(units) * units[i // size]) for i in range(len(lengths))]
+
+
+def _in_time(name: str, config: LossConfig, call: Callable[[], T]) -> T:
+    """Return what a call returns; one's own loss may hang in it, and all sessions would wait."""
+    return bounded(f"loss {name}", config.timeout_s, call) if name.startswith("python:") else call()
+
+
+def tokens_of(
+    examples: Sequence[Example], shares: Sequence[float], new_T: Tensor, base_T: Tensor | None
+) -> Tokens:
+    """Return a microbatch's tokens; without samples, the trainer's own log-probabilities stand for them."""
+
+    def column(rows: Iterable[Sequence[float]], dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.tensor([value for row in rows for value in row], dtype=dtype, device=new_T.device)
+
+    lengths = [example.row.length for example in examples]
+    sampled = bool(examples[0].old_logprobs)
+    return Tokens(
+        new_T=new_T,
+        old_T=column(example.old_logprobs for example in examples) if sampled else new_T.detach(),
+        advantage_T=column(e.advantages for e in examples) if sampled else torch.zeros_like(new_T),
+        sequence_T=column(([i] * length for i, length in enumerate(lengths)), torch.int64),
+        sequences=len(examples),
+        weight_T=column([share] * length for share, length in zip(shares, lengths, strict=True)),
+        base_T=base_T,
+    )
+
+
+def refuse_broken(loss_T: Tensor, gradient_T: Tensor, tokens: Tokens, numbers: Sequence[int]) -> None:
+    """Raise `ConfigError` with the number of the first sample whose loss, or its gradient, is not finite."""
+    broken_T = ~(loss_T.isfinite() & gradient_T.isfinite())
+    if broken_T.any():
+        places = broken_T.nonzero()[:, 0].tolist()
+        first = min(places, key=lambda place: numbers[int(tokens.sequence_T[place])])
+        sample = numbers[int(tokens.sequence_T[first])]
+        raise ConfigError(
+            f"The loss of sample {sample} is not a finite number (trainer {tokens.new_T[first].item():.4g}, "
+            f"sampler {tokens.old_T[first].item():.4g}, advantage {tokens.advantage_T[first].item():.4g}). "
+            "Nothing was changed; leave the sample out, or look at its log-probabilities and advantages."
+        )
