@@ -42,7 +42,7 @@ class Changes:
             try:
                 with self._access.read(self._access.single) as connection:
                     newest = connection.execute(select(func.max(tables.changes.c.id))).scalar()
-            except Exception as error:
+            except ServiceError as error:
                 # Or each request would wait again for a server that is down.
                 self._failed = time.monotonic(), str(error)
                 raise
