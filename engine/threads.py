@@ -1,7 +1,8 @@
-"""Threads: calls side by side, calls with a time limit, and work asked of a loop's own thread."""
+"""Threads: calls side by side, with a time limit, again and again, and work asked of a loop's own thread."""
 
 import contextvars
 import ctypes
+import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -12,6 +13,7 @@ from typing import Any, TypeVar
 from engine.errors import ConfigError, GraftworkError, ServiceError
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 
 def in_parallel(*calls: Callable[[], T]) -> list[T]:
@@ -65,6 +67,37 @@ def _settle(future: Future[T], call: Callable[[], T]) -> None:
         future.set_result(call())
     except BaseException as error:
         future.set_exception(error)
+
+
+class PeriodicThread(threading.Thread):
+    """Calls `turn` every `every_s` seconds and when it is woken, until `stop`; `error` is the last turn's."""
+
+    def __init__(self, name: str, every_s: float, turn: Callable[[], object]):
+        super().__init__(name=name, daemon=True)
+        self.error: Exception | None = None
+        self._every_s, self._turn = every_s, turn
+        self._ended, self._due = False, threading.Event()
+
+    def run(self) -> None:
+        while not self._ended:
+            try:
+                self._turn()
+                self.error = None
+            except Exception as error:
+                # A turn asks other services: the thread outlives whatever they answer, and asks again.
+                self.error = error
+                log.debug(self.name, exc_info=True)
+            self._due.wait(self._every_s)
+            self._due.clear()
+
+    def stop(self) -> None:
+        """Make this turn the last."""
+        self._ended = True
+        self._due.set()
+
+    def wake(self) -> None:
+        """Make the next turn now."""
+        self._due.set()
 
 
 class LoopRequests:

@@ -3,7 +3,7 @@
 Works from the catalog and the ledger's snapshot, whether services run or not, and says as of when.
 """
 
-import time
+from contextlib import closing
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import httpx
 
 from engine.catalog.catalog import Catalog
 from engine.controller.mlflow_registry import Registry
+from engine.controller.route_changes import controller_serves
 from engine.errors import NotFound
 from engine.ledger.ledger import open_ledger
 from engine.report.data import PolicyRow, RevisionRow, SuiteScore
@@ -25,7 +26,8 @@ def as_of(params: Params) -> dict[str, Any]:
     """Return whether the controller runs, and when its snapshot was made: epoch seconds or None."""
     snapshot = params.paths.ledger_snapshot
     ledger = snapshot.stat().st_mtime if snapshot.is_file() else None
-    return {"controller": controller_runs(params), "ledger": ledger}
+    with closing(Catalog(params.paths.catalog_url)) as catalog:
+        return {"controller": controller_serves(catalog), "ledger": ledger}
 
 
 def note(fresh: dict[str, Any]) -> str:
@@ -35,15 +37,6 @@ def note(fresh: dict[str, Any]) -> str:
     if not fresh["controller"]:
         return f"The controller is not running: as of its last snapshot, {moment(fresh['ledger'])}."
     return ""
-
-
-def controller_runs(params: Params) -> bool:
-    catalog = Catalog(params.paths.catalog_url)
-    try:
-        lease = catalog.leases.find("controller")
-        return bool(lease and lease.until > time.time())
-    finally:
-        catalog.close()
 
 
 def policies(params: Params, limit: int) -> tuple[list[PolicyRow], int]:

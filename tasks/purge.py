@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 from filelock import FileLock, Timeout
 
 from engine.catalog.catalog import Catalog
+from engine.controller.route_changes import alone, controller_serves
 from engine.errors import ConfigError, Conflict, NotFound, ServiceError
 from engine.publishing.ownership import require
 from engine.settings.params import DIGEST12, POLICY_NAME, Params
@@ -31,7 +32,7 @@ from tasks.purge_record import Counts, Record, purges, recorded
 
 PAGE = 1_000
 PATIENCE_S = 5.0
-LEDGER_S = 310.0
+CONTROLLER_S = 310.0
 # Spools hand their files over every quarter of a second.
 HANDED_OVER_S = 0.6
 
@@ -51,14 +52,10 @@ def purge(
     folder = purges(params)
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with FileLock(folder / f"{policy}.lock", timeout=0), closing(_catalog(params)) as catalog:
+        with FileLock(folder / f"{policy}.lock", timeout=0), closing(open_catalog(params)) as catalog:
             return _purge_alone(params, catalog, folder / f"{policy}.json", policy, by, reason, on_place)
     except Timeout:
         raise Conflict(f"Another purge of {policy!r} is under way. Wait for its end.") from None
-
-
-def _catalog(params: Params) -> Catalog:
-    return open_catalog(params)
 
 
 def _purge_alone(
@@ -75,21 +72,23 @@ def _purge_alone(
         return record
     if "name" not in record.places:
         _refuse_while_released(catalog, policy)
-        _refuse_without_store(params, catalog)
+        # The store's own word before rows go: no bytes are removed from one that may be another's.
+        with closing(open_store(params)) as store:
+            require(catalog, store)
         _sessions(params, policy, only_ask=True)
         # Until it has an end the name is not taken again, wherever a kill comes.
         record.write(file)
     places: dict[str, Callable[[], Counts]] = {
-        "name": lambda: _mark(catalog, policy, record.by),
+        "name": lambda: _purge_catalog(params, catalog, record, "name"),
         "sessions": lambda: _sessions(params, policy),
         "segments": lambda: _collect(params, catalog, record, file),
-        "catalog": lambda: catalog.purges.run(policy, record.by, time.time()),
+        "catalog": lambda: _purge_catalog(params, catalog, record, "catalog"),
         "store": lambda: _store(params, catalog, record),
         "cache": lambda: _cache(params, file),
         "files": lambda: _files(params, policy),
         "mlflow": lambda: _mlflow(params, record, file),
         # Last: answers that were under way are spooled by now.
-        "ledger": lambda: _ledger(params, policy),
+        "ledger": lambda: _ledger(params, catalog, record),
     }
     for place, remove in places.items():
         if place not in record.places:
@@ -125,14 +124,14 @@ def _begun(catalog: Catalog, file: Path, policy: str, by: str, reason: str) -> R
     return fresh
 
 
-def _mark(catalog: Catalog, policy: str, by: str) -> Counts:
-    return catalog.purges.mark(policy, by, time.time())
-
-
-def _refuse_without_store(params: Params, catalog: Catalog) -> None:
-    """Ask for the store's own word before rows go: no bytes are removed from one that may be another's."""
-    with closing(open_store(params)) as store:
-        require(catalog, store)
+def _purge_catalog(
+    params: Params, catalog: Catalog, record: Record, place: Literal["name", "catalog"]
+) -> Counts:
+    """Through the controller when it runs, since routes and tombstones have one writer; else here."""
+    if controller_serves(catalog):
+        return _ask_controller(params, record, place)
+    with alone(params, catalog) as changes:
+        return changes.purge(record.policy, place, record.by)
 
 
 def _refuse_while_released(catalog: Catalog, policy: str) -> None:
@@ -197,38 +196,32 @@ def _listed(file: Path) -> Path:
     return file.with_suffix(".places")
 
 
-def _ledger(params: Params, policy: str) -> Counts:
+def _ledger(params: Params, catalog: Catalog, record: Record) -> Counts:
     """Through the controller when it runs, since the ledger has one writer; directly when none does."""
-    from tasks.look import controller_runs
-
     time.sleep(HANDED_OVER_S)
-    if controller_runs(params):
-        return _ask_controller(params, policy)
+    if controller_serves(catalog):
+        return _ask_controller(params, record, "ledger")
     paths = params.paths
     if not paths.ledger.is_file() and not any(paths.spool.glob("*")):
         return {}
     from engine.ledger.ledger import Ledger
     from engine.ledger.purge import purge as purge_ledger
 
-    ledger = Ledger(paths.ledger)
-    try:
-        return purge_ledger(ledger, paths.spool, paths.ledger_snapshot, policy)
-    finally:
-        ledger.close()
+    with closing(Ledger(paths.ledger)) as ledger:
+        return purge_ledger(ledger, paths.spool, paths.ledger_snapshot, record.policy)
 
 
-def _ask_controller(params: Params, policy: str) -> Counts:
+def _ask_controller(params: Params, record: Record, place: str) -> Counts:
     url = params.url("controller")
+    body = {"policy": record.policy, "place": place, "by": record.by}
     headers = {"Authorization": f"Bearer {local_key(params)}"}
     try:
-        answer = httpx.post(
-            f"{url}/purge", json={"policy": policy}, headers=headers, timeout=LEDGER_S, trust_env=False
-        )
+        answer = httpx.post(f"{url}/purge", json=body, headers=headers, timeout=CONTROLLER_S, trust_env=False)
         answer.raise_for_status()
     except httpx.HTTPError as error:
         raise ServiceError(
-            f"The controller holds the ledger, and did not purge it at {url} ({error!r}). See `graftwork "
-            "status`, then purge again: it goes on from here."
+            f"The controller holds the ledger and the routes, and did not purge the {place} at {url} "
+            f"({error!r}). See `graftwork status`, then purge again: it goes on from here."
         ) from None
     return dict(answer.json())
 

@@ -159,6 +159,11 @@ def lift(url: str, key: str, policy: str, digest: str, reason: str, by: str | No
     return _decide("lift", url, key, policy, digest, reason, by)
 
 
+def record_probe(url: str, key: str, policy: str, digest: str, result: dict[str, Any]) -> None:
+    """Have the result of a revision's effect probe kept, and a refused revision buried."""
+    _call("POST", f"{url}/probes", key, {"policy": policy, "digest": digest, "result": result})
+
+
 def add_policy(
     url: str, key: str, name: str, base: str, config: dict[str, Any], owner: str = "local"
 ) -> dict[str, Any]:

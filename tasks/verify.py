@@ -1,23 +1,26 @@
 """Verify a revision: the live engine must reproduce its effect probe, or nobody is served by it.
 
 The catalog keeps the result. A refusal is a verdict in the ledger, with the module most likely at fault, and
-a tombstone, which this gate lifts again when the engine does reproduce the revision.
+a tombstone, which this gate lifts again when the engine does reproduce the revision. The controller writes
+that, or this process where none runs.
 """
 
 import json
+import tempfile
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.base.families import BaseShapes
 from engine.errors import AdapterError, GraftworkError
-from engine.ledger.spool import Spool
-from engine.settings.params import Params, content_hash, served_name
+from engine.settings.params import Params, served_name
 
 if TYPE_CHECKING:
     from engine.catalog.catalog import Catalog, Revision
     from engine.quality.probe import Probe, ProbeResult
     from engine.verification.fault_localization import FaultLocation
 
-GATE = "effect probe"
 # A trainer that is up answers at once; a refusal does not wait for one that is not.
 PATIENCE_S = 5.0
 
@@ -25,27 +28,25 @@ PATIENCE_S = 5.0
 def verify(params: Params, policy: str, digest: str, key: str) -> dict[str, Any]:
     """Run the effect probe of an exported revision and store its result; return it as stored.
 
-    A refusal is a result with `accepted` false, its reason and the module most likely at fault. Raises
-    `AdapterError` when the revision has no probe, `NotFound` when the catalog does not know it, and
-    `ServiceError` when the engine is away.
+    `key` is an admin key. A refusal is a result with `accepted` false, its reason and the module most likely
+    at fault. Raises `AdapterError` when the revision has no probe, `NotFound` when the catalog does not know
+    it, and `ServiceError` when the engine, or the controller that serves the catalog, is away.
     """
     from engine.catalog.catalog import Catalog
     from engine.quality.probe import check
 
-    catalog = Catalog(params.paths.catalog_url)
-    try:
+    with closing(Catalog(params.paths.catalog_url)) as catalog:
         revision = catalog.revisions.get(policy, digest)
         probe = _shipped(params, revision)
         served = served_name(policy, revision.digest)
-        result = check(params.url("engine"), key, served, _base_name(params), probe)
+        result = check(params.url("engine"), key, served, Path(params.base.name).name, probe)
         # A refused load has named its module, and another base is no module's fault.
         if not (result.accepted or result.is_base or result.module or result.base_error > result.tolerance):
-            result = _with_fault(result, _locate(params, catalog, revision, probe, key, result.tolerance))
-        catalog.revisions.set_probe(policy, revision.digest, result.to_json())
-        _act(params, catalog, revision, result)
-        return result.to_json()
-    finally:
-        catalog.close()
+            fault = _locate(params, catalog, revision, probe, key, result.tolerance)
+            reason = f"{result.reason} {fault.says}"
+            result = replace(result, reason=reason, module=fault.module, errors=fault.errors)
+        record(params, catalog, revision, result, key)
+    return result.to_json()
 
 
 def _shipped(params: Params, revision: "Revision") -> "Probe":
@@ -67,20 +68,10 @@ def _shipped(params: Params, revision: "Revision") -> "Probe":
     return probe
 
 
-def _base_name(params: Params) -> str:
-    from pathlib import Path
-
-    return Path(params.base.name).name
-
-
 def _locate(
     params: Params, catalog: "Catalog", revision: "Revision", probe: "Probe", key: str, tolerance: float
 ) -> "FaultLocation":
     """Find the module at fault; when that cannot be done, its sentence says why."""
-    import tempfile
-    from contextlib import closing
-    from pathlib import Path
-
     from engine.adapters.revision import read_revision
     from engine.publishing.publish import stored_tensors
     from engine.quality.probe import UNKNOWN, asking
@@ -101,37 +92,20 @@ def _locate(
             served = stored_tensors(catalog, store, revision)
             reference = trainer_reference(trainer, revision, probe, Path(scratch))
             ablation = AdapterAblation(
-                catalog, store, revision, base, probe, engine, _base_name(params), reference
+                catalog, store, revision, base, probe, engine, Path(params.base.name).name, reference
             )
             return locate_fault(served, shipped, ablation.compare, tolerance)
     except GraftworkError as fault:
         return FaultLocation(UNKNOWN, f"The module at fault was not found: {fault}", {})
 
 
-def _with_fault(result: "ProbeResult", fault: "FaultLocation") -> "ProbeResult":
-    from dataclasses import replace
-
-    reason = f"{result.reason} {fault.says}"
-    return replace(result, reason=reason, module=fault.module, errors=fault.errors)
-
-
-def _act(params: Params, catalog: "Catalog", revision: "Revision", result: "ProbeResult") -> None:
-    """Let no request reach a refused revision, and tell the ledger; one that is the base harms nobody."""
-    from contextlib import closing
-
-    from engine.controller.apply import Applier
+def record(params: Params, catalog: "Catalog", revision: "Revision", result: "ProbeResult", key: str) -> None:
+    """Have the result kept and acted upon where routes are written; raises as `verify`."""
+    from engine.controller.route_changes import alone, controller_serves
+    from tasks.release import record_probe
 
     policy, digest = revision.policy, revision.digest
-    stone = catalog.tombstones.find(policy, digest)
-    if result.accepted:
-        if stone and stone.by == GATE:
-            catalog.tombstones.lift(policy, digest, GATE, result.reason)
-        return
-    with closing(Spool(params.paths.spool, "verify")) as spool:
-        applier, route = Applier(catalog, spool), catalog.routes.get(policy)
-        withdrawn = not result.is_base and digest in (route.champion, route.canary)
-        verdict = "rollback" if withdrawn else "hold"
-        if not result.is_base:
-            applier.withdraw(policy, digest, result.reason, GATE)
-        found = result.to_json()
-        applier.say_by_hand(verdict, policy, digest, GATE, result.reason, content_hash(found), probe=found)
+    if controller_serves(catalog):
+        return record_probe(params.url("controller"), key, policy, digest, result.to_json())
+    with alone(params, catalog) as changes:
+        changes.record_probe(policy, digest, result)

@@ -121,6 +121,22 @@ def test_every_class_name_is_defined_once() -> None:
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
+# What changes which revision is served, by the part of the catalog; its own tables only the catalog knows.
+ROUTE_CHANGES = {"routes": {"update"}, "tombstones": {"add", "lift"}, "purges": {"mark", "run"}}
+
+
+def test_one_module_changes_what_is_served() -> None:
+    found = set()
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute | ast.Name):
+                part = node.value.attr if isinstance(node.value, ast.Attribute) else node.value.id
+                if node.attr in ROUTE_CHANGES.get(part, ()):
+                    found.add((part, node.attr, str(path.relative_to(ROOT))))
+    module = "engine/controller/route_changes.py"
+    assert found == {(part, name, module) for part, names in ROUTE_CHANGES.items() for name in names}
+
+
 def test_every_pin_is_exact_and_none_is_of_another_kernels() -> None:
     pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
     assert all("==" in pin for pin in pins)

@@ -7,7 +7,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -68,16 +68,6 @@ class Access:
             self.watch.close()
         self.engine.dispose()
 
-    def read_ahead(self) -> None:
-        """Have revisions in memory before they are asked for, where the database is a file."""
-        if self.is_sqlite:
-            databases.read_ahead(self.label)
-
-    def shorten_log(self) -> None:
-        """Put the log into the database, where it is a file that nobody is busy with."""
-        if self.is_sqlite:
-            databases.shorten_log(self.label)
-
     @contextmanager
     def write(self) -> Iterator[Connection]:
         """One transaction; `ServiceError` when the disk is full or the lock is not to be had."""
@@ -110,17 +100,15 @@ class Access:
         drivers: Any = self.engine.dialect.loaded_dbapi
         began = self._refuse_while_silent()
         try:
-            connection = self.single.raw_connection()
-            try:
-                cursor = connection.cursor()
-                cursor.execute(query, values)
-                return list(cursor.fetchall())
-            except Exception:
-                # A server's connection that failed once is not used again.
-                connection.invalidate()
-                raise
-            finally:
-                connection.close()
+            with closing(self.single.raw_connection()) as connection:
+                try:
+                    cursor = connection.cursor()
+                    cursor.execute(query, values)
+                    return list(cursor.fetchall())
+                except Exception:
+                    # A server's connection that failed once is not used again, whatever the fault.
+                    connection.invalidate()
+                    raise
         except (drivers.DatabaseError, DatabaseError, PoolTimeout) as error:
             self._note_silence(error, began)
             cause = getattr(error, "orig", error)

@@ -18,7 +18,7 @@ from engine.catalog.aliases import Aliases
 from engine.catalog.bases import Bases
 from engine.catalog.batches import Batches
 from engine.catalog.changes import Changes
-from engine.catalog.database import open_engine, sqlite_path
+from engine.catalog.database import open_engine, read_ahead, shorten_log, sqlite_path
 from engine.catalog.keys import Keys
 from engine.catalog.layouts import Layouts
 from engine.catalog.leases import Leases
@@ -159,11 +159,13 @@ class Catalog:
 
     def read_ahead(self) -> None:
         """Have revisions in memory before they are asked for, where the database is a file."""
-        self._access.read_ahead()
+        if self.is_file:
+            read_ahead(self.label)
 
     def shorten_log(self) -> None:
         """Put the log into the database, where it is a file that nobody is busy with."""
-        self._access.shorten_log()
+        if self.is_file:
+            shorten_log(self.label)
 
     def close(self) -> None:
         """Close all connections."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Connection, delete, select, tuple_, update
+from sqlalchemy import Connection, Table, delete, select, tuple_, update
 
 from engine.catalog import tables
 from engine.catalog.access import Access
@@ -21,9 +21,10 @@ from engine.errors import Conflict, NotFound
 # Revisions that expire at once, and rows of one write transaction: others wait for it.
 CHUNK = 10_000
 EXPIRE_CHUNK = 1_000
-# Columns of a route and of a release that name a revision.
+# Columns of a route and of a release that name a revision, and which releases and tombstones are in force.
 ROUTED = ("champion", "previous", "canary")
 RELEASED = ("revision", "baseline")
+RUNNING, BURIED = tables.releases.c.state == "running", tables.tombstones.c.lifted_at.is_(None)
 
 
 class Lifecycle:
@@ -39,7 +40,8 @@ class Lifecycle:
         Raises `Conflict` while a route or a running release names it.
         """
         with self._access.write() as connection:
-            named = _routed(connection, {policy}) | _released(connection, {policy}, running=True)
+            named = _named(connection, tables.routes, ROUTED, {policy})
+            named |= _named(connection, tables.releases, RELEASED, {policy}, RUNNING)
             if (policy, digest) in named:
                 raise Conflict(
                     f"Revision {digest[:12]} of {policy!r} is routed or in a running release. Put another "
@@ -86,8 +88,9 @@ class Lifecycle:
     def _remove_unnamed(self, rows: Sequence[Revision], now: float) -> list[Revision]:
         policies = {row.policy for row in rows}
         with self._access.write() as connection:
-            named = _routed(connection, policies) | _released(connection, policies, running=False)
-            named |= _buried(connection, policies)
+            named = _named(connection, tables.routes, ROUTED, policies)
+            named |= _named(connection, tables.releases, RELEASED, policies)
+            named |= _named(connection, tables.tombstones, ("digest",), policies, BURIED)
             removed = []
             for row in rows:
                 if (row.policy, row.digest) not in named:
@@ -109,22 +112,10 @@ class Lifecycle:
         return row
 
 
-def _routed(connection: Connection, policies: set[str]) -> set[tuple[str, str]]:
-    routes = tables.routes.c
-    columns = [routes[name] for name in ROUTED]
-    found = connection.execute(select(routes.policy, *columns).where(routes.policy.in_(policies)))
+def _named(
+    connection: Connection, rows: Table, columns: Sequence[str], policies: set[str], *which: Any
+) -> set[tuple[str, str]]:
+    """Return the revisions (policy, digest) that these columns name, in the rows of which `which` holds."""
+    query = select(rows.c.policy, *(rows.c[name] for name in columns)).distinct()
+    found = connection.execute(query.where(rows.c.policy.in_(policies), *which))
     return {(row.policy, digest) for row in found for digest in row[1:] if digest}
-
-
-def _released(connection: Connection, policies: set[str], running: bool) -> set[tuple[str, str]]:
-    releases = tables.releases.c
-    columns = [releases[name] for name in RELEASED]
-    query = select(releases.policy, *columns).where(releases.policy.in_(policies)).distinct()
-    found = connection.execute(query.where(releases.state == "running") if running else query)
-    return {(row.policy, digest) for row in found for digest in row[1:] if digest}
-
-
-def _buried(connection: Connection, policies: set[str]) -> set[tuple[str, str]]:
-    stones = tables.tombstones.c
-    in_force = stones.policy.in_(policies) & stones.lifted_at.is_(None)
-    return {tuple(row) for row in connection.execute(select(stones.policy, stones.digest).where(in_force))}

@@ -11,7 +11,7 @@ from engine.catalog.access import Access
 from engine.catalog.quarantine import lift_quarantine
 from engine.catalog.records import Revision
 from engine.catalog.revision_rows import RevisionRows, key_of, table
-from engine.catalog.row_codec import COLUMNS, DIGEST_BYTES, PLACE, blobs, cut, encode, words
+from engine.catalog.row_codec import DIGEST_BYTES, PLACE, blobs, cut
 from engine.store.segments import Location, room
 
 # Digests as a relation, from one value.
@@ -82,16 +82,8 @@ class Places:
 
         Return the row, or this one when the catalog does not know it.
         """
-        ids = self._rows.intern(words(revision))
-        values = dict(zip((column.name for column in COLUMNS), encode(revision, ids), strict=True))
-        change = update(tables.revisions).where(*key_of(revision.policy, revision.digest))
-        stones = tables.quarantine
-        mine = (stones.c.policy == revision.policy) & (stones.c.digest == revision.digest)
-        with self._access.write() as connection:
-            moved = change.values({name: values[name] for name in PLACE}).returning(*COLUMNS)
-            rows = connection.execute(moved).all()
-            connection.execute(stones.delete().where(mine))
-        return self._rows.decode(rows)[0] if rows else revision
+        self.replace_many([revision])
+        return self._rows.find(revision.policy, revision.digest) or revision
 
     def move(self, moves: Sequence[tuple[Location, Location]], digests: Sequence[str] | None = None) -> int:
         """Let every row that names the first place of a move name the second, in one transaction.

@@ -49,10 +49,8 @@ class Quarantine:
 
     def release(self, policy: str, digest: str) -> None:
         """End a revision's quarantine, if it is in it."""
-        stones = tables.quarantine
-        mine = (stones.c.policy == policy) & (stones.c.digest == digest)
         with self._access.write() as connection:
-            connection.execute(delete(stones).where(mine))
+            lift_quarantine(connection, [(policy, digest)])
 
 
 def lift_quarantine(connection: Connection, revisions: Iterable[tuple[str, str]]) -> None:

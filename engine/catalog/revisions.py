@@ -42,19 +42,13 @@ class Revisions:
         self._find_by_prefix = f"{find} AND policy || '' = {mark} LIMIT {CANDIDATES + 1}"
         self._find_short = f"{find} AND policy = {mark} LIMIT {CANDIDATES + 1}"
 
-    def add(self, revision: Revision) -> bool:
-        """Publish a revision; its bytes must be in the store already. Return whether it is new.
-
-        A known snapshot that comes again as `exported` is one from now on and expires when that one
-        does; as a snapshot it expires at the later of the two times.
-        """
-        return self.add_many([revision])[0]
-
     def add_many(self, rows: Sequence[Revision], shared: Collection[str] = ()) -> list[bool]:
-        """Publish revisions in one transaction; return which of them are new.
+        """Publish revisions, whose bytes are in the store, in one transaction; return which are new.
 
-        `shared` holds the digests whose bytes were not appended but found by `Places.find`. Raises `Moved`
-        when no row names such a place any more, and `Purged` for purged policies: nothing is written.
+        A known snapshot that comes again as `exported` is one from now on and expires when that one does; as
+        a snapshot it expires at the later of the two times. `shared` holds the digests whose bytes were not
+        appended but found by `Places.find`. Raises `Moved` when no row names such a place any more, and
+        `Purged` for purged policies: nothing is written.
         """
         ids = self._rows.intern(word for row in rows for word in words(row))
         values = [encode(row, ids) for row in rows]

@@ -5,7 +5,6 @@ import logging
 import signal
 import socket
 import sys
-import threading
 from pathlib import Path
 
 import httpx
@@ -20,6 +19,7 @@ from engine.controller.mlflow_registry import Registry
 from engine.controller.notifications import NotificationSender
 from engine.errors import GraftworkError, PortInUse
 from engine.settings.params import Params, load_params
+from engine.threads import PeriodicThread, background
 
 
 def bind(port: int) -> socket.socket:
@@ -50,7 +50,7 @@ def serve(params: Params) -> None:
     mirror = AliasMirror(
         controller.catalog, controller.decisions, controller.lock, registry, site, f"{site}/mlflow/webhook"
     )
-    beside: list[AliasMirror | NotificationSender | HealthMonitor] = [
+    beside: list[PeriodicThread] = [
         mirror,
         NotificationSender(controller.catalog, httpx.Client(base_url=params.url("prefect"))),
         HealthMonitor(controller.catalog, params),
@@ -59,31 +59,23 @@ def serve(params: Params) -> None:
         build_app(controller, mirror), log_level="warning", timeout_graceful_shutdown=1, lifespan="off"
     )
     server = uvicorn.Server(config)
-    ended: list[BaseException] = []
-
-    def loop() -> None:
-        try:
-            controller.run()
-        except BaseException as error:
-            ended.append(error)
-            server.should_exit = True
-
-    turning = threading.Thread(target=loop, name="loop")
     # uvicorn raises the signal that stopped it once more; that must not cut our own ending short.
     signal.signal(signal.SIGTERM, lambda *_: None)
     signal.signal(signal.SIGINT, lambda *_: None)
-    for thread in (*beside, turning):
+    for thread in beside:
         thread.start()
+    turning = background(controller.run)
+    turning.add_done_callback(lambda _: setattr(server, "should_exit", True))
     try:
         server.run(sockets=[listener])
     finally:
         for thread in beside:
             thread.stop()
         controller.stop()
-        turning.join()
+        fault = turning.exception()
         controller.close()
-    if ended:
-        raise ended[0]
+    if fault:
+        raise fault
 
 
 def main() -> int:

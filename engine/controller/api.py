@@ -9,7 +9,7 @@ import math
 import time
 import uuid
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
@@ -25,6 +25,7 @@ from engine.controller.page import LivePage
 from engine.errors import ConfigError, Conflict, GraftworkError, NotFound, ServiceError
 from engine.ledger.ledger import open_snapshot
 from engine.ledger.queries import named_rows
+from engine.quality.probe import ProbeResult
 from engine.settings.model import Settings
 from engine.settings.params import PolicyName
 
@@ -47,8 +48,16 @@ class ReleaseBody(Settings):
     by: str | None = None
 
 
+class ProbeBody(Settings):
+    policy: str
+    digest: str
+    result: ProbeResult
+
+
 class PurgeBody(Settings):
     policy: PolicyName
+    place: Literal["name", "catalog", "ledger"] = "ledger"
+    by: str | None = None
 
 
 class HoldBody(Settings):
@@ -56,20 +65,14 @@ class HoldBody(Settings):
     by: str | None = None
 
 
-class RevisionBody(Settings):
-    """A revision, what to do with it, and who wants it why."""
-
+class RevisionBody(HoldBody):
     policy: str
     digest: str
-    reason: Reason
-    by: str | None = None
 
 
-class RestoreBody(Settings):
+class RestoreBody(HoldBody):
     policy: str
     digest: str | None = None
-    reason: Reason
-    by: str | None = None
 
 
 class Unauthorized(GraftworkError):
@@ -85,7 +88,6 @@ def build_app(controller: Controller, mirror: AliasMirror) -> FastAPI:
     _add_reading(app, controller, mirror)
     _add_policies_and_releases(app, controller)
     _add_decisions(app, controller)
-    _add_switches(app, controller)
     _add_notices(app, controller, mirror)
     return app
 
@@ -164,7 +166,14 @@ def _add_policies_and_releases(app: FastAPI, controller: Controller) -> None:
 
 
 def _add_decisions(app: FastAPI, controller: Controller) -> None:
-    decisions = controller.decisions
+    decisions, changes = controller.decisions, controller.applier.changes
+
+    @app.post("/probes")
+    def probe(body: ProbeBody, _key: Admin) -> dict[str, Any]:
+        """Keep the result of a revision's effect probe; a refused one is buried."""
+        with controller.lock:
+            changes.record_probe(body.policy, body.digest, body.result)
+        return body.result.to_json()
 
     @app.post("/promote")
     def promote(body: RevisionBody, key: Admin) -> dict[str, Any]:
@@ -181,19 +190,18 @@ def _add_decisions(app: FastAPI, controller: Controller) -> None:
         with controller.lock:
             return asdict(decisions.lift(body.policy, body.digest, body.by or key.owner, body.reason))
 
-
-def _add_switches(app: FastAPI, controller: Controller) -> None:
-    decisions = controller.decisions
-
     @app.post("/restore")
     def restore(body: RestoreBody, key: Admin) -> dict[str, Any]:
         with controller.lock:
             return asdict(decisions.restore(body.policy, body.digest, body.by or key.owner, body.reason))
 
     @app.post("/purge")
-    def purge(body: PurgeBody, _key: Admin) -> dict[str, int]:
-        """Remove a policy's rows from the ledger; `graftwork purge` sees to everything else."""
-        return controller.purge(body.policy)
+    def purge(body: PurgeBody, key: Admin) -> dict[str, int]:
+        """Remove a policy from what only this process writes; `graftwork purge` sees to everything else."""
+        if body.place == "ledger":
+            return controller.purge(body.policy)
+        # Not under the lock: rows may be many, and nobody else changes those of a name that is marked.
+        return changes.purge(body.policy, body.place, body.by or key.owner)
 
     @app.post("/freeze")
     def freeze(body: HoldBody, key: Admin) -> dict[str, Any]:

@@ -3,8 +3,6 @@
 On a thread of its own, since both wait for others. Each finding is a notification, once.
 """
 
-import logging
-import threading
 import time
 
 import httpx
@@ -15,38 +13,26 @@ from engine.controller.facts import gather
 from engine.controller.notifications import drifted, engine_changed
 from engine.errors import GraftworkError
 from engine.settings.params import Params, known_policies
+from engine.threads import PeriodicThread
 
 EVERY_S = 3.0
 DRIFT_EVERY_S = 30.0
 MISSES = 3
 TIMEOUT_S = 2.0
-log = logging.getLogger(__name__)
 
 
-class HealthMonitor(threading.Thread):
+class HealthMonitor(PeriodicThread):
     """Notes when the engine goes and comes back, and when a champion has drifted."""
 
     def __init__(self, catalog: Catalog, params: Params):
-        super().__init__(name="health-monitor", daemon=True)
+        super().__init__("health-monitor", EVERY_S, self.look)
         self._catalog = catalog
         self._params = params
         self._client = httpx.Client(base_url=params.url("engine"), timeout=TIMEOUT_S)
-        self._stopped = threading.Event()
         self._seen = False
         self._misses = 0
         self._down_since: float | None = None
         self._drift_due = 0.0
-
-    def run(self) -> None:
-        while not self._stopped.wait(EVERY_S):
-            try:
-                self.look()
-            except Exception:
-                # A catalog or snapshot that cannot be read is the controller's own alarm.
-                log.debug("health monitor", exc_info=True)
-
-    def stop(self) -> None:
-        self._stopped.set()
 
     def look(self) -> None:
         """Ask the engine; every half minute also ask the ledger."""

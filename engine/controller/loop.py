@@ -1,4 +1,4 @@
-"""The controller: the only writer of routes, releases and ledger.
+"""The controller: the only writer of routes, releases and ledger while it runs.
 
 Knows its loop: keep the lease, take events in, advance every running release, expire snapshots,
 give readers a new copy of the ledger. Its HTTP side is in `api.py`. One active: the
@@ -20,6 +20,7 @@ from engine.controller.advance import Evidence, advance
 from engine.controller.apply import Applier
 from engine.controller.evidence import EvidenceReader
 from engine.controller.release_decisions import ReleaseDecisions
+from engine.controller.route_changes import LEASE, take_lease
 from engine.controller.trusted_clock import TrustedClock
 from engine.errors import Conflict, ServiceError
 from engine.ledger.ledger import Ledger, Spool
@@ -27,7 +28,6 @@ from engine.ledger.purge import purge
 from engine.settings.params import Params
 from engine.threads import LoopRequests
 
-LEASE = "controller"
 EXPIRE_S = 10.0
 SWEEP_S = 3600.0
 # Feedback may be ahead of its answer, which is told of at its end.
@@ -74,7 +74,7 @@ class Controller:
         self.requests = LoopRequests()
         self._reader = EvidenceReader(self.catalog)
         self._holder = holder
-        self._fence = self._take_lease()
+        self._fence = take_lease(self.catalog, holder, params.controller.lease_s)
         self._stopped = threading.Event()
         self._due: dict[str, float] = {}
         self._clock = TrustedClock(params.paths.clock)
@@ -110,7 +110,7 @@ class Controller:
             self._part("ingest", self._ingest)
             self._part("requests", self.requests.run_waiting)
             self._part("releases", self._advance_all)
-            self._part("expire", self._expire, EXPIRE_S)
+            self._part("expire", lambda: self.catalog.lifecycle.expire(self._clock.now()), EXPIRE_S)
             self._part("sweep", self._sweep, SWEEP_S)
             self._part("snapshot", self._snapshot, self.params.controller.snapshot_s)
         self.last_tick = time.monotonic()
@@ -122,7 +122,7 @@ class Controller:
     def is_stalled(self) -> bool:
         return time.monotonic() - self.last_tick > max(STALLED_S, 4 * self.params.controller.tick_s)
 
-    def _part(self, name: str, work: Callable[[], None], every_s: float = 0.0) -> None:
+    def _part(self, name: str, work: Callable[[], object], every_s: float = 0.0) -> None:
         if time.monotonic() < self._due.get(name, 0.0):
             return
         if every_s:
@@ -133,21 +133,11 @@ class Controller:
         except _LeaseLost:
             raise
         except Exception as error:
+            # Whatever it is must not keep the parts after it, such as rollbacks, from being done.
             self.metrics.faults.labels(name).inc()
             if self.faults.get(name) != str(error):
                 log.exception("The part %r of the loop failed; it is tried again.", name)
             self.faults[name] = str(error)
-
-    def _take_lease(self) -> int:
-        fence = self.catalog.leases.acquire(LEASE, self._holder, self.params.controller.lease_s)
-        if fence is None:
-            lease = self.catalog.leases.find(LEASE)
-            other = lease.holder if lease else "unknown"
-            raise Conflict(
-                f"Another controller ({other}) holds the lease of this catalog. "
-                f"Stop it, or wait {self.params.controller.lease_s:g} s after its death."
-            )
-        return fence
 
     def _renew_lease(self) -> None:
         if not self.catalog.leases.renew(LEASE, self._holder, self._fence, self.params.controller.lease_s):
@@ -205,9 +195,6 @@ class Controller:
             self.latest.pop(ended, None)
             self.faults.pop(f"release {ended}", None)
             self._reader.forget(ended)
-
-    def _expire(self) -> None:
-        self.catalog.lifecycle.expire(self._clock.now())
 
     def _sweep(self) -> None:
         if self.ledger:

@@ -14,7 +14,6 @@ the route's revisions that is an alarm; once it has them all, its aliases are wr
 """
 
 import logging
-import threading
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +25,7 @@ from engine.controller.mlflow_registry import Model, Registry
 from engine.controller.notifications import refused
 from engine.controller.release_decisions import ReleaseDecisions
 from engine.errors import GraftworkError
+from engine.threads import PeriodicThread
 
 INTERVAL_S = 1.0
 HOOK, HOOK_EVERY_S = "graftwork", 60.0
@@ -63,8 +63,8 @@ def is_older(model: Model, notes: dict[str, AliasNote]) -> bool:
     return model.highest < int(seen.version or 0) or model.updated < int(seen.digest or 0)
 
 
-class AliasMirror(threading.Thread):
-    """Keeps aliases and routes equal, from a thread of its own; `fault` says what keeps it from it.
+class AliasMirror(PeriodicThread):
+    """Keeps aliases and routes equal, from a thread of its own.
 
     `lock` is the controller's: decisions are made under it, calls of MLflow are not. `link` is where
     people read more about a refusal, `hook` where MLflow's webhook tells of a moved alias.
@@ -79,8 +79,7 @@ class AliasMirror(threading.Thread):
         link: str = "",
         hook: str = "",
     ):
-        super().__init__(name="aliases", daemon=True)
-        self.fault: str | None = None
+        super().__init__("aliases", INTERVAL_S, self._mirror_hooked)
         self._catalog = catalog
         self._decisions = decisions
         self._lock = lock
@@ -89,29 +88,17 @@ class AliasMirror(threading.Thread):
         self._hook = hook
         self._hook_due = 0.0
         self._alarms: dict[str, str] = {}
-        self._stopped = False
-        self._due = threading.Event()
 
-    def run(self) -> None:
-        while not self._stopped:
-            try:
-                self.mirror()
-                self._keep_hooked()
-                self.fault = " ".join(self._alarms.values()) or None
-            except Exception as error:
-                # The mirror must outlive whatever MLflow answers.
-                self.fault = f"The aliases in MLflow are not up to date: {error}"
-                log.debug("alias mirror", exc_info=True)
-            self._due.wait(INTERVAL_S)
-            self._due.clear()
+    @property
+    def fault(self) -> str | None:
+        """What keeps aliases and routes from being equal."""
+        if self.error:
+            return f"The aliases in MLflow are not up to date: {self.error}"
+        return " ".join(list(self._alarms.values())) or None
 
-    def stop(self) -> None:
-        self._stopped = True
-        self._due.set()
-
-    def wake(self) -> None:
-        """Look now; somebody said that an alias has moved."""
-        self._due.set()
+    def _mirror_hooked(self) -> None:
+        self.mirror()
+        self._keep_hooked()
 
     def mirror(self) -> None:
         """Bring every registered policy's aliases and route together; raises `httpx.HTTPError`."""

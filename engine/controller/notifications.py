@@ -6,7 +6,6 @@ away the rows wait.
 """
 
 import logging
-import threading
 import time
 import uuid
 from datetime import UTC, datetime
@@ -16,6 +15,7 @@ import httpx
 
 from engine.catalog.catalog import Catalog, Notice, Release
 from engine.settings.params import served_name
+from engine.threads import PeriodicThread
 
 NAMES = uuid.UUID("0b4b4c39-5c1e-5b6f-8f55-5ab1f5a1c6d4")
 INTERVAL_S = 1.0
@@ -81,25 +81,13 @@ def event_of(notice: Notice) -> dict[str, Any]:
     }
 
 
-class NotificationSender(threading.Thread):
+class NotificationSender(PeriodicThread):
     """Sends what waits to Prefect's server; `client` talks to it, without a path."""
 
     def __init__(self, catalog: Catalog, client: httpx.Client):
-        super().__init__(name="notifications", daemon=True)
+        super().__init__("notifications", INTERVAL_S, self.send)
         self._catalog = catalog
         self._client = client
-        self._stopped = threading.Event()
-
-    def run(self) -> None:
-        while not self._stopped.wait(INTERVAL_S):
-            try:
-                self.send()
-            except Exception:
-                # Prefect is away: the notifications wait.
-                log.debug("notifications", exc_info=True)
-
-    def stop(self) -> None:
-        self._stopped.set()
 
     def send(self) -> int:
         """Send the notifications that wait and return how many; raises `httpx.HTTPError`."""

@@ -28,7 +28,7 @@ class ReleaseDecisions:
         self, catalog: Catalog, applier: Applier, defaults: ReleaseConfig, latest: dict[str, Evidence]
     ):
         self._catalog = catalog
-        self._applier = applier
+        self._applier, self._changes = applier, applier.changes
         self._defaults = defaults
         self._latest = latest
 
@@ -110,8 +110,8 @@ class ReleaseDecisions:
             ours = release.revision == revision.digest
             action = Action("promote", reason) if ours else Action("hold", f"Superseded by {by}: {reason}")
             self._applier.apply(release, action, self._evidence(release), by)
-        route = self._applier.promote(policy, revision.digest, reason, by)
-        self._applier.say_by_hand("promote", policy, revision.digest, by, reason, str(route.version))
+        route = self._changes.promote(policy, revision.digest, reason, by)
+        self._changes.say_by_hand("promote", policy, revision.digest, by, reason, str(route.version))
         return route
 
     def restore(self, policy: str, digest: str | None, by: str, reason: str) -> Route:
@@ -127,30 +127,26 @@ class ReleaseDecisions:
     def rollback(self, policy: str, digest: str, by: str, reason: str) -> Tombstone:
         """Bury a revision now, whatever it is: champion, canary or neither."""
         revision = self._catalog.revisions.get(policy, digest)
-        stone = self._applier.withdraw(policy, revision.digest, reason, by)
+        stone = self._changes.withdraw(policy, revision.digest, reason, by)
         for release in self._catalog.releases.all(policy, open_only=True):
             if release.revision == revision.digest:
                 self._applier.apply(release, Action("rollback", stone.reason), self._evidence(release), by)
                 return stone
-        self._applier.say_by_hand("rollback", policy, revision.digest, stone.by, stone.reason, str(stone.at))
+        self._changes.say_by_hand("rollback", policy, revision.digest, stone.by, stone.reason, str(stone.at))
         return stone
 
     def lift(self, policy: str, digest: str, by: str, reason: str) -> Tombstone:
         """End a tombstone; the route stays as it is."""
         revision = self._catalog.revisions.get(policy, digest)
-        return self._catalog.tombstones.lift(policy, revision.digest, by, reason)
+        return self._changes.lift(policy, revision.digest, by, reason)
 
     def freeze(self, by: str, reason: str) -> str:
         """Let no pointer move but rollbacks, until `thaw`; return the sentence that others get."""
-        if not self._catalog.switches.is_on(FREEZE):
-            self._say_switch("frozen", by, reason)
-            self._catalog.switches.set(FREEZE, True)
+        self._switch(True, by, reason)
         return self.frozen() or ""
 
     def thaw(self, by: str, reason: str) -> None:
-        if self._catalog.switches.is_on(FREEZE):
-            self._say_switch("thawed", by, reason)
-            self._catalog.switches.set(FREEZE, False)
+        self._switch(False, by, reason)
 
     def frozen(self) -> str | None:
         """Return why nothing but rollbacks moves now, or None."""
@@ -164,11 +160,12 @@ class ReleaseDecisions:
         if why := self.frozen():
             raise Conflict(why)
 
-    def _say_switch(self, state: str, by: str, reason: str) -> None:
-        notice = Notice(
-            str(uuid.uuid4()), f"graftwork.{state}", "", None, f"by {by}: {reason}", "", time.time()
-        )
-        self._catalog.notices.add(notice)
+    def _switch(self, on: bool, by: str, reason: str) -> None:
+        if self._catalog.switches.is_on(FREEZE) != on:
+            name = "graftwork.frozen" if on else "graftwork.thawed"
+            notice = Notice(str(uuid.uuid4()), name, "", None, f"by {by}: {reason}", "", time.time())
+            self._catalog.notices.add(notice)
+            self._catalog.switches.set(FREEZE, on)
 
     def _evidence(self, release: Release) -> Evidence:
         now, route = time.time(), self._catalog.routes.get(release.policy)

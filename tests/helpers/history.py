@@ -78,9 +78,9 @@ def build(root: Path) -> tuple[Catalog, Ledger, Release]:
     catalog = Catalog(paths.catalog_url)
     catalog.bases.add(Base(BASE, "tiny-dense", "/bases/tiny", NOW))
     catalog.policies.add(Policy("sums", BASE, {"suite": "s"}, "me", NOW))
-    catalog.revisions.add(revision(OLD, "exported", NOW - 90))
-    catalog.revisions.add(revision("d" * 64, "snapshot", NOW))
-    catalog.revisions.add(revision(GOOD, "exported", NOW, parent=OLD))
+    catalog.revisions.add_many([revision(OLD, "exported", NOW - 90)])
+    catalog.revisions.add_many([revision("d" * 64, "snapshot", NOW)])
+    catalog.revisions.add_many([revision(GOOD, "exported", NOW, parent=OLD)])
     catalog.tombstones.add("sums", OLD, "it was bad", "ann")
     release = Release(
         "r1", "sums", GOOD, None, "canary", 0.2, "running", ReleaseConfig().model_dump(), NOW, NOW,

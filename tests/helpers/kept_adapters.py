@@ -63,7 +63,7 @@ def keep(
                 "owner": "me", "created_at": float(seed),
             }  # fmt: skip
             row = Revision(**values)
-            assert catalog.revisions.add(row)
+            assert catalog.revisions.add_many([row])[0]
             if exported:
                 write_revision(params.paths.revision(policy, row.digest), tensors, manifest, {"rows": [seed]})
             rows.append(row)

@@ -99,11 +99,11 @@ class RunningEngine:
         at = self.store.append(whole.tobytes())
         self.catalog.policies.add(Policy(policy, self.base_digest, {}, "test", time.time()))
         self.catalog.layouts.add(whole.layout.digest, whole.layout.to_json())
-        self.catalog.revisions.add(
-            Revision(
+        self.catalog.revisions.add_many(
+            [Revision(
                 policy, digest, self.base_digest, None, 0, rank, at.length, whole.layout.digest, at.segment,
                 at.offset, at.length, at.checksum, "exported", "test", time.time(),
-            )
+            )]
         )  # fmt: skip
         return served_name(policy, digest)
 

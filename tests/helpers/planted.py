@@ -62,7 +62,7 @@ def plant(engine: RunningEngine, tensors: dict[str, torch.Tensor], change: Calla
     )  # fmt: skip
     engine.catalog.policies.add(Policy("planted", engine.base_digest, {}, "test", time.time()))
     engine.catalog.layouts.add(layout, text)
-    engine.catalog.revisions.add(replace(row, **{"layout": layout, **made.row}))
+    engine.catalog.revisions.add_many([replace(row, **{"layout": layout, **made.row})])
     return served_name("planted", digest)
 
 

@@ -15,7 +15,7 @@ def fill(catalog: Catalog, champion: str | None = OLD) -> None:
         row = Revision(
             "sorting", digest, "base", None, 1, 8, 64, "l", "s", 0, 64, "cc", "exported", "me", 1.0
         )
-        catalog.revisions.add(row)
+        catalog.revisions.add_many([row])
         catalog.revisions.set_probe("sorting", digest, ACCEPTED)
     if champion:
         catalog.routes.update(replace(catalog.routes.get("sorting"), champion=champion), 0)

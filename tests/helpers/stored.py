@@ -48,7 +48,7 @@ class Stored:
             policy, manifest.digest, BASE, None, seed, 2, manifest.bytes, whole.layout.digest,
             **at._asdict(), state="exported", owner="me", created_at=time.time(),
         )  # fmt: skip
-        self.catalog.revisions.add(row)
+        self.catalog.revisions.add_many([row])
         self.store.committed()
         return row
 

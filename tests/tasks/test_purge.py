@@ -174,8 +174,8 @@ def test_killed_at_any_place_it_goes_on_from_there(params, catalog, monkeypatch,
 
 
 NAMES = {
-    "name": "_mark", "sessions": "_sessions", "segments": "_collect", "store": "_store", "cache": "_cache",
-    "files": "_files", "mlflow": "_mlflow", "ledger": "_ledger",
+    "name": "_purge_catalog", "sessions": "_sessions", "segments": "_collect", "store": "_store",
+    "cache": "_cache", "files": "_files", "mlflow": "_mlflow", "ledger": "_ledger",
 }  # fmt: skip
 
 
@@ -391,7 +391,8 @@ def running(params: Params) -> Iterator[Controller]:
 
 
 def test_a_running_controller_purges_its_own_ledger(params, catalog, monkeypatch):
-    """The ledger has one writer; in the controller's own thread, between two turns."""
+    """The ledger and the routes have one writer; in the controller's own thread, between two turns."""
+    asked = []
     key = catalog.keys.ensure_local(params.paths.local_key)
     with running(params) as controller:
         wait_for(lambda: controller._ingested_at)
@@ -402,10 +403,14 @@ def test_a_running_controller_purges_its_own_ledger(params, catalog, monkeypatch
 
         def post(url, json, headers, **_):
             assert url == f"{params.url('controller')}/purge"
+            asked.append(json["place"])
             return client.post("/purge", json=json, headers=headers)
 
         monkeypatch.setattr(purging.httpx, "post", post)
         record = purge(params)
+        assert asked == ["name", "catalog", "ledger"]
+        assert catalog.purges.find("gone")["by"] == "ann"
+        assert catalog.leases.find("controller").holder == "test"
         assert key in params.paths.local_key.read_text()
         assert record.places["ledger"]["scores"] == 1
         assert is_anywhere(params, SECRET.encode()) == []
@@ -438,8 +443,17 @@ def wait_for(happened: Callable[[], object]) -> None:
 def test_a_controller_that_does_not_answer_is_said_and_the_rest_is_not_repeated(params, catalog):
     catalog.leases.acquire("controller", "somebody", 60)
     catalog.keys.ensure_local(params.paths.local_key)
-    with pytest.raises(ServiceError, match="The controller holds the ledger"):
+    with pytest.raises(ServiceError, match=r"The controller holds the ledger.* did not purge the name"):
         purge(params)
+    assert len(catalog.revisions.page("gone")) == 3
+    catalog.leases.release("controller", "somebody")
+
+    def starts(place, counts):
+        if place == "mlflow":
+            catalog.leases.acquire("controller", "somebody", 60)
+
+    with pytest.raises(ServiceError, match="did not purge the ledger"):
+        purging.purge(params, "gone", "ann", "asked for it", starts)
     catalog.leases.release("controller", "somebody")
     record = purge(params)
     assert record.places["catalog"]["revisions"] == 3

@@ -155,20 +155,20 @@ def test_what_the_guide_once_called_on_the_catalog_itself_works(catalog: Catalog
 
 
 def test_a_revision_is_added_once_and_upgraded_by_its_export(catalog: Catalog) -> None:
-    assert catalog.revisions.add(make_revision("aa11"))
-    assert not catalog.revisions.add(make_revision("aa11", segment="s2", expires_at=20.0))
+    assert catalog.revisions.add_many([make_revision("aa11")])[0]
+    assert not catalog.revisions.add_many([make_revision("aa11", segment="s2", expires_at=20.0)])[0]
     assert catalog.revisions.get("sorting", "aa11") == make_revision("aa11", expires_at=20.0)
-    assert not catalog.revisions.add(make_revision("aa11", state="exported", expires_at=None))
-    assert not catalog.revisions.add(make_revision("aa11", expires_at=99.0))
+    assert not catalog.revisions.add_many([make_revision("aa11", state="exported", expires_at=None)])[0]
+    assert not catalog.revisions.add_many([make_revision("aa11", expires_at=99.0)])[0]
     assert catalog.revisions.get("sorting", "aa11") == make_revision(
         "aa11", state="exported", expires_at=None
     )
 
 
 def test_a_revision_moves_to_other_bytes_and_stays_what_it_is(catalog: Catalog) -> None:
-    catalog.revisions.add(make_revision("aa11", state="exported", expires_at=None))
+    catalog.revisions.add_many([make_revision("aa11", state="exported", expires_at=None)])
     catalog.revisions.set_probe("sorting", "aa11", {"accepted": True})
-    catalog.revisions.add(make_revision("aa22"))
+    catalog.revisions.add_many([make_revision("aa22")])
     place = {"layout": "l2", "segment": "s2", "offset": 64, "length": 128, "checksum": "dd"}
     moved = catalog.places.replace(make_revision("aa11", owner="you", created_at=9.0, **place))
     assert moved == catalog.revisions.get("sorting", "aa11")
@@ -181,7 +181,7 @@ def test_a_revision_moves_to_other_bytes_and_stays_what_it_is(catalog: Catalog) 
 
 def test_a_digest_prefix_names_one_revision(catalog: Catalog) -> None:
     for digest in ("aa11", "aa22", "ff99"):
-        catalog.revisions.add(make_revision(digest))
+        catalog.revisions.add_many([make_revision(digest)])
     assert catalog.revisions.get("sorting", "ff").digest == "ff99"
     assert catalog.revisions.get("sorting", "aa2").digest == "aa22"
     with pytest.raises(Conflict, match="more digits"):
@@ -196,7 +196,7 @@ def test_pages_hold_every_revision_once_newest_first(catalog: Catalog) -> None:
     # Several share a time: what came last is the newest.
     rows = [make_revision(f"{99 - i:04x}", created_at=float(i // 3)) for i in range(25)]
     for row in rows:
-        catalog.revisions.add(row)
+        catalog.revisions.add_many([row])
     pages: list[Revision] = []
     while page := catalog.revisions.page("sorting", after=pages[-1] if pages else None, limit=7):
         pages += page
@@ -214,9 +214,9 @@ def test_a_page_after_a_row_that_is_gone_leaves_none_out(catalog: Catalog) -> No
 
 def test_expiry_spares_what_routes_and_releases_name(catalog: Catalog) -> None:
     for digest in ("a1", "a2", "a3", "a4", "a5", "a6"):
-        catalog.revisions.add(make_revision(digest))
-    catalog.revisions.add(make_revision("a7", expires_at=99.0))
-    catalog.revisions.add(make_revision("a8", state="exported", expires_at=None))
+        catalog.revisions.add_many([make_revision(digest)])
+    catalog.revisions.add_many([make_revision("a7", expires_at=99.0)])
+    catalog.revisions.add_many([make_revision("a8", state="exported", expires_at=None)])
     catalog.routes.update(Route("sorting", champion="a1", previous="a2", canary="a3"), 0)
     catalog.releases.add(replace(make_release("r1", "a4"), baseline="a5"))
     assert [row.digest for row in catalog.lifecycle.expire(now=50.0)] == ["a6"]
@@ -232,7 +232,7 @@ def test_expiry_spares_what_routes_and_releases_name(catalog: Catalog) -> None:
 
 
 def test_probe_results_are_kept(catalog: Catalog) -> None:
-    catalog.revisions.add(make_revision("aa"))
+    catalog.revisions.add_many([make_revision("aa")])
     assert catalog.revisions.get("sorting", "aa").probe is None
     catalog.revisions.set_probe("sorting", "aa", {"accepted": True, "max_error": 1e-4})
     assert catalog.revisions.get("sorting", "aa").probe == {"accepted": True, "max_error": 1e-4}
@@ -544,7 +544,7 @@ def test_a_restart_of_the_server_fails_nobody(postgres_server: str, kind: str) -
 
 def test_what_has_expired_is_neither_routed_nor_released(catalog: Catalog) -> None:
     catalog.policies.add(Policy("sorting", "base", {}, "me", 1.0))
-    catalog.revisions.add(make_revision("aa" * 32))
+    catalog.revisions.add_many([make_revision("aa" * 32)])
     route = catalog.routes.update(replace(catalog.routes.get("sorting"), champion="aa" * 32), 0)
     for digest in ("bb" * 32, "no digest"):
         with pytest.raises(NotFound, match="has no revision"):

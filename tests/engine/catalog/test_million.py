@@ -104,13 +104,13 @@ def test_what_is_stored_already_is_found_whatever_its_policy(catalog: Catalog) -
     assert catalog.places.find(wanted) == {digest(i): place(row(i)) for i in (1, 2, 3)}
     catalog.quarantine.add("sorting", digest(1), "Damaged.")
     # Whoever shares the damaged bytes is no better off.
-    catalog.revisions.add(row(1, policy="other"))
+    catalog.revisions.add_many([row(1, policy="other")])
     assert set(catalog.places.find(wanted)) == {digest(2), digest(3)}
     assert catalog.places.find([]) == {}
 
 
 def test_bytes_that_moved_meanwhile_are_not_shared(catalog: Catalog) -> None:
-    catalog.revisions.add(row(1))
+    catalog.revisions.add_many([row(1)])
     moved = Location("s2", 128, 64, row(1).checksum)
     assert catalog.places.move([(place(row(1)), moved)], digests=[digest(1)]) == 1
     with pytest.raises(Moved):
@@ -158,7 +158,7 @@ def test_rows_take_new_places_at_once_and_leave_quarantine(catalog: Catalog) -> 
 
 def test_shared_bytes_count_once(catalog: Catalog) -> None:
     catalog.revisions.add_many([row(i) for i in range(10)] + [row(i, policy="other") for i in range(5)])
-    catalog.revisions.add(row(1, policy="third", segment="s2"))
+    catalog.revisions.add_many([row(1, policy="third", segment="s2")])
     assert catalog.places.bytes_by_segment(page=3) == {"s1": 640, "s2": 64}
 
 
@@ -198,7 +198,7 @@ def test_a_name_that_names_nothing_has_near_ones(catalog: Catalog) -> None:
 
 
 def test_no_digit_is_taken_for_another(catalog: Catalog) -> None:
-    catalog.revisions.add(row(1))
+    catalog.revisions.add_many([row(1)])
     for prefix in (
         "' OR 1=1 --",
         "%",
@@ -237,7 +237,7 @@ def test_pages_of_an_owner_leave_the_retired_out(catalog: Catalog) -> None:
 
 def test_lineage_is_walked_both_ways(catalog: Catalog) -> None:
     catalog.revisions.add_many([row(i, parent=digest(i - 1) if i else None) for i in range(6)])
-    catalog.revisions.add(row(9, parent=digest(2)))
+    catalog.revisions.add_many([row(9, parent=digest(2))])
     parents = catalog.listing.parents("sorting", digest(5))
     assert [r.digest for r in parents] == [digest(i) for i in (4, 3, 2, 1, 0)]
     assert len(catalog.listing.parents("sorting", digest(5), limit=2)) == 2
@@ -303,7 +303,7 @@ def test_a_purge_leaves_a_mark_and_nothing_else(catalog: Catalog, monkeypatch: p
         catalog.policies.add(Policy("sorting", "base", {}, "me", 1.0))
     catalog.policies.add(Policy("sorting", "base", {}, "me", 1.0), again=True)
     catalog.policies.add(Policy("sorting", "base", {"rank": 1}, "me", 1.0))
-    assert catalog.revisions.add(row(1))
+    assert catalog.revisions.add_many([row(1)])[0]
     assert catalog.purges.find("sorting") is not None
 
 
@@ -530,14 +530,14 @@ def test_a_batch_by_columns_is_published_as_its_rows_are(catalog: Catalog) -> No
     assert all(catalog.revisions.find(one.policy, one.digest) == one for one in rows[:50])
     assert catalog.revisions.scan(limit=3000) == sorted(rows, key=lambda one: one.digest)
     snapshot = row(3000, state="snapshot", expires_at=10.0, **changes)
-    catalog.revisions.add(snapshot)
+    catalog.revisions.add_many([snapshot])
     exported = replace(snapshot, state="exported", expires_at=None)
     assert catalog.batches.add(batch([rows[0], row(3001, **changes), exported])) == [False, True, False]
     assert catalog.revisions.find("sorting", digest(3000)) == exported
 
 
 def test_a_batch_shares_no_bytes_that_moved_and_is_of_no_purged_policy(catalog: Catalog) -> None:
-    catalog.revisions.add(row(1))
+    catalog.revisions.add_many([row(1)])
     lost = [row(5), row(1, policy="other", offset=640)]
     with pytest.raises(Moved, match="other@"):
         catalog.batches.add(batch(lost), shared={1})

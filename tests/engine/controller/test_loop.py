@@ -25,6 +25,7 @@ from engine.controller.apply import Applier
 from engine.controller.loop import Controller
 from engine.controller.mlflow_aliases import AliasMirror
 from engine.controller.mlflow_registry import Registry
+from engine.controller.route_changes import take_lease
 from engine.controller.trusted_clock import TrustedClock
 from engine.errors import Conflict, NotFound, ServiceError
 from engine.ledger.ledger import Ledger, Spool, open_snapshot
@@ -440,8 +441,8 @@ def test_a_clock_that_jumps_ahead_expires_nothing_until_it_has_held(controller: 
     catalog, wall, steady = controller.catalog, [1000.0], [0.0]
     file = controller.params.paths.clock
     controller._clock = TrustedClock(file, lambda: wall[0], lambda: steady[0])
-    catalog.revisions.add(
-        replace(catalog.revisions.get("sorting", THIRD), digest="dd" * 32, expires_at=5000.0)
+    catalog.revisions.add_many(
+        [replace(catalog.revisions.get("sorting", THIRD), digest="dd" * 32, expires_at=5000.0)]
     )
 
     def turn(wall_s: float, steady_s: float) -> bool:
@@ -499,7 +500,7 @@ def test_another_holder_of_the_lease_ends_the_loop(controller: Controller) -> No
     with pytest.raises(Conflict, match="taken the lease"):
         controller.tick()
     with pytest.raises(Conflict, match="another machine"):
-        controller._take_lease()
+        take_lease(controller.catalog, "test", 60)
 
 
 @pytest.fixture

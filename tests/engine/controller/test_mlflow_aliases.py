@@ -254,7 +254,7 @@ def test_a_restored_registry_moves_nothing(
     backup = shutil.copy(database, database.with_suffix(".backup"))
     fourth = "dd" * 32
     row = controller.catalog.revisions.get("sorting", NEW)
-    controller.catalog.revisions.add(replace(row, digest=fourth))
+    controller.catalog.revisions.add_many([replace(row, digest=fourth)])
     mlflow.move("champion", mlflow.register(fourth))
     mirror.mirror()
     assert controller.catalog.routes.get("sorting").champion == fourth
@@ -345,7 +345,7 @@ def test_any_order_of_moves_and_faults_ends_in_one_state(controller: Controller,
     def owner() -> None:
         route = controller.catalog.routes.get("sorting")
         wanted = chance.choice([OLD, NEW])
-        controller.applier.promote("sorting", wanted, f"verdict on {route.version}", "controller")
+        controller.applier.changes.promote("sorting", wanted, f"verdict on {route.version}", "controller")
 
     for _ in range(25):
         chance.choice([person, person, owner, lambda: None])()
@@ -373,11 +373,11 @@ def test_our_own_write_that_was_cut_off_is_nobodys_move(controller: Controller) 
     registry = Memory()
     mirror = AliasMirror(controller.catalog, controller.decisions, controller.lock, registry)
     mirror.mirror()
-    controller.applier.promote("sorting", NEW, "better", "controller")
+    controller.applier.changes.promote("sorting", NEW, "better", "controller")
     registry.calls, registry.fail_at = itertools.count(), 3
     with pytest.raises(httpx.ConnectError):
         mirror.mirror()
-    controller.applier.promote("sorting", OLD, "no, this one", "controller")
+    controller.applier.changes.promote("sorting", OLD, "no, this one", "controller")
     registry.fail_at = -1
     mirror.mirror()
     assert controller.catalog.routes.get("sorting").champion == OLD

@@ -60,8 +60,8 @@ def params(tmp_path: Path) -> Params:
     catalog = Catalog(params.paths.catalog_url)
     catalog.bases.add(Base("base", "tiny-dense", "/bases/tiny", 1.0))
     fill(catalog, champion=None)
-    catalog.revisions.add(
-        replace(catalog.revisions.get("sorting", THIRD), digest="ab" * 32, parent=NEW, created_at=9.0)
+    catalog.revisions.add_many(
+        [replace(catalog.revisions.get("sorting", THIRD), digest="ab" * 32, parent=NEW, created_at=9.0)]
     )
     catalog.routes.update(replace(catalog.routes.get("sorting"), champion=NEW, previous=OLD), 0)
     catalog.tombstones.add("sorting", THIRD, "It shouts.", "ann")
@@ -162,7 +162,7 @@ def test_unknown_and_ambiguous_names_are_sentences(params: Params) -> None:
     with pytest.raises(NotFound, match="has no revision"):
         why(params, "sorting@123456")
     catalog = Catalog(params.paths.catalog_url)
-    catalog.revisions.add(replace(catalog.revisions.get("sorting", NEW), digest=NEW[:10] + "c" * 54))
+    catalog.revisions.add_many([replace(catalog.revisions.get("sorting", NEW), digest=NEW[:10] + "c" * 54)])
     catalog.close()
     with pytest.raises(Conflict, match="Several revisions begin with 'bbbbbb'"):
         why(params, "bbbbbb")

@@ -20,11 +20,12 @@ from engine.adapters import packed
 from engine.adapters.revision import make_manifest, write_revision
 from engine.base.families import BaseShapes
 from engine.catalog.catalog import Base, Policy, Revision
+from engine.controller.route_changes import GATE
 from engine.ledger.ledger import Ledger
 from engine.quality.probe import TOLERANCE, Probe
 from engine.report.why import why
 from engine.settings.params import Params, load_params, served_name
-from tasks.verify import GATE, verify
+from tasks.verify import verify
 
 TOL = TOLERANCE["float32"]
 PROMPTS = prompts(4)
@@ -67,7 +68,7 @@ class Gate:
             policy, digest, engine.base_digest, None, 0, RANK, at.length, whole.layout.digest, at.segment,
             at.offset, at.length, at.checksum, "exported", "test", time.time(),
         )  # fmt: skip
-        engine.catalog.revisions.add(replace(made, **row))
+        engine.catalog.revisions.add_many([replace(made, **row)])
         return served_name(policy, digest)
 
     def verify(self, digest: str, policy: str = "gate") -> dict:

@@ -76,8 +76,12 @@ def world(tmp_path):
     layout = hashlib.sha256(b"{}").hexdigest()
     catalog.layouts.add(layout, "{}")
     for digest in (CHAMPION, CANARY):
-        catalog.revisions.add(
-            Revision("sums", digest, "base", None, 1, 8, 10, layout, "s", 0, 10, "cc", "exported", "me", 0.0)
+        catalog.revisions.add_many(
+            [
+                Revision(
+                    "sums", digest, "base", None, 1, 8, 10, layout, "s", 0, 10, "cc", "exported", "me", 0.0
+                )
+            ]
         )
     route = catalog.routes.get("sums")
     catalog.routes.update(replace(route, champion=CHAMPION, canary=CANARY, weight=0.5), route.version)
@@ -212,7 +216,7 @@ async def test_a_full_queue_answers_429_and_when_to_come_again(world):
     digests = [f"{number:x}" * 64 for number in range(6)]
     row = world.catalog.revisions.get("sums", CHAMPION)
     for digest in digests:
-        world.catalog.revisions.add(replace(row, digest=digest))
+        world.catalog.revisions.add_many([replace(row, digest=digest)])
     async with world.client() as client:
         asked = [client.post("/v1/completions", json={"model": f"sums@{d[:12]}"}) for d in digests]
         responses = await asyncio.gather(*asked)
@@ -277,7 +281,7 @@ async def test_a_damaged_adapter_is_a_422_until_its_bytes_come_again(world):
 
 async def test_names_that_name_nothing_or_too_much_are_told_the_near_ones(world):
     row = world.catalog.revisions.get("sums", CANARY)
-    world.catalog.revisions.add(replace(row, digest="b" * 30 + "c" * 34))
+    world.catalog.revisions.add_many([replace(row, digest="b" * 30 + "c" * 34)])
     async with world.client() as client:
         missing = await client.post("/v1/completions", json={"model": "sums@aab"})
         several = await client.post("/v1/completions", json={"model": "sums@bb"})

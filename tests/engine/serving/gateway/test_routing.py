@@ -30,10 +30,12 @@ def catalog(tmp_path) -> Catalog:
     catalog.bases.add(Base("base", "tiny", "/tiny", 0.0))
     catalog.policies.add(Policy("sums", "base", {}, "me", 0.0))
     for digest in (CHAMPION, CANARY):
-        catalog.revisions.add(
-            Revision(
-                "sums", digest, "base", None, 1, 8, 10, "layout", "s", 0, 10, "cc", "exported", "me", 0.0
-            )
+        catalog.revisions.add_many(
+            [
+                Revision(
+                    "sums", digest, "base", None, 1, 8, 10, "layout", "s", 0, 10, "cc", "exported", "me", 0.0
+                )
+            ]
         )
     return catalog
 
@@ -167,7 +169,7 @@ def test_a_purged_name_is_gone(catalog):
 def test_names_that_name_nothing_or_too_much_are_told_the_near_ones(catalog):
     router = Router(catalog, "tiny", "base")
     other = CANARY[:20] + "f" * 44
-    catalog.revisions.add(replace(catalog.revisions.get("sums", CANARY), digest=other))
+    catalog.revisions.add_many([replace(catalog.revisions.get("sums", CANARY), digest=other)])
     with pytest.raises(Ambiguous) as several:
         router.resolve(f"sums@{CANARY[:5]}", "ann")
     assert set(several.value.candidates) == {f"sums@{CANARY[:21]}", f"sums@{other[:21]}"}

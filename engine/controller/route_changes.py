@@ -1,0 +1,174 @@
+"""Changes of what is served: the one writer of routes, of tombstones and of their lifts.
+
+Called in the controller's process wherever a controller serves the catalog, in another one under its lease
+(`alone`). Each effect may be the last before a kill: all of them again reach the same end. Decides nothing.
+A new policy's empty route comes with the policy's row and serves nobody.
+"""
+
+import os
+import socket
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from engine.catalog.catalog import Catalog, Route, Tombstone
+from engine.errors import Conflict
+from engine.ledger.spool import Spool
+from engine.quality.probe import ProbeResult
+from engine.settings.params import Params, content_hash
+from engine.version import code_version
+
+if TYPE_CHECKING:
+    from engine.ledger.ledger import Ledger
+
+LEASE = "controller"
+# In whose name the effect probe buries what it refuses.
+GATE = "effect probe"
+EVENTS = uuid.UUID("6f1d2a52-7c55-5d0e-9a55-3e5c1e0c8a11")
+CODE_VERSION = code_version()
+
+
+class RouteChanges:
+    """Writes what is served to the catalog, and what the ledger keeps of it to the spool."""
+
+    def __init__(self, catalog: Catalog, spool: Spool):
+        self._catalog = catalog
+        self._spool = spool
+
+    def withdraw(self, policy: str, digest: str, reason: str, by: str) -> Tombstone:
+        """Bury a revision, then take it out of its policy's route: a champion gives way to the previous."""
+        stone = self._catalog.tombstones.add(policy, digest, reason, by)
+        route = self._catalog.routes.get(policy)
+        wanted = route
+        if route.canary == digest:
+            wanted = replace(wanted, canary=None, weight=0.0)
+        if route.champion == digest:
+            usable = route.previous and not self._catalog.tombstones.find(policy, route.previous)
+            wanted = replace(wanted, champion=route.previous if usable else None, previous=None)
+        self._set_route(wanted, stone.by, stone.reason)
+        return stone
+
+    def lift(self, policy: str, digest: str, by: str, reason: str) -> Tombstone:
+        """End a tombstone; the route stays as it is. `NotFound` when there is none."""
+        return self._catalog.tombstones.lift(policy, digest, by, reason)
+
+    def promote(self, policy: str, digest: str, reason: str, by: str) -> Route:
+        """Make a revision the champion and end the canary."""
+        route = self._catalog.routes.get(policy)
+        previous = route.previous if route.champion == digest else route.champion
+        wanted = replace(route, champion=digest, previous=previous, canary=None, weight=0.0)
+        return self._set_route(wanted, by, reason)
+
+    def start_canary(self, route: Route, digest: str, weight: float, reason: str) -> Route:
+        """Give the canary `weight` of the units; `Conflict` when the route has changed since it was read."""
+        return self._set_route(replace(route, canary=digest, weight=weight), "controller", reason)
+
+    def end_canary(self, policy: str, digest: str, reason: str, by: str) -> None:
+        """Take a revision's canary away; another revision's stays."""
+        route = self._catalog.routes.get(policy)
+        ours = route.canary == digest
+        self._set_route(replace(route, canary=None, weight=0.0) if ours else route, by, reason)
+
+    def record_probe(self, policy: str, digest: str, result: ProbeResult) -> None:
+        """Keep what the engine made of a revision's effect probe, and let no request reach a refused one.
+
+        One that is the base harms nobody: it is not buried. The gate lifts its own tombstone, no person's.
+        """
+        found = result.to_json()
+        self._catalog.revisions.set_probe(policy, digest, found)
+        stone, route = self._catalog.tombstones.find(policy, digest), self._catalog.routes.get(policy)
+        if result.accepted:
+            if stone and stone.by == GATE:
+                self.lift(policy, digest, GATE, result.reason)
+            return
+        withdrawn = not result.is_base and digest in (route.champion, route.canary)
+        if not result.is_base:
+            self.withdraw(policy, digest, result.reason, GATE)
+        verdict = "rollback" if withdrawn else "hold"
+        self.say_by_hand(verdict, policy, digest, GATE, result.reason, content_hash(found), probe=found)
+
+    def purge(self, policy: str, place: Literal["name", "catalog"], by: str) -> dict[str, int]:
+        """Take a policy's route and mark its name, or remove all its rows; return rows removed by table."""
+        remove = self._catalog.purges.mark if place == "name" else self._catalog.purges.run
+        return remove(policy, by, time.time())
+
+    def say_by_hand(
+        self, verdict: str, policy: str, digest: str, by: str, reason: str, key: str, **evidence: Any
+    ) -> None:
+        """Tell the ledger what was decided outside any release; `key` tells one such act from the next."""
+        self._spool.emit(
+            "verdicts",
+            id=str(uuid.uuid5(EVENTS, f"{policy}/{digest}/{verdict}/{key}")),
+            policy=policy,
+            digest=digest,
+            verdict=verdict,
+            reason=reason,
+            by=by,
+            evidence=evidence or None,
+            code_version=CODE_VERSION,
+        )
+
+    def say_missing(self, ledger: "Ledger") -> None:
+        """Tell the ledger of routes what a kill kept it from hearing."""
+        said = {row[0] for row in ledger.connection.execute("SELECT id FROM route_changes").fetchall()}
+        after = ""
+        while routes := self._catalog.routes.page(after, changed=True):
+            for route in routes:
+                if _route_change_id(route) not in said:
+                    self._say_route(route, "controller", "Found after a restart.")
+            after = routes[-1].policy
+
+    def _set_route(self, route: Route, by: str, reason: str) -> Route:
+        """Change a route if it differs, and tell the ledger; again is harmless."""
+        current = self._catalog.routes.get(route.policy)
+        if _meaning(current) != _meaning(route):
+            current = self._catalog.routes.update(route, route.version)
+        self._say_route(current, by, reason)
+        return current
+
+    def _say_route(self, route: Route, by: str, reason: str) -> None:
+        if route.version:
+            row = {name: value for name, value in vars(route).items() if name != "salt"}
+            row |= {"id": _route_change_id(route), "at": row.pop("updated_at"), "by": by, "reason": reason}
+            self._spool.emit("route_changes", **row, code_version=CODE_VERSION)
+
+
+def controller_serves(catalog: Catalog) -> bool:
+    """Say whether a controller holds the lease of this catalog; what changes routes is asked of it then."""
+    lease = catalog.leases.find(LEASE)
+    return lease is not None and lease.until > time.time()
+
+
+def take_lease(catalog: Catalog, holder: str, lease_s: float) -> int:
+    """Take the lease that whoever changes routes holds; return its fence. `Conflict` while another does."""
+    fence = catalog.leases.acquire(LEASE, holder, lease_s)
+    if fence is None:
+        lease = catalog.leases.find(LEASE)
+        raise Conflict(
+            f"Another controller ({lease.holder if lease else 'unknown'}) holds the lease of this catalog. "
+            f"Stop it, or wait {lease_s:g} s after its death."
+        )
+    return fence
+
+
+@contextmanager
+def alone(params: Params, catalog: Catalog) -> Iterator[RouteChanges]:
+    """Change routes where no controller runs, under its lease, and give that back; raises as `take_lease`."""
+    holder = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4()}"
+    take_lease(catalog, holder, params.controller.lease_s)
+    try:
+        with closing(Spool(params.paths.spool, "alone")) as spool:
+            yield RouteChanges(catalog, spool)
+    finally:
+        catalog.leases.release(LEASE, holder)
+
+
+def _route_change_id(route: Route) -> str:
+    return str(uuid.uuid5(EVENTS, f"route/{route.policy}/{route.version}"))
+
+
+def _meaning(route: Route) -> tuple[str | None, str | None, str | None, float]:
+    return route.champion, route.previous, route.canary, route.weight

@@ -1,0 +1,148 @@
+"""What came of an effect probe changes routes alike: in the controller's process, or here where none runs."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+import uvicorn
+from live import free_port
+from rows import NEW, OLD, THIRD, fill
+
+from engine.catalog.catalog import Catalog, migrate
+from engine.controller.api import build_app
+from engine.controller.loop import Controller
+from engine.controller.mlflow_aliases import AliasMirror
+from engine.controller.mlflow_registry import Registry
+from engine.controller.route_changes import GATE, LEASE, alone, take_lease
+from engine.errors import Conflict, ServiceError
+from engine.ledger.ledger import Ledger
+from engine.quality.probe import ProbeResult
+from engine.settings.params import Params
+from engine.settings.services import ControllerConfig
+from tasks import release as calls
+from tasks.verify import record
+
+RIGHT = ProbeResult(True, "Reproduced within 1e-06 nats.", 1e-6, 1e-6, 0.5, 0.5, 1e-3, 1e-6)
+WRONG = replace(
+    RIGHT,
+    accepted=False,
+    reason="It differs by 0.7 nats.",
+    error=0.7,
+    module="q_proj",
+    errors={"q_proj": 0.7},
+)
+BASE = replace(RIGHT, accepted=False, reason="The revision is the base.", effect=0.0, claimed=0.0)
+
+
+@pytest.fixture
+def params(tmp_path: Path) -> Params:
+    params = Params(state_dir=tmp_path / "state", controller=ControllerConfig(port=free_port(), lease_s=60.0))
+    migrate(params.paths.catalog_url)
+    return params
+
+
+@pytest.fixture
+def catalog(params: Params) -> Iterator[Catalog]:
+    with closing(Catalog(params.paths.catalog_url)) as catalog:
+        fill(catalog)
+        yield catalog
+
+
+@pytest.fixture(params=["a controller serves it", "alone"])
+def controller(
+    params: Params, catalog: Catalog, request: pytest.FixtureRequest
+) -> Iterator[Controller | None]:
+    """A controller that answers over HTTP, or none."""
+    if request.param == "alone":
+        yield None
+        return
+    controller = Controller(params, "test")
+    mirror = AliasMirror(controller.catalog, controller.decisions, controller.lock, Registry(httpx.Client()))
+    server = uvicorn.Server(
+        uvicorn.Config(build_app(controller, mirror), log_level="warning", lifespan="off")
+    )
+    listener = socket.create_server(("127.0.0.1", params.controller.port))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    yield controller
+    server.should_exit = True
+    thread.join()
+    controller.close()
+
+
+def found(params: Params, catalog: Catalog, digest: str, result: ProbeResult) -> None:
+    key = catalog.keys.ensure_local(params.paths.local_key)
+    record(params, catalog, catalog.revisions.get("sorting", digest), result, key)
+
+
+def test_a_probe_is_acted_upon_by_whoever_writes_routes(
+    params: Params, catalog: Catalog, controller: Controller | None
+) -> None:
+    found(params, catalog, OLD, WRONG)
+    assert catalog.revisions.get("sorting", OLD).probe == WRONG.to_json()
+    stone = catalog.tombstones.find("sorting", OLD)
+    assert stone
+    assert (stone.by, stone.reason) == (GATE, WRONG.reason)
+    assert catalog.routes.get("sorting").champion is None
+    found(params, catalog, OLD, RIGHT)
+    assert catalog.tombstones.find("sorting", OLD) is None
+    catalog.tombstones.add("sorting", NEW, "It is rude.", "ada")
+    found(params, catalog, NEW, RIGHT)
+    assert catalog.tombstones.find("sorting", NEW)
+    found(params, catalog, THIRD, BASE)
+    assert catalog.tombstones.find("sorting", THIRD) is None
+
+    # Who it was: the lease, and whose spool the ledger heard of it by.
+    lease = catalog.leases.find(LEASE)
+    assert lease
+    assert (lease.holder == "test") == (lease.until > time.time()) == (controller is not None)
+    writers = {path.name.partition("-")[0] for path in params.paths.spool.iterdir()}
+    assert writers == {"controller" if controller else "alone"}
+    if controller:
+        controller.spool.rotate()
+    ledger = controller.ledger if controller else Ledger(params.paths.ledger)
+    assert ledger
+    ledger.ingest(params.paths.spool)
+    rows = ledger.connection.execute(
+        'SELECT verdict, digest, "by", reason, evidence FROM verdicts ORDER BY "at"'
+    ).fetchall()
+    assert [row[:4] for row in rows] == [
+        ("rollback", OLD, GATE, WRONG.reason),
+        ("hold", THIRD, GATE, BASE.reason),
+    ]
+    assert json.loads(rows[0][4]) == {"probe": WRONG.to_json()}
+    changes = ledger.connection.execute('SELECT champion, version, "by" FROM route_changes').fetchall()
+    assert changes == [(None, 2, GATE)]
+    if controller is None:
+        ledger.close()
+
+
+def test_nobody_else_changes_routes_while_one_does_alone(params: Params, catalog: Catalog) -> None:
+    with (
+        alone(params, catalog),
+        pytest.raises(Conflict, match=r"holds the lease of this catalog\. Stop it, or wait 60 s"),
+        alone(params, catalog),
+    ):
+        raise AssertionError("unreachable")
+    with pytest.raises(ValueError, match="a fault"), alone(params, catalog):
+        raise ValueError("a fault")
+    assert take_lease(catalog, "a controller", 60) == 3
+
+
+def test_a_controller_that_is_away_is_said_and_nothing_changes(
+    params: Params, catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "RETRY_S", 0.3)
+    take_lease(catalog, "a controller", 60)
+    before = catalog.revisions.get("sorting", OLD), catalog.routes.get("sorting")
+    with pytest.raises(ServiceError, match=r"does not answer.*graftwork up"):
+        found(params, catalog, OLD, WRONG)
+    assert (catalog.revisions.get("sorting", OLD), catalog.routes.get("sorting")) == before
+    assert catalog.tombstones.in_force() == []
