@@ -26,7 +26,7 @@ from safetensors.torch import save as save_safetensors
 from engine.adapters.manifests import MANIFEST
 from engine.base.families import PROJECTIONS
 from engine.errors import AdapterError, BaseModelError, Conflict
-from engine.files import sync
+from engine.files import sync, write_whole
 from engine.version import code_version
 
 KEY = re.compile(r"(?P<module>.+)\.(?P<side>lora_[AB])")
@@ -222,9 +222,8 @@ def _write_alone(directory: Path, tensors: Tensors, manifest: Manifest, probe: d
         _write_files(draft, tensors, manifest, probe)
         read_revision(draft, manifest.base_digest)
         os.replace(draft, directory)
-    except BaseException:
+    finally:
         shutil.rmtree(draft, ignore_errors=True)
-        raise
     sync(directory.parent)
     return directory
 
@@ -233,11 +232,7 @@ def _add_probe(file: Path, probe: dict[str, Any]) -> None:
     """Write a probe where none is, or none of this dtype; one that is there is the trainer's own."""
     if not probe or _has_rows(file, probe.get("dtype")):
         return
-    draft = file.with_name(f".{file.name}")
-    draft.write_bytes(_json(probe))
-    sync(draft)
-    os.replace(draft, file)
-    sync(file.parent)
+    write_whole(file, _json(probe), durable=True)
 
 
 def _has_rows(file: Path, dtype: str | None) -> bool:
