@@ -46,18 +46,15 @@ def line_of(paths: Paths, policy: str, config: PolicyConfig, targets: Sequence[s
 
 def _standing(paths: Paths, policy: str) -> tuple[str | None, int]:
     """Return the champion and how many releases were refused in its favour."""
-    from engine.catalog.catalog import Catalog
+    from engine.catalog.catalog import open_catalog
 
-    catalog = Catalog(paths.catalog_url)
-    try:
-        champion = catalog.routes.get(policy).champion
-    except NotFound:
-        return None, 0
-    else:
+    with open_catalog(paths) as catalog:
+        try:
+            champion = catalog.routes.get(policy).champion
+        except NotFound:
+            return None, 0
         ended = [release for release in catalog.releases.all(policy) if release.baseline == champion]
-        return champion, sum(release.state in ("held", "rolled_back") for release in ended)
-    finally:
-        catalog.close()
+    return champion, sum(release.state in ("held", "rolled_back") for release in ended)
 
 
 def _continues(

@@ -159,7 +159,7 @@ def load_trainer(params: Params) -> "Trainer":
     import torch
 
     from engine.base.resident import ensure_base
-    from engine.catalog.catalog import Base, Catalog, migrate
+    from engine.catalog.catalog import Base, open_catalog
     from engine.planning.gpu import planned
     from engine.training.service.capacity import FREE_SHARE, free_bytes
     from engine.training.service.export import Exporter
@@ -167,8 +167,7 @@ def load_trainer(params: Params) -> "Trainer":
 
     plan = planned(params)
     info = ensure_base(params.base, params.paths)
-    migrate(params.paths.catalog_url)
-    catalog = Catalog(params.paths.catalog_url)
+    catalog = open_catalog(params.paths, migrated=True)
     catalog.bases.add(Base(info.digest, info.name, str(info.path), time.time()))
     dtype = getattr(torch, params.engine.dtype_on(plan is not None))
     exporter = Exporter(params, catalog, dtype, end_tokens(info.path))
