@@ -7,9 +7,8 @@ import logging
 import threading
 import time
 
-import httpx
-
 from engine.catalog.catalog import Catalog
+from engine.clients.engine import EngineClient
 from engine.controller.due import drift
 from engine.controller.facts import gather
 from engine.controller.notifications import drifted, engine_changed
@@ -30,7 +29,7 @@ class HealthMonitor(threading.Thread):
         super().__init__(name="health-monitor", daemon=True)
         self._catalog = catalog
         self._params = params
-        self._client = httpx.Client(base_url=params.url("engine"), timeout=TIMEOUT_S)
+        self._engine = EngineClient(params.url("engine"), timeout_s=TIMEOUT_S)
         self._stopped = threading.Event()
         self._seen = False
         self._misses = 0
@@ -57,7 +56,7 @@ class HealthMonitor(threading.Thread):
 
     def _look_at_engine(self) -> None:
         link = f"{self._params.url('controller')}/"
-        if self._healthy():
+        if self._engine.is_healthy():
             if self._down_since is not None:
                 away_s = time.time() - self._down_since
                 engine_changed(self._catalog, True, f"Back after {away_s:.0f} s.", link, self._down_since)
@@ -69,12 +68,6 @@ class HealthMonitor(threading.Thread):
             self._down_since = time.time()
             reason = f"The engine at {self._params.url('engine')} has not answered {MISSES} times in a row."
             engine_changed(self._catalog, False, reason, link, self._down_since)
-
-    def _healthy(self) -> bool:
-        try:
-            return self._client.get("/health").status_code == 200
-        except httpx.TransportError:
-            return False
 
     def _look_at_champions(self) -> None:
         for name in known_policies(self._params):
