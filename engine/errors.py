@@ -1,21 +1,24 @@
 """Every error that Graftwork raises for a person to read.
 
-    GraftworkError               exit code 1
-    ├── ConfigError              2  a setting, a form or a file of settings is wrong
-    ├── BaseModelError           3  the base is missing, incomplete or another one
-    ├── AdapterError             4  an adapter cannot be accepted: format, shape, values
-    │   ├── EffectError          4  the engine does not reproduce the trainer's log-probabilities
-    │   └── DamagedBytes         4  its bytes in the store are not those that its checksum was taken of
-    ├── NotFound                 5  no such policy, revision, suite, key or release; carries `nearest` names
-    ├── Conflict                 6  somebody else holds it: a lease, a name, a newer version
-    │   ├── Ambiguous            6  a prefix that several names share; carries `candidates`
-    │   ├── Moved                6  bytes that were to be shared lie elsewhere by now
-    │   ├── Purged               6  rows of policies that were purged; carries `policies`
-    │   └── Cancelled            6  the operation was called off
-    └── ServiceError             7  a service is down, full, or answered with a fault
-        ├── PortInUse            7
-        ├── MissingBytes         7  an adapter's bytes are not where its row says, or cannot be read now
-        └── Busy                 7  full for the moment; carries `retry_after_s` and the queue's state
+    GraftworkError               exit code 1, HTTP status 500
+    ├── ConfigError              2  400  a setting, a form or a file of settings is wrong
+    │   └── Unauthorized         2  401  the call needs a key in force
+    ├── BaseModelError           3  500  the base is missing, incomplete or another one
+    ├── AdapterError             4  422  an adapter cannot be accepted: format, shape, values
+    │   ├── EffectError          4  422  the engine does not reproduce the trainer's log-probabilities
+    │   └── DamagedBytes         4  422  its bytes in the store are not those that its checksum was taken of
+    ├── NotFound                 5  404  no such policy, revision, suite, key or release; `nearest` names
+    ├── Conflict                 6  409  somebody else holds it: a lease, a name, a newer version
+    │   ├── Ambiguous            6  409  a prefix that several names share; carries `candidates`
+    │   ├── Moved                6  409  bytes that were to be shared lie elsewhere by now
+    │   ├── Purged               6  409  rows of policies that were purged; carries `policies`
+    │   └── Cancelled            6  409  the operation was called off
+    ├── Gone                     1  410  a pinned revision that is served to nobody any more
+    └── ServiceError             7  503  a service is down, full, or answered with a fault
+        ├── NotRunning           7  503  nothing listens at its address
+        ├── PortInUse            7  503
+        ├── MissingBytes         7  503  an adapter's bytes are not where its row says, or cannot be read now
+        └── Busy                 7  429  full for the moment; carries `retry_after_s` and the queue's state
 
 A message is a full sentence: what is wrong, then what to do. Errors hold strings and numbers
 only, so that they cross process borders by pickle.
@@ -26,10 +29,16 @@ from collections.abc import Iterable, Mapping
 
 class GraftworkError(Exception):
     exit_code = 1
+    status = 500
 
 
 class ConfigError(GraftworkError):
     exit_code = 2
+    status = 400
+
+
+class Unauthorized(ConfigError):
+    status = 401
 
 
 class BaseModelError(GraftworkError):
@@ -38,6 +47,7 @@ class BaseModelError(GraftworkError):
 
 class AdapterError(GraftworkError):
     exit_code = 4
+    status = 422
 
 
 class EffectError(AdapterError):
@@ -50,6 +60,7 @@ class DamagedBytes(AdapterError):
 
 class NotFound(GraftworkError):
     exit_code = 5
+    status = 404
 
     def __init__(self, message: str, nearest: Iterable[str] = ()):
         super().__init__(message)
@@ -58,6 +69,7 @@ class NotFound(GraftworkError):
 
 class Conflict(GraftworkError):
     exit_code = 6
+    status = 409
 
 
 class Ambiguous(Conflict):
@@ -82,8 +94,19 @@ class Cancelled(Conflict):
     pass
 
 
+class Gone(GraftworkError):
+    """The pinned revision is served to nobody any more; the message is the reason."""
+
+    status = 410
+
+
 class ServiceError(GraftworkError):
     exit_code = 7
+    status = 503
+
+
+class NotRunning(ServiceError):
+    pass
 
 
 class PortInUse(ServiceError):
@@ -95,6 +118,8 @@ class MissingBytes(ServiceError):
 
 
 class Busy(ServiceError):
+    status = 429
+
     def __init__(
         self, message: str, retry_after_s: float = 1.0, queue: Mapping[str, float | str] | None = None
     ):
@@ -103,3 +128,10 @@ class Busy(ServiceError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+def of_status(status: int) -> type[GraftworkError]:
+    """Return the class that a service's answer with this HTTP status is raised as by its client."""
+    named = (ConfigError, Unauthorized, AdapterError, NotFound, Conflict, Gone, Busy)
+    otherwise = ConfigError if 400 <= status < 500 else ServiceError
+    return next((kind for kind in named if kind.status == status), otherwise)

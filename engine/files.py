@@ -1,8 +1,9 @@
-"""What is written must outlast a power cut: files and directories that are forced to the disk."""
+"""Files that are written whole or not at all, and bytes and names that outlast a power cut."""
 
 import os
 import uuid
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -13,6 +14,30 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@contextmanager
+def replacing(path: Path, durable: bool = False) -> Iterator[Path]:
+    """Yield a file beside `path` to write, which takes its place when the block ends, and else goes.
+
+    `durable` forces its bytes and its name to the disk. A kill leaves the old file and a `NAME.*` beside it.
+    """
+    draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+    try:
+        yield draft
+        if durable:
+            sync(draft)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+    if durable:
+        sync(path.parent)
+
+
+def write_whole(path: Path, content: str | bytes, durable: bool = False) -> None:
+    """Put a file with this content in the place of `path`, as `replacing` does."""
+    with replacing(path, durable) as draft:
+        draft.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def write_once(path: Path, text: str) -> str:

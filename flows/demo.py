@@ -34,7 +34,7 @@ from tasks.outcome import (
     write_summary,
 )
 from tasks.progress import show_link, show_table
-from tasks.release import hold
+from tasks.release import controller
 
 # Users still ask for a while after a verdict, to show who answers them then.
 AFTER_S = 3.0
@@ -95,13 +95,12 @@ def release_to_users(
 
 def hold_others(params: Params, revision: Adapted) -> None:
     """End a release that an interrupted run of this job left open; a policy has one at a time."""
-    from engine.catalog.catalog import Catalog
+    from engine.catalog.catalog import open_catalog
 
-    catalog = Catalog(params.paths.catalog_url)
-    for other in catalog.releases.all(revision.policy, open_only=True):
-        if other.revision != revision.digest:
-            hold(params.url("controller"), local_key(params), other.id, "A later run of the main job began.")
-    catalog.close()
+    with open_catalog(params.paths) as catalog, controller(params) as client:
+        for other in catalog.releases.all(revision.policy, open_only=True):
+            if other.revision != revision.digest:
+                client.hold(other.id, "A later run of the main job began.")
 
 
 @contextlib.contextmanager

@@ -110,11 +110,10 @@ def require_services(settings: Params) -> None:
 
 def catalog(params: Path) -> Any:
     settings = enter(params)
-    from engine.catalog.catalog import Catalog, migrate
+    from engine.catalog.catalog import open_catalog
 
     settings.state_dir.mkdir(parents=True, exist_ok=True)
-    migrate(settings.paths.catalog_url)
-    return Catalog(settings.paths.catalog_url)
+    return open_catalog(settings.paths, migrated=True)
 
 
 def pinned(revision: str) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from engine.settings.params import served_name
 from flows.entry import flow_settings
 from tasks import steps
 from tasks.approval import ask_for_approval
-from tasks.outcome import local_key, release_row
+from tasks.outcome import release_row
 from tasks.progress import show_link, show_table, tag_run
 
 
@@ -17,14 +17,14 @@ from tasks.progress import show_link, show_table, tag_run
 def release(form: ReleaseForm) -> dict[str, Any]:
     """Release a revision through the controller's gates; return its row once it has ended."""
     params = flow_settings()
-    policy, key = form.policy, local_key(params)
-    started = steps.start_release(params, form, key)
+    policy = form.policy
+    started = steps.start_release(params, form)
     tag_run(f"policy:{policy}", f"revision:{served_name(policy, started['revision'])}")
     page = f"{params.url('controller')}/releases/{started['id']}"
     show_link(page, "evidence so far", f"release-{policy}")
     settings = started["settings"]
     if settings["approval_s"]:
-        ask_for_approval(params, started["id"], key)
+        ask_for_approval(params, started["id"])
     ended = steps.wait_for_verdict(params, started["id"], settings["approval_s"] + settings["max_seconds"])
     show_table([release_row(ended)], f"verdict-{policy}", ended["reason"])
     steps.update_page(params, policy, ended["revision"])

@@ -6,12 +6,11 @@ what is exported.
 
 import os
 import re
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from engine.adapters.manifests import stored_manifest, stored_probe
@@ -28,14 +27,6 @@ SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 LONGEST_S = 100 * 365 * 86_400
 # Revisions that a tree of lineage shows at most, in each direction.
 TREE = 100
-
-
-def open_catalog(params: Params) -> Catalog:
-    """Open the catalog of these settings; `NotFound` with the way out when nothing was ever started."""
-    from tasks.look import require_catalog
-
-    require_catalog(params)
-    return Catalog(params.paths.catalog_url)
 
 
 def parse(name: str) -> tuple[str, str]:
@@ -205,14 +196,11 @@ def _export_file(params: Params, catalog: Catalog, row: Revision, target: Path) 
     with closing(open_store(params)) as store:
         whole = stored_packed(catalog, store, row)
     said = {"digest": row.digest, "base": row.base, "policy": row.policy, "rank": str(row.rank)}
-    folder = Path(tempfile.mkdtemp(prefix=".draft-", dir=target.parent))
-    try:
-        draft = folder / target.name
+    with TemporaryDirectory(prefix=".draft-", dir=target.parent, ignore_cleanup_errors=True) as folder:
+        draft = Path(folder) / target.name
         packed.write_file(whole, draft, said)
         sync(draft)
         # Unlike a rename, a link fails where somebody has written meanwhile.
         os.link(draft, target)
         sync(target.parent)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     return target

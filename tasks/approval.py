@@ -10,13 +10,13 @@ from typing import Any
 
 from engine.settings.forms import ApprovalForm
 from engine.settings.params import Params
-from tasks import release as controller
+from tasks.release import controller
 
 # A form that comes in at the last moment finds the release ended, not the flow run failed.
 GRACE_S = 300.0
 
 
-def ask_for_approval(params: Params, release_id: str, key: str) -> None:
+def ask_for_approval(params: Params, release_id: str) -> None:
     """Suspend the flow run at the approval gate and pass the answer on.
 
     A run that no deployment started cannot sleep; it goes on, and `graftwork approve` answers.
@@ -25,17 +25,17 @@ def ask_for_approval(params: Params, release_id: str, key: str) -> None:
     from prefect.flow_runs import suspend_flow_run
     from prefect.runtime import deployment
 
-    url = params.url("controller")
     # One that `graftwork approve` has let go on is past the step, also before this run was started again.
-    release = controller.wait_for_step(url, release_id, "approval", 120)
-    if release["state"] != "running" or release["step"] != "approval" or not deployment.id:
-        return
-    left_s = release["updated_at"] + release["settings"]["approval_s"] - time.time()
-    answer: Any = suspend_flow_run(
-        wait_for_input=ApprovalForm, timeout=int(max(0, left_s) + GRACE_S), key="approval"
-    )
-    decide = controller.approve if answer.approve else controller.hold
-    decide(url, key, release_id, answer.reason, answer.by)
+    with controller(params) as client:
+        release = client.wait_for_step(release_id, "approval", 120)
+        if release["state"] != "running" or release["step"] != "approval" or not deployment.id:
+            return
+        left_s = release["updated_at"] + release["settings"]["approval_s"] - time.time()
+        answer: Any = suspend_flow_run(
+            wait_for_input=ApprovalForm, timeout=int(max(0, left_s) + GRACE_S), key="approval"
+        )
+        decide = client.approve if answer.approve else client.hold
+        decide(release_id, answer.reason, answer.by)
 
 
 def wake_waiting(policy: str, answer: ApprovalForm) -> int:

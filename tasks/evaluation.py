@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import ConfigError, GraftworkError, NotFound
+from engine.files import replacing
 from engine.quality.estimate import interval, paired_difference
 from engine.settings.params import Params
 from tasks.stage_files import Files, opened_suite
@@ -177,10 +178,8 @@ def pin_revision(file: Path, policy: str, digest: str | None) -> str:
     yaml.indent(mapping=2, sequence=4, offset=2)
     settings = yaml.load(file.read_text())
     settings.setdefault("evaluate", {}).update({"policy": policy, "revision": digest})
-    draft = file.with_name(f".{file.name}.draft")
-    with draft.open("w") as output:
+    with replacing(file) as draft, draft.open("w") as output:
         yaml.dump(settings, output)
-    draft.replace(file)
     return digest
 
 

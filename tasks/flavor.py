@@ -7,8 +7,8 @@ never needs the base: no weights of it and no path of this machine are stored.
 
 import os
 import shutil
-import tempfile
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from engine.adapters.revision import Manifest, read_revision
 from engine.errors import AdapterError
@@ -41,16 +41,13 @@ def load_model(policy: str, version: int, root: Path, url: str) -> Path:
     # MLflow resolves `models:/` by a setting of the whole process; its client does so by argument.
     source = MlflowClient(url, url).get_model_version_download_uri(policy, str(version))
     root.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=".download-", dir=root))
-    try:
-        found = Path(artifacts.download_artifacts(source, dst_path=str(draft), tracking_uri=url))
+    with TemporaryDirectory(prefix=".download-", dir=root, ignore_cleanup_errors=True) as draft:
+        found = Path(artifacts.download_artifacts(source, dst_path=draft, tracking_uri=url))
         _, manifest = read_revision(found)
         named = Model.load(str(found)).flavors.get(FLAVOR, {}).get("digest")
         if named != manifest.digest:
             raise AdapterError(f"{source} names the digest {named}, but its files are {manifest.digest}.")
         return _publish(found, root / manifest.policy / manifest.digest[:DIGEST12])
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
 
 
 def describe(manifest: Manifest) -> dict[str, str | int]:

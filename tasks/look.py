@@ -3,16 +3,14 @@
 Works from the catalog and the ledger's snapshot, whether services run or not, and says as of when.
 """
 
-from contextlib import closing
 from dataclasses import asdict, replace
 from typing import Any
 
-import httpx
-
-from engine.catalog.catalog import Catalog
-from engine.controller.mlflow_registry import Registry
+from engine.catalog.catalog import open_catalog
+from engine.clients.controller import ControllerClient
+from engine.controller.mlflow_registry import registered
 from engine.controller.route_changes import controller_serves
-from engine.errors import NotFound
+from engine.errors import ServiceError
 from engine.ledger.ledger import open_ledger
 from engine.report.data import PolicyRow, RevisionRow, SuiteScore
 from engine.report.overview import overview
@@ -26,7 +24,7 @@ def as_of(params: Params) -> dict[str, Any]:
     """Return whether the controller runs, and when its snapshot was made: epoch seconds or None."""
     snapshot = params.paths.ledger_snapshot
     ledger = snapshot.stat().st_mtime if snapshot.is_file() else None
-    with closing(Catalog(params.paths.catalog_url)) as catalog:
+    with open_catalog(params.paths) as catalog:
         return {"controller": controller_serves(catalog), "ledger": ledger}
 
 
@@ -41,54 +39,37 @@ def note(fresh: dict[str, Any]) -> str:
 
 def policies(params: Params, limit: int) -> tuple[list[PolicyRow], int]:
     """Return the policies whose routes changed last, by name, and how many there are in all."""
-    catalog = Catalog(params.paths.catalog_url)
-    try:
+    with open_catalog(params.paths) as catalog, open_ledger(params.paths.ledger_snapshot) as ledger:
         names = sorted(route.policy for route in catalog.routes.latest(limit))
-        with open_ledger(params.paths.ledger_snapshot) as ledger:
-            return list(overview(ledger, catalog, names, limit=1).policies), catalog.policies.count()
-    finally:
-        catalog.close()
+        return list(overview(ledger, catalog, names, limit=1).policies), catalog.policies.count()
 
 
 def revisions(params: Params, policy: str, limit: int) -> tuple[list[RevisionRow], int]:
     """Return a policy's newest exported revisions, and how many there are; `NotFound` for an unknown one."""
-    catalog = Catalog(params.paths.catalog_url)
-    try:
-        with open_ledger(params.paths.ledger_snapshot) as ledger:
-            found = overview(ledger, catalog, [policy], limit)
-        return list(found.revisions), found.policies[0].revisions
-    finally:
-        catalog.close()
+    with open_catalog(params.paths) as catalog, open_ledger(params.paths.ledger_snapshot) as ledger:
+        found = overview(ledger, catalog, [policy], limit)
+    return list(found.revisions), found.policies[0].revisions
 
 
 def standing(params: Params) -> dict[str, Any]:
     """Return what holds beside the services: alarms, frozen or not, running releases, newest notices."""
     if not params.paths.has_catalog:
         return {"alarms": [], "frozen": False, "releases": [], "notices": []}
-    catalog = Catalog(params.paths.catalog_url)
-    try:
+    with (
+        open_catalog(params.paths) as catalog,
+        ControllerClient(params.url("controller"), timeout_s=TIMEOUT_S) as controller,
+    ):
         releases = [
             {"revision": served_name(it.policy, it.revision), "step": it.step, "reason": it.reason}
             for it in catalog.releases.all(open_only=True)
         ]
         notices = [{"at": it.at, "name": it.name, "reason": it.reason} for it in catalog.notices.page(3)]
         return {
-            "alarms": _alarms(params),
+            "alarms": controller.alarms(),
             "frozen": catalog.switches.is_on("freeze"),
             "releases": releases,
             "notices": notices,
         }
-    finally:
-        catalog.close()
-
-
-def _alarms(params: Params) -> list[str]:
-    """Return what the controller complains of; one that does not run complains of nothing."""
-    try:
-        answer = httpx.get(f"{params.url('controller')}/health", timeout=TIMEOUT_S, trust_env=False)
-        return list(answer.json()["alarms"])
-    except (httpx.HTTPError, ValueError, KeyError):
-        return []
 
 
 def explain(params: Params, subject: str) -> Chain:
@@ -106,9 +87,8 @@ def explain(params: Params, subject: str) -> Chain:
 def _with_version(params: Params, run: Link, policy: str, digest: str) -> Link:
     url = params.url("mlflow")
     try:
-        with httpx.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False) as client:
-            version = Registry(client).version(policy, digest)
-    except httpx.HTTPError:
+        version = registered(url, policy, digest)
+    except ServiceError:
         return replace(run, says=f"{run.says} MLflow does not answer at {url}, so its run is not shown.")
     if version is None:
         return replace(run, says=f"{run.says} It is not registered in MLflow.")
@@ -160,11 +140,3 @@ def shown_score(score: SuiteScore | None) -> str:
 def plain(value: Any) -> Any:
     """Return rows as JSON takes them."""
     return [asdict(row) for row in value] if isinstance(value, list) else asdict(value)
-
-
-def require_catalog(params: Params) -> None:
-    """Raise `NotFound` with the way out when nothing was ever started here."""
-    if not params.paths.has_catalog:
-        raise NotFound(
-            f"There is nothing to show: {params.state_dir} holds no catalog. Start with `graftwork up`."
-        )

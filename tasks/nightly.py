@@ -14,15 +14,12 @@ def due_policies(params: Params, only: Sequence[str] = ()) -> list[dict[str, Any
 
     A policy that is named is judged as if it were scheduled. Raises `ConfigError` for an unknown one.
     """
-    from engine.catalog.catalog import Catalog
+    from engine.catalog.catalog import open_catalog
     from engine.controller.due import Facts, judge
     from engine.controller.facts import gather
 
-    catalog = Catalog(params.paths.catalog_url)
-    try:
+    with open_catalog(params.paths) as catalog:
         facts = [gather(params, name, catalog) for name in (only or known_policies(params))]
-    finally:
-        catalog.close()
     if only:
         scheduled = {"scheduled": True}
         facts = [Facts(**{**vars(one), "config": one.config.model_copy(update=scheduled)}) for one in facts]

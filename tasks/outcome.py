@@ -5,7 +5,6 @@ Knows the form of `runs/latest.json` and how the time and traffic after a rollba
 
 import contextlib
 import json
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.catalog.records import VERDICTS
 from engine.errors import ServiceError
+from engine.files import write_whole
 from engine.settings.params import Params, served_name
 
 if TYPE_CHECKING:
@@ -140,11 +140,10 @@ def judge_rollback(params: Params, release: Mapping[str, Any], answered: Sequenc
 
     Waits until the ledger holds every request of `answered`; `ServiceError` if it never does.
     """
-    from engine.catalog.catalog import Catalog
+    from engine.catalog.catalog import open_catalog
 
-    catalog = Catalog(params.paths.catalog_url)
-    stone = catalog.tombstones.find(release["policy"], release["revision"])
-    catalog.close()
+    with open_catalog(params.paths) as catalog:
+        stone = catalog.tombstones.find(release["policy"], release["revision"])
     if stone is None:
         return Rollback(VERDICTS[release["state"]], None, 0)
     times = _canary_requests(params, release, answered)
@@ -225,6 +224,4 @@ def shortcomings(result: Mapping[str, Any]) -> list[str]:
 
 def write_summary(data: Mapping[str, Any], path: Path) -> None:
     """Write the summary, whole or not at all."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(json.dumps(data, indent=2) + "\n")
-    draft.replace(path)
+    write_whole(path, json.dumps(data, indent=2) + "\n")

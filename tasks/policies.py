@@ -8,13 +8,13 @@ not at all. A question that was held out once stays held out, whatever data come
 import json
 import re
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
@@ -23,14 +23,13 @@ from pydantic import ValidationError
 
 from engine.base.prompts import prompt_text
 from engine.base.resident import ensure_base
-from engine.errors import ConfigError, Conflict, NotFound, ServiceError
+from engine.errors import ConfigError, Conflict, NotFound
 from engine.problems.jsonl import Check, Import, import_file, prompt_hash, read_rows
 from engine.problems.procedural import Problem
 from engine.problems.verifiers import NUMBER, Verifier
 from engine.services import lifecycle as services
 from engine.settings.model import explain
 from engine.settings.params import POLICY_NAME, Params, PolicyConfig, policy_file
-from tasks.outcome import local_key
 from tasks.purged_names import reuse_purged_name
 from tasks.suites import Suite, freeze, load_suite
 
@@ -85,16 +84,15 @@ def create_policy(
     Verifier(config).close()
     reuse_purged_name(params, name, owner, reuse_name)
     params.suites_dir.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=params.suites_dir))
-    try:
-        with _alone(params.suites_dir):
-            _recover(params.suites_dir / name)
-            # Somebody may have taken the name since.
-            _refuse_taken(params, name, owner, base)
-            found = import_file(data, draft / TRAINING, items, check_for(verifier), on_progress)
-            created = _write(params, name, config, found, draft, data)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+    with (
+        TemporaryDirectory(prefix=f".{name}-", dir=params.suites_dir, ignore_cleanup_errors=True) as draft,
+        _alone(params.suites_dir),
+    ):
+        _recover(params.suites_dir / name)
+        # Somebody may have taken the name since.
+        _refuse_taken(params, name, owner, base)
+        found = import_file(data, Path(draft) / TRAINING, items, check_for(verifier), on_progress)
+        created = _write(params, name, config, found, Path(draft), data)
     _register(params, name)
     return created
 
@@ -171,14 +169,12 @@ def check_for(verifier: str) -> Check:
 
 
 def _refuse_other_owner(params: Params, name: str, owner: str) -> None:
-    from engine.catalog.catalog import Catalog
+    from engine.catalog.catalog import open_catalog
 
     known = _own(params, name).get("owner", "local") if policy_file(params, name).is_file() else None
     if known is None and params.paths.has_catalog:
-        catalog = Catalog(params.paths.catalog_url)
-        with suppress(NotFound):
-            known = catalog.policies.get(name).owner
-        catalog.close()
+        with open_catalog(params.paths) as catalog:
+            known, _ = catalog.policies.owners([name]).get(name, (None, ""))
     if known not in (None, owner):
         raise Conflict(f"The policy {name!r} belongs to {known!r}; choose another name.")
 
@@ -211,10 +207,9 @@ def _write(
 
 
 def _suite_before(name: str, root: Path) -> Suite | None:
-    try:
+    with suppress(NotFound):
         return load_suite(name, root)
-    except NotFound:
-        return None
+    return None
 
 
 def _freeze(
@@ -292,16 +287,14 @@ def _aside(target: Path) -> Path:
 
 def _register(params: Params, name: str) -> None:
     """Tell the controller of the policy, if one runs; otherwise the first training does."""
-    from tasks import release as controller
+    from tasks.release import controller
 
-    try:
-        services.require_running(params)
-    except ServiceError:
+    if not services.is_running(params):
         return
     config = params.policy(name)
     base = ensure_base(params.base, params.paths).digest
-    url, key = params.url("controller"), local_key(params)
-    controller.add_policy(url, key, name, base, config.model_dump(mode="json"), config.owner)
+    with controller(params) as client:
+        client.add_policy(name, base, config.model_dump(mode="json"), config.owner)
 
 
 def describe(created: Created) -> str:

@@ -6,12 +6,12 @@ is waited for, `PATIENCE_S` at most: what a run shows is not worth the run.
 
 import contextlib
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import httpx
 
+from engine.files import write_whole
 from engine.settings.params import DIGEST12, Params, Resolved, served_name
 
 OnStep = Callable[[Mapping[str, Any]], None]
@@ -102,8 +102,6 @@ def keep_sources(params: Params, policy: str, digest: str, resolved: Resolved) -
         for name, value in values.items()
     ]
     path = params.paths.runs / f"{policy}-{digest[:DIGEST12]}.json"
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft.write_text(json.dumps({"policy": policy, "revision": digest, "settings": rows}, indent=2) + "\n")
-    draft.replace(path)
+    write_whole(path, json.dumps({"policy": policy, "revision": digest, "settings": rows}, indent=2) + "\n")
     show_table(rows, f"settings-{policy}", f"The settings of {served_name(policy, digest)}")

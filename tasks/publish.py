@@ -11,11 +11,10 @@ def write_report(params: Params, path: Path, since: float, now: float, stages: M
 
     Works from catalog and ledger snapshot alone: no service need run.
     """
-    from engine.catalog.catalog import Catalog
+    from engine.catalog.catalog import open_catalog
     from engine.report import pages as report
 
-    catalog = Catalog(params.paths.catalog_url)
-    try:
+    with open_catalog(params.paths) as catalog:
         data = report.collect(
             params.paths.ledger_snapshot,
             catalog,
@@ -27,6 +26,4 @@ def write_report(params: Params, path: Path, since: float, now: float, stages: M
             revisions_dir=params.paths.revisions,
             links={name: params.url(name) for name in ("prefect", "mlflow", "controller")},
         )
-    finally:
-        catalog.close()
     return report.write_report(data, path)

@@ -10,28 +10,27 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Literal
 
-import httpx
 from filelock import FileLock, Timeout
 
-from engine.catalog.catalog import Catalog
+from engine.catalog.catalog import Catalog, open_catalog
+from engine.clients.controller import ControllerClient
 from engine.controller.route_changes import alone, controller_serves
-from engine.errors import ConfigError, Conflict, NotFound, ServiceError
+from engine.errors import ConfigError, Conflict, GraftworkError, NotRunning, ServiceError
+from engine.files import replacing
 from engine.publishing.ownership import require
 from engine.settings.params import DIGEST12, POLICY_NAME, Params
 from engine.store.open import open_store
 from engine.store.segments import Location
 from engine.training.service.client import TrainerClient
-from tasks.adapters import open_catalog
 from tasks.outcome import local_key
 from tasks.purge_mlflow import purge_mlflow
 from tasks.purge_record import Counts, Record, purges, recorded
 
 PAGE = 1_000
-PATIENCE_S = 5.0
 CONTROLLER_S = 310.0
 # Spools hand their files over every quarter of a second.
 HANDED_OVER_S = 0.6
@@ -52,7 +51,7 @@ def purge(
     folder = purges(params)
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        with FileLock(folder / f"{policy}.lock", timeout=0), closing(open_catalog(params)) as catalog:
+        with FileLock(folder / f"{policy}.lock", timeout=0), open_catalog(params.paths) as catalog:
             return _purge_alone(params, catalog, folder / f"{policy}.json", policy, by, reason, on_place)
     except Timeout:
         raise Conflict(f"Another purge of {policy!r} is under way. Wait for its end.") from None
@@ -109,14 +108,10 @@ def _begun(catalog: Catalog, file: Path, policy: str, by: str, reason: str) -> R
     """
     found = recorded(file)
     is_marked = catalog.purges.find(policy) is not None
-    try:
+    if found is None and not is_marked:
+        # Raises for what never was.
         catalog.policies.get(policy)
-    except NotFound:
-        if not is_marked and found is None:
-            raise
-    else:
-        is_marked = False
-    if found and is_marked:
+    if found and is_marked and not catalog.policies.owners([policy]):
         return found
     fresh = Record(policy, by, reason, time.time())
     if found and found.finished_at is None:
@@ -149,20 +144,13 @@ def _sessions(params: Params, policy: str, only_ask: bool = False) -> Counts:
     """
     from engine.training.service.session_deletion import refuse_open, remove_sessions
 
-    try:
-        httpx.get(f"{params.url('trainer')}/health", timeout=PATIENCE_S, trust_env=False)
-    except httpx.ConnectError:
-        if only_ask:
-            refuse_open(params.paths.sessions, policy)
-            return {}
-        return remove_sessions(params.paths.sessions, policy)
-    except httpx.HTTPError as error:
-        raise ServiceError(
-            f"The trainer at {params.url('trainer')} does not answer ({error!r}), so its sessions cannot be "
-            "removed. Start or stop it, then purge again."
-        ) from None
-    with closing(TrainerClient(params.url("trainer"), patience_s=PATIENCE_S)) as trainer:
+    # Asked once: one that is not there is not waited for.
+    with TrainerClient(params.url("trainer"), patience_s=0.0) as trainer, suppress(NotRunning):
         return trainer.forget_policy(policy, only_ask)
+    if only_ask:
+        refuse_open(params.paths.sessions, policy)
+        return {}
+    return remove_sessions(params.paths.sessions, policy)
 
 
 def _collect(params: Params, catalog: Catalog, record: Record, file: Path) -> Counts:
@@ -170,17 +158,14 @@ def _collect(params: Params, catalog: Catalog, record: Record, file: Path) -> Co
     # A purge that was killed has found some, whose rows are gone.
     segments = set(record.segments)
     count = size = 0
-    draft = _listed(file).with_suffix(".draft")
-    if _listed(file).is_file():
-        shutil.copyfile(_listed(file), draft)
-    else:
-        draft.unlink(missing_ok=True)
-    with draft.open("a") as listed:
-        for row in _rows(catalog, record.policy):
-            segments.add(row.segment)
-            count, size = count + 1, size + row.length
-            listed.write(f"{row.segment} {row.offset} {row.length} {row.checksum}\n")
-    draft.replace(_listed(file))
+    with replacing(_listed(file)) as draft:
+        if _listed(file).is_file():
+            shutil.copyfile(_listed(file), draft)
+        with draft.open("a") as listed:
+            for row in _rows(catalog, record.policy):
+                segments.add(row.segment)
+                count, size = count + 1, size + row.length
+                listed.write(f"{row.segment} {row.offset} {row.length} {row.checksum}\n")
     record.segments = sorted(segments)
     return {"revisions": count, "bytes": size, "segments": len(segments)}
 
@@ -212,18 +197,16 @@ def _ledger(params: Params, catalog: Catalog, record: Record) -> Counts:
 
 
 def _ask_controller(params: Params, record: Record, place: str) -> Counts:
-    url = params.url("controller")
-    body = {"policy": record.policy, "place": place, "by": record.by}
-    headers = {"Authorization": f"Bearer {local_key(params)}"}
-    try:
-        answer = httpx.post(f"{url}/purge", json=body, headers=headers, timeout=CONTROLLER_S, trust_env=False)
-        answer.raise_for_status()
-    except httpx.HTTPError as error:
-        raise ServiceError(
-            f"The controller holds the ledger and the routes, and did not purge the {place} at {url} "
-            f"({error!r}). See `graftwork status`, then purge again: it goes on from here."
-        ) from None
-    return dict(answer.json())
+    url, key = params.url("controller"), local_key(params)
+    # Asked once: it may take minutes.
+    with ControllerClient(url, key, CONTROLLER_S, patience_s=0.0) as client:
+        try:
+            return client.purge(record.policy, place, record.by)
+        except GraftworkError as error:
+            raise ServiceError(
+                f"The controller holds the ledger and the routes, and did not purge the {place}: {error} "
+                "Then purge again: it goes on from here."
+            ) from None
 
 
 def _store(params: Params, catalog: Catalog, record: Record) -> Counts:

@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from engine.files import sync
+from engine.files import write_whole
 from engine.settings.params import Params
 
 Counts = dict[str, int]
@@ -31,11 +31,7 @@ class Record:
 
     def write(self, file: Path) -> None:
         """Put the record in place of the last one; a kill leaves one of the two."""
-        draft = file.with_name(f".{file.name}")
-        draft.write_text(json.dumps(asdict(self), indent=2))
-        sync(draft)
-        draft.replace(file)
-        sync(file.parent)
+        write_whole(file, json.dumps(asdict(self), indent=2), durable=True)
 
 
 def purges(params: Params) -> Path:

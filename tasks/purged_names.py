@@ -1,15 +1,10 @@
 """A name that was purged, taken again on purpose: the one way past the marker that a purge leaves."""
 
 import time
-from contextlib import closing
-from typing import TYPE_CHECKING
 
-from engine.errors import Conflict, NotFound
+from engine.errors import Conflict
 from engine.settings.params import Params
 from tasks.purge_record import is_under_way
-
-if TYPE_CHECKING:
-    from engine.catalog.catalog import Catalog
 
 
 def reuse_purged_name(params: Params, name: str, owner: str, reuse: bool) -> None:
@@ -18,14 +13,13 @@ def reuse_purged_name(params: Params, name: str, owner: str, reuse: bool) -> Non
     `Conflict` also with `reuse` while the purge has not come to its end.
     """
     from engine.base.resident import ensure_base
-    from engine.catalog.catalog import Catalog, Policy, migrate
+    from engine.catalog.catalog import Policy, open_catalog
 
     if not params.paths.has_catalog:
         return
-    migrate(params.paths.catalog_url)
-    with closing(Catalog(params.paths.catalog_url)) as catalog:
+    with open_catalog(params.paths, migrated=True) as catalog:
         mark = catalog.purges.find(name)
-        if mark is None or _is_there(catalog, name):
+        if mark is None or catalog.policies.owners([name]):
             return
         if is_under_way(params, name):
             raise Conflict(
@@ -39,11 +33,3 @@ def reuse_purged_name(params: Params, name: str, owner: str, reuse: bool) -> Non
             )
         base = ensure_base(params.base, params.paths).digest
         catalog.policies.add(Policy(name, base, {}, owner, time.time()), again=True)
-
-
-def _is_there(catalog: "Catalog", name: str) -> bool:
-    try:
-        catalog.policies.get(name)
-    except NotFound:
-        return False
-    return True

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import httpx
 from filelock import FileLock
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
 
 from engine.adapters.revision import Manifest, read_revision
+from engine.clients.http import ServiceClient
 from engine.errors import ConfigError, ServiceError
 from engine.services.lifecycle import mkl_cbwr
 from engine.settings.params import Params, served_name
@@ -84,13 +84,12 @@ def _register_once(
 def ensure_up(url: str) -> None:
     """Raise `ServiceError` unless MLflow answers at `url` within 5 s."""
     # MLflow's own client would try a dead server for minutes before it says so.
-    try:
-        httpx.get(f"{url}/health", timeout=5, trust_env=False).raise_for_status()
-    except httpx.HTTPError as error:
-        raise ServiceError(
-            f"MLflow does not answer at {url} ({error}). Start it with `graftwork up`; the exported "
-            "revision is kept, and the retry goes on from it."
-        ) from None
+    with ServiceClient("MLflow", url, timeout_s=5) as mlflow:
+        if not mlflow.is_healthy():
+            raise ServiceError(
+                f"MLflow does not answer at {url}. Start it with `graftwork up`; the exported revision is "
+                "kept, and the retry goes on from it."
+            )
 
 
 def _create_version(

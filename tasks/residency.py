@@ -4,13 +4,12 @@ What is now comes from the engine that runs, what was from the ledger's snapshot
 revision is stored.
 """
 
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 
-import httpx
-
-from engine.catalog.catalog import Catalog
-from engine.errors import ServiceError
+from engine.catalog.catalog import open_catalog
+from engine.clients.engine import EngineClient
+from engine.errors import NotRunning
 from engine.ledger.ledger import open_ledger
 from engine.ledger.queries import named_rows
 from engine.settings.params import Params, served_name
@@ -52,25 +51,11 @@ def residency(params: Params, limit: int) -> dict[str, Any]:
 
 def ask_engine(params: Params) -> dict[str, Any] | None:
     """Return what the running engine says of its tiers, None when none runs."""
-    catalog = Catalog(params.paths.catalog_url)
-    try:
+    with open_catalog(params.paths) as catalog:
         key = catalog.keys.ensure_local(params.paths.local_key)
-    finally:
-        catalog.close()
-    url, headers = f"{params.url('engine')}/graftwork/residency", {"authorization": f"Bearer {key}"}
-    try:
-        answer = httpx.get(url, headers=headers, timeout=TIMEOUT_S, trust_env=False)
-    except httpx.ConnectError:
-        return None
-    except httpx.TransportError as error:
-        raise ServiceError(
-            f"The engine at {url} did not answer: {error!r}. It may be busy or just ending; ask again, "
-            "and see its log if it stays so."
-        ) from None
-    if answer.status_code != httpx.codes.OK:
-        raise ServiceError(f"The engine answered {answer.status_code} to {url}: {answer.text[:200]}")
-    told: dict[str, Any] = answer.json()
-    return told
+    with EngineClient(params.url("engine"), key, timeout_s=TIMEOUT_S) as engine, suppress(NotRunning):
+        return engine.residency()
+    return None
 
 
 def stored_bytes(params: Params) -> int | None:

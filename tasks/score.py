@@ -9,14 +9,13 @@ import logging
 import time
 import uuid
 from collections import Counter
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import httpx
-
-from engine import tls
+from engine.clients.engine import EngineClient
 from engine.errors import ServiceError
 from engine.ledger.ledger import Spool, open_snapshot
 from engine.quality.estimate import interval
@@ -80,7 +79,8 @@ def score(
     """
     started, root = time.monotonic(), root or params.suites_dir
     opened = load_suite(suite, root)
-    base = _engine_base(params)
+    with EngineClient(params.url("engine")) as engine:
+        base = str(engine.marker()["base"])
     known = recorded(params, base, policy, digest, opened) if reuse else ()
     failed: Counter[str] = Counter()
     token = faults.set(failed)
@@ -109,17 +109,6 @@ def recorded(
         wanted[row]: ItemScore(wanted[row], value, answer) for row, value, answer in rows if row in wanted
     }
     return tuple(found[item.id] for item in suite.items) if len(found) == len(suite.items) else ()
-
-
-def _engine_base(params: Params) -> str:
-    url = f"{params.url('engine')}/graftwork/marker"
-    try:
-        answer = httpx.get(url, timeout=10, trust_env=False, verify=tls.context()).raise_for_status()
-    except httpx.HTTPError as error:
-        raise ServiceError(
-            f"The engine does not answer at {url} ({error}). Start it with `graftwork up`."
-        ) from None
-    return str(answer.json()["base"])
 
 
 def _ask_engine(
@@ -168,8 +157,7 @@ def emit_scores(
 ) -> None:
     """Hand scores to the ledger through the spool, each named by its content, so that twice is once."""
     run = _row_id(base, policy, digest, suite, "*")
-    spool = Spool(params.paths.spool, "score")
-    try:
+    with closing(Spool(params.paths.spool, "score")) as spool:
         for item in items:
             spool.emit(
                 "scores",
@@ -186,8 +174,6 @@ def emit_scores(
                 answer=item.answer,
                 run=run,
             )
-    finally:
-        spool.close()
 
 
 def _row_id(base: str, policy: str, digest: str | None, suite: Suite, item: str) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from engine.adapters.manifests import MANIFEST
 from engine.adapters.revision import Manifest, read_manifest
-from engine.catalog.catalog import Catalog
+from engine.catalog.catalog import open_catalog
 from engine.errors import AdapterError, Conflict, EffectError, NotFound
 from engine.publishing.importing import import_revision
 from engine.settings.params import Params, served_name, split_served_name
@@ -57,21 +57,16 @@ def _owner(params: Params, policy: str) -> str:
     """Return whose policy it is here; serving one of its revisions changes nothing of that."""
     if not params.paths.has_catalog:
         return "local"
-    catalog = Catalog(params.paths.catalog_url)
-    try:
-        return catalog.policies.get(policy).owner
-    except NotFound:
-        return "local"
-    finally:
-        catalog.close()
+    with open_catalog(params.paths) as catalog:
+        owner, _ = catalog.policies.owners([policy]).get(policy, ("local", ""))
+    return owner
 
 
 def _known(params: Params, policy: str, digest: str) -> tuple[str, str]:
     found = []
     if params.paths.has_catalog:
-        catalog = Catalog(params.paths.catalog_url)
-        found = [row for row in catalog.listing.starting_with(digest, 100) if policy in ("", row.policy)]
-        catalog.close()
+        with open_catalog(params.paths) as catalog:
+            found = [row for row in catalog.listing.starting_with(digest, 100) if policy in ("", row.policy)]
     names = sorted({(row.policy, row.digest) for row in found})
     if not names:
         raise NotFound(

@@ -69,13 +69,11 @@ def own_services(
     prepare: Callable[[Params], object] = lambda stage: None,
 ) -> Iterator[tuple[Params, str]]:
     """Own services in a state directory of their own, which goes when the block succeeds."""
-    from engine.catalog.catalog import Catalog, migrate
+    from engine.catalog.catalog import open_catalog
 
     with resident(params, name) as stage:
-        migrate(stage.paths.catalog_url)
-        catalog = Catalog(stage.paths.catalog_url)
-        key = catalog.keys.ensure_local(stage.paths.local_key)
-        catalog.close()
+        with open_catalog(stage.paths, migrated=True) as catalog:
+            key = catalog.keys.ensure_local(stage.paths.local_key)
         prepare(stage)
         with services.session(stage, lambda: None, report, only):
             yield stage, key

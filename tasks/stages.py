@@ -18,7 +18,7 @@ from typing import Any
 from engine.base.prompts import prompt_text
 from engine.base.recipes import RECIPES
 from engine.base.resident import ensure_base
-from engine.errors import ConfigError, NotFound
+from engine.errors import ConfigError, NotFound, ServiceError
 from engine.problems.procedural import TASKS, check_task
 from engine.services.lifecycle import mkl_cbwr
 from engine.serving.vllm_plugin.plugin import vllm_version
@@ -200,18 +200,14 @@ def find_revision(params: Params, policy: str, digest: str, scratch: Path) -> Pa
     )
 
 
-def _registered(params: Params, policy: str, digest: str) -> int | None:
-    import httpx
+def _registered(params: Params, policy: str, digest: str) -> int:
+    """Return the version of a revision in MLflow, 0 for none."""
+    from engine.controller.mlflow_registry import registered
 
-    from engine.controller.mlflow_registry import Registry
-
-    with httpx.Client(base_url=params.url("mlflow"), trust_env=False) as client:
-        try:
-            found = Registry(client).version(policy, digest)
-        except httpx.HTTPError:
-            # No server: the registry has nothing to offer.
-            return None
-    return int(found) if found else None
+    # Without a server the registry has nothing to offer.
+    with suppress(ServiceError):
+        return int(registered(params.url("mlflow"), policy, digest) or 0)
+    return 0
 
 
 def _all_but(*names: str) -> Callable[[str, list[str]], set[str]]:

@@ -19,7 +19,6 @@ from engine.settings.forms import CreatePolicyForm, DecideForm, HoldForm, Releas
 from engine.settings.params import Params, PolicyConfig, served_name
 from tasks import nightly, publish
 from tasks import verify as verification
-from tasks.outcome import local_key
 
 if TYPE_CHECKING:
     from engine.training.loop import Trained
@@ -95,13 +94,12 @@ def score(params: Params, policy: str, digest: str | None, suite: str, key: str)
 @task(name="score champion", task_run_name="score champion of {policy}", cache_policy=NO_CACHE)
 def score_champion(params: Params, policy: str, digest: str, suite: str, key: str) -> None:
     """Score what a release of `digest` is compared with: another version of the suite has other items."""
-    from engine.catalog.catalog import Catalog
+    from engine.catalog.catalog import open_catalog
     from tasks import score as plain
 
-    catalog = Catalog(params.paths.catalog_url)
-    champion, revision = catalog.routes.get(policy).champion, catalog.revisions.get(policy, digest)
-    same_base = champion and catalog.revisions.get(policy, champion).base == revision.base
-    catalog.close()
+    with open_catalog(params.paths) as catalog:
+        champion, revision = catalog.routes.get(policy).champion, catalog.revisions.get(policy, digest)
+        same_base = champion and catalog.revisions.get(policy, champion).base == revision.base
     if champion != digest and same_base:
         plain.score(params, policy, champion, suite, key)
 
@@ -129,13 +127,13 @@ def _once_a_run(context: TaskRunContext, _parameters: Mapping[str, Any]) -> str:
     cache_key_fn=_once_a_run,
     persist_result=True,
 )
-def start_release(params: Params, form: ReleaseForm, key: str) -> dict[str, Any]:
+def start_release(params: Params, form: ReleaseForm) -> dict[str, Any]:
     """Ask the controller for a release; a second request finds the first one's release."""
     from tasks import release as plain
 
     digest = form.digest or plain.newest_revision(params, form.policy)
-    url, settings = params.url("controller"), form.settings()
-    return plain.start_release(url, key, form.policy, digest, settings, form.skip_gates(), form.by)
+    with plain.controller(params) as controller:
+        return controller.start_release(form.policy, digest, form.settings(), form.skip_gates(), form.by)
 
 
 @task(name="wait for verdict", cache_policy=NO_CACHE)
@@ -144,7 +142,8 @@ def wait_for_verdict(params: Params, release_id: str, longest_s: float) -> dict[
     from tasks import release as plain
 
     # The controller ends approval and canary by itself after `longest_s`; the rest is for the gates before.
-    return plain.wait_for_verdict(params.url("controller"), release_id, longest_s + 60)
+    with plain.controller(params) as controller:
+        return controller.wait_for_verdict(release_id, longest_s + 60)
 
 
 @task(name="decide", task_run_name="{action} {form.policy}", cache_policy=NO_CACHE)
@@ -152,8 +151,9 @@ def decide(params: Params, action: str, form: DecideForm) -> dict[str, Any]:
     """Promote or roll back in a person's name."""
     from tasks import release as plain
 
-    ask = {"promote": plain.promote, "rollback": plain.rollback}[action]
-    return ask(params.url("controller"), local_key(params), form.policy, form.digest, form.reason, form.by)
+    with plain.controller(params) as controller:
+        ask = {"promote": controller.promote, "rollback": controller.rollback}[action]
+        return ask(form.policy, form.digest, form.reason, form.by)
 
 
 @task(name="hold", task_run_name="hold {form.policy}", cache_policy=NO_CACHE)
@@ -161,7 +161,8 @@ def hold(params: Params, form: HoldForm) -> dict[str, Any]:
     """End the policy's running release."""
     from tasks import release as plain
 
-    return plain.hold_policy(params.url("controller"), local_key(params), form.policy, form.reason, form.by)
+    with plain.controller(params) as controller:
+        return controller.hold_running(form.policy, form.reason, form.by)
 
 
 @task(name="restore", task_run_name="restore {form.policy}", cache_policy=NO_CACHE)
@@ -169,9 +170,8 @@ def restore(params: Params, form: RestoreForm) -> dict[str, Any]:
     """Put an earlier revision back as champion."""
     from tasks import release as plain
 
-    return plain.restore(
-        params.url("controller"), local_key(params), form.policy, form.digest, form.reason, form.by
-    )
+    with plain.controller(params) as controller:
+        return controller.restore(form.policy, form.digest, form.reason, form.by)
 
 
 @task(name="create policy", task_run_name="create {form.name}", cache_policy=NO_CACHE)
@@ -206,11 +206,10 @@ def release_in_background(params: Params, policy: str, digest: str) -> str:
     """Start the `release` deployment for a revision that passed its probe; it may take days."""
     from prefect.deployments import run_deployment
 
-    from engine.catalog.catalog import Catalog
+    from engine.catalog.catalog import open_catalog
 
-    catalog = Catalog(params.paths.catalog_url)
-    probe = catalog.revisions.get(policy, digest).probe or {}
-    catalog.close()
+    with open_catalog(params.paths) as catalog:
+        probe = catalog.revisions.get(policy, digest).probe or {}
     if not probe.get("accepted"):
         return f"not released: the effect probe refused {served_name(policy, digest)}"
     form = ReleaseForm(policy=policy, digest=digest, by="nightly")

@@ -6,8 +6,8 @@ is registered nowhere, and sends it.
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from engine.errors import ServiceError
@@ -19,20 +19,13 @@ EVERY_S = 20.0
 LAST_S = 10.0
 
 
-@contextmanager
-def tracked(params: Params, policy: str) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """Yield what logs a step's row to the MLflow run of its session, which fails when what is inside does."""
-    tracking = Tracking(params.url("mlflow"), policy)
-    try:
-        yield tracking.rows.append
-    except BaseException:
-        tracking.close(failed=True)
-        raise
-    tracking.close()
+def tracked(params: Params, policy: str) -> "Tracking":
+    """Give what logs a step's row to the MLflow run of its session, which fails when what is inside does."""
+    return Tracking(params.url("mlflow"), policy)
 
 
 class Tracking:
-    """Sends `rows`, which only grow, until it is closed."""
+    """Sends `rows`, which only grow, until the block ends."""
 
     def __init__(self, url: str, policy: str):
         self.url, self.policy = url, policy
@@ -41,9 +34,12 @@ class Tracking:
         self._thread = threading.Thread(target=self._work, name=f"mlflow-{policy}", daemon=True)
         self._thread.start()
 
-    def close(self, failed: bool = False) -> None:
+    def __enter__(self) -> Callable[[Mapping[str, Any]], None]:
+        return self.rows.append
+
+    def __exit__(self, kind: object, *_: object) -> None:
         """End, after `LAST_S` at most; of a run that failed, what is left is sent."""
-        self._failed = failed
+        self._failed = kind is not None
         self._closed.set()
         self._thread.join(LAST_S)
 

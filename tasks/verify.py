@@ -101,11 +101,12 @@ def _locate(
 
 def record(params: Params, catalog: "Catalog", revision: "Revision", result: "ProbeResult", key: str) -> None:
     """Have the result kept and acted upon where routes are written; raises as `verify`."""
+    from engine.clients.controller import ControllerClient
     from engine.controller.route_changes import alone, controller_serves
-    from tasks.release import record_probe
 
     policy, digest = revision.policy, revision.digest
     if controller_serves(catalog):
-        return record_probe(params.url("controller"), key, policy, digest, result.to_json())
+        with ControllerClient(params.url("controller"), key) as controller:
+            return controller.record_probe(policy, digest, result.to_json())
     with alone(params, catalog) as changes:
         changes.record_probe(policy, digest, result)

@@ -12,7 +12,7 @@ ROOMS = (
     "engine.version",
     "engine.errors",
     "engine.files",
-    "engine.tls",
+    "engine.clients",
     "engine.process_reaper",
     "engine.threads",
     "engine.settings",

@@ -26,7 +26,7 @@ from safetensors.torch import save as save_safetensors
 from engine.adapters.manifests import MANIFEST, PROBE
 from engine.base.families import EXPERT, PROJECTIONS
 from engine.errors import AdapterError, BaseModelError, Conflict
-from engine.files import sync
+from engine.files import sync, write_whole
 from engine.version import code_version
 
 KEY = re.compile(r"(?P<module>.+)\.(?P<side>lora_[AB])")
@@ -241,11 +241,7 @@ def _add_probe(file: Path, probe: dict[str, Any]) -> None:
     """Write a probe where none is, or none of this dtype; one that is there is the trainer's own."""
     if not probe or _has_rows(file, probe.get("dtype")):
         return
-    draft = file.with_name(f".{file.name}")
-    draft.write_bytes(_json(probe))
-    sync(draft)
-    os.replace(draft, file)
-    sync(file.parent)
+    write_whole(file, _json(probe), durable=True)
 
 
 def _has_rows(file: Path, dtype: str | None) -> bool:

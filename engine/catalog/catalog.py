@@ -7,6 +7,7 @@ compare-and-swap. Does not know what a release decides, nor what a revision's by
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
+from typing import Self
 
 from filelock import FileLock
 from sqlalchemy import select
@@ -49,6 +50,7 @@ from engine.catalog.suggestions import Suggestions
 from engine.catalog.switches import Switches
 from engine.catalog.tombstones import Tombstones
 from engine.errors import ServiceError
+from engine.settings.params import Paths
 
 __all__ = [
     "AliasNote",
@@ -63,6 +65,7 @@ __all__ = [
     "Route",
     "Tombstone",
     "migrate",
+    "open_catalog",
 ]
 
 
@@ -109,11 +112,21 @@ def _upgrade(url: str) -> None:
     engine.dispose()
 
 
-class Catalog:
-    """One open catalog and its parts, each over the same database. Thread-safe; open one in each process.
+def open_catalog(paths: Paths, migrated: bool = False) -> "Catalog":
+    """Open an installation's catalog; `migrated` creates it, or brings it to the newest schema, before.
 
-    Raises `NotFound` when there is no database at `url`, and `ConfigError` when it is no catalog, or one
-    of another schema.
+    Raises what `Catalog` raises, and with `migrated` what `migrate` does.
+    """
+    if migrated:
+        migrate(paths.catalog_url)
+    return Catalog(paths.catalog_url)
+
+
+class Catalog:
+    """One open catalog and its parts, each over the same database; a context manager that closes it.
+
+    Thread-safe; open one in each process. Raises `NotFound` when there is no database at `url`, and
+    `ConfigError` when it is no catalog, or one of another schema.
     """
 
     def __init__(self, url: str):
@@ -145,6 +158,12 @@ class Catalog:
         self.switches = Switches(access)
         self.aliases = Aliases(access)
         self.notices = Notices(access)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @cached_property
     def id(self) -> str:

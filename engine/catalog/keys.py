@@ -1,7 +1,6 @@
 """API keys. A key's plaintext is returned once, when it is created; only its sha256 is stored."""
 
 import hashlib
-import os
 import secrets
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ from engine.catalog.access import Access
 from engine.catalog.changes import tell
 from engine.catalog.records import Key
 from engine.errors import ConfigError, Conflict, NotFound
+from engine.files import replacing
 
 SCOPES = ("admin", "user", "score")
 
@@ -44,10 +44,9 @@ class Keys:
             if self.find(plaintext):
                 return plaintext
         plaintext = self.create("local", "admin")
-        temporary = path.with_name(f"{path.name}.{os.getpid()}")
-        temporary.touch(mode=0o600)
-        temporary.write_text(plaintext + "\n")
-        temporary.rename(path)
+        with replacing(path) as draft:
+            draft.touch(mode=0o600)
+            draft.write_text(plaintext + "\n")
         return plaintext
 
     def all(self) -> list[Key]:

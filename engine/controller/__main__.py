@@ -7,10 +7,10 @@ import socket
 import sys
 from pathlib import Path
 
-import httpx
 import uvicorn
 
 from engine.catalog.catalog import migrate
+from engine.clients.http import connect
 from engine.controller.api import build_app
 from engine.controller.health_monitor import HealthMonitor
 from engine.controller.loop import Controller
@@ -45,14 +45,14 @@ def serve(params: Params) -> None:
     # in, need not wait for the lease to run out. The fence still shuts the old one out.
     controller = Controller(params, holder=f"{socket.gethostname()}:{params.paths.root}")
     controller.catalog.keys.ensure_local(params.paths.local_key)
-    registry = Registry(httpx.Client(base_url=params.url("mlflow")))
+    registry = Registry(connect(params.url("mlflow")))
     site = params.url("controller")
     mirror = AliasMirror(
         controller.catalog, controller.decisions, controller.lock, registry, site, f"{site}/mlflow/webhook"
     )
     beside: list[PeriodicThread] = [
         mirror,
-        NotificationSender(controller.catalog, httpx.Client(base_url=params.url("prefect"))),
+        NotificationSender(controller.catalog, connect(params.url("prefect"))),
         HealthMonitor(controller.catalog, params),
     ]
     config = uvicorn.Config(

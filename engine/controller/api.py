@@ -22,14 +22,13 @@ from engine.controller.loop import Controller
 from engine.controller.mlflow_aliases import AliasMirror
 from engine.controller.notifications import DELIVERED
 from engine.controller.page import LivePage
-from engine.errors import ConfigError, Conflict, GraftworkError, NotFound, ServiceError
+from engine.errors import ConfigError, GraftworkError, NotFound, Unauthorized
 from engine.ledger.ledger import open_snapshot
 from engine.ledger.queries import named_rows
 from engine.quality.probe import ProbeResult
 from engine.settings.model import Settings
 from engine.settings.params import PolicyName
 
-STATUS = ((ConfigError, 400), (NotFound, 404), (Conflict, 409), (ServiceError, 503))
 Reason = Annotated[str, Field(min_length=1)]
 
 
@@ -73,10 +72,6 @@ class RevisionBody(HoldBody):
 class RestoreBody(HoldBody):
     policy: str
     digest: str | None = None
-
-
-class Unauthorized(GraftworkError):
-    pass
 
 
 def build_app(controller: Controller, mirror: AliasMirror) -> FastAPI:
@@ -285,13 +280,11 @@ Admin = Annotated[Key, Depends(_require_admin)]
 
 
 def _answer_fault(_request: Request, error: Exception) -> Response:
-    if isinstance(error, Unauthorized):
-        return JSONResponse({"error": str(error)}, status_code=401)
-    status = next((code for kind, code in STATUS if isinstance(error, kind)), 500)
-    return JSONResponse({"error": str(error)}, status_code=status)
+    assert isinstance(error, GraftworkError)
+    return JSONResponse({"error": str(error)}, status_code=error.status)
 
 
-def _answer_bad_body(_request: Request, error: Exception) -> Response:
+def _answer_bad_body(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     faults = "; ".join(f"{'.'.join(map(str, item['loc'][1:]))}: {item['msg']}" for item in error.errors())
-    return JSONResponse({"error": f"The request is not valid. {faults}."}, status_code=400)
+    return _answer_fault(request, ConfigError(f"The request is not valid. {faults}."))

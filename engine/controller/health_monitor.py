@@ -5,9 +5,8 @@ On a thread of its own, since both wait for others. Each finding is a notificati
 
 import time
 
-import httpx
-
 from engine.catalog.catalog import Catalog
+from engine.clients.engine import EngineClient
 from engine.controller.due import drift
 from engine.controller.facts import gather
 from engine.controller.notifications import drifted, engine_changed
@@ -28,7 +27,7 @@ class HealthMonitor(PeriodicThread):
         super().__init__("health-monitor", EVERY_S, self.look)
         self._catalog = catalog
         self._params = params
-        self._client = httpx.Client(base_url=params.url("engine"), timeout=TIMEOUT_S)
+        self._engine = EngineClient(params.url("engine"), timeout_s=TIMEOUT_S)
         self._seen = False
         self._misses = 0
         self._down_since: float | None = None
@@ -43,7 +42,7 @@ class HealthMonitor(PeriodicThread):
 
     def _look_at_engine(self) -> None:
         link = f"{self._params.url('controller')}/"
-        if self._healthy():
+        if self._engine.is_healthy():
             if self._down_since is not None:
                 away_s = time.time() - self._down_since
                 engine_changed(self._catalog, True, f"Back after {away_s:.0f} s.", link, self._down_since)
@@ -55,12 +54,6 @@ class HealthMonitor(PeriodicThread):
             self._down_since = time.time()
             reason = f"The engine at {self._params.url('engine')} has not answered {MISSES} times in a row."
             engine_changed(self._catalog, False, reason, link, self._down_since)
-
-    def _healthy(self) -> bool:
-        try:
-            return self._client.get("/health").status_code == 200
-        except httpx.TransportError:
-            return False
 
     def _look_at_champions(self) -> None:
         for name in known_policies(self._params):

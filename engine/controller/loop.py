@@ -15,7 +15,7 @@ from functools import partial
 import duckdb
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from engine.catalog.catalog import Catalog, Release
+from engine.catalog.catalog import Release, open_catalog
 from engine.controller.advance import Evidence, advance
 from engine.controller.apply import Applier
 from engine.controller.evidence import EvidenceReader
@@ -61,7 +61,7 @@ class Controller:
         """Open everything; raises `Conflict` while another process holds the ledger or the lease."""
         self.params = params
         self.metrics = ControllerMetrics()
-        self.catalog = Catalog(params.paths.catalog_url)
+        self.catalog = open_catalog(params.paths)
         self.ledger: Ledger | None = Ledger(params.paths.ledger)
         self.spool = Spool(params.paths.spool, "controller")
         self.applier = Applier(self.catalog, self.spool, params.url("controller"))

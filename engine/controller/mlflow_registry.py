@@ -10,6 +10,9 @@ from typing import Any
 
 import httpx
 
+from engine.clients.http import connect
+from engine.errors import ServiceError
+
 TIMEOUT_S = 5.0
 API = "/api/2.0/mlflow"
 DIGEST_TAG = "graftwork.digest"
@@ -93,6 +96,15 @@ class Registry:
         response.raise_for_status()
         answer: dict[str, Any] = response.json()
         return answer
+
+
+def registered(url: str, policy: str, digest: str) -> str | None:
+    """Return the version that is a revision at the MLflow server `url`; `ServiceError` without an answer."""
+    with connect(url) as client:
+        try:
+            return Registry(client).version(policy, digest)
+        except httpx.HTTPError as error:
+            raise ServiceError(f"MLflow does not answer at {url} ({error}).") from None
 
 
 def _model(found: dict[str, Any]) -> Model:

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from engine.errors import ServiceError
+from engine.files import write_whole
 
 # A clock that is slewed differs by less between two looks; one that is set differs by more.
 JUMP_S = 60.0
@@ -70,7 +71,5 @@ class TrustedClock:
         """Write what is known where it has changed by more than a clock drifts within seconds."""
         text = json.dumps({"boot": self._boot, "offset": round(self._offset), "ahead": self._ahead})
         if text != self._kept:
-            draft = self._file.with_name(f".{self._file.name}")
-            draft.write_text(text)
-            draft.replace(self._file)
+            write_whole(self._file, text)
             self._kept = text

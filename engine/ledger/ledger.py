@@ -16,7 +16,7 @@ from typing import Any
 import duckdb
 
 from engine.errors import ConfigError, Conflict, NotFound
-from engine.files import sync
+from engine.files import replacing, sync
 from engine.ledger.spool import Spool, read_lines, ready_files
 
 __all__ = ["Ledger", "Spool", "open_snapshot"]
@@ -109,12 +109,10 @@ class Ledger:
         if not self._changed and destination.is_file():
             return False
         self.connection.execute("CHECKPOINT")
-        temporary = destination.with_name(f"{destination.name}.{os.getpid()}")
-        with temporary.open("wb") as target:
+        with replacing(destination) as draft, draft.open("wb") as target:
             size, offset = os.fstat(self._source).st_size, 0
             while offset < size:
                 offset += os.sendfile(target.fileno(), self._source, offset, size - offset)
-        temporary.replace(destination)
         self._changed = False
         return True
 

@@ -6,12 +6,12 @@ why they must go.
 """
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import duckdb
 
+from engine.files import sync, write_whole
 from engine.ledger.ledger import Ledger, create
 from engine.ledger.spool import read_lines
 
@@ -31,7 +31,7 @@ def purge(ledger: Ledger, spool: Path, snapshot: Path, policy: str) -> dict[str,
     # Also when nothing was found: a kill may have come between the rows and their bytes.
     rewrite(ledger)
     for copy in snapshot.parent.glob(f"{snapshot.name}.*"):
-        # What a kill left half copied; one that is being made has our own process id, and none is.
+        # What a kill left half copied: none is being made now.
         copy.unlink(missing_ok=True)
     ledger.touch()
     ledger.snapshot(snapshot)
@@ -72,8 +72,7 @@ def rewrite(ledger: Ledger) -> None:
     ledger.connection.execute("DETACH fresh")
     # Nothing is left to a log, which the new file would find beside it.
     ledger.connection.execute("CHECKPOINT")
-    with fresh.open("rb") as file:
-        os.fsync(file.fileno())
+    sync(fresh)
     ledger.become(fresh)
 
 
@@ -90,9 +89,7 @@ def _purge_rejected(folder: Path, policy: str) -> int:
         if len(kept) == len(lines):
             continue
         removed += len(lines) - len(kept)
-        draft = path.with_name(f".{path.name}")
-        draft.write_bytes(b"".join(kept))
-        draft.replace(path)
+        write_whole(path, b"".join(kept))
         if not kept:
             path.unlink()
     return removed

@@ -24,7 +24,7 @@ from engine.adapters.revision import (
 )
 from engine.base.families import DROPPED_ON_CUDA, BaseShapes
 from engine.base.resident import ensure_base
-from engine.catalog.catalog import Base, Catalog, Policy, Revision, migrate
+from engine.catalog.catalog import Base, Catalog, Policy, Revision, open_catalog
 from engine.errors import AdapterError, NotFound
 from engine.planning.gpu import cuda_bytes
 from engine.publishing.publish import publish, put, stored_tensors
@@ -47,12 +47,8 @@ def import_revision(params: Params, directory: Path, owner: str = "local") -> Ma
     base = ensure_base(params.base, params.paths)
     tensors, manifest = read_revision(directory, base.digest)
     check_fit(params, base.path, tensors, manifest, directory)
-    migrate(params.paths.catalog_url)
-    catalog = Catalog(params.paths.catalog_url)
-    try:
+    with open_catalog(params.paths, migrated=True) as catalog:
         _publish(params, catalog, base, tensors, manifest, owner, _probe(directory))
-    finally:
-        catalog.close()
     return manifest
 
 
@@ -98,13 +94,10 @@ def directory_from_store(params: Params, policy: str, digest: str, target: Path)
     It has no effect probe. Raises `NotFound` when the catalog does not know the revision, and
     `DamagedBytes` or `MissingBytes`.
     """
-    catalog = Catalog(params.paths.catalog_url)
-    try:
+    with open_catalog(params.paths) as catalog:
         row = catalog.revisions.get(policy, digest)
         with closing(open_store(params)) as store:
             tensors = stored_tensors(catalog, store, row)
-    finally:
-        catalog.close()
     return write_revision(target, tensors, _manifest(row, tensors), {})
 
 

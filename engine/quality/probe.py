@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-import httpx
-
-from engine.errors import AdapterError, ServiceError
+from engine.clients.engine import EngineClient
+from engine.errors import AdapterError
 
 VERSION = 1
 # Nats between trainer and engine, by the measure of MEASURES. float32: the worst seen is a few 1e-6, from
@@ -114,10 +113,10 @@ def check(engine_url: str, key: str, served: str, base_name: str, probe: Probe) 
     engine does not answer.
     """
     rows, tolerance = [row.tokens for row in probe.rows], TOLERANCE[probe.dtype]
-    with asking(engine_url, key) as client:
-        base = [ask(client, base_name, tokens) for tokens in rows]
+    with asking(engine_url, key) as engine:
+        base = [engine.logprobs(base_name, tokens) for tokens in rows]
         try:
-            adapter = [ask(client, served, tokens) for tokens in rows]
+            adapter = [engine.logprobs(served, tokens) for tokens in rows]
         except AdapterError as fault:
             found = MODULE.search(str(fault))
             unserved = judge(probe, base, base, tolerance)
@@ -126,30 +125,9 @@ def check(engine_url: str, key: str, served: str, base_name: str, probe: Probe) 
     return judge(probe, adapter, base, tolerance)
 
 
-def asking(engine_url: str, key: str) -> httpx.Client:
+def asking(engine_url: str, key: str) -> EngineClient:
     """Return a client of the engine that may ask for any revision, in order to judge it."""
-    headers = {"Authorization": f"Bearer {key}", "x-graftwork-purpose": "probe"}
-    return httpx.Client(base_url=engine_url, headers=headers, timeout=TIMEOUT_S)
-
-
-def ask(client: httpx.Client, model: str, tokens: Sequence[int]) -> list[float]:
-    """Return the log-probability of each token but the first under a model.
-
-    Raises `AdapterError` with the engine's sentence when it refuses the adapter.
-    """
-    body = {"model": model, "prompt": list(tokens), "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
-    try:
-        response = client.post("/v1/completions", json=body)
-    except httpx.TransportError as error:
-        raise ServiceError(
-            f"The engine at {client.base_url} did not answer the effect probe: {error!r}."
-        ) from None
-    if response.status_code == 422:
-        raise AdapterError(response.json()["error"]["message"])
-    if response.status_code != 200:
-        raise ServiceError(f"The engine refused the effect probe of {model!r}: {response.text[:300]}")
-    found = response.json()["choices"][0]["prompt_logprobs"]
-    return [found[i][str(token)]["logprob"] for i, token in enumerate(tokens) if i > 0]
+    return EngineClient(engine_url, key, "probe", TIMEOUT_S)
 
 
 def judge(

@@ -5,7 +5,6 @@ from `report_collect`, how a plot looks from `report_charts`, `report_training` 
 itself is `report.html`. The controller serves the same page, live.
 """
 
-import os
 from datetime import UTC, datetime
 from functools import cache
 from itertools import groupby
@@ -16,6 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup, escape
 
 from engine.catalog.records import ENDS
+from engine.files import write_whole
 from engine.report import charts, training
 from engine.report.collect import MAX_POLICIES, collect
 from engine.report.data import Curve, PolicyRow, ReleaseResult, ReportData, RevisionRow, SuiteScore
@@ -30,9 +30,7 @@ MAX_CANARIES = 12
 def write_report(data: ReportData, path: Path) -> Path:
     """Write the report to `path`, whole or not at all, and return the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(render(data), encoding="utf-8")
-    draft.replace(path)
+    write_whole(path, render(data))
     return path
 
 

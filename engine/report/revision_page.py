@@ -11,7 +11,7 @@ from typing import Any
 import duckdb
 
 from engine.adapters.manifests import stored_manifest
-from engine.catalog.catalog import Catalog
+from engine.catalog.catalog import open_catalog
 from engine.ledger.ledger import open_snapshot
 from engine.ledger.queries import latest_scores, named_rows
 from engine.quality.estimate import Difference, interval, paired_difference
@@ -92,14 +92,11 @@ class VersionFacts:
 
 def gather(params: Params, policy: str, digest: str) -> VersionFacts:
     """Return what is known of a revision; `NotFound` when the catalog does not know it."""
-    catalog = Catalog(params.paths.catalog_url)
-    try:
+    with open_catalog(params.paths) as catalog:
         revision = catalog.revisions.get(policy, digest)
         champion = catalog.routes.get(policy).champion
         children = tuple(child.digest for child in catalog.listing.children(policy, revision.digest))
         config = catalog.policies.get(policy).config
-    finally:
-        catalog.close()
     fixed: dict[str, Any] = {
         "policy": policy, "digest": revision.digest, "parent": revision.parent, "champion": champion,
         "suite": str(config.get("suite", "")), "rank": revision.rank, "bytes": revision.bytes,

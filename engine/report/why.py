@@ -12,7 +12,7 @@ from typing import Any
 import duckdb
 
 from engine.adapters.manifests import stored_manifest
-from engine.catalog.catalog import Catalog, Revision
+from engine.catalog.catalog import Catalog, Revision, open_catalog
 from engine.errors import Conflict, NotFound
 from engine.ledger.ledger import open_ledger
 from engine.ledger.queries import named_rows
@@ -64,9 +64,7 @@ def why(params: Params, subject: str) -> Chain:
 
     Raises `NotFound` when it is none of them, `Conflict` when several revisions begin so.
     """
-    catalog = Catalog(params.paths.catalog_url)
-    ledger = open_ledger(params.paths.ledger_snapshot)
-    try:
+    with open_catalog(params.paths) as catalog, open_ledger(params.paths.ledger_snapshot) as ledger:
         answer = _answer(ledger, subject)
         if answer:
             policy, digest = answer["policy"], answer["digest"]
@@ -76,9 +74,6 @@ def why(params: Params, subject: str) -> Chain:
         if digest is None:
             return Chain(subject, policy, None, first + _base_links(catalog, ledger, policy))
         return Chain(subject, policy, digest, first + _links(params, catalog, ledger, str(policy), digest))
-    finally:
-        ledger.close()
-        catalog.close()
 
 
 def _answer(ledger: duckdb.DuckDBPyConnection, subject: str) -> dict[str, Any] | None:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 from filelock import FileLock, Timeout
@@ -212,6 +211,7 @@ def start(
                 if database.exists():
                     _finished(database).touch()
         except BaseException:
+            # Also after Ctrl-C: nothing of a start that failed goes on.
             with undisturbed():
                 supervisor.stop()
             raise
@@ -222,9 +222,14 @@ def down(params: Params) -> bool:
     return _supervisor(params).stop()
 
 
+def is_running(params: Params) -> bool:
+    """Say whether the services run, here or as part of another run."""
+    return _supervisor(params).running() is not None
+
+
 def require_running(params: Params) -> None:
-    """Raise `ServiceError` unless the services run, here or as part of another run."""
-    if _supervisor(params).running() is None:
+    """Raise `ServiceError` unless the services run."""
+    if not is_running(params):
         raise ServiceError("The services are not running; start them with `graftwork up`.")
 
 
@@ -244,6 +249,9 @@ def status(params: Params) -> list[State]:
 
 def wait_healthy(params: Params, report: Report) -> None:
     """Wait until every service answers; the engine must also show our plugin's marker."""
+    from engine.clients.engine import EngineClient
+    from engine.clients.http import ServiceClient
+
     begun = time.monotonic()
     first_start: dict[str, int] = {}
     programs = _supervisor(params).programs()
@@ -260,23 +268,14 @@ def wait_healthy(params: Params, report: Report) -> None:
             if time.monotonic() - begun > service.start_timeout_s:
                 late = f"The {name} service was not healthy within {service.start_timeout_s:.0f} s."
                 raise ServiceError(_with_log(params.paths, name, late))
-            if _healthy(params, service):
-                del waiting[name]
-                report(name, f"ready after {time.monotonic() - begun:.1f} s")
+            with ServiceClient(name, params.url(name), timeout_s=5) as client:
+                if client.is_healthy(str(service.health)):
+                    del waiting[name]
+                    report(name, f"ready after {time.monotonic() - begun:.1f} s")
         time.sleep(0.1)
     if "engine" in programs:
-        assert_marker(params)
-
-
-def assert_marker(params: Params) -> dict[str, Any]:
-    """Return the plugin's marker; `ServiceError` when the engine runs without our plugin."""
-    import httpx
-
-    answer = httpx.get(f"{params.url('engine')}/graftwork/marker", timeout=10)
-    if answer.status_code != 200 or "plugin" not in answer.json():
-        problem = "The engine runs without Graftwork's plugin; install the project with `pip install -e .`."
-        raise ServiceError(_with_log(params.paths, "engine", problem))
-    return dict(answer.json())
+        with EngineClient(params.url("engine")) as engine:
+            engine.marker()
 
 
 def _supervisor(params: Params) -> Supervisor:
@@ -296,14 +295,6 @@ def _usable(params: Params) -> bool:
     if running.settings != settings_hash(params):
         raise Conflict("The services run with other settings; run `graftwork down` first.")
     return True
-
-
-def _healthy(params: Params, service: Service) -> bool:
-    import httpx
-
-    with contextlib.suppress(httpx.TransportError):
-        return httpx.get(f"{params.url(service.name)}{service.health}", timeout=5).status_code == 200
-    return False
 
 
 def _check_ports(params: Params, chosen: Sequence[Service]) -> None:

@@ -203,6 +203,7 @@ class Cache:
                 with index:
                     self._count(index)
         except BaseException:
+            # Whatever it is, the connection would hold the file's lock.
             index.close()
             raise
         return index

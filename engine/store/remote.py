@@ -277,6 +277,7 @@ class RemoteStore(Store):
         except GraftworkError:
             raise
         except Exception as error:
+            # Each client of a service has its own errors, which nobody could list.
             reason = f"{type(error).__name__}: {str(error)[:200]}"
             raise ServiceError(
                 f"The store {self._prefix} did not {wish} ({reason}). Try again when it answers."

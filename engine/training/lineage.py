@@ -5,7 +5,6 @@ begins at the base. Knows catalog and manifests. Knows neither trainer nor engin
 """
 
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass
 
 from engine.adapters.manifests import stored_manifest
@@ -47,9 +46,9 @@ def line_of(paths: Paths, policy: str, config: PolicyConfig, targets: Sequence[s
 
 def _standing(paths: Paths, policy: str) -> tuple[str | None, int]:
     """Return the champion and how many releases were refused in its favour."""
-    from engine.catalog.catalog import Catalog
+    from engine.catalog.catalog import open_catalog
 
-    with closing(Catalog(paths.catalog_url)) as catalog:
+    with open_catalog(paths) as catalog:
         try:
             champion = catalog.routes.get(policy).champion
         except NotFound:

@@ -8,13 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
-from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
-
-from engine import tls
-from engine.errors import Busy, ConfigError, NotFound, ServiceError
-
-AWAY = {429, 500, 502, 503, 504}
+from engine.clients.engine import EngineClient
 
 
 @dataclass(frozen=True)
@@ -53,23 +47,7 @@ def sample_groups(
     Raises `NotFound` for an unknown model, `ConfigError` for what the engine refuses however often it is
     asked, such as a prompt that is too long, and `ServiceError` when it stays away for `patience_s`.
     """
-    headers = {"Authorization": f"Bearer {key}", "x-graftwork-purpose": "rollout"}
-    retrying = Retrying(
-        retry=retry_if_exception_type((httpx.TransportError, Busy)),
-        stop=stop_after_delay(sampling.patience_s),
-        wait=wait_exponential(0.25, max=2.0),
-        reraise=True,
-    )
-    timeout = sampling.timeout_s
-    with httpx.Client(base_url=engine_url, headers=headers, timeout=timeout, verify=tls.context()) as client:
-        try:
-            return retrying(_request, client, _body(model, prompts, sampling))
-        except httpx.TransportError as error:
-            raise ServiceError(f"The engine at {engine_url} does not answer ({error!r}).") from None
-
-
-def _body(model: str, prompts: Sequence[Sequence[int]], sampling: Sampling) -> dict[str, Any]:
-    return {
+    body = {
         "model": model,
         "prompts": [list(prompt) for prompt in prompts],
         "n": sampling.group_size,
@@ -78,20 +56,8 @@ def _body(model: str, prompts: Sequence[Sequence[int]], sampling: Sampling) -> d
         "seed": sampling.seed,
         "routed_experts": sampling.routed_experts,
     }
-
-
-def _request(client: httpx.Client, body: dict[str, Any]) -> list[list[Sample]]:
-    response = client.post("/graftwork/rollouts", json=body)
-    if response.status_code in AWAY:
-        raise Busy(f"The engine answered {response.status_code}: {response.text[:300]}")
-    if response.status_code == 404:
-        raise NotFound(f"The engine does not know {body['model']!r}: {response.text[:300]}")
-    if response.status_code != 200:
-        raise ConfigError(
-            f"The engine refused the rollouts of {body['model']!r} with {response.status_code}: "
-            f"{response.text[:300]} Look at the policy's questions and sampling, and at engine.max_model_len."
-        )
-    return [[_sample(told) for told in group] for group in response.json()["groups"]]
+    with EngineClient(engine_url, key, "rollout", sampling.timeout_s, sampling.patience_s) as engine:
+        return [[_sample(told) for told in group] for group in engine.rollouts(body)]
 
 
 def _sample(told: dict[str, Any]) -> Sample:

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import httpx
-
 from engine.adapters.revision import (
     Manifest,
     Tensors,
@@ -22,8 +20,9 @@ from engine.adapters.revision import (
 )
 from engine.base.families import BaseShapes
 from engine.catalog.catalog import Catalog, Revision
+from engine.clients.engine import EngineClient
 from engine.publishing.publish import append, publish
-from engine.quality.probe import MEASURES, Probe, ask, gaps
+from engine.quality.probe import MEASURES, Probe, gaps
 from engine.settings.params import served_name
 from engine.store.segments import Store
 from engine.training.service.client import TrainerClient
@@ -41,7 +40,7 @@ class AdapterAblation:
     row: Revision
     base: BaseShapes
     probe: Probe
-    engine: httpx.Client
+    engine: EngineClient
     base_name: str
     reference: Reference
 
@@ -53,7 +52,7 @@ class AdapterAblation:
         rows = self.reference(shipped).rows if shipped else self.probe.rows
         wanted = [row.adapter if shipped else row.base for row in rows]
         name = self._publish(served) if served else self.base_name
-        found = gaps([ask(self.engine, name, row.tokens) for row in rows], wanted)
+        found = gaps([self.engine.logprobs(name, row.tokens) for row in rows], wanted)
         return MEASURES[self.probe.dtype](found, gaps([r.adapter for r in rows], [r.base for r in rows]))
 
     def _publish(self, tensors: Tensors) -> str:

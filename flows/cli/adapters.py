@@ -6,7 +6,6 @@ They need the catalog and the store, no service; whatever runs sees what they ch
 import json
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import asdict
 from itertools import chain, islice
 from pathlib import Path
@@ -41,9 +40,10 @@ def ls(
 ) -> None:
     """List revisions: state, step, rank, bytes, owner; a million never lie in memory."""
     settings = enter(params)
+    from engine.catalog.catalog import open_catalog
     from tasks import adapters
 
-    with closing(adapters.open_catalog(settings)) as catalog:
+    with open_catalog(settings.paths) as catalog:
         rows = (
             adapters.shown(row)
             for page in adapters.pages(catalog, policy, owner, retired, after)
@@ -89,9 +89,10 @@ def _table_row(row: dict[str, Any], first: bool) -> None:
 def show(name: Name, as_json: Json = False, params: ParamsFile = PARAMS) -> None:
     """Show all that the catalog knows of a revision."""
     settings = enter(params)
+    from engine.catalog.catalog import open_catalog
     from tasks import adapters
 
-    with closing(adapters.open_catalog(settings)) as catalog:
+    with open_catalog(settings.paths) as catalog:
         found = adapters.described(settings, catalog, adapters.find(catalog, name))
     if as_json:
         return typer.echo(json.dumps(found, indent=2))
@@ -104,9 +105,10 @@ def show(name: Name, as_json: Json = False, params: ParamsFile = PARAMS) -> None
 def lineage(name: Name, as_json: Json = False, params: ParamsFile = PARAMS) -> None:
     """Show what a revision was trained from, and what was trained from it, as a tree."""
     settings = enter(params)
+    from engine.catalog.catalog import open_catalog
     from tasks import adapters
 
-    with closing(adapters.open_catalog(settings)) as catalog:
+    with open_catalog(settings.paths) as catalog:
         leaves, more = adapters.lineage(catalog, adapters.find(catalog, name))
     if as_json:
         rows = [
@@ -184,9 +186,10 @@ def export(
 ) -> None:
     """Write a revision as a directory that peft opens, or as its packed file; never over anything."""
     settings = enter(params)
+    from engine.catalog.catalog import open_catalog
     from tasks import adapters
 
-    with closing(adapters.open_catalog(settings)) as catalog:
+    with open_catalog(settings.paths) as catalog:
         row = adapters.find(catalog, name)
         written = adapters.export(settings, catalog, row, path, packed)
     told(
@@ -204,9 +207,10 @@ def retire(
     """Serve a revision to nobody but scoring from now on, with a reason; its bytes stay."""
     settings = enter(params)
     _require(reason)
+    from engine.catalog.catalog import open_catalog
     from tasks import adapters
 
-    with closing(adapters.open_catalog(settings)) as catalog:
+    with open_catalog(settings.paths) as catalog:
         before = adapters.find(catalog, name)
         row = catalog.lifecycle.retire(before.policy, before.digest, by, reason)
     is_new = before.retired_at is None
@@ -227,9 +231,10 @@ def unretire(
     """Take a retirement back, with a reason."""
     settings = enter(params)
     _require(reason)
+    from engine.catalog.catalog import open_catalog
     from tasks import adapters
 
-    with closing(adapters.open_catalog(settings)) as catalog:
+    with open_catalog(settings.paths) as catalog:
         row = adapters.find(catalog, name)
         catalog.lifecycle.unretire(row.policy, row.digest, by, reason)
     shown = served_name(row.policy, row.digest)
@@ -248,10 +253,11 @@ def expire(
 ) -> None:
     """Say when a revision's row goes, unless a route or a release names it by then."""
     settings = enter(params)
+    from engine.catalog.catalog import open_catalog
     from tasks import adapters
 
     at = adapters.expiry(after, never, time.time())
-    with closing(adapters.open_catalog(settings)) as catalog:
+    with open_catalog(settings.paths) as catalog:
         row = adapters.find(catalog, name)
         catalog.lifecycle.set_expiry(row.policy, row.digest, at)
     when = "never expires" if at is None else f"expires in {after}"

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
@@ -52,7 +51,7 @@ def ledger_ingest(params: ParamsFile = PARAMS) -> None:
     from engine.ledger.ledger import Ledger
 
     ledger = Ledger(settings.paths.ledger)
-    with closing(catalog(params)) as index:
+    with catalog(params) as index:
         count = ledger.ingest(settings.paths.spool, index.purges.gone)
     ledger.snapshot(settings.paths.ledger_snapshot)
     typer.echo(f"{count} events are in the ledger.")

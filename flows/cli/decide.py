@@ -1,12 +1,12 @@
 """Commands of people who decide: release, approve, hold, promote, restore, roll back, lift, freeze, thaw."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from engine.settings.forms import ApprovalForm, ReleaseForm
-from engine.settings.params import Params, served_name, split_served_name
+from engine.settings.params import served_name, split_served_name
 from flows.entry import (
     PARAMS,
     By,
@@ -19,7 +19,10 @@ from flows.entry import (
     pinned,
     require_services,
 )
-from tasks.outcome import local_key, release_row
+from tasks.outcome import release_row
+
+if TYPE_CHECKING:
+    from engine.clients.controller import ControllerClient
 
 app = typer.Typer()
 
@@ -53,10 +56,9 @@ def release(
 @app.command()
 def approve(policy: str, reason: Reason, by: By = "cli", params: ParamsFile = PARAMS) -> None:
     """Let the policy's release that waits for approval go to users."""
-    settings, controller, key = reach(params)
-    url = settings.url("controller")
-    answer = filled(ApprovalForm, approve=True, by=by, reason=reason)
-    controller.approve(url, key, controller.running_release(url, policy)["id"], reason, by)
+    with reach(params) as controller:
+        answer = filled(ApprovalForm, approve=True, by=by, reason=reason)
+        controller.approve(controller.running_release(policy)["id"], reason, by)
     wake(policy, answer)
     typer.echo(f"The release of {policy} goes on.")
 
@@ -64,9 +66,9 @@ def approve(policy: str, reason: Reason, by: By = "cli", params: ParamsFile = PA
 @app.command()
 def hold(policy: str, reason: Reason, by: By = "cli", params: ParamsFile = PARAMS) -> None:
     """End the policy's running release; its champion stays."""
-    settings, controller, key = reach(params)
-    answer = filled(ApprovalForm, approve=False, by=by, reason=reason)
-    controller.hold_policy(settings.url("controller"), key, policy, reason, by)
+    with reach(params) as controller:
+        answer = filled(ApprovalForm, approve=False, by=by, reason=reason)
+        controller.hold_running(policy, reason, by)
     wake(policy, answer)
     typer.echo(f"The release of {policy} is held.")
 
@@ -85,9 +87,9 @@ def restore(
     params: ParamsFile = PARAMS,
 ) -> None:
     """Put an earlier revision back as champion."""
-    settings, controller, key = reach(params)
     name, digest = split_served_name(policy)
-    route = controller.restore(settings.url("controller"), key, name, digest, reason, by)
+    with reach(params) as controller:
+        route = controller.restore(name, digest, reason, by)
     typer.echo(f"The champion is {served_name(name, route['champion'])}.")
 
 
@@ -106,16 +108,16 @@ def lift(revision: Revision, by: By, reason: Reason, params: ParamsFile = PARAMS
 @app.command()
 def freeze(reason: Reason, by: By = "cli", params: ParamsFile = PARAMS) -> None:
     """Let no pointer move but rollbacks, until `graftwork thaw`."""
-    settings, controller, key = reach(params)
-    controller.freeze(settings.url("controller"), key, reason, by)
+    with reach(params) as controller:
+        controller.freeze(reason, by)
     typer.echo("Frozen: only rollbacks move a pointer now.")
 
 
 @app.command()
 def thaw(reason: Reason, by: By = "cli", params: ParamsFile = PARAMS) -> None:
     """Let pointers move again."""
-    settings, controller, key = reach(params)
-    controller.thaw(settings.url("controller"), key, reason, by)
+    with reach(params) as controller:
+        controller.thaw(reason, by)
     typer.echo("Thawed: pointers may move again.")
 
 
@@ -129,15 +131,15 @@ def wake(policy: str, answer: ApprovalForm) -> None:
 def decide(action: str, revision: str, by: str, reason: str, params: Path) -> None:
     """Ask the controller to promote, roll back or lift, in a person's name."""
     policy, digest = pinned(revision)
-    settings, controller, key = reach(params)
-    getattr(controller, action)(settings.url("controller"), key, policy, digest, reason, by)
+    with reach(params) as controller:
+        getattr(controller, action)(policy, digest, reason, by)
     typer.echo(f"{action} of {revision}: done.")
 
 
-def reach(params: Path) -> tuple[Params, Any, str]:
-    """Return the settings, the controller's calls and an admin key; neither Prefect nor MLflow is needed."""
+def reach(params: Path) -> "ControllerClient":
+    """Return a client of the controller that runs; neither Prefect nor MLflow is needed."""
     settings = enter(params)
     require_services(settings)
-    from tasks import release as controller
+    from tasks.release import controller
 
-    return settings, controller, local_key(settings)
+    return controller(settings)

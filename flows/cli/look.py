@@ -46,7 +46,8 @@ def sessions(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
     settings = enter(params)
     from engine.training.service.client import TrainerClient
 
-    rows = TrainerClient(settings.url("trainer"), patience_s=PATIENCE_S).sessions()
+    with TrainerClient(settings.url("trainer"), patience_s=PATIENCE_S) as trainer:
+        rows = trainer.sessions()
     if as_json:
         return print_json(rows)
     from flows.display import print_rows
@@ -65,7 +66,6 @@ def ls(
     settings = enter(params)
     from tasks import look
 
-    look.require_catalog(settings)
     fresh = look.as_of(settings)
     if policy is None:
         policies, total = look.policies(settings, limit)
@@ -93,7 +93,6 @@ def why(
     settings = enter(params)
     from tasks import look
 
-    look.require_catalog(settings)
     fresh, chain = look.as_of(settings), look.explain(settings, subject)
     if as_json:
         return print_json({"as_of": fresh, **look.plain(chain)})
@@ -107,9 +106,6 @@ def why(
 def report(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
     """Write the HTML report of everything in the ledger."""
     settings = enter(params)
-    from tasks.look import require_catalog
-
-    require_catalog(settings)
     now = time.time()
     path = write_report(settings, settings.paths.runs / "report.html", 0.0, now, {})
     if as_json:

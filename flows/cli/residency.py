@@ -15,10 +15,8 @@ Limit = Annotated[int, typer.Option(min=1, max=10_000, help="How many revisions 
 def residency(limit: Limit = 50, as_json: Json = False, params: ParamsFile = PARAMS) -> None:
     """Show the tiers (stored, host, slot), the queue of cold loads, and each revision's loads and waits."""
     settings = enter(params)
-    from tasks import look
     from tasks import residency as tiers
 
-    look.require_catalog(settings)
     found = tiers.residency(settings, limit)
     if as_json:
         return print_json(found)

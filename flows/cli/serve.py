@@ -33,16 +33,14 @@ def serve(
         raise ConfigError(
             f"{revision!r} names no revision; write DIGEST or POLICY@DIGEST, 6 digits at least."
         )
-    from engine.catalog.catalog import Catalog, migrate
+    from engine.catalog.catalog import open_catalog
     from flows.display import base_builder, print_service
     from tasks.serve import bring, prove
 
     base_builder(settings, Stages())()
     policy, digest = bring(settings, revision, source, registry)
-    migrate(settings.paths.catalog_url)
-    catalog = Catalog(settings.paths.catalog_url)
-    key = catalog.keys.ensure_local(settings.paths.local_key)
-    catalog.close()
+    with open_catalog(settings.paths, migrated=True) as catalog:
+        key = catalog.keys.ensure_local(settings.paths.local_key)
     with services.session(settings, lambda: None, print_service, ("engine",)):
         typer.echo(f"Effect probe: {prove(settings, policy, digest, key)}")
         typer.echo(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from engine.errors import AdapterError
-from flows.entry import PARAMS, Json, ParamsFile, catalog, enter
+from flows.entry import PARAMS, Json, ParamsFile, enter
 
 if TYPE_CHECKING:
     from engine.publishing.maintenance import Report
@@ -71,12 +71,15 @@ def repack(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
 def _run(params: ParamsFile, as_json: bool, operation: Callable[..., "Report"], **options: Any) -> None:
     """Run an operation, print its report, and end with an error when something is damaged."""
     settings = enter(params)
+    from engine.catalog.catalog import open_catalog
     from engine.store.open import open_store
-    from tasks.look import require_catalog
 
-    require_catalog(settings)
-    began = time.monotonic()
-    with closing(catalog(params)) as index, closing(open_store(settings)) as store:
+    began, paths = time.monotonic(), settings.paths
+    # One that is not there is refused, not made.
+    with (
+        open_catalog(paths, migrated=paths.has_catalog) as index,
+        closing(open_store(settings)) as store,
+    ):
         report = operation(index, store, on_page=_progress(), **options)
     found = asdict(report) | {
         "seconds": round(time.monotonic() - began, 3),

@@ -75,7 +75,7 @@ def test_an_unknown_digest_names_the_nearest_and_a_short_one_its_candidates(file
 
 
 def test_nothing_to_show_where_nothing_was_started(file):
-    with pytest.raises(NotFound, match="holds no catalog"):
+    with pytest.raises(NotFound, match="There is no catalog"):
         ask(file, "ls")
 
 

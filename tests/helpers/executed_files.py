@@ -25,11 +25,11 @@ from rows import NEW, OLD, THIRD, fill
 
 from engine.base.families import BaseShapes
 from engine.catalog.catalog import Catalog, migrate
+from engine.clients.controller import ControllerClient
 from engine.errors import NotFound
 from engine.ledger.ledger import Spool
 from engine.settings.params import Params, load_params, resolve_policy
 from engine.training.loop import train
-from tasks import release as calls
 
 HERE = Path(__file__).parent
 # Each asks a new adapter, for which there is a free slot. What runs in some of them only is periodic work.
@@ -100,16 +100,16 @@ def release(state: Path, file: Path) -> set[str]:
 
     def use(params: Params) -> set[str]:
         url = params.url("controller")
-        with contextlib.suppress(NotFound):
+        with ControllerClient(url) as client, contextlib.suppress(NotFound):
             # Comes back once the controller is up.
-            calls.running_release(url, "sorting")
-        key = params.paths.local_key.read_text().strip()
-        return one(url, key, NEW, OLD) & one(url, key, THIRD, NEW)
+            client.running_release("sorting")
+        with ControllerClient(url, params.paths.local_key.read_text().strip()) as client:
+            return one(client, NEW, OLD) & one(client, THIRD, NEW)
 
-    def one(url: str, key: str, canary: str, champion: str) -> set[str]:
+    def one(client: ControllerClient, canary: str, champion: str) -> set[str]:
         file.touch()
-        row = calls.start_release(url, key, "sorting", canary)
-        calls.wait_for_step(url, row["id"], "canary", 60)
+        row = client.start_release("sorting", canary)
+        client.wait_for_step(row["id"], "canary", 60)
         for number in range(300):
             arm = (
                 {"digest": champion, "arm": "champion"} if number % 5 else {"digest": canary, "arm": "canary"}
@@ -118,7 +118,7 @@ def release(state: Path, file: Path) -> set[str]:
             spool.emit("observations", id=id, unit=id, policy="sorting", key="k", purpose="user", **arm)
             spool.emit("feedback", request_id=id, reward=1.0, key="k")
         spool.rotate()
-        assert calls.wait_for_verdict(url, row["id"], 60)["state"] == "promoted"
+        assert client.wait_for_verdict(row["id"], 60)["state"] == "promoted"
         # The thread that mirrors a route to MLflow has its turn.
         time.sleep(1.2)
         return end(file)

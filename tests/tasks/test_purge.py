@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from engine.base.resident import BaseInfo
 from engine.catalog.catalog import Catalog, Policy, Release
 from engine.catalog.purges import Purges
+from engine.clients.controller import ControllerClient
 from engine.controller.api import build_app
 from engine.controller.loop import Controller
 from engine.controller.mlflow_aliases import AliasMirror
@@ -401,12 +402,15 @@ def test_a_running_controller_purges_its_own_ledger(params, catalog, monkeypatch
         refused = client.post("/purge", json={"policy": "gone"})
         assert refused.status_code == 401
 
-        def post(url, json, headers, **_):
-            assert url == f"{params.url('controller')}/purge"
-            asked.append(json["place"])
-            return client.post("/purge", json=json, headers=headers)
+        def connected(url, key, *_, **__):
+            assert url == params.url("controller")
+            ours = ControllerClient(url, key)
+            client.headers["authorization"] = ours._http.headers["authorization"]
+            ours._http, plain = client, ours.purge
+            ours.purge = lambda policy, place, by: asked.append(place) or plain(policy, place, by)
+            return ours
 
-        monkeypatch.setattr(purging.httpx, "post", post)
+        monkeypatch.setattr(purging, "ControllerClient", connected)
         record = purge(params)
         assert asked == ["name", "catalog", "ledger"]
         assert catalog.purges.find("gone")["by"] == "ann"

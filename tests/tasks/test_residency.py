@@ -104,6 +104,6 @@ def test_the_command_prints_a_table_or_json(params, monkeypatch, tmp_path):
 def test_an_engine_that_is_busy_is_not_taken_for_none(params, monkeypatch):
     with socket.create_server(("127.0.0.1", params.engine.port)):
         monkeypatch.setattr(tiers, "TIMEOUT_S", 0.1)
-        with pytest.raises(ServiceError, match="did not answer"):
+        with pytest.raises(ServiceError, match="does not answer"):
             tiers.ask_engine(params)
     assert tiers.ask_engine(params) is None

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 import orjson
 
 from engine.catalog.catalog import Key, Revision
-from engine.errors import AdapterError, Ambiguous, Busy, Conflict, GraftworkError, NotFound
+from engine.errors import Ambiguous, Busy, GraftworkError, NotFound
 from engine.ledger.spool import Spool
-from engine.serving.gateway.routing import Gone, Router, Target
+from engine.serving.gateway.routing import Router, Target
 from engine.serving.residency.load_queue import BACKGROUND, INTERACTIVE
 from engine.serving.residency.residency import Residency
 
@@ -51,7 +51,6 @@ PASSED_PATHS = frozenset(
 )
 PURPOSES = frozenset({"user", "score", "rollout", "probe"})
 MAX_BODY = 8 << 20
-STATUS = {NotFound: 404, Conflict: 409, Gone: 410, AdapterError: 422, Busy: 429}
 CLIENT_LEFT = 499
 
 
@@ -171,7 +170,7 @@ class Gateway:
                 finally:
                     state.residency.release(name)
         except GraftworkError as error:
-            exchange.status = status_of(error)
+            exchange.status = error.status
             raise
         finally:
             state.spool.emit("observations", **exchange.observation(state.name))
@@ -316,22 +315,15 @@ def parse(raw: bytes) -> dict[str, Any]:
     return body
 
 
-def status_of(error: GraftworkError) -> int:
-    if isinstance(error, Refused):
-        return error.status
-    return next((status for kind, status in STATUS.items() if isinstance(error, kind)), 503)
-
-
 async def send_error(send: Send, error: GraftworkError) -> None:
     """Answer in the form of OpenAI's API."""
-    status = status_of(error)
     headers = [(b"content-type", b"application/json")]
     if isinstance(error, Busy):
         headers.append((b"retry-after", str(max(1, round(error.retry_after_s))).encode()))
-    fault: dict[str, Any] = {"message": str(error), "type": type(error).__name__, "code": status}
+    fault: dict[str, Any] = {"message": str(error), "type": type(error).__name__, "code": error.status}
     if isinstance(error, NotFound):
         fault["nearest"] = error.nearest
     elif isinstance(error, Ambiguous):
         fault["candidates"] = error.candidates
-    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.start", "status": error.status, "headers": headers})
     await send({"type": "http.response.body", "body": orjson.dumps({"error": fault})})

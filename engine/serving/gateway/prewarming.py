@@ -7,12 +7,12 @@ is in the background: people's requests go first. Knows served revisions and whe
 import asyncio
 import json
 import logging
-import os
 import time
 from pathlib import Path
 from typing import Any
 
 from engine.errors import Busy, GraftworkError, NotFound
+from engine.files import write_whole
 from engine.serving.gateway.routing import Router
 from engine.serving.residency.residency import Residency
 from engine.settings.params import served_name
@@ -163,9 +163,7 @@ class Prewarmer:
 
     def _write(self, rows: list[dict[str, Any]]) -> None:
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self._file.with_name(f"{self._file.name}.{os.getpid()}")
-        temporary.write_text(json.dumps(rows))
-        temporary.replace(self._file)
+        write_whole(self._file, json.dumps(rows))
 
 
 def _is_note(row: dict[str, Any]) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 from engine.catalog.catalog import Catalog, Key, Revision, Route
 from engine.catalog.keys import hash_key
-from engine.errors import AdapterError, Conflict, GraftworkError, NotFound, ServiceError
+from engine.errors import AdapterError, Conflict, Gone, GraftworkError, NotFound, ServiceError
 from engine.serving.gateway.row_cache import LEAST_ROWS, RowCache
 from engine.settings.params import DIGEST12, POLICY_NAME, served_name, split_served_name
 
@@ -26,10 +26,6 @@ SHOWN = 100
 # Purposes that may still reach a revision with a tombstone: judging it is not serving it.
 JUDGING = frozenset({"score", "probe"})
 log = logging.getLogger("graftwork.routing")
-
-
-class Gone(GraftworkError):
-    """The pinned revision is served to nobody any more; the message is the reason."""
 
 
 @dataclass(frozen=True)

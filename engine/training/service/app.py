@@ -21,7 +21,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 
 from engine.base.prompts import end_tokens
-from engine.errors import Busy, Cancelled, Conflict, GraftworkError, NotFound
+from engine.errors import Busy, Cancelled, ConfigError, GraftworkError, ServiceError
 from engine.settings.params import Params, load_params
 from engine.settings.reproducible import equal_bits
 from engine.training.service import protocol
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from engine.training.model.lora import ResidentBase
     from engine.training.service.trainer import Trainer
 
-STATUS: dict[type[GraftworkError], int] = {NotFound: 404, Conflict: 409, Busy: 503}
 LONGEST_WAIT_S = 30.0
 NICENESS = 10
 # Sessions that are listed unless more are asked for.
@@ -139,18 +138,17 @@ def _said(error: GraftworkError) -> dict[str, Any]:
 
 
 async def _answer_error(_: Any, error: GraftworkError) -> JSONResponse:
-    status = next((code for kind, code in STATUS.items() if isinstance(error, kind)), 400)
+    # Full for every session: away for a while, where the gateway tells one client to ask less.
+    status = ServiceError.status if isinstance(error, Busy) else error.status
     # In whole seconds, as HTTP has it (RFC 9110, section 10.2.3).
     headers = {"Retry-After": str(math.ceil(error.retry_after_s))} if isinstance(error, Busy) else None
     return JSONResponse(_said(error), status, headers)
 
 
-async def _answer_invalid(_: Any, error: RequestValidationError) -> JSONResponse:
+async def _answer_invalid(request: Any, error: RequestValidationError) -> JSONResponse:
     """Say what is wrong with a body: FastAPI puts `body` before each field's path."""
     faults = (f"`{'.'.join(map(str, one['loc'][1:]))}`: {one['msg']}." for one in error.errors())
-    return JSONResponse(
-        {"kind": "ConfigError", "error": f"The request is not valid. {' '.join(faults)}"}, 400
-    )
+    return await _answer_error(request, ConfigError(f"The request is not valid. {' '.join(faults)}"))
 
 
 def load_trainer(params: Params) -> "Trainer":
@@ -161,7 +159,7 @@ def load_trainer(params: Params) -> "Trainer":
     import torch
 
     from engine.base.resident import ensure_base
-    from engine.catalog.catalog import Base, Catalog, migrate
+    from engine.catalog.catalog import Base, open_catalog
     from engine.planning.gpu import planned
     from engine.training.service.capacity import FREE_SHARE, free_bytes
     from engine.training.service.export import Exporter
@@ -169,8 +167,7 @@ def load_trainer(params: Params) -> "Trainer":
 
     plan = planned(params)
     info = ensure_base(params.base, params.paths)
-    migrate(params.paths.catalog_url)
-    catalog = Catalog(params.paths.catalog_url)
+    catalog = open_catalog(params.paths, migrated=True)
     catalog.bases.add(Base(info.digest, info.name, str(info.path), time.time()))
     dtype = getattr(torch, params.engine.dtype_on(plan is not None))
     exporter = Exporter(params, catalog, dtype, end_tokens(info.path))

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 import httpx
 from pydantic import ValidationError
-from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_exponential
 
-from engine import errors, tls
+from engine import errors
+from engine.clients.http import ServiceClient, body_of
 from engine.errors import Busy, ConfigError, GraftworkError, ServiceError
 from engine.quality.probe import Probe, from_json
 from engine.settings.params import explain
@@ -30,11 +30,11 @@ HEARTBEAT_S = 8.0
 Body = TypeVar("Body", bound=protocol.Request)
 
 
-class _Lost(Exception):
+class _Lost(ServiceError):
     """The trainer was restarted and does not know the operation."""
 
 
-class TrainerClient:
+class TrainerClient(ServiceClient):
     """Talk to the trainer at `url`; a trainer that is away is waited for up to `patience_s`.
 
     Sessions that it opened keep their leases until they or the client are closed, also during long rollouts.
@@ -43,16 +43,16 @@ class TrainerClient:
     """
 
     def __init__(self, url: str, patience_s: float = 90.0, timeout_s: float = 600.0, busy_s: float = 600.0):
-        self.url, self.patience_s, self.timeout_s, self.busy_s = url, patience_s, timeout_s, busy_s
+        super().__init__("trainer", url, timeout_s=POLL_S + 10, patience_s=patience_s)
+        self.timeout_s, self.busy_s = timeout_s, busy_s
         self.backpressure_s: defaultdict[str, float] = defaultdict(float)
         self._gathered: dict[str, int] = {}
         self._writing: dict[str, int] = {}
         self._closed = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="trainer-heartbeat", daemon=True)
-        self._http = httpx.Client(base_url=url, timeout=POLL_S + 10, verify=tls.context())
 
     def health(self) -> dict[str, Any]:
-        return dict(self._retrying(lambda: self._answer(self._http.get("/health"))))
+        return dict(self._ask("GET", "/health"))
 
     def create_session(self, session: str, policy: str, **settings: Any) -> SessionInfo:
         """Open a session or go on with it; the fields are those of `protocol.CreateSession`."""
@@ -71,7 +71,7 @@ class TrainerClient:
 
     def sessions(self) -> list[dict[str, Any]]:
         """Return what the trainer says of its sessions, those in memory and the newest stored ones."""
-        return list(self._retrying(lambda: self._answer(self._http.get("/sessions")))["sessions"])
+        return list(self._ask("GET", "/sessions")["sessions"])
 
     def forward(self, session: SessionInfo, data: Sequence[protocol.Datum]) -> list[list[float]]:
         """Return each datum's log-probabilities under the session's adapter."""
@@ -158,13 +158,13 @@ class TrainerClient:
 
     def cancel(self, request_id: str) -> None:
         """Call an operation off; `Conflict` when it has begun and cannot stop."""
-        self._retrying(lambda: self._answer(self._http.delete(f"/operations/{request_id}")))
+        self._ask("DELETE", f"/operations/{request_id}")
 
     def close(self) -> None:
         self._closed.set()
         if self._heart.ident:
             self._heart.join(HEARTBEAT_S)
-        self._http.close()
+        super().close()
 
     def _beat(self) -> None:
         while not self._closed.wait(HEARTBEAT_S):
@@ -176,13 +176,13 @@ class TrainerClient:
 
     def _run(self, path: str, body: protocol.Request) -> dict[str, Any]:
         def send() -> dict[str, Any]:
-            answer = self._answer(self._http.post(path, content=body.model_dump_json(), headers=_JSON))
-            return self._wait(answer["operation"])
+            sent = self._http.post(path, content=body.model_dump_json(), headers=_JSON)
+            return self._wait(self._told(sent)["operation"])
 
         session, until = str(getattr(body, "session", "")), time.monotonic() + self.busy_s
         while True:
             try:
-                return self._retrying(send)
+                return self._patiently(send, _Lost)
             except Busy as busy:
                 if time.monotonic() + busy.retry_after_s > until:
                     raise
@@ -194,36 +194,17 @@ class TrainerClient:
         while time.monotonic() < until:
             response = self._http.get(f"/operations/{operation}", params={"wait_s": POLL_S})
             if response.status_code == 404:
-                raise _Lost
-            answer = self._answer(response)
+                raise _Lost(f"The trainer at {self.url} was restarted and does not know {operation}.")
+            answer = self._told(response)
             if answer["state"] == "done":
                 return dict(answer["result"])
             if answer["state"] != "pending":
                 raise _error(answer)
         raise ServiceError(f"The trainer did not finish {operation} within {self.timeout_s:.0f} s.")
 
-    def _retrying(self, call: Any) -> Any:
-        retrying = Retrying(
-            retry=retry_if_exception_type((httpx.TransportError, _Lost)),
-            stop=stop_after_delay(self.patience_s),
-            wait=wait_exponential(0.1, max=2.0),
-            reraise=True,
-        )
-        try:
-            return retrying(call)
-        except (httpx.TransportError, _Lost) as error:
-            raise ServiceError(
-                f"The trainer at {self.url} does not answer ({error!r}). Is it up? See `graftwork status`."
-            ) from None
-
-    def _answer(self, response: httpx.Response) -> dict[str, Any]:
-        body = (
-            response.json() if response.headers.get("content-type", "").startswith("application/json") else {}
-        )
-        if response.status_code == 200:
-            return dict(body)
-        sentence = f"The trainer answered {response.status_code}: {response.text[:500]}"
-        raise _error({"kind": "ServiceError", "error": sentence, **body})
+    def _fault(self, response: httpx.Response) -> GraftworkError:
+        said = body_of(response)
+        return _error(said) if "kind" in said else super()._fault(response)
 
 
 _JSON = {"content-type": "application/json"}

@@ -6,13 +6,12 @@ fixed: an adapter from elsewhere has no task whose own could be asked.
 
 import uuid
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.adapters.revision import Manifest
 from engine.base.prompts import end_tokens, prompt_ids
-from engine.catalog.catalog import Catalog, migrate
+from engine.catalog.catalog import open_catalog
 from engine.errors import ServiceError
 from engine.planning.gpu import planned
 from engine.publishing.importing import serving_dtype
@@ -49,7 +48,7 @@ def probe_by_base(params: Params, base: "BaseInfo", say: Callable[[str], object]
 
         tokenizer = AutoTokenizer.from_pretrained(base.path)
         prompts = [prompt_ids(tokenizer, question) for question in QUESTIONS]
-        with closing(TrainerClient(params.url("trainer"), patience_s=0.0)) as trainer:
+        with TrainerClient(params.url("trainer"), patience_s=0.0) as trainer:
             if _serves(trainer, base):
                 say("The trainer computes its effect probe.")
                 return trainer.probe_revision(manifest.policy, manifest.digest, prompts, TOKENS, directory)
@@ -82,8 +81,7 @@ def _computed_here(
         tokens=TOKENS,
     )
     dtype = getattr(torch, serving_dtype(params))
-    migrate(params.paths.catalog_url)
-    with closing(Catalog(params.paths.catalog_url)) as catalog:
+    with open_catalog(params.paths, migrated=True) as catalog:
         exporter = Exporter(params, catalog, dtype, end_tokens(base.path))
         resident = load_base(params, base.path, planned(params))
         return exporter.probe_revision(resident, base.digest, request)

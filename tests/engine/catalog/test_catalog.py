@@ -36,11 +36,13 @@ from engine.catalog.catalog import (
     Revision,
     Route,
     migrate,
+    open_catalog,
 )
 from engine.catalog.database import open_engine
 from engine.catalog.postgres_timeouts import TimeoutConnection
 from engine.catalog.tables import layouts, metadata
 from engine.errors import AdapterError, ConfigError, Conflict, NotFound, ServiceError
+from engine.settings.params import Paths
 
 spawn = multiprocessing.get_context("spawn")
 
@@ -90,6 +92,17 @@ def test_a_file_that_is_no_catalog_is_refused(tmp_path: Path) -> None:
         Catalog(f"sqlite:///{tmp_path}/text.db")
     with pytest.raises(ConfigError, match="sqlite:///FILE or postgresql"):
         Catalog("mysql://somewhere/db")
+
+
+def test_an_installations_catalog_is_opened_and_made_only_where_that_is_wanted(tmp_path: Path) -> None:
+    paths = Paths(tmp_path / "state")
+    with pytest.raises(NotFound, match="graftwork up"):
+        open_catalog(paths)
+    with open_catalog(paths, migrated=True) as made:
+        key = made.keys.create("ann", "user")
+    assert paths.has_catalog
+    with open_catalog(paths) as catalog:
+        assert catalog.keys.find(key) is not None
 
 
 def test_another_schema_version_is_refused(catalog_url: str) -> None:

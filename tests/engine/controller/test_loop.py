@@ -18,6 +18,7 @@ from live import free_port
 from rows import ACCEPTED, NEW, OLD, THIRD, fill
 
 from engine.catalog.catalog import Catalog, Release, migrate
+from engine.clients.controller import ControllerClient
 from engine.controller import trusted_clock
 from engine.controller.advance import Action, CanaryResult, Evidence, advance
 from engine.controller.api import build_app
@@ -30,7 +31,6 @@ from engine.controller.trusted_clock import TrustedClock
 from engine.errors import Conflict, NotFound, ServiceError
 from engine.ledger.ledger import Ledger, Spool, open_snapshot
 from engine.settings.params import Params, ReleaseConfig
-from tasks import release as calls
 
 SETTINGS = ReleaseConfig(min_units=10).model_dump(mode="json")
 
@@ -663,26 +663,26 @@ def test_a_killed_process_goes_on_where_it_was(running: Running, tmp_path: Path)
     key = params.paths.local_key.read_text().strip()
     catalog = Catalog(params.paths.catalog_url)
     fill(catalog)
-    release = calls.start_release(
-        running.url, key, "sorting", NEW, skip_gates={"score": "none here"}, by="ada"
-    )
+    client = ControllerClient(running.url, key)
+    release = client.start_release("sorting", NEW, skip_gates={"score": "none here"}, by="ada")
     while not catalog.routes.get("sorting").canary:
         time.sleep(0.05)
     running.send(signal.SIGKILL)
     Users(params).crowd(canary=0.0, baseline=1.0, pairs=8)
     running.start()
     rows: list[dict[str, Any]] = []
-    ended = calls.wait_for_verdict(running.url, release["id"], 30, rows.append)
+    ended = client.wait_for_verdict(release["id"], 30, rows.append)
     assert (ended["state"], rows[-1]) == ("rolled_back", ended)
     assert catalog.tombstones.find("sorting", NEW) is not None
     with pytest.raises(Conflict, match="tombstone"):
-        calls.promote(running.url, key, "sorting", NEW, "please")
-    calls.lift(running.url, key, "sorting", NEW, "please", by="ada")
-    assert calls.promote(running.url, key, "sorting", NEW, "please", by="ada")["champion"] == NEW
-    calls.rollback(running.url, key, "sorting", NEW, "oh no", by="ada")
+        client.promote("sorting", NEW, "please")
+    client.lift("sorting", NEW, "please", by="ada")
+    assert client.promote("sorting", NEW, "please", by="ada")["champion"] == NEW
+    client.rollback("sorting", NEW, "oh no", by="ada")
     assert catalog.routes.get("sorting").champion == OLD
     with pytest.raises(NotFound):
-        calls.hold(running.url, key, "no-such-release", "why")
+        client.hold("no-such-release", "why")
+    client.close()
     code, seconds = running.send(signal.SIGTERM)
     assert (code, seconds < 3) == (0, True)
     with open_snapshot(params.paths.ledger_snapshot) as snapshot:
@@ -702,7 +702,7 @@ def test_a_second_process_is_refused(running: Running, tmp_path: Path) -> None:
     assert f"held by process {running.process.pid}" in third.stderr
 
 
-def test_a_controller_that_is_down_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "RETRY_S", 0.3)
-    with pytest.raises(ServiceError, match="graftwork up"):
-        calls.read_release(f"http://127.0.0.1:{free_port()}", "r1")
+def test_a_controller_that_is_down_is_a_sentence() -> None:
+    client = ControllerClient(f"http://127.0.0.1:{free_port()}", patience_s=0.3)
+    with client, pytest.raises(ServiceError, match="graftwork up"):
+        client.release("r1")

@@ -214,7 +214,7 @@ def test_an_engine_that_goes_and_comes_back_is_told_once_each(controller: Contro
         return httpx.Response(200)
 
     monitor = HealthMonitor(controller.catalog, controller.params)
-    monitor._client = httpx.Client(base_url="http://engine", transport=httpx.MockTransport(engine))
+    monitor._engine._http = httpx.Client(base_url="http://engine", transport=httpx.MockTransport(engine))
     for _ in range(2 * MISSES):
         monitor.look()
     assert told(controller) == []  # it has not started yet

@@ -1,0 +1,1 @@
+"""How services are asked over HTTP: one client a service, which raises each fault as the error it means."""

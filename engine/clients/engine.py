@@ -1,0 +1,65 @@
+"""The engine's client: log-probabilities, samples, where adapters are, and what the engine says of itself."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from engine.clients.http import SHOWN, ServiceClient
+from engine.errors import NotFound, ServiceError, of_status
+
+
+class EngineClient(ServiceClient):
+    """Ask the engine at `url`; `purpose` (probe, score, rollout) lets a key ask beside users."""
+
+    def __init__(
+        self, url: str, key: str = "", purpose: str = "user", timeout_s: float = 10.0, patience_s: float = 0.0
+    ):
+        super().__init__("engine", url, key, timeout_s, patience_s)
+        self._http.headers["x-graftwork-purpose"] = purpose
+
+    def marker(self) -> dict[str, Any]:
+        """Return what our plugin in the engine says of itself: version, base, workers.
+
+        Raises `ServiceError` when the engine runs without it.
+        """
+        try:
+            return dict(self._ask("GET", "/graftwork/marker"))
+        except NotFound:
+            raise ServiceError(
+                "The engine runs without Graftwork's plugin; install the project with `pip install -e .`."
+            ) from None
+
+    def residency(self) -> dict[str, Any]:
+        """Return where adapters are: tiers, queue, each one's own; bytes and seconds."""
+        return dict(self._ask("GET", "/graftwork/residency"))
+
+    def logprobs(self, model: str, tokens: Sequence[int]) -> list[float]:
+        """Return the log-probability of each token id but the first under a model.
+
+        Raises `AdapterError` with the engine's sentence when it refuses the adapter.
+        """
+        body = {"model": model, "prompt": [*tokens], "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+        found = self._ask("POST", "/v1/completions", json=body)["choices"][0]["prompt_logprobs"]
+        return [found[i][str(token)]["logprob"] for i, token in enumerate(tokens) if i > 0]
+
+    def rollouts(self, body: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
+        """Return a group of samples for each of the body's prompts.
+
+        A full or absent engine is asked again for `patience_s`. Raises `NotFound` for an unknown model, and
+        `ConfigError` for what the engine refuses however often it is asked.
+        """
+
+        def ask() -> list[list[dict[str, Any]]]:
+            response = self._http.post("/graftwork/rollouts", json=body)
+            if response.is_success:
+                return list(response.json()["groups"])
+            kind, said = of_status(response.status_code), response.text[:SHOWN]
+            if issubclass(kind, ServiceError):
+                raise kind(f"The engine answered {response.status_code}: {said}")
+            if kind is NotFound:
+                raise kind(f"The engine does not know {body['model']!r}: {said}")
+            raise kind(
+                f"The engine refused the rollouts of {body['model']!r} with {response.status_code}: {said} "
+                "Look at the policy's questions and sampling, and at engine.max_model_len."
+            )
+
+        return self._patiently(ask, ServiceError)
