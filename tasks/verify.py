@@ -32,10 +32,10 @@ def verify(params: Params, policy: str, digest: str, key: str) -> dict[str, Any]
     at fault. Raises `AdapterError` when the revision has no probe, `NotFound` when the catalog does not know
     it, and `ServiceError` when the engine, or the controller that serves the catalog, is away.
     """
-    from engine.catalog.catalog import Catalog
+    from engine.catalog.catalog import open_catalog
     from engine.quality.probe import check
 
-    with closing(Catalog(params.paths.catalog_url)) as catalog:
+    with open_catalog(params.paths) as catalog:
         revision = catalog.revisions.get(policy, digest)
         probe = _shipped(params, revision)
         served = served_name(policy, revision.digest)

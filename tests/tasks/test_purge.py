@@ -407,6 +407,7 @@ def test_a_running_controller_purges_its_own_ledger(params, catalog, monkeypatch
             ours = ControllerClient(url, key)
             client.headers["authorization"] = ours._http.headers["authorization"]
             ours._http, plain = client, ours.purge
+            ours.close = lambda: None
             ours.purge = lambda policy, place, by: asked.append(place) or plain(policy, place, by)
             return ours
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -16,6 +17,7 @@ from live import free_port
 from rows import NEW, OLD, THIRD, fill
 
 from engine.catalog.catalog import Catalog, migrate
+from engine.clients.controller import ControllerClient
 from engine.controller.api import build_app
 from engine.controller.loop import Controller
 from engine.controller.mlflow_aliases import AliasMirror
@@ -26,7 +28,6 @@ from engine.ledger.ledger import Ledger
 from engine.quality.probe import ProbeResult
 from engine.settings.params import Params
 from engine.settings.services import ControllerConfig
-from tasks import release as calls
 from tasks.verify import record
 
 RIGHT = ProbeResult(True, "Reproduced within 1e-06 nats.", 1e-6, 1e-6, 0.5, 0.5, 1e-3, 1e-6)
@@ -139,7 +140,8 @@ def test_nobody_else_changes_routes_while_one_does_alone(params: Params, catalog
 def test_a_controller_that_is_away_is_said_and_nothing_changes(
     params: Params, catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calls, "RETRY_S", 0.3)
+    soon = partial(ControllerClient, patience_s=0.3)
+    monkeypatch.setattr("engine.clients.controller.ControllerClient", soon)
     take_lease(catalog, "a controller", 60)
     before = catalog.revisions.get("sorting", OLD), catalog.routes.get("sorting")
     with pytest.raises(ServiceError, match=r"does not answer.*graftwork up"):

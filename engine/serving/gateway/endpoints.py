@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.datastructures import State
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 
-from engine.catalog.catalog import Catalog
+from engine.catalog.catalog import open_catalog
 from engine.errors import GraftworkError, ServiceError
 from engine.ledger.spool import Spool
 from engine.serving.gateway.gateway import GatewayState, send_error
@@ -81,11 +81,11 @@ class GraftworkEndpoints:
             "workers": workers,
         }
         state.graftwork_loads = engine.loads
-        catalog = Catalog(params.paths.catalog_url)
+        catalog = open_catalog(params.paths)
         Thread(target=catalog.read_ahead, name="graftwork-read-ahead", daemon=True).start()
         # A catalog of its own: loads may have every connection of theirs in use.
         router = Router(
-            Catalog(params.paths.catalog_url),
+            open_catalog(params.paths),
             settings["base_name"],
             settings["base"],
             cached_rows=rows_to_cache(params.engine.host_adapters),

@@ -61,21 +61,19 @@ class LoadListener:
         # No file: nothing stays behind when the engine is killed.
         self.address, self.token = f"graftwork-{uuid.uuid4().hex}", secrets.token_hex()
         self._server = _Server(f"\0{self.address}", self.token, worker)
-        self._report: SlotReport | None = None
-        self._changed = threading.Event()
         for work, name in ((self._server.serve_forever, "loads"), (self._send_reports, "reports")):
             threading.Thread(target=work, name=f"graftwork-{name}", daemon=True).start()
 
     def report(self, report: SlotReport) -> None:
         """Have every server told, soon; only the newest report is, where steps are faster than servers."""
-        self._report = report
-        self._changed.set()
+        self._server.newest = [None, asdict(report)]
+        self._server.has_news.set()
 
     def _send_reports(self) -> None:
-        while self._changed.wait():
-            self._changed.clear()
-            assert self._report is not None
-            self._server.tell_all([None, asdict(self._report)])
+        while self._server.has_news.wait():
+            self._server.has_news.clear()
+            for handler in list(self._server.handlers):
+                handler.send(self._server.newest)
 
 
 class _Server(socketserver.ThreadingUnixStreamServer):
@@ -84,11 +82,10 @@ class _Server(socketserver.ThreadingUnixStreamServer):
     def __init__(self, address: str, token: str, worker: Prepares):
         self.token, self.worker = token, worker
         self.handlers: set[_Handler] = set()
+        # The newest report, as it is sent, and whether somebody has not heard it.
+        self.newest: list[Any] = []
+        self.has_news = threading.Event()
         super().__init__(address, _Handler)
-
-    def tell_all(self, message: object) -> None:
-        for handler in list(self.handlers):
-            handler.send(message)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         """Abstract names have no permissions, so the kernel says who it is."""
@@ -114,6 +111,9 @@ class _Handler(socketserver.StreamRequestHandler):
         if not secrets.compare_digest(self.rfile.readline().strip(), self.server.token.encode()):
             return
         self.server.handlers.add(self)
+        if self.server.newest:
+            # Who connects hears what was reported before; to hear it twice does no harm.
+            self.server.has_news.set()
         try:
             for line in self.rfile:
                 number, name, address = orjson.loads(line)
