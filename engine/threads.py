@@ -66,6 +66,7 @@ def _settle(future: Future[T], call: Callable[[], T]) -> None:
     try:
         future.set_result(call())
     except BaseException as error:
+        # Whatever it is, it is raised where the result is asked for.
         future.set_exception(error)
 
 
@@ -133,4 +134,5 @@ class LoopRequests:
             try:
                 future.set_result(work())
             except Exception as error:
+                # As above; an exit or an interrupt is the loop's own.
                 future.set_exception(error)

@@ -45,6 +45,8 @@ def residency(params: Params, limit: int) -> dict[str, Any]:
         "tiers": tiers,
         "queue": {key: value for key, value in (live or {}).get("queue", {}).items() if key != "loads"},
         "evictions": (live or {}).get("evictions", 0),
+        "states": (live or {}).get("states", {}),
+        "transitions": (live or {}).get("transitions", []),
         "revisions": rows[:limit],
     }
 

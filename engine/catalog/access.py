@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Engine, Select, Table
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.exc import DatabaseError, OperationalError, ProgrammingError
+from sqlalchemy.exc import DatabaseError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from engine.catalog import database as databases
@@ -84,9 +84,6 @@ class Access:
         try:
             with (engine or self.engine).connect() as connection:
                 yield connection
-        except ProgrammingError:
-            # A table that is not there, say: the database has answered.
-            raise
         except (DatabaseError, PoolTimeout) as error:
             self._note_silence(error, began)
             cause = getattr(error, "orig", error)
@@ -145,8 +142,10 @@ class Access:
             if self.watch:
                 row = self.watch.execute(query).fetchone()
             else:
-                with self.read() as connection:
+                with self.single.connect() as connection:
                     row = connection.exec_driver_sql(query).first()
+        except OperationalError as error:
+            raise ServiceError(f"The catalog {self.label} cannot be read: {error.orig}.") from error
         except (sqlite3.DatabaseError, DatabaseError) as error:
             raise ConfigError(f"{self.label} is not a catalog of Graftwork: {error}.") from None
         found = row[0] if row else "none"

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from engine.clients.http import SHOWN, ServiceClient
-from engine.errors import NotFound, ServiceError, of_status
+from engine.errors import ConfigError, NotFound, ServiceError, of_status
 
 
 class EngineClient(ServiceClient):
@@ -35,7 +35,8 @@ class EngineClient(ServiceClient):
     def logprobs(self, model: str, tokens: Sequence[int]) -> list[float]:
         """Return the log-probability of each token id but the first under a model.
 
-        Raises `AdapterError` with the engine's sentence when it refuses the adapter.
+        Raises `AdapterError` with the engine's sentence when it refuses the adapter, `NotFound`, `Conflict`
+        or `Gone` when it serves no such model, and `ServiceError` when it is away.
         """
         body = {"model": model, "prompt": [*tokens], "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
         found = self._ask("POST", "/v1/completions", json=body)["choices"][0]["prompt_logprobs"]
@@ -57,7 +58,7 @@ class EngineClient(ServiceClient):
                 raise kind(f"The engine answered {response.status_code}: {said}")
             if kind is NotFound:
                 raise kind(f"The engine does not know {body['model']!r}: {said}")
-            raise kind(
+            raise ConfigError(
                 f"The engine refused the rollouts of {body['model']!r} with {response.status_code}: {said} "
                 "Look at the policy's questions and sampling, and at engine.max_model_len."
             )

@@ -31,9 +31,10 @@ def gather(params: Params, name: str, catalog: Catalog) -> Facts:
     newest = catalog.listing.newest_exported(name)
     champion = catalog.routes.get(name).champion
     rated: dict[str, Any] = {}
-    if champion and params.paths.ledger_snapshot.is_file():
+    revision = catalog.revisions.find(name, champion) if champion else None
+    if revision and params.paths.ledger_snapshot.is_file():
         with open_snapshot(params.paths.ledger_snapshot) as ledger:
-            rated = _rated(ledger, catalog.revisions.get(name, champion), config, now)
+            rated = _rated(ledger, revision, config, now)
     return Facts(
         name,
         config,

@@ -111,7 +111,7 @@ class ReleaseDecisions:
             action = Action("promote", reason) if ours else Action("hold", f"Superseded by {by}: {reason}")
             self._applier.apply(release, action, self._evidence(release), by)
         route = self._changes.promote(policy, revision.digest, reason, by)
-        self._changes.say_by_hand("promote", policy, revision.digest, by, reason, str(route.version))
+        self._changes.say_by_hand("promote", policy, revision.digest, by, reason, f"promote/{route.version}")
         return route
 
     def restore(self, policy: str, digest: str | None, by: str, reason: str) -> Route:
@@ -132,7 +132,8 @@ class ReleaseDecisions:
             if release.revision == revision.digest:
                 self._applier.apply(release, Action("rollback", stone.reason), self._evidence(release), by)
                 return stone
-        self._changes.say_by_hand("rollback", policy, revision.digest, stone.by, stone.reason, str(stone.at))
+        about = f"rollback/{stone.at}"
+        self._changes.say_by_hand("rollback", policy, revision.digest, stone.by, stone.reason, about)
         return stone
 
     def lift(self, policy: str, digest: str, by: str, reason: str) -> Tombstone:

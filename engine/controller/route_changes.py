@@ -19,12 +19,16 @@ from engine.errors import Conflict
 from engine.ledger.spool import Spool
 from engine.quality.probe import ProbeResult
 from engine.settings.params import Params, content_hash
+from engine.threads import PeriodicThread
 from engine.version import code_version
 
 if TYPE_CHECKING:
     from engine.ledger.ledger import Ledger
 
 LEASE = "controller"
+# How the holders begin that change routes for a moment and serve nobody, and how often one waits for another.
+ALONE = "alone:"
+POLL_S = 0.1
 # In whose name the effect probe buries what it refuses.
 GATE = "effect probe"
 EVENTS = uuid.UUID("6f1d2a52-7c55-5d0e-9a55-3e5c1e0c8a11")
@@ -88,7 +92,9 @@ class RouteChanges:
         if not result.is_base:
             self.withdraw(policy, digest, result.reason, GATE)
         verdict = "rollback" if withdrawn else "hold"
-        self.say_by_hand(verdict, policy, digest, GATE, result.reason, content_hash(found), probe=found)
+        # One id, whatever the verdict: asked again, the route no longer says that it was served.
+        about = f"{GATE}/{content_hash(found)}"
+        self.say_by_hand(verdict, policy, digest, GATE, result.reason, about, probe=found)
 
     def purge(self, policy: str, place: Literal["name", "catalog"], by: str) -> dict[str, int]:
         """Take a policy's route and mark its name, or remove all its rows; return rows removed by table."""
@@ -96,12 +102,12 @@ class RouteChanges:
         return remove(policy, by, time.time())
 
     def say_by_hand(
-        self, verdict: str, policy: str, digest: str, by: str, reason: str, key: str, **evidence: Any
+        self, verdict: str, policy: str, digest: str, by: str, reason: str, about: str, **evidence: Any
     ) -> None:
-        """Tell the ledger what was decided outside any release; `key` tells one such act from the next."""
+        """Tell the ledger what was decided outside any release; `about` tells one such act from the next."""
         self._spool.emit(
             "verdicts",
-            id=str(uuid.uuid5(EVENTS, f"{policy}/{digest}/{verdict}/{key}")),
+            id=str(uuid.uuid5(EVENTS, f"{policy}/{digest}/{about}")),
             policy=policy,
             digest=digest,
             verdict=verdict,
@@ -139,7 +145,7 @@ class RouteChanges:
 def controller_serves(catalog: Catalog) -> bool:
     """Say whether a controller holds the lease of this catalog; what changes routes is asked of it then."""
     lease = catalog.leases.find(LEASE)
-    return lease is not None and lease.until > time.time()
+    return lease is not None and lease.until > time.time() and not lease.holder.startswith(ALONE)
 
 
 def take_lease(catalog: Catalog, holder: str, lease_s: float) -> int:
@@ -156,14 +162,32 @@ def take_lease(catalog: Catalog, holder: str, lease_s: float) -> int:
 
 @contextmanager
 def alone(params: Params, catalog: Catalog) -> Iterator[RouteChanges]:
-    """Change routes where no controller runs, under its lease, and give that back; raises as `take_lease`."""
-    holder = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4()}"
-    take_lease(catalog, holder, params.controller.lease_s)
+    """Change routes where no controller runs, under its lease, which is renewed and then given back.
+
+    Another process that does so is waited for as long as a lease lasts. Raises as `take_lease`.
+    """
+    holder, lease_s = f"{ALONE}{socket.gethostname()}:{os.getpid()}:{uuid.uuid4()}", params.controller.lease_s
+    fence = _lease_in_turn(catalog, holder, lease_s)
+    keeper = PeriodicThread("lease", lease_s / 3, lambda: catalog.leases.renew(LEASE, holder, fence, lease_s))
+    keeper.start()
     try:
-        with closing(Spool(params.paths.spool, "alone")) as spool:
+        with closing(Spool(params.paths.spool, "route-changes")) as spool:
             yield RouteChanges(catalog, spool)
     finally:
+        keeper.stop()
+        keeper.join()
         catalog.leases.release(LEASE, holder)
+
+
+def _lease_in_turn(catalog: Catalog, holder: str, lease_s: float) -> int:
+    until = time.monotonic() + lease_s
+    while True:
+        try:
+            return take_lease(catalog, holder, lease_s)
+        except Conflict:
+            if time.monotonic() > until or controller_serves(catalog):
+                raise
+            time.sleep(POLL_S)
 
 
 def _route_change_id(route: Route) -> str:

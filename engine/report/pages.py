@@ -1,7 +1,7 @@
 """The HTML report: one file that opens offline, with every plot and style inside it.
 
 Knows the page's order and how a figure becomes text for those who cannot see it. What to show comes
-from `report_collect`, how a plot looks from `report_charts`, `report_training` and `report_lineage`, the page
+from `collect.py`, how a plot looks from `charts.py`, `training.py` and `lineage.py`, the page
 itself is `report.html`. The controller serves the same page, live.
 """
 

@@ -1,6 +1,6 @@
 """A policy's training as one drawing: its lines one after the other, reward above, what explains it below.
 
-Knows places, colours and words; where the steps come from is `report_collect`'s. However many steps there
+Knows places, colours and words; where the steps come from is `collect.py`'s. However many steps there
 are, a drawing has about `MAX_POINTS` of them: neighbours of one line are then shown as their mean.
 """
 

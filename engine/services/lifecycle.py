@@ -275,7 +275,10 @@ def wait_healthy(params: Params, report: Report) -> None:
         time.sleep(0.1)
     if "engine" in programs:
         with EngineClient(params.url("engine")) as engine:
-            engine.marker()
+            try:
+                engine.marker()
+            except ServiceError as error:
+                raise ServiceError(_with_log(params.paths, "engine", str(error))) from None
 
 
 def _supervisor(params: Params) -> Supervisor:

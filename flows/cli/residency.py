@@ -28,4 +28,8 @@ def residency(limit: Limit = 50, as_json: Json = False, params: ParamsFile = PAR
         print_row({name: ", ".join(f"{key} {value:,}" for key, value in tier.items() if value is not None)})
     if found["queue"]:
         print_row({"queue": ", ".join(f"{key} {value}" for key, value in found["queue"].items())})
+    if found["states"]:
+        print_row({"states": ", ".join(f"{state} {count}" for state, count in found["states"].items())})
+    for made in found["transitions"]:
+        print_row({f"{made['before']} -> {made['after']}": f"{made['event']} {made['count']:,}"})
     print_rows([tiers.shown(row) for row in found["revisions"]])

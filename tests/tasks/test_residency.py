@@ -33,6 +33,8 @@ LIVE = {
     },
     "loading": 1,
     "evictions": 5,
+    "states": {"slot": 1, "host": 1, "queued": 1},
+    "transitions": [{"before": "host", "event": "evict", "after": "leaving", "count": 5}],
 }  # fmt: skip
 
 
@@ -97,6 +99,8 @@ def test_the_command_prints_a_table_or_json(params, monkeypatch, tmp_path):
     assert json.loads(told.output)["tiers"]["host"]["max_bytes"] == 40
     shown = CliRunner().invoke(app, ["--params", str(file)], catch_exceptions=False)
     assert re.search(r"host\s+adapters 2, bytes 30", shown.output)
+    assert re.search(r"states\s+slot 1, host 1, queued 1", shown.output)
+    assert re.search(r"host -> leaving\s+evict 5", shown.output)
     # The console is the process's own.
     assert "stored" in shown.output
 

@@ -22,7 +22,7 @@ from engine.controller.api import build_app
 from engine.controller.loop import Controller
 from engine.controller.mlflow_aliases import AliasMirror
 from engine.controller.mlflow_registry import Registry
-from engine.controller.route_changes import GATE, LEASE, alone, take_lease
+from engine.controller.route_changes import GATE, LEASE, alone, controller_serves, take_lease
 from engine.errors import Conflict, ServiceError
 from engine.ledger.ledger import Ledger
 from engine.quality.probe import ProbeResult
@@ -105,7 +105,7 @@ def test_a_probe_is_acted_upon_by_whoever_writes_routes(
     assert lease
     assert (lease.holder == "test") == (lease.until > time.time()) == (controller is not None)
     writers = {path.name.partition("-")[0] for path in params.paths.spool.iterdir()}
-    assert writers == {"controller" if controller else "alone"}
+    assert writers == {"controller" if controller else "route"}
     if controller:
         controller.spool.rotate()
     ledger = controller.ledger if controller else Ledger(params.paths.ledger)
@@ -126,15 +126,30 @@ def test_a_probe_is_acted_upon_by_whoever_writes_routes(
 
 
 def test_nobody_else_changes_routes_while_one_does_alone(params: Params, catalog: Catalog) -> None:
+    brief = params.model_copy(update={"controller": ControllerConfig(port=free_port(), lease_s=0.4)})
     with (
-        alone(params, catalog),
-        pytest.raises(Conflict, match=r"holds the lease of this catalog\. Stop it, or wait 60 s"),
-        alone(params, catalog),
+        alone(brief, catalog),
+        pytest.raises(Conflict, match=r"holds the lease of this catalog\. Stop it, or wait 0.4 s"),
+        # Longer than the lease, which is renewed meanwhile.
+        alone(brief, catalog),
     ):
         raise AssertionError("unreachable")
     with pytest.raises(ValueError, match="a fault"), alone(params, catalog):
         raise ValueError("a fault")
     assert take_lease(catalog, "a controller", 60) == 3
+
+
+def test_two_that_change_routes_alone_take_turns(params: Params, catalog: Catalog) -> None:
+    """Neither is taken for a controller, which would be asked in vain."""
+    with alone(params, catalog):
+        second = threading.Thread(target=found, args=(params, catalog, OLD, WRONG))
+        second.start()
+        second.join(0.3)
+        assert (second.is_alive(), controller_serves(catalog)) == (True, False)
+    second.join(30)
+    stone = catalog.tombstones.find("sorting", OLD)
+    assert stone
+    assert stone.by == GATE
 
 
 def test_a_controller_that_is_away_is_said_and_nothing_changes(

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from engine.catalog.catalog import Revision
 from engine.serving.residency.host_tier_cache import HostTierCache, Resident
-from engine.serving.residency.load_queue import Load, LoadQueue
+from engine.serving.residency.load_queue import PRIORITIES, Load, LoadQueue
 from engine.serving.residency.states import AdapterStates
 from engine.serving.worker.load_channel import SlotReport
 
@@ -69,8 +69,8 @@ class LoadMetrics:
         self.adapters.labels("host").set_function(lambda: len(tier.residents))
         self.bytes.labels("host").set_function(lambda: tier.bytes)
         self.running.set_function(lambda: len(queue.running))
-        for priority, line in queue.waiting.items():
-            self.queue.labels(priority).set_function(partial(len, line))
+        for priority in PRIORITIES:
+            self.queue.labels(priority).set_function(partial(queue.waits, priority))
 
     def count_slots(self, report: SlotReport) -> None:
         """Take over what a worker has counted since it started."""

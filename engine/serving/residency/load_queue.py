@@ -90,6 +90,11 @@ class LoadQueue:
     def __len__(self) -> int:
         return sum(map(len, (*self.waiting.values(), self.returning, self.running)))
 
+    def waits(self, priority: str) -> int:
+        """Return how many loads of a priority have not begun."""
+        returning = sum(load.priority == priority for load in self.returning.values())
+        return len(self.waiting[priority]) + returning
+
     @property
     def concurrency(self) -> int:
         """How many may run at once, of such as run now."""
@@ -123,7 +128,7 @@ class LoadQueue:
         One that `is_returning` has a place, and its turn once `line_up` has put it into the line.
         """
         background = load.priority == BACKGROUND
-        taken = len(self.waiting[BACKGROUND]) if background else len(self)
+        taken = self.waits(BACKGROUND) if background else len(self)
         places = math.ceil(self.places * BACKGROUND_PLACES) if background else self.places
         if taken >= places or len(self) >= self.places:
             raise Busy(
@@ -239,7 +244,7 @@ class LoadQueue:
     def told(self) -> dict[str, object]:
         """Return the queue for people: how many wait and run, the limits, and every load by name."""
         return {
-            **{priority: len(line) for priority, line in self.waiting.items()},
+            **{priority: self.waits(priority) for priority in PRIORITIES},
             "running": len(self.running),
             "entering": len(self.entering),
             "places": self.places,

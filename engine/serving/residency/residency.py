@@ -135,12 +135,12 @@ class Residency:
     def take_report(self, in_slots: Collection[str], lost: Collection[str], report: SlotReport) -> None:
         """Take over what the engine says: which adapters are in a slot now, and whose bytes are lost."""
         self._metrics.count_slots(report)
+        for name in lost:
+            self.lose(name)
         for name in self.states.in_slots.difference(in_slots):
             self.states.move(name, AdapterEvent.CLEAR)
         for name in in_slots:
             self.states.move(name, AdapterEvent.FILL)
-        for name in lost:
-            self.lose(name)
 
     def _remove(self, name: str, event: AdapterEvent) -> bool:
         """Take an adapter without users out of the tier; False, and nothing happens, if it has some."""
@@ -215,7 +215,7 @@ class Residency:
             async with asyncio.timeout(self._timeout_s):
                 await waiter
         except BaseException as error:
-            # It may have been held for a waiter that was just leaving.
+            # Whatever ended the wait, a client that left above all. The adapter may have been held for it.
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
                 self.release(load.name)
             load.waiters.discard(waiter)

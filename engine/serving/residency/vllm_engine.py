@@ -123,7 +123,7 @@ class VllmEngine:
         try:
             self._losses += any(await _call(self._client, "graftwork_forget", ids))
         except Exception as error:
-            # A worker may have forgotten one whose bytes were lost.
+            # vLLM's client raises whatever it likes. A worker may have forgotten one whose bytes were lost.
             self._losses += 1
             fault = ServiceError(f"The engine does not answer: {error!r}. Its log says more.")
         for future in going.values():

@@ -192,7 +192,7 @@ class LoadChannel:
                 # Who asked may wait no longer.
                 if not future.done():
                     future.set_result(tuple(told))
-        except (OSError, ValueError, LookupError) as error:
+        except (OSError, ValueError, LookupError, TypeError) as error:
             # A connection that breaks, or a line that is no message.
             reason = repr(error)
         self._fault = f"The engine does not answer: {reason}. Its log says more."

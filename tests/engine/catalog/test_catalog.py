@@ -105,6 +105,15 @@ def test_an_installations_catalog_is_opened_and_made_only_where_that_is_wanted(t
         assert catalog.keys.find(key) is not None
 
 
+def test_a_table_that_is_gone_is_a_fault_of_the_catalog(catalog: Catalog, catalog_url: str) -> None:
+    """As while a backup is restored: whoever keeps rows goes on with them."""
+    with closing_connection(catalog_url, write=True) as connection:
+        connection.exec_driver_sql("DROP TABLE tombstones")
+    for look in (lambda: catalog.tombstones.in_force(), lambda: catalog.tombstones.find("sums", "ab")):
+        with pytest.raises(ServiceError, match="cannot be read"):
+            look()
+
+
 def test_another_schema_version_is_refused(catalog_url: str) -> None:
     with closing_connection(catalog_url, write=True) as connection:
         connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
