@@ -35,7 +35,7 @@ WEIGHT_BITS = {"fp8": (8.0, 8.0), "mxfp4": (4.25, 16.0)}
 class Rates:
     """Bytes a second of each step of a load on one device.
 
-    The defaults were measured with 105.5 MB at rank 1 on two CPU cores (docs/benchmarks.md, `bench load`):
+    The defaults were measured with 105.5 MB at rank 1 on two CPU cores (docs/benchmarks/load.md):
     `load` is host tier to slot, 6.9 ms, which is 1.21 times the memcpy of as many bytes (18.5 GB/s);
     `read` is what 62 ms with a dropped page cache have beyond that; `verify` is the checksum and the search
     for NaN, 25 and 7 ms. A GPU's link is slower or faster than a core's memcpy: give its rate.

@@ -17,7 +17,7 @@ from engine.errors import AdapterError
 
 VERSION = 1
 # Nats between trainer and engine, by the measure of MEASURES. float32: the worst seen is a few 1e-6, from
-# sums in another order. bfloat16: 0.039 over 63 right probes of 8 rows, see docs/benchmarks.md.
+# sums in another order. bfloat16: 0.039 over 63 right probes of 8 rows, see docs/benchmarks/probe.md.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05}
 # bfloat16 errs on an adapter about as on the base, on the same tokens: 2.1 times as much at most.
 BASE_ERRORS, LEAST = 2.5, 0.02

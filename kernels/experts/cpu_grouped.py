@@ -1,9 +1,9 @@
 """LoRA on a mixture of experts, on CPU, at a trainer's width: torch's grouped product over sorted pairs.
 
 The three operations of `cpu.py`, which says what they mean, for many pairs a segment: there the products
-are what costs, and `cpu.py` computes padding and reads factors line by line (its time over this one's in
-docs/benchmarks.md). A segment's pairs are one product, so a row's bits may depend on its batch; where they
-must not, as in serving, `cpu.py` is the one to take.
+are what costs, and `cpu.py` computes padding and reads factors line by line (its time over this one's:
+docs/benchmarks/experts.md). A segment's pairs are one product, so a row's bits may depend on its batch;
+where they must not, as in serving, `cpu.py` is the one to take.
 
 Shapes: T tokens, L tokens with an adapter, K experts of a token, P pairs, R rank, D width, S slots,
 E experts.

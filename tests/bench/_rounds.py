@@ -30,7 +30,7 @@ class Round:
 
 
 def compared(sequential: Sequence[Round], concurrent: Sequence[Round]) -> dict[str, list[float]]:
-    """Return each figure's values over the repeats, by the definitions of docs/benchmarks.md."""
+    """Return each figure's values over the repeats, by the definitions of docs/benchmarks/concurrency.md."""
     pairs = list(zip(sequential, concurrent, strict=True))
     cores = len(os.sched_getaffinity(0))
     utilisation = [s.cpu / (cores * s.seconds) for s in sequential]

@@ -1,4 +1,4 @@
-"""Adapter-only handoff against merged checkpoints, by the four definitions of docs/benchmarks.md.
+"""Adapter-only handoff against merged checkpoints, by the four definitions of docs/benchmarks/handoff.md.
 
     graftwork bench handoff [--base tiny-dense|tiny-moe|wide-moe|qwen3-0.6b] [--repeats 5]
 

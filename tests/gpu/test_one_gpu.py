@@ -3,7 +3,7 @@
     python -m pytest -m gpu -s tests/gpu
 
 Random weights in the shape of Qwen3-0.6B (1.2 GB, written to the test's directory), bfloat16, both
-processes. Prints each part as planned and as measured; copy what it prints to docs/benchmarks.md.
+processes. Prints each part as planned and as measured; copy what it prints to docs/benchmarks/.
 """
 
 import json

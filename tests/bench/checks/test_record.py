@@ -1,39 +1,23 @@
 """Every benchmark takes what `graftwork bench` gives it, and a figure counts only when its check is green."""
 
-import argparse
 import json
 import os
-import sys
 import time
 from pathlib import Path
 
 import psutil
 import pytest
-from bench_files import BENCH, load
+from bench_files import BENCH, load, parsed
 from typer.testing import CliRunner
 
 from flows.cli.admin import app
-
-
-class Parsed(Exception):
-    """Stops a benchmark once it has read its arguments."""
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in BENCH.glob("[a-z]*.py")))
 def test_every_benchmark_takes_settings_and_a_folder(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    parse = argparse.ArgumentParser.parse_args
-
-    def parse_only(parser):
-        raise Parsed(vars(parse(parser)))
-
-    module = load(name, monkeypatch)
-    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
-    monkeypatch.setattr(sys, "argv", [name, "--params", str(tmp_path / "p.yaml"), "--out", str(tmp_path)])
-    with pytest.raises(Parsed) as stopped:
-        module.main()
-    (given,) = stopped.value.args
+    given = parsed(name, ["--params", str(tmp_path / "p.yaml"), "--out", str(tmp_path)], monkeypatch)
     assert (str(given["params"]), given["out"]) == (str(tmp_path / "p.yaml"), tmp_path)
 
 

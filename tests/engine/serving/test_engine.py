@@ -19,7 +19,7 @@ from engine.serving.gateway.uvicorn_accept import HANDLES
 from engine.settings.params import load_params
 from tasks.residency import residency
 
-# Log-probabilities in float32 by two implementations: measured 2e-6 to 2e-5, see docs/benchmarks.md.
+# Log-probabilities in float32 by two implementations, docs/benchmarks/correctness.md: 2e-6 to 2e-5 measured.
 TOLERANCE = 2e-4
 
 

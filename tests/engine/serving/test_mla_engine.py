@@ -24,7 +24,7 @@ from parity import (
 
 from engine.base.families import BaseShapes
 
-# Log-probabilities in float32 by two implementations: measured 6.2e-6 at most, see docs/benchmarks.md.
+# Log-probabilities in float32 by two implementations, docs/benchmarks/correctness.md: 6.2e-6 measured.
 TOLERANCE = 1e-4
 ATTENTION = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 pytestmark = pytest.mark.timeout(600)
