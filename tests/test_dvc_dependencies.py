@@ -16,6 +16,7 @@ EXCLUDED = {
     "engine/__init__.py": "a docstring",
     "engine/errors.py": "texts of errors, after which there are no numbers",
     "engine/files.py": "forces files to the disk",
+    "engine/threads.py": "renews the lease under which a refusal is carried out",
     "engine/version.py": "is told to the ledger, which the stage does not write",
     "engine/process_reaper.py": "ends processes",
     "engine/services": "starts and stops processes; their settings are in repro/engine.json",

@@ -21,8 +21,8 @@ def table(page: Path) -> list[list[str]]:
 
 
 def commands() -> list[str]:
-    """Return each command of the pages, in tables and in blocks, once."""
-    texts = [page.read_text() for page in [SUMMARY, *PAGES]]
+    """Return each command of the pages, in tables and in indented blocks, once; fenced ones are output."""
+    texts = [re.sub(r"(?s)```.*?```", "", page.read_text()) for page in [SUMMARY, *PAGES]]
     found = [each for text in texts for each in re.findall(r"(?m)^    (\S.*)$", text)]
     found += [row[5].strip("`") for page in PAGES for row in table(page)[2:] if row[5].startswith("`")]
     return sorted({each.removeprefix(".venv/bin/").removeprefix("python -m ") for each in found})
