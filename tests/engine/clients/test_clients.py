@@ -112,7 +112,7 @@ def test_rollouts_are_asked_for_again_while_the_engine_is_full_or_away() -> None
         (400, ConfigError, r"refused the rollouts of 'sums' with 400: .*engine\.max_model_len"),
         (403, ConfigError, "with 403"),
         (404, NotFound, "does not know 'sums'"),
-        (422, AdapterError, "with 422"),
+        (422, ConfigError, "with 422"),
     ],
 )
 def test_rollouts_that_are_refused_are_asked_for_once(status: int, kind: type, says: str) -> None:
