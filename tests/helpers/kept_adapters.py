@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from live import free_port
 from made_adapters import canonical, shapes
 
 from engine.adapters import packed
@@ -20,9 +21,9 @@ SHAPES = shapes("qwen3")
 
 
 def settings(tmp_path: Path) -> Path:
-    """Write a file of settings whose state lies beside it."""
+    """Write a file of settings whose state lies beside it; no trainer of somebody else is asked."""
     file = tmp_path / "params.yaml"
-    file.write_text("state_dir: state\nsuites_dir: suites\n")
+    file.write_text(f"state_dir: state\nsuites_dir: suites\ntrainer: {{port: {free_port()}}}\n")
     return file
 
 
