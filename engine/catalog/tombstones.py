@@ -66,9 +66,9 @@ def refuse_tombstoned(connection: Connection, policy: str, digests: Sequence[str
     """Raise `Conflict` when one of these revisions has a tombstone."""
     table = tables.tombstones.c
     query = _in_force().where(table.policy == policy, table.digest.in_(digests))
-    buried = connection.execute(query).first()
-    if buried:
+    stone = connection.execute(query).first()
+    if stone:
         raise Conflict(
-            f"Revision {buried.digest[:12]} of {policy!r} has a tombstone: {buried.reason} "
+            f"Revision {stone.digest[:12]} of {policy!r} has a tombstone: {stone.reason} "
             "Lift it first (`graftwork lift`)."
         )

@@ -165,6 +165,7 @@ class RemoteStore(Store):
         return removed
 
     def catalog_id(self) -> str | None:
+        """Return the id of the catalog that owns the store; None when none has claimed it."""
         with self._faults("say whose it is"):
             try:
                 said: bytes = self._client.cat_file(self._object(CATALOG_ID))
@@ -173,6 +174,7 @@ class RemoteStore(Store):
         return said.decode().strip()
 
     def belong_to(self, catalog_id: str) -> str:
+        """Claim the store for a catalog unless it has an owner; return the owner's id."""
         if (owner := self.catalog_id()) is None:
             with self._faults("note whose it is"):
                 self._client.pipe_file(self._object(CATALOG_ID), catalog_id.encode())

@@ -16,7 +16,7 @@ CARRIED = (
 
 
 def upgrade() -> None:
-    """Add the tables of words, quarantine, purges and changes; write the revisions anew in short rows."""
+    """Add the tables of words, quarantine, purges and changes; copy the revisions into short rows."""
     op.create_table(
         "names",
         sa.Column("id", sa.Integer(), nullable=False),
