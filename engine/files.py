@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, and bytes and names that outlast a power cut."""
+"""Atomic file writes: whole or not at all, and on request durable across a power cut."""
 
 import os
 import uuid
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def sync(path: Path) -> None:
-    """Force a file's bytes, or a directory's names, to the disk."""
+    """Fsync a file, or a directory and so the names in it."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -18,9 +18,10 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path, durable: bool = False) -> Iterator[Path]:
-    """Yield a file beside `path` to write, which takes its place when the block ends, and else goes.
+    """Yield a draft beside `path` to write; rename it over `path` when the block ends.
 
-    `durable` forces its bytes and its name to the disk. A kill leaves the old file and a `NAME.*` beside it.
+    An exception removes the draft and keeps `path`. `durable` fsyncs the file and its directory. A kill
+    leaves the old file, and a draft `NAME.*` beside it.
     """
     draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     try:
@@ -35,24 +36,24 @@ def replacing(path: Path, durable: bool = False) -> Iterator[Path]:
 
 
 def write_whole(path: Path, content: str | bytes, durable: bool = False) -> None:
-    """Put a file with this content in the place of `path`, as `replacing` does."""
+    """Replace `path` atomically by a file with this content, as `replacing` does."""
     with replacing(path, durable) as draft:
         draft.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def write_once(path: Path, text: str) -> str:
-    """Write a small file, whole, unless it is there already; return what it says. Raises `OSError`."""
+    """Create a small file atomically unless it exists; return its content. Raises `OSError`."""
     if not path.is_file():
         draft = path.with_name(f".{uuid.uuid4().hex}")
         try:
             draft.write_text(text)
             sync(draft)
             try:
-                # Who comes second finds what the first one wrote.
+                # The loser of a race reads what the winner wrote.
                 with suppress(FileExistsError):
                     os.link(draft, path)
             except OSError:
-                # A file system without links: of two at the same moment the later one has it.
+                # A file system without hard links: of two concurrent writers the later one wins.
                 draft.rename(path)
             sync(path.parent)
         finally:

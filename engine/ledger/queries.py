@@ -1,6 +1,6 @@
-"""What several readers ask of the ledger: a revision's latest scores, and what users said of a canary.
+"""Queries that several readers share: a revision's latest scores, and a canary's rewards.
 
-Knows which rows count. Asks the ledger or its snapshot alike, and writes nothing.
+They run on the ledger or on its snapshot.
 """
 
 from itertools import starmap
@@ -35,7 +35,7 @@ REWARDS = """
 
 
 class LatestScore(NamedTuple):
-    """An item's latest score in [0, 1], given at `at`; `is_newest`: of the suite's newest version."""
+    """An item's latest score in [0, 1], at `at` (epoch s); `is_newest`: of the suite's newest version."""
 
     version: str
     item: str
@@ -55,10 +55,10 @@ def latest_scores(
 def canary_rewards(
     ledger: duckdb.DuckDBPyConnection, release: Release
 ) -> list[tuple[float, str, bool, float]]:
-    """Return a canary's rewards by order of arrival: (rated at, unit, whether of the canary, reward).
+    """Return a canary's rewards in order of arrival: (rated at, unit, whether of the canary, reward).
 
-    Of requests of users that have a unit, since the canary's start; each by its first rating, until the
-    release's end.
+    Counts users' requests with a unit, from the canary's start to the release's end; of each its first
+    rating.
     """
     named = {"policy": release.policy, "revision": release.revision, "baseline": release.baseline}
     ended = release.updated_at if release.state != "running" else float("inf")
@@ -66,6 +66,6 @@ def canary_rewards(
 
 
 def named_rows(found: duckdb.DuckDBPyConnection) -> list[dict[str, Any]]:
-    """Return the rows that were found, each by its columns' names."""
+    """Return a result's rows as dicts by column name."""
     names = [column[0] for column in found.description or []]
     return [dict(zip(names, row, strict=True)) for row in found.fetchall()]

@@ -144,7 +144,7 @@ def test_an_import_leaves_the_policy_its_settings_and_its_owner(tiny_base, tmp_p
         ({"rank": 16}, AdapterError, "rank 16, over the engine's 8"),
         ({"dtype": torch.bfloat16}, AdapterError, "is in bfloat16, the engine serves float32"),
         ({"base_digest": "c" * 64}, BaseModelError, "belongs to the base cccccccccccc"),
-        ({"policy": "../up"}, AdapterError, "no policy's name"),
+        ({"policy": "../up"}, AdapterError, "not a policy name"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_published(tiny_base, tmp_path, changes, error, said):

@@ -254,7 +254,7 @@ def test_what_the_engine_cannot_serve_is_refused_before_anything_is_written(tiny
     foreign, info = inspect(params, wide)
     with pytest.raises(AdapterError, match="rank 64, over the engine's"):
         publish(params, wide, foreign, info, "afar", "local", refuse)
-    with pytest.raises(ConfigError, match="is no policy's name"):
+    with pytest.raises(ConfigError, match="is not a policy name"):
         publish(params, wide, foreign, info, "A Far", "local", refuse)
     assert not (tmp_path / "state").exists()
 

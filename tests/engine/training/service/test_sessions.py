@@ -134,7 +134,7 @@ def test_a_session_begins_at_an_adapter_from_elsewhere(live, tiny_base, tmp_path
         live.client.create_session("small", "theirs", adapter=str(directory), rank=2, **OPEN)
     with pytest.raises(AdapterError, match="where this session trains nothing"):
         live.client.create_session("few", "theirs", adapter=str(directory), targets=["q_proj"], **OPEN)
-    with pytest.raises(AdapterError, match="is no directory"):
+    with pytest.raises(AdapterError, match="is not a directory"):
         live.client.create_session("none", "theirs", adapter=str(tmp_path / "none"), **OPEN)
 
 
