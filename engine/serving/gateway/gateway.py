@@ -1,8 +1,7 @@
-"""The gateway inside vLLM's server: who asks, which revision answers, and what came of it.
+"""The gateway: an ASGI middleware in front of vLLM's own routes.
 
-An ASGI middleware in front of vLLM's own routes: authenticate, resolve the policy's route, bring
-the adapter into the host tier, rewrite `model`, pass on, spool one observation. Knows nothing of
-how an adapter is loaded.
+For each request it authenticates the key, resolves the model name to a revision, waits until the adapter
+is in the host tier, rewrites `model`, forwards the request and spools one observation.
 """
 
 import asyncio
@@ -35,9 +34,9 @@ GENERATING = {
     "/v1/chat/completions": "chatcmpl-",
     "/graftwork/rollouts": "rollouts-",
 }
-# One request of this asks for thousands of samples.
+# A single rollout request asks for thousands of samples.
 NOT_FOR_USERS = frozenset({"/graftwork/rollouts"})
-# vLLM's server has more routes, some of which load adapters or generate past every gate of ours.
+# An allow-list: some of vLLM's other routes load adapters or generate without any of our checks.
 PASSED_PATHS = frozenset(
     {
         "/v1/models",
@@ -55,7 +54,7 @@ CLIENT_LEFT = 499
 
 
 class Refused(GraftworkError):
-    """A request that is answered here, with this status."""
+    """A request that the gateway itself answers, with this HTTP status."""
 
     def __init__(self, status: int, message: str):
         super().__init__(status, message)
@@ -67,7 +66,7 @@ class Refused(GraftworkError):
 
 @dataclass
 class GatewayState:
-    """What the server gives the gateway once the engine is up."""
+    """What the gateway needs of the server; set once the engine is up."""
 
     router: Router
     residency: Residency
@@ -77,7 +76,7 @@ class GatewayState:
 
 @dataclass
 class Exchange:
-    """One request under way and what is observed of it."""
+    """A request in flight and its measurements; times in seconds, `admitted_at` as epoch seconds."""
 
     id: str
     key: Key
@@ -91,6 +90,7 @@ class Exchange:
     usage: dict[str, int] | None = None
 
     def observation(self, gateway: str) -> dict[str, Any]:
+        """Return the row for the ledger's table `observations`; `gateway` is this gateway's name."""
         usage = self.usage or {}
         return {
             "id": self.id,
@@ -112,7 +112,7 @@ class Exchange:
 
 
 class Gateway:
-    """ASGI middleware; its state is `app.state.graftwork`, set when the engine is up."""
+    """The ASGI middleware; it reads its `GatewayState` from `app.state.graftwork`."""
 
     def __init__(self, app: App):
         self._app = app
@@ -132,9 +132,11 @@ class Gateway:
             if scope["path"] in PASSED_PATHS:
                 return await self._app(scope, receive, send)
             if scope["path"] not in GENERATING:
-                raise Refused(404, f"{scope['path']} is not served; ask {' or '.join(GENERATING)}.")
+                raise Refused(404, f"{scope['path']} is not served. Use {' or '.join(GENERATING)}.")
             if scope["path"] in NOT_FOR_USERS and key.scope == "user":
-                raise Refused(403, f"{scope['path']} needs a key of scope 'score' or 'admin'.")
+                raise Refused(
+                    403, f"{scope['path']} requires a key of scope 'score' or 'admin'; this key's is 'user'."
+                )
             await self._generate(state, key, headers, scope, receive, send)
         except GraftworkError as error:
             await send_error(send, error)
@@ -176,7 +178,7 @@ class Gateway:
             state.spool.emit("observations", **exchange.observation(state.name))
 
     async def _hold(self, state: GatewayState, revision: Revision, purpose: str, receive: Receive) -> str:
-        """Wait until the revision's adapter is there; a client that leaves meanwhile waits no longer."""
+        """Wait until the adapter is in the host tier; return its served name. Stop if the client leaves."""
         name = state.residency.hold_warm(revision)
         if name is None:
             priority = INTERACTIVE if purpose == "user" else BACKGROUND
@@ -194,9 +196,9 @@ class Gateway:
         send: Send,
         entered: Callable[[], object] = lambda: None,
     ) -> None:
-        """Pass the request on with the new body; mark the response and note what it says of itself.
+        """Forward the request with the new body, mark the response and record its status and times.
 
-        `entered` is called at its first token, or its answer.
+        `entered` is called at the first token of a stream, or when the answer begins.
         """
         raw = orjson.dumps(body)
         replaced = {b"content-length", b"x-request-id"}
@@ -229,31 +231,39 @@ class Gateway:
 
 
 def authenticate(router: Router, headers: dict[str, str]) -> Key:
-    """Return the request's key; `Refused` (401) without one in force."""
+    """Return the request's key. Raises `Refused` (401) when it has none or an invalid one."""
     scheme, _, plaintext = headers.get("authorization", "").partition(" ")
     key = router.key(plaintext) if scheme.lower() == "bearer" else None
     if key is None:
-        raise Refused(401, "Give a key in force: `Authorization: Bearer gw-...` (`graftwork key create`).")
+        raise Refused(
+            401,
+            "No valid API key was sent. Send `Authorization: Bearer gw-...`; "
+            "`graftwork key create` makes a key.",
+        )
     return key
 
 
 def purpose_of(headers: dict[str, str], key: Key) -> str:
-    """Return what the request is for; anything but `user` needs a key of scope admin or score."""
+    """Return the request's purpose; any but `user` requires a key of scope `admin` or `score`."""
     purpose = headers.get("x-graftwork-purpose", "user")
     if purpose not in PURPOSES:
-        raise Refused(400, f"x-graftwork-purpose is one of {', '.join(sorted(PURPOSES))}, not {purpose!r}.")
+        raise Refused(
+            400, f"x-graftwork-purpose must be one of {', '.join(sorted(PURPOSES))}, not {purpose!r}."
+        )
     if purpose != "user" and key.scope == "user":
-        raise Refused(403, f"A key of scope 'user' may not ask for the purpose {purpose!r}.")
+        raise Refused(
+            403, f"x-graftwork-purpose {purpose!r} requires a key of scope 'score' or 'admin', not 'user'."
+        )
     return purpose
 
 
 def hash_unit(target: Target, unit: str) -> str:
-    """Return the name under which a unit is counted; the ledger never holds the unit itself."""
+    """Return a hash of the unit (24 hex digits): the ledger never stores the unit itself."""
     return hashlib.sha256(f"{target.policy}\0{unit}".encode()).hexdigest()[:24]
 
 
 def usage_of(body: bytes) -> dict[str, int] | None:
-    """Return a response's token counts, if it has any."""
+    """Return the `usage` object of a response body, or None."""
     start = body.rfind(b'"usage":{')
     if start < 0:
         return None
@@ -264,17 +274,20 @@ def usage_of(body: bytes) -> dict[str, int] | None:
 
 
 async def read_body(receive: Receive) -> bytes:
-    """Return the whole request body; `Refused` (413) over 8 MiB."""
+    """Return the whole request body.
+
+    Raises `Refused`: 413 over 8 MiB, 400 when the client disconnects first.
+    """
     chunks: list[bytes] = []
     size = 0
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise Refused(400, "The client went away before its request was complete.")
+            raise Refused(400, "The client disconnected before it had sent the whole request.")
         chunks.append(message.get("body", b""))
         size += len(chunks[-1])
         if size > MAX_BODY:
-            raise Refused(413, f"The request is over {MAX_BODY >> 20} MiB.")
+            raise Refused(413, f"The request body is larger than the limit of {MAX_BODY >> 20} MiB.")
         if not message.get("more_body"):
             return b"".join(chunks)
 
@@ -282,20 +295,20 @@ async def read_body(receive: Receive) -> bytes:
 async def unless_left(
     receive: Receive, work: Coroutine[Any, Any, Done], give_back: Callable[[Done], object]
 ) -> Done:
-    """Return what `work` does; cancel it and raise `Refused` (499) when the client goes away first.
+    """Return the result of `work`; cancel it and raise `Refused` (499) when the client disconnects first.
 
-    `give_back` gets what it did for a caller that is cancelled in the moment in which it ends.
+    `give_back` receives a result that nobody takes: of work that ends while this call is cancelled.
     """
     taken = False
     working: asyncio.Task[Done] = asyncio.create_task(work)
-    # The body has been read: all that can still come is that the client goes.
+    # The body has been read, so the next message can only be the client's disconnect.
     left: asyncio.Future[Message] = asyncio.ensure_future(receive())
     try:
         await asyncio.wait((working, left), return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             taken = True
             return working.result()
-        raise Refused(CLIENT_LEFT, "The client went away before its adapter was loaded.")
+        raise Refused(CLIENT_LEFT, "The client disconnected before the adapter was loaded.")
     finally:
         left.cancel()
         if not working.done():
@@ -306,17 +319,18 @@ async def unless_left(
 
 
 def parse(raw: bytes) -> dict[str, Any]:
+    """Return a request body as a JSON object. Raises `Refused` (400) for anything else."""
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
-        raise Refused(400, f"The request is not valid JSON: {error}.") from None
+        raise Refused(400, f"The request body is not valid JSON: {error}.") from None
     if not isinstance(body, dict):
-        raise Refused(400, "The request must be a JSON object.")
+        raise Refused(400, f"The request body must be a JSON object, not a {type(body).__name__}.")
     return body
 
 
 async def send_error(send: Send, error: GraftworkError) -> None:
-    """Answer in the form of OpenAI's API."""
+    """Send an error response in the format of OpenAI's API."""
     headers = [(b"content-type", b"application/json")]
     if isinstance(error, Busy):
         headers.append((b"retry-after", str(max(1, round(error.retry_after_s))).encode()))

@@ -151,11 +151,11 @@ async def test_the_session_header_is_a_unit_and_nobody_is_none(world):
 @pytest.mark.parametrize(
     ("scope", "path", "body", "headers", "status", "sentence"),
     [
-        (None, "/v1/completions", {"model": "sums"}, {}, 401, "key in force"),
-        ("user", "/v1/completions", {"model": "nobody"}, {}, 404, "no model 'nobody'"),
+        (None, "/v1/completions", {"model": "sums"}, {}, 401, "No valid API key"),
+        ("user", "/v1/completions", {"model": "nobody"}, {}, 404, "Unknown model 'nobody'"),
         ("user", "/v1/completions", {"model": "sums@cccc"}, {}, 404, "no revision 'cccc'"),
         ("user", "/v1/completions", [1], {}, 400, "JSON object"),
-        ("user", "/v1/completions", {"model": "sums"}, {"x-graftwork-purpose": "score"}, 403, "scope 'user'"),
+        ("user", "/v1/completions", {"model": "sums"}, {"x-graftwork-purpose": "score"}, 403, "not 'user'"),
         ("user", "/graftwork/rollouts", {"model": "sums"}, {}, 403, "scope 'score' or 'admin'"),
         ("score", "/v1/completions", {"model": "sums"}, {"x-graftwork-purpose": "fun"}, 400, "not 'fun'"),
         ("admin", "/v1/load_lora_adapter", {}, {}, 404, "not served"),

@@ -98,14 +98,14 @@ def test_a_tombstone_is_stronger_than_the_route(catalog):
 
 def test_unknown_names_are_told_the_known_ones(catalog):
     router = Router(catalog, "tiny", "base")
-    with pytest.raises(NotFound, match="Known: tiny, sums"):
+    with pytest.raises(NotFound, match="Known models: tiny, sums"):
         router.resolve("nobody", "ann")
     with pytest.raises(NotFound, match="no revision 'cccc'"):
         router.resolve("sums@cccc", "ann")
 
 
 def test_a_revision_of_another_base_is_refused(catalog):
-    with pytest.raises(AdapterError, match="belongs to base base, and this engine serves other"):
+    with pytest.raises(AdapterError, match="belongs to base base, but this engine serves base other"):
         Router(catalog, "tiny", "other").resolve(f"sums@{CANARY[:12]}", "ann")
 
 

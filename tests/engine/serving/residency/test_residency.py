@@ -231,7 +231,7 @@ async def test_a_load_ends_with_its_last_waiter():
     assert (engine.running, tier.loading, tier.residents) == (0, 0, {})
     # The one that was still in the queue has never reached the engine.
     assert engine.prepared == engine.forgotten == [name_of(1)]
-    assert [event["error"] for event in events] == ["Nobody waited for it any more."] * 2
+    assert [event["error"] for event in events] == ["Every client that waited for it has left."] * 2
     engine.seconds = 0
     assert await use(tier, revision(1))
 
