@@ -69,7 +69,7 @@ def test_an_adapter_from_elsewhere_becomes_a_revision_by_the_command(tiny_base, 
     (digest,) = {line.split()[1] for run in runs for line in run.splitlines() if "digest" in line}
     assert "layout          plain" in runs[0]
     assert "Nothing was imported" in runs[0]
-    assert "it is loaded here, to compute the effect probe" in runs[1]
+    assert "loading the base here to compute the effect probe" in runs[1]
     assert f"imported as afar@{digest[:12]}" in runs[1]
     assert f"`graftwork serve --revision afar@{digest[:12]}`" in runs[1]
     params = load_params(tmp_path / "params.yaml")
