@@ -278,7 +278,7 @@ def test_a_target_that_vllm_drops_on_cuda_is_refused_there_alone(tmp_path, monke
     monkeypatch.setattr(importing, "cuda_bytes", lambda: 80 << 30)
     params = params.model_copy(update={"engine": EngineConfig(dtype="float32")})
     check(kept)
-    with pytest.raises(AdapterError, match=r"the target kv_b_proj: vLLM's.* train one without this target\."):
+    with pytest.raises(AdapterError, match=r"the target kv_b_proj: vLLM's.* train without this target\."):
         check(tensors)
     assert set(base.targets_on(cuda=False)) - set(base.targets_on(cuda=True)) == {"kv_b_proj"}
 

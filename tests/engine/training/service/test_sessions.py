@@ -681,7 +681,7 @@ def test_a_client_waits_while_the_queue_is_full_and_counts_the_seconds(trainers)
     assert (said["kind"], said["queue"]["queue_state"], said["queue"]["queued"]) == (
         "Busy", "paused_rate_limit", 1,
     )  # fmt: skip
-    with pytest.raises(Busy, match="1 operations of this session wait .at most 1."):
+    with pytest.raises(Busy, match=r"1 operations of this session wait \(at most 1\)"):
         live.client.forward(session, data(1))
     assert live.client.backpressure_s == {}
     live.client.busy_s = 20
