@@ -1,8 +1,8 @@
-"""What a step learns from: problems of the line's stream, groups that the engine samples, their rewards.
+"""The data of a training step: problems of the line's stream, groups that the engine samples, their rewards.
 
-A step's samples follow from line, step and the revision that draws them, so that they can be drawn again.
-With staleness k a step is drawn under the revision of k steps before, while those steps are still learned:
-the draw is under way beside them, under a revision that never changes. Knows nothing of the trainer.
+A step's samples follow from the line, the step and the revision that samples, so they can be drawn again.
+With staleness k, a step's samples are drawn from the revision of k steps before, while the steps in between
+still train.
 """
 
 from collections import Counter
@@ -27,7 +27,7 @@ from engine.training.service.protocol import Datum, EncodedText, ModelInput, Ten
 
 @dataclass(frozen=True)
 class Sampler:
-    """The revision that draws: after how many steps it was exported, and its digest; None is the base."""
+    """The revision that samples: the step it was exported at, and its digest; None is the base."""
 
     step: int
     digest: str | None
@@ -35,9 +35,9 @@ class Sampler:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a line's samples come from: its problems, and the engine that answers them.
+    """The source of a line's samples: its problems and the engine that answers them.
 
-    With `replays` they come with their tokens' experts.
+    With `replays` the samples include the experts that the engine chose for each token.
     """
 
     policy: str
@@ -50,11 +50,11 @@ class Source:
     replays: bool = False
 
     def prompt_ids(self, question: str) -> list[int]:
-        """Return a question's token ids as the policy asks it: template, system prompt, examples."""
+        """Return a question's token ids under the policy's template, system prompt and examples."""
         return prompt_ids(self.tokenizer, question, self.config.system, self.config.few_shot)
 
     def problems(self, position: int) -> tuple[list[Problem], int]:
-        """Return the problems of one step and the position of the next one's."""
+        """Return the problems of one step and the position where the next step's begin."""
         drawn = stream(self.config.task, "train", self.line.seed, position)
         numbered = list(islice(drawn, self.config.groups))
         return [problem for _, problem in numbered], numbered[-1][0] + 1
@@ -62,7 +62,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Drawn:
-    """One step's samples, the revision that drew them, where the next step's data begins, and seconds."""
+    """One step's samples, the revision that drew them, the next step's data position, and the seconds."""
 
     sampler: Sampler
     problems: Sequence[Problem]
@@ -72,7 +72,7 @@ class Drawn:
     seconds: float
 
     def row(self) -> dict[str, Any]:
-        """Return the columns of `TrainStep` that the answers give."""
+        """Return the columns of `TrainStep` that follow from the answers."""
         samples = [sample for group in self.groups for sample in group]
         lengths = [len(sample.tokens) for sample in samples]
         return {
@@ -85,7 +85,7 @@ class Drawn:
 
 
 def draw(source: Source, step: int, sampler: Sampler, problems: Sequence[Problem], position: int) -> Drawn:
-    """Sample a group for each problem under the sampler's revision."""
+    """Sample a group for each problem from the sampler's revision."""
     config, clock = source.config, monotonic()
     prompts = [source.prompt_ids(problem.question) for problem in problems]
     seed = int(content_hash([source.line.seed, step])[:7], 16)
@@ -98,9 +98,9 @@ def draw(source: Source, step: int, sampler: Sampler, problems: Sequence[Problem
 
 
 class Ahead:
-    """The draws under way: of the next step, and with staleness of steps after it.
+    """Background sampling for the next step and, with staleness, for steps after it.
 
-    Of a run that ends before, the engine finishes what it has, under the revision that it began with.
+    When the run ends early, the engine finishes the requests that it has.
     """
 
     def __init__(self, source: Source):
@@ -109,9 +109,9 @@ class Ahead:
         self._ends: dict[int, int] = {}
 
     def begin(self, step: int, position: int, sampler: Sampler) -> None:
-        """Begin a step's draw unless it is under way; `position` is where its data begins.
+        """Start sampling for a step unless it has started; `position` is where the step's data begins.
 
-        A draw ahead of the next step begins where the one before it ended.
+        A later step's data begins where the data of the step before it ends.
         """
         if step not in self._draws:
             problems, end = self.source.problems(self._ends.get(step - 1, position))
@@ -119,24 +119,24 @@ class Ahead:
             self._draws[step] = background(partial(draw, self.source, step, sampler, problems, end))
 
     def take(self, step: int) -> Drawn:
-        """Wait for a step's draw. One that failed raises its error, and can be begun again."""
+        """Wait for a step's samples. A failed draw raises its error and can be started again."""
         return self._draws.pop(step).result()
 
 
 @dataclass(frozen=True)
 class Judged:
-    """Each group's rewards, None for a group that the verifier failed on, and its failures by name."""
+    """Rewards of each group, None for a group that the verifier failed on, and failures by name."""
 
     rewards: Sequence[Sequence[float] | None]
     errors: Counter[str]
 
     @property
     def sound(self) -> list[Sequence[float]]:
-        """Return the rewards of the groups that count."""
+        """Return the rewards of the groups without a verifier failure."""
         return [rewards for rewards in self.rewards if rewards is not None]
 
     def row(self) -> dict[str, Any]:
-        """Return the columns of `TrainStep` that the rewards give, None where no group counts."""
+        """Return the columns of `TrainStep` that follow from the rewards, None where no group is sound."""
         sound = self.sound
         every = [reward for rewards in sound for reward in rewards]
         return {
@@ -149,7 +149,7 @@ class Judged:
 
 
 def judge(verifier: Verifier, drawn: Drawn) -> Judged:
-    """Score every sample; a group with an answer that the verifier raises or hangs on is dropped."""
+    """Score every sample; drop a group when the verifier raises or hangs on one of its answers."""
     rewards: list[Sequence[float] | None] = []
     errors: Counter[str] = Counter()
     for problem, group in zip(drawn.problems, drawn.groups, strict=True):
@@ -160,10 +160,10 @@ def judge(verifier: Verifier, drawn: Drawn) -> Judged:
 
 
 def build_data(drawn: Drawn, judged: Judged, loss: str) -> tuple[list[Datum], int]:
-    """Return the samples that the loss is to see, with their advantages, and how many groups teach.
+    """Return the samples for the loss with their advantages, and the number of groups that teach.
 
-    Where the loss drops the groups that do not teach and none does, every sample comes with advantage zero,
-    so that the importance ratio is still measured; also when the verifier failed on every group.
+    When the loss drops groups without spread and no group has any, or when the verifier failed on every
+    group, all samples are returned with advantage zero, so that the importance ratio is still measured.
     """
     import torch
 
@@ -185,7 +185,7 @@ def build_data(drawn: Drawn, judged: Judged, loss: str) -> tuple[list[Datum], in
 
 
 def datum(prompt: Sequence[int], sample: Sample, advantage: float) -> Datum:
-    """Return one sample as the trainer takes it: all tokens but the last, and values for the next ones."""
+    """Return one sample in the trainer's format: all tokens but the last, and values for the next tokens."""
     tokens = [*prompt, *sample.tokens]
     before, after = len(prompt) - 1, len(sample.tokens)
     inputs = {

@@ -1,9 +1,8 @@
 """A session: one policy's line of training on the resident base, durable after every step.
 
-`optim_step` writes adapter, Adam moments, step, random state, data position, history, the writer's fence
-and the results of its requests to one file, atomically, before it answers. Killed at any moment, the
-session goes on from its last step bit for bit. Gradients are not stored: after a restart, or when the
-session had to leave memory, the step is to be repeated.
+`optim_step` stores adapter, Adam moments, step, random state, data position, history, the writer's fence and
+the results of its requests atomically before it answers. A killed session continues from its last step bit
+for bit. Gradients are not stored: after a restart or an eviction the step must be repeated.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,12 +19,12 @@ from engine.training.service.protocol import CreateSession, OptimStep, SessionIn
 
 STATE_VERSION = 2
 CURRENT = "current"
-# What gives an adapter its shape and scale.
+# The settings that determine an adapter's shape and scale.
 SHAPE = ("rank", "alpha", "targets", "ranks", "alphas")
 
 
 def state_file(directory: Path, name: str = CURRENT) -> Path:
-    """Return where a session in `directory` keeps what is stored under a name."""
+    """Return the state file of a name in a session's directory."""
     return directory / f"{name}.state"
 
 
@@ -62,34 +61,37 @@ class Session:
 
     @property
     def exists(self) -> bool:
+        """Say whether a state is stored."""
         return state_file(self.directory).exists()
 
     def info(self) -> SessionInfo:
+        """Describe the session for its client."""
         return SessionInfo(
             self.name, self.policy, self.step, self.position, self.fence, self.base_digest, self.parent,
             tuple(self.history),
         )  # fmt: skip
 
     def drop_gradients(self) -> None:
+        """Drop the gradients of an unfinished step."""
         self.adapter.clear_gradients()
         self.calls = 0
 
     def expect(self, gathered: int | None) -> None:
-        """Raise `ServiceError` unless the gradients of as many calls are here; None expects nothing."""
+        """Raise `ServiceError` unless the gradients of this many calls are present; None checks nothing."""
         if gathered is None or gathered == self.calls:
             return
         raise ServiceError(
             f"Session {self.name!r} has gradients of {self.calls} calls after step {self.step}, not of "
-            f"{gathered}; the trainer may have been restarted since. Open it again and repeat the step."
+            f"{gathered}; the trainer may have restarted since then. Open it again and repeat the step."
         )
 
     def optim_step(self, request: OptimStep) -> dict[str, Any]:
         """Apply the gathered gradients and store everything. The same request twice is applied once.
 
-        Raises `ServiceError` when gradients are missing: the trainer was restarted since they were gathered.
+        Raises `ServiceError` when gradients are missing, because the trainer restarted after gathering them.
         """
         if request.request_id in self.done:
-            # Its first time may have been applied but not stored: the disk was full.
+            # The first call may have been applied but not stored, when the disk was full.
             self.save()
             return self.answer(request.request_id)
         if not request.skip:
@@ -115,29 +117,29 @@ class Session:
         return result
 
     def remember(self, request_id: str, result: dict[str, Any] | None = None) -> None:
-        """Keep a request's result, which is this session's description where none is given."""
+        """Keep a request's result; without one, this session's description."""
         if result is None:
             result = {name: value for name, value in asdict(self.info()).items() if name != "history"}
         self.done[request_id] = result
 
     def answer(self, request_id: str) -> dict[str, Any]:
-        """Return the result of a request that is done."""
+        """Return the result of a finished request."""
         return answer(self.done[request_id], self.history)
 
     def save(self, *names: str) -> Path:
-        """Store the session as it is now, also under other names; all or none of it is there."""
+        """Store the session atomically, under each name and as the current state."""
         paths = [state_file(self.directory, name) for name in (*names, CURRENT)]
         state.write(self._state(), paths)
         return paths[0]
 
     def save_as(self, name: str, request_id: str) -> dict[str, Any]:
-        """Store the session under a name of its own, once for each request."""
+        """Store the session under a name, once for each request."""
         if request_id not in self.done:
             self._save_with(request_id, {"path": str(state_file(self.directory, name))}, name)
         return self.answer(request_id)
 
     def load(self, name: str = CURRENT) -> None:
-        """Go back to what was stored under a name. Raises `NotFound`, or an error when it does not fit."""
+        """Load the state of a name. Raises `NotFound`, `Conflict` or `BaseModelError`."""
         path = state_file(self.directory, name)
         if not path.exists():
             raise NotFound(f"Session {self.name!r} has no state {name!r}.")
@@ -150,7 +152,7 @@ class Session:
         ]:
             raise Conflict(
                 f"Session {self.name!r} exists with {' and '.join(other)}. "
-                "Give the new line of training another session name, or leave out what it has already."
+                "Choose another session name, or leave these settings out."
             )
         self.adapter.load_state_dict(stored["adapter"])
         self.generator.set_state(stored["generator"])
@@ -160,14 +162,14 @@ class Session:
             self.done, self.fence = stored["done"], stored.get("fence", 0)
 
     def load_from(self, name: str, request_id: str) -> dict[str, Any]:
-        """Go back to what was stored under a name, once for each request."""
+        """Load the state of a name, once for each request."""
         if request_id not in self.done:
             self.load(name)
             self._save_with(request_id)
         return self.answer(request_id)
 
     def _save_with(self, request_id: str, result: dict[str, Any] | None = None, *names: str) -> None:
-        """Remember a request's result and store it with the session; what is not stored was not done."""
+        """Store the session together with a request's result; a result that is not stored is forgotten."""
         self.remember(request_id, result)
         try:
             self.save(*names)
@@ -194,7 +196,7 @@ class Session:
 
 
 def settings_of(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a stored state's settings; older states have one rank and one alpha everywhere."""
+    """Return a stored state's settings; version 1 states have one rank and one alpha everywhere."""
     return {"ranks": {}, "alphas": {}, **stored["settings"]}
 
 
@@ -208,5 +210,5 @@ def check_base(name: str, stored: Mapping[str, Any], base_digest: str) -> None:
 
 
 def answer(result: dict[str, Any], history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Complete a remembered result: a session's description gets its history up to that step."""
+    """Complete a stored result: a session's description gets the history up to its step."""
     return {**result, "history": tuple(history[: result["step"]])} if "fence" in result else result

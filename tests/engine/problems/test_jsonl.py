@@ -32,7 +32,7 @@ def questions(count: int) -> list[dict]:
         ('{"question": "q"}', "needs an `answer`"),
         ('{"question": "What is 3?", "answer": "4"}', "contradicts line 4: the same question"),
         ('{"question": " What is 3? ", "answer": "4"}', "contradicts line 4: the same question"),
-        ('{"question": "half \\ud800", "answer": "4"}', "half of a character"),
+        ('{"question": "half \\ud800", "answer": "4"}', "half a character"),
         ('{"question": "q", "answer": ' + "[" * 100_000 + "}", "is not valid JSON"),
     ],
 )

@@ -244,7 +244,7 @@ def test_another_base_is_refused_as_that(gate: Gate, tmp_path):
     assert gate.ship(tensors, rows=with_it.rows)[0] == digest
     gate.serve(digest, tensors)
     result = gate.verify(digest)
-    assert "base is another one" in result["reason"]
+    assert "a different base" in result["reason"]
     assert result["errors"] == {}
     assert gate.engine.catalog.tombstones.find("gate", digest).by == GATE
 
