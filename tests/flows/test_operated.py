@@ -390,7 +390,7 @@ def test_new_data_is_adapted_at_night_and_passes_the_score_gate(
         time.sleep(0.5)
     catalog.close()
     assert champion.endswith(str(open_releases[0].baseline)[:12])
-    assert any("Its data is new" in table for table in people.all_artifacts("nightly"))
+    assert any("Its data has changed" in table for table in people.all_artifacts("nightly"))
     people.run("hold", policy=POLICY, reason=OVER)
 
 
