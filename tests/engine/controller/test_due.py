@@ -28,7 +28,7 @@ DRIFTING = {
         ({"newest_data": None}, True, "Its data has changed"),
         ({"newest_at": 90 * DAY_S}, True, "is 10.0 days old, more than 7.0 days"),
         ({"newest_at": 93 * DAY_S}, False, "Nothing has changed"),
-        (DRIFTING, True, "Over the last"),
+        (DRIFTING, True, "users rate its champion"),
     ],
 )
 def test_what_is_due_and_why(changes: dict, due: bool, reason: str) -> None:
