@@ -414,15 +414,15 @@ def test_files_that_are_no_evaluation_are_refused(suite, tmp_path):
     evaluated(tmp_path, suite, [1.0] * 10)
     text = (tmp_path / "metrics.json").read_text()
     (tmp_path / "metrics.json").write_text(text.replace('"score": 1.0', '"score": 0.9'))
-    with pytest.raises(ConfigError, match="are not one evaluation"):
+    with pytest.raises(ConfigError, match="do not match"):
         evaluation.read_evaluation(tmp_path)
     (tmp_path / "metrics.json").write_text(text)
     lines = (tmp_path / "items.jsonl").read_text().split("\n")
     (tmp_path / "items.jsonl").write_text("\n".join(lines[1:]))
-    with pytest.raises(ConfigError, match="are not one evaluation"):
+    with pytest.raises(ConfigError, match="do not match"):
         evaluation.read_evaluation(tmp_path)
     (tmp_path / "items.jsonl").write_text("{")
-    with pytest.raises(ConfigError, match="are not one evaluation"):
+    with pytest.raises(ConfigError, match="do not match"):
         evaluation.read_evaluation(tmp_path)
 
 
