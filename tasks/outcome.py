@@ -213,7 +213,7 @@ def shortcomings(result: Mapping[str, Any]) -> list[str]:
         if policy["verdict"] != "promote":
             found.append(f"{policy['name']} ended with the verdict {policy['verdict']}, not with promote.")
         if policy["ci_low"] <= policy["base_ci_high"]:
-            found.append(f"The score intervals of {policy['name']} and its base overlap.")
+            found.append(f"The score interval of {policy['name']} is not above the base's.")
     bad = result["bad_revision"]
     if bad["verdict"] != "rollback":
         found.append(f"The bad revision ended with the verdict {bad['verdict']}, not with rollback.")

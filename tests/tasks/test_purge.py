@@ -183,7 +183,9 @@ NAMES = {
 def test_it_is_refused_while_a_release_runs(params, catalog):
     digest = catalog.revisions.page("gone")[0].digest
     catalog.releases.add(Release("r", "gone", digest, None, "canary", 0.2, "running", {}, 1.0, 1.0))
-    with pytest.raises(Conflict, match=r"A release of 'gone' is running, at step 'canary'\. .*graftwork hold gone"):
+    with pytest.raises(
+        Conflict, match=r"A release of 'gone' is running, at step 'canary'\. .*graftwork hold gone"
+    ):
         purge(params)
     nothing_happened(params, catalog)
     catalog.releases.update("r", 0, state="held")

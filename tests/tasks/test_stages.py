@@ -188,7 +188,7 @@ def test_suites_writes_what_was_resolved_and_nothing_that_moves(checkout):
 def test_suites_refuses_prompts_that_the_policy_does_not_ask(checkout):
     stages.build_base(checkout.params(), lambda step, steps, loss: None)
     checkout.set(policies={"sums": {"task": "addition", "suite": "sums", "system": "Be terse."}})
-    with pytest.raises(ConfigError, match=r"item 0000 of the suite sums was frozen with another"):
+    with pytest.raises(ConfigError, match=r"Item 0000 of the suite sums was frozen with"):
         stages.prepare_suites(checkout.params())
 
 
@@ -335,7 +335,7 @@ def test_a_stage_that_cannot_run_says_one_sentence(checkout, changes, code, said
 def test_a_stage_without_the_one_before_it_says_which(checkout):
     ended = graftwork(checkout.file, "stage", "suites")
     assert ended.returncode == 5
-    assert "the stage base writes it" in ended.stderr
+    assert "its stage `base` writes it" in ended.stderr
 
 
 # The two files of an evaluation
