@@ -107,7 +107,7 @@ FAULTS = {
         "There is no policy 'poetry'",
     ),
     "random base": (["run", "--base", "wide-moe"], {}, 2, "'wide-moe' cannot be trained"),
-    "base of one's own": (["run", "--base", "Qwen/Qwen3-0.6B"], {}, 2, "--base takes one of tiny-dense, tiny-moe"),
+    "base of one's own": (["run", "--base", "Qwen/Qwen3-0.6B"], {}, 2, "takes one of tiny-dense, tiny-moe"),
     "base for a GPU": (["run", "--base", "tiny-dsa"], {}, 2, "cannot be served on a CPU"),
     "base without files": (["up"], {"base": {"name": "."}}, 3, "lacks config.json"),
 }
