@@ -32,6 +32,7 @@ class Stages:
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
+        """Measure the block as the stage `name`."""
         start = time.monotonic()
         self.seconds[name] = 0.0
         try:

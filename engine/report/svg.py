@@ -24,6 +24,7 @@ class Scale:
     end: float
 
     def __call__(self, value: float) -> float:
+        """Return a value's pixel, to a tenth."""
         share = (value - self.low) / ((self.high - self.low) or 1)
         return round(self.start + share * (self.end - self.start), 1)
 
