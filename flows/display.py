@@ -1,7 +1,6 @@
-"""What a person sees in the terminal: services coming up, training steps, the final table.
+"""Terminal output: services, training progress and tables, on one console for the process.
 
-Holds the one console of the process. A flow that runs elsewhere, with nobody watching, calls the same
-functions and prints plain lines.
+Without a terminal the same functions print plain lines.
 """
 
 import contextlib
@@ -20,7 +19,7 @@ from tasks.progress import told_reward
 
 console = Console(highlight=False)
 if not console.is_terminal:
-    # A log file has no width; tables are not to be cut for it.
+    # A log file has no width; wide enough that tables are not cut.
     console = Console(highlight=False, width=160)
 PLAIN_LINES = 10
 steps = Progress(
@@ -34,7 +33,7 @@ steps = Progress(
 
 @contextlib.contextmanager
 def live() -> Iterator[None]:
-    """Show the progress of every training run inside the block; finished bars stay on the screen."""
+    """Show progress bars for all training runs in the block; finished bars stay on the screen."""
     with steps:
         yield
     for task in steps.task_ids:
@@ -42,7 +41,7 @@ def live() -> Iterator[None]:
 
 
 def base_builder(params: Params, stages: Stages) -> Callable[[], object]:
-    """Return a function that builds the base with a progress bar, or finds it built already."""
+    """Return a function that builds the base with a progress bar, if it is not built yet."""
     from engine.base.resident import ensure_base
 
     def build() -> object:
@@ -66,12 +65,12 @@ def base_builder(params: Params, stages: Stages) -> Callable[[], object]:
 def training_bar(policy: str, total: int) -> Callable[[Mapping[str, Any]], None]:
     """Return a function that shows one training step, given its row of the ledger's `train_steps`.
 
-    In a terminal each policy has a bar. Elsewhere it has lines: for the first step, the last, and about
-    `PLAIN_LINES` between.
+    In a terminal each policy has a progress bar. Elsewhere it prints lines: the first step, the last, and
+    about `PLAIN_LINES` between.
     """
     if not console.is_terminal:
         return _training_lines(policy, total)
-    # Shown from the first step on: a line of training that was done before shows nothing.
+    # Hidden until the first step: a session that had finished before shows no bar.
     bar = steps.add_task(policy, total=total, note="", visible=False)
 
     def show(row: Mapping[str, Any]) -> None:
@@ -93,7 +92,7 @@ def _training_lines(policy: str, total: int) -> Callable[[Mapping[str, Any]], No
 
 
 def step_note(row: Mapping[str, Any]) -> str:
-    """Return a training step in about 60 characters: reward, ratio, speed, staleness if any, seconds."""
+    """Return a training step in about 60 characters: reward, importance ratio, speed, staleness, seconds."""
     step = TrainStep.of(row)
     parts = [told_reward(row)]
     if step.importance_ratio is not None:
@@ -106,20 +105,23 @@ def step_note(row: Mapping[str, Any]) -> str:
 
 
 def print_service(name: str, state: str) -> None:
+    """Print a service's name and state."""
     console.print(f"  {name:<12}{state}")
 
 
 def print_stage(sentence: str) -> None:
+    """Print what a stage does, in bold."""
     console.print(f"[bold]{sentence}[/bold]")
 
 
 def print_addresses(params: Params) -> None:
-    """Print where the UIs are."""
+    """Print the URLs of the web pages."""
     for name, what in (("prefect", "flow runs"), ("mlflow", "registry"), ("controller", "releases")):
         console.print(f"  {name:<12}{params.url(name)}  ({what})")
 
 
 def print_status(states: Sequence[Any]) -> None:
+    """Print the services' states as a table."""
     table = Table("service", "state", "address", "pid", "seconds")
     for state in states:
         pid = str(state.pid) if state.pid else ""
@@ -128,6 +130,7 @@ def print_status(states: Sequence[Any]) -> None:
 
 
 def print_keys(keys: Sequence[Any]) -> None:
+    """Print API keys as a table, each by the first digits of its hash."""
     table = Table("hash", "owner", "scope", "state")
     for key in keys:
         table.add_row(key.hash[:12], key.owner, key.scope, "revoked" if key.revoked_at else "active")
@@ -135,7 +138,7 @@ def print_keys(keys: Sequence[Any]) -> None:
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print rows of the same columns as a table."""
+    """Print rows with the same columns as a table."""
     if not rows:
         console.print("None.")
         return
@@ -146,7 +149,7 @@ def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def print_links(links: Sequence[Any]) -> None:
-    """Print the links of a chain, each with a sentence; one of which nothing is known is dim."""
+    """Print the links of a chain, each with its sentence; an unknown link is dim."""
     table = Table.grid(Column(style="bold", no_wrap=True), Column(), padding=(0, 2))
     for link in links:
         says = Text(link.says) if link.known else Text(f"not known: {link.says}", style="dim")
@@ -155,14 +158,14 @@ def print_links(links: Sequence[Any]) -> None:
 
 
 def print_row(row: Mapping[str, Any]) -> None:
-    """Print one line of a table, its columns below each other."""
+    """Print one row, a column on each line."""
     width = max(len(name) for name in row)
     for name, value in row.items():
         console.print(f"  {name:<{width}}  {value}")
 
 
 def print_outcome(params: Params, outcome: Outcome) -> None:
-    """Print the main job's table, its stages, and where to look further."""
+    """Print the main job's table, its stages, and the pages with more."""
     columns = list(dict.fromkeys(name for row in outcome.rows for name in row))
     table = Table(*columns)
     for row in outcome.rows:
@@ -172,10 +175,10 @@ def print_outcome(params: Params, outcome: Outcome) -> None:
     console.print("  ".join(f"{name} {seconds:.1f} s" for name, seconds in stages.items()))
     bad = outcome.summary["bad_revision"]
     console.print(
-        f"The bad revision: {bad['verdict']} {bad['seconds_to_rollback']} s after its first user; "
-        f"requests that it answered afterwards: {bad['requests_after']}."
+        f"The bad revision: {bad['verdict']} {bad['seconds_to_rollback']} s after its first user. "
+        f"Requests that it answered afterwards: {bad['requests_after']}."
     )
     console.print(f"Report: {outcome.report}")
     given = "" if params.source else f" --params {params.paths.root / 'params.json'}"
-    console.print(f"Runs, versions and releases stay; look at them with `graftwork up{given}`:")
+    console.print(f"To browse runs, versions and releases, run `graftwork up{given}` and open:")
     print_addresses(params)

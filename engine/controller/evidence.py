@@ -1,7 +1,7 @@
-"""What the ledger and the catalog say about a release.
+"""Reads the evidence for a release from ledger and catalog.
 
-Of each unit only the first rated request counts. Keeps what it has seen of each running canary, so that a
-look costs only what is new.
+Only the first rated request of each unit counts. A running canary's units are cached, so the statistics are
+updated only when new ones arrive.
 """
 
 import time
@@ -20,7 +20,7 @@ from engine.settings.params import ReleaseConfig
 
 @dataclass
 class _Canary:
-    """One running canary: rewards by order of arrival, and the evidence from them."""
+    """One running canary: rewards in order of arrival, and the result from them."""
 
     comparison: CanaryComparison
     units: set[str] = field(default_factory=set)
@@ -30,14 +30,14 @@ class _Canary:
 
 
 class EvidenceReader:
-    """Reads evidence for the one thread that owns the ledger."""
+    """Reads evidence on the thread that owns the ledger."""
 
     def __init__(self, catalog: Catalog):
         self._catalog = catalog
         self._canaries: dict[str, _Canary] = {}
 
     def read(self, release: Release, ledger: Ledger) -> Evidence:
-        """Return what is known about a release now."""
+        """Return the current evidence for a release."""
         revision = self._catalog.revisions.get(release.policy, release.revision)
         stone = self._catalog.tombstones.find(release.policy, release.revision)
         return Evidence(
@@ -51,6 +51,7 @@ class EvidenceReader:
         )
 
     def forget(self, release_id: str) -> None:
+        """Drop the cached canary of a release."""
         self._canaries.pop(release_id, None)
 
     def _score(self, release: Release, base: str, ledger: Ledger) -> OfflineScore | None:

@@ -106,8 +106,8 @@ FAULTS = {
         2,
         "There is no policy 'poetry'",
     ),
-    "random base": (["run", "--base", "wide-moe"], {}, 2, "The weights of 'wide-moe' are random"),
-    "base of one's own": (["run", "--base", "Qwen/Qwen3-0.6B"], {}, 2, "--base takes tiny-dense, tiny-moe"),
+    "random base": (["run", "--base", "wide-moe"], {}, 2, "'wide-moe' cannot be trained"),
+    "base of one's own": (["run", "--base", "Qwen/Qwen3-0.6B"], {}, 2, "takes one of tiny-dense, tiny-moe"),
     "base for a GPU": (["run", "--base", "tiny-dsa"], {}, 2, "cannot be served on a CPU"),
     "base without files": (["up"], {"base": {"name": "."}}, 3, "lacks config.json"),
 }
@@ -214,5 +214,5 @@ def test_an_options_old_name_works_with_a_note(params: Path) -> None:
     new, old = graftwork(*given, "--reuse-name"), graftwork(*given, "--again")
     assert (old.returncode, old.stdout) == (new.returncode, new.stdout)
     note, *rest = old.stderr.splitlines()
-    assert note == "--again is called --reuse-name now; the old name goes with version 0.2."
+    assert note == "--again is deprecated and goes away in version 0.2. Use --reuse-name."
     assert rest == new.stderr.splitlines()

@@ -231,7 +231,7 @@ def test_version_serves_from_another_state_directory(people: Operated, promoted:
         (("--revision", "abcdef"), 5, "There is no revision 'abcdef'"),
         (("--revision", "oh no"), 2, "names no revision"),
         (("--revision", "abcdef", "--from", "/nowhere"), 5, "/nowhere holds 0 revisions"),
-        (("--revision", "abcdef", "--registry", "{mlflow}"), 5, "has no version whose digest begins"),
+        (("--revision", "abcdef", "--registry", "{mlflow}"), 5, "has no version whose digest starts"),
     ],
 )
 def test_what_cannot_be_served_is_a_sentence(
@@ -390,7 +390,7 @@ def test_new_data_is_adapted_at_night_and_passes_the_score_gate(
         time.sleep(0.5)
     catalog.close()
     assert champion.endswith(str(open_releases[0].baseline)[:12])
-    assert any("Its data is new" in table for table in people.all_artifacts("nightly"))
+    assert any("Its data has changed" in table for table in people.all_artifacts("nightly"))
     people.run("hold", policy=POLICY, reason=OVER)
 
 

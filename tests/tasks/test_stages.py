@@ -188,7 +188,7 @@ def test_suites_writes_what_was_resolved_and_nothing_that_moves(checkout):
 def test_suites_refuses_prompts_that_the_policy_does_not_ask(checkout):
     stages.build_base(checkout.params(), lambda step, steps, loss: None)
     checkout.set(policies={"sums": {"task": "addition", "suite": "sums", "system": "Be terse."}})
-    with pytest.raises(ConfigError, match=r"item 0000 of the suite sums was frozen with another"):
+    with pytest.raises(ConfigError, match=r"Item 0000 of the suite sums was frozen with"):
         stages.prepare_suites(checkout.params())
 
 
@@ -335,7 +335,7 @@ def test_a_stage_that_cannot_run_says_one_sentence(checkout, changes, code, said
 def test_a_stage_without_the_one_before_it_says_which(checkout):
     ended = graftwork(checkout.file, "stage", "suites")
     assert ended.returncode == 5
-    assert "the stage base writes it" in ended.stderr
+    assert "its stage `base` writes it" in ended.stderr
 
 
 # The two files of an evaluation
@@ -414,15 +414,15 @@ def test_files_that_are_no_evaluation_are_refused(suite, tmp_path):
     evaluated(tmp_path, suite, [1.0] * 10)
     text = (tmp_path / "metrics.json").read_text()
     (tmp_path / "metrics.json").write_text(text.replace('"score": 1.0', '"score": 0.9'))
-    with pytest.raises(ConfigError, match="are not one evaluation"):
+    with pytest.raises(ConfigError, match="do not match"):
         evaluation.read_evaluation(tmp_path)
     (tmp_path / "metrics.json").write_text(text)
     lines = (tmp_path / "items.jsonl").read_text().split("\n")
     (tmp_path / "items.jsonl").write_text("\n".join(lines[1:]))
-    with pytest.raises(ConfigError, match="are not one evaluation"):
+    with pytest.raises(ConfigError, match="do not match"):
         evaluation.read_evaluation(tmp_path)
     (tmp_path / "items.jsonl").write_text("{")
-    with pytest.raises(ConfigError, match="are not one evaluation"):
+    with pytest.raises(ConfigError, match="do not match"):
         evaluation.read_evaluation(tmp_path)
 
 

@@ -210,7 +210,7 @@ def test_a_version_that_is_no_revision_is_refused(
     controller: Controller, mirror: AliasMirror, mlflow: Mlflow
 ) -> None:
     foreign, unknown = mlflow.register(None), mlflow.register("dd" * 32)
-    for version, says in ((foreign, "names no revision"), (unknown, "no revision")):
+    for version, says in ((foreign, "is not a revision"), (unknown, "no revision")):
         mlflow.move("champion", version)
         mirror.mirror()
         assert mlflow.aliases() == {"champion": "1"}

@@ -285,7 +285,7 @@ def test_without_a_trainer_it_is_refused_all_the_same(gate: Gate):
     result = verify(away, "gate", digest, gate.engine.key)
     assert not result["accepted"]
     assert result["module"] == "unknown"
-    assert "The module at fault was not found: The trainer at" in result["reason"]
+    assert "The module at fault could not be found: The trainer at" in result["reason"]
     assert time.monotonic() - began < 30
     # With a trainer the same revision gets its module.
     assert gate.verify(digest)["module"] == "self_attn.q_proj of layers 0 to 2"
