@@ -16,11 +16,12 @@ from prometheus_client import REGISTRY
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.datastructures import State
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.lora.request import LoRARequest
 
 from engine.catalog.catalog import open_catalog
 from engine.errors import GraftworkError, ServiceError
 from engine.ledger.spool import Spool
-from engine.serving.gateway.gateway import GatewayState, send_error
+from engine.serving.gateway.gateway import ASKED, GatewayState, send_error
 from engine.serving.gateway.prewarming import Prewarmer, names_under_release
 from engine.serving.gateway.rollouts import gate_of_platform, rollouts
 from engine.serving.gateway.routing import Router
@@ -73,6 +74,7 @@ class GraftworkEndpoints:
         serving_models: OpenAIServingModels = state.openai_serving_models
         workers = check_marker(await VllmEngine.markers(engine_client))
         engine = await VllmEngine.connect(engine_client, serving_models)
+        answer_as_asked(serving_models)
         state.graftwork_marker = {
             "plugin": settings["version"],
             "vllm": vllm_version(),
@@ -105,6 +107,19 @@ class GraftworkEndpoints:
         prewarmer = Prewarmer(tier, router, params.paths.warm / f"{params.engine.port}.json")
         # Held here, since asyncio keeps only weak references to tasks.
         state.graftwork_prewarming = asyncio.create_task(prewarmer.run())
+
+
+def answer_as_asked(models: OpenAIServingModels) -> None:
+    """Make answers of the base carry the `model` of the request, such as a policy without a champion.
+
+    vLLM writes the base's own name. Bound: 0.32.0. Goes when vLLM answers with the request's `model`.
+    """
+    stock = models.model_name
+
+    def model_name(lora_request: LoRARequest | None = None) -> str:
+        return stock(lora_request) if lora_request else ASKED.get() or stock()
+
+    models.model_name = model_name  # type: ignore[method-assign]
 
 
 def check_marker(workers: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ import hashlib
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -52,6 +53,8 @@ PASSED_PATHS = frozenset(
 PURPOSES = frozenset({"user", "score", "rollout", "probe"})
 MAX_BODY = 8 << 20
 CLIENT_LEFT = 499
+# The `model` of a request that the base answers, for its answer to carry.
+ASKED: ContextVar[str | None] = ContextVar("asked", default=None)
 
 
 class Refused(GraftworkError):
@@ -159,6 +162,7 @@ class Gateway:
         )
         try:
             if target.digest is None or target.policy is None:
+                ASKED.set(str(body["model"]))
                 body["model"] = state.router.base_name
                 await self._forward(exchange, body, scope, receive, send)
             else:
