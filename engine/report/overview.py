@@ -6,6 +6,7 @@ Reads the catalog and the ledger's snapshot; writes nothing. The report, the con
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from statistics import fmean
 from typing import Any
 
@@ -75,7 +76,7 @@ def _policy_row(
         name=name,
         owner=policy.owner,
         base=policy.base,
-        task=str(config.get("task", "")),
+        task=task_of(config),
         contract=contract_of(config),
         suite=suite,
         champion=route.champion,
@@ -88,6 +89,11 @@ def _policy_row(
         champion_score=champion_score,
         running=running[0].step if running else "",
     )
+
+
+def task_of(config: Mapping[str, Any]) -> str:
+    """Return a policy's task: a generated one's name, or its file with the directory, `sums/train.jsonl`."""
+    return "/".join(PurePath(str(config.get("task", ""))).parts[-2:])
 
 
 def contract_of(config: Mapping[str, Any]) -> str:
