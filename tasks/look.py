@@ -1,6 +1,6 @@
-"""What the commands that look show, as plain values; nothing is changed.
+"""Read-only views for `ls`, `why`, `status` and `sessions`, as plain values and as rows of tables.
 
-Works from the catalog and the ledger's snapshot, whether services run or not, and says as of when.
+They read the catalog and the ledger's snapshot, so they work without services.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ def as_of(params: Params) -> dict[str, Any]:
 
 
 def note(fresh: dict[str, Any]) -> str:
-    """Return a sentence on how old it is, empty while the controller keeps it fresh."""
+    """Return a sentence on the age of the ledger snapshot, empty while a controller updates it."""
     if fresh["ledger"] is None:
         return "There is no ledger snapshot yet: no scores, users or verdicts. `graftwork up` makes one."
     if not fresh["controller"]:
@@ -54,7 +54,7 @@ def revisions(params: Params, policy: str, limit: int) -> tuple[list[RevisionRow
 
 
 def standing(params: Params) -> dict[str, Any]:
-    """Return what holds beside the services: alarms, frozen or not, running releases, newest notices."""
+    """Return alarms, whether releases are frozen, the running releases, and the newest three notices."""
     if not params.paths.has_catalog:
         return {"alarms": [], "frozen": False, "releases": [], "notices": []}
     with (
@@ -75,7 +75,7 @@ def standing(params: Params) -> dict[str, Any]:
 
 
 def explain(params: Params, subject: str) -> Chain:
-    """Return the chain behind an answer or a revision, with its version in MLflow when that answers."""
+    """Return the chain behind an answer or a revision, with its version in MLflow if MLflow answers."""
     chain = why(params, subject)
     if chain.policy is None or chain.digest is None:
         return chain
@@ -144,5 +144,5 @@ def shown_score(score: SuiteScore | None) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return rows as JSON takes them."""
+    """Return a dataclass, or a list of them, as dicts for JSON."""
     return [asdict(row) for row in value] if isinstance(value, list) else asdict(value)

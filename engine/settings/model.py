@@ -3,6 +3,9 @@
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
+
+from engine.settings.own_functions import OWN
 
 
 class Settings(BaseModel):
@@ -18,8 +21,17 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
             allowed = ", ".join(sorted(_fields_at(model, item["loc"][:-1])))
             sentences.append(f"Unknown key `{where}`; allowed here: {allowed}.")
         else:
-            sentences.append(f"`{where}`: {item['msg']} (found {item['input']!r}).")
+            sentences.append(f"`{where}`: {_wanted(item)} (found {item['input']!r}).")
     return " ".join(sentences)
+
+
+def _wanted(item: ErrorDetails) -> str:
+    """Return pydantic's message, with the choices in place of a pattern such as `^(a|b)$`."""
+    pattern = str(item.get("ctx", {}).get("pattern", ""))
+    if not (pattern.startswith("^(") and pattern.endswith(")$")):
+        return item["msg"]
+    *choices, last = pattern[2:-2].replace(OWN, "python:MODULE:FUNC").split("|")
+    return f"Input should be {', '.join(choices)} or {last}"
 
 
 def _fields_at(model: Any, loc: tuple[int | str, ...]) -> list[str]:
