@@ -167,7 +167,7 @@ def _cell(value: Any) -> Text:
 
 def print_links(links: Sequence[Any]) -> None:
     """Print the links of a chain, each with a sentence; one of which nothing is known is dim."""
-    table = Table.grid(Column(style="bold", no_wrap=True), Column(), padding=(0, 2))
+    table = Table.grid(Column(style="bold", no_wrap=True), Column(overflow="fold"), padding=(0, 2))
     for link in links:
         says = Text(link.says) if link.known else Text(f"not known: {link.says}", style="dim")
         table.add_row(link.name, says)

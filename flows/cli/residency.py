@@ -21,7 +21,7 @@ def residency(limit: Limit = 50, as_json: Json = False, params: ParamsFile = PAR
     found = tiers.residency(settings, limit)
     if as_json:
         return print_json(found)
-    from flows.display import print_row, print_rows
+    from flows.display import console, print_row, print_rows
 
     if not found["engine"]:
         typer.echo("No engine runs: every revision is stored.")
@@ -33,7 +33,7 @@ def residency(limit: Limit = 50, as_json: Json = False, params: ParamsFile = PAR
     print_rows([tiers.shown(row) for row in found["revisions"]], fold=("revision",))
     for row in found["revisions"]:
         if row.get("last_fault"):
-            typer.echo(f"{row['revision']}: {row['last_fault']}")
+            console.print(f"{row['revision']}: {row['last_fault']}", markup=False)
 
 
 def _listed(counts: Mapping[str, float | None]) -> str:
