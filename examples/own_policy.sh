@@ -9,9 +9,6 @@ graftwork policy create adder --data examples/sums.jsonl --verifier python:examp
 graftwork adapt adder
 graftwork ls adder
 
-# The newest revision goes through the effect probe and the offline score. Nobody asks the policy yet, so
-# there is nobody to try a canary on.
-newest=$(graftwork ls adder --limit 1 --json | python -c 'import json, sys
-print(json.load(sys.stdin)["revisions"][0]["digest"])')
-graftwork release "adder@$newest" --skip-canary "The policy has no users yet."
+# The newest revision has to pass the effect probe and the offline score. Without users there is no canary.
+graftwork release adder --skip-canary "The policy has no users yet."
 graftwork ls adder

@@ -122,5 +122,8 @@ def pinned(revision: str) -> tuple[str, str]:
     """Split POLICY@DIGEST; `ConfigError` when the digest is missing."""
     policy, digest = split_served_name(revision)
     if not digest:
-        raise ConfigError(f"{revision!r} names no revision; write it as POLICY@DIGEST.")
+        raise ConfigError(
+            f"{revision!r} has no digest. Write a revision as POLICY@DIGEST; `graftwork ls {policy}` lists "
+            "them."
+        )
     return policy, digest

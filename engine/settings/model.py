@@ -7,6 +7,16 @@ from pydantic_core import ErrorDetails
 
 from engine.settings.own_functions import OWN
 
+# What a pattern asks for, in words; one of choices, `^(a|b)$`, needs none.
+PATTERNS = {
+    r"^[a-z][a-z0-9-]{0,62}$": "small letters, digits and hyphens, a letter first, at most 63",
+    r"^[0-9a-f]{6,64}$": "6 to 64 hexadecimal digits",
+    r"^[0-9a-f]{40}$": "the 40 hexadecimal digits of a commit",
+    r"^(adapt|[0-9a-f]{64})$": "adapt, or a digest of 64 hexadecimal digits",
+    r"^[a-z][a-z0-9+.]*://[^?#]+$": "a URL such as s3://bucket/adapters",
+    r"^\s*\S+(\s+\S+){4}\s*$": "five fields of cron, such as 0 3 * * *",
+}
+
 
 class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
@@ -26,8 +36,10 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
 
 
 def _wanted(item: ErrorDetails) -> str:
-    """Return pydantic's message, with the choices in place of a pattern such as `^(a|b)$`."""
+    """Return pydantic's message, with a pattern in words: its choices, or those of `PATTERNS`."""
     pattern = str(item.get("ctx", {}).get("pattern", ""))
+    if pattern in PATTERNS:
+        return f"Input should be {PATTERNS[pattern]}"
     if not (pattern.startswith("^(") and pattern.endswith(")$")):
         return item["msg"]
     *choices, last = pattern[2:-2].replace(OWN, "python:MODULE:FUNC").split("|")
