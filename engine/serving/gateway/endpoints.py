@@ -63,6 +63,7 @@ class GraftworkEndpoints:
         app.get("/graftwork/residency")(residency)
         app.get("/graftwork/loads")(loads)
         app.get("/v1/models")(models)
+        app.get("/v1/models/{name:path}")(model)
         app.state.graftwork_gate = gate_of_platform()
         app.post("/graftwork/rollouts")(rollouts)
         app.post("/v1/feedback", status_code=202)(feedback)
@@ -91,6 +92,7 @@ class GraftworkEndpoints:
             settings["base_name"],
             settings["base"],
             cached_rows=rows_to_cache(params.engine.host_adapters),
+            configured=params.base.name,
         )
         spool = Spool(params.paths.spool, "gateway")
         tier = Residency(
@@ -180,9 +182,21 @@ async def models(request: Request) -> dict[str, Any]:
     """List the base and the first policies, in the form of OpenAI's API; revisions are not models."""
     state: GatewayState = request.app.state.graftwork
     names = [state.router.base_name, *state.router.policies(MODELS)]
-    created = int(time.time())
-    data = [{"id": name, "object": "model", "created": created, "owned_by": "graftwork"} for name in names]
-    return {"object": "list", "data": data}
+    return {"object": "list", "data": [_card(name) for name in names]}
+
+
+async def model(name: str, request: Request) -> Any:
+    """Return a model that may be asked for, as OpenAI's client retrieves it: base, policy or revision."""
+    state: GatewayState = request.app.state.graftwork
+    try:
+        state.router.resolve(name, "")
+    except GraftworkError as error:
+        return _Refusal(error)
+    return _card(name)
+
+
+def _card(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": int(time.time()), "owned_by": "graftwork"}
 
 
 async def feedback(body: Feedback, request: Request) -> dict[str, str]:

@@ -50,6 +50,7 @@ PASSED_PATHS = frozenset(
         "/graftwork/loads",
     }
 )
+MODEL_PATH = "/v1/models/"
 PURPOSES = frozenset({"user", "score", "rollout", "probe"})
 MAX_BODY = 8 << 20
 CLIENT_LEFT = 499
@@ -132,7 +133,7 @@ class Gateway:
                 raise Refused(503, "The engine is starting.")
             key = authenticate(state.router, headers)
             scope.setdefault("state", {})["graftwork_key"] = key
-            if scope["path"] in PASSED_PATHS:
+            if scope["path"] in PASSED_PATHS or scope["path"].startswith(MODEL_PATH):
                 return await self._app(scope, receive, send)
             if scope["path"] not in GENERATING:
                 raise Refused(404, f"{scope['path']} is not served; ask {' or '.join(GENERATING)}.")

@@ -246,6 +246,21 @@ def test_answers_of_the_base_carry_the_model_that_was_asked_for(engine: RunningE
             assert {json.loads(chunk)["model"] for chunk in chunks} == {model}
 
 
+def test_a_model_is_retrieved_by_name_and_the_base_by_its_directory(engine: RunningEngine):
+    """As OpenAI's client does; the settings of this engine name the base by its directory."""
+    engine.catalog.policies.add(Policy("retrieved", engine.base_digest, {}, "test", time.time()))
+    directory = str(engine.base_path)
+    with engine.client() as client:
+        for name in ("retrieved", engine.base_name, directory):
+            assert client.get(f"/v1/models/{name}").json()["id"] == name
+        unknown = client.get("/v1/models/retrieve")
+        answer = client.post("/v1/completions", json={"model": directory, "prompt": [7], "max_tokens": 1})
+    assert unknown.status_code == 404
+    assert "retrieved" in unknown.json()["error"]["nearest"]
+    assert (answer.json()["model"], answer.headers["x-graftwork-revision"]) == (directory, "base")
+    assert httpx.get(f"{engine.url}/v1/models/retrieved").status_code == 401
+
+
 def test_chat_and_completion_see_the_same_tokens(engine: RunningEngine):
     from transformers import AutoTokenizer
 
