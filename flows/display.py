@@ -4,7 +4,8 @@ Without a terminal the same functions print plain lines.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -14,7 +15,7 @@ from rich.text import Text
 
 from engine.settings.params import Params
 from engine.training.service.train_step import TrainStep
-from tasks.outcome import Outcome, Stages
+from tasks.outcome import Outcome, Stages, age
 from tasks.progress import told_reward
 
 console = Console(highlight=False)
@@ -22,6 +23,8 @@ if not console.is_terminal:
     # A log file has no width; wide enough that tables are not cut.
     console = Console(highlight=False, width=160)
 PLAIN_LINES = 10
+# How columns of seconds end.
+SECONDS = " (s)"
 steps = Progress(
     TextColumn("  {task.description:<12}", table_column=Column(no_wrap=True, max_width=22)),
     BarColumn(bar_width=10),
@@ -121,36 +124,51 @@ def print_addresses(params: Params) -> None:
 
 
 def print_status(states: Sequence[Any]) -> None:
-    """Print the services' states as a table."""
-    table = Table("service", "state", "address", "pid", "seconds")
-    for state in states:
-        pid = str(state.pid) if state.pid else ""
-        table.add_row(state.name, state.state, state.url, pid, f"{state.seconds:.0f}")
-    console.print(table)
+    """Print a line for each service; `up` is how long it has run."""
+    print_rows(
+        [
+            {"service": it.name, "state": it.state, "address": it.url, "pid": it.pid, "up": age(it.seconds)}
+            for it in states
+        ]
+    )
 
 
 def print_keys(keys: Sequence[Any]) -> None:
-    """Print API keys as a table, each by the first digits of its hash."""
-    table = Table("hash", "owner", "scope", "state")
-    for key in keys:
-        table.add_row(key.hash[:12], key.owner, key.scope, "revoked" if key.revoked_at else "active")
-    console.print(table)
+    """Print a line for each key."""
+    rows = [
+        {"hash": key.hash[:12], "scope": key.scope, "state": "revoked" if key.revoked_at else "active"}
+        | {"owner": key.owner}
+        for key in keys
+    ]
+    print_rows(rows, fold=("owner",))
 
 
-def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print rows with the same columns as a table."""
+def print_rows(rows: Sequence[Mapping[str, Any]], fold: Collection[str] = ()) -> None:
+    """Print rows of the same columns as a table; a column that is empty in every row is left out.
+
+    Where the terminal is too narrow, cells of the columns `fold` wrap; the others keep to one line.
+    """
     if not rows:
         console.print("None.")
         return
-    table = Table(*rows[0])
-    for row in rows:
-        table.add_row(*(str(value) for value in row.values()))
+    cells = {name: [_cell(row[name]) for row in rows] for name in rows[0]}
+    shown = {name: column for name, column in cells.items() if any(column)}
+    table = Table(box=None, pad_edge=False)
+    for name in shown:
+        table.add_column(name, no_wrap=name not in fold, overflow="fold" if name in fold else "ellipsis")
+    for row in zip(*shown.values(), strict=True):
+        table.add_row(*row)
     console.print(table)
 
 
+def _cell(value: Any) -> Text:
+    # Brackets in a person's own text are no markup.
+    return Text("" if value is None else str(value))
+
+
 def print_links(links: Sequence[Any]) -> None:
-    """Print the links of a chain, each with its sentence; an unknown link is dim."""
-    table = Table.grid(Column(style="bold", no_wrap=True), Column(), padding=(0, 2))
+    """Print the links of a chain, each with a sentence; one of which nothing is known is dim."""
+    table = Table.grid(Column(style="bold", no_wrap=True), Column(overflow="fold"), padding=(0, 2))
     for link in links:
         says = Text(link.says) if link.known else Text(f"not known: {link.says}", style="dim")
         table.add_row(link.name, says)
@@ -158,19 +176,29 @@ def print_links(links: Sequence[Any]) -> None:
 
 
 def print_row(row: Mapping[str, Any]) -> None:
-    """Print one row, a column on each line."""
+    """Print one line of a table, its columns below each other; sentences wrap, digests and paths do not."""
     width = max(len(name) for name in row)
+    hanging = "\n" + " " * (width + 4)
     for name, value in row.items():
-        console.print(f"  {name:<{width}}  {value}")
+        room = max(20, console.width - len(hanging) + 1)
+        lines = textwrap.wrap(str(value), room, break_long_words=False, break_on_hyphens=False)
+        console.print(Text(f"  {name:<{width}}  {hanging.join(lines)}"), soft_wrap=True)
 
 
 def print_outcome(params: Params, outcome: Outcome) -> None:
     """Print the main job's table, its stages, and the pages with more."""
     columns = list(dict.fromkeys(name for row in outcome.rows for name in row))
-    table = Table(*columns)
-    for row in outcome.rows:
-        table.add_row(*(str(row.get(name, "–")) for name in columns))
-    console.print(table)
+    timed = [name for name in columns if name.endswith(SECONDS)]
+    others = [name for name in columns if name not in timed]
+    print_rows([{name: row.get(name, "–") for name in others} for row in outcome.rows], fold=("revision",))
+    print_row(
+        {
+            row["revision"]: ", ".join(
+                f"{name.removesuffix(SECONDS)} {row[name]} s" for name in timed if name in row
+            )
+            for row in outcome.rows
+        }
+    )
     stages = {**outcome.summary["stages"], "whole job": outcome.summary["seconds"]}
     console.print("  ".join(f"{name} {seconds:.1f} s" for name, seconds in stages.items()))
     bad = outcome.summary["bad_revision"]

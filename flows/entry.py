@@ -20,7 +20,9 @@ from engine.settings.params import Params, load_params, split_served_name
 
 PARAMS = Path("params.yaml")
 FormModel = TypeVar("FormModel", bound=Form)
-ParamsFile = Annotated[Path, typer.Option("--params", help="The file of settings.", show_default=True)]
+ParamsFile = Annotated[
+    Path, typer.Option("--params", envvar=PARAMS_VARIABLE, help="The file of settings.", show_default=True)
+]
 Revision = Annotated[str, typer.Argument(help="POLICY@DIGEST; the digest may be shortened.")]
 By = Annotated[str, typer.Option(help="Who decides this; it is recorded.")]
 Reason = Annotated[str, typer.Option(help="Why; it is recorded.")]
@@ -124,5 +126,8 @@ def pinned(revision: str) -> tuple[str, str]:
     """Split POLICY@DIGEST; raises `ConfigError` when the digest is missing."""
     policy, digest = split_served_name(revision)
     if not digest:
-        raise ConfigError(f"{revision!r} has no digest. Write a revision as POLICY@DIGEST.")
+        raise ConfigError(
+            f"{revision!r} has no digest. Write a revision as POLICY@DIGEST; `graftwork ls {policy}` lists "
+            "them."
+        )
     return policy, digest

@@ -100,6 +100,14 @@ def interval_text(score: "Score | None") -> str:
     return f"{score.mean:.1%} [{100 * score.ci_low:.1f}, {100 * score.ci_high:.1f}]"
 
 
+def age(seconds: float) -> str:
+    """Return a duration in its largest unit, as `40s`, `12m`, `3h` or `5d`."""
+    for size, unit in ((86_400, "d"), (3600, "h"), (60, "m")):
+        if seconds >= size:
+            return f"{seconds // size:.0f}{unit}"
+    return f"{max(seconds, 0):.0f}s"
+
+
 def policy_row(adapted: Adapted, ended: Mapping[str, Any]) -> dict[str, Any]:
     """Return a policy's row of the main job's table: scores, verdict, seconds of each stage."""
     release_s = round(ended["updated_at"] - ended["created_at"], 1)

@@ -77,11 +77,8 @@ def shown(row: dict[str, Any]) -> dict[str, str]:
         "bytes": f"{row['bytes']:,}" if row.get("bytes") is not None else "",
         "users": str(row.get("users", "")),
         "loads": str(row.get("loads", "")),
-        "waits": str(row.get("waits", "")),
         "load s": _seconds(row.get("load_s")),
         "wait s": _seconds(row.get("wait_s")),
-        "evictions": str(row.get("evictions", "")),
-        "last fault": (row.get("last_fault") or "")[:60],
     }
 
 

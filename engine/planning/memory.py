@@ -11,6 +11,7 @@ of the MLP, V vocabulary, E experts, R rank, N tokens at once, B bytes of a numb
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from shutil import get_terminal_size
 from typing import Any
 
 from engine.adapters.sizes import device_size, slot_bytes
@@ -316,4 +317,4 @@ def print_plan(title: str, rows: Iterable[tuple[str, str]]) -> None:
     shown = Table("part", "size", title=title)
     for row in rows:
         shown.add_row(*row)
-    Console(width=100).print(shown)
+    Console(width=min(100, get_terminal_size((100, 24)).columns)).print(shown)

@@ -138,6 +138,11 @@ class CreatePolicyForm(Form):
         None, description="worked questions before every question"
     )
     steps: int | None = Field(None, ge=1, le=100_000, description="training steps")
+    lr: float | None = Field(None, gt=0, le=1, description="learning rate")
+    loss: LossName | None = Field(None, description="what a step minimises")
+    rank: Rank | None = Field(None, description="rank of the adapter")
+    groups: int | None = Field(None, ge=1, le=10_000, description="problems a step")
+    group_size: int | None = Field(None, ge=2, le=1000, description="samples a problem")
     max_tokens: int | None = Field(None, ge=1, le=100_000, description="longest answer, tokens")
     again: bool = Field(False, description="take a name again that was purged once")
     items: int = Field(200, ge=10, le=10_000, description="frozen items at most")
@@ -151,7 +156,8 @@ class CreatePolicyForm(Form):
 
     def settings(self) -> dict[str, Any]:
         """Return the policy's own settings, those that were given."""
-        names = {"system", "few_shot", "steps", "max_tokens", "scheduled"}
+        names = {"system", "few_shot", "steps", "lr", "loss", "rank", "groups", "group_size"}
+        names |= {"max_tokens", "scheduled"}
         given = self.model_dump(mode="json", include=names, exclude_none=True)
         for name, hours in (("max_age_s", self.max_age_hours), ("drift_after_s", self.drift_after_hours)):
             if hours:

@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
-from itertools import chain, islice
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +25,8 @@ adapters_app = typer.Typer(
     help="Single adapters: ls, show, lineage, import, export, retire, expire.", no_args_is_help=True
 )
 app.add_typer(adapters_app, name="adapters")
+# Widths of the list: the narrowest terminal, POLICY@DIGEST12 at its longest, and what an owner gets at least.
+NARROWEST, LONGEST_NAME, OWNER = 72, 76, 14
 Name = Annotated[str, typer.Argument(help="POLICY@DIGEST; at least 4 digits of the digest.")]
 
 
@@ -80,9 +82,25 @@ def _json_row(row: dict[str, Any], first: bool) -> None:
 
 def _table_row(row: dict[str, Any], first: bool) -> None:
     if first:
-        typer.echo(f"{'name':<40} {'state':<9} {'step':>6} {'rank':>4} {'bytes':>13}  owner")
-    numbers = f"{row['step']:>6} {row['rank']:>4} {row['bytes']:>13,}"
-    typer.echo(f"{row['name']:<40} {row['state']:<9} {numbers}  {row['owner']}")
+        _table_line("name", "state", "step", "rank", "bytes", "owner")
+    size = f"{row['bytes']:,}"
+    _table_line(row["name"], row["state"], row["step"], row["rank"], size, row["owner"])
+
+
+def _table_line(name: str, state: str, step: Any, rank: Any, size: str, owner: str) -> None:
+    """Print a line of the list; where the terminal is too narrow, name and owner wrap."""
+    from flows.display import console
+
+    middle = f"  {state:<8} {step:>6} {rank:>4} {size:>11}  "
+    width = max(NARROWEST, console.width) - len(middle)
+    names = min(LONGEST_NAME, width - OWNER)
+    owners = width - names
+    parts = (range(0, len(name), names), range(0, len(owner), owners))
+    for at, of in zip_longest(*parts):
+        part = "" if at is None else name[at : at + names]
+        rest = "" if of is None else owner[of : of + owners]
+        typer.echo(f"{part:<{names}}{middle}{rest}".rstrip())
+        middle = " " * len(middle)
 
 
 @adapters_app.command("show")

@@ -22,7 +22,7 @@ from engine.services import lifecycle as services
 from engine.settings.forms import AdaptForm
 from engine.threads import background, in_parallel
 from flows.cli import adapters, admin, decide, look, plan, policy, purge, residency, score, serve, store
-from flows.entry import PARAMS, Again, ParamsFile, ReuseName, check, enter, require_services
+from flows.entry import PARAMS, Again, ParamsFile, ReuseName, check, enter, filled, require_services
 from tasks.deployments import install
 from tasks.outcome import Stages, shortcomings
 from tasks.purged_names import reuse_purged_name
@@ -34,6 +34,25 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def print_version(given: bool) -> None:
+    """Print the version and the commit, and exit."""
+    if given:
+        from engine.version import code_version
+
+        typer.echo(f"graftwork {code_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=print_version, help="Print the version and exit."),
+    ] = False,
+) -> None:
+    """Take the options of the command itself."""
 
 
 @app.command()
@@ -107,6 +126,11 @@ def down(params: ParamsFile = PARAMS) -> None:
 def adapt(
     names: Annotated[list[str] | None, typer.Argument(metavar="[POLICY]...", show_default=False)] = None,
     policy: Annotated[list[str] | None, typer.Option(help="A policy; may be given several times.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Training steps, this time.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate, this time.")] = None,
+    rank: Annotated[int | None, typer.Option(help="Rank of the adapter, this time.")] = None,
+    loss: Annotated[str | None, typer.Option(help="What a step minimises, this time.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of problems and samples, this time.")] = None,
     reuse_name: ReuseName = False,
     again: Again = False,
     params: ParamsFile = PARAMS,
@@ -116,6 +140,10 @@ def adapt(
     chosen = list(dict.fromkeys([*(names or ()), *(policy or ())]))
     if not chosen:
         raise ConfigError("Say which policy to adapt: `graftwork adapt --policy NAME`, once for each.")
+    forms = {
+        name: filled(AdaptForm, policy=name, steps=steps, lr=lr, rank=rank, loss=loss, seed=seed)
+        for name in chosen
+    }
     check(settings, chosen)
     require_services(settings)
     for name in chosen:
@@ -128,7 +156,7 @@ def adapt(
     rows: dict[str, Mapping[str, Any]] = {}
 
     def adapt_one(name: str) -> None:
-        rows[name] = adapt_flow(AdaptForm(policy=name)).row()
+        rows[name] = adapt_flow(forms[name]).row()
 
     try:
         with display.live():

@@ -29,7 +29,9 @@ app = typer.Typer()
 
 @app.command()
 def release(
-    revision: Revision,
+    revision: Annotated[
+        str, typer.Argument(help="POLICY@DIGEST, or POLICY for its newest exported revision.")
+    ],
     by: By = "cli",
     skip_score: Annotated[str | None, typer.Option(help="Skip the offline score, for this reason.")] = None,
     skip_canary: Annotated[str | None, typer.Option(help="Skip the canary, for this reason.")] = None,
@@ -40,7 +42,7 @@ def release(
 ) -> None:
     """Release a revision: probe, score, canary, then promotion or rollback; wait for the verdict."""
     settings = enter(params)
-    policy, digest = pinned(revision)
+    policy, digest = split_served_name(revision)
     check(settings, [policy])
     require_services(settings)
     from flows.display import print_row

@@ -51,8 +51,9 @@ def sessions(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
     if as_json:
         return print_json(rows)
     from flows.display import print_rows
+    from tasks.look import shown_session
 
-    print_rows(rows)
+    print_rows([shown_session(row) for row in rows], fold=("session", "writer"))
 
 
 @app.command()
@@ -72,13 +73,13 @@ def ls(
         shown, rows = [look.shown_policy(row) for row in policies], look.plain(policies)
     else:
         revisions, total = look.revisions(settings, policy, limit)
-        shown, rows = [look.shown_revision(row) for row in revisions], look.plain(revisions)
+        shown, rows = [look.shown_revision(row, time.time()) for row in revisions], look.plain(revisions)
     if as_json:
         kind = "policies" if policy is None else "revisions"
         return print_json({"as_of": fresh, "total": total, kind: rows})
     from flows.display import print_rows
 
-    print_rows(shown)
+    print_rows(shown, fold=("policy", "canary", "users"))
     say(f"{len(rows)} of {total}; `--limit` shows more." if total > len(rows) else "")
     say(look.note(fresh))
 

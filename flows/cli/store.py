@@ -93,7 +93,7 @@ def _run(params: ParamsFile, as_json: bool, operation: Callable[..., "Report"], 
         examples = found.pop("examples")
         print_row(found)
         if examples:
-            print_rows(examples)
+            print_rows(examples, fold=("revision", "fault"))
     if report.damaged:
         count = f"{report.damaged} revisions are" if report.damaged > 1 else "1 revision is"
         raise AdapterError(

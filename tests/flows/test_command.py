@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import command_line
 import psutil
 import pytest
 import yaml
@@ -15,6 +16,7 @@ from repository import ROOT
 from engine.errors import ServiceError
 from engine.settings.forms import AdaptForm
 from engine.settings.params import load_params
+from engine.version import code_version
 
 
 def graftwork(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -80,7 +82,8 @@ FAULTS = {
     "unknown scope": (["key", "create", "me", "--scope", "root"], {}, 2, "There is no scope 'root'"),
     "unknown key": (["key", "revoke", "123456"], {}, 5, "key"),
     "no services": (["adapt", "arithmetic"], {}, 7, "graftwork up"),
-    "no digest": (["promote", "arithmetic", "--reason", "x"], {}, 2, "POLICY@DIGEST"),
+    "no digest": (["promote", "arithmetic", "--reason", "x"], {}, 2, "`graftwork ls arithmetic` lists"),
+    "wrong learning rate": (["adapt", "arithmetic", "--lr", "-1"], {}, 2, "`lr`: Input should be greater"),
     "unknown task": (
         ["run"],
         {"policies": {"p": {"task": "flying", "contract": "terse", "suite": "addition-terse"}}},
@@ -149,6 +152,20 @@ def test_keys_are_created_listed_and_revoked(params: Path) -> None:
     assert "revoked" in graftwork("key", "ls", *given).stdout
 
 
+def test_the_version_names_the_commit() -> None:
+    said = graftwork("--version").stdout
+    assert said == f"graftwork {code_version()}\n"
+
+
+def test_a_variable_names_the_settings(params: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """For scripts, and from any directory; the option comes first."""
+    monkeypatch.setenv("GRAFTWORK_PARAMS", str(params))
+    graftwork("key", "create", "ada", cwd=tmp_path)
+    assert "ada" in graftwork("key", "ls", cwd=tmp_path).stdout
+    refused = graftwork("key", "ls", "--params", "nowhere.yaml", cwd=tmp_path)
+    assert "nowhere.yaml does not exist" in refused.stderr
+
+
 def test_down_and_status_without_services(params: Path) -> None:
     given = ("--params", str(params))
     assert "No services were running" in graftwork("down", *given).stdout
@@ -182,6 +199,26 @@ def test_a_policy_that_fails_leaves_the_others_rows(
     assert "sorting@123456789abc" in capsys.readouterr().out
     cli.adapt(["sorting"], None, params=params)
     assert "sorting@123456789abc" in capsys.readouterr().out
+
+
+def test_adapt_takes_a_recipe_for_this_time(monkeypatch: pytest.MonkeyPatch, params: Path) -> None:
+    import flows.adapt
+    from flows.cli import command as cli
+
+    asked: list[AdaptForm] = []
+
+    def adapt(form: AdaptForm) -> SimpleNamespace:
+        asked.append(form)
+        return SimpleNamespace(row=lambda: {"revision": "sorting@123456789abc"})
+
+    monkeypatch.setattr(flows.adapt, "adapt", adapt)
+    monkeypatch.setattr(cli, "require_services", lambda settings: None)
+    monkeypatch.setattr("tasks.steps.preload", lambda: None)
+    recipe = ("--steps", "2", "--lr", "0.001", "--rank", "4", "--loss", "grpo", "--seed", "7")
+    done = command_line.graftwork("adapt", "sorting", *recipe, "--params", str(params))
+    assert done.returncode == 0, done.stderr
+    changed = {"steps": 2, "lr": 0.001, "rank": 4, "loss": "grpo", "seed": 7}
+    assert [form.changes() for form in asked] == [changed]
 
 
 @pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", 143)])

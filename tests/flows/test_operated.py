@@ -18,7 +18,7 @@ import httpx
 import psutil
 import pytest
 import yaml
-from operated import ROOT, Operated, graftwork, write_settings, write_sums
+from operated import ROOT, Operated, graftwork, skeleton, write_settings, write_sums
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(600)]
 POLICY = "sums"
@@ -94,6 +94,12 @@ def promoted(people: Operated, adapted: str, rows: list[dict[str, str]]) -> str:
     """The run that released it to users, to its verdict."""
     with people.users(POLICY, rows):
         return people.run("release", policy=POLICY, by="ada", max_seconds=120)
+
+
+@pytest.fixture(scope="module")
+def own_policy(people: Operated) -> str:
+    """What the example of a policy of one's own prints; others ask and schedule its policy."""
+    return people.example("own_policy.sh")
 
 
 @pytest.fixture(scope="module")
@@ -443,6 +449,17 @@ def test_several_policies_are_adapted_at_once(people: Operated) -> None:
     done = graftwork("adapt", "--policy", names[0], "--policy", names[1], settings=settings)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [versions(name) for name in names] == [count + 1 for count in before]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["own_policy.sh", "verifier.py", "custom_loss.py", "import_peft.py", "openai_client.py", "nightly.py"],
+)
+def test_an_example_prints_what_is_beside_it(people: Operated, own_policy: str, name: str) -> None:
+    said = own_policy if name == "own_policy.sh" else people.example(name)
+    beside = (ROOT / "examples" / name).with_suffix(".txt").read_text()
+    assert skeleton(said) == skeleton(beside)
+    assert name in (ROOT / "examples" / "README.md").read_text()
 
 
 def test_a_run_whose_heartbeats_stopped_is_marked_as_crashed(people: Operated, dead: str) -> None:

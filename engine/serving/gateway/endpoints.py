@@ -16,11 +16,12 @@ from prometheus_client import REGISTRY
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.datastructures import State
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.lora.request import LoRARequest
 
 from engine.catalog.catalog import open_catalog
 from engine.errors import GraftworkError, ServiceError
 from engine.ledger.spool import Spool
-from engine.serving.gateway.gateway import GatewayState, send_error
+from engine.serving.gateway.gateway import ASKED, GatewayState, send_error
 from engine.serving.gateway.prewarming import Prewarmer, names_under_release
 from engine.serving.gateway.rollouts import gate_of_platform, rollouts
 from engine.serving.gateway.routing import Router
@@ -63,6 +64,7 @@ class GraftworkEndpoints:
         app.get("/graftwork/residency")(residency)
         app.get("/graftwork/loads")(loads)
         app.get("/v1/models")(models)
+        app.get("/v1/models/{name:path}")(model)
         app.state.graftwork_gate = gate_of_platform()
         app.post("/graftwork/rollouts")(rollouts)
         app.post("/v1/feedback", status_code=202)(feedback)
@@ -78,6 +80,7 @@ class GraftworkEndpoints:
         serving_models: OpenAIServingModels = state.openai_serving_models
         workers = check_marker(await VllmEngine.markers(engine_client))
         engine = await VllmEngine.connect(engine_client, serving_models)
+        answer_as_asked(serving_models)
         state.graftwork_marker = {
             "plugin": settings["version"],
             "vllm": vllm_version(),
@@ -94,6 +97,7 @@ class GraftworkEndpoints:
             settings["base_name"],
             settings["base"],
             cached_rows=rows_to_cache(params.engine.host_adapters),
+            configured=params.base.name,
         )
         spool = Spool(params.paths.spool, "gateway")
         tier = Residency(
@@ -110,6 +114,19 @@ class GraftworkEndpoints:
         prewarmer = Prewarmer(tier, router, params.paths.warm / f"{params.engine.port}.json")
         # asyncio keeps only weak references to tasks, so the state holds this one.
         state.graftwork_prewarming = asyncio.create_task(prewarmer.run())
+
+
+def answer_as_asked(models: OpenAIServingModels) -> None:
+    """Make answers of the base carry the `model` of the request, such as a policy without a champion.
+
+    vLLM writes the base's own name. Bound: 0.32.0. Goes when vLLM answers with the request's `model`.
+    """
+    stock = models.model_name
+
+    def model_name(lora_request: LoRARequest | None = None) -> str:
+        return stock(lora_request) if lora_request else ASKED.get() or stock()
+
+    models.model_name = model_name  # type: ignore[method-assign]
 
 
 def check_marker(workers: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -176,9 +193,21 @@ async def models(request: Request) -> dict[str, Any]:
     """List the base and the first 1,000 policies in the format of OpenAI's API; revisions are not listed."""
     state: GatewayState = request.app.state.graftwork
     names = [state.router.base_name, *state.router.policies(MODELS)]
-    created = int(time.time())
-    data = [{"id": name, "object": "model", "created": created, "owned_by": "graftwork"} for name in names]
-    return {"object": "list", "data": data}
+    return {"object": "list", "data": [_card(name) for name in names]}
+
+
+async def model(name: str, request: Request) -> Any:
+    """Return a model that may be asked for, as OpenAI's client retrieves it: base, policy or revision."""
+    state: GatewayState = request.app.state.graftwork
+    try:
+        state.router.resolve(name, "")
+    except GraftworkError as error:
+        return _Refusal(error)
+    return _card(name)
+
+
+def _card(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": int(time.time()), "owned_by": "graftwork"}
 
 
 async def feedback(body: Feedback, request: Request) -> dict[str, str]:

@@ -9,6 +9,7 @@ import hashlib
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -48,9 +49,12 @@ PASSED_PATHS = frozenset(
         "/graftwork/loads",
     }
 )
+MODEL_PATH = "/v1/models/"
 PURPOSES = frozenset({"user", "score", "rollout", "probe"})
 MAX_BODY = 8 << 20
 CLIENT_LEFT = 499
+# The `model` of a request that the base answers, for its answer to carry.
+ASKED: ContextVar[str | None] = ContextVar("asked", default=None)
 
 
 class Refused(GraftworkError):
@@ -129,7 +133,7 @@ class Gateway:
                 raise Refused(503, "The engine is starting.")
             key = authenticate(state.router, headers)
             scope.setdefault("state", {})["graftwork_key"] = key
-            if scope["path"] in PASSED_PATHS:
+            if scope["path"] in PASSED_PATHS or scope["path"].startswith(MODEL_PATH):
                 return await self._app(scope, receive, send)
             if scope["path"] not in GENERATING:
                 raise Refused(404, f"{scope['path']} is not served. Use {' or '.join(GENERATING)}.")
@@ -161,6 +165,7 @@ class Gateway:
         )
         try:
             if target.digest is None or target.policy is None:
+                ASKED.set(str(body["model"]))
                 body["model"] = state.router.base_name
                 await self._forward(exchange, body, scope, receive, send)
             else:

@@ -53,8 +53,11 @@ class Router:
         base_digest: str,
         clock: Callable[[], float] = time.monotonic,
         cached_rows: int = LEAST_ROWS,
+        configured: str | None = None,
     ):
         self.base_name = base_name
+        # Its directory or hub id in the settings names the base too.
+        self._base_names = {base_name, configured or base_name}
         self._base_digest = base_digest
         self._catalog = catalog
         self._clock = clock
@@ -92,7 +95,7 @@ class Router:
         has been unreadable for so long that the pinned revision may have a tombstone by now.
         """
         self._look()
-        if model == self.base_name:
+        if model in self._base_names:
             return Target(None, None, "base")
         policy, digest = split_served_name(model)
         if not POLICY_NAME.fullmatch(policy):

@@ -190,15 +190,33 @@ def test_lists_show_scores_roles_and_what_users_said(params: Params) -> None:
     )  # fmt: skip
     rows, total = look.revisions(params, "sorting", limit=3)
     assert (len(rows), total) == (3, 4)
-    shown = {row.digest: look.shown_revision(row) for row in look.revisions(params, "sorting", limit=9)[0]}
+    newest_first = look.revisions(params, "sorting", limit=9)[0]
+    assert newest_first[0].parent == NEW
+    shown = {row.digest: look.shown_revision(row, now=3601.0) for row in newest_first}
     assert shown[NEW]["role"] == "champion"
     assert shown[NEW]["score"].startswith("90.0% [")
     assert shown[NEW]["users"] == "50.0% of 1"
     assert shown[NEW]["verdict"] == "promote"
     assert (shown[OLD]["role"], shown[THIRD]["role"]) == ("previous", "buried")
-    assert shown["ab" * 32]["parent"] == NEW[:12]
+    assert shown[NEW]["age"] == "1h"
     with pytest.raises(NotFound, match="Known policies: sorting"):
         look.revisions(params, "poems", limit=9)
+
+
+def test_a_task_of_ones_own_is_shown_without_its_path(params: Params) -> None:
+    own = {"suite": "sorting-json", "task": "/home/ada/project/eval_suites/sorting/train.jsonl"}
+    catalog = Catalog(params.paths.catalog_url)
+    catalog.policies.add(replace(catalog.policies.get("sorting"), config=own))
+    catalog.close()
+    manifest = params.paths.revisions / "sorting" / NEW[:12] / "manifest.json"
+    body = json.loads(manifest.read_text())
+    body["config"]["task"] = own["task"]
+    manifest.write_text(json.dumps(body))
+    assert said(why(params, "sorting"))["data"].startswith("Task sorting/train.jsonl, ")
+    assert look.policies(params, limit=5)[0][0].task == "sorting/train.jsonl"
+    page = Path(json.loads(graftwork(params, "report", "--json").stdout)["path"]).read_text()
+    assert "sorting/train.jsonl" in page
+    assert "/home/ada" not in page
 
 
 def test_it_says_how_old_it_is(params: Params) -> None:
@@ -289,7 +307,7 @@ def test_the_commands_speak_tables_and_sentences(params: Params) -> None:
     shown = graftwork(params, "why", f"sorting@{THIRD[:6]}")
     assert "not known: It has no verdict yet." in shown.stdout
     assert "The controller is not running" in shown.stdout
-    assert "90.0% [55.5%, 99.7%]" in graftwork(params, "ls", "sorting").stdout
+    assert "90.0% [55.5, 99.7]" in graftwork(params, "ls", "sorting").stdout
     unknown = graftwork(params, "why", "poems")
     assert (unknown.returncode, unknown.stderr.count("\n")) == (5, 1)
 
