@@ -48,6 +48,7 @@ def residency(params: Params, limit: int) -> dict[str, Any]:
         "evictions": (live or {}).get("evictions", 0),
         "states": (live or {}).get("states", {}),
         "transitions": (live or {}).get("transitions", []),
+        "quarantined": quarantined(params, limit),
         "revisions": rows[:limit],
     }
 
@@ -59,6 +60,15 @@ def ask_engine(params: Params) -> dict[str, Any] | None:
     with EngineClient(params.url("engine"), key, timeout_s=TIMEOUT_S) as engine, suppress(NotRunning):
         return engine.residency()
     return None
+
+
+def quarantined(params: Params, limit: int) -> list[dict[str, str]]:
+    """Return at most `limit` revisions in quarantine with the reason, newest first."""
+    with open_catalog(params.paths) as catalog:
+        return [
+            {"revision": served_name(policy, digest), "reason": reason}
+            for policy, digest, reason in catalog.quarantine.newest(limit)
+        ]
 
 
 def stored_bytes(params: Params) -> int | None:

@@ -47,6 +47,15 @@ class Quarantine:
             between = query.where(stones.digest.between(min(digests), max(digests)))
             return {(policy, digest) for policy, digest in connection.execute(between)}
 
+    def newest(self, limit: int) -> list[tuple[str, str, str]]:
+        """Return at most `limit` quarantined revisions (policy, digest, reason), newest first."""
+        stones = tables.quarantine.c
+        query = select(stones.policy, stones.digest, stones.reason).order_by(stones.at.desc(), stones.digest)
+        with self._access.read() as connection:
+            return [
+                (policy, digest, reason) for policy, digest, reason in connection.execute(query.limit(limit))
+            ]
+
     def release(self, policy: str, digest: str) -> None:
         """End a revision's quarantine, if it is quarantined."""
         with self._access.write() as connection:

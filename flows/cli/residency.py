@@ -31,6 +31,8 @@ def residency(limit: Limit = 50, as_json: Json = False, params: ParamsFile = PAR
         facts[f"{made['before']} -> {made['after']}"] = f"{made['event']} {made['count']:,}"
     print_row(facts)
     print_rows([tiers.shown(row) for row in found["revisions"]], fold=("revision",))
+    for row in found["quarantined"]:
+        console.print(f"{row['revision']} is in quarantine: {row['reason']}", markup=False)
     for row in found["revisions"]:
         if row.get("last_fault"):
             console.print(f"{row['revision']}: {row['last_fault']}", markup=False)
