@@ -1,4 +1,4 @@
-"""The command that shows where adapters are."""
+"""`graftwork residency`: where each adapter is now."""
 
 from typing import Annotated
 
@@ -8,12 +8,12 @@ from flows.cli.look import print_json
 from flows.entry import PARAMS, Json, ParamsFile, enter
 
 app = typer.Typer()
-Limit = Annotated[int, typer.Option(min=1, max=10_000, help="How many revisions at most.")]
+Limit = Annotated[int, typer.Option(min=1, max=10_000, help="Show at most this many revisions.")]
 
 
 @app.command()
 def residency(limit: Limit = 50, as_json: Json = False, params: ParamsFile = PARAMS) -> None:
-    """Show the tiers (stored, host, slot), the queue of cold loads, and each revision's loads and waits."""
+    """Show the tiers (stored, host, slot), the cold load queue, and loads and waits of each revision."""
     settings = enter(params)
     from tasks import residency as tiers
 
@@ -23,7 +23,7 @@ def residency(limit: Limit = 50, as_json: Json = False, params: ParamsFile = PAR
     from flows.display import print_row, print_rows
 
     if not found["engine"]:
-        typer.echo("No engine runs: every revision is stored.")
+        typer.echo("No engine is running, so every revision is `stored`.")
     for name, tier in found["tiers"].items():
         print_row({name: ", ".join(f"{key} {value:,}" for key, value in tier.items() if value is not None)})
     if found["queue"]:
