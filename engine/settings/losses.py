@@ -41,8 +41,8 @@ CORRECTIONS = ("tis", "geometric", "icepop", "outlier")
 class LossConfig(Settings):
     """Settings of a loss. An empty one has the value of the loss's paper.
 
-    The corrections `tis`, `geometric`, `icepop` and `outlier` are off, on with the value of their paper, or on
-    with the given value. Their ratio is the trainer's probability of a token over the sampler's.
+    The corrections `tis`, `geometric`, `icepop` and `outlier` are off, on with their paper's value, or on
+    with the given one. Their ratio is the trainer's probability of a token over the sampler's.
     """
 
     clip_low: float | None = Field(None, ge=0, le=1, description="Clip the ratio below 1 - this.")
