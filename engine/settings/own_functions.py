@@ -32,5 +32,7 @@ def load_own(kind: str, name: str, parameters: str) -> Callable[..., Any]:
             "and function; a module in the working directory is found too."
         ) from None
     if not callable(found):
-        raise ConfigError(f"The {kind} {name!r} is not callable. Name a function of ({parameters}).")
+        raise ConfigError(
+            f"The {kind} {name!r} is not a function. Name one with the parameters ({parameters})."
+        )
     return found

@@ -169,7 +169,7 @@ def import_(
     reuse_purged_name(settings, policy, owner, reuse_name or again)
     manifest = publish(settings, path, foreign, base, policy, owner, probe_by_base(settings, base, say))
     name, proven = served_name(policy, manifest.digest), None
-    say(f"Imported as {name}.")
+    say(f"The adapter is imported as {name}.")
     if any(state.name == "engine" and state.state == "running" for state in services.status(settings)):
         proven = str(prove(settings, policy, manifest.digest, local_key(settings)))
         say(f"Effect probe: {proven}")
