@@ -21,12 +21,13 @@ from engine.settings.params import Params, load_params, split_served_name
 PARAMS = Path("params.yaml")
 FormModel = TypeVar("FormModel", bound=Form)
 ParamsFile = Annotated[
-    Path, typer.Option("--params", envvar=PARAMS_VARIABLE, help="The file of settings.", show_default=True)
+    Path,
+    typer.Option("--params", envvar=PARAMS_VARIABLE, help="Read settings from this file.", show_default=True),
 ]
-Revision = Annotated[str, typer.Argument(help="POLICY@DIGEST; the digest may be shortened.")]
-By = Annotated[str, typer.Option(help="Who decides this; it is recorded.")]
-Reason = Annotated[str, typer.Option(help="Why; it is recorded.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Revision = Annotated[str, typer.Argument(help="Revision as POLICY@DIGEST; the digest may be shortened.")]
+By = Annotated[str, typer.Option(help="Record this name for the decision.")]
+Reason = Annotated[str, typer.Option(help="Record this reason for the decision.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def _note_again(given: bool) -> bool:
@@ -35,7 +36,7 @@ def _note_again(given: bool) -> bool:
     return given
 
 
-ReuseName = Annotated[bool, typer.Option("--reuse-name", help="Reuse a purged name.")]
+ReuseName = Annotated[bool, typer.Option("--reuse-name", help="Allow a policy name that was purged before.")]
 Again = Annotated[bool, typer.Option("--again", hidden=True, callback=_note_again)]
 
 

@@ -1,4 +1,4 @@
-"""What all models of settings share: no unknown keys, nothing changes, faults as sentences."""
+"""The base class of all settings models, and validation errors as sentences."""
 
 from typing import Any
 
@@ -19,11 +19,13 @@ PATTERNS = {
 
 
 class Settings(BaseModel):
+    """A frozen settings model that refuses unknown keys."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
-    """Turn a validation error into sentences that name the key, the fault and what is allowed."""
+    """Return a validation error as sentences with each key, the fault and what is allowed."""
     sentences = []
     for item in error.errors():
         where = ".".join(str(part) for part in item["loc"])

@@ -1,4 +1,4 @@
-"""The command that shows where adapters are."""
+"""`graftwork residency`: where each adapter is now."""
 
 from collections.abc import Mapping
 from typing import Annotated
@@ -9,12 +9,12 @@ from flows.cli.look import print_json
 from flows.entry import PARAMS, Json, ParamsFile, enter
 
 app = typer.Typer()
-Limit = Annotated[int, typer.Option(min=1, max=10_000, help="How many revisions at most.")]
+Limit = Annotated[int, typer.Option(min=1, max=10_000, help="Show at most this many revisions.")]
 
 
 @app.command()
 def residency(limit: Limit = 50, as_json: Json = False, params: ParamsFile = PARAMS) -> None:
-    """Show the tiers (stored, host, slot), the queue of cold loads, and each revision's loads and waits."""
+    """Show the tiers (stored, host, slot), the cold load queue, and loads and waits of each revision."""
     settings = enter(params)
     from tasks import residency as tiers
 
@@ -24,7 +24,7 @@ def residency(limit: Limit = 50, as_json: Json = False, params: ParamsFile = PAR
     from flows.display import console, print_row, print_rows
 
     if not found["engine"]:
-        typer.echo("No engine runs: every revision is stored.")
+        typer.echo("No engine is running, so every revision is `stored`.")
     facts = {name: _listed(tier) for name, tier in found["tiers"].items()}
     facts |= {name: _listed(found[name]) for name in ("queue", "states") if found[name]}
     for made in found["transitions"]:

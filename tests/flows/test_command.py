@@ -128,6 +128,15 @@ def test_fault_is_one_sentence_and_an_exit_code(
     assert "Traceback" not in result.stderr
 
 
+def test_help_of_a_benchmark_is_its_own(params: Path) -> None:
+    shown = graftwork("bench", "fused", "--help", "--params", str(params))
+    assert shown.returncode == 0, shown.stderr
+    assert "--repeats" in shown.stdout
+    general = graftwork("bench", "--help")
+    assert general.returncode == 0
+    assert "NAME" in general.stdout
+
+
 def test_a_variable_that_breaks_equal_bits_is_refused(params: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MKL_CBWR", "AVX2")
     result = graftwork("status", "--params", str(params))

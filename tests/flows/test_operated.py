@@ -18,10 +18,13 @@ import httpx
 import psutil
 import pytest
 import yaml
+from document_blocks import PORTS, RUN, RUN_UP, marked, run, scratch
+from documents import reading_order
 from operated import ROOT, Operated, graftwork, skeleton, write_settings, write_sums
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(600)]
-POLICY = "sums"
+# The pages may create policies of their own, such as `sums`.
+POLICY = "additions"
 OVER = 'The "test" is over.'
 DEPLOYMENTS = {
     "create_policy", "adapt", "release", "promote", "rollback", "hold", "restore", "nightly", "report",
@@ -406,6 +409,31 @@ def test_a_schedule_never_overlaps_itself(people: Operated, created: str) -> Non
     states = [people.wait(run) for run in runs]
     assert "CANCELLED" in [state["type"] for state in states], states
     assert {state["type"] for state in states} <= {"CANCELLED", "COMPLETED"}, states
+
+
+@pytest.fixture(scope="module")
+def champion_of_the_pages(people: Operated) -> None:
+    """A champion of `arithmetic`, which README.md asks, as `make run` leaves one."""
+    from engine.settings.params import served_name
+
+    people.run("adapt", policy="arithmetic", steps=2, scored=False)
+    (version,) = people.mlflow.search_model_versions("name = 'arithmetic'")
+    name = served_name("arithmetic", version.tags["graftwork.digest"])
+    done = graftwork("promote", name, "--reason", "The pages ask it.", settings=people.settings)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    "page", [path for path in reading_order() if marked(path, RUN_UP)], ids=lambda page: page.stem
+)
+def test_blocks_of_a_page_run_on_the_services(
+    people: Operated, champion_of_the_pages: None, page: Path, tmp_path: Path
+) -> None:
+    """In reading order: pages use what those before them made."""
+    checkout = scratch(tmp_path / "checkout", people.settings, people.state, people.state / "suites")
+    ports = {name: people.data[name]["port"] for name in PORTS}
+    run(marked(page, RUN, RUN_UP), checkout, ports, timeout_s=1000)
 
 
 def test_mlflow_and_prefect_may_die_in_the_middle_of_an_adapt(people: Operated, created: str) -> None:
