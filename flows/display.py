@@ -27,7 +27,7 @@ PLAIN_LINES = 10
 SECONDS = " (s)"
 steps = Progress(
     TextColumn("  {task.description:<12}", table_column=Column(no_wrap=True, max_width=22)),
-    BarColumn(bar_width=10),
+    BarColumn(bar_width=6),
     MofNCompleteColumn(),
     TextColumn("{task.fields[note]}", table_column=Column(no_wrap=True)),
     console=console,
