@@ -181,11 +181,14 @@ async def models(request: Request) -> dict[str, Any]:
     return {"object": "list", "data": data}
 
 
-async def feedback(body: Feedback, request: Request) -> dict[str, str]:
-    """Record a reward for an earlier response of the same key."""
+async def feedback(body: Feedback, request: Request) -> Any:
+    """Record a reward for an earlier response of the same key; 503 when it cannot be stored."""
     state: GatewayState = request.app.state.graftwork
     key = request.state.graftwork_key
-    state.spool.emit("feedback", request_id=body.request_id, reward=body.reward, key=key.hash)
+    try:
+        state.spool.emit("feedback", request_id=body.request_id, reward=body.reward, key=key.hash)
+    except OSError as error:
+        return _Refusal(ServiceError(f"The reward could not be stored: {error}. Send it again later."))
     return {"status": "accepted"}
 
 

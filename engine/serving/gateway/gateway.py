@@ -6,6 +6,7 @@ is in the host tier, rewrites `model`, forwards the request and spools one obser
 
 import asyncio
 import hashlib
+import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
@@ -14,6 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import orjson
+from prometheus_client import Counter
 
 from engine.catalog.catalog import Key, Revision
 from engine.errors import Ambiguous, Busy, GraftworkError, NotFound
@@ -51,6 +53,8 @@ PASSED_PATHS = frozenset(
 PURPOSES = frozenset({"user", "score", "rollout", "probe"})
 MAX_BODY = 8 << 20
 CLIENT_LEFT = 499
+UNOBSERVED = Counter("graftwork_observations_lost", "Requests whose observation could not be spooled.")
+log = logging.getLogger("graftwork.gateway")
 
 
 class Refused(GraftworkError):
@@ -175,7 +179,7 @@ class Gateway:
             exchange.status = error.status
             raise
         finally:
-            state.spool.emit("observations", **exchange.observation(state.name))
+            record(state, exchange)
 
     async def _hold(self, state: GatewayState, revision: Revision, purpose: str, receive: Receive) -> str:
         """Wait until the adapter is in the host tier; return its served name. Stop if the client leaves."""
@@ -255,6 +259,15 @@ def purpose_of(headers: dict[str, str], key: Key) -> str:
             403, f"x-graftwork-purpose {purpose!r} requires a key of scope 'score' or 'admin', not 'user'."
         )
     return purpose
+
+
+def record(state: GatewayState, exchange: Exchange) -> None:
+    """Spool a request's observation. A full disk is counted and logged, and never changes the answer."""
+    try:
+        state.spool.emit("observations", **exchange.observation(state.name))
+    except OSError as error:
+        UNOBSERVED.inc()
+        log.warning("The observation of %s could not be spooled: %s", exchange.id, error)
 
 
 def hash_unit(target: Target, unit: str) -> str:

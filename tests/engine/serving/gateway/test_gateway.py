@@ -1,6 +1,7 @@
 """The gateway in front of a fake server: who may ask, what is passed on, what is observed."""
 
 import asyncio
+import errno
 import hashlib
 import json
 import time
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+from prometheus_client import REGISTRY
 
 from engine.catalog.catalog import Base, Catalog, Policy, Revision, migrate
 from engine.errors import DamagedBytes
@@ -22,10 +24,14 @@ CHAMPION, CANARY = "a" * 64, "b" * 64
 
 
 class Events:
+    """A spool in memory; with a full disk it raises as the real one does."""
+
     def __init__(self):
-        self.rows = []
+        self.rows, self.is_full = [], False
 
     def emit(self, table, **fields):
+        if self.is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
         self.rows.append((table, fields))
 
 
@@ -48,7 +54,7 @@ class Server:
     """What stands behind the gateway: notes each body and answers like vLLM."""
 
     def __init__(self):
-        self.seen = []
+        self.seen, self.status = [], 200
 
     async def __call__(self, scope, receive, send):
         message = await receive()
@@ -62,7 +68,7 @@ class Server:
             "id": f"cmpl-{headers.get('x-request-id')}",
             "usage": {"prompt_tokens": 3, "completion_tokens": 2},
         }
-        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.start", "status": self.status, "headers": []})
         await send({"type": "http.response.body", "body": json.dumps(answer, separators=(",", ":")).encode()})
 
 
@@ -277,6 +283,22 @@ async def test_a_damaged_adapter_is_a_422_until_its_bytes_come_again(world):
     assert "damaged" in first.json()["error"]["message"]
     assert "quarantine" in second.json()["error"]["message"]
     assert repaired.status_code == 200
+
+
+async def test_a_full_spool_disk_changes_no_answer(world):
+    """Refusals of the gateway, an answer of the engine, and an error of the engine."""
+    world.events.is_full = True
+    lost = REGISTRY.get_sample_value("graftwork_observations_lost_total")
+    world.engine.faults = [DamagedBytes("its bytes are damaged; export the revision again.")]
+    async with world.client() as client:
+        refused = await client.post("/v1/completions", json=PINNED)
+        answered = await client.post("/v1/completions", json={"model": "tiny"})
+        world.server.status = 400
+        failed = await client.post("/v1/completions", json={"model": "tiny"})
+    assert [refused.status_code, answered.status_code, failed.status_code] == [422, 200, 400]
+    assert "damaged" in refused.json()["error"]["message"]
+    assert answered.json()["id"].startswith("cmpl-")
+    assert REGISTRY.get_sample_value("graftwork_observations_lost_total") == lost + 3
 
 
 async def test_names_that_name_nothing_or_too_much_are_told_the_near_ones(world):
