@@ -10,6 +10,7 @@ import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 import orjson
 from prometheus_client import Counter
 
-from engine.catalog.catalog import Key, Revision
+from engine.catalog.catalog import Key
 from engine.errors import Ambiguous, Busy, GraftworkError, NotFound
 from engine.ledger.spool import Spool
 from engine.serving.gateway.routing import Router, Target
@@ -29,6 +30,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Any, Receive, Send], Awaitable[None]]
 Done = TypeVar("Done")
+# Looks at the routes; returns who answers, and when the look began (epoch seconds).
+Admit = Callable[[], tuple[Target, float]]
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/graftwork/marker"})
 GENERATING = {
@@ -80,7 +83,10 @@ class GatewayState:
 
 @dataclass
 class Exchange:
-    """A request in flight and its measurements; times in seconds, `admitted_at` as epoch seconds."""
+    """A request in flight and its measurements; times in seconds.
+
+    `admitted_at` (epoch seconds) is when the look at the routes began that chose `target`.
+    """
 
     id: str
     key: Key
@@ -148,12 +154,14 @@ class Gateway:
     async def _generate(
         self, state: GatewayState, key: Key, headers: dict[str, str], scope: Any, receive: Receive, send: Send
     ) -> None:
-        started, admitted_at = time.perf_counter(), time.time()
+        started = time.perf_counter()
         body = parse(await read_body(receive))
         purpose = purpose_of(headers, key)
         request_id = uuid.uuid4().hex
         unit = body.get("user") or headers.get("x-session-id")
-        target = state.router.resolve(str(body.get("model") or ""), str(unit or request_id), purpose)
+        model = str(body.get("model") or "")
+        admit = partial(state.router.admit, model, str(unit or request_id), purpose)
+        target, admitted_at = admit()
         exchange = Exchange(
             id=GENERATING[scope["path"]] + request_id,
             key=key,
@@ -164,12 +172,12 @@ class Gateway:
             started=started,
         )
         try:
-            if target.digest is None or target.policy is None:
+            name = await self._hold(state, exchange, admit, receive)
+            if name is None:
                 body["model"] = state.router.base_name
                 await self._forward(exchange, body, scope, receive, send)
             else:
-                revision = state.router.revision(target.policy, target.digest)
-                body["model"] = name = await self._hold(state, revision, purpose, receive)
+                body["model"] = name
                 entered = partial(state.residency.entered, name)
                 try:
                     await self._forward(exchange, body, scope, receive, send, entered)
@@ -181,15 +189,31 @@ class Gateway:
         finally:
             record(state, exchange)
 
-    async def _hold(self, state: GatewayState, revision: Revision, purpose: str, receive: Receive) -> str:
-        """Wait until the adapter is in the host tier; return its served name. Stop if the client leaves."""
-        name = state.residency.hold_warm(revision)
-        if name is None:
-            priority = INTERACTIVE if purpose == "user" else BACKGROUND
-            name = await unless_left(
-                receive, state.residency.hold(revision, priority), state.residency.release
-            )
-        return name
+    async def _hold(
+        self, state: GatewayState, exchange: Exchange, admit: Admit, receive: Receive
+    ) -> str | None:
+        """Hold the target's adapter in the host tier; return its served name, or None for the base.
+
+        A cold adapter may take a minute. After each such wait the request is admitted again and follows the
+        routes as they are then: it never reaches a revision that was rolled back, retired, purged or
+        quarantined meanwhile. The wait ends when the client leaves.
+        """
+        residency, priority = state.residency, INTERACTIVE if exchange.purpose == "user" else BACKGROUND
+        while True:
+            policy, digest = exchange.target.policy, exchange.target.digest
+            if policy is None or digest is None:
+                return None
+            revision = state.router.revision(policy, digest)
+            if (warm := residency.hold_warm(revision)) is not None:
+                return warm
+            name = await unless_left(receive, residency.hold(revision, priority), residency.release)
+            with ExitStack() as otherwise:
+                otherwise.callback(residency.release, name, is_use=False)
+                residency.refuse_quarantined(revision)
+                exchange.target, exchange.admitted_at = admit()
+                if exchange.target.digest == digest:
+                    otherwise.pop_all()
+                    return name
 
     async def _forward(
         self,

@@ -120,6 +120,16 @@ class Router:
                 )
         return Target(policy, pinned.digest, "pinned")
 
+    def admit(self, model: str, unit: str, purpose: str = "user") -> tuple[Target, float]:
+        """Return what `resolve` does, and when the look at the catalog behind it began (epoch seconds).
+
+        A tombstone that was committed before that time is respected.
+        """
+        began = time.time()
+        target = self.resolve(model, unit, purpose)
+        # Requests may share a look: a server is asked five times a second.
+        return target, min(began, time.time() - (self._clock() - self._read_at))
+
     def revision(self, policy: str, digest: str, may_be_old: bool = True) -> Revision:
         """Return a revision by its digest or a prefix of it.
 

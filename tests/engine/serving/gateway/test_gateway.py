@@ -285,6 +285,123 @@ async def test_a_damaged_adapter_is_a_422_until_its_bytes_come_again(world):
     assert repaired.status_code == 200
 
 
+def add_revision(world, digest: str) -> dict[str, str]:
+    """Publish a revision that no route names; return a body that pins it."""
+    row = world.catalog.revisions.get("sums", CHAMPION)
+    world.catalog.revisions.add_many([replace(row, digest=digest)])
+    return {"model": f"sums@{digest[:12]}"}
+
+
+def unit_of(world, arm: str) -> str:
+    return next(unit for unit in map(str, range(1000)) if world.state.router.resolve("sums", unit).arm == arm)
+
+
+async def changed_while_loading(world, body, change, scope: str = "user", **headers: str) -> httpx.Response:
+    """Send a request for a cold adapter, and `change` something while its load runs."""
+    world.engine.seconds = 0.02
+    async with world.client(scope) as client:
+        asked = asyncio.create_task(client.post("/v1/completions", json=body, headers=headers))
+        async with asyncio.timeout(5):
+            while not world.engine.prepared:
+                await asyncio.sleep(0.001)
+        assert world.server.seen == []
+        change(world.catalog)
+        response = await asked
+    assert all(resident.users == 0 for resident in world.state.residency.residents.values())
+    return response
+
+
+def withdraw_canary(catalog: Catalog) -> None:
+    route = catalog.routes.get("sums")
+    catalog.routes.update(replace(route, canary=None, weight=0.0), route.version)
+
+
+UNROUTED = "c" * 64
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "sentence"),
+    [
+        (lambda catalog: catalog.tombstones.add("sums", UNROUTED, "Reward fell.", "me"), 410, "rolled back"),
+        (lambda catalog: catalog.lifecycle.retire("sums", UNROUTED, "ann", "Old."), 410, "was retired"),
+        (lambda catalog: catalog.purges.run("sums", "ann", 1.0), 410, "purged by ann"),
+        (lambda catalog: catalog.quarantine.add("sums", UNROUTED, "It is damaged."), 422, "in quarantine"),
+    ],
+    ids=["tombstone", "retirement", "purge", "quarantine"],
+)
+async def test_a_revision_that_is_withdrawn_during_its_load_answers_nothing(world, change, status, sentence):
+    response = await changed_while_loading(world, add_revision(world, UNROUTED), change)
+    assert response.status_code == status
+    assert sentence in response.json()["error"]["message"]
+    assert world.server.seen == []
+    assert world.events.rows[-1][1]["status"] == status
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda catalog: catalog.tombstones.add("sums", CANARY, "Reward fell.", "me"), withdraw_canary],
+    ids=["tombstone", "end of the canary"],
+)
+async def test_a_request_follows_a_route_that_changes_during_its_load(world, change):
+    began = time.time()
+    body = {"model": "sums", "user": unit_of(world, "canary")}
+    response = await changed_while_loading(world, body, change)
+    assert response.status_code == 200
+    assert response.headers["x-graftwork-revision"] == f"sums@{CHAMPION[:12]}"
+    assert [seen["model"] for _, seen, _ in world.server.seen] == [f"sums@{CHAMPION[:12]}"]
+    row = world.events.rows[-1][1]
+    assert (row["digest"], row["arm"]) == (CHAMPION, "champion")
+    assert began + world.engine.seconds < row["at"] < time.time()
+
+
+async def test_a_champion_that_is_rolled_back_during_its_load_leaves_the_base(world):
+    body = {"model": "sums", "user": unit_of(world, "champion")}
+    response = await changed_while_loading(
+        world, body, lambda catalog: catalog.tombstones.add("sums", CHAMPION, "It was bad.", "me")
+    )
+    assert response.headers["x-graftwork-revision"] == "base"
+    assert world.server.seen[0][1]["model"] == "tiny"
+
+
+async def test_the_scorer_may_wait_for_a_revision_with_a_tombstone(world):
+    pinned, purpose = add_revision(world, UNROUTED), {"x-graftwork-purpose": "score"}
+    response = await changed_while_loading(
+        world, pinned, lambda catalog: catalog.tombstones.add("sums", UNROUTED, "It fell.", "me"), "score",
+        **purpose,
+    )  # fmt: skip
+    assert response.status_code == 200
+    assert response.headers["x-graftwork-revision"] == pinned["model"]
+
+
+async def test_no_request_is_admitted_by_a_look_after_the_tombstone(world):
+    """Warm and cold requests without a pause, with a rollback in the middle and no second left out."""
+    route = world.catalog.routes.get("sums")
+    world.catalog.routes.update(replace(route, weight=0.999), route.version)
+    world.engine.seconds = 0.02
+    bad, pinned = f"sums@{CANARY[:12]}", [add_revision(world, f"{i:x}" * 64) for i in range(1, 4)]
+    bodies = [{"model": "sums"}, {"model": bad}, *pinned]
+    async with world.client() as client:
+        asked = []
+        for number in range(120):
+            asked.append(asyncio.create_task(client.post("/v1/completions", json=bodies[number % 5])))
+            await asyncio.sleep(0.001)
+            if number == 70:
+                # Its load starts again, so that requests wait for it when the tombstone comes.
+                world.state.residency.drop(bad)
+            if number == 75:
+                before = len(world.server.seen)
+                world.catalog.tombstones.add("sums", CANARY, "Reward fell.", "me")
+                committed = time.time()
+        responses = await asyncio.gather(*asked)
+    served = [body["model"] for _, body, _ in world.server.seen]
+    assert bad in served[:before]
+    assert served[before:].count(bad) == 0
+    assert len(served) - before > 20
+    rows = [row for _, row in world.events.rows if row["digest"] == CANARY and row["status"] == 200]
+    assert sum(row["at"] > committed for row in rows) == 0
+    assert {response.status_code for response in responses} == {200, 410}
+
+
 async def test_a_full_spool_disk_changes_no_answer(world):
     """Refusals of the gateway, an answer of the engine, and an error of the engine."""
     world.events.is_full = True
