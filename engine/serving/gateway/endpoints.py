@@ -196,7 +196,7 @@ async def prewarm(body: Prewarm, request: Request) -> Any:
     """Load a model's adapter in the background; return the estimated time until it is ready, in seconds."""
     state: GatewayState = request.app.state.graftwork
     try:
-        target = state.router.resolve(body.model, "")
+        target, _ = await state.router.admit(body.model, "")
         if target.policy is None or target.digest is None:
             return {"model": body.model, "revision": "base", "estimate_s": 0.0}
         estimate_s = state.residency.prewarm(state.router.revision(target.policy, target.digest))

@@ -31,9 +31,17 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Any, Receive, Send], Awaitable[None]]
 Done = TypeVar("Done")
 # Looks at the routes; returns who answers, and when the look began (epoch seconds).
-Admit = Callable[[], tuple[Target, float]]
+Admit = Callable[[], Awaitable[tuple[Target, float]]]
 
-OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/graftwork/marker"})
+GET, POST = frozenset({"GET"}), frozenset({"POST"})
+# What is served, by path and method; nothing else of vLLM's server can be reached. These need no key.
+OPEN_PATHS = {
+    "/health": GET,
+    "/ping": GET | POST,
+    "/version": GET,
+    "/metrics": GET,
+    "/graftwork/marker": GET,
+}
 GENERATING = {
     "/v1/completions": "cmpl-",
     "/v1/chat/completions": "chatcmpl-",
@@ -41,18 +49,19 @@ GENERATING = {
 }
 # A single rollout request asks for thousands of samples.
 NOT_FOR_USERS = frozenset({"/graftwork/rollouts"})
-# An allow-list: some of vLLM's other routes load adapters or generate without any of our checks.
-PASSED_PATHS = frozenset(
-    {
-        "/v1/models",
-        "/v1/feedback",
-        "/v1/prewarm",
-        "/tokenize",
-        "/detokenize",
-        "/graftwork/residency",
-        "/graftwork/loads",
-    }
-)
+# These need a key, and answer without a revision. Some of vLLM's other routes load adapters or generate
+# without any of our checks.
+PASSED_PATHS = {
+    "/v1/models": GET,
+    "/v1/feedback": POST,
+    "/v1/prewarm": POST,
+    "/tokenize": POST,
+    "/detokenize": POST,
+    "/graftwork/residency": GET,
+    "/graftwork/loads": GET,
+}
+METHODS = OPEN_PATHS | PASSED_PATHS | dict.fromkeys(GENERATING, POST)
+POLICY_VIOLATION = 1008
 PURPOSES = frozenset({"user", "score", "rollout", "probe"})
 MAX_BODY = 8 << 20
 CLIENT_LEFT = 499
@@ -63,9 +72,9 @@ log = logging.getLogger("graftwork.gateway")
 class Refused(GraftworkError):
     """A request that the gateway itself answers, with this HTTP status."""
 
-    def __init__(self, status: int, message: str):
-        super().__init__(status, message)
-        self.status = status
+    def __init__(self, status: int, message: str, allowed: frozenset[str] = frozenset()):
+        super().__init__(status, message, allowed)
+        self.status, self.allowed = status, allowed
 
     def __str__(self) -> str:
         return str(self.args[1])
@@ -128,7 +137,12 @@ class Gateway:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+        if scope["type"] == "lifespan":
+            return await self._app(scope, receive, send)
+        if scope["type"] != "http":
+            # A WebSocket: refused before it is accepted, which its client sees as a 403.
+            return await send({"type": "websocket.close", "code": POLICY_VIOLATION})
+        if scope["method"] in OPEN_PATHS.get(scope["path"], ()):
             return await self._app(scope, receive, send)
         headers = {
             name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]
@@ -139,10 +153,9 @@ class Gateway:
                 raise Refused(503, "The engine is starting.")
             key = authenticate(state.router, headers)
             scope.setdefault("state", {})["graftwork_key"] = key
+            refuse_unserved(scope["path"], scope["method"])
             if scope["path"] in PASSED_PATHS:
                 return await self._app(scope, receive, send)
-            if scope["path"] not in GENERATING:
-                raise Refused(404, f"{scope['path']} is not served. Use {' or '.join(GENERATING)}.")
             if scope["path"] in NOT_FOR_USERS and key.scope == "user":
                 raise Refused(
                     403, f"{scope['path']} requires a key of scope 'score' or 'admin'; this key's is 'user'."
@@ -161,7 +174,7 @@ class Gateway:
         unit = body.get("user") or headers.get("x-session-id")
         model = str(body.get("model") or "")
         admit = partial(state.router.admit, model, str(unit or request_id), purpose)
-        target, admitted_at = admit()
+        target, admitted_at = await admit()
         exchange = Exchange(
             id=GENERATING[scope["path"]] + request_id,
             key=key,
@@ -210,7 +223,7 @@ class Gateway:
             with ExitStack() as otherwise:
                 otherwise.callback(residency.release, name, is_use=False)
                 residency.refuse_quarantined(revision)
-                exchange.target, exchange.admitted_at = admit()
+                exchange.target, exchange.admitted_at = await admit()
                 if exchange.target.digest == digest:
                     otherwise.pop_all()
                     return name
@@ -256,6 +269,15 @@ class Gateway:
             await send(message)
 
         await self._app(scope, replay, observe)
+
+
+def refuse_unserved(path: str, method: str) -> None:
+    """Raise `Refused` for a path that is not served (404), and for another method than its own (405)."""
+    if path not in METHODS:
+        raise Refused(404, f"{path} is not served. Use {' or '.join(GENERATING)}.")
+    if method not in METHODS[path]:
+        allowed = METHODS[path]
+        raise Refused(405, f"{path} does not take {method}. Use {' or '.join(sorted(allowed))}.", allowed)
 
 
 def authenticate(router: Router, headers: dict[str, str]) -> Key:
@@ -371,6 +393,8 @@ async def send_error(send: Send, error: GraftworkError) -> None:
     headers = [(b"content-type", b"application/json")]
     if isinstance(error, Busy):
         headers.append((b"retry-after", str(max(1, round(error.retry_after_s))).encode()))
+    elif isinstance(error, Refused) and error.allowed:
+        headers.append((b"allow", ", ".join(sorted(error.allowed)).encode()))
     fault: dict[str, Any] = {"message": str(error), "type": type(error).__name__, "code": error.status}
     if isinstance(error, NotFound):
         fault["nearest"] = error.nearest

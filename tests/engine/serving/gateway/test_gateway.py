@@ -175,6 +175,63 @@ async def test_refusals_say_why(world, scope, path, body, headers, status, sente
     assert world.server.seen == []
 
 
+@pytest.mark.parametrize("path", ["/v1/realtime", "/v1/completions", "/health"])
+async def test_a_websocket_is_refused_with_or_without_a_key(world, path):
+    """vLLM has routes of this kind, which generate."""
+    keys = [(b"authorization", f"Bearer {world.keys['admin']}".encode())]
+    for headers in ([], keys):
+        sent = []
+
+        async def send(message, sent=sent):
+            sent.append(message)
+
+        async def receive():
+            return {"type": "websocket.connect"}
+
+        await world.call({"type": "websocket", "path": path, "headers": headers}, receive, send)
+        assert sent == [{"type": "websocket.close", "code": 1008}]
+    assert world.server.seen == []
+
+
+@pytest.mark.parametrize("method", ["DELETE", "GET", "PUT", "PATCH", "OPTIONS", "HEAD"])
+async def test_a_generating_path_takes_post_alone(world, method):
+    async with world.client("admin") as client:
+        response = await client.request(method, "/v1/completions", json=PINNED)
+    assert (response.status_code, response.headers["allow"]) == (405, "POST")
+    assert world.engine.prepared == []
+    assert world.server.seen == []
+
+
+@pytest.mark.parametrize(
+    ("scope", "method", "path", "status"),
+    [
+        (None, "GET", "/health", 200),
+        (None, "POST", "/ping", 200),
+        (None, "POST", "/health", 401),
+        ("user", "POST", "/health", 405),
+        ("user", "GET", "/v1/models", 200),
+        ("user", "DELETE", "/v1/models", 405),
+        ("user", "GET", "/v1/feedback", 405),
+        ("admin", "GET", "/v1/unload_lora_adapter", 404),
+    ],
+)
+async def test_a_path_takes_its_own_methods_alone(world, scope, method, path, status):
+    async with world.client(scope) as client:
+        response = await client.request(method, path)
+    assert response.status_code == status
+    assert len(world.server.seen) == (status == 200)
+
+
+async def test_the_servers_own_start_and_end_pass(world):
+    seen = []
+
+    async def server(scope, receive, send):
+        seen.append(scope["type"])
+
+    await Gateway(server)({"type": "lifespan"}, None, None)
+    assert seen == ["lifespan"]
+
+
 async def test_a_tombstone_answers_410_but_not_to_the_scorer(world):
     world.catalog.tombstones.add("sums", CANARY, "Reward fell.", "controller")
     pinned = {"model": f"sums@{CANARY[:12]}"}
