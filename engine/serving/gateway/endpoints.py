@@ -20,7 +20,8 @@ from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from engine.catalog.catalog import open_catalog
 from engine.errors import GraftworkError, ServiceError
 from engine.ledger.spool import Spool
-from engine.serving.gateway.gateway import GatewayState, send_error
+from engine.serving.gateway.asgi import send_error
+from engine.serving.gateway.gateway import GatewayState
 from engine.serving.gateway.prewarming import Prewarmer, names_under_release
 from engine.serving.gateway.rollouts import gate_of_platform, rollouts
 from engine.serving.gateway.routing import Router

@@ -14,7 +14,8 @@ from prometheus_client import REGISTRY
 
 from engine.catalog.catalog import Base, Catalog, Policy, Revision, migrate
 from engine.errors import DamagedBytes
-from engine.serving.gateway.gateway import Gateway, GatewayState, unless_left
+from engine.serving.gateway.asgi import unless_left
+from engine.serving.gateway.gateway import Gateway, GatewayState
 from engine.serving.gateway.routing import Router
 from engine.serving.residency.residency import Residency
 from engine.settings.services import EngineConfig
