@@ -19,8 +19,6 @@ from engine.settings.params import Params, served_name
 if TYPE_CHECKING:
     from tasks.score import Score
 
-# After a tombstone every gateway must stop sending users to the revision within this time.
-ROLLBACK_S = 1.0
 SETTLE_S = 15.0
 
 
@@ -68,8 +66,8 @@ class Adapted:
 class Rollback:
     """How the release of a bad revision ended.
 
-    `seconds_to_rollback` is from its first user to its tombstone. `requests_after` counts the requests that
-    it answered although they arrived more than ROLLBACK_S after the tombstone.
+    `seconds_to_rollback` is from its first user to its tombstone. `requests_after` counts the users' requests
+    that it answered although the look at the routes that admitted them began after the tombstone's commit.
     """
 
     verdict: str
@@ -153,15 +151,17 @@ def judge_rollback(params: Params, release: Mapping[str, Any], answered: Sequenc
 
     with open_catalog(params.paths) as catalog:
         stone = catalog.tombstones.find(release["policy"], release["revision"])
+        # The rollback changes the route next, so its time is the first one known to be after the commit.
+        committed = catalog.routes.get(release["policy"]).updated_at
     if stone is None:
         return Rollback(VERDICTS[release["state"]], None, 0)
     times = _canary_requests(params, release, answered)
-    after = sum(at > stone.at + ROLLBACK_S for at in times)
+    after = sum(at > max(stone.at, committed) for at in times)
     return Rollback(VERDICTS[release["state"]], round(stone.at - times[0], 2), after)
 
 
 def _canary_requests(params: Params, release: Mapping[str, Any], answered: Sequence[str]) -> list[float]:
-    """Return the sorted times (epoch seconds) at which the revision's requests arrived."""
+    """Return when the revision's users were admitted, in order (epoch seconds)."""
     from engine.ledger.ledger import open_snapshot
 
     # Events reach the ledger within a second, its snapshot after `controller.snapshot_s`.

@@ -68,13 +68,20 @@ class Revisions:
 
         Raises `NotFound` with the nearest names, or `Ambiguous` with the candidates when there are several.
         """
+        found = self.match(policy, digest_prefix)
+        if found is None:
+            raise self._suggestions.missing(policy, digest_prefix)
+        return found
+
+    def match(self, policy: str, digest_prefix: str) -> Revision | None:
+        """Return what `get` does, or None where that would look for the nearest names, for milliseconds."""
         between = prefix_range(digest_prefix)
         if between is None or not POLICY_NAME.fullmatch(policy):
-            raise self._suggestions.missing(policy, digest_prefix)
+            return None
         query = self._find_by_prefix if len(digest_prefix) > SHORT_PREFIX else self._find_short
         rows = self._access.quick(query, (*between, policy))
         if not rows:
-            raise self._suggestions.missing(policy, digest_prefix)
+            return None
         found = self._rows.decode(rows)
         if len(found) > 1:
             raise self._suggestions.ambiguous(

@@ -21,7 +21,8 @@ from vllm.lora.request import LoRARequest
 from engine.catalog.catalog import open_catalog
 from engine.errors import GraftworkError, ServiceError
 from engine.ledger.spool import Spool
-from engine.serving.gateway.gateway import ASKED, GatewayState, send_error
+from engine.serving.gateway.asgi import send_error
+from engine.serving.gateway.gateway import ASKED, GatewayState
 from engine.serving.gateway.prewarming import Prewarmer, names_under_release
 from engine.serving.gateway.rollouts import gate_of_platform, rollouts
 from engine.serving.gateway.routing import Router
@@ -200,7 +201,7 @@ async def model(name: str, request: Request) -> Any:
     """Return a model that may be asked for, as OpenAI's client retrieves it: base, policy or revision."""
     state: GatewayState = request.app.state.graftwork
     try:
-        state.router.resolve(name, "")
+        await state.router.admit(name, "")
     except GraftworkError as error:
         return _Refusal(error)
     return _card(name)
@@ -210,11 +211,14 @@ def _card(name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": int(time.time()), "owned_by": "graftwork"}
 
 
-async def feedback(body: Feedback, request: Request) -> dict[str, str]:
-    """Record a reward for an earlier response of the same key."""
+async def feedback(body: Feedback, request: Request) -> Any:
+    """Record a reward for an earlier response of the same key; 503 when it cannot be stored."""
     state: GatewayState = request.app.state.graftwork
     key = request.state.graftwork_key
-    state.spool.emit("feedback", request_id=body.request_id, reward=body.reward, key=key.hash)
+    try:
+        state.spool.emit("feedback", request_id=body.request_id, reward=body.reward, key=key.hash)
+    except OSError as error:
+        return _Refusal(ServiceError(f"The reward could not be stored: {error}. Send it again later."))
     return {"status": "accepted"}
 
 
@@ -222,7 +226,7 @@ async def prewarm(body: Prewarm, request: Request) -> Any:
     """Load a model's adapter in the background; return the estimated time until it is ready, in seconds."""
     state: GatewayState = request.app.state.graftwork
     try:
-        target = state.router.resolve(body.model, "")
+        target, _ = await state.router.admit(body.model, "")
         if target.policy is None or target.digest is None:
             return {"model": body.model, "revision": "base", "estimate_s": 0.0}
         estimate_s = state.residency.prewarm(state.router.revision(target.policy, target.digest))

@@ -4,32 +4,50 @@ For each request it authenticates the key, resolves the model name to a revision
 is in the host tier, rewrites `model`, forwards the request and spools one observation.
 """
 
-import asyncio
 import hashlib
+import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
+from prometheus_client import Counter
 
-from engine.catalog.catalog import Key, Revision
-from engine.errors import Ambiguous, Busy, GraftworkError, NotFound
+from engine.catalog.catalog import Key
+from engine.errors import GraftworkError
 from engine.ledger.spool import Spool
+from engine.serving.gateway.asgi import (
+    App,
+    Message,
+    Receive,
+    Refused,
+    Send,
+    parse,
+    read_body,
+    send_error,
+    unless_left,
+)
 from engine.serving.gateway.routing import Router, Target
 from engine.serving.residency.load_queue import BACKGROUND, INTERACTIVE
 from engine.serving.residency.residency import Residency
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Any, Receive, Send], Awaitable[None]]
-Done = TypeVar("Done")
+# Looks at the routes; returns who answers, and when the look began (epoch seconds).
+Admit = Callable[[], Awaitable[tuple[Target, float]]]
 
-OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/graftwork/marker"})
+GET, POST = frozenset({"GET"}), frozenset({"POST"})
+# What is served, by path and method; nothing else of vLLM's server can be reached. These need no key.
+OPEN_PATHS = {
+    "/health": GET,
+    "/ping": GET | POST,
+    "/version": GET,
+    "/metrics": GET,
+    "/graftwork/marker": GET,
+}
 GENERATING = {
     "/v1/completions": "cmpl-",
     "/v1/chat/completions": "chatcmpl-",
@@ -37,35 +55,26 @@ GENERATING = {
 }
 # A single rollout request asks for thousands of samples.
 NOT_FOR_USERS = frozenset({"/graftwork/rollouts"})
-# An allow-list: some of vLLM's other routes load adapters or generate without any of our checks.
-PASSED_PATHS = frozenset(
-    {
-        "/v1/models",
-        "/v1/feedback",
-        "/v1/prewarm",
-        "/tokenize",
-        "/detokenize",
-        "/graftwork/residency",
-        "/graftwork/loads",
-    }
-)
+# These need a key, and answer without a revision. Some of vLLM's other routes load adapters or generate
+# without any of our checks.
+PASSED_PATHS = {
+    "/v1/models": GET,
+    "/v1/feedback": POST,
+    "/v1/prewarm": POST,
+    "/tokenize": POST,
+    "/detokenize": POST,
+    "/graftwork/residency": GET,
+    "/graftwork/loads": GET,
+}
+# Followed by a model's name.
 MODEL_PATH = "/v1/models/"
+METHODS = OPEN_PATHS | PASSED_PATHS | dict.fromkeys(GENERATING, POST)
+POLICY_VIOLATION = 1008
 PURPOSES = frozenset({"user", "score", "rollout", "probe"})
-MAX_BODY = 8 << 20
-CLIENT_LEFT = 499
+UNOBSERVED = Counter("graftwork_observations_lost", "Requests whose observation could not be spooled.")
 # The `model` of a request that the base answers, for its answer to carry.
 ASKED: ContextVar[str | None] = ContextVar("asked", default=None)
-
-
-class Refused(GraftworkError):
-    """A request that the gateway itself answers, with this HTTP status."""
-
-    def __init__(self, status: int, message: str):
-        super().__init__(status, message)
-        self.status = status
-
-    def __str__(self) -> str:
-        return str(self.args[1])
+log = logging.getLogger("graftwork.gateway")
 
 
 @dataclass
@@ -80,7 +89,10 @@ class GatewayState:
 
 @dataclass
 class Exchange:
-    """A request in flight and its measurements; times in seconds, `admitted_at` as epoch seconds."""
+    """A request in flight and its measurements; times in seconds.
+
+    `admitted_at` (epoch seconds) is when the look at the routes began that chose `target`.
+    """
 
     id: str
     key: Key
@@ -122,7 +134,12 @@ class Gateway:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+        if scope["type"] == "lifespan":
+            return await self._app(scope, receive, send)
+        if scope["type"] != "http":
+            # A WebSocket: refused before it is accepted, which its client sees as a 403.
+            return await send({"type": "websocket.close", "code": POLICY_VIOLATION})
+        if scope["method"] in OPEN_PATHS.get(scope["path"], ()):
             return await self._app(scope, receive, send)
         headers = {
             name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]
@@ -133,10 +150,9 @@ class Gateway:
                 raise Refused(503, "The engine is starting.")
             key = authenticate(state.router, headers)
             scope.setdefault("state", {})["graftwork_key"] = key
+            refuse_unserved(scope["path"], scope["method"])
             if scope["path"] in PASSED_PATHS or scope["path"].startswith(MODEL_PATH):
                 return await self._app(scope, receive, send)
-            if scope["path"] not in GENERATING:
-                raise Refused(404, f"{scope['path']} is not served. Use {' or '.join(GENERATING)}.")
             if scope["path"] in NOT_FOR_USERS and key.scope == "user":
                 raise Refused(
                     403, f"{scope['path']} requires a key of scope 'score' or 'admin'; this key's is 'user'."
@@ -148,12 +164,14 @@ class Gateway:
     async def _generate(
         self, state: GatewayState, key: Key, headers: dict[str, str], scope: Any, receive: Receive, send: Send
     ) -> None:
-        started, admitted_at = time.perf_counter(), time.time()
+        started = time.perf_counter()
         body = parse(await read_body(receive))
         purpose = purpose_of(headers, key)
         request_id = uuid.uuid4().hex
         unit = body.get("user") or headers.get("x-session-id")
-        target = state.router.resolve(str(body.get("model") or ""), str(unit or request_id), purpose)
+        model = str(body.get("model") or "")
+        admit = partial(state.router.admit, model, str(unit or request_id), purpose)
+        target, admitted_at = await admit()
         exchange = Exchange(
             id=GENERATING[scope["path"]] + request_id,
             key=key,
@@ -164,13 +182,13 @@ class Gateway:
             started=started,
         )
         try:
-            if target.digest is None or target.policy is None:
-                ASKED.set(str(body["model"]))
+            name = await self._hold(state, exchange, admit, receive)
+            if name is None:
+                ASKED.set(model)
                 body["model"] = state.router.base_name
                 await self._forward(exchange, body, scope, receive, send)
             else:
-                revision = state.router.revision(target.policy, target.digest)
-                body["model"] = name = await self._hold(state, revision, purpose, receive)
+                body["model"] = name
                 entered = partial(state.residency.entered, name)
                 try:
                     await self._forward(exchange, body, scope, receive, send, entered)
@@ -180,17 +198,33 @@ class Gateway:
             exchange.status = error.status
             raise
         finally:
-            state.spool.emit("observations", **exchange.observation(state.name))
+            record(state, exchange)
 
-    async def _hold(self, state: GatewayState, revision: Revision, purpose: str, receive: Receive) -> str:
-        """Wait until the adapter is in the host tier; return its served name. Stop if the client leaves."""
-        name = state.residency.hold_warm(revision)
-        if name is None:
-            priority = INTERACTIVE if purpose == "user" else BACKGROUND
-            name = await unless_left(
-                receive, state.residency.hold(revision, priority), state.residency.release
-            )
-        return name
+    async def _hold(
+        self, state: GatewayState, exchange: Exchange, admit: Admit, receive: Receive
+    ) -> str | None:
+        """Hold the target's adapter in the host tier; return its served name, or None for the base.
+
+        A cold adapter may take a minute. After each such wait the request is admitted again and follows the
+        routes as they are then: it never reaches a revision that was rolled back, retired, purged or
+        quarantined meanwhile. The wait ends when the client leaves.
+        """
+        residency, priority = state.residency, INTERACTIVE if exchange.purpose == "user" else BACKGROUND
+        while True:
+            policy, digest = exchange.target.policy, exchange.target.digest
+            if policy is None or digest is None:
+                return None
+            revision = state.router.revision(policy, digest)
+            if (warm := residency.hold_warm(revision)) is not None:
+                return warm
+            name = await unless_left(receive, residency.hold(revision, priority), residency.release)
+            with ExitStack() as otherwise:
+                otherwise.callback(residency.release, name, is_use=False)
+                residency.refuse_quarantined(revision)
+                exchange.target, exchange.admitted_at = await admit()
+                if exchange.target.digest == digest:
+                    otherwise.pop_all()
+                    return name
 
     async def _forward(
         self,
@@ -235,6 +269,15 @@ class Gateway:
         await self._app(scope, replay, observe)
 
 
+def refuse_unserved(path: str, method: str) -> None:
+    """Raise `Refused` for a path that is not served (404), and for another method than its own (405)."""
+    allowed = GET if path.startswith(MODEL_PATH) else METHODS.get(path)
+    if allowed is None:
+        raise Refused(404, f"{path} is not served. Use {' or '.join(GENERATING)}.")
+    if method not in allowed:
+        raise Refused(405, f"{path} does not take {method}. Use {' or '.join(sorted(allowed))}.", allowed)
+
+
 def authenticate(router: Router, headers: dict[str, str]) -> Key:
     """Return the request's key. Raises `Refused` (401) when it has none or an invalid one."""
     scheme, _, plaintext = headers.get("authorization", "").partition(" ")
@@ -262,6 +305,15 @@ def purpose_of(headers: dict[str, str], key: Key) -> str:
     return purpose
 
 
+def record(state: GatewayState, exchange: Exchange) -> None:
+    """Spool a request's observation. A full disk is counted and logged, and never changes the answer."""
+    try:
+        state.spool.emit("observations", **exchange.observation(state.name))
+    except OSError as error:
+        UNOBSERVED.inc()
+        log.warning("The observation of %s could not be spooled: %s", exchange.id, error)
+
+
 def hash_unit(target: Target, unit: str) -> str:
     """Return a hash of the unit (24 hex digits): the ledger never stores the unit itself."""
     return hashlib.sha256(f"{target.policy}\0{unit}".encode()).hexdigest()[:24]
@@ -276,73 +328,3 @@ def usage_of(body: bytes) -> dict[str, int] | None:
         return orjson.loads(body)["usage"]
     except (orjson.JSONDecodeError, KeyError, TypeError):
         return None
-
-
-async def read_body(receive: Receive) -> bytes:
-    """Return the whole request body.
-
-    Raises `Refused`: 413 over 8 MiB, 400 when the client disconnects first.
-    """
-    chunks: list[bytes] = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise Refused(400, "The client disconnected before it had sent the whole request.")
-        chunks.append(message.get("body", b""))
-        size += len(chunks[-1])
-        if size > MAX_BODY:
-            raise Refused(413, f"The request body is larger than the limit of {MAX_BODY >> 20} MiB.")
-        if not message.get("more_body"):
-            return b"".join(chunks)
-
-
-async def unless_left(
-    receive: Receive, work: Coroutine[Any, Any, Done], give_back: Callable[[Done], object]
-) -> Done:
-    """Return the result of `work`; cancel it and raise `Refused` (499) when the client disconnects first.
-
-    `give_back` receives a result that nobody takes: of work that ends while this call is cancelled.
-    """
-    taken = False
-    working: asyncio.Task[Done] = asyncio.create_task(work)
-    # The body has been read, so the next message can only be the client's disconnect.
-    left: asyncio.Future[Message] = asyncio.ensure_future(receive())
-    try:
-        await asyncio.wait((working, left), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            taken = True
-            return working.result()
-        raise Refused(CLIENT_LEFT, "The client disconnected before the adapter was loaded.")
-    finally:
-        left.cancel()
-        if not working.done():
-            working.cancel()
-            await asyncio.wait((working,))
-        if not taken and not working.cancelled() and working.exception() is None:
-            give_back(working.result())
-
-
-def parse(raw: bytes) -> dict[str, Any]:
-    """Return a request body as a JSON object. Raises `Refused` (400) for anything else."""
-    try:
-        body = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise Refused(400, f"The request body is not valid JSON: {error}.") from None
-    if not isinstance(body, dict):
-        raise Refused(400, f"The request body must be a JSON object, not a {type(body).__name__}.")
-    return body
-
-
-async def send_error(send: Send, error: GraftworkError) -> None:
-    """Send an error response in the format of OpenAI's API."""
-    headers = [(b"content-type", b"application/json")]
-    if isinstance(error, Busy):
-        headers.append((b"retry-after", str(max(1, round(error.retry_after_s))).encode()))
-    fault: dict[str, Any] = {"message": str(error), "type": type(error).__name__, "code": error.status}
-    if isinstance(error, NotFound):
-        fault["nearest"] = error.nearest
-    elif isinstance(error, Ambiguous):
-        fault["candidates"] = error.candidates
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": orjson.dumps({"error": fault})})

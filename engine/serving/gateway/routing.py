@@ -9,7 +9,6 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Hashable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +16,13 @@ from engine.catalog.catalog import Catalog, Key, Revision, Route
 from engine.catalog.keys import hash_key
 from engine.errors import AdapterError, Conflict, Gone, GraftworkError, NotFound, ServiceError
 from engine.serving.gateway.row_cache import LEAST_ROWS, RowCache
+from engine.serving.gateway.suggesting import SHOWN, Suggester
 from engine.settings.params import DIGEST12, POLICY_NAME, served_name, split_served_name
 
 # A gateway that could not read the catalog for this long drops every canary.
 STALE_S = 0.8
-# How many characters of an unknown name an error repeats.
-SHOWN = 100
+# Names and keys that are known not to exist, so that asking again reads nothing.
+ABSENT_ROWS = 4096
 # Purposes that may reach a pinned revision despite a tombstone: scoring it is not serving it.
 JUDGING = frozenset({"score", "probe"})
 log = logging.getLogger("graftwork.routing")
@@ -67,6 +67,8 @@ class Router:
         self._read_at = clock()
         self._cached_rows = cached_rows
         self._rows = RowCache(cached_rows)
+        self._absent = RowCache(ABSENT_ROWS)
+        self._suggester = Suggester(catalog, base_name)
         # Policies with changes not taken yet; None: any policy may have changed.
         self._changed: set[str] | None = set()
         self._released: tuple[int | None, frozenset[tuple[str, str]]] = None, frozenset()
@@ -74,17 +76,9 @@ class Router:
     def key(self, plaintext: str) -> Key | None:
         """Return the valid key with this plaintext, or None."""
         self._look()
-
-        def read() -> Key:
-            found = self._catalog.keys.find(plaintext)
-            if found is None:
-                raise NotFound("No valid key has this plaintext.")
-            return found
-
-        try:
-            key: Key = self._read(None, ("key", hash_key(plaintext)), read)
-        except NotFound:
-            return None
+        key: Key | None = self._find(
+            None, ("key", hash_key(plaintext)), lambda: self._catalog.keys.find(plaintext)
+        )
         return key
 
     def resolve(self, model: str, unit: str, purpose: str = "user") -> Target:
@@ -99,12 +93,11 @@ class Router:
             return Target(None, None, "base")
         policy, digest = split_served_name(model)
         if not POLICY_NAME.fullmatch(policy):
-            raise self._unknown(model, policy)
+            raise NotFound(f"Unknown model {model[:SHOWN]!r}.")
         if digest is None:
-            try:
-                route = self._route(policy)
-            except NotFound:
-                raise self._unknown(model, policy) from None
+            route = self._route(policy)
+            if route is None:
+                raise self._purged(model, policy) or NotFound(f"Unknown model {model[:SHOWN]!r}.")
             return self._follow(route, unit)
         if not digest:
             raise NotFound(f"{model!r} has no digest after '@'. Use {policy!r} or {policy}@DIGEST.", [policy])
@@ -122,6 +115,22 @@ class Router:
                     f"back since. Try again, or use the policy's name {policy!r}."
                 )
         return Target(policy, pinned.digest, "pinned")
+
+    async def admit(self, model: str, unit: str, purpose: str = "user") -> tuple[Target, float]:
+        """Return what `resolve` does, and when the look at the catalog behind it began (epoch seconds).
+
+        A tombstone that was committed before that time is respected. Only an unknown name lets other work
+        run meanwhile: its error then suggests known ones.
+        """
+        began = time.time()
+        try:
+            target = self.resolve(model, unit, purpose)
+        except NotFound as missing:
+            if missing.nearest:
+                raise
+            raise await self._suggester.unknown(model, self._seen) from None
+        # Requests may share a look: a server is asked five times a second.
+        return target, min(began, time.time() - (self._clock() - self._read_at))
 
     def revision(self, policy: str, digest: str, may_be_old: bool = True) -> Revision:
         """Return a revision by its digest or a prefix of it.
@@ -167,13 +176,14 @@ class Router:
     def _read_released(self) -> frozenset[tuple[str, str]]:
         found = set()
         for release in self._catalog.releases.all(open_only=True):
-            with suppress(NotFound):
-                route = self._route(release.policy)
-                if self._rows.unread_since(("route", release.policy)) is not None:
-                    raise ServiceError(f"The route of {release.policy!r} is unreadable.")
-                # Before its canary only probe and scorer use a candidate, and they can wait.
-                digests = (route.canary, route.champion, release.baseline)
-                found |= {(release.policy, digest) for digest in digests if digest}
+            route = self._route(release.policy)
+            if route is None:
+                continue
+            if self._rows.unread_since(("route", release.policy)) is not None:
+                raise ServiceError(f"The route of {release.policy!r} is unreadable.")
+            # Before its canary only probe and scorer use a candidate, and they can wait.
+            digests = (route.canary, route.champion, release.baseline)
+            found |= {(release.policy, digest) for digest in digests if digest}
         return frozenset(found)
 
     def _look(self) -> None:
@@ -183,6 +193,7 @@ class Router:
             if version != self._version:
                 self._seen, names = self._catalog.changes.since(self._seen)
                 self._rows.note(self._seen, names)
+                self._absent.note(self._seen, names)
                 self._note_changed(names)
                 self._version = version
             self._read_at = self._clock() - self._catalog.changes.age()
@@ -215,23 +226,49 @@ class Router:
         self._rows.put(key, self._seen, value)
         return value
 
+    def _find(self, whose: str | None, key: Hashable, read: Callable[[], Any]) -> Any:
+        """Return a row as `_read` does, or None: that there is none is kept as well, apart from the rows.
+
+        Only for rows whose creation is a change that gateways are told of.
+        """
+
+        def read_there() -> Any:
+            found = read()
+            if found is None:
+                raise NotFound("The catalog has no such row.")
+            return found
+
+        absent = self._absent.get(key)
+        if absent is not None and self._absent.is_fresh(whose, absent[0]):
+            return None
+        try:
+            return self._read(whose, key, read_there)
+        except NotFound:
+            # A client can invent any number of names, so these must not push out rows.
+            self._absent.put(key, self._seen, None)
+            return None
+
     def _is_stale(self, *keys: Hashable) -> bool:
         """Return whether the catalog, or a changed row among `keys`, has been unreadable for `STALE_S`."""
         since = [at for key in keys if (at := self._rows.unread_since(key)) is not None]
         return self._clock() - min([self._read_at, *since]) > STALE_S
 
-    def _route(self, policy: str) -> Route:
-        # Unknown names are not cached here: a client can invent any number of them.
-        route: Route = self._read(policy, ("route", policy), lambda: self._catalog.routes.get(policy))
+    def _route(self, policy: str) -> Route | None:
+        route: Route | None = self._find(policy, ("route", policy), lambda: self._catalog.routes.get(policy))
         return route
 
     def _revision(self, policy: str, digest: str) -> Revision:
+        def read() -> Revision:
+            row = self._catalog.revisions.match(policy, digest)
+            if row is None:
+                raise NotFound(f"Policy {policy!r} has no revision {digest[:DIGEST12]!r} in the catalog.")
+            return row
+
         if len(digest) < DIGEST12:
             # Not cached: a new revision may make a short prefix ambiguous.
-            found = self._catalog.revisions.get(policy, digest)
+            found = read()
         else:
-            key = ("revision", policy, digest)
-            found = self._read(policy, key, lambda: self._catalog.revisions.get(policy, digest))
+            found = self._read(policy, ("revision", policy, digest), read)
             if len(digest) < len(found.digest):
                 # The gateway looks up the whole digest next.
                 whole = ("revision", policy, found.digest)
@@ -262,17 +299,10 @@ class Router:
         return None
 
     def _purged(self, model: str, policy: str) -> Gone | None:
-        purged = self._catalog.purges.find(policy)
+        purged = self._find(policy, ("purged", policy), lambda: self._catalog.purges.find(policy))
         if purged is None:
             return None
         return Gone(f"{model[:SHOWN]} was purged by {purged['by']}; its adapters are permanently deleted.")
-
-    def _unknown(self, model: str, policy: str) -> GraftworkError:
-        """Return the error for a model that does not exist: its policy was purged, or never existed."""
-        if POLICY_NAME.fullmatch(policy) and (gone := self._purged(model, policy)) is not None:
-            return gone
-        nearest = [self.base_name, *self._catalog.suggestions.policies(policy[:SHOWN])]
-        return NotFound(f"Unknown model {model[:SHOWN]!r}. Known models: {', '.join(nearest)}.", nearest)
 
     def _follow(self, route: Route, unit: str) -> Target:
         arms = [("canary", route.canary)] if in_canary(route, unit) else []

@@ -64,6 +64,15 @@ class AdapterFetch:
         """Raise `NotFound` when the row is gone by now, and `AdapterError` when it is in quarantine."""
         await self._in_thread(self._confirm, row)
 
+    def refuse_quarantined(self, row: Revision) -> None:
+        """Raise `AdapterError` with the reason when a revision is in quarantine."""
+        reason = self._catalog.quarantine.reason(row.policy, row.digest)
+        if reason is not None:
+            raise AdapterError(
+                f"{served_name(row.policy, row.digest)} is in quarantine: {reason} "
+                "Export the revision again to replace its bytes under the same name."
+            )
+
     async def _fetched(self, row: Revision) -> dict[str, Any]:
         # A thread costs as much as the rest of a small load, so a local catalog and store do without.
         if self._store.is_remote or not self._catalog.is_file:
@@ -72,7 +81,7 @@ class AdapterFetch:
 
     def _fetch(self, row: Revision) -> dict[str, Any]:
         """Return the bytes' local address, after downloading them if the store is remote."""
-        self._refuse_quarantined(row)
+        self.refuse_quarantined(row)
         path, offset = self._store.fetch(location(row))
         return {
             "path": str(path),
@@ -82,17 +91,9 @@ class AdapterFetch:
             "layout": self._layout(row.layout),
         }
 
-    def _refuse_quarantined(self, row: Revision) -> None:
-        reason = self._catalog.quarantine.reason(row.policy, row.digest)
-        if reason is not None:
-            raise AdapterError(
-                f"{served_name(row.policy, row.digest)} is in quarantine: {reason} "
-                "Export the revision again to replace its bytes under the same name."
-            )
-
     def _confirm(self, row: Revision) -> None:
         self._catalog.revisions.get(row.policy, row.digest)
-        self._refuse_quarantined(row)
+        self.refuse_quarantined(row)
 
     def _look_again(self, row: Revision) -> Revision | None:
         """Return the current row if a retry may succeed: the bytes moved, or a cached copy was dropped."""

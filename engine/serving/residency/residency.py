@@ -103,6 +103,10 @@ class Residency:
             name = load.name
         return name
 
+    def refuse_quarantined(self, revision: Revision) -> None:
+        """Raise `AdapterError` when a revision is in quarantine now."""
+        self._fetch.refuse_quarantined(revision)
+
     def release(self, name: str, is_use: bool = True) -> None:
         """End a hold; `is_use` says whether a request used the adapter."""
         self.tier.release(name, is_use)
