@@ -161,6 +161,7 @@ releases = Table(
     Column("skip_gates", JSON, nullable=False),
     Column("evidence", JSON, nullable=False),
     Column("approved", JSON(none_as_null=True)),
+    Column("canary_version", Integer),
     Index("releases_newest", "policy", "created_at"),
     # The lock of a policy: at most one release of it runs.
     partial_index("releases_running", "policy", where="state = 'running'", unique=True),
