@@ -5,6 +5,7 @@ Read from the catalog and the ledger's snapshot.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from statistics import fmean
 from typing import Any
 
@@ -74,7 +75,7 @@ def _policy_row(
         name=name,
         owner=policy.owner,
         base=policy.base,
-        task=str(config.get("task", "")),
+        task=task_of(config),
         contract=contract_of(config),
         suite=suite,
         champion=route.champion,
@@ -87,6 +88,11 @@ def _policy_row(
         champion_score=champion_score,
         running=running[0].step if running else "",
     )
+
+
+def task_of(config: Mapping[str, Any]) -> str:
+    """Return a policy's task: a generated one's name, or its file with the directory, `sums/train.jsonl`."""
+    return "/".join(PurePath(str(config.get("task", ""))).parts[-2:])
 
 
 def contract_of(config: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ from engine.ledger.ledger import open_ledger
 from engine.ledger.queries import named_rows
 from engine.report import revision_page as page_data
 from engine.report.data import Curve
-from engine.report.overview import contract_of, role_of, suite_score
+from engine.report.overview import contract_of, role_of, suite_score, task_of
 from engine.report.training import spoken
 from engine.settings.params import DIGEST12, Params, served_name, split_served_name
 
@@ -246,7 +246,7 @@ def _data_link(
     known |= {"judged_by": contract_of(config), "suite_versions": suites}
     data = f" with the data {config['data_digest'][:DIGEST12]}" if config.get("data_digest") else ""
     scored = ", ".join(f"{suite} version {version}" for suite, version in suites.items())
-    says = f"Task {known['task']}{data}, judged by {known['judged_by']}, seed {known['line_seed']}."
+    says = f"Task {task_of(config)}{data}, judged by {known['judged_by']}, seed {known['line_seed']}."
     return Link("data", True, says + (f" Scored on {scored}." if scored else ""), known)
 
 

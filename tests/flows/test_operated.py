@@ -230,7 +230,7 @@ def test_version_serves_from_another_state_directory(people: Operated, promoted:
     [
         (("--revision", "abcdef"), 5, "There is no revision 'abcdef'"),
         (("--revision", "oh no"), 2, "names no revision"),
-        (("--revision", "abcdef", "--from", "/nowhere"), 5, "/nowhere holds 0 revisions"),
+        (("--revision", "abcdef", "--from", "/nowhere"), 5, "/nowhere contains 0 revisions"),
         (("--revision", "abcdef", "--registry", "{mlflow}"), 5, "has no version whose digest starts"),
     ],
 )
