@@ -4,7 +4,6 @@ The controller owns the gate: it holds the release when nobody answers in time, 
 module suspends the flow run until someone submits the form.
 """
 
-import time
 from contextlib import suppress
 from typing import Any
 
@@ -30,10 +29,9 @@ def ask_for_approval(params: Params, release_id: str) -> None:
         release = client.wait_for_step(release_id, "approval", 120)
         if release["state"] != "running" or release["step"] != "approval" or not deployment.id:
             return
-        left_s = release["updated_at"] + release["settings"]["approval_s"] - time.time()
-        answer: Any = suspend_flow_run(
-            wait_for_input=ApprovalForm, timeout=int(max(0, left_s) + GRACE_S), key="approval"
-        )
+        # The whole time, also for a restarted run: the gate ends on the controller's clock, not on this one.
+        longest_s = int(release["settings"]["approval_s"] + GRACE_S)
+        answer: Any = suspend_flow_run(wait_for_input=ApprovalForm, timeout=longest_s, key="approval")
         decide = client.approve if answer.approve else client.hold
         decide(release_id, answer.reason, answer.by)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 # The newest file of engine/catalog/migrations/versions.
-SCHEMA_VERSION = "0005"
+SCHEMA_VERSION = "0006"
 # Values of `Revision.state`; a row holds the index.
 STATES = ("snapshot", "exported")
 # A release's verdicts, each with its final state; and the reverse.
@@ -87,7 +87,8 @@ class Release:
     `step` is `probe`, `score`, `approval`, `canary` or `done`; `state` is `running`, `promoted`,
     `rolled_back` or `held`. `skip_gates` maps a gate to {"by", "reason"}; `settings` is a `ReleaseConfig`;
     `approval` is who ended it, if a person did; `evidence` is what its verdict was based on;
-    `approved` is {"by", "reason", "at"} once a person has approved it for users.
+    `approved` is {"by", "reason", "at"} once a person has approved it for users. `canary_version` is the
+    route's version at the canary's start.
     """
 
     id: str
@@ -107,6 +108,7 @@ class Release:
     skip_gates: dict[str, dict[str, str]] = field(default_factory=dict)
     evidence: dict[str, Any] = field(default_factory=dict)
     approved: dict[str, Any] | None = None
+    canary_version: int | None = None
 
 
 @dataclass(frozen=True)

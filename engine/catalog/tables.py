@@ -158,6 +158,7 @@ releases = Table(
     Column("skip_gates", JSON, nullable=False),
     Column("evidence", JSON, nullable=False),
     Column("approved", JSON(none_as_null=True)),
+    Column("canary_version", Integer),
     Index("releases_newest", "policy", "created_at"),
     # A lock: at most one release of a policy runs.
     partial_index("releases_running", "policy", where="state = 'running'", unique=True),

@@ -39,10 +39,11 @@ class CanaryResult:
 
 @dataclass(frozen=True)
 class Evidence:
-    """The evidence for a release at the time `now` (epoch seconds).
+    """The evidence for a release at the time `now` (epoch seconds), `step_s` seconds into its step.
 
     `probe` is the effect probe's result, `score` the offline score, `tombstone` the reason of the revision's
-    tombstone; each is None when there is none. `frozen` is whether releases are frozen.
+    tombstone; each is None when there is none. `frozen` is whether releases are frozen. A running canary's
+    `step_s` counts from the canary's start.
     """
 
     now: float
@@ -52,6 +53,7 @@ class Evidence:
     canary: CanaryResult = CanaryResult()
     tombstone: str | None = None
     frozen: bool = False
+    step_s: float = 0.0
 
     def summary(self) -> dict[str, Any]:
         """Return the evidence that a verdict's row stores."""
@@ -117,8 +119,7 @@ def _approval(release: Release, evidence: Evidence) -> Action:
         return Action("next_gate", release.reason)
     if release.approved:
         return Action("next_gate", f"Approved by {release.approved['by']}: {release.approved['reason']}")
-    # The row's last change is the start of this step: nothing else changes it while it waits.
-    if evidence.now - release.updated_at >= wanted_s:
+    if evidence.step_s >= wanted_s:
         return Action("hold", f"Nobody approved the release within {wanted_s:g} s.")
     return Action("wait")
 
@@ -152,8 +153,7 @@ def _reach_verdict(release: Release, evidence: Evidence, settings: ReleaseConfig
             f"The canary's reward is within {settings.margin:g} of the baseline's or above it: "
             f"{_figures(canary)} at level {settings.alpha:g}.",
         )
-    assert release.canary_started_at is not None
-    if evidence.now - release.canary_started_at >= settings.max_seconds:
+    if evidence.step_s >= settings.max_seconds:
         return Action("hold", f"No verdict within {settings.max_seconds:g} s: {_figures(canary)}.")
     return Action("wait")
 

@@ -66,10 +66,14 @@ class Applier:
         self.changes.say_missing(ledger)
 
     def _start_canary(self, release: Release, action: Action, evidence: Evidence) -> Release:
-        # The route's own time: after a crash right here, units since then still count.
+        # The route's own time and version: after a crash right here, units since then still count.
         routed = self.changes.start_canary(evidence.route, release.revision, release.weight, action.reason)
-        started = release.canary_started_at or routed.updated_at
-        return self._update(release, canary_started_at=started, reason=action.reason)
+        return self._update(
+            release,
+            canary_started_at=release.canary_started_at or routed.updated_at,
+            canary_version=release.canary_version or routed.version,
+            reason=action.reason,
+        )
 
     def _end(self, release: Release, action: Action, evidence: Evidence, by: str) -> Release:
         if action.kind == "rollback":

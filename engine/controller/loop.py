@@ -80,6 +80,8 @@ class Controller:
         self._clock = TrustedClock(params.paths.clock)
         self._caught_up = False
         self._ingested_at = 0.0
+        # Releases that were there before the last whole ingest began.
+        self._ready: set[str] = set()
 
     def run(self) -> None:
         """Repeat `tick` until `stop`; raises `Conflict` when another controller has taken the lease."""
@@ -147,11 +149,12 @@ class Controller:
 
     def _ingest(self) -> None:
         started = time.time()
+        created = {release.id for release in self.catalog.releases.all(open_only=True)}
         try:
             if self.ledger is None:
                 self.ledger = Ledger(self.params.paths.ledger)
             self.metrics.events.inc(self.ledger.ingest(self.params.paths.spool, self.catalog.purges.gone))
-            self._ingested_at = started
+            self._ingested_at, self._ready = started, created
             if not self._caught_up:
                 self.applier.say_missing(self.ledger)
                 self._caught_up = True
@@ -169,18 +172,18 @@ class Controller:
         if releases and self.ledger is None:
             raise ServiceError("The ledger cannot be opened. Releases wait until it can; nothing is lost.")
         for release in releases:
-            if release.created_at > self._ingested_at:
-                # Scores spooled just before its start may not be in the ledger yet.
-                continue
-            self._part(f"release {release.id}", partial(self._advance, release))
+            # Scores spooled just before a release's start may not be in the ledger yet.
+            if release.id in self._ready:
+                self._part(f"release {release.id}", partial(self._advance, release))
 
     def _advance(self, release: Release) -> None:
         """Apply actions to one release until it waits or ends."""
         assert self.ledger is not None
         with self.lock:
             release = self.catalog.releases.get(release.id)
-            evidence = None
+            looked = None
             while release.state == "running":
+                looked = time.monotonic()
                 evidence = self._reader.read(release, self.ledger)
                 self.latest[release.id] = evidence
                 action = advance(release, evidence)
@@ -189,8 +192,8 @@ class Controller:
                 log.info("%s %s: %s. %s", release.policy, release.revision[:12], action.kind, action.reason)
                 release = self.applier.apply(release, action, evidence)
             self.metrics.verdicts.labels(release.state).inc()
-            if evidence:
-                self.metrics.decision.observe(time.time() - evidence.now)
+            if looked is not None:
+                self.metrics.decision.observe(time.monotonic() - looked)
 
     def _forget_all_but(self, running: set[str]) -> None:
         for ended in set(self.latest) - running:

@@ -19,18 +19,20 @@ SCORES = """
     GROUP BY suite_version, item ORDER BY suite_version, item
 """
 REWARDS = """
-    WITH first AS (
+    WITH answers AS (
+        SELECT id, key, unit, arm FROM observations
+        WHERE policy = $policy AND purpose = 'user' AND unit IS NOT NULL
+            AND (route_version >= $version OR ($version IS NULL AND "at" >= $started))
+            AND ((arm = 'canary' AND digest = $revision)
+                OR (arm IN ('champion', 'base') AND digest IS NOT DISTINCT FROM $baseline))
+    ), first AS (
         SELECT request_id, key, arg_min(reward, rowid) AS reward, arg_min("at", rowid) AS rated_at,
             min(rowid) AS seq
-        FROM feedback WHERE "at" >= $started AND reward BETWEEN 0 AND 1 GROUP BY ALL
+        FROM feedback WHERE request_id IN (SELECT id FROM answers) AND reward BETWEEN 0 AND 1 GROUP BY ALL
     )
     SELECT rated_at, unit, arm = 'canary', reward
-    FROM observations JOIN first ON request_id = observations.id AND first.key = observations.key
-    WHERE policy = $policy AND "at" >= $started AND rated_at <= $ended
-        AND purpose = 'user' AND unit IS NOT NULL
-        AND ((arm = 'canary' AND digest = $revision)
-            OR (arm IN ('champion', 'base') AND digest IS NOT DISTINCT FROM $baseline))
-    ORDER BY seq
+    FROM answers JOIN first ON request_id = answers.id AND first.key = answers.key
+    WHERE rated_at <= $ended ORDER BY seq
 """
 
 
@@ -57,12 +59,14 @@ def canary_rewards(
 ) -> list[tuple[float, str, bool, float]]:
     """Return a canary's rewards in order of arrival: (rated at, unit, whether of the canary, reward).
 
-    Counts users' requests with a unit, from the canary's start to the release's end; of each its first
-    rating.
+    Counts users' requests with a unit, routed since the canary's start; of each its first rating, until the
+    release's end. The route's version tells the start, since clocks may jump; only releases that ended
+    before versions were recorded have the time alone.
     """
     named = {"policy": release.policy, "revision": release.revision, "baseline": release.baseline}
+    named |= {"version": release.canary_version, "started": release.canary_started_at}
     ended = release.updated_at if release.state != "running" else float("inf")
-    return ledger.execute(REWARDS, named | {"started": release.canary_started_at, "ended": ended}).fetchall()
+    return ledger.execute(REWARDS, named | {"ended": ended}).fetchall()
 
 
 def named_rows(found: duckdb.DuckDBPyConnection) -> list[dict[str, Any]]:

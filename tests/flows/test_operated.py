@@ -3,6 +3,7 @@
 One `graftwork up` on real services; the tests follow one policy from its data to its champion, in order.
 """
 
+import asyncio
 import os
 import shutil
 import signal
@@ -12,6 +13,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -21,6 +23,11 @@ import yaml
 from document_blocks import PORTS, RUN, RUN_UP, marked, run, scratch
 from documents import reading_order
 from operated import ROOT, Operated, graftwork, skeleton, write_settings, write_sums
+from parity import Reference, ask, differences, prompts
+
+from engine.adapters.revision import read_manifest
+from engine.base.resident import ensure_base
+from engine.settings.params import load_params, served_name
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(600)]
 # The pages may create policies of their own, such as `sums`.
@@ -156,7 +163,7 @@ def test_a_fault_of_the_data_is_the_runs_message(people: Operated) -> None:
 
 def test_a_jsonl_file_becomes_a_promoted_adapter(people: Operated, promoted: str) -> None:
     from engine.catalog.catalog import Catalog
-    from engine.settings.params import Paths, served_name
+    from engine.settings.params import Paths
 
     catalog = Catalog(Paths(people.state).catalog_url)
     champion, owner = catalog.routes.get(POLICY).champion, catalog.policies.get(POLICY).owner
@@ -190,23 +197,28 @@ def test_version_page_says_what_a_person_wants_to_know(people: Operated, promote
     assert metrics[f"{POLICY}.mean"] == pytest.approx(float(version.tags["graftwork.score"]), abs=1e-4)
 
 
-def test_downloaded_version_opens_in_plain_peft(
-    people: Operated, promoted: str, tiny_base: Path, tmp_path: Path
+def test_downloaded_version_in_plain_peft_gives_the_served_log_probabilities(
+    people: Operated, promoted: str, tmp_path: Path
 ) -> None:
     import mlflow
-    import torch
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
 
     # By arguments: other tests of this process leave MLflow's global settings behind.
     source, url = people.mlflow.get_model_version_download_uri(POLICY, "1"), people.url("mlflow")
     where = Path(mlflow.artifacts.download_artifacts(source, dst_path=str(tmp_path), tracking_uri=url))
     (config,) = where.rglob("adapter_config.json")
-    base = AutoModelForCausalLM.from_pretrained(tiny_base)
-    tokens = torch.arange(5)[None]
-    plain = base(tokens).logits
-    opened = PeftModel.from_pretrained(base, config.parent)
-    assert not torch.equal(opened(tokens).logits, plain)
+    name = served_name(POLICY, read_manifest(config.parent).digest)
+    params = load_params(people.settings)
+    base = ensure_base(params.base, params.paths).path
+    plain, opened = Reference(base, None), Reference(base, None)
+    opened.model = PeftModel.from_pretrained(opened.model, config.parent)
+    requests = [(name, prompt) for prompt in prompts(8)]
+    engine = SimpleNamespace(url=people.url("engine"), key=people.key)
+    answers = asyncio.run(ask(engine, requests))
+    assert {answer["revision"] for answer in answers} == {name}
+    assert differences(requests, answers, {name: opened}).max() < 1e-4
+    # The adapter must matter, or this proves nothing.
+    assert differences(requests, answers, {name: plain}).max() > 1e-2
 
 
 def test_version_serves_from_another_state_directory(people: Operated, promoted: str, tmp_path: Path) -> None:
@@ -239,7 +251,7 @@ def test_version_serves_from_another_state_directory(people: Operated, promoted:
     [
         (("--revision", "abcdef"), 5, "There is no revision 'abcdef'"),
         (("--revision", "oh no"), 2, "names no revision"),
-        (("--revision", "abcdef", "--from", "/nowhere"), 5, "/nowhere holds 0 revisions"),
+        (("--revision", "abcdef", "--from", "/nowhere"), 5, "/nowhere contains 0 revisions"),
         (("--revision", "abcdef", "--registry", "{mlflow}"), 5, "has no version whose digest starts"),
     ],
 )
@@ -439,7 +451,6 @@ def test_blocks_of_a_page_run_on_the_services(
 def test_mlflow_and_prefect_may_die_in_the_middle_of_an_adapt(people: Operated, created: str) -> None:
     """Their process reaper and supervisor start them again; the run goes on and registers its version."""
     from engine.services.lifecycle import status
-    from engine.settings.params import load_params
 
     before = len(people.mlflow.search_model_versions(f"name = '{POLICY}'"))
     run = people.start("adapt", policy=POLICY, steps=8, seed=11, scored=False).json()["id"]

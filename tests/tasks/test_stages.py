@@ -293,7 +293,7 @@ def test_revision_refuses_another_policys_and_another_bases(checkout, tiny_base,
     build(checkout)
     make_revision(tiny_base, tmp_path / "other", policy="others")
     adapted(checkout, tmp_path / "other")
-    with pytest.raises(ConfigError, match=r"holds others@.*, not sums@"):
+    with pytest.raises(ConfigError, match=r"contains others@.*, not sums@"):
         stages.take_revision(checkout.params())
     make_revision(tiny_base, tmp_path / "foreign", base_digest="c" * 64)
     adapted(checkout, tmp_path / "foreign")

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from canary_users import Users
 from fastapi.testclient import TestClient
 from live import free_port
 from rows import ACCEPTED, NEW, OLD, THIRD, fill
@@ -47,27 +48,6 @@ def controller(params: Params) -> Iterator[Controller]:
     controller = Controller(params, "test")
     yield controller
     controller.close()
-
-
-class Users:
-    """What gateways spool about users, and about others who must not count."""
-
-    def __init__(self, params: Params):
-        self.spool = Spool(params.paths.spool, "gateway")
-        self._number = itertools.count()
-
-    def ask(self, digest: str | None, reward: float, arm: str, unit: str | None = "own", **more: Any) -> None:
-        id = f"request-{next(self._number)}"
-        fields = {"policy": "sorting", "digest": digest, "arm": arm, "key": "k", "purpose": "user"} | more
-        self.spool.emit("observations", id=id, unit=id if unit == "own" else unit, **fields)
-        self.spool.emit("feedback", request_id=id, reward=reward, key="k")
-
-    def crowd(self, canary: float, baseline: float, pairs: int, champion: str | None = OLD) -> None:
-        for _ in range(pairs):
-            self.ask(NEW, canary, "canary")
-            for _ in range(4):
-                self.ask(champion, baseline, "champion" if champion else "base")
-        self.spool.rotate()
 
 
 @pytest.fixture
@@ -256,9 +236,9 @@ CANARIES = {
 
 def see(catalog: Catalog, release: Release, result: CanaryResult) -> Evidence:
     stone = catalog.tombstones.find("sorting", NEW)
-    now = (release.canary_started_at or 0.0) + SETTINGS["max_seconds"]
-    route = catalog.routes.get("sorting")
-    return Evidence(now, route, ACCEPTED, None, result, stone.reason if stone else None)
+    reason = stone.reason if stone else None
+    route, late_s = catalog.routes.get("sorting"), SETTINGS["max_seconds"]
+    return Evidence(0.0, route, ACCEPTED, None, result, reason, step_s=late_s)
 
 
 def drive(catalog: Any, spool: Any, result: CanaryResult) -> None:
