@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -16,7 +14,7 @@ import httpx
 import psutil
 import torch
 from _traffic import Server
-from live import StockServer, free_port, stop_group
+from live import StockServer, free_port, start_reaped, stop_reaped
 
 from engine.base.families import BaseShapes
 from engine.base.resident import BaseInfo, ensure_base
@@ -95,10 +93,7 @@ def second(first: Live) -> Iterator[Live]:
     file = params.paths.root / "second.json"
     file.write_text(json.dumps(params.model_dump(mode="json")))
     with (params.paths.logs / "second.log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "engine.serving.server", "--params", str(file)],
-            stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+        process = start_reaped(["-m", "engine.serving.server", "--params", str(file)], log)
     try:
         url = params.url("engine")
         deadline = time.monotonic() + START_S
@@ -109,7 +104,7 @@ def second(first: Live) -> Iterator[Live]:
             time.sleep(0.5)
         yield Live(params, first.base, Server(url, first.server.key), (process.pid,))
     finally:
-        stop_group(process)
+        stop_reaped(process)
 
 
 def _shows_marker(url: str) -> bool:

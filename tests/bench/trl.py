@@ -45,6 +45,7 @@ import _record as record
 from _trl_job import environment, job
 from live import free_port
 
+from engine.process_reaper import die_with_parent
 from engine.services import lifecycle as services
 from engine.settings.losses import LossConfig
 from engine.settings.params import Params, PolicyConfig, content_hash
@@ -121,7 +122,10 @@ def run_theirs(python: Path, task: dict[str, Any], scratch: Path, limit_s: float
     command = [python, "-P", Path(__file__).with_name("_trl_worker.py"), file]
     log = file.with_suffix(".log")
     with log.open("w") as out:
-        subprocess.run(command, env=clean | offline, stdout=out, stderr=out, timeout=limit_s, check=True)
+        subprocess.run(
+            command, env=clean | offline, stdout=out, stderr=out, timeout=limit_s, check=True,
+            preexec_fn=partial(die_with_parent, os.getpid()),
+        )  # fmt: skip
     steps = json.loads(file.with_suffix(".steps.json").read_text())
     ends = tuple(sum(step["seconds"] for step in steps[: i + 1]) for i in range(len(steps)))
     lengths = tuple(sum(step["lengths"]) / len(step["lengths"]) for step in steps)

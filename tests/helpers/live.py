@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import cycle
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import IO, Any
 
 import httpx
 import psutil
@@ -23,6 +23,8 @@ import psutil
 # two take one port; another run on this machine begins elsewhere.
 PORTS = range(10_000, 30_000)
 SHARE = 2_000
+# Seconds that a server has to stop by itself, before its reaper kills it.
+STOP_S = 20
 
 
 def ports_of(worker: str) -> Iterator[int]:
@@ -124,12 +126,7 @@ def start_engine(base: Path, state: Path, wait_s: float = 240, **settings) -> Ru
     params = {"state_dir": str(state), "base": {"name": str(base)}, "engine": {"port": port, **settings}}
     (state / "params.json").write_text(json.dumps(params))
     with (state / "engine.log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "engine.serving.server", "--params", str(state / "params.json")],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        process = start_reaped(["-m", "engine.serving.server", "--params", str(state / "params.json")], log)
     url = f"http://127.0.0.1:{port}"
     running = RunningEngine(url, key, base.name, base, base_digest(base), state, process)
     deadline = time.monotonic() + wait_s
@@ -144,7 +141,32 @@ def start_engine(base: Path, state: Path, wait_s: float = 240, **settings) -> Ru
 
 
 def stop_engine(running: RunningEngine) -> None:
-    stop_group(running.process)
+    stop_reaped(running.process)
+
+
+def start_reaped(
+    arguments: Sequence[str], output: IO[bytes] | int, environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start Python with these arguments under a process reaper, and return the reaper's process.
+
+    The whole process tree ends with this process, however that ends. It ends with the calling thread, too:
+    that is what the kernel calls a parent.
+    """
+    reaper = ["-m", "engine.process_reaper", "/dev/stdin", str(STOP_S), sys.executable]
+    process = subprocess.Popen(
+        [sys.executable, *reaper, *arguments], env=environment, stdin=subprocess.PIPE, stdout=output,
+        stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    assert process.stdin
+    with process.stdin as pidfile:
+        pidfile.write(str(os.getpid()).encode())
+    return process
+
+
+def stop_reaped(process: subprocess.Popen[bytes]) -> None:
+    """End what `start_reaped` started, and wait until nothing of it is left."""
+    process.terminate()
+    process.wait()
 
 
 def stop_group(process: subprocess.Popen[bytes]) -> None:
@@ -189,10 +211,7 @@ class StockServer:
             "OMP_NUM_THREADS": str(threads or max(1, len(os.sched_getaffinity(0)) - 1)),
             **variables,
         }
-        self.process = subprocess.Popen(
-            [sys.executable, *program, *arguments],
-            env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
+        self.process = start_reaped([*program, *arguments], subprocess.DEVNULL, environment)
         self.client = httpx.Client(base_url=self.url, timeout=600)
 
     def __enter__(self) -> "StockServer":
@@ -207,4 +226,4 @@ class StockServer:
 
     def __exit__(self, *_: object) -> None:
         self.client.close()
-        stop_group(self.process)
+        stop_reaped(self.process)
