@@ -24,7 +24,6 @@ from engine.serving.server import lora_targets
 from engine.settings.params import Params
 
 START_S = 900
-CONTEXT, SEQUENCES = 256, 128
 
 
 @dataclass(frozen=True)
@@ -66,8 +65,8 @@ def live(given: Params, base: str, beside: Path, **engine: Any) -> Iterator[Live
         given.paths.bases.mkdir(parents=True, exist_ok=True)
         (Path(root) / "bases").symlink_to(given.paths.bases)
         fields = {
-            "port": free_port(), "dtype": shape.dtype, "max_rank": shape.rank, "max_model_len": CONTEXT,
-            "max_num_seqs": SEQUENCES, "start_timeout_s": START_S, **engine,
+            "port": free_port(), "dtype": shape.dtype, "max_rank": shape.rank, "start_timeout_s": START_S,
+            **engine,
         }  # fmt: skip
         params = Params.model_validate({"state_dir": root, "base": {"name": base}, "engine": fields})
         os.environ.update(services.environment(params))
@@ -117,13 +116,13 @@ def _shows_marker(url: str) -> bool:
 def stock(base: BaseInfo, shape: Shape, folder: Path, slots: int, cached: int) -> StockServer:
     """Return vLLM's own server over a folder of adapters in PEFT's form, which it loads when it is asked.
 
-    For a mixture of experts it is vLLM's loader with our experts, and with our executor, so that the loader
-    alone differs; the adapters are in PEFT's fused form, the faster of the two that vLLM reads.
+    For a mixture of experts it is vLLM's loader with our experts, so that the loader alone differs. There the
+    adapters are in PEFT's fused form, the faster of the two that vLLM reads.
     """
     folder.mkdir(parents=True, exist_ok=True)
     more = [
         "--enable-lora", "--max-loras", str(slots), "--max-cpu-loras", str(cached), "--max-lora-rank",
-        str(shape.rank), "--max-num-seqs", str(SEQUENCES), "--lora-target-modules", *lora_targets(base),
+        str(shape.rank), "--lora-target-modules", *lora_targets(base),
     ]  # fmt: skip
     variables = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     if not BaseShapes.read(base.path).experts:
@@ -131,15 +130,10 @@ def stock(base: BaseInfo, shape: Shape, folder: Path, slots: int, cached: int) -
             "VLLM_PLUGINS": "lora_filesystem_resolver",
             "VLLM_LORA_RESOLVER_CACHE_DIR": str(folder),
         }
-        return StockServer(base.path, shape.dtype, CONTEXT, more=more, variables=variables)
-    more += [
-        "--enable-mixed-moe-lora-format",
-        "--distributed-executor-backend",
-        "engine.serving.vllm_plugin.executor.InProcessExecutor",
-    ]
-    variables |= {"OMP_WAIT_POLICY": "passive", "THP_MEM_ALLOC_ENABLE": "1"}
+        return StockServer(base.path, shape.dtype, more=more, variables=variables)
+    more.append("--enable-mixed-moe-lora-format")
     program = (str(Path(__file__).with_name("_stock_moe.py")), str(folder))
-    return StockServer(base.path, shape.dtype, CONTEXT, more=more, program=program, variables=variables)
+    return StockServer(base.path, shape.dtype, more=more, program=program, variables=variables)
 
 
 def told(name: str, state: str) -> None:

@@ -19,12 +19,17 @@ from typing import IO, Any
 import httpx
 import psutil
 
+from engine.settings.services import EngineConfig
+
 # Below what the kernel gives to connections. Each worker of pytest-xdist has a share of its own, so that no
 # two take one port; another run on this machine begins elsewhere.
 PORTS = range(10_000, 30_000)
 SHARE = 2_000
 # Seconds that a server has to stop by itself, before its reaper kills it.
 STOP_S = 20
+STOCK_SERVER = str(Path(__file__).with_name("stock_server.py"))
+# A stock server's limits are the defaults of ours.
+DEFAULTS = EngineConfig()
 
 
 def ports_of(worker: str) -> Iterator[int]:
@@ -182,18 +187,19 @@ def stop_group(process: subprocess.Popen[bytes]) -> None:
 class StockServer:
     """vLLM's own server on a checkpoint, without LoRA unless `more` asks for it; ready in the `with` block.
 
-    `threads` as in our engine's settings: 0 takes every core but one. `program` is another server's, with the
-    same arguments; `variables` are added to its environment.
+    Its environment, process settings and limits are our engine's (stock_server.py). `threads` is as in our
+    settings: 0 takes every core but one. `program` is another server's, with the same arguments; `variables`
+    are added to its environment.
     """
 
     def __init__(
         self,
         checkpoint: Path,
         dtype: str,
-        max_model_len: int = 512,
+        max_model_len: int = DEFAULTS.max_model_len,
         threads: int = 0,
         more: Sequence[str] = (),
-        program: Sequence[str] = ("-m", "vllm.entrypoints.openai.api_server"),
+        program: Sequence[str] = (STOCK_SERVER,),
         variables: Mapping[str, str] = MappingProxyType({}),
     ):
         self.port = free_port()
@@ -201,13 +207,12 @@ class StockServer:
         arguments = [
             "--model", str(checkpoint), "--served-model-name", "stock", "--port", str(self.port),
             "--host", "127.0.0.1", "--dtype", dtype, "--max-model-len", str(max_model_len), "--enforce-eager",
-            "--kv-cache-memory-bytes", str(1 << 28), *more,
+            "--kv-cache-memory-bytes", str(1 << 28), "--max-num-seqs", str(DEFAULTS.max_num_seqs),
+            "--no-enable-log-requests", "--disable-uvicorn-access-log", *more,
         ]  # fmt: skip
         environment = os.environ | {
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_PLUGINS": "",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_NO_USAGE_STATS": "1",
             "OMP_NUM_THREADS": str(threads or max(1, len(os.sched_getaffinity(0)) - 1)),
             **variables,
         }
