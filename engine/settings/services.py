@@ -10,13 +10,21 @@ from pydantic import Field
 from engine.settings.model import Settings
 
 Port = Annotated[int, Field(ge=1024, le=65535)]
+MOST_SLOTS = 1024
+GPU_SLOTS = 8
 
 
 class EngineConfig(Settings):
     """vLLM's server with our plugin and gateway inside."""
 
     port: Port = 8460
-    slots: int = Field(8, ge=2, le=1024, description="adapters that one batch can hold")
+    slots: int | None = Field(
+        None,
+        ge=2,
+        le=MOST_SLOTS,
+        description="adapters that one batch can hold; empty: 8 on a GPU, on a CPU what a quarter of the "
+        "memory holds, at most 4 for each of max_num_seqs",
+    )
     max_rank: Literal[1, 8, 16, 32, 64, 128] = 8
     max_model_len: int = Field(256, ge=16)
     max_num_seqs: int = Field(128, ge=1)
@@ -37,7 +45,9 @@ class EngineConfig(Settings):
         0, ge=0, le=16, description="tokens that vLLM drafts from n-grams of a request's own text; 0: none"
     )
     start_timeout_s: float = Field(300, gt=0, description="for engine and trainer, each, to load the base")
-    host_bytes: int = Field(1 << 30, ge=1 << 20, description="budget of the host tier, bytes")
+    host_bytes: int | None = Field(
+        None, ge=1 << 20, description="budget of the host tier, bytes; empty: half of the memory"
+    )
     host_adapters: int = Field(4096, ge=1, description="adapters that the host tier holds at most")
     load_concurrency: int | None = Field(
         None,
@@ -54,6 +64,11 @@ class EngineConfig(Settings):
     )
     load_queue: int = Field(1024, ge=1, description="cold loads that wait or run before clients get 429")
     load_timeout_s: float = Field(60, gt=0, description="for one cold load, its wait in the queue included")
+
+    @property
+    def gpu_slots(self) -> int:
+        """Return the slots of an engine on a GPU."""
+        return self.slots or GPU_SLOTS
 
     def dtype_on(self, cuda: bool) -> Literal["float32", "bfloat16"]:
         """Return the dtype of base and served adapters on CUDA, or on a CPU."""

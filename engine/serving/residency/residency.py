@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 
 from engine.catalog.catalog import Catalog, Revision
 from engine.errors import Busy, Conflict, GraftworkError, ServiceError
+from engine.planning.tiers import host_tier_bytes
 from engine.serving.residency.adapter_fetch import AdapterFetch, Engine
 from engine.serving.residency.host_tier_cache import HostTierCache, Resident
 from engine.serving.residency.load_metrics import LoadLog, LoadMetrics
@@ -45,7 +46,7 @@ class Residency:
         pinned: Callable[[], Collection[str]] = frozenset,
         metrics: LoadMetrics | None = None,
     ):
-        self.tier = HostTierCache(config.host_bytes, config.host_adapters)
+        self.tier = HostTierCache(host_tier_bytes(config), config.host_adapters)
         self.queue = LoadQueue(config.load_queue, config.load_concurrency, config.paced_loads)
         self.states = AdapterStates()
         self.evictions = 0
