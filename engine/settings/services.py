@@ -55,13 +55,6 @@ class EngineConfig(Settings):
         description="cold loads under way at once; more of them let a burst in sooner, and others feel it; "
         "empty: 6, or 16 where adapters take a MiB or more",
     )
-    paced_loads: float = Field(
-        0,
-        ge=0,
-        description="cold adapters at once, in the mean, from their load's start to their first token, so "
-        "that others feel less of a burst, which lasts longer (0.5: one, half of the time); 0: "
-        "load_concurrency, each until it is loaded",
-    )
     load_queue: int = Field(1024, ge=1, description="cold loads that wait or run before clients get 429")
     load_timeout_s: float = Field(60, gt=0, description="for one cold load, its wait in the queue included")
 

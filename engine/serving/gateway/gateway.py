@@ -11,7 +11,6 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import orjson
@@ -164,9 +163,8 @@ class Gateway:
             else:
                 revision = state.router.revision(target.policy, target.digest)
                 body["model"] = name = await self._hold(state, revision, purpose, receive)
-                entered = partial(state.residency.entered, name)
                 try:
-                    await self._forward(exchange, body, scope, receive, send, entered)
+                    await self._forward(exchange, body, scope, receive, send)
                 finally:
                     state.residency.release(name)
         except GraftworkError as error:
@@ -186,18 +184,9 @@ class Gateway:
         return name
 
     async def _forward(
-        self,
-        exchange: Exchange,
-        body: dict[str, Any],
-        scope: Any,
-        receive: Receive,
-        send: Send,
-        entered: Callable[[], object] = lambda: None,
+        self, exchange: Exchange, body: dict[str, Any], scope: Any, receive: Receive, send: Send
     ) -> None:
-        """Pass the request on with the new body; mark the response and note what it says of itself.
-
-        `entered` is called at its first token, or its answer.
-        """
+        """Pass the request on with the new body; mark the response and note what it says of itself."""
         raw = orjson.dumps(body)
         replaced = {b"content-length", b"x-request-id"}
         scope["headers"] = [header for header in scope["headers"] if header[0] not in replaced] + [
@@ -220,7 +209,6 @@ class Gateway:
                 message["headers"] = [*message.get("headers", ()), (b"x-graftwork-revision", revision)]
             elif exchange.ttft_s is None:
                 exchange.ttft_s = time.perf_counter() - exchange.started
-                entered()
                 if not message.get("more_body") and not body.get("stream"):
                     exchange.usage = usage_of(message.get("body", b""))
             await send(message)

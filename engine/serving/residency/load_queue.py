@@ -28,8 +28,6 @@ BACKGROUND_RUNNING = 1 / 3
 AT_ONCE, LARGE_AT_ONCE = 6, 16
 # Of the sum of shares: a sixth six times is not quite one.
 ROUNDING = 1e-9
-# For so long at most a paced load keeps its place once it is ready: an answer that does not stream is long.
-PACED_S = 2.0
 # A load is taken to last as long as the median of so many before it: a burst of thousands of clients holds up
 # the few loads under way by a hundredfold, and a mean of them would send the clients away for a minute.
 RECENT = 64
@@ -57,7 +55,6 @@ class Load:
     asked_by: int = 0
     # Its row may be gone since it was read.
     in_doubt: bool = False
-    has_entered: bool = False
     task: "asyncio.Task[None] | None" = None
 
     @property
@@ -67,21 +64,14 @@ class Load:
 
 
 class LoadQueue:
-    """What waits and what runs. Interactive loads start first; `SHARE` keeps the background going.
+    """What waits and what runs. Interactive loads start first; `SHARE` keeps the background going."""
 
-    Where loads are paced, so many at once in the mean, one that somebody waited for keeps its place until its
-    first token, and then for a rest.
-    """
-
-    def __init__(self, places: int, concurrency: int | None = None, paced: float = 0.0):
-        self.places, self._paced = places, paced
-        self._concurrency = math.ceil(paced) or concurrency
+    def __init__(self, places: int, concurrency: int | None = None):
+        self.places, self._concurrency = places, concurrency
         self.waiting: dict[str, OrderedDict[str, Load]] = {priority: OrderedDict() for priority in PRIORITIES}
         # Before they may wait for their turn, the engine has to forget their adapters.
         self.returning: dict[str, Load] = {}
         self.running: dict[str, Load] = {}
-        # Ready, and on the way to their first token, or at rest behind it.
-        self.entering: dict[str, Load] = {}
         # When the last of those who were refused has a place, if all come back.
         self._promised = dict.fromkeys(PRIORITIES, 0.0)
         self._took_s = deque([FIRST_S] * RECENT, RECENT)
@@ -173,7 +163,7 @@ class LoadQueue:
             line = people
         else:
             return None
-        if not self._fits(line, [*self.running.values(), *self.entering.values()], 1.0):
+        if not self._fits(line, self.running.values(), 1.0):
             return None
         self._in_a_row = self._in_a_row + 1 if line is people and background else 0
         name, load = line.popitem(last=False)
@@ -195,35 +185,9 @@ class LoadQueue:
             loads.pop(load.name, None)
 
     def end(self, load: Load) -> None:
-        """Let a load that ended well go, or keep its place until `entered`: where a person waits for it."""
+        """Let a load that ended well go, and learn how long it took."""
+        assert load.started_at is not None
         del self.running[load.name]
-        waits = any(not waiter.done() for waiter in load.waiters)
-        if self._paced and waits and load.priority == INTERACTIVE:
-            self.entering[load.name] = load
-        else:
-            self._learn(load)
-
-    def entered(self, load: Load) -> bool:
-        """Note that a load's first token has come, or comes no more; False if that is not news."""
-        is_news = self.entering.get(load.name) is load and not load.has_entered
-        load.has_entered = True
-        return is_news
-
-    def rest_s(self, load: Load) -> float:
-        """Return for how long the place of a load that has just entered stays taken."""
-        assert load.started_at is not None
-        took_s = min(time.monotonic() - load.started_at, PACED_S)
-        return took_s * (self.concurrency / self._paced - 1)
-
-    def free(self, load: Load) -> None:
-        """Give the place of a load that has entered to others."""
-        if self.entering.get(load.name) is load:
-            del self.entering[load.name]
-        self._learn(load)
-
-    def _learn(self, load: Load) -> None:
-        """Learn how long places are taken."""
-        assert load.started_at is not None
         self._took_s.append(time.monotonic() - load.started_at)
 
     def estimate_s(self, load: Load | None = None) -> float:
@@ -246,7 +210,6 @@ class LoadQueue:
         return {
             **{priority: self.waits(priority) for priority in PRIORITIES},
             "running": len(self.running),
-            "entering": len(self.entering),
             "places": self.places,
             "concurrency": self.concurrency,
             "estimate_s": self.estimate_s(),
