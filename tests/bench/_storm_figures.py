@@ -45,7 +45,7 @@ def seconds_of(phase: Sequence[Answer]) -> float:
 
 @dataclass(frozen=True)
 class Alternation:
-    """A storm, its control and traffic without either, one after another; a control may be left out."""
+    """A storm, its control and traffic without either, one after another."""
 
     storm: Sequence[Answer]
     control: Sequence[Answer]
@@ -110,11 +110,15 @@ class Arms:
         storm, control = ([value for pair in pairs for value in pair[side]] for side in (0, 1))
         return percentile(storm) / percentile(control) if storm and control else math.nan
 
-    def over_calm(self, chosen: Sequence[Alternation]) -> float:
-        """Return warm p95 in storms over warm p95 without any."""
-        storm = [value for one in chosen for value in one.counted()[0]]
+    def over_calm(self, chosen: Sequence[Alternation], side: int = 0) -> float:
+        """Return warm p95 in storms over warm p95 without any; with `side` 1 that in controls."""
+        burst = [value for one in chosen for value in one.counted()[side]]
         calm = [answer.ttft for one in chosen for answer in one.calm]
-        return percentile(storm) / percentile(calm) if storm and calm else math.nan
+        return percentile(burst) / percentile(calm) if burst and calm else math.nan
+
+    def control_over_calm(self, chosen: Sequence[Alternation]) -> float:
+        """Return warm p95 in controls over warm p95 without a burst: what N resident requests do alone."""
+        return self.over_calm(chosen, side=1)
 
     def ready(self, chosen: Sequence[Alternation]) -> float:
         """Return the median of the alternations' cold seconds over resident seconds to all first tokens."""
@@ -130,7 +134,10 @@ class Arms:
 
     def figures(self) -> tuple[dict[str, float], dict[str, str]]:
         """Return each figure's value and its spread, by plain names."""
-        found = {"ratio": self.ratio, "over_calm": self.over_calm, "ready_over_warm": self.ready}
+        found: dict[str, Callable[[Sequence[Alternation]], float]] = {
+            "ratio": self.ratio, "over_calm": self.over_calm, "control_over_calm": self.control_over_calm,
+            "ready_over_warm": self.ready,
+        }  # fmt: skip
         values = {name: figure(self.alternations) for name, figure in found.items()}
         values = {name: value for name, value in values.items() if not math.isnan(value)}
         spreads = {name: self.spread(found[name]) for name in values}

@@ -26,7 +26,7 @@ CHECKED = 8
 class Side:
     """A server under storms, ours or vLLM's own, which calls its base `base`.
 
-    `make` gives names of adapters that nobody asked for; without `residents` storms have no control.
+    `make` gives names of adapters that nobody asked for; `residents` are for the largest control.
     """
 
     name: str

@@ -155,7 +155,7 @@ def measure(
     made = adapters(shapes, torch_dtype)
     how = {"dtype": dtype, "threads": threads}
     with ExitStack() as stack:
-        engine = start_engine(base, root / "state", wait_s=600, slots=BATCH, **how)
+        engine = start_engine(base, root / "state", wait_s=600, **how)
         stack.callback(stop_engine, engine)
         names = [engine.publish("decode", tensors, RANK, torch_dtype) for tensors in made]
         sides: dict[str, tuple[Server, list[str]]] = {"ours": (engine, names)}

@@ -12,6 +12,10 @@ import numpy as np
 import pytest
 from bench_files import load
 
+from engine.base.families import BaseShapes
+from engine.base.recipes import RECIPES
+from engine.settings.services import EngineConfig
+
 TOKENS = (1, 2)
 
 
@@ -48,6 +52,7 @@ def test_requests_count_from_the_first_cold_arrival_to_the_last_cold_first_token
     assert arms.counted == values["counted"] == 6
     assert values["ratio"] == pytest.approx(2.0)
     assert values["over_calm"] == pytest.approx(4.0)
+    assert values["control_over_calm"] == pytest.approx(2.0)
     assert values["ready_over_warm"] == pytest.approx(4.0)
     assert values["longest_cold_s"] == pytest.approx(2.0)
     assert spreads["ratio"] == "2..2"
@@ -175,13 +180,29 @@ def test_bounds_of_a_storm_depend_on_its_size(monkeypatch: pytest.MonkeyPatch):
     sums = storm.sums(figures)
     assert sums == {"ready_32_over_warm": 1.6, "errors": 2.0}
     assert "ready_32_over_warm" not in storm.sums({"ratio.b.n16": 1.0})
-    bounds = storm.bounds_of(["tiny-dense", "many-moe"], [32, 256])
+    bounds = storm.BOUNDS | {
+        f"ratio.{base}.n{n}": record.at_most(limit)
+        for base in ("tiny-dense", "many-moe")
+        for n, limit in storm.sizes([256, 32], 300).items()
+    }
     assert record.worst(figures, bounds)["ratio"] == 1.25
     assert record.missed(sums | figures, bounds) == [
         "errors is 2, and its bound is == 0.",
         "ready_32_over_warm is 1.6, and its bound is <= 1.5.",
         "ratio.tiny-dense.n32 is 1.2, and its bound is <= 1.15.",
     ]
+
+
+def test_a_storm_has_no_more_adapters_than_the_engine_holds(monkeypatch: pytest.MonkeyPatch):
+    storm = load("storm", monkeypatch)
+    assert storm.sizes([256, 32, 64], 300) == {32: 1.15, 64: math.inf, 256: 1.3}
+    assert storm.sizes([32, 256], 200) == {32: 1.15, 200: 1.3}
+    shapes = BaseShapes.of(RECIPES["tiny-dense"].config())
+    # 16 warm adapters and 8 places to spare; the host tier has the cold ones and as many resident ones.
+    by_slots = EngineConfig(slots=100, host_bytes=1 << 30)
+    by_bytes = EngineConfig(slots=100, host_bytes=100 << 20)
+    assert storm.most_cold(by_slots, shapes, 1 << 20) == 76
+    assert storm.most_cold(by_bytes, shapes, 1 << 20) == 38
 
 
 def test_a_waves_answers_are_told_from_those_of_other_models(monkeypatch: pytest.MonkeyPatch, traffic):
