@@ -54,10 +54,7 @@ chaos: $(STAMP)
 	@$(BIN)/python -m pytest -m slow $(LONG) --durations 0
 
 bench: $(STAMP)
-	@failed=0; for file in tests/bench/[a-z]*.py; do \
-		$(BIN)/graftwork bench "$$(basename "$$file" .py)" || failed=1; done; \
-	for base in tiny-moe wide-moe; do $(BIN)/graftwork bench handoff --base $$base || failed=1; done; \
-	for base in tiny-moe tiny-mla; do $(BIN)/graftwork run --base $$base || failed=1; done; exit $$failed
+	@$(BIN)/python tests/bench/_all.py
 
 docs: $(DOCS_STAMP)
 	@$(BIN)/python docs/generate.py

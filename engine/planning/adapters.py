@@ -66,7 +66,7 @@ class AdapterPlan(DeviceParts):
     adapter_tensors: int
     adapter_blocks: int
     host_bytes: int
-    host_adapters: int
+    host_adapters: int | None
     available: int | None
     tensor_parallel: int
     slot_bytes: int
@@ -174,17 +174,17 @@ def _plan(config: Mapping[str, Any], shape: Shape, engine: EngineConfig, wanted:
         parameters=shape.parameters,
         rank=wanted.rank,
         slot_rank=held,
-        slots=engine.slots,
+        slots=engine.gpu_slots,
         dtype=dtype,
         adapter_bytes=whole,
         adapter_share=whole / base_bytes(shape, itemsize, bits=weights),
         adapter_tensors=2 * sum(one.count for one in shapes.projections(wanted.targets)),
         adapter_blocks=len(blocks),
         host_bytes=host,
-        host_adapters=engine.host_bytes // host,
+        host_adapters=engine.host_bytes // host if engine.host_bytes else None,
         available=wanted.available,
         tensor_parallel=devices,
-        slot_bytes=parts["engine_slots"] // engine.slots,
+        slot_bytes=parts["engine_slots"] // engine.gpu_slots,
         load_bytes=loaded,
         **parts,
         load_s=loaded / wanted.rates.load,
@@ -218,7 +218,11 @@ def rows(found: AdapterPlan) -> list[tuple[str, str]]:
         ("an adapter, packed", f"{size(found.adapter_bytes)}, {found.adapter_share:.4%} of the base"),
         ("its tensors, and blocks of the file", f"{found.adapter_tensors:,}, {found.adapter_blocks:,}"),
         ("host memory for each adapter", size(found.host_bytes)),
-        ("adapters in engine.host_bytes", f"{found.host_adapters:,}"),
+        *(
+            [("adapters in engine.host_bytes", f"{found.host_adapters:,}")]
+            if found.host_adapters is not None
+            else []
+        ),
         ("tensor-parallel degree", str(found.tensor_parallel)),
         ("a slot, on each device", f"{size(found.slot_bytes)} for rank {found.slot_rank}"),
         *((WHAT[name], gib(part)) for name, part in found.parts.items()),

@@ -146,7 +146,7 @@ def engine_parts(
         "engine_base": base_bytes(shape, size, devices, bits),
         # A latent is on every device; keys of grouped attention are split by heads.
         "engine_kv_cache": kv_bytes(shape, size, engine) // max(1, min(devices, shape.key_heads)),
-        "engine_slots": engine.slots * slot,
+        "engine_slots": engine.gpu_slots * slot,
         "engine_activations": step_bytes(shape, size, engine),
         "engine_context": CONTEXT_BYTES,
     }
@@ -293,7 +293,7 @@ def _remedies(
     lowered = (
         ("engine", "max_num_seqs", 1, engine.max_num_seqs),
         ("engine", "max_model_len", BLOCK, engine.max_model_len),
-        ("engine", "slots", 2, engine.slots),
+        ("engine", "slots", 2, engine.gpu_slots),
         ("trainer", "microbatch_tokens", 64, trainer.microbatch_tokens),
         ("trainer", "sessions", 1, trainer.sessions),
     )

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from engine.base.families import BaseShapes
 from engine.errors import ConfigError
 from engine.planning.memory import BATCHED_TOKENS
+from engine.planning.tiers import cpu_slots
 from engine.serving.gateway.uvicorn_accept import accept_bursts
 from engine.settings.params import Params, load_params
 from engine.settings.reproducible import equal_bits
@@ -120,7 +121,7 @@ def server_arguments(
         *memory_arguments(config, plan),
         "--enforce-eager",
         "--enable-lora",
-        "--max-loras", str(config.slots),
+        "--max-loras", str(slots(config, base, plan)),
         # Graftwork limits the host tier in bytes; vLLM's limit by count must never apply.
         "--max-cpu-loras", str(1 << 20),
         "--max-lora-rank", str(config.max_rank),
@@ -137,6 +138,11 @@ def server_arguments(
         "--no-enable-log-requests",
         "--disable-uvicorn-access-log",
     ]  # fmt: skip
+
+
+def slots(config: EngineConfig, base: "BaseInfo", plan: "MemoryPlan | None") -> int:
+    """Return how many adapters one batch can hold, on the GPU of `plan` or on the CPU."""
+    return config.gpu_slots if plan is not None else cpu_slots(config, BaseShapes.read(base.path))
 
 
 def lora_targets(base: "BaseInfo") -> tuple[str, ...]:

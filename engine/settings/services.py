@@ -7,13 +7,21 @@ from pydantic import Field
 from engine.settings.model import Settings
 
 Port = Annotated[int, Field(ge=1024, le=65535, description="Listen on this port of 127.0.0.1.")]
+MOST_SLOTS = 1024
+GPU_SLOTS = 8
 
 
 class EngineConfig(Settings):
     """The engine: vLLM's server with Graftwork's plugin and gateway."""
 
     port: Port = 8460
-    slots: int = Field(8, ge=2, le=1024, description="Allow this many different adapters in a batch.")
+    slots: int | None = Field(
+        None,
+        ge=2,
+        le=MOST_SLOTS,
+        description="Allow this many different adapters in a batch. Empty: 8 on a GPU; on a CPU what a "
+        "quarter of the memory holds, at most 4 for each of max_num_seqs.",
+    )
     max_rank: Literal[1, 8, 16, 32, 64, 128] = Field(8, description="Serve adapters up to this LoRA rank.")
     max_model_len: int = Field(
         256, ge=16, description="Serve sequences up to this many tokens, prompt and answer together."
@@ -51,19 +59,15 @@ class EngineConfig(Settings):
     start_timeout_s: float = Field(
         300, gt=0, description="Wait this many seconds for engine and trainer, each, to load the base."
     )
-    host_bytes: int = Field(1 << 30, ge=1 << 20, description="Limit the host tier to this many bytes.")
+    host_bytes: int | None = Field(
+        None, ge=1 << 20, description="Limit the host tier to this many bytes. Empty: half of the memory."
+    )
     host_adapters: int = Field(4096, ge=1, description="Limit the host tier to this many adapters.")
     load_concurrency: int | None = Field(
         None,
         ge=1,
         description="Run this many cold loads at once. More of them serve a burst sooner and slow warm "
         "requests down. Empty: 6, or 16 for adapters of 1 MiB or more.",
-    )
-    paced_loads: float = Field(
-        0,
-        ge=0,
-        description="Limit the mean number of cold adapters between load and first token, so that warm "
-        "requests slow down less and a burst takes longer. 0.5: one adapter, half of the time. 0: no pacing.",
     )
     load_queue: int = Field(
         1024, ge=1, description="Answer 429 when this many cold loads are waiting or running."
@@ -73,6 +77,11 @@ class EngineConfig(Settings):
         gt=0,
         description="Answer 503 when a cold load, with its wait in the queue, takes this many seconds.",
     )
+
+    @property
+    def gpu_slots(self) -> int:
+        """Return the slots of an engine on a GPU."""
+        return self.slots or GPU_SLOTS
 
     def dtype_on(self, cuda: bool) -> Literal["float32", "bfloat16"]:
         """Return the dtype of base and served adapters on CUDA (`cuda`) or on a CPU."""

@@ -1,13 +1,16 @@
 """Commands for administrators: API keys, the ledger, benchmarks."""
 
+import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from engine.errors import ConfigError
+from engine.process_reaper import die_with_parent
 from flows.entry import PARAMS, ParamsFile, catalog, enter, variables_with
 
 app = typer.Typer()
@@ -91,4 +94,6 @@ def bench(
         )
     command = [sys.executable, str(script), "--params", str(params), "--out", str(settings.paths.bench)]
     variables = variables_with(folder.parent / "helpers")
-    raise typer.Exit(subprocess.run([*command, *context.args], check=False, env=variables).returncode)
+    dies_too = partial(die_with_parent, os.getpid())
+    run = subprocess.run([*command, *context.args], check=False, env=variables, preexec_fn=dies_too)
+    raise typer.Exit(run.returncode)

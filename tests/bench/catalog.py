@@ -41,13 +41,13 @@ from engine.settings.params import BaseConfig, load_params, served_name
 PARTS = Path(__file__).with_name("_catalog_parts.py")
 DTYPE = "bfloat16"
 TARGETS = {
-    "register_per_s": ">= 20000",
-    "resolve_p99_us": "< 300",
-    "resolve_p50_over_least": "<= 2",
-    "restart_s": "< 2",
-    "bytes_over_payload": "<= 1.05",
-    "register_per_s_38kb": ">= 6000, or the next >= 0.7",
-    "share_of_written_38kb": ">= 0.7, or the last >= 6000",
+    "register_per_s": record.at_least(20_000),
+    "resolve_p99_us": record.at_most(300),
+    "resolve_p50_over_least": record.at_most(2),
+    "restart_s": record.at_most(2),
+    "bytes_over_payload": record.at_most(1.05),
+    # Beside `register_per_s_38kb`, which is as fast as the disk.
+    "share_of_written_38kb": record.at_least(0.7),
 }
 POLICIES = 1000
 LOOKUPS = 20_000

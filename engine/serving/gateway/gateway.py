@@ -189,9 +189,8 @@ class Gateway:
                 await self._forward(exchange, body, scope, receive, send)
             else:
                 body["model"] = name
-                entered = partial(state.residency.entered, name)
                 try:
-                    await self._forward(exchange, body, scope, receive, send, entered)
+                    await self._forward(exchange, body, scope, receive, send)
                 finally:
                     state.residency.release(name)
         except GraftworkError as error:
@@ -227,18 +226,9 @@ class Gateway:
                     return name
 
     async def _forward(
-        self,
-        exchange: Exchange,
-        body: dict[str, Any],
-        scope: Any,
-        receive: Receive,
-        send: Send,
-        entered: Callable[[], object] = lambda: None,
+        self, exchange: Exchange, body: dict[str, Any], scope: Any, receive: Receive, send: Send
     ) -> None:
-        """Forward the request with the new body, mark the response and record its status and times.
-
-        `entered` is called at the first token of a stream, or when the answer begins.
-        """
+        """Forward the request with the new body, mark the response and record its status and times."""
         raw = orjson.dumps(body)
         replaced = {b"content-length", b"x-request-id"}
         scope["headers"] = [header for header in scope["headers"] if header[0] not in replaced] + [
@@ -261,7 +251,6 @@ class Gateway:
                 message["headers"] = [*message.get("headers", ()), (b"x-graftwork-revision", revision)]
             elif exchange.ttft_s is None:
                 exchange.ttft_s = time.perf_counter() - exchange.started
-                entered()
                 if not message.get("more_body") and not body.get("stream"):
                     exchange.usage = usage_of(message.get("body", b""))
             await send(message)

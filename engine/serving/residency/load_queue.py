@@ -25,9 +25,6 @@ BACKGROUND_RUNNING = 1 / 3
 AT_ONCE, LARGE_AT_ONCE = 6, 16
 # Tolerance for the sum of shares: six times 1/6 is not exactly 1.
 ROUNDING = 1e-9
-# Longest time in seconds that a paced load keeps its place once ready: without streaming the first token
-# comes with the whole answer.
-PACED_S = 2.0
 # A load's duration is estimated by the median of this many: a burst of thousands of clients slows the few
 # running loads a hundredfold, and a mean would send clients away for a minute.
 RECENT = 64
@@ -55,7 +52,6 @@ class Load:
     asked_by: int = 0
     # Its catalog row may have gone since it was read.
     in_doubt: bool = False
-    has_entered: bool = False
     task: "asyncio.Task[None] | None" = None
 
     @property
@@ -65,21 +61,14 @@ class Load:
 
 
 class LoadQueue:
-    """Waiting and running loads. Interactive loads start first; `SHARE` keeps background loads going.
+    """Waiting and running loads. Interactive loads start first; `SHARE` keeps background loads going."""
 
-    With pacing (`paced` loads at once on average), a load that a user waited for keeps its place until the
-    first token of its request, and then for a pause of `rest_s`.
-    """
-
-    def __init__(self, places: int, concurrency: int | None = None, paced: float = 0.0):
-        self.places, self._paced = places, paced
-        self._concurrency = math.ceil(paced) or concurrency
+    def __init__(self, places: int, concurrency: int | None = None):
+        self.places, self._concurrency = places, concurrency
         self.waiting: dict[str, OrderedDict[str, Load]] = {priority: OrderedDict() for priority in PRIORITIES}
         # Not yet in line: the engine must forget their adapters first.
         self.returning: dict[str, Load] = {}
         self.running: dict[str, Load] = {}
-        # Paced loads that are ready: before the first token, or in the pause after it.
-        self.entering: dict[str, Load] = {}
         # When the last refused client will find a place, if all of them come back.
         self._promised = dict.fromkeys(PRIORITIES, 0.0)
         self._took_s = deque([FIRST_S] * RECENT, RECENT)
@@ -172,7 +161,7 @@ class LoadQueue:
             line = people
         else:
             return None
-        if not self._fits(line, [*self.running.values(), *self.entering.values()], 1.0):
+        if not self._fits(line, self.running.values(), 1.0):
             return None
         self._in_a_row = self._in_a_row + 1 if line is people and background else 0
         name, load = line.popitem(last=False)
@@ -194,35 +183,9 @@ class LoadQueue:
             loads.pop(load.name, None)
 
     def end(self, load: Load) -> None:
-        """Remove a load that succeeded; a paced one that a user waits for keeps its place until `free`."""
+        """Remove a load that succeeded, and add its duration to the estimate."""
+        assert load.started_at is not None
         del self.running[load.name]
-        waits = any(not waiter.done() for waiter in load.waiters)
-        if self._paced and waits and load.priority == INTERACTIVE:
-            self.entering[load.name] = load
-        else:
-            self._learn(load)
-
-    def entered(self, load: Load) -> bool:
-        """Record that a load's first token came, or never will; return False if that was known."""
-        is_news = self.entering.get(load.name) is load and not load.has_entered
-        load.has_entered = True
-        return is_news
-
-    def rest_s(self, load: Load) -> float:
-        """Return for how many seconds a paced load keeps its place after its first token."""
-        assert load.started_at is not None
-        took_s = min(time.monotonic() - load.started_at, PACED_S)
-        return took_s * (self.concurrency / self._paced - 1)
-
-    def free(self, load: Load) -> None:
-        """Free the place of a paced load."""
-        if self.entering.get(load.name) is load:
-            del self.entering[load.name]
-        self._learn(load)
-
-    def _learn(self, load: Load) -> None:
-        """Add the time for which a load took its place to the estimate."""
-        assert load.started_at is not None
         self._took_s.append(time.monotonic() - load.started_at)
 
     def estimate_s(self, load: Load | None = None) -> float:
@@ -245,7 +208,6 @@ class LoadQueue:
         return {
             **{priority: self.waits(priority) for priority in PRIORITIES},
             "running": len(self.running),
-            "entering": len(self.entering),
             "places": self.places,
             "concurrency": self.concurrency,
             "estimate_s": self.estimate_s(),

@@ -17,10 +17,11 @@ from prometheus_client import CollectorRegistry
 
 from engine.catalog.catalog import Catalog, Revision
 from engine.errors import Busy, Conflict, GraftworkError, ServiceError
+from engine.planning.tiers import host_tier_bytes
 from engine.serving.residency.adapter_fetch import AdapterFetch, Engine
 from engine.serving.residency.host_tier_cache import HostTierCache, Resident
 from engine.serving.residency.load_metrics import LoadLog, LoadMetrics
-from engine.serving.residency.load_queue import BACKGROUND, INTERACTIVE, PACED_S, Load, LoadQueue
+from engine.serving.residency.load_queue import BACKGROUND, INTERACTIVE, Load, LoadQueue
 from engine.serving.residency.states import AdapterEvent, AdapterState, AdapterStates
 from engine.serving.worker.load_channel import SlotReport
 from engine.settings.params import served_name
@@ -43,8 +44,8 @@ class Residency:
         pinned: Callable[[], Collection[str]] = frozenset,
         metrics: LoadMetrics | None = None,
     ):
-        self.tier = HostTierCache(config.host_bytes, config.host_adapters)
-        self.queue = LoadQueue(config.load_queue, config.load_concurrency, config.paced_loads)
+        self.tier = HostTierCache(host_tier_bytes(config), config.host_adapters)
+        self.queue = LoadQueue(config.load_queue, config.load_concurrency)
         self.states = AdapterStates()
         self.evictions = 0
         self._engine = engine
@@ -112,21 +113,7 @@ class Residency:
         self.tier.release(name, is_use)
         if self.states.state(name) is AdapterState.LOST:
             self._remove(name, AdapterEvent.RELEASE)
-        self.entered(name)
         self._evict()
-
-    def entered(self, name: str) -> None:
-        """Report the first token of a request for this adapter; with paced loads the next may then start."""
-        if (load := self.queue.entering.get(name)) is not None:
-            self._entered(load)
-
-    def _entered(self, load: Load) -> None:
-        if self.queue.entered(load):
-            asyncio.get_running_loop().call_later(self.queue.rest_s(load), self._go_on_after, load)
-
-    def _go_on_after(self, load: Load) -> None:
-        self.queue.free(load)
-        self._start()
 
     def drop(self, name: str) -> bool:
         """Remove an adapter that is gone from the catalog; return False while a request still uses it."""
@@ -276,8 +263,6 @@ class Residency:
             self.queue.end(load)
             self.states.move(load.name, AdapterEvent.READY)
             self.tier.add(load.name, load.revision)
-            if load.name in self.queue.entering:
-                asyncio.get_running_loop().call_later(PACED_S, self._entered, load)
         else:
             self.queue.discard(load)
             self.states.move(load.name, AdapterEvent.REFUSE)

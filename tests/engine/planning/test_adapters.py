@@ -170,7 +170,9 @@ def test_faster_links_and_disks_are_given_as_rates():
 def test_small_adapters_have_a_copy_in_each_process():
     found = plan(RECIPES["tiny-dense"].config(), devices=2)
     assert found.host_bytes == 2 * found.adapter_bytes
-    assert found.host_adapters == EngineConfig().host_bytes // found.host_bytes
+    assert found.host_adapters is None
+    known = plan(RECIPES["tiny-dense"].config(), engine=EngineConfig(host_bytes=1 << 30), devices=2)
+    assert known.host_adapters == (1 << 30) // known.host_bytes
 
 
 def test_slots_are_of_ranks_that_vllm_has():
