@@ -1,5 +1,6 @@
 """Atomic file writes: whole or not at all, and on request durable across a power cut."""
 
+import errno
 import os
 import uuid
 from collections.abc import Iterator
@@ -42,20 +43,33 @@ def write_whole(path: Path, content: str | bytes, durable: bool = False) -> None
 
 
 def write_once(path: Path, text: str) -> str:
-    """Create a small file atomically unless it exists; return its content. Raises `OSError`."""
+    """Create a small file unless it exists; return its content: of two concurrent writers one wins.
+
+    Raises `OSError`, also for an empty file.
+    """
     if not path.is_file():
         draft = path.with_name(f".{uuid.uuid4().hex}")
         try:
             draft.write_text(text)
             sync(draft)
-            try:
-                # The loser of a race reads what the winner wrote.
-                with suppress(FileExistsError):
-                    os.link(draft, path)
-            except OSError:
-                # A file system without hard links: of two concurrent writers the later one wins.
-                draft.rename(path)
+            # The loser of a race reads what the winner wrote.
+            with suppress(FileExistsError):
+                _link(draft, path)
             sync(path.parent)
         finally:
             draft.unlink(missing_ok=True)
-    return path.read_text().strip()
+    if found := path.read_text().strip():
+        return found
+    raise OSError(errno.EAGAIN, "it is empty; try again, and remove it if it stays so (a kill left it)")
+
+
+def _link(draft: Path, path: Path) -> None:
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        raise
+    except OSError:
+        # A file system without hard links: who creates the file is the winner, though it is empty at first.
+        with path.open("x") as file:
+            file.write(draft.read_text())
+        sync(path)

@@ -22,9 +22,11 @@ def claim(catalog: "Catalog", store: "Store") -> None:
     if store.claimed_by == catalog.id:
         return
     owner = store.catalog_id()
-    # A store with segments but no id may be another's: `require` checks that before anything is removed.
-    if owner is None and next(store.segments(), None) is None:
-        owner = _take_over(catalog, store)
+    if owner is None:
+        is_empty = next(store.segments(), None) is None
+        # An owner writes its id before its first segment. A store with segments and still no id may be
+        # another's: `require` checks that before anything is removed.
+        owner = _take_over(catalog, store) if is_empty else store.catalog_id()
     if owner not in (None, catalog.id):
         raise _others(store, owner)
     store.claimed_by = catalog.id

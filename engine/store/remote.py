@@ -166,7 +166,7 @@ class RemoteStore(Store):
 
     def catalog_id(self) -> str | None:
         """Return the id of the catalog that owns the store; None when none has claimed it."""
-        with self._faults("say whose it is"):
+        with self._faults("say which catalog owns it"):
             try:
                 said: bytes = self._client.cat_file(self._object(CATALOG_ID))
             except FileNotFoundError:
@@ -174,13 +174,19 @@ class RemoteStore(Store):
         return said.decode().strip()
 
     def belong_to(self, catalog_id: str) -> str:
-        """Claim the store for a catalog unless it has an owner; return the owner's id."""
-        if (owner := self.catalog_id()) is None:
-            with self._faults("note whose it is"):
-                self._client.pipe_file(self._object(CATALOG_ID), catalog_id.encode())
-            # Of two that come at the same moment the later one has it.
-            owner = self.catalog_id()
-        return owner or catalog_id
+        """Claim the store for a catalog unless it has an owner; return the owner's id.
+
+        Of two concurrent claims one wins, by a conditional write. Raises `ConfigError` where there are none.
+        """
+        if (owner := self.catalog_id()) is not None:
+            return owner
+        if not self._is_conditional():
+            raise ConfigError(
+                f"The store {self._prefix} has no conditional writes: two catalogs could claim it at once. "
+                f"Nothing was changed. If no other catalog uses it, write {catalog_id} into {CATALOG_ID} "
+                "there, and run this again."
+            )
+        return catalog_id if self._create(CATALOG_ID, catalog_id) else self.catalog_id() or ""
 
     def path(self, segment: str) -> Path:
         """Raise `NotImplementedError`: an object has no local path."""
@@ -218,6 +224,34 @@ class RemoteStore(Store):
 
     def _object(self, segment: str) -> str:
         return f"{self._prefix}/{segment}"
+
+    def _create(self, name: str, text: str) -> bool:
+        """Write an object unless it exists (S3: If-None-Match: *); return whether it is new."""
+        with self._faults(f"create {name}"):
+            try:
+                self._client.pipe_file(self._object(name), text.encode(), mode="create")
+            except OSError as error:
+                # Not every S3-compatible store says which condition failed, as s3fs wants it.
+                if isinstance(error, FileExistsError) or error.errno == errno.EINVAL:
+                    return False
+                raise
+        return True
+
+    def _is_conditional(self) -> bool:
+        """Say whether `_create` is atomic: some S3-compatible stores ignore the condition."""
+        from fsspec import AbstractFileSystem
+
+        # fsspec's own only looks before it writes.
+        if getattr(self._client.pipe_file, "__func__", None) is AbstractFileSystem.pipe_file:
+            return False
+        probe = f".claim-{uuid.uuid4().hex}"
+        with self._faults("take a probe object"):
+            self._client.pipe_file(self._object(probe), b"first")
+        try:
+            return not self._create(probe, "second")
+        finally:
+            with self._faults("remove a probe object"):
+                self._client.rm_file(self._object(probe))
 
     def _chunks(self, location: Location) -> Iterator[bytes]:
         at, end = location.offset, location.offset + location.length
