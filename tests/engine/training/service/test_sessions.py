@@ -515,7 +515,7 @@ def ended(target: float) -> Datum:
     [
         (list, "dapo", "There are no samples"),
         (lambda: [*data(1), changed([5, 10**6, *[5] * 5])], "dapo", "Sample 4 has the token 1000000"),
-        (lambda: [changed([5, -1, *[5] * 5])], "dapo", "Sample 0 has the token -1; the base's vocabulary is 0"),
+        (lambda: [changed([5, -1, *[5] * 5])], "dapo", "has the token -1; the base's vocabulary is 0"),
         (lambda: [long(32)], "dapo", "Sample 0 has 33 tokens; the trainer accepts 32"),
         (lambda: [changed([5, 6])], "dapo", "and 2 values in each loss input"),
         (lambda: [ended(5.7)], "dapo", "the last one is 5.7"),
