@@ -15,7 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from engine.settings.params import PolicyName
 
-SESSION_NAME = r"^[a-z][a-z0-9.-]{0,127}$"
+# Names of sessions and of their states are parts of file paths.
+SessionName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9.-]{0,127}$")]
 Kind = Literal["snapshot", "revision"]
 
 
@@ -131,7 +132,7 @@ class CreateSession(Request):
     function: the added ranks are initialised, with B zero.
     """
 
-    session: str = Field(pattern=SESSION_NAME)
+    session: SessionName
     policy: PolicyName
     rank: int | None = Field(None, ge=1)
     alpha: float | None = Field(None, gt=0, description="empty: equal to the rank")
@@ -159,8 +160,8 @@ class CreateSession(Request):
     fork: PolicyName | None = Field(
         None, description="policy to start from: its champion, else its newest exported revision"
     )
-    fork_session: str | None = Field(
-        None, pattern=SESSION_NAME, description="session to start from: its last step with its Adam moments"
+    fork_session: SessionName | None = Field(
+        None, description="session to start from: its last step with its Adam moments"
     )
     config: dict[str, Any] = Field(default_factory=dict, description="stored in the revisions' manifests")
     policy_config: dict[str, Any] | None = Field(None, description="stored in the catalog's policy")
@@ -171,14 +172,14 @@ class CreateSession(Request):
 class SessionRequest(Request):
     """Base of the operations on a session."""
 
-    session: str
+    session: SessionName
     fence: int
 
 
 class Heartbeat(Message):
     """Renew a session's lease while its writer does something else; not an operation."""
 
-    session: str
+    session: SessionName
     fence: int
 
 
@@ -218,7 +219,7 @@ class OptimStep(Gathering):
 class NamedState(SessionRequest):
     """Base of the operations on a named state."""
 
-    name: str = Field(pattern=SESSION_NAME)
+    name: SessionName
 
 
 class SaveState(NamedState):

@@ -1,5 +1,6 @@
 """Sessions of the trainer over HTTP, in this process: where they begin, who writes, what is refused."""
 
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -598,6 +599,43 @@ def test_a_body_that_is_not_valid_is_a_sentence(live):
     assert answer.json()["kind"] == "ConfigError"
     assert "`fence`: Field required" in answer.json()["error"]
     assert "`speed`: Extra inputs are not permitted" in answer.json()["error"]
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "one/../../elsewhere", "/elsewhere", "One", "", "one\n"])
+def test_a_name_that_is_no_sessions_reaches_no_file(live, name):
+    """A session's files lie outside of all sessions, under a path that such a name leads to."""
+    session = live.client.create_session("one", "sums", **NEW)
+    folder = live.trainer.sessions.directory
+    shutil.copytree(folder / "one", folder.parent / "elsewhere")
+    who = {"session": name, "fence": session.fence}
+    given = {"data": [datum.model_dump() for datum in data(1)]}
+    bodies = {
+        "/session_heartbeat": who,
+        "/close_session": who,
+        "/forward": {**who, "forward_input": given},
+        "/forward_backward": {**who, "forward_backward_input": given},
+        "/optim_step": who,
+        "/save_state": {**who, "name": "best"},
+        "/load_state": {**who, "name": "best"},
+        "/export": who,
+        "/sessions": {"session": name, "policy": "sums", **NEW},
+        "/sessions?fork": {
+            "session": "two",
+            "policy": "other",
+            "fork_session": name,
+            "seed": 3,
+            "holder": "a",
+        },
+    }
+    for path, body in bodies.items():
+        sent = body if path == "/session_heartbeat" else {**body, "request_id": "x"}
+        answer = live.client._http.post(path, json=sent)
+        assert (answer.status_code, answer.json()["kind"]) == (400, "ConfigError"), path
+        assert "String should match pattern" in answer.json()["error"]
+    assert set(live.trainer.sessions._known) == {"one"}
+    for path in ("/save_state", "/load_state"):
+        body = {"session": "one", "fence": session.fence, "request_id": "x", "name": name}
+        assert live.client._http.post(path, json=body).status_code == 400
 
 
 # Cancelling and back-pressure
