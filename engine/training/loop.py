@@ -6,8 +6,6 @@ between still train. Each row records the revision that sampled. A restarted run
 revision, or from the newest one when that revision has expired.
 """
 
-import os
-import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -97,7 +95,7 @@ def open_session(run: Run) -> SessionInfo:
         targets=run.line.targets,
         seed=run.line.seed,
         parent=run.line.parent,
-        holder=f"{socket.gethostname()}:{os.getpid()}",
+        holder=run.holder,
         config={**config.model_dump(mode="json"), "session": run.line.session, "line_seed": run.line.seed},
         policy_config=known.model_dump(mode="json"),
         owner=known.owner,

@@ -148,7 +148,8 @@ class CreateSession(Request):
     seed: int = Field(ge=0)
     holder: str = Field(
         min_length=1,
-        description="who writes; while it is active any other is refused in all sessions of the policy",
+        description="the writer, unique for each run; while its lease lasts, all others are refused in every "
+        "session of the policy",
     )
     parent: str | None = Field(None, description="digest of the revision to start from")
     parent_policy: PolicyName | None = Field(
