@@ -42,11 +42,14 @@ class AdaptForm(Form):
     contract: Contract | None = Field(None, description="the answer format that earns the reward")
     loss: LossName | None = Field(None, description="what a step minimises; its settings stay as configured")
     seed: int | None = Field(None, ge=0, description="which problems and samples are drawn")
+    no_signal_steps: int | None = Field(
+        None, ge=1, description="steps without a gradient that end the training"
+    )
     scored: bool = Field(True, description="score base and revision on the policy's suite")
 
     def changes(self) -> dict[str, Any]:
         """Return the policy settings that this form replaces."""
-        return self.model_dump(include={"steps", "lr", "rank", "contract", "loss", "seed"}, exclude_none=True)
+        return self.model_dump(exclude={"policy", "scored"}, exclude_none=True)
 
 
 class ReleaseForm(Form):

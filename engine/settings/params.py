@@ -83,11 +83,14 @@ class PolicyConfig(Settings):
         None, min_length=1, description="projections that carry LoRA; empty: all that the base has"
     )
     steps: int = Field(20, ge=1)
-    groups: int = Field(
-        16,
-        ge=1,
-        description="problems a step; those that dapo and cispo leave out are not replaced by others",
+    groups: int = Field(16, ge=1, description="problems a step")
+    refills: int = Field(
+        1,
+        ge=0,
+        le=16,
+        description="dapo, cispo: up to so many times `groups` more problems replace those without spread",
     )
+    no_signal_steps: int = Field(3, ge=1, description="steps without a gradient that end the training")
     group_size: int = Field(8, ge=2, description="samples a problem")
     lr: float = Field(2e-3, gt=0)
     loss: LossName = "dapo"

@@ -255,14 +255,14 @@ def test_a_verifier_that_hangs_costs_its_group_one_limit(rules: None) -> None:
     assert row["verifier_faults"] == {"timeout": 1}
     # A loss that sees every group still does not see the one without rewards.
     for loss, seen in (("dapo", 3), ("grpo", 6)):
-        data, kept = build_data(drawn, judged, loss)
+        data, kept = build_data(drawn, judged, config.model_copy(update={"loss": loss}))
         assert (len(data), kept) == (seen, 1)
 
 
 def test_when_every_group_fails_nothing_is_learned(rules: None) -> None:
     drawn = answers(["a", "b"], ["c", "d"])
     judged = Judged([None, None], Counter({"raised KeyError": 2}))
-    data, kept = build_data(drawn, judged, "dapo")
+    data, kept = build_data(drawn, judged, PolicyConfig(task="addition", suite="x"))
     assert kept == 0
     assert not judged.sound
     # Nobody earned nothing: a reward of zero would be read as a collapse.

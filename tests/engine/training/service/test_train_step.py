@@ -30,7 +30,14 @@ from flows.display import step_note
 from tasks.register import numbers
 
 CONFIG = PolicyConfig(
-    task="addition", suite="s", verifier="exact", groups=2, group_size=2, steps=2, loss_config={"kl": 0.01}
+    task="addition",
+    suite="s",
+    verifier="exact",
+    groups=2,
+    group_size=2,
+    steps=2,
+    refills=0,
+    loss_config={"kl": 0.01},
 )
 REWARDS = [1.0, 0.0, 0.25, 0.25]
 BY_REASON = {"masked", "verifier_faults"}
@@ -128,7 +135,10 @@ def test_every_metric_of_the_loops_steps_is_in_every_place(run: Run) -> None:
     run.client.backpressure_s["sums-1"] = 0.75
     for _ in range(2):
         session = grpo_step(run, session)
-    rows = [{name: value for name, value in row.items() if name != "handed"} for row in session.history]
+    rows = [
+        {name: value for name, value in row.items() if name not in loop.FOR_RESTARTS}
+        for row in session.history
+    ]
     assert [row["step"] for row in rows] == [1, 2]
     assert [row["backpressure_s"] for row in rows] == [0.75, 0.0]
     assert set(step_row(1)) == set(rows[0])
