@@ -45,11 +45,14 @@ class AdaptForm(Form):
     contract: Contract | None = Field(None, description="Reward answers in this format.")
     loss: LossName | None = Field(None, description="Minimise this loss, with its settings as configured.")
     seed: int | None = Field(None, ge=0, description="Draw problems and samples from this seed.")
+    no_signal_steps: int | None = Field(
+        None, ge=1, description="Stop after this many steps in a row without a gradient."
+    )
     scored: bool = Field(True, description="Score base and revision on the policy's suite.")
 
     def changes(self) -> dict[str, Any]:
         """Return the policy settings that this form replaces."""
-        return self.model_dump(include={"steps", "lr", "rank", "contract", "loss", "seed"}, exclude_none=True)
+        return self.model_dump(exclude={"policy", "scored"}, exclude_none=True)
 
 
 class ReleaseForm(Form):

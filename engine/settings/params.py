@@ -94,10 +94,15 @@ class PolicyConfig(Settings):
         None, min_length=1, description="Train LoRA on these projections. Empty: all that the base has."
     )
     steps: int = Field(20, ge=1, description="Train for this many steps.")
-    groups: int = Field(
-        16,
-        ge=1,
-        description="Draw this many problems a step. Groups that dapo and cispo filter out are not replaced.",
+    groups: int = Field(16, ge=1, description="Draw this many problems a step.")
+    refills: int = Field(
+        1,
+        ge=0,
+        le=16,
+        description="dapo, cispo: replace groups without spread by up to this many times `groups` more problems.",
+    )
+    no_signal_steps: int = Field(
+        3, ge=1, description="Stop the training after this many steps in a row without a gradient."
     )
     group_size: int = Field(8, ge=2, description="Sample this many answers a problem.")
     lr: float = Field(2e-3, gt=0, description="Use this learning rate of Adam.")

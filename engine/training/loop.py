@@ -6,8 +6,6 @@ between still train. Each row records the revision that sampled. A restarted run
 revision, or from the newest one when that revision has expired.
 """
 
-import os
-import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -22,6 +20,7 @@ from engine.errors import Conflict, NotFound, ServiceError
 from engine.problems.procedural import check_task, stream
 from engine.settings.params import Params, PolicyConfig, content_hash
 from engine.training import rollout_data
+from engine.training.reward_signal import refuse_without_signal
 from engine.training.rollout_data import Drawn, Sampler
 from engine.training.run import Run, prepare
 from engine.training.service.protocol import AdamParams, Exported, SessionInfo
@@ -32,6 +31,9 @@ from engine.version import code_version
 # All other policies wait while the trainer generates them.
 PROBE_PROMPTS, PROBE_TOKENS = 24, 24
 STEP_ATTEMPTS = 3
+# What a row holds for a restarted run, and the ledger does not: the revision that was exported before the
+# step, and the position in the stream of replacements.
+FOR_RESTARTS = ("handed", "replaced")
 # The trainer frees the session of a killed writer when its lease ends.
 TAKE_OVER_S = 40.0
 
@@ -57,7 +59,8 @@ def train(
     """Train a policy by GRPO up to `config.steps`, and export its revision with an effect probe.
 
     Idempotent: a line of training that has all its steps is only exported again. `on_step` receives each new
-    step's row. Raises `ServiceError` when the trainer or the engine stays unavailable.
+    step's row. Raises `ServiceError` when the trainer or the engine stays unavailable, `ConfigError` when
+    `no_signal_steps` steps in a row had nothing to learn from.
     """
     check_task(config.task)
     began = time.monotonic()
@@ -67,6 +70,7 @@ def train(
             session = next_step(run, session)
             if on_step:
                 on_step(session.history[-1])
+            refuse_without_signal(run, session)
         exported = export_revision(run, session)
         run.client.close_session(session)
     assert exported.directory is not None
@@ -97,7 +101,7 @@ def open_session(run: Run) -> SessionInfo:
         targets=run.line.targets,
         seed=run.line.seed,
         parent=run.line.parent,
-        holder=f"{socket.gethostname()}:{os.getpid()}",
+        holder=run.holder,
         config={**config.model_dump(mode="json"), "session": run.line.session, "line_seed": run.line.seed},
         policy_config=known.model_dump(mode="json"),
         owner=known.owner,
@@ -127,14 +131,22 @@ def next_step(run: Run, session: SessionInfo) -> SessionInfo:
 
 def grpo_step(run: Run, session: SessionInfo) -> SessionInfo:
     """Take one step: export the adapter, sample, score, send the gradients and apply them."""
+    from engine.training.loss.grpo import loss_of
+
     config, began = run.config, time.monotonic()
     handed = run.client.export(session) if session.step or session.parent else None
     newest = Sampler(session.step, handed.digest if handed else None)
     asked = time.monotonic()
     drawn = samples_of(run, session, newest)
     sampled = time.monotonic()
-    judged = rollout_data.judge(run.verifier, drawn)
-    data, kept = rollout_data.build_data(drawn, judged, config.loss)
+    judged, first_s = rollout_data.judge(run.verifier, drawn), drawn.seconds
+    replaced = session.history[-1].get("replaced", 0) if session.history else 0
+    if loss_of(config.loss).drops:
+        drawn, judged, replaced = rollout_data.refill(
+            run.source, run.verifier, session.step, drawn, judged, replaced
+        )
+    refill_s = drawn.seconds - first_s
+    data, kept = rollout_data.build_data(drawn, judged, config)
     scored = time.monotonic()
     metrics = run.client.forward_backward(
         session, data, config.loss, config.loss_sent(), router_replay=run.source.replays
@@ -151,15 +163,14 @@ def grpo_step(run: Run, session: SessionInfo) -> SessionInfo:
         **drawn.row(),
         **judged.row(),
         **metrics,
-        wait_s=sampled - asked,
-        reward_s=scored - sampled,
+        wait_s=sampled - asked + refill_s,
+        reward_s=scored - sampled - refill_s,
         update_s=learned - scored,
         handoff_s=handed.seconds if handed else 0.0,
         backpressure_s=run.client.backpressure_s.pop(session.session, 0.0),
         tokens_per_s=metrics["tokens"] / (learned - began),
     )
-    # `handed` is for a restarted run; the ledger does not store it.
-    row = {**step.row(), "handed": newest.digest}
+    row = {**step.row(), "handed": newest.digest, "replaced": replaced}
     # The loss says whether any token had a gradient: a KL term or a custom loss needs no spread in rewards.
     # Adam would take a step even without a gradient.
     skip = not (judged.sound and metrics["learned_tokens"])
@@ -194,7 +205,7 @@ def sampler_of(session: SessionInfo, newest: Sampler, step: int) -> Sampler:
 def record_step(run: Run, row: Mapping[str, Any]) -> None:
     """Append a step's row to the ledger's spool; the row's id makes a repeated append harmless."""
     identity = {"code_version": code_version(), "config_hash": content_hash(run.config)}
-    told = {name: value for name, value in row.items() if name != "handed"}
+    told = {name: value for name, value in row.items() if name not in FOR_RESTARTS}
     run.spool.emit("train_steps", id=f"{run.line.session}-{row['step']}", **told, **identity)
 
 

@@ -8,9 +8,10 @@ still train.
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import compress, islice
+from math import ceil
 from statistics import fmean, pstdev
 from time import monotonic
 from typing import Any
@@ -55,8 +56,17 @@ class Source:
 
     def problems(self, position: int) -> tuple[list[Problem], int]:
         """Return the problems of one step and the position where the next step's begin."""
-        drawn = stream(self.config.task, "train", self.line.seed, position)
-        numbered = list(islice(drawn, self.config.groups))
+        return self._problems(self.line.seed, position, self.config.groups)
+
+    def replacements(self, position: int, count: int) -> tuple[list[Problem], int]:
+        """Return `count` problems that replace groups without spread, and where the next ones begin.
+
+        They have a stream of their own, so the data positions of later steps do not depend on rewards.
+        """
+        return self._problems(int(content_hash([self.line.seed, "replacements"])[:7], 16), position, count)
+
+    def _problems(self, seed: int, position: int, count: int) -> tuple[list[Problem], int]:
+        numbered = list(islice(stream(self.config.task, "train", seed, position), count))
         return [problem for _, problem in numbered], numbered[-1][0] + 1
 
 
@@ -71,6 +81,16 @@ class Drawn:
     position: int
     seconds: float
 
+    def plus(self, other: "Drawn") -> "Drawn":
+        """Return these samples and those of `other`, which replace groups of the same step."""
+        return replace(
+            self,
+            problems=[*self.problems, *other.problems],
+            prompts=[*self.prompts, *other.prompts],
+            groups=[*self.groups, *other.groups],
+            seconds=self.seconds + other.seconds,
+        )
+
     def row(self) -> dict[str, Any]:
         """Return the columns of `TrainStep` that follow from the answers."""
         samples = [sample for group in self.groups for sample in group]
@@ -84,11 +104,18 @@ class Drawn:
         }
 
 
-def draw(source: Source, step: int, sampler: Sampler, problems: Sequence[Problem], position: int) -> Drawn:
-    """Sample a group for each problem from the sampler's revision."""
+def draw(
+    source: Source,
+    step: int,
+    sampler: Sampler,
+    problems: Sequence[Problem],
+    position: int,
+    replaces: bool = False,
+) -> Drawn:
+    """Sample a group for each problem from the sampler's revision; `replaces` gives other random numbers."""
     config, clock = source.config, monotonic()
     prompts = [source.prompt_ids(problem.question) for problem in problems]
-    seed = int(content_hash([source.line.seed, step])[:7], 16)
+    seed = int(content_hash([source.line.seed, step, *(["replaces"] if replaces else [])])[:7], 16)
     sampling = Sampling(
         config.group_size, config.max_tokens, config.temperature, seed, routed_experts=source.replays
     )
@@ -105,6 +132,7 @@ class Ahead:
 
     def __init__(self, source: Source):
         self.source = source
+        self.last: Drawn | None = None
         self._draws: dict[int, Future[Drawn]] = {}
         self._ends: dict[int, int] = {}
 
@@ -120,7 +148,8 @@ class Ahead:
 
     def take(self, step: int) -> Drawn:
         """Wait for a step's samples. A failed draw raises its error and can be started again."""
-        return self._draws.pop(step).result()
+        self.last = self._draws.pop(step).result()
+        return self.last
 
 
 @dataclass(frozen=True)
@@ -134,6 +163,15 @@ class Judged:
     def sound(self) -> list[Sequence[float]]:
         """Return the rewards of the groups without a verifier failure."""
         return [rewards for rewards in self.rewards if rewards is not None]
+
+    @property
+    def teaching(self) -> list[bool]:
+        """Say for each group whether its samples differ in reward; without spread all advantages are zero."""
+        return [rewards is not None and min(rewards) < max(rewards) for rewards in self.rewards]
+
+    def plus(self, other: "Judged") -> "Judged":
+        """Return these rewards and those of `other`."""
+        return Judged([*self.rewards, *other.rewards], self.errors + other.errors)
 
     def row(self) -> dict[str, Any]:
         """Return the columns of `TrainStep` that follow from the rewards, None where no group is sound."""
@@ -159,29 +197,56 @@ def judge(verifier: Verifier, drawn: Drawn) -> Judged:
     return Judged(rewards, errors)
 
 
-def build_data(drawn: Drawn, judged: Judged, loss: str) -> tuple[list[Datum], int]:
+def refill(
+    source: Source, verifier: Verifier, step: int, drawn: Drawn, judged: Judged, position: int
+) -> tuple[Drawn, Judged, int]:
+    """Replace groups without spread, as far as `refills` allows: DAPO's dynamic sampling.
+
+    DAPO (arXiv 2503.14476, section 3.2) samples until the batch is full. Here one more request asks for as
+    many problems as should fill it by the share of groups that teach, at most `refills` batches. Returns the
+    step's samples and rewards with those of the replacements, and the next position of their stream.
+    """
+    config, found = source.config, sum(judged.teaching)
+    missing, most = config.groups - found, config.refills * config.groups
+    count = min(most, ceil(missing * len(judged.rewards) / found)) if found else most
+    if missing <= 0 or not count:
+        return drawn, judged, position
+    problems, position = source.replacements(position, count)
+    more = draw(source, step, drawn.sampler, problems, drawn.position, replaces=True)
+    return drawn.plus(more), judged.plus(judge(verifier, more)), position
+
+
+def build_data(drawn: Drawn, judged: Judged, config: PolicyConfig) -> tuple[list[Datum], int]:
     """Return the samples for the loss with their advantages, and the number of groups that teach.
 
-    When the loss drops groups without spread and no group has any, or when the verifier failed on every
-    group, all samples are returned with advantage zero, so that the importance ratio is still measured.
+    A loss that drops groups without spread gets the first `config.groups` that have some. When no group has
+    any, only a KL term or a custom loss has a gradient. For other losses one group is returned, with
+    advantage zero: enough to measure the importance ratio, without a pass over the whole batch.
     """
     import torch
 
-    from engine.training.loss.grpo import group_advantages, groups_that_teach, loss_of
+    from engine.training.loss.grpo import group_advantages, loss_of
 
-    size, rule = len(drawn.groups[0]), loss_of(loss)
+    size, rule = len(drawn.groups[0]), loss_of(config.loss)
     rewards_PG = torch.tensor([[0.0] * size if group is None else group for group in judged.rewards])
     advantages = group_advantages(rewards_PG, rule.by_spread).tolist()
-    teaching = groups_that_teach(rewards_PG).tolist()
-    sound = [group is not None or not judged.sound for group in judged.rewards]
-    used = teaching if rule.drops and any(teaching) else sound
+    teaching = list(compress(range(len(drawn.groups)), judged.teaching))
+    sound = [p for p, group in enumerate(judged.rewards) if group is not None or not judged.sound]
+    if not teaching and not learns_without_spread(config):
+        used = sound[:1]
+    else:
+        used = teaching[: config.groups] if rule.drops and teaching else sound
     data = [
         datum(drawn.prompts[p], sample, advantages[p][g])
-        for p, group in enumerate(drawn.groups)
-        if used[p]
-        for g, sample in enumerate(group)
+        for p in used
+        for g, sample in enumerate(drawn.groups[p])
     ]
-    return data, sum(teaching)
+    return data, len(teaching)
+
+
+def learns_without_spread(config: PolicyConfig) -> bool:
+    """Say whether the loss may have a gradient where all advantages are zero: a KL term or a custom loss."""
+    return config.loss_config.kl > 0 or config.loss.startswith("python:")
 
 
 def datum(prompt: Sequence[int], sample: Sample, advantage: float) -> Datum:

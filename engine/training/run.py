@@ -1,6 +1,9 @@
 """The resources of one training run, opened and checked before its first rollout."""
 
-from dataclasses import dataclass
+import os
+import socket
+import uuid
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.base.families import BaseShapes
@@ -17,7 +20,10 @@ from engine.training.service.client import TrainerClient
 
 @dataclass(frozen=True)
 class Run:
-    """A policy's line of training with its open clients; call `close` at the end."""
+    """A policy's line of training with its open clients; call `close` at the end.
+
+    `holder` names the run as the session's writer. It is unique: two runs in one process never share a lease.
+    """
 
     params: Params
     policy: str
@@ -28,9 +34,11 @@ class Run:
     client: TrainerClient
     spool: Spool
     verifier: Verifier
+    holder: str = field(default_factory=lambda: f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex}")
 
     def close(self) -> None:
-        """Close the trainer's client, the spool and the verifier."""
+        """Release the session, and close the trainer's client, the spool and the verifier."""
+        self.client.release()
         for part in (self.client, self.spool, self.verifier):
             part.close()
 

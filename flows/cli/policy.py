@@ -101,3 +101,23 @@ def show(name: str, as_json: Json = False, params: ParamsFile = PARAMS) -> None:
     from flows.display import print_rows
 
     print_rows(rows, fold=("value",))
+
+
+@policy_app.command("try")
+def try_out(
+    name: Annotated[str, typer.Argument(help="Policy to try.")],
+    as_json: Json = False,
+    params: ParamsFile = PARAMS,
+) -> None:
+    """Sample 32 answers of the base, score them, and say whether GRPO can learn from the rewards."""
+    settings = enter(params)
+    from flows.display import print_rows
+    from tasks.outcome import local_key
+    from tasks.tryout import try_policy
+
+    trial = try_policy(settings, name, local_key(settings))
+    if as_json:
+        typer.echo(json.dumps(trial.to_json(), indent=2))
+        return
+    print_rows([group.row() for group in trial.groups], fold=("answers",))
+    typer.echo(trial.verdict)

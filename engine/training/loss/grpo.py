@@ -1,4 +1,4 @@
-"""Policy losses as pure functions: group advantages, the groups that teach, and each loss with its paper.
+"""Policy losses as pure functions: group advantages, and each loss with its paper.
 
 A loss returns a term for each token and the mask of clipped tokens. `LOSSES` says what the mean is taken
 over: it needs the whole batch, so `objective.py` weights the terms by `Tokens.weight_T`.
@@ -203,12 +203,3 @@ def group_advantages(rewards_PG: Tensor, by_spread: bool = True, eps: float = 1e
     if not by_spread:
         return centred_PG
     return centred_PG / (rewards_PG.std(dim=1, keepdim=True, correction=0) + eps)
-
-
-def groups_that_teach(rewards_PG: Tensor) -> Tensor:
-    """Return a mask (P,) of the groups whose samples differ in reward; others have no gradient.
-
-    The filter of DAPO's dynamic sampling (arXiv 2503.14476, section 3.2). The paper then samples until the
-    batch is full again; here a step learns from what is left.
-    """
-    return rewards_PG.amax(dim=1) > rewards_PG.amin(dim=1)

@@ -200,7 +200,10 @@ def _learn(base: ResidentBase, pieces: Sequence[tuple[_CallState, list[int]]]) -
             one.learn(batch, new, entropy, base_T if one.objective.needs_base else None, routed)
             for (one, batch), new, entropy, base_T in found
         ]
-        new_T.backward(torch.cat(gradients))  # type: ignore[no-untyped-call]
+        gradient_T = torch.cat(gradients)
+        # Where no token teaches, the backward pass would add zeros.
+        if gradient_T.any():
+            new_T.backward(gradient_T)  # type: ignore[no-untyped-call]
 
 
 @contextmanager
@@ -217,8 +220,10 @@ def adding_gradients(adapters: Iterable[Adapter]) -> Iterator[None]:
     try:
         yield
         for factor, gradient in zip(factors, before, strict=True):
-            if gradient is not None:
-                factor.grad = gradient if factor.grad is None else factor.grad.add_(gradient)
+            if factor.grad is None:
+                factor.grad = torch.zeros_like(factor) if gradient is None else gradient
+            elif gradient is not None:
+                factor.grad.add_(gradient)
         for adapter in held:
             refuse_infinite(adapter)
     except BaseException:

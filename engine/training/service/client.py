@@ -70,6 +70,17 @@ class TrainerClient(ServiceClient):
         self._writing.pop(session.session, None)
         self._run("/close_session", protocol.CloseSession(**_who(session)))
 
+    def release(self) -> None:
+        """Ask the trainer once to close the sessions that this client has open, so that others may write.
+
+        A trainer that does not answer ends their leases by itself.
+        """
+        for session, fence in list(self._writing.items()):
+            body = protocol.CloseSession(request_id=_new_id(), session=session, fence=fence)
+            with suppress(httpx.TransportError):
+                self._http.post("/close_session", json=body.model_dump())
+        self._writing.clear()
+
     def sessions(self) -> list[dict[str, Any]]:
         """Describe the trainer's sessions: those in memory and the newest stored ones."""
         return list(self._ask("GET", "/sessions")["sessions"])

@@ -99,7 +99,7 @@ class TrainerMetrics:
         refused = Counter("graftwork_trainer_refused", "Operations that a full queue refused.", registry=now)
         refused.inc(queue.refused)
         gauge("trainer_peak_memory_bytes", "Most memory that the trainer ever held.").set(peak_memory())
-        newest = {session.policy: session.history[-1] for session in held if session.history}
+        newest = {session.policy: session.row for session in held if session.row}
         for name, what in GAUGES.items():
             last = gauge(f"policy_{name}", what, "policy")
             for policy, row in newest.items():

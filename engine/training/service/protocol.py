@@ -15,7 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from engine.settings.params import PolicyName
 
-SESSION_NAME = r"^[a-z][a-z0-9.-]{0,127}$"
+# Names of sessions and of their states are parts of file paths.
+SessionName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9.-]{0,127}$")]
 Kind = Literal["snapshot", "revision"]
 
 
@@ -131,7 +132,7 @@ class CreateSession(Request):
     function: the added ranks are initialised, with B zero.
     """
 
-    session: str = Field(pattern=SESSION_NAME)
+    session: SessionName
     policy: PolicyName
     rank: int | None = Field(None, ge=1)
     alpha: float | None = Field(None, gt=0, description="empty: equal to the rank")
@@ -147,7 +148,8 @@ class CreateSession(Request):
     seed: int = Field(ge=0)
     holder: str = Field(
         min_length=1,
-        description="who writes; while it is active any other is refused in all sessions of the policy",
+        description="the writer, unique for each run; while its lease lasts, all others are refused in every "
+        "session of the policy",
     )
     parent: str | None = Field(None, description="digest of the revision to start from")
     parent_policy: PolicyName | None = Field(
@@ -159,8 +161,8 @@ class CreateSession(Request):
     fork: PolicyName | None = Field(
         None, description="policy to start from: its champion, else its newest exported revision"
     )
-    fork_session: str | None = Field(
-        None, pattern=SESSION_NAME, description="session to start from: its last step with its Adam moments"
+    fork_session: SessionName | None = Field(
+        None, description="session to start from: its last step with its Adam moments"
     )
     config: dict[str, Any] = Field(default_factory=dict, description="stored in the revisions' manifests")
     policy_config: dict[str, Any] | None = Field(None, description="stored in the catalog's policy")
@@ -171,14 +173,14 @@ class CreateSession(Request):
 class SessionRequest(Request):
     """Base of the operations on a session."""
 
-    session: str
+    session: SessionName
     fence: int
 
 
 class Heartbeat(Message):
     """Renew a session's lease while its writer does something else; not an operation."""
 
-    session: str
+    session: SessionName
     fence: int
 
 
@@ -218,7 +220,7 @@ class OptimStep(Gathering):
 class NamedState(SessionRequest):
     """Base of the operations on a named state."""
 
-    name: str = Field(pattern=SESSION_NAME)
+    name: SessionName
 
 
 class SaveState(NamedState):

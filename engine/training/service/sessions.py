@@ -18,6 +18,7 @@ from engine.training.model.adapter import by_pattern, chosen_sites
 from engine.training.model.lora import ResidentBase
 from engine.training.service import state
 from engine.training.service.capacity import bytes_of
+from engine.training.service.journal import Journal
 from engine.training.service.protocol import CreateSession, SessionRequest
 from engine.training.service.session import CURRENT, SHAPE, Session, settings_of, state_file
 from engine.training.service.session_deletion import LEASE_S, open_sentence, refuse_open, remove_sessions
@@ -66,6 +67,8 @@ class Sessions:
         self.directory, self.base, self.base_digest = directory, base, base_digest
         self.budget, self.waiting = budget, waiting
         self._known: dict[str, Known] = {}
+        # Of every open session, also while it is evicted: a journal is indexed once.
+        self._journals: dict[str, Journal] = {}
         # Writers from before a restart may still be active.
         for name, stored in self._newest():
             if not stored.is_active:
@@ -159,18 +162,19 @@ class Sessions:
         return self._bring(request.model_copy(update=left_open))
 
     def _bring(self, opened: CreateSession) -> Session:
-        session = self.fresh(opened)
+        session = self.fresh(opened, self._journals.get(opened.session))
         session.load(CURRENT)
         return session
 
-    def fresh(self, opened: CreateSession) -> Session:
+    def fresh(self, opened: CreateSession, journal: Journal | None = None) -> Session:
         """Return a session before its first step, after evicting others to make room."""
         self.make_room(opened)
-        return Session(self.directory / opened.session, self.base, self.base_digest, opened)
+        return Session(self.directory / opened.session, self.base, self.base_digest, opened, journal)
 
     def keep(self, session: Session) -> None:
         """Keep a session in memory and renew its writer's lease."""
         opened = session.opened
+        self._journals[session.name] = session.journal
         self._known[session.name] = Known(
             opened, session.fence, time.monotonic(), self.bytes_of(opened), session.step, session
         )
@@ -182,6 +186,7 @@ class Sessions:
         long_ago = time.time() - LEASE_S
         os.utime(state_file(self.directory / name), (long_ago, long_ago))
         self._leave(self._known[name])
+        self._journals.pop(name, None)
 
     def delete(self, policy: str, only_ask: bool = False) -> dict[str, int]:
         """Remove every session of a policy, from memory and disk; `Conflict` while one is open.
@@ -198,6 +203,7 @@ class Sessions:
         removed = remove_sessions(self.directory, policy)
         for name in mine:
             del self._known[name]
+            self._journals.pop(name, None)
         return removed
 
     def make_room(self, opened: CreateSession) -> None:

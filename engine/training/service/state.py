@@ -5,7 +5,8 @@ fast, and the header can be read without touching it.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -23,7 +24,7 @@ PLACE = "tensor"
 def write(state: Mapping[str, Any], paths: Sequence[Path]) -> None:
     """Store a state at every path, the last path last: write a draft, fsync, rename, fsync the directory.
 
-    Raises `ServiceError` when writing fails; the previous state is then intact.
+    Use it within `storing`.
     """
     directory, last = paths[-1].parent, paths[-1]
     directory.mkdir(parents=True, exist_ok=True)
@@ -38,10 +39,19 @@ def write(state: Mapping[str, Any], paths: Sequence[Path]) -> None:
             link.hardlink_to(draft)
             link.replace(path)
         draft.replace(last)
-        # Without this fsync a power failure could undo a step that was answered.
-        sync(directory)
-    except OSError as error:
+    except OSError:
         draft.unlink(missing_ok=True)
+        raise
+    # Without this fsync a power failure could undo a step that was answered.
+    sync(directory)
+
+
+@contextmanager
+def storing(directory: Path) -> Iterator[None]:
+    """Raise `ServiceError` when writing inside fails; the previous state is then intact."""
+    try:
+        yield
+    except OSError as error:
         raise ServiceError(
             f"Could not store a session in {directory}: {error.strerror}. "
             "Free some disk space and repeat the step; the last stored step is intact."

@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any
 
 from engine.catalog.catalog import Policy
-from engine.errors import ConfigError, GraftworkError, NotFound
+from engine.errors import ConfigError, GraftworkError, NotFound, ServiceError
 from engine.settings.params import Params
 from engine.training.model.lora import ResidentBase
 from engine.training.model.packing import Example, TokenRow
@@ -22,9 +22,10 @@ from engine.training.model.replay import decode
 from engine.training.model.update import Call, check_rows, forward_backward, is_small, is_worth_fusing
 from engine.training.service import protocol
 from engine.training.service.export import Exporter
+from engine.training.service.journal import find_answer
 from engine.training.service.metrics import TrainerMetrics, peak_memory
 from engine.training.service.queue import Operation, Queue, joined
-from engine.training.service.session import Session, answer
+from engine.training.service.session import Session
 from engine.training.service.sessions import Sessions
 from engine.training.service.start import start_of
 
@@ -79,11 +80,13 @@ class Trainer:
         return operation.future
 
     def _done_before(self, id: str) -> "Future[Any]":
-        for _, stored in islice(self.sessions.headers(), SEARCHED):
-            if id in stored["done"]:
-                future: Future[Any] = Future()
-                future.set_result(answer(stored["done"][id], stored["history"]))
-                return future
+        for file, header in islice(self.sessions.headers(), SEARCHED):
+            # A damaged journal is an error of its own session only.
+            with suppress(ServiceError):
+                if result := find_answer(file.parent, header, id):
+                    future: Future[Any] = Future()
+                    future.set_result(result)
+                    return future
         raise NotFound(
             f"There is no operation {id!r}; the trainer may have restarted. Send the request again."
         )
@@ -92,13 +95,12 @@ class Trainer:
         """Open a session, or continue it from its last stored step."""
         self.sessions.refuse_other_writers(request)
         session = self.sessions.resume(request) or self._begin(request)
-        if request.request_id not in session.done:
+        if not session.is_done(request.request_id):
             self.fence += 1
             session.fence = self.fence
-            session.remember(request.request_id)
-            session.save()
+            session.save_answer(request.request_id)
         self.sessions.keep(session)
-        return session.answer(request.request_id)
+        return session.journal.answer(request.request_id)
 
     def _begin(self, request: protocol.CreateSession) -> Session:
         start = start_of(request, self.base, self.base_digest, self.exporter, self.params.paths.sessions)
@@ -211,8 +213,8 @@ class Trainer:
         session = self.sessions.writable(request)
         before = session.step
         result = session.optim_step(request)
-        if session.step > before:
-            self.metrics.observe_step(session.history[-1])
+        if session.step > before and session.row:
+            self.metrics.observe_step(session.row)
         return result
 
     def save_state(self, request: protocol.SaveState) -> dict[str, Any]:

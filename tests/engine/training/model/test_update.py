@@ -60,6 +60,32 @@ def data(base, adapter) -> list[Example]:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("before", [False, True])
+def test_a_batch_without_gradient_costs_no_backward_pass(base, data, monkeypatch, before):
+    """Its log-probabilities are measured all the same, and the gradients gathered before stay."""
+    trained = base.new_adapter(4, 8.0, TARGETS, torch.Generator().manual_seed(1))
+    silent = [replace(example, advantages=(0.0,) * len(example.advantages)) for example in data]
+    if before:
+        one_pass(base, trained, data, "dapo", {})
+    want = {key: factor.grad.clone() for key, factor in trained.factors.items() if before}
+    passes: list[object] = []
+    backward = torch.Tensor.backward
+
+    def counted(tensor, *args, **kwargs):
+        passes.append(tensor)
+        return backward(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "backward", counted)
+    found = one_pass(base, trained, silent, "dapo", {})
+    assert passes == []
+    assert (found.metrics.learned_tokens, found.metrics.loss) == (0, 0.0)
+    assert found.metrics.importance_ratio != 1.0
+    for key, factor in trained.factors.items():
+        assert torch.equal(factor.grad, want[key] if before else torch.zeros_like(factor))
+    one_pass(base, trained, data, "dapo", {})
+    assert passes
+
+
 def bare(data: list[Example]) -> list[Example]:
     return [Example(example.row) for example in data]
 
