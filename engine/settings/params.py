@@ -99,7 +99,7 @@ class PolicyConfig(Settings):
         1,
         ge=0,
         le=16,
-        description="dapo, cispo: replace groups without spread by up to this many times `groups` more problems.",
+        description="dapo, cispo: replace groups without spread by up to this many times `groups` problems.",
     )
     no_signal_steps: int = Field(
         3, ge=1, description="Stop the training after this many steps in a row without a gradient."

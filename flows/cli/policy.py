@@ -119,5 +119,5 @@ def try_out(
     if as_json:
         typer.echo(json.dumps(trial.to_json(), indent=2))
         return
-    print_rows([group.row() for group in trial.groups], fold=("answers",))
+    print_rows([group.row() for group in trial.groups], fold=("question", "best answer"))
     typer.echo(trial.verdict)
