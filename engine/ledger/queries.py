@@ -63,7 +63,11 @@ def canary_rewards(
     release's end. The route's version tells the start, since clocks may jump; only releases that ended
     before versions were recorded have the time alone.
     """
-    named = {"policy": release.policy, "revision": release.revision, "baseline": release.baseline}
+    named: dict[str, Any] = {
+        "policy": release.policy,
+        "revision": release.revision,
+        "baseline": release.baseline,
+    }
     named |= {"version": release.canary_version, "started": release.canary_started_at}
     ended = release.updated_at if release.state != "running" else float("inf")
     return ledger.execute(REWARDS, named | {"ended": ended}).fetchall()
