@@ -8,6 +8,7 @@ down_revision = "0005"
 
 
 def upgrade() -> None:
+    """Add the column, and fill it for running canaries."""
     op.add_column("releases", sa.Column("canary_version", sa.Integer(), nullable=True))
     # A route has not changed since its running canary started.
     op.execute(
