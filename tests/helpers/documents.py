@@ -126,10 +126,19 @@ def path_exists(word: str) -> bool:
         return True
     if PLACEHOLDER.search(re.sub("README|CONTRIBUTING|LICENSE", "", word)):
         return True
-    if word.split("/")[0] in FOLDERS:
-        return (ROOT / word).exists()
+    first, *rest = word.split("/")
+    if first in FOLDERS:
+        return (ROOT / word).exists() or (first == "eval_suites" and rest[0] in created_policies())
     # A module's path may begin at its room, such as `gateway/routing.py`.
     return not word.endswith(".py") or any(f"/{module}".endswith(f"/{word}") for module in modules())
+
+
+@cache
+def created_policies() -> set[str]:
+    """Return the policies that commands of the pages create, each with its suite."""
+    return {
+        name for path in PAGES for name in re.findall(r"graftwork policy create ([\w-]+)", path.read_text())
+    }
 
 
 @cache
