@@ -21,7 +21,7 @@ from tasks.progress import told_reward
 console = Console(highlight=False)
 if not console.is_terminal:
     # A log file has no width; wide enough that tables are not cut.
-    console = Console(highlight=False, width=160)
+    console = Console(highlight=False, width=200)
 PLAIN_LINES = 10
 # How columns of seconds end.
 SECONDS = " (s)"

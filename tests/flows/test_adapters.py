@@ -104,7 +104,7 @@ def test_a_list_goes_on_after_a_name_and_ends(file, catalog):
     assert newest[0] in shown
     assert f"--after {newest[1]}" in shown
     assert ask(file, "ls", "sorting", "--owner", "me") == "None.\n"
-    with pytest.raises(ConfigError, match="is of another policy"):
+    with pytest.raises(ConfigError, match="is not a revision of sorting"):
         ask(file, "ls", "sorting", "--after", newest[0])
 
 
@@ -198,7 +198,7 @@ def test_the_packed_file_is_whole_and_opens_anywhere(file, params, catalog, tmp_
     assert revision.digest(tensors, 2, revision_targets(tensors), BASE) == row.digest
     with safe_open(target, "pt") as opened:
         assert opened.metadata()["digest"] == row.digest
-    with pytest.raises(Conflict, match="nothing is overwritten"):
+    with pytest.raises(Conflict, match="is not overwritten"):
         ask(file, "export", served_name("sums", row.digest), str(target), "--packed")
     assert torch.equal(read_packed(target).payload, whole.payload)
 

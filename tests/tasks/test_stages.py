@@ -199,7 +199,7 @@ def test_suites_refuses_a_base_that_has_changed_since(checkout, tiny_base, tmp_p
     config = json.loads((moved / "config.json").read_text())
     (moved / "config.json").write_text(json.dumps(config | {"changed": True}))
     checkout.set(base={"name": str(moved)})
-    with pytest.raises(BaseModelError, match="not the one that stage base saw"):
+    with pytest.raises(BaseModelError, match="has changed since the stage `base`"):
         stages.prepare_suites(checkout.params())
 
 
@@ -460,7 +460,7 @@ def test_recording_twice_is_once_and_only_for_what_lies_beside_it(checkout, tiny
         ).fetchall()
     assert sorted(rows, key=str) == [("sums", digest, 24, 24.0), (None, None, 24, 0.0)]
     evaluation.write_evaluation(root, suite, base, scored(suite, "e" * 64, [1.0] * 24))
-    with pytest.raises(ConfigError, match="not of the revision and suite that lie beside it"):
+    with pytest.raises(ConfigError, match="does not match the revision and the suite beside it"):
         evaluation.record(params, root, evaluation.read_evaluation(root))
 
 

@@ -278,7 +278,7 @@ def test_a_registered_model_that_is_gone_is_an_alarm(
         "DELETE", f"{API}/registered-models/delete", json={"name": "sorting"}
     ).raise_for_status()
     mirror.mirror()
-    assert "gone" in mirror._alarms["sorting"]
+    assert "missing in MLflow" in mirror._alarms["sorting"]
     assert controller.catalog.routes.get("sorting").champion == OLD
 
 

@@ -181,7 +181,7 @@ def test_a_base_of_an_unknown_family_is_refused_before_its_weights_are_read(tmp_
     from transformers import GPT2Config
 
     GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2).save_pretrained(tmp_path)
-    with pytest.raises(BaseModelError, match=r"of the type 'gpt2'.*Set base\.name to .*qwen3_moe"):
+    with pytest.raises(BaseModelError, match=r"model type 'gpt2'.*Set base\.name to .*qwen3_moe"):
         ResidentBase(tmp_path, 1, 64)
 
 

@@ -192,7 +192,8 @@ def test_an_answer_that_the_verifier_fails_on_drops_its_group(loop: Loop) -> Non
     assert len(trained.curve) == 2
     for row in trained.curve:
         assert row["verifier_errors"] > 0
-        assert row["groups_kept"] <= 4 - row["verifier_errors"]
+        # Four groups, and at most as many that replaced those without spread.
+        assert row["groups_kept"] <= 8 - row["verifier_errors"]
 
 
 @pytest.mark.timeout(300)

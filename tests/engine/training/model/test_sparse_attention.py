@@ -113,5 +113,5 @@ def test_serving_it_on_a_cpu_is_refused_before_anything_is_built(tmp_path, monke
 
 
 def test_a_service_that_there_is_not_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="no service 'trainr'"):
+    with pytest.raises(ConfigError, match="Unknown service 'trainr'"):
         services.up(own_ports(state_dir=tmp_path), refuse_to_build, lambda name, state: None, ["trainr"])
