@@ -26,7 +26,7 @@ class Mermaid(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         """Return the diagram as an image inside the page."""
         source = "\n".join(self.content)
-        data = base64.b64encode(mermaidx.render(source).svg.encode()).decode()
+        data = base64.b64encode(mermaidx.render(source).svg().encode()).decode()
         image = f'<img alt="{html.escape(source)}" src="data:image/svg+xml;base64,{data}">'
         return [nodes.raw("", image, format="html")]
 
