@@ -21,6 +21,7 @@ from engine.errors import ConfigError, GraftworkError
 from engine.services import lifecycle as services
 from engine.settings.forms import AdaptForm
 from engine.threads import background, in_parallel
+from engine.version import code_version
 from flows.cli import adapters, admin, decide, look, plan, policy, purge, residency, score, serve, store
 from flows.entry import PARAMS, Again, ParamsFile, ReuseName, check, enter, filled, require_services
 from tasks.deployments import install
@@ -39,8 +40,6 @@ app = typer.Typer(
 def print_version(given: bool) -> None:
     """Print the version and the commit, and exit."""
     if given:
-        from engine.version import code_version
-
         typer.echo(f"graftwork {code_version()}")
         raise typer.Exit
 

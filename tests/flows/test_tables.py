@@ -23,7 +23,7 @@ from tasks.outcome import Outcome
 
 WIDTH = 80
 LONG = "customer-support-tone-of-voice-for-german-speaking-countries"
-OWNER = "ada.lovelace.of.the.analytical.engine@example.com"
+OWNER = "ada.lovelace@the-analytical-engine.example.com"
 RUNNING = 3 * 86_400.0
 
 
@@ -100,7 +100,7 @@ def refuse_wide(text: str) -> None:
         (("policy", "show", "sorting"), ("[in JSON]", "loss_config")),
         (("adapters", "ls"), (f"sorting@{NEW[:12]}", "105,500,000", "exported")),
         (("adapters", "show", f"sorting@{NEW}"), (NEW, f"sorting@{NEW[:12]}")),
-        (("residency",), ("stored", "105,500,000", "0.200", "segment 3 are damaged")),
+        (("residency",), ("stored", "0.200", "segment 3 are damaged")),
         (("plan", "--config", str(ROOT / "tests" / "helpers" / "kimi_k2.json")), ("an adapter, packed",)),
     ],
     ids=lambda value: "-".join(value)[:20] if isinstance(value, tuple) else None,
@@ -145,7 +145,7 @@ def test_the_tables_of_services_and_of_the_main_job_fit(narrow: None, capsys: py
     refuse_wide(text)
     assert "3d" in text
     assert f"arithmetic@{NEW[:12]}" in text
-    assert "verify 12.3 s, score 12.3 s" in text
+    assert "verify 12.3 s, score 12.3 s" in " ".join(text.split())
 
 
 def test_a_column_that_is_empty_is_left_out(narrow: None, capsys: pytest.CaptureFixture) -> None:
