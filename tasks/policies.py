@@ -314,5 +314,11 @@ def describe(created: Created) -> str:
         return f"{created.policy} has this data and these settings already; nothing has changed."
     return (
         f"{created.policy}: {created.training} training rows, {created.frozen} frozen items (suite version "
-        f"{created.suite_version}), {created.duplicates} duplicates dropped, in {created.directory}."
+        f"{created.suite_version}), {created.duplicates} duplicates dropped, in {_here(created.directory)}."
     )
+
+
+def _here(directory: str) -> Path:
+    """Return a directory relative to the working directory when it lies below it."""
+    path, here = Path(directory), Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path

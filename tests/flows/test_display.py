@@ -66,9 +66,10 @@ def test_nine_policies_have_a_bar_each_in_a_hundred_columns(screen) -> None:
 
 def test_a_bar_of_the_main_job_fits_eighty_columns(screen) -> None:
     written = screen(True, 80)
+    last = row(20, staleness=0, wait_s=10.0)
     with display.live():
-        display.training_bar("arithmetic", 20)(row(20, staleness=0))
-    assert f"20/20 {display.step_note(row(20, staleness=0))}" in written.getvalue()
+        display.training_bar("arithmetic", 20)(last)
+    assert f"20/20 {display.step_note(last)}" in written.getvalue()
 
 
 @pytest.mark.parametrize(("total", "told"), [(1, [1]), (5, [1, 2, 3, 4, 5]), (300, [1, *range(30, 301, 30)])])

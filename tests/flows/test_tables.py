@@ -23,7 +23,7 @@ from tasks.outcome import Outcome
 
 WIDTH = 80
 LONG = "customer-support-tone-of-voice-for-german-speaking-countries"
-OWNER = "ada.lovelace.of.the.analytical.engine@example.com"
+OWNER = "ada.lovelace@the-analytical-engine.example.com"
 RUNNING = 3 * 86_400.0
 
 
