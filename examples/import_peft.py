@@ -15,10 +15,12 @@ from tempfile import TemporaryDirectory
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 from engine.base.resident import ensure_base
 from engine.settings.params import load_params
 
+logging.disable_progress_bar()
 # The base that your services hold.
 settings = load_params(os.environ.get("GRAFTWORK_PARAMS", "params.yaml"))
 base = ensure_base(settings.base, settings.paths).path
