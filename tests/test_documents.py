@@ -149,7 +149,7 @@ make lint
         ("graftwork fly", "there is no command fly"),
         ("graftwork adapters fly", "there is no command fly"),
         ("graftwork ls --wings", "there is no option --wings"),
-        ("graftwork ls --limit many", "valid integer"),
+        ("graftwork ls --limit many", "a valid integer"),
         ("graftwork purge sums --yes", "Missing parameter: by"),
         ("graftwork bench nothing", "there is no benchmark nothing"),
         ("make wings", "there is no target wings"),
