@@ -109,7 +109,7 @@ class Router:
             reason = self._reason(pinned)
             if reason is not None:
                 raise Gone(f"{model} {reason}")
-            if self._is_stale(_stone_of(policy, pinned.digest)):
+            if self._is_stale(_tombstone_key(policy, pinned.digest)):
                 raise ServiceError(
                     f"The catalog has been unreadable for {STALE_S:g} s, and {model} may have been rolled "
                     f"back since. Try again, or use the policy's name {policy!r}."
@@ -281,18 +281,18 @@ class Router:
             )
         return found
 
-    def _is_buried(self, policy: str, digest: str) -> bool:
-        return self._stone(policy, digest) is not None
+    def _has_tombstone(self, policy: str, digest: str) -> bool:
+        return self._tombstone(policy, digest) is not None
 
-    def _stone(self, policy: str, digest: str) -> Any:
-        key = _stone_of(policy, digest)
+    def _tombstone(self, policy: str, digest: str) -> Any:
+        key = _tombstone_key(policy, digest)
         return self._read(policy, key, lambda: self._catalog.tombstones.find(policy, digest))
 
     def _reason(self, revision: Revision) -> str | None:
         """Return why a revision is not served (rolled back or retired), or None if it is."""
-        stone = self._stone(revision.policy, revision.digest)
-        if stone is not None:
-            return f"was rolled back: {stone.reason} `graftwork lift` makes it available again."
+        tombstone = self._tombstone(revision.policy, revision.digest)
+        if tombstone is not None:
+            return f"was rolled back: {tombstone.reason} `graftwork lift` makes it available again."
         if revision.retired_at is not None:
             reason = revision.retired_reason
             return f"was retired: {reason} `graftwork adapters unretire` makes it available again."
@@ -307,15 +307,15 @@ class Router:
     def _follow(self, route: Route, unit: str) -> Target:
         arms = [("canary", route.canary)] if in_canary(route, unit) else []
         for arm, digest in [*arms, ("champion", route.champion)]:
-            if digest and not self._is_buried(route.policy, digest):
-                read = ("route", route.policy), _stone_of(route.policy, digest)
+            if digest and not self._has_tombstone(route.policy, digest):
+                read = ("route", route.policy), _tombstone_key(route.policy, digest)
                 if arm == "canary" and self._is_stale(*read):
                     continue
                 return Target(route.policy, digest, arm, route.version)
         return Target(route.policy, None, "base", route.version)
 
 
-def _stone_of(policy: str, digest: str) -> Hashable:
+def _tombstone_key(policy: str, digest: str) -> Hashable:
     return "tombstone", policy, digest
 
 

@@ -458,7 +458,7 @@ def test_a_look_while_a_purge_runs_keeps_nothing_of_it(catalog, monkeypatch, bur
             router.resolve("sums", "ann")
         with suppress(NotFound):
             router.revision("sums", CANARY)
-            router._stone("sums", CHAMPION)
+            router._tombstone("sums", CHAMPION)
         return purge_some(policy)
 
     monkeypatch.setattr(catalog.purges, "_remove_revisions", looks)
@@ -467,5 +467,5 @@ def test_a_look_while_a_purge_runs_keeps_nothing_of_it(catalog, monkeypatch, bur
         router.revision("sums", CANARY)
     with pytest.raises(Gone, match="purged by ann"):
         router.resolve(pinned, "ann")
-    assert router._stone("sums", CHAMPION) is None
+    assert router._tombstone("sums", CHAMPION) is None
     assert router.take_changed() == {"sums"}
