@@ -37,7 +37,7 @@ class TriedGroup:
     def row(self) -> dict[str, str]:
         """Return the group as a row of a table, with its best answer."""
         rewards = self.rewards or ()
-        best = max(zip(rewards, self.answers, strict=True), default=(0.0, self.answers[0]))[1]
+        best = max(zip(rewards, self.answers, strict=False), default=(0.0, self.answers[0]))[1]
         return {
             "question": shortened(self.question),
             "expected": shortened(self.expected),

@@ -10,6 +10,7 @@ import typer
 from engine.settings.forms import CreatePolicyForm
 from engine.settings.params import known_policies, resolve_policy
 from flows.entry import PARAMS, Again, Json, ParamsFile, ReuseName, enter, filled
+from tasks.outcome import local_key
 
 app = typer.Typer()
 policy_app = typer.Typer(help="Policies: lines of training, each with its task.", no_args_is_help=True)
@@ -96,7 +97,6 @@ def try_out(name: str, as_json: Json = False, params: ParamsFile = PARAMS) -> No
     """Sample 32 answers of the base, score them, and say whether GRPO can learn from the rewards."""
     settings = enter(params)
     from flows.display import print_rows
-    from tasks.outcome import local_key
     from tasks.tryout import try_policy
 
     trial = try_policy(settings, name, local_key(settings))

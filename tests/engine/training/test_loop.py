@@ -274,7 +274,9 @@ def test_a_rank_that_the_engine_does_not_serve_is_refused_before_its_first_rollo
     config = PolicyConfig(task="addition", suite="s", rank=16)
     params = Params(state_dir=tmp_path, policies={"sums": config})
     assert params.engine.max_rank == 8
-    with pytest.raises(ConfigError, match=r"'sums' has rank 16, and the engine serves up to 8\. Raise engine"):
+    with pytest.raises(
+        ConfigError, match=r"'sums' has rank 16, and the engine serves up to 8\. Raise engine"
+    ):
         train(params, "sums", config, "key")
 
 

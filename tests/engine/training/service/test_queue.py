@@ -215,7 +215,7 @@ def test_only_a_request_that_failed_may_come_again_as_another(queue, worker):
         results(queue, sent(0.1, fails))
     ids = sent(0.2, worker)
     assert worker.begun.wait(WAIT_S)
-    with pytest.raises(Conflict, match="'a1' came before and asked for something else"):
+    with pytest.raises(Conflict, match="'a1' was used before for a different request"):
         sent(0.3, worker)
     worker.go.set()
     assert results(queue, ids) == results(queue, sent(0.2, worker)) == ["A1"]

@@ -81,7 +81,17 @@ def run(tiny_base: Path, tmp_path: Path):
     client._http = TestClient(make_app(trainer))
     line = Line("sums-1", None, 3, ("q_proj", "down_proj"))
     spool = Spool(params.paths.spool, "train-sums")
-    yield Run(params, "sums", CONFIG, line, SimpleNamespace(replays=False), Draws(), client, spool, Judge())
+    yield Run(
+        params,
+        "sums",
+        CONFIG,
+        line,
+        SimpleNamespace(replays=False, config=CONFIG),
+        Draws(),
+        client,
+        spool,
+        Judge(),
+    )
     client.close()
     trainer.close()
 
