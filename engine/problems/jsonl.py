@@ -24,6 +24,7 @@ from engine.errors import ConfigError
 HELD_OUT = 0.2
 MINIMUM = 8
 EVERY = 20_000
+LINE = '{"question": "1 + 2 =", "answer": "3"}'
 Check = Callable[[str], str | None]  # an answer -> its fault, or None
 
 
@@ -133,14 +134,18 @@ def _row(line: bytes, where: str) -> JsonlRow:
     try:
         data = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where} is not valid JSON: {error}.") from None
+        raise ConfigError(
+            f"{where} is not valid JSON: {error}. Give one line for each problem: {LINE}."
+        ) from None
     if not isinstance(data, dict):
         raise ConfigError(f"{where} must be an object with question and answer, not {type(data).__name__}.")
     question = data.get("question", data.get("prompt"))
     if not isinstance(question, str) or not question.strip():
-        raise ConfigError(f"{where} needs a `question` (or `prompt`) with non-empty text.")
+        raise ConfigError(
+            f"{where} needs a `question` (or `prompt`) with non-empty text. It has {_keys(data)}."
+        )
     if data.get("answer") is None:
-        raise ConfigError(f"{where} needs an `answer`.")
+        raise ConfigError(f"{where} needs an `answer`. It has {_keys(data)}.")
     answer = data["answer"] if isinstance(data["answer"], str) else json.dumps(data["answer"])
     try:
         (question + answer).encode()
@@ -149,6 +154,10 @@ def _row(line: bytes, where: str) -> JsonlRow:
             f"{where} contains half a character (a lone surrogate). Correct the text."
         ) from None
     return JsonlRow(question, answer)
+
+
+def _keys(data: dict[str, Any]) -> str:
+    return ", ".join(f"`{key[:40]}`" for key in list(data)[:6]) or "no key"
 
 
 class _SeenQuestions:
