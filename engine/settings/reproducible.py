@@ -25,8 +25,7 @@ def equal_bits(environ: Mapping[str, str]) -> dict[str, str]:
     given = environ.get(VARIABLE)
     if given and given not in STRICT_VALUES:
         raise ConfigError(
-            f"{VARIABLE} is {given!r} in the environment. With this value the last bits of a row depend on "
-            f"the "
+            f"{VARIABLE} is {given!r} in the environment. With it the last bits of a row depend on the "
             "size of its batch, so neither a score nor a training step is reproducible bit for bit. "
             f"Unset it, or set it to {', '.join(STRICT_VALUES[:-1])} or {STRICT_VALUES[-1]}."
         )

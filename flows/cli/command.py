@@ -19,6 +19,7 @@ import typer
 from engine.errors import ConfigError, GraftworkError
 from engine.services import lifecycle as services
 from engine.settings.forms import AdaptForm
+from engine.settings.reproducible import VALUE, VARIABLE
 from engine.threads import background, in_parallel
 from engine.version import code_version
 from flows.cli import adapters, admin, decide, look, plan, policy, purge, residency, score, serve, store
@@ -201,6 +202,8 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda received, frame: sys.exit(128 + received))
     sys.unraisablehook = interrupt_again
+    # MKL reads it at its first product: before any command imports torch.
+    os.environ.setdefault(VARIABLE, VALUE)
     try:
         app()
     except GraftworkError as error:

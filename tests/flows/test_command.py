@@ -16,6 +16,7 @@ from repository import ROOT
 from engine.errors import ServiceError
 from engine.settings.forms import AdaptForm
 from engine.settings.params import load_params
+from engine.settings.reproducible import VARIABLE
 from engine.version import code_version
 
 
@@ -262,3 +263,12 @@ def test_an_options_old_name_works_with_a_note(params: Path) -> None:
     note, *rest = old.stderr.splitlines()
     assert note == "--again is deprecated and goes away in version 0.2. Use --reuse-name."
     assert rest == new.stderr.splitlines()
+
+
+def test_a_command_sets_the_variable_of_equal_bits_before_it_imports_torch(
+    params: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(VARIABLE)
+    done = graftwork("store", "verify", "--json", "--params", str(params))
+    assert "There is no catalog" in done.stderr
+    assert done.returncode == 5
