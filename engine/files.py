@@ -1,5 +1,6 @@
-"""Files that are written whole or not at all, and bytes and names that outlast a power cut."""
+"""Atomic file writes: whole or not at all, and on request durable across a power cut."""
 
+import errno
 import os
 import uuid
 from collections.abc import Iterator
@@ -8,7 +9,7 @@ from pathlib import Path
 
 
 def sync(path: Path) -> None:
-    """Force a file's bytes, or a directory's names, to the disk."""
+    """Fsync a file, or a directory and so the names in it."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -18,9 +19,10 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path, durable: bool = False) -> Iterator[Path]:
-    """Yield a file beside `path` to write, which takes its place when the block ends, and else goes.
+    """Yield a draft beside `path` to write; rename it over `path` when the block ends.
 
-    `durable` forces its bytes and its name to the disk. A kill leaves the old file and a `NAME.*` beside it.
+    An exception removes the draft and keeps `path`. `durable` fsyncs the file and its directory. A kill
+    leaves the old file, and a draft `NAME.*` beside it.
     """
     draft = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     try:
@@ -35,26 +37,39 @@ def replacing(path: Path, durable: bool = False) -> Iterator[Path]:
 
 
 def write_whole(path: Path, content: str | bytes, durable: bool = False) -> None:
-    """Put a file with this content in the place of `path`, as `replacing` does."""
+    """Replace `path` atomically by a file with this content, as `replacing` does."""
     with replacing(path, durable) as draft:
         draft.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def write_once(path: Path, text: str) -> str:
-    """Write a small file, whole, unless it is there already; return what it says. Raises `OSError`."""
+    """Create a small file unless it exists; return its content: of two concurrent writers one wins.
+
+    Raises `OSError`, also for an empty file.
+    """
     if not path.is_file():
         draft = path.with_name(f".{uuid.uuid4().hex}")
         try:
             draft.write_text(text)
             sync(draft)
-            try:
-                # Who comes second finds what the first one wrote.
-                with suppress(FileExistsError):
-                    os.link(draft, path)
-            except OSError:
-                # A file system without links: of two at the same moment the later one has it.
-                draft.rename(path)
+            # The loser of a race reads what the winner wrote.
+            with suppress(FileExistsError):
+                _link(draft, path)
             sync(path.parent)
         finally:
             draft.unlink(missing_ok=True)
-    return path.read_text().strip()
+    if found := path.read_text().strip():
+        return found
+    raise OSError(errno.EAGAIN, "it is empty; try again, and remove it if it stays so (a kill left it)")
+
+
+def _link(draft: Path, path: Path) -> None:
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        raise
+    except OSError:
+        # A file system without hard links: who creates the file is the winner, though it is empty at first.
+        with path.open("x") as file:
+            file.write(draft.read_text())
+        sync(path)

@@ -1,11 +1,11 @@
-"""Keep one service's whole process tree: it dies with its supervisor, and leaves nobody behind.
+"""Run one service so that its whole process tree ends with it, and with the supervisor.
 
     python -m engine.process_reaper PIDFILE STOP_S COMMAND...
 
-Servers of other projects start children of their own, some in sessions of their own, and a killed
-parent leaves those holding ports. The reaper adopts such orphans (Linux's child subreaper), passes
-SIGTERM on to the command, and ends what is left when the command is gone. Its parent's death is
-a SIGTERM too. Knows nothing of what it runs.
+Third-party servers start child processes, some in sessions of their own, and a killed parent leaves them
+orphaned and holding ports. The reaper adopts such orphans (Linux's child subreaper), forwards SIGTERM to
+the command, and ends every remaining process once the command has exited. It treats its own parent's death
+as a SIGTERM.
 """
 
 import contextlib
@@ -24,14 +24,14 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent(parent: int) -> None:
-    """Ask the kernel for a SIGTERM when the parent dies; stop at once if it is dead already."""
+    """Have the kernel send this process SIGTERM when its parent dies; at once if it already has."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def end_descendants(grace_s: float) -> None:
-    """End every descendant of this process, and those that they start meanwhile."""
+    """End every descendant, including ones started meanwhile: SIGTERM, after `grace_s` SIGKILL."""
     deadline = time.monotonic() + grace_s
     while descendants := psutil.Process().children(recursive=True):
         late = time.monotonic() > deadline
@@ -42,13 +42,13 @@ def end_descendants(grace_s: float) -> None:
 
 
 def run(command: list[str], stop_s: float) -> int:
-    """Run a command until it ends; SIGTERM stops it, at the latest after `stop_s` seconds.
+    """Run a command until it ends; SIGTERM stops it, SIGKILL follows after `stop_s` seconds.
 
-    Returns its exit status, negative for a signal, when no descendant is left.
+    Returns its exit status (negative for a signal) once no descendant is left.
     """
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
     signals = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
-    # Blocked and waited for, never handled: no race between a signal and the start of the child.
+    # Blocked and waited for instead of handled: no race between a signal and the child's start.
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     reaper = os.getpid()
 
@@ -70,6 +70,7 @@ def run(command: list[str], stop_s: float) -> int:
 
 
 def main() -> None:
+    """Run the command of the arguments; exit with its status, or 128 + N after signal N."""
     pidfile, stop_s, *command = sys.argv[1:]
     die_with_parent(int(Path(pidfile).read_text()))
     status = run(command, float(stop_s))

@@ -1,4 +1,4 @@
-"""Threads: calls side by side, with a time limit, again and again, and work asked of a loop's own thread."""
+"""Threads: parallel calls, calls with a time limit, periodic calls, and calls run by a loop's own thread."""
 
 import contextvars
 import ctypes
@@ -17,11 +17,11 @@ log = logging.getLogger(__name__)
 
 
 def in_parallel(*calls: Callable[[], T]) -> list[T]:
-    """Return the results in the order of the calls; raise the first one's error when all have ended.
+    """Run calls in parallel; return their results in order, or raise the first error once all have ended.
 
-    An error for a person then says what went wrong with the others too.
-    Each call sees the caller's context, so that a flow that is called here stays a part of its
-    caller. The threads are daemons: after an interrupt the process ends without them.
+    A `GraftworkError` then carries the messages of the others too. Each call runs in a copy of the caller's
+    context, so that a Prefect flow called here stays a subflow. The threads are daemons: an interrupted
+    process ends without them.
     """
     futures = [background(call) for call in calls]
     errors = [error for future in futures if (error := future.exception())]
@@ -34,7 +34,7 @@ def in_parallel(*calls: Callable[[], T]) -> list[T]:
 
 
 def background(call: Callable[[], T]) -> Future[T]:
-    """Start a call in a daemon thread with the caller's context."""
+    """Start a call in a daemon thread with a copy of the caller's context; return its future."""
     future: Future[T] = Future()
     run = partial(contextvars.copy_context().run, _settle, future, call)
     threading.Thread(target=run, daemon=True).start()
@@ -42,11 +42,11 @@ def background(call: Callable[[], T]) -> Future[T]:
 
 
 def bounded(what: str, limit_s: float, call: Callable[[], T]) -> T:
-    """Return what a person's code returns, or raise what it raises; `ConfigError` when it takes longer.
+    """Return what a user's code returns, or raise what it raises; `ConfigError` after `limit_s` seconds.
 
-    Python ends no thread from outside. One that is late is told to end by an exception, which it meets at
-    its next line of Python; one that waits in C for ever is left behind, where it costs nothing but its
-    memory. Only code that never gives Python's lock back could still hold its caller.
+    Python cannot kill a thread. A late one is sent `SystemExit`, which it raises at its next bytecode; one
+    that blocks in C is left behind and costs only its memory. Code that never releases the GIL still blocks
+    its caller.
     """
     future: Future[T] = Future()
     thread = threading.Thread(target=_settle, args=(future, call), name=what, daemon=True)
@@ -56,7 +56,7 @@ def bounded(what: str, limit_s: float, call: Callable[[], T]) -> T:
         assert thread.ident
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
         raise ConfigError(
-            f"The {what} took longer than {limit_s:g} s. Nothing was changed; mend it, or raise its "
+            f"The {what} took longer than {limit_s:g} s. Nothing was changed. Make it faster, or raise its "
             "`timeout_s`."
         )
     return future.result()
@@ -66,12 +66,12 @@ def _settle(future: Future[T], call: Callable[[], T]) -> None:
     try:
         future.set_result(call())
     except BaseException as error:
-        # Whatever it is, it is raised where the result is asked for.
+        # Any error, exits included, is raised where the result is read.
         future.set_exception(error)
 
 
 class PeriodicThread(threading.Thread):
-    """Calls `turn` every `every_s` seconds and when it is woken, until `stop`; `error` is the last turn's."""
+    """Calls `turn` every `every_s` seconds and on `wake`, until `stop`; `error` is the last turn's error."""
 
     def __init__(self, name: str, every_s: float, turn: Callable[[], object]):
         super().__init__(name=name, daemon=True)
@@ -80,37 +80,38 @@ class PeriodicThread(threading.Thread):
         self._ended, self._due = False, threading.Event()
 
     def run(self) -> None:
+        """Call `turn` until `stop`; `start` runs this in the thread."""
         while not self._ended:
             try:
                 self._turn()
                 self.error = None
             except Exception as error:
-                # A turn asks other services: the thread outlives whatever they answer, and asks again.
+                # A turn calls other services: the thread must outlive their errors and try again.
                 self.error = error
                 log.debug(self.name, exc_info=True)
             self._due.wait(self._every_s)
             self._due.clear()
 
     def stop(self) -> None:
-        """Make this turn the last."""
+        """End the thread after the current turn."""
         self._ended = True
         self._due.set()
 
     def wake(self) -> None:
-        """Make the next turn now."""
+        """Start the next turn now."""
         self._due.set()
 
 
 class LoopRequests:
-    """Calls that other threads ask of a loop's thread, which alone may touch what it owns."""
+    """Calls that other threads hand to a loop's thread, which alone may touch the loop's state."""
 
     def __init__(self) -> None:
         self._waiting: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
 
     def call(self, work: Callable[[], T], timeout_s: float) -> T:
-        """Return what the loop's thread made of `work`, or raise what it raised.
+        """Run `work` in the loop's thread; return its result or raise its error.
 
-        Raises `ServiceError` when that takes longer; work that has begun then goes on.
+        Raises `ServiceError` after `timeout_s`; work that has started goes on.
         """
         future: Future[T] = Future()
         self._waiting.put((work, future))
@@ -119,11 +120,11 @@ class LoopRequests:
         except TimeoutError:
             future.cancel()
             raise ServiceError(
-                f"It was not done within {timeout_s:.0f} s. See `graftwork status`, then ask again."
+                f"It was not done within {timeout_s:.0f} s. Check `graftwork status`, then ask again."
             ) from None
 
     def run_waiting(self) -> None:
-        """Make the calls that wait; a fault goes to whoever asked."""
+        """Run the waiting calls; an error goes to the caller."""
         while True:
             try:
                 work, future = self._waiting.get_nowait()
@@ -134,5 +135,5 @@ class LoopRequests:
             try:
                 future.set_result(work())
             except Exception as error:
-                # As above; an exit or an interrupt is the loop's own.
+                # The caller raises it; an exit or an interrupt ends the loop itself.
                 future.set_exception(error)

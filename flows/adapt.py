@@ -1,4 +1,4 @@
-"""Adapt one policy: train -> export -> register -> verify -> score."""
+"""The flow `adapt`: train, export, register, verify and score one policy."""
 
 from prefect import flow
 

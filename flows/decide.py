@@ -1,4 +1,4 @@
-"""Decide in a person's name: promote, roll back, hold; the controller does it and says why not."""
+"""The flows `promote`, `rollback` and `hold`: decisions in a person's name, carried out by the controller."""
 
 from typing import Any
 
@@ -12,13 +12,13 @@ from tasks.progress import show_table, tag_run
 
 @flow(name="promote", flow_run_name="promote {form.policy}@{form.digest}")
 def promote(form: DecideForm) -> dict[str, Any]:
-    """Make a revision the champion now, without a canary; never against a tombstone or the probe."""
+    """Make a revision the champion now, without a canary; refused for a tombstone or a refused probe."""
     return _decide("promote", form)
 
 
 @flow(name="rollback", flow_run_name="rollback {form.policy}@{form.digest}")
 def rollback(form: DecideForm) -> dict[str, Any]:
-    """Bury a revision: no new request reaches it until somebody lifts it."""
+    """Roll a revision back: no new request reaches it until a person lifts its tombstone."""
     return _decide("rollback", form)
 
 

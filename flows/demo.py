@@ -1,7 +1,7 @@
-"""The main job: adapt two policies, release them, then release a bad revision and see it rolled back.
+"""The main job: adapt and release two policies, then release a bad revision and watch its rollback.
 
-The users live here: they send unseen problems through the `openai` client and report what their
-verifier made of the answer. Release code cannot tell them from people.
+Simulated users send unseen problems through the `openai` client and report their verifier's reward. To the
+release code they are ordinary users.
 """
 
 import asyncio
@@ -36,15 +36,15 @@ from tasks.outcome import (
 from tasks.progress import show_link, show_table
 from tasks.release import controller
 
-# Users still ask for a while after a verdict, to show who answers them then.
+# Seconds for which users still ask after a verdict, to show which revision answers them then.
 AFTER_S = 3.0
-# More than this many users never wait at the same time.
+# The most users that wait for an answer at the same time.
 PATIENT = 64
 
 
 @flow(name="demo")
 def demo(params: Params, stages: dict[str, float], began: float) -> Outcome:
-    """Adapt two policies, release them, then release a bad revision and see it rolled back."""
+    """Adapt and release two policies, then release a bad revision, which must be rolled back."""
     clock = Stages(stages)
     names = list(params.policies)
     with clock("adapt"):
@@ -54,10 +54,10 @@ def demo(params: Params, stages: dict[str, float], began: float) -> Outcome:
         print_stage("Releasing both: 20% of users on the canary.")
         released = in_parallel(*(partial(release_to_users, params, one, len(adapted)) for one in adapted))
     with clock("bad revision"):
-        print_stage(f"Training {params.demo.bad_policy} towards the wrong answers.")
+        print_stage(f"Training a bad revision of {params.demo.bad_policy}: it learns wrong answers.")
         bad = adapt(bad_form(params))
     with clock("rollback"):
-        print_stage("Releasing it with the offline gate skipped.")
+        print_stage("Releasing it without the offline score.")
         why = "The main job shows that users' rewards alone roll a bad revision back."
         bad_release, answered = release_to_users(params, bad, 1, why)
         rolled_back = judge_rollback(params, bad_release, answered)
@@ -73,7 +73,7 @@ def demo(params: Params, stages: dict[str, float], began: float) -> Outcome:
 
 
 def bad_form(params: Params) -> AdaptForm:
-    """Return the form of a revision that learns the wrong answer contract."""
+    """Return the form that trains a revision on the wrong answer contract."""
     bad = params.demo
     return AdaptForm(policy=bad.bad_policy, contract=bad.bad_contract, steps=bad.bad_steps, scored=False)
 
@@ -81,9 +81,9 @@ def bad_form(params: Params) -> AdaptForm:
 def release_to_users(
     params: Params, revision: Adapted, sharing: int, skip_score: str | None = None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Release a revision while users of its policy come in; `sharing` releases share their rate.
+    """Release a revision while users send requests; `sharing` concurrent releases share their rate.
 
-    Returns the release's row once it has ended, and the ids of the users' requests.
+    Returns the ended release's row and the ids of the users' requests.
     """
     hold_others(params, revision)
     with users(params, revision.policy, params.demo.users_per_second / sharing) as answered:
@@ -94,7 +94,7 @@ def release_to_users(
 
 
 def hold_others(params: Params, revision: Adapted) -> None:
-    """End a release that an interrupted run of this job left open; a policy has one at a time."""
+    """End a release that an interrupted run left open, since a policy has one release at a time."""
     from engine.catalog.catalog import open_catalog
 
     with open_catalog(params.paths) as catalog, controller(params) as client:
@@ -105,21 +105,24 @@ def hold_others(params: Params, revision: Adapted) -> None:
 
 @contextlib.contextmanager
 def users(params: Params, policy: str, per_second: float) -> Iterator[list[str]]:
-    """Let users ask a policy for answers and rate them, until the block ends; gives their requests' ids."""
+    """Run users who ask a policy and rate its answers until the block ends; gives their requests' ids.
+
+    Raises `ServiceError` when a user got no answer.
+    """
     leave, answered = threading.Event(), list[str]()
     crowd = background(lambda: asyncio.run(come_in(params, policy, per_second, leave, answered)))
     try:
         yield answered
     finally:
         leave.set()
-    # A user without an answer is the run's error.
+    # A user without an answer fails the run.
     crowd.result()
 
 
 async def come_in(
     params: Params, policy: str, per_second: float, leave: threading.Event, answered: list[str]
 ) -> None:
-    """Send a new user every 1/`per_second` seconds, each with a problem that nobody trained on."""
+    """Start a user every 1/`per_second` seconds, each with a problem of the `user` split."""
     from openai import AsyncOpenAI
 
     from engine.problems.procedural import stream
@@ -142,7 +145,7 @@ async def come_in(
 
 
 async def ask(client: Any, policy: str, config: PolicyConfig, problem: Any) -> str:
-    """One user: ask, let the verifier judge the answer, say so; return the request's id."""
+    """Be one user: ask, judge the answer, send the reward; return the request's id."""
     from openai import APIError
 
     from engine.problems.procedural import reward

@@ -1,11 +1,11 @@
-"""What a person sees in the terminal: services coming up, training steps, the final table.
+"""Terminal output: services, training progress and tables, on one console for the process.
 
-Holds the one console of the process. A flow that runs elsewhere, with nobody watching, calls the same
-functions and prints plain lines.
+Without a terminal the same functions print plain lines.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -15,17 +15,19 @@ from rich.text import Text
 
 from engine.settings.params import Params
 from engine.training.service.train_step import TrainStep
-from tasks.outcome import Outcome, Stages
+from tasks.outcome import Outcome, Stages, age
 from tasks.progress import told_reward
 
 console = Console(highlight=False)
 if not console.is_terminal:
-    # A log file has no width; tables are not to be cut for it.
-    console = Console(highlight=False, width=160)
+    # A log file has no width; wide enough that tables are not cut.
+    console = Console(highlight=False, width=200)
 PLAIN_LINES = 10
+# How columns of seconds end.
+SECONDS = " (s)"
 steps = Progress(
     TextColumn("  {task.description:<12}", table_column=Column(no_wrap=True, max_width=22)),
-    BarColumn(bar_width=10),
+    BarColumn(bar_width=6),
     MofNCompleteColumn(),
     TextColumn("{task.fields[note]}", table_column=Column(no_wrap=True)),
     console=console,
@@ -34,7 +36,7 @@ steps = Progress(
 
 @contextlib.contextmanager
 def live() -> Iterator[None]:
-    """Show the progress of every training run inside the block; finished bars stay on the screen."""
+    """Show progress bars for all training runs in the block; finished bars stay on the screen."""
     with steps:
         yield
     for task in steps.task_ids:
@@ -42,7 +44,7 @@ def live() -> Iterator[None]:
 
 
 def base_builder(params: Params, stages: Stages) -> Callable[[], object]:
-    """Return a function that builds the base with a progress bar, or finds it built already."""
+    """Return a function that builds the base with a progress bar, if it is not built yet."""
     from engine.base.resident import ensure_base
 
     def build() -> object:
@@ -66,12 +68,12 @@ def base_builder(params: Params, stages: Stages) -> Callable[[], object]:
 def training_bar(policy: str, total: int) -> Callable[[Mapping[str, Any]], None]:
     """Return a function that shows one training step, given its row of the ledger's `train_steps`.
 
-    In a terminal each policy has a bar. Elsewhere it has lines: for the first step, the last, and about
-    `PLAIN_LINES` between.
+    In a terminal each policy has a progress bar. Elsewhere it prints lines: the first step, the last, and
+    about `PLAIN_LINES` between.
     """
     if not console.is_terminal:
         return _training_lines(policy, total)
-    # Shown from the first step on: a line of training that was done before shows nothing.
+    # Hidden until the first step: a session that had finished before shows no bar.
     bar = steps.add_task(policy, total=total, note="", visible=False)
 
     def show(row: Mapping[str, Any]) -> None:
@@ -93,7 +95,7 @@ def _training_lines(policy: str, total: int) -> Callable[[Mapping[str, Any]], No
 
 
 def step_note(row: Mapping[str, Any]) -> str:
-    """Return a training step in about 60 characters: reward, ratio, speed, staleness if any, seconds."""
+    """Return a training step in about 60 characters: reward, importance ratio, speed, staleness, seconds."""
     step = TrainStep.of(row)
     parts = [told_reward(row)]
     if step.importance_ratio is not None:
@@ -106,48 +108,67 @@ def step_note(row: Mapping[str, Any]) -> str:
 
 
 def print_service(name: str, state: str) -> None:
+    """Print a service's name and state."""
     console.print(f"  {name:<12}{state}")
 
 
 def print_stage(sentence: str) -> None:
+    """Print what a stage does, in bold."""
     console.print(f"[bold]{sentence}[/bold]")
 
 
 def print_addresses(params: Params) -> None:
-    """Print where the UIs are."""
+    """Print the URLs of the web pages."""
     for name, what in (("prefect", "flow runs"), ("mlflow", "registry"), ("controller", "releases")):
         console.print(f"  {name:<12}{params.url(name)}  ({what})")
 
 
 def print_status(states: Sequence[Any]) -> None:
-    table = Table("service", "state", "address", "pid", "seconds")
-    for state in states:
-        pid = str(state.pid) if state.pid else ""
-        table.add_row(state.name, state.state, state.url, pid, f"{state.seconds:.0f}")
-    console.print(table)
+    """Print a line for each service; `up` is how long it has run."""
+    print_rows(
+        [
+            {"service": it.name, "state": it.state, "address": it.url, "pid": it.pid, "up": age(it.seconds)}
+            for it in states
+        ]
+    )
 
 
 def print_keys(keys: Sequence[Any]) -> None:
-    table = Table("hash", "owner", "scope", "state")
-    for key in keys:
-        table.add_row(key.hash[:12], key.owner, key.scope, "revoked" if key.revoked_at else "active")
-    console.print(table)
+    """Print a line for each key."""
+    rows = [
+        {"hash": key.hash[:12], "scope": key.scope, "state": "revoked" if key.revoked_at else "active"}
+        | {"owner": key.owner}
+        for key in keys
+    ]
+    print_rows(rows, fold=("owner",))
 
 
-def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print rows of the same columns as a table."""
+def print_rows(rows: Sequence[Mapping[str, Any]], fold: Collection[str] = ()) -> None:
+    """Print rows of the same columns as a table; a column that is empty in every row is left out.
+
+    Where the terminal is too narrow, cells of the columns `fold` wrap; the others keep to one line.
+    """
     if not rows:
         console.print("None.")
         return
-    table = Table(*rows[0])
-    for row in rows:
-        table.add_row(*(str(value) for value in row.values()))
+    cells = {name: [_cell(row[name]) for row in rows] for name in rows[0]}
+    shown = {name: column for name, column in cells.items() if any(column)}
+    table = Table(box=None, pad_edge=False)
+    for name in shown:
+        table.add_column(name, no_wrap=name not in fold, overflow="fold" if name in fold else "ellipsis")
+    for row in zip(*shown.values(), strict=True):
+        table.add_row(*row)
     console.print(table)
+
+
+def _cell(value: Any) -> Text:
+    # Brackets in a person's own text are no markup.
+    return Text("" if value is None else str(value))
 
 
 def print_links(links: Sequence[Any]) -> None:
     """Print the links of a chain, each with a sentence; one of which nothing is known is dim."""
-    table = Table.grid(Column(style="bold", no_wrap=True), Column(), padding=(0, 2))
+    table = Table.grid(Column(style="bold", no_wrap=True), Column(overflow="fold"), padding=(0, 2))
     for link in links:
         says = Text(link.says) if link.known else Text(f"not known: {link.says}", style="dim")
         table.add_row(link.name, says)
@@ -155,27 +176,37 @@ def print_links(links: Sequence[Any]) -> None:
 
 
 def print_row(row: Mapping[str, Any]) -> None:
-    """Print one line of a table, its columns below each other."""
+    """Print one line of a table, its columns below each other; sentences wrap, digests and paths do not."""
     width = max(len(name) for name in row)
+    hanging = "\n" + " " * (width + 4)
     for name, value in row.items():
-        console.print(f"  {name:<{width}}  {value}")
+        room = max(20, console.width - len(hanging) + 1)
+        lines = textwrap.wrap(str(value), room, break_long_words=False, break_on_hyphens=False)
+        console.print(Text(f"  {name:<{width}}  {hanging.join(lines)}"), soft_wrap=True)
 
 
 def print_outcome(params: Params, outcome: Outcome) -> None:
-    """Print the main job's table, its stages, and where to look further."""
+    """Print the main job's table, its stages, and the pages with more."""
     columns = list(dict.fromkeys(name for row in outcome.rows for name in row))
-    table = Table(*columns)
-    for row in outcome.rows:
-        table.add_row(*(str(row.get(name, "–")) for name in columns))
-    console.print(table)
+    timed = [name for name in columns if name.endswith(SECONDS)]
+    others = [name for name in columns if name not in timed]
+    print_rows([{name: row.get(name, "–") for name in others} for row in outcome.rows], fold=("revision",))
+    print_row(
+        {
+            row["revision"]: ", ".join(
+                f"{name.removesuffix(SECONDS)} {row[name]} s" for name in timed if name in row
+            )
+            for row in outcome.rows
+        }
+    )
     stages = {**outcome.summary["stages"], "whole job": outcome.summary["seconds"]}
     console.print("  ".join(f"{name} {seconds:.1f} s" for name, seconds in stages.items()))
     bad = outcome.summary["bad_revision"]
     console.print(
-        f"The bad revision: {bad['verdict']} {bad['seconds_to_rollback']} s after its first user; "
-        f"requests that it answered afterwards: {bad['requests_after']}."
+        f"The bad revision: {bad['verdict']} {bad['seconds_to_rollback']} s after its first user. "
+        f"Requests that it answered afterwards: {bad['requests_after']}."
     )
     console.print(f"Report: {outcome.report}")
     given = "" if params.source else f" --params {params.paths.root / 'params.json'}"
-    console.print(f"Runs, versions and releases stay; look at them with `graftwork up{given}`:")
+    console.print(f"To browse runs, versions and releases, run `graftwork up{given}` and open:")
     print_addresses(params)

@@ -1,6 +1,6 @@
-"""What every command and flow begins with: the settings, this process's variables, the first checks.
+"""What every command and flow starts with: settings, environment variables, early checks.
 
-The entry points' side: the only place that reads the environment.
+Only entry points read the environment; the code below gets settings.
 """
 
 import os
@@ -20,33 +20,36 @@ from engine.settings.params import Params, load_params, split_served_name
 
 PARAMS = Path("params.yaml")
 FormModel = TypeVar("FormModel", bound=Form)
-ParamsFile = Annotated[Path, typer.Option("--params", help="The file of settings.", show_default=True)]
-Revision = Annotated[str, typer.Argument(help="POLICY@DIGEST; the digest may be shortened.")]
-By = Annotated[str, typer.Option(help="Who decides this; it is recorded.")]
-Reason = Annotated[str, typer.Option(help="Why; it is recorded.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+ParamsFile = Annotated[
+    Path,
+    typer.Option("--params", envvar=PARAMS_VARIABLE, help="Read settings from this file.", show_default=True),
+]
+Revision = Annotated[str, typer.Argument(help="Revision as POLICY@DIGEST; the digest may be shortened.")]
+By = Annotated[str, typer.Option(help="Record this name for the decision.")]
+Reason = Annotated[str, typer.Option(help="Record this reason for the decision.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def _note_again(given: bool) -> bool:
     if given:
-        typer.echo("--again is called --reuse-name now; the old name goes with version 0.2.", err=True)
+        typer.echo("--again is deprecated and goes away in version 0.2. Use --reuse-name.", err=True)
     return given
 
 
-ReuseName = Annotated[bool, typer.Option("--reuse-name", help="Also a name that was purged once.")]
+ReuseName = Annotated[bool, typer.Option("--reuse-name", help="Allow a policy name that was purged before.")]
 Again = Annotated[bool, typer.Option("--again", hidden=True, callback=_note_again)]
 
 
 def variables_with(folder: Path) -> dict[str, str]:
-    """Return this process's variables for a child that finds modules in `folder`, too."""
+    """Return this process's environment for a child that also imports modules from `folder`."""
     search = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(search)}
 
 
 def enter(params: Path, base: str | None = None) -> Params:
-    """Read the settings and set this process's variables, before anything heavy is imported.
+    """Read the settings and set this process's environment, before anything heavy is imported.
 
-    `base` takes the place of the settings' base, as `on_base` says.
+    `base` replaces the settings' base (see `on_base`).
     """
     settings = load_params(params)
     if base:
@@ -56,17 +59,19 @@ def enter(params: Path, base: str | None = None) -> Params:
 
 
 def on_base(settings: Params, name: str) -> Params:
-    """Return the settings for another base that is built here: with a state directory of its own.
+    """Return the settings for another built-in base, with a state directory of its own.
 
-    Revisions, routes and scores belong to one base, so bases never share a state. Flows and services find
-    these settings in that directory's params.json. Raises `ConfigError` for a base that nobody can train.
+    Revisions, routes and scores belong to one base, so bases do not share a state directory. Flows and
+    services read these settings from its params.json. Raises `ConfigError` for a base that cannot be trained.
     """
     known = ", ".join(name for name, recipe in RECIPES.items() if recipe.learns)
     if name not in RECIPES:
-        raise ConfigError(f"--base takes {known}; for a base of your own set base.name in params.yaml.")
+        raise ConfigError(
+            f"--base takes one of {known}. For a base of your own, set base.name in params.yaml."
+        )
     if not RECIPES[name].learns:
         raise ConfigError(
-            f"The weights of {name!r} are random, so nothing can be trained on it: it is for benchmarks. "
+            f"The base {name!r} cannot be trained: its weights are random, for benchmarks. "
             f"Choose one of {known}."
         )
     if name == settings.base.name:
@@ -74,19 +79,19 @@ def on_base(settings: Params, name: str) -> Params:
     base = settings.base.model_copy(update={"name": name, "revision": None})
     changed: dict[str, Any] = {"base": base, "state_dir": settings.state_dir / name, "source": None}
     if settings.store.url and not settings.catalog.url:
-        # The state directory's catalog is its own, and so must be the store.
+        # The state directory has a catalog of its own, so the store must be its own too.
         url = f"{settings.store.url.rstrip('/')}/{name}"
         changed["store"] = settings.store.model_copy(update={"url": url})
     return settings.model_copy(update=changed)
 
 
 def flow_settings() -> Params:
-    """Return the settings for a flow: those of the command that called it, or of the worker."""
+    """Return a flow's settings: those of the command that called it, or of the worker."""
     return load_params(os.environ.get(PARAMS_VARIABLE, PARAMS))
 
 
 def filled(model: type[FormModel], **fields: Any) -> FormModel:
-    """Return a form with these fields; `ConfigError` names each wrong one."""
+    """Return a form with these fields; raises `ConfigError` that names each invalid one."""
     try:
         return model.model_validate(fields)
     except ValidationError as error:
@@ -94,7 +99,7 @@ def filled(model: type[FormModel], **fields: Any) -> FormModel:
 
 
 def check(settings: Params, policies: list[str]) -> None:
-    """Raise for an unknown policy, task or suite before anything starts."""
+    """Raise `ConfigError` or `NotFound` for an unknown policy, task or suite, before anything starts."""
     from engine.problems.procedural import check_task
     from tasks.suites import load_suite
 
@@ -105,10 +110,12 @@ def check(settings: Params, policies: list[str]) -> None:
 
 
 def require_services(settings: Params) -> None:
+    """Raise unless the services run."""
     services.require_running(settings)
 
 
 def catalog(params: Path) -> Any:
+    """Return the open catalog of a settings file, created and migrated if needed."""
     settings = enter(params)
     from engine.catalog.catalog import open_catalog
 
@@ -117,8 +124,11 @@ def catalog(params: Path) -> Any:
 
 
 def pinned(revision: str) -> tuple[str, str]:
-    """Split POLICY@DIGEST; `ConfigError` when the digest is missing."""
+    """Split POLICY@DIGEST; raises `ConfigError` when the digest is missing."""
     policy, digest = split_served_name(revision)
     if not digest:
-        raise ConfigError(f"{revision!r} names no revision; write it as POLICY@DIGEST.")
+        raise ConfigError(
+            f"{revision!r} has no digest. Write a revision as POLICY@DIGEST; `graftwork ls {policy}` lists "
+            "them."
+        )
     return policy, digest

@@ -1,4 +1,4 @@
-"""Scheduled: adapt the policies that are due, release what passed, say why the others are skipped."""
+"""The scheduled flow `nightly`: adapt and release the policies that are due, and list the others."""
 
 from typing import Any
 
@@ -15,14 +15,14 @@ from tasks.progress import show_table
 
 @flow(name="nightly")
 def nightly(form: NightlyForm) -> list[dict[str, Any]]:
-    """Adapt every policy that is due and release what passed; one that fails does not stop the others."""
+    """Adapt every policy that is due and release what passed; a failed policy does not stop the others."""
     params = flow_settings()
     rows = steps.due_policies(params, form.policies)
     for row in rows:
         row["outcome"] = "skipped" if not row["due"] else _adapt_and_release(params, row, form)
-        show_table(rows, "nightly", "Which policies were due, and what became of them")
+        show_table(rows, "nightly", "Due policies and their outcomes")
     if failed := [row["policy"] for row in rows if row["outcome"].startswith("failed")]:
-        raise GraftworkError(f"These policies failed: {', '.join(failed)}. The table `nightly` says why.")
+        raise GraftworkError(f"These policies failed: {', '.join(failed)}. See the table `nightly`.")
     return rows
 
 
@@ -34,5 +34,5 @@ def _adapt_and_release(params: Params, row: dict[str, Any], form: NightlyForm) -
             return f"adapted to {adapted.digest}"
         return steps.release_in_background(params, policy, adapted.digest)
     except Exception as error:
-        # Whatever it is, the other policies are still due.
+        # Any failure: the other policies are still due.
         return f"failed: {error}"

@@ -1,4 +1,4 @@
-"""Create a policy from a person's own data and verifier."""
+"""The flow `create_policy`: a policy from your own data and verifier."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Release one revision: start it, show it, wait for its verdict, ask a person if that is wanted."""
+"""The flow `release`: start a release, ask for approval if configured, wait for its verdict."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Report: ledger -> HTML report that opens offline, and a link to it in the Prefect UI."""
+"""The flow `report`: an HTML report that opens offline, linked in Prefect."""
 
 import time
 from collections.abc import Mapping
@@ -15,17 +15,17 @@ from tasks.steps import write_report
 
 @flow(name="report")
 def report(form: ReportForm) -> Path:
-    """Write what the ledger holds as one HTML file; return its path."""
+    """Write the report of the ledger as one HTML file; return its path."""
     now = time.time()
     since = now - form.since_hours * 3600 if form.since_hours else 0.0
     return publish_report(since, now, {})
 
 
 def publish_report(since: float, now: float, stages: Mapping[str, float]) -> Path:
-    """Write the report of everything after `since` (epoch seconds) and link it in Prefect."""
+    """Write the report of everything since `since` (epoch seconds) and link it in Prefect."""
     params = flow_settings()
     path = params.paths.runs / f"report-{datetime.fromtimestamp(now):%Y%m%d-%H%M%S}.html"
     write_report(params, path, since, now, stages)
-    # A browser does not follow a page's link to a file; the controller's page is the same report, live.
-    show_link(f"{params.url('controller')}/", f"the report, live; the file is {path}", "report")
+    # Browsers do not follow links from a web page to a file; the controller's page is the same report, live.
+    show_link(f"{params.url('controller')}/", f"the live report; the file is {path}", "report")
     return path

@@ -1,4 +1,4 @@
-"""Restore: put an earlier revision back by hand."""
+"""The flow `restore`: make an earlier revision the champion again."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from tasks.progress import show_table, tag_run
 
 @flow(name="restore", flow_run_name="restore {form.policy}")
 def restore(form: RestoreForm) -> dict[str, Any]:
-    """Make an earlier revision the champion again; without a digest the one before the champion."""
+    """Make an earlier revision the champion again; without a digest, the previous champion."""
     tag_run(f"policy:{form.policy}")
     params = flow_settings()
     route = steps.restore(params, form)

@@ -1,7 +1,7 @@
-"""Products of rows with the weights of their experts, on CPU: pairs sorted by expert, one grouped product.
+"""Products of rows with their experts' weights on CPU: pairs sorted by expert, then one grouped product.
 
-A pair is one token at one of its experts. A row's bits do not depend on its batch: the BLAS sums in one
-order from four rows on and in another for fewer, so a group has at least four, some of them padding.
+A pair is one token at one of its experts. A row's bits do not depend on its batch: the BLAS uses one
+summation order from four rows on and another for fewer, so each group is padded to at least four rows.
 
 Shapes: T tokens, K experts of a token, P = T * K pairs, N rows with padding, E experts, D inputs, O outputs.
 """
@@ -13,18 +13,18 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 LEAST_ROWS = 4
-# One product of a batch costs less than one an expert while weights are small and padding is little.
+# One batched product is cheaper than a product for each expert while weights are small and padding is low.
 SMALL_WEIGHT = 2**16
 PADDING = 4
 
 
 @dataclass(frozen=True)
 class ExpertGroups:
-    """Pairs in the order of their experts.
+    """Pairs sorted by expert.
 
-    `gather` (N) is the pair of each row (of padding: any), `place` (P) each pair's row, `ends` (E) where
-    each expert's rows end (None: all have as many), `experts` (P) each pair's expert, `each` the pairs of
-    a token (K).
+    `gather` (N): the pair of each row (any, for padding). `place` (P): each pair's row. `ends` (E): the end
+    of each expert's rows, None when all experts have equally many. `experts` (P): each pair's expert. `each`:
+    the pairs of a token (K).
     """
 
     gather: Tensor
@@ -34,9 +34,10 @@ class ExpertGroups:
     each: int
 
     def product(self, rows: Tensor, weight_EOD: Tensor, bias_EO: Tensor | None = None) -> Tensor:
-        """Return each pair's row times its expert's weight, (P, O); `rows` is (P, D), or (T, D) for all K.
+        """Return each pair's row times its expert's weight plus bias, (P, O).
 
-        The strides of rows and weights must be multiples of 16 bytes.
+        `rows` is (P, D), or (T, D) with one row for all K experts of a token. Rows and weights have one
+        dtype; their strides must be multiples of 16 bytes.
         """
         source = self.gather if len(rows) == len(self.place) else self.gather // self.each
         x_ND, weight_EDO = rows.index_select(0, source), weight_EOD.transpose(1, 2)
@@ -51,7 +52,7 @@ class ExpertGroups:
 
 
 def group(experts_TK: Tensor, weight_EOD: Tensor) -> ExpertGroups:
-    """Sort a step's pairs by expert, for products with weights like these."""
+    """Sort a step's pairs by expert, for products with weights of this shape."""
     count, elements = len(weight_EOD), weight_EOD[0].numel()
     experts = experts_TK.flatten()
     counts = torch.bincount(experts, minlength=count)
@@ -62,7 +63,7 @@ def group(experts_TK: Tensor, weight_EOD: Tensor) -> ExpertGroups:
     )
     ends = rows.cumsum(0)
     order = experts.argsort(stable=True)
-    # A sorted pair's rank among its expert's, after the rows of the experts before it.
+    # A sorted pair's rank within its expert, plus the rows of the experts before it.
     shift = (ends - rows) - (counts.cumsum(0) - counts)
     position = torch.arange(len(order)) + shift[experts[order]]
     place = torch.empty_like(order).index_copy_(0, order, position)

@@ -1,7 +1,6 @@
-"""What people do with single adapters of the catalog: find by name, list, follow lineage, write out.
+"""Find, list and export single adapters of the catalog, and follow their lineage.
 
-Knows names and pages; a catalog may hold a million rows, of which a page is in memory. Writes nothing but
-what is exported.
+A catalog may hold a million rows; one page of them is in memory at a time.
 """
 
 import os
@@ -25,25 +24,26 @@ DIGITS = re.compile(r"[0-9a-f]{4,64}")
 DURATION = re.compile(r"(\d{1,9})(s|m|h|d|w)")
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 LONGEST_S = 100 * 365 * 86_400
-# Revisions that a tree of lineage shows at most, in each direction.
+# The most revisions of a lineage tree in each direction.
 TREE = 100
 
 
 def parse(name: str) -> tuple[str, str]:
-    """Split POLICY@DIGEST; `ConfigError` for what is no revision's name."""
+    """Split POLICY@DIGEST; raises `ConfigError` for anything else."""
     policy, digest = split_served_name(name)
     if POLICY_NAME.fullmatch(policy) and DIGITS.fullmatch(digest or ""):
         return policy, str(digest)
     raise ConfigError(
-        f"{name[:100]!r} is no revision's name. Write POLICY@DIGEST with 4 to 64 digits of the digest, such "
-        "as sums@3f9c; `graftwork adapters ls` lists them."
+        f"{name[:100]!r} is not a revision's name. Write POLICY@DIGEST with 4 to 64 digits of the digest, "
+        "such as sums@3f9c. `graftwork adapters ls` lists revisions."
     )
 
 
 def find(catalog: Catalog, name: str) -> Revision:
-    """Return the revision that a name or a prefix of one means.
+    """Return the revision POLICY@DIGEST; the digest may be shortened.
 
-    Raises `ConfigError`, `NotFound` with the nearest names, or `Conflict` with the candidates.
+    Raises `ConfigError` for a malformed name, `NotFound` with the nearest names for an unknown one, and
+    `Conflict` with the candidates for an ambiguous one.
     """
     return catalog.revisions.get(*parse(name))
 
@@ -58,13 +58,14 @@ def pages(
 ) -> Iterator[list[Revision]]:
     """Yield pages of revisions: of a policy newest first, of all policies by digest.
 
-    `after` is the name of the last one seen. Raises `NotFound` for an unknown policy or name.
+    `after` is the name of the last revision of the page before. Raises `NotFound` for an unknown policy or
+    name.
     """
     last = find(catalog, after) if after else None
     if policy is not None:
         catalog.policies.get(policy)
         if last is not None and last.policy != policy:
-            raise ConfigError(f"--after {after} is of another policy than {policy}.")
+            raise ConfigError(f"--after {after} is not a revision of {policy}. Name one of this policy.")
         while rows := catalog.revisions.page(policy, last, page, owner=owner, retired=retired):
             yield rows
             last = rows[-1]
@@ -82,7 +83,7 @@ def _is_wanted(row: Revision, owner: str | None, retired: bool) -> bool:
 
 
 def shown(row: Revision) -> dict[str, Any]:
-    """Return a revision's line of the list, as JSON takes it."""
+    """Return a revision's row of the list, as JSON values."""
     return {
         "name": served_name(row.policy, row.digest),
         "state": "retired" if row.retired_at is not None else row.state,
@@ -96,7 +97,7 @@ def shown(row: Revision) -> dict[str, Any]:
 
 
 def described(params: Params, catalog: Catalog, row: Revision) -> dict[str, Any]:
-    """Return everything that is known of one revision, as JSON takes it."""
+    """Return all facts about one revision, as JSON values."""
     route, stone = catalog.routes.get(row.policy), catalog.tombstones.find(row.policy, row.digest)
     roles = [role for role in ("champion", "canary", "previous") if getattr(route, role) == row.digest]
     directory = params.paths.revision(row.policy, row.digest)
@@ -112,16 +113,16 @@ def described(params: Params, catalog: Catalog, row: Revision) -> dict[str, Any]
 
 @dataclass(frozen=True)
 class Leaf:
-    """A revision of a lineage: `depth` is negative for parents, 0 for the one asked for."""
+    """A revision of a lineage; `depth` is 0 for the one asked for, negative for its ancestors."""
 
     depth: int
     row: Revision
 
 
 def lineage(catalog: Catalog, row: Revision, limit: int = TREE) -> tuple[list[Leaf], bool]:
-    """Return parents, the oldest first, the revision, and what was trained from it, depth first.
+    """Return a revision with its ancestors (oldest first) and descendants (depth first).
 
-    The second value says whether there are more than `limit` in a direction.
+    The second value is whether there are more than `limit` in either direction.
     """
     parents = catalog.listing.parents(row.policy, row.digest, limit)
     found = [Leaf(-place, parent) for place, parent in enumerate(parents, start=1)]
@@ -143,38 +144,41 @@ def lineage(catalog: Catalog, row: Revision, limit: int = TREE) -> tuple[list[Le
 
 
 def expiry(after: str | None, never: bool, now: float) -> float | None:
-    """Return the time (epoch seconds) of `--in 30d`, or None for `--never`; `ConfigError` for neither."""
+    """Return the time (epoch seconds) of `--in 30d`, or None for `--never`.
+
+    Raises `ConfigError` for both, neither, or a malformed duration.
+    """
     if bool(after) == never:
-        raise ConfigError("Say when: `--in 30d` (s, m, h, d or w), or `--never`.")
+        raise ConfigError("Give either `--in`, such as `--in 30d` (s, m, h, d or w), or `--never`.")
     if never:
         return None
     match = DURATION.fullmatch(after or "")
     if not match or not 0 < int(match[1]) * SECONDS[match[2]] <= LONGEST_S:
-        raise ConfigError(f"{after!r} is no time from now. Write a number and s, m, h, d or w, such as 30d.")
+        raise ConfigError(f"{after!r} is not a duration. Write a number and s, m, h, d or w, such as 30d.")
     return now + int(match[1]) * SECONDS[match[2]]
 
 
 def export(params: Params, catalog: Catalog, row: Revision, target: Path, packed: bool) -> Path:
-    """Write a revision as a directory that `peft` opens, or with `packed` as one safetensors file.
+    """Write a revision atomically as a directory that `peft` opens, or with `packed` as a safetensors file.
 
-    Whole or not at all, and never over something that is there (`Conflict`). Raises `AdapterError` when the
-    stored bytes are damaged, `ServiceError` when the disk does not take them.
+    Raises `Conflict` when `target` exists, `NotFound` when its parent does not, `AdapterError` when the
+    stored bytes are damaged, and `ServiceError` when writing fails.
     """
     target = target.expanduser().absolute()
     if target.exists() or target.is_symlink():
-        raise Conflict(f"{target} is there already; nothing is overwritten. Give a path that is not.")
+        raise Conflict(f"{target} exists already and is not overwritten. Give another path.")
     if not target.parent.is_dir():
-        raise NotFound(f"There is no directory {target.parent} to write {target.name} into. Make it first.")
+        raise NotFound(f"There is no directory {target.parent} to write {target.name} into. Create it first.")
     try:
         return (_export_file if packed else _export_directory)(params, catalog, row, target)
     except OSError as error:
         raise ServiceError(
-            f"{target} could not be written: {error.strerror}. Nothing is left there."
+            f"{target} could not be written: {error.strerror}. No partial file is left."
         ) from None
 
 
 def _export_directory(params: Params, catalog: Catalog, row: Revision, target: Path) -> Path:
-    """Write the directory from the one that is kept here, with settings and probe, or from packed bytes."""
+    """Write the directory from the local one, with settings and probe, or else from the packed bytes."""
     from engine.adapters.revision import read_revision, write_revision
     from engine.publishing.importing import directory_from_store
 
@@ -200,7 +204,7 @@ def _export_file(params: Params, catalog: Catalog, row: Revision, target: Path) 
         draft = Path(folder) / target.name
         packed.write_file(whole, draft, said)
         sync(draft)
-        # Unlike a rename, a link fails where somebody has written meanwhile.
+        # Unlike a rename, a link fails if the target has appeared meanwhile.
         os.link(draft, target)
         sync(target.parent)
     return target

@@ -1,10 +1,9 @@
-"""Asking a person before users see a revision, through Prefect's Resume form.
+"""Asks a person to approve a release, through Prefect's Resume form.
 
-The gate itself is the controller's: it holds the release when nobody has answered in time, also when
-no flow run waits. Here a flow run goes to sleep until somebody fills the form in.
+The controller owns the gate: it holds the release when nobody answers in time, even without a flow run. This
+module suspends the flow run until someone submits the form.
 """
 
-import time
 from contextlib import suppress
 from typing import Any
 
@@ -12,36 +11,35 @@ from engine.settings.forms import ApprovalForm
 from engine.settings.params import Params
 from tasks.release import controller
 
-# A form that comes in at the last moment finds the release ended, not the flow run failed.
+# The flow run waits longer than the gate, so a late form meets an ended release, not a failed run.
 GRACE_S = 300.0
 
 
 def ask_for_approval(params: Params, release_id: str) -> None:
-    """Suspend the flow run at the approval gate and pass the answer on.
+    """Suspend the flow run at the approval gate, then send the answer to the controller.
 
-    A run that no deployment started cannot sleep; it goes on, and `graftwork approve` answers.
-    The suspended run is started again from its beginning: each step before finds what is done.
+    A run that no deployment started cannot be suspended; it continues, and `graftwork approve` answers.
+    Prefect restarts a suspended run from its beginning, so every earlier step is idempotent.
     """
     from prefect.flow_runs import suspend_flow_run
     from prefect.runtime import deployment
 
-    # One that `graftwork approve` has let go on is past the step, also before this run was started again.
+    # After `graftwork approve` the release is past this step, also when this run is a restart.
     with controller(params) as client:
         release = client.wait_for_step(release_id, "approval", 120)
         if release["state"] != "running" or release["step"] != "approval" or not deployment.id:
             return
-        left_s = release["updated_at"] + release["settings"]["approval_s"] - time.time()
-        answer: Any = suspend_flow_run(
-            wait_for_input=ApprovalForm, timeout=int(max(0, left_s) + GRACE_S), key="approval"
-        )
+        # The whole time, also for a restarted run: the gate ends on the controller's clock, not on this one.
+        longest_s = int(release["settings"]["approval_s"] + GRACE_S)
+        answer: Any = suspend_flow_run(wait_for_input=ApprovalForm, timeout=longest_s, key="approval")
         decide = client.approve if answer.approve else client.hold
         decide(release_id, answer.reason, answer.by)
 
 
 def wake_waiting(policy: str, answer: ApprovalForm) -> int:
-    """Resume the flow runs that sleep until somebody answers for `policy`; return how many there were.
+    """Resume the suspended flow runs that wait for an approval of `policy`; return their number.
 
-    The controller has the answer already: a run that cannot be reached now only sleeps longer.
+    The controller has the answer already, so a run that cannot be reached only stays suspended longer.
     """
     import httpx
     from prefect.client.orchestration import get_client

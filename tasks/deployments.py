@@ -1,6 +1,6 @@
-"""What `graftwork up` installs in Prefect: the work pool, the deployments of prefect.yaml, automations.
+"""Installs the work pool, the deployments of prefect.yaml and the automations in Prefect.
 
-Everything is found by its name and replaced, so installing again changes nothing.
+Idempotent: everything is found by its name and replaced.
 """
 
 import contextlib
@@ -25,20 +25,20 @@ BAD_NEWS = (
     "graftwork.engine.down",
     "graftwork.policy.drift",
 )
-# A reason may hold quotes and line ends: the filter makes JSON of it.
+# The filter `tojson` escapes quotes and line breaks of a reason.
 NOTICE = (
     '{"text": {{ (event.event ~ ": " ~ event.payload.revision ~ " " ~ event.payload.reason) | tojson }}, '
     '"link": {{ event.payload.link | tojson }}}'
 )
-# Three heartbeats (engine/services/lifecycle.py) may be late before a run counts as dead.
+# A run counts as dead after three missed heartbeats (engine/services/lifecycle.py).
 SILENCE_S = 100
 ENDS = ("Completed", "Failed", "Cancelled", "Crashed", "Suspended")
 
 
 def install(params: Params) -> int:
-    """Install pool, deployments and automations; return how many deployments there are.
+    """Install pool, deployments and automations; return the number of deployments.
 
-    Raises `ServiceError` when Prefect's server refuses or does not answer.
+    Raises `ServiceError` when Prefect's server refuses them or does not answer.
     """
     import httpx
     from prefect.client.orchestration import get_client
@@ -52,8 +52,8 @@ def install(params: Params) -> int:
                 _replace(client, automation)
     except (httpx.HTTPError, PrefectHTTPStatusError) as error:
         raise ServiceError(
-            f"Prefect at {params.url('prefect')} did not take the deployments: {error}. "
-            f"See {params.paths.logs}/prefect.log, then `graftwork up` again."
+            f"Prefect at {params.url('prefect')} refused the deployments: {error}. "
+            f"Check {params.paths.logs}/prefect.log, then run `graftwork up` again."
         ) from None
     return len(names)
 
@@ -93,11 +93,11 @@ def _deploy(params: Params, wanted: dict[str, Any]) -> str:
         schedule=Cron(params.nightly.cron, timezone=params.nightly.timezone) if nightly else None,
         work_pool_name=params.prefect.work_pool,
         work_queue_name=wanted["work_pool"]["work_queue_name"],
-        # In a temporary directory of the run, as is the default, one that is resumed before its first
-        # process has ended would lose the ground under its feet.
+        # Not the default, a temporary directory of the run: the first process of a suspended run removes
+        # that directory when it ends, and the resumed one may be running in it already.
         job_variables={"working_dir": str(ROOT)},
     )
-    # The worker's process works in the checkout, where the entry points are.
+    # The worker's process runs in the checkout, where the entry points are.
     deployment.entrypoint = wanted["entrypoint"]
     deployment.storage = LocalStorage(str(ROOT))
     deployment.apply(work_pool_name=params.prefect.work_pool)
@@ -114,7 +114,7 @@ def _notification(params: Params) -> "AutomationCore":
     )
     return AutomationCore(
         name="graftwork: tell people",
-        description="Posts what went wrong to `prefect.notify_url`, by default to the controller.",
+        description="Posts bad news to `prefect.notify_url`, by default to the controller.",
         trigger=EventTrigger(
             expect=set(BAD_NEWS),
             match={"prefect.resource.id": ["graftwork.policy.*", "graftwork.engine"]},

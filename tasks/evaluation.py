@@ -1,8 +1,6 @@
-"""The two files of an evaluation: `metrics.json` (scores and counts) and `items.jsonl` (every answer).
+"""Writes, reads, compares and records evaluations: `metrics.json` (scores) and `items.jsonl` (answers).
 
-Knows their form, how two evaluations of the same items are compared, how one enters the ledger, and the
-report that is made of the two files alone. They hold no time and no path, and their order is fixed: the
-same answers give the same bytes.
+The files contain no times and no paths, and their order is fixed: the same answers give the same bytes.
 """
 
 import csv
@@ -25,15 +23,15 @@ if TYPE_CHECKING:
 
 METRICS, ITEMS = "metrics.json", "items.jsonl"
 BASE, REVISION = "base", "revision"
-# An interval's last digits are the platform's.
+# Scores are rounded: an interval's last digits depend on the platform.
 DIGITS = 6
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One model's answer to one item; `prompt` is the sha256 of the text that the engine got.
+    """One model's answer to one item; `prompt` is the sha256 of the prompt's text.
 
-    `model` is `base` or `revision`, `digest` the revision's (empty for the base).
+    `model` is `base` or `revision`; `digest` is the revision's, empty for the base.
     """
 
     item: str
@@ -46,7 +44,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What the two files say; `answers` holds each model's answers in the suite's order."""
+    """The content of both files; `answers` holds each model's answers in the suite's order."""
 
     metrics: Mapping[str, Any]
     answers: Mapping[str, Sequence[Answer]]
@@ -74,7 +72,7 @@ def _metrics(score: "Score") -> dict[str, float]:
 
 
 def _difference(base: "Score", revision: "Score") -> dict[str, float]:
-    """Compare the revision with the base on the same items: mean, 95% interval, and how many changed."""
+    """Compare the revision with the base on the same items: mean, 95% interval, and counts."""
     pairs = [(new.score, old.score) for new, old in zip(revision.items, base.items, strict=True)]
     found = paired_difference([new for new, _ in pairs], [old for _, old in pairs])
     values = {"mean": found.mean, "ci_low": found.low, "ci_high": found.high}
@@ -87,7 +85,7 @@ def _difference(base: "Score", revision: "Score") -> dict[str, float]:
 
 
 def read_evaluation(directory: Path) -> Evaluation:
-    """Read both files; `NotFound` when one is missing, `ConfigError` when they are not an evaluation."""
+    """Read both files; raises `NotFound` when one is missing, `ConfigError` when they disagree."""
     for name in (METRICS, ITEMS):
         if not (directory / name).is_file():
             raise NotFound(f"There is no {name} in {directory}. Run `dvc repro` there first.")
@@ -102,23 +100,23 @@ def read_evaluation(directory: Path) -> Evaluation:
             assert (metrics[model]["items"], metrics[model]["score"]) == (len(rows), mean)
     except (ValueError, TypeError, KeyError, AssertionError) as error:
         raise ConfigError(
-            f"{METRICS} and {ITEMS} in {directory} are not one evaluation ({error!r}). Run `dvc repro` there."
+            f"{METRICS} and {ITEMS} in {directory} do not match ({error!r}). Run `dvc repro` there."
         ) from None
     return Evaluation(metrics, answers)
 
 
 def compare(ours: Evaluation, other: Evaluation, tolerance: float) -> list[dict[str, Any]]:
-    """Return a row for each model: both scores, how far apart, and the share of equal answers.
+    """Return a row for each model: both scores, their difference, and the share of equal answers.
 
-    Raises `ConfigError` when they are not of the same items, `GraftworkError` when a mean score differs by
-    more than `tolerance`.
+    Raises `ConfigError` when the items differ, `GraftworkError` when a mean score differs by more than
+    `tolerance`.
     """
     rows = []
     for model in (BASE, REVISION):
         mine, theirs = ours.answers[model], other.answers[model]
         if [row.prompt for row in mine] != [row.prompt for row in theirs]:
             raise ConfigError(
-                "The two evaluations are of different items; compare runs of one suite version."
+                "The two evaluations have different items. Compare evaluations of one suite version."
             )
         scores = (ours.metrics[model]["score"], other.metrics[model]["score"])
         equal = sum(a.answer == b.answer for a, b in zip(mine, theirs, strict=True))
@@ -143,10 +141,10 @@ def compare(ours: Evaluation, other: Evaluation, tolerance: float) -> list[dict[
 
 
 def record(params: Params, directory: Path, evaluation: Evaluation) -> int:
-    """Hand an evaluation to the ledger through the spool; return its number of rows.
+    """Emit an evaluation to the ledger through the spool; return the number of rows.
 
-    Rows are named by their content, as `graftwork score` names them, so a second time changes nothing.
-    Raises `ConfigError` when the files are not those of the stages' suite and revision.
+    Idempotent: a row's id derives from its content, as with `graftwork score`. Raises `ConfigError` when the
+    files do not match the stages' suite and revision.
     """
     from engine.adapters.revision import read_manifest
     from tasks.score import ItemScore, emit_scores
@@ -157,7 +155,7 @@ def record(params: Params, directory: Path, evaluation: Evaluation) -> int:
     for rows, digest in ((evaluation.answers[BASE], ""), (evaluation.answers[REVISION], manifest.digest)):
         if [row.prompt for row in rows] != prompts or {row.digest for row in rows} != {digest}:
             raise ConfigError(
-                f"{directory / ITEMS} is not of the revision and suite that lie beside it. Run `dvc repro`."
+                f"{directory / ITEMS} does not match the revision and the suite beside it. Run `dvc repro`."
             )
         items = tuple(ItemScore(row.item, row.score, row.answer) for row in rows)
         emit_scores(params, manifest.base_digest, manifest.policy, digest or None, suite, items)
@@ -165,14 +163,14 @@ def record(params: Params, directory: Path, evaluation: Evaluation) -> int:
 
 
 def pin_revision(file: Path, policy: str, digest: str | None) -> str:
-    """Write which revision `dvc repro` evaluates into a file of settings; its comments stay.
+    """Set the revision that `dvc repro` evaluates in a settings file, keeping its comments.
 
-    Raises `NotFound` when the policy has no champion.
+    Raises `NotFound` when `digest` is None, that is, when the policy has no champion.
     """
     from ruamel.yaml import YAML
 
     if digest is None:
-        raise NotFound(f"The policy {policy!r} has no champion yet. Release a revision of it first.")
+        raise NotFound(f"The policy {policy!r} has no champion yet. Release one of its revisions first.")
     yaml = YAML()
     yaml.preserve_quotes = True
     yaml.indent(mapping=2, sequence=4, offset=2)

@@ -1,8 +1,7 @@
-"""MLflow flavour `graftwork`: the model is a revision directory, and nothing but the adapter.
+"""The MLflow flavour `graftwork`: a model is a revision directory plus the file `MLmodel`.
 
-Knows how a revision directory becomes an MLflow model (the same files plus `MLmodel`, so `peft` opens
-a download unchanged) and how a download is proven by its digest. Does not know the registry, and
-never needs the base: no weights of it and no path of this machine are stored.
+`peft` opens a download unchanged. A download is verified by its digest. The base is not needed: neither its
+weights nor a path of this machine is stored.
 """
 
 import os
@@ -19,7 +18,7 @@ MODEL_FILE = "MLmodel"
 
 
 def save_model(directory: Path, path: Path, model_id: str | None = None, run_id: str | None = None) -> None:
-    """Write the revision in `directory` to `path` as an MLflow model; `AdapterError` if it is not whole."""
+    """Write the revision in `directory` to `path` as an MLflow model; `AdapterError` if it is damaged."""
     from mlflow.models import Model
 
     _, manifest = read_revision(directory)
@@ -30,15 +29,15 @@ def save_model(directory: Path, path: Path, model_id: str | None = None, run_id:
 
 
 def load_model(policy: str, version: int, root: Path, url: str) -> Path:
-    """Fetch a policy's version from MLflow at `url` to `root`/policy/digest12; return that directory.
+    """Download a policy's version from MLflow at `url` to `root`/policy/digest12; return that directory.
 
-    It appears whole or not at all. Raises `AdapterError` when the tensors are not those that the
-    model's `MLmodel` names.
+    The directory appears atomically. Raises `AdapterError` when the tensors do not match the digest in
+    `MLmodel`.
     """
     from mlflow import MlflowClient, artifacts
     from mlflow.models import Model
 
-    # MLflow resolves `models:/` by a setting of the whole process; its client does so by argument.
+    # MLflow resolves `models:/` URIs by a process-wide setting; its client takes an argument.
     source = MlflowClient(url, url).get_model_version_download_uri(policy, str(version))
     root.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=".download-", dir=root, ignore_cleanup_errors=True) as draft:
@@ -46,12 +45,15 @@ def load_model(policy: str, version: int, root: Path, url: str) -> Path:
         _, manifest = read_revision(found)
         named = Model.load(str(found)).flavors.get(FLAVOR, {}).get("digest")
         if named != manifest.digest:
-            raise AdapterError(f"{source} names the digest {named}, but its files are {manifest.digest}.")
+            raise AdapterError(
+                f"{source} names the digest {named}, but its files have the digest {manifest.digest}. "
+                "Register the revision again."
+            )
         return _publish(found, root / manifest.policy / manifest.digest[:DIGEST12])
 
 
 def describe(manifest: Manifest) -> dict[str, str | int]:
-    """Return what people look for in a registry: digest, base, rank, step and the like."""
+    """Return the facts that a registry shows: digest, base, policy, parent, rank, step, code version."""
     return {
         "digest": manifest.digest,
         "base": manifest.base_digest,

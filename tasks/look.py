@@ -1,8 +1,9 @@
-"""What the commands that look show, as plain values; nothing is changed.
+"""Read-only views for `ls`, `why`, `status` and `sessions`, as plain values and as rows of tables.
 
-Works from the catalog and the ledger's snapshot, whether services run or not, and says as of when.
+They read the catalog and the ledger's snapshot, so they work without services.
 """
 
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from engine.report.data import PolicyRow, RevisionRow, SuiteScore
 from engine.report.overview import overview
 from engine.report.why import Chain, Link, moment, why
 from engine.settings.params import Params, served_name
+from tasks.outcome import age
 
 TIMEOUT_S = 3.0
 
@@ -29,7 +31,7 @@ def as_of(params: Params) -> dict[str, Any]:
 
 
 def note(fresh: dict[str, Any]) -> str:
-    """Return a sentence on how old it is, empty while the controller keeps it fresh."""
+    """Return a sentence on the age of the ledger snapshot, empty while a controller updates it."""
     if fresh["ledger"] is None:
         return "There is no ledger snapshot yet: no scores, users or verdicts. `graftwork up` makes one."
     if not fresh["controller"]:
@@ -52,7 +54,7 @@ def revisions(params: Params, policy: str, limit: int) -> tuple[list[RevisionRow
 
 
 def standing(params: Params) -> dict[str, Any]:
-    """Return what holds beside the services: alarms, frozen or not, running releases, newest notices."""
+    """Return alarms, whether releases are frozen, the running releases, and the newest three notices."""
     if not params.paths.has_catalog:
         return {"alarms": [], "frozen": False, "releases": [], "notices": []}
     with (
@@ -73,7 +75,7 @@ def standing(params: Params) -> dict[str, Any]:
 
 
 def explain(params: Params, subject: str) -> Chain:
-    """Return the chain behind an answer or a revision, with its version in MLflow when that answers."""
+    """Return the chain behind an answer or a revision, with its version in MLflow if MLflow answers."""
     chain = why(params, subject)
     if chain.policy is None or chain.digest is None:
         return chain
@@ -99,44 +101,48 @@ def _with_version(params: Params, run: Link, policy: str, digest: str) -> Link:
 
 def shown_policy(row: PolicyRow) -> dict[str, str]:
     """Return a policy's line of the table."""
-    canary = (
-        f"{row.canary[:12]} ({row.weight:.0%})" if row.canary else row.running and f"at its {row.running}"
-    )
+    canary = f"{row.canary[:12]} {row.weight:.0%}" if row.canary else row.running and f"at its {row.running}"
     return {
         "policy": row.name,
-        "owner": row.owner,
-        "task": row.task.rsplit("/", 1)[-1],
-        "judged by": row.contract,
         "champion": row.champion[:12] if row.champion else "the base",
         "score": shown_score(row.champion_score),
-        "base": shown_score(row.base_score),
+        "base": f"{row.base_score.mean:.1%}" if row.base_score else "",
         "canary": canary,
-        "newest": row.newest.digest[:12] if row.newest else "",
         "revisions": str(row.revisions),
     }
 
 
-def shown_revision(row: RevisionRow) -> dict[str, str]:
-    """Return a revision's line of the table."""
-    online = f"{row.online:.1%} of {row.units}" if row.online is not None else ""
+def shown_revision(row: RevisionRow, now: float) -> dict[str, str]:
+    """Return a revision's line of the table; `now` is in epoch seconds."""
     return {
         "revision": row.digest[:12],
         "role": row.role,
-        "parent": row.parent[:12] if row.parent else "the base",
         "step": str(row.step),
-        "rank": str(row.rank),
         "score": shown_score(row.score),
-        "users": online,
-        "probe": {True: "reproduced", False: "refused", None: ""}[row.accepted],
-        "verdict": row.verdict,
-        "exported": moment(row.created_at),
+        "users": f"{row.online:.1%} of {row.units}" if row.online is not None else "",
+        "verdict": row.verdict or ("refused" if row.accepted is False else ""),
+        "age": age(now - row.created_at),
+    }
+
+
+def shown_session(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a training session's line of the table."""
+    return {
+        "session": row["session"],
+        "step": row["step"],
+        "in": "memory" if row["resident"] else "disk",
+        "bytes": f"{row['bytes']:,}",
+        "heard": "" if row["heard_s"] is None else f"{age(row['heard_s'])} ago",
+        "writer": row["holder"],
+        "queued": row["queued"],
     }
 
 
 def shown_score(score: SuiteScore | None) -> str:
-    return f"{score.mean:.1%} [{score.ci_low:.1%}, {score.ci_high:.1%}]" if score else ""
+    """Return a score with its interval, as `86.5% [81.0, 90.9]`."""
+    return f"{score.mean:.1%} [{100 * score.ci_low:.1f}, {100 * score.ci_high:.1f}]" if score else ""
 
 
 def plain(value: Any) -> Any:
-    """Return rows as JSON takes them."""
+    """Return a dataclass, or a list of them, as dicts for JSON."""
     return [asdict(row) for row in value] if isinstance(value, list) else asdict(value)

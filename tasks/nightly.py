@@ -1,4 +1,4 @@
-"""Which policies are due, as rows for people."""
+"""Lists which policies the nightly flow adapts now, and why."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -8,11 +8,10 @@ from engine.settings.params import Params, known_policies
 
 
 def due_policies(params: Params, only: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Return {"policy", "due", "reason", "seed"} for each policy, or for those of `only`.
+    """Return {"policy", "due", "reason", "seed"} for each policy, or for those in `only`.
 
-    The seed follows from the newest revision: one that is too old or unloved is not found finished again.
-
-    A policy that is named is judged as if it were scheduled. Raises `ConfigError` for an unknown one.
+    The seed derives from the newest revision, so that training starts anew rather than finding that revision
+    finished. Policies in `only` count as scheduled. Raises `ConfigError` for an unknown policy.
     """
     from engine.catalog.catalog import open_catalog
     from engine.controller.due import Facts, judge

@@ -1,6 +1,6 @@
-"""What a run has brought: the adapted policies, the verdicts, the seconds of each stage, the summary.
+"""The outcome of a run: adapted policies, verdicts, seconds of each stage, and `runs/latest.json`.
 
-Knows the form of `runs/latest.json` and how the time and traffic after a rollback are counted.
+Also measures the time to a rollback and the requests that the revision answered after it.
 """
 
 import contextlib
@@ -19,8 +19,6 @@ from engine.settings.params import Params, served_name
 if TYPE_CHECKING:
     from tasks.score import Score
 
-# From a tombstone on, every gateway must have stopped sending users within this time.
-ROLLBACK_S = 1.0
 SETTLE_S = 15.0
 
 
@@ -32,6 +30,7 @@ class Stages:
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
+        """Measure the block as the stage `name`."""
         start = time.monotonic()
         self.seconds[name] = 0.0
         try:
@@ -42,7 +41,7 @@ class Stages:
 
 @dataclass(frozen=True)
 class Adapted:
-    """One policy's new revision: where it lies, its version in MLflow, the scores of base and revision."""
+    """One policy's new revision: its directory, its version in MLflow, the scores of base and revision."""
 
     policy: str
     digest: str
@@ -53,7 +52,7 @@ class Adapted:
     seconds: Mapping[str, float]
 
     def row(self) -> dict[str, Any]:
-        """Return one line of a table for people."""
+        """Return a table row."""
         return {
             "revision": served_name(self.policy, self.digest),
             "version": self.version,
@@ -65,10 +64,10 @@ class Adapted:
 
 @dataclass(frozen=True)
 class Rollback:
-    """How a bad revision ended.
+    """How the release of a bad revision ended.
 
-    `seconds_to_rollback` is from its first user to its tombstone; `requests_after` counts the users'
-    requests that it answered although they came more than ROLLBACK_S after the tombstone.
+    `seconds_to_rollback` is from its first user to its tombstone. `requests_after` counts the users' requests
+    that it answered although the look at the routes that admitted them began after the tombstone's commit.
     """
 
     verdict: str
@@ -78,7 +77,7 @@ class Rollback:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the main job shows: its summary as in `runs/latest.json`, a table, and the HTML report."""
+    """The main job's result: its summary as in `runs/latest.json`, a table, and the HTML report."""
 
     summary: Mapping[str, Any]
     rows: Sequence[Mapping[str, Any]]
@@ -86,9 +85,9 @@ class Outcome:
 
 
 def local_key(params: Params) -> str:
-    """Return the installation's own admin key."""
+    """Return the installation's own admin key; raises `ServiceError` before the first start."""
     if not params.paths.local_key.is_file():
-        raise ServiceError("There is no local key yet; start the services with `graftwork up`.")
+        raise ServiceError("There is no local key yet. Start the services with `graftwork up`.")
     return params.paths.local_key.read_text().strip()
 
 
@@ -99,8 +98,16 @@ def interval_text(score: "Score | None") -> str:
     return f"{score.mean:.1%} [{100 * score.ci_low:.1f}, {100 * score.ci_high:.1f}]"
 
 
+def age(seconds: float) -> str:
+    """Return a duration in its largest unit, as `40s`, `12m`, `3h` or `5d`."""
+    for size, unit in ((86_400, "d"), (3600, "h"), (60, "m")):
+        if seconds >= size:
+            return f"{seconds // size:.0f}{unit}"
+    return f"{max(seconds, 0):.0f}s"
+
+
 def policy_row(adapted: Adapted, ended: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a policy's line of the main job's table: scores, verdict, seconds of each stage."""
+    """Return a policy's row of the main job's table: scores, verdict, seconds of each stage."""
     release_s = round(ended["updated_at"] - ended["created_at"], 1)
     return {
         "revision": served_name(adapted.policy, adapted.digest),
@@ -113,7 +120,7 @@ def policy_row(adapted: Adapted, ended: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def score_row(score: "Score") -> dict[str, Any]:
-    """Return one line of a table for people."""
+    """Return a score's table row."""
     model = served_name(score.policy, score.digest) if score.digest else "base"
     return {
         "model": model,
@@ -125,7 +132,7 @@ def score_row(score: "Score") -> dict[str, Any]:
 
 
 def release_row(release: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one line of a table for people."""
+    """Return an ended release's table row."""
     return {
         "revision": served_name(release["policy"], release["revision"]),
         "verdict": VERDICTS[release["state"]],
@@ -136,26 +143,28 @@ def release_row(release: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def judge_rollback(params: Params, release: Mapping[str, Any], answered: Sequence[str]) -> Rollback:
-    """Read from catalog and ledger how a release of a bad revision ended.
+    """Read from catalog and ledger how the release of a bad revision ended.
 
-    Waits until the ledger holds every request of `answered`; `ServiceError` if it never does.
+    Waits until the ledger has every request of `answered`; raises `ServiceError` if it does not in time.
     """
     from engine.catalog.catalog import open_catalog
 
     with open_catalog(params.paths) as catalog:
         stone = catalog.tombstones.find(release["policy"], release["revision"])
+        # The rollback changes the route next, so its time is the first one known to be after the commit.
+        committed = catalog.routes.get(release["policy"]).updated_at
     if stone is None:
         return Rollback(VERDICTS[release["state"]], None, 0)
     times = _canary_requests(params, release, answered)
-    after = sum(at > stone.at + ROLLBACK_S for at in times)
+    after = sum(at > max(stone.at, committed) for at in times)
     return Rollback(VERDICTS[release["state"]], round(stone.at - times[0], 2), after)
 
 
 def _canary_requests(params: Params, release: Mapping[str, Any], answered: Sequence[str]) -> list[float]:
-    """Return when the revision's users came, in order (epoch seconds)."""
+    """Return when the revision's users were admitted, in order (epoch seconds)."""
     from engine.ledger.ledger import open_snapshot
 
-    # Events reach the ledger within a second, the readers' copy follows on the controller's clock.
+    # Events reach the ledger within a second, its snapshot after `controller.snapshot_s`.
     deadline = time.monotonic() + SETTLE_S + params.controller.snapshot_s
     query = """SELECT digest, "at" FROM observations WHERE id IN (SELECT unnest($ids)) ORDER BY "at" """
     while time.monotonic() < deadline:
@@ -165,8 +174,8 @@ def _canary_requests(params: Params, release: Mapping[str, Any], answered: Seque
             return [at for digest, at in rows if digest == release["revision"]]
         time.sleep(0.2)
     raise ServiceError(
-        f"The ledger lacks {len(answered) - len(rows)} of {len(answered)} requests; "
-        f"see {params.paths.logs}/controller.log."
+        f"The ledger lacks {len(answered) - len(rows)} of {len(answered)} requests. "
+        f"Check {params.paths.logs}/controller.log."
     )
 
 
@@ -177,7 +186,7 @@ def summary(
     stages: Mapping[str, float],
     seconds: float,
 ) -> dict[str, Any]:
-    """Return what `runs/latest.json` holds; scores are fractions in [0, 1]."""
+    """Return the content of `runs/latest.json`; scores are fractions in [0, 1]."""
     policies = []
     for revision, ended in zip(adapted, releases, strict=True):
         assert revision.base
@@ -207,21 +216,21 @@ def summary(
 
 
 def shortcomings(result: Mapping[str, Any]) -> list[str]:
-    """Return what the main job should have shown and did not, as sentences; empty when all is well."""
+    """Return the main job's missed expectations as sentences; empty when it met all."""
     found = []
     for policy in result["policies"]:
         if policy["verdict"] != "promote":
-            found.append(f"{policy['name']} ended with the verdict {policy['verdict']}, not promote.")
+            found.append(f"{policy['name']} ended with the verdict {policy['verdict']}, not with promote.")
         if policy["ci_low"] <= policy["base_ci_high"]:
-            found.append(f"{policy['name']} is not clearly better than the base.")
+            found.append(f"The score interval of {policy['name']} is not above the base's.")
     bad = result["bad_revision"]
     if bad["verdict"] != "rollback":
-        found.append(f"The bad revision ended with the verdict {bad['verdict']}, not rollback.")
+        found.append(f"The bad revision ended with the verdict {bad['verdict']}, not with rollback.")
     if bad["requests_after"]:
         found.append(f"The bad revision answered {bad['requests_after']} requests after its rollback.")
     return found
 
 
 def write_summary(data: Mapping[str, Any], path: Path) -> None:
-    """Write the summary, whole or not at all."""
+    """Write the summary atomically."""
     write_whole(path, json.dumps(data, indent=2) + "\n")

@@ -1,8 +1,8 @@
 """Create a policy from a person's own data and verifier: split, freeze, write, register.
 
-Everything of it lies in one directory, `eval_suites/NAME/`: training rows, frozen items with lm-eval's
-YAML, a README with the change log, and `policy.yaml` with the policy's own settings. It appears whole or
-not at all. A question that was held out once stays held out, whatever data comes later.
+The result is one directory, `eval_suites/NAME/`: training rows, frozen items with lm-eval's YAML, a README
+with the change log, and `policy.yaml` with the policy's own settings. It is written atomically. A question
+that is held out stays held out when more data is added.
 """
 
 import json
@@ -29,6 +29,7 @@ from engine.problems.procedural import Problem
 from engine.problems.verifiers import NUMBER, Verifier
 from engine.services import lifecycle as services
 from engine.settings.model import explain
+from engine.settings.own_functions import load_own
 from engine.settings.params import POLICY_NAME, Params, PolicyConfig, policy_file
 from tasks.purged_names import reuse_purged_name
 from tasks.suites import Suite, freeze, load_suite
@@ -48,7 +49,7 @@ what is trained on; `policy.yaml` holds the settings. An answer is judged by the
 
 @dataclass(frozen=True)
 class Created:
-    """What came of it; `changed` is False when everything was there already."""
+    """A created policy in numbers; `changed` is False when data and settings were there already."""
 
     policy: str
     suite_version: int
@@ -74,10 +75,10 @@ def create_policy(
     on_progress: Callable[[int], None] = lambda lines: None,
     reuse_name: bool = False,
 ) -> Created:
-    """Create the policy `name` from the JSONL file `data`, or bring it to newer data.
+    """Create the policy `name` from the JSONL file `data`, or update it with newer data or settings.
 
-    Raises `ConfigError` for a name, setting, line or verifier that is wrong, and `Conflict` when the
-    name is another owner's, or was purged and is not to be reused.
+    Raises `ConfigError` for an invalid name, setting, line, loss or verifier, and `Conflict` when the name
+    is another owner's, or was purged and `reuse_name` is False.
     """
     _refuse_taken(params, name, owner, base)
     config = _settings(params, name, verifier, owner, settings or {})
@@ -89,7 +90,7 @@ def create_policy(
         _alone(params.suites_dir),
     ):
         _recover(params.suites_dir / name)
-        # Somebody may have taken the name since.
+        # Another process may have taken the name since.
         _refuse_taken(params, name, owner, base)
         found = import_file(data, Path(draft) / TRAINING, items, check_for(verifier), on_progress)
         created = _write(params, name, config, found, Path(draft), data)
@@ -110,18 +111,18 @@ def _alone(suites: Path) -> Iterator[None]:
 def _refuse_taken(params: Params, name: str, owner: str, base: str | None) -> None:
     """Raise unless `name` is free, or is this owner's policy of own data already."""
     if not POLICY_NAME.fullmatch(name):
-        raise ConfigError(f"{name!r} is no policy name. Use small letters, digits and hyphens, at most 63.")
+        raise ConfigError(
+            f"{name!r} is not a policy name. Use small letters, digits and hyphens, at most 63."
+        )
     if name in params.policies:
         raise Conflict(
-            f"The policy {name!r} is one of {params.source or 'params.yaml'}; choose another name."
+            f"{params.source or 'params.yaml'} defines the policy {name!r} already. Choose another name."
         )
     if (params.suites_dir / name).exists() and not policy_file(params, name).is_file():
-        raise Conflict(
-            f"{params.suites_dir / name} holds a suite of other policies already; choose another name."
-        )
+        raise Conflict(f"{params.suites_dir / name} holds the suite of another policy. Choose another name.")
     if base is not None and base != params.base.name:
         raise ConfigError(
-            f"The resident base is {params.base.name!r}, not {base!r}. Leave it out, or set base.name."
+            f"The resident base is {params.base.name!r}, not {base!r}. Leave --base out, or set base.name."
         )
     _refuse_other_owner(params, name, owner)
 
@@ -129,19 +130,27 @@ def _refuse_taken(params: Params, name: str, owner: str, base: str | None) -> No
 def _settings(
     params: Params, name: str, verifier: str, owner: str, settings: Mapping[str, Any]
 ) -> PolicyConfig:
-    """Return the policy's settings; what is not given stays as its own file has it."""
+    """Return the policy's settings: its own file's, then those of `settings`."""
     if verifier == "contract":
-        raise ConfigError("The verifier `contract` is for generated tasks; use exact, numeric or another.")
+        raise ConfigError("The verifier `contract` is for generated tasks. Use exact, numeric or another.")
     fields = _own(params, name) | {"task": TRAINING, "suite": name, "verifier": verifier, "owner": owner}
     fields |= settings
     try:
-        return PolicyConfig.model_validate(fields)
+        config = PolicyConfig.model_validate(fields)
     except ValidationError as error:
         raise ConfigError(f"The policy is not valid. {explain(error, PolicyConfig)}") from None
+    if config.rank > params.engine.max_rank:
+        raise ConfigError(
+            f"The rank is {config.rank}, and the engine serves up to {params.engine.max_rank}. Lower it, or "
+            "set engine.max_rank and start the services anew."
+        )
+    if config.loss.startswith("python:"):
+        load_own("loss", config.loss, "tokens, options")
+    return config
 
 
 def check_for(verifier: str) -> Check:
-    """Return what says why an expected answer does not fit a verifier, or None when it fits."""
+    """Return a function that says why an expected answer does not fit the verifier; None when it fits."""
 
     def numeric(answer: str) -> str | None:
         found = NUMBER.fullmatch(answer.strip())
@@ -151,7 +160,7 @@ def check_for(verifier: str) -> Check:
         try:
             re.compile(answer)
         except re.error as error:
-            return f"The answer is no regular expression: {error}."
+            return f"The answer is not a regular expression: {error}."
         return None
 
     def json_schema(answer: str) -> str | None:
@@ -161,7 +170,7 @@ def check_for(verifier: str) -> Check:
             schema = json.loads(answer)
             validators.validator_for(schema).check_schema(schema)
         except (ValueError, SchemaError, AttributeError) as error:
-            return f"The answer is no JSON schema: {str(error).splitlines()[0]}."
+            return f"The answer is not a JSON schema: {str(error).splitlines()[0]}."
         return None
 
     checks: dict[str, Check] = {"numeric": numeric, "regex": regex, "json-schema": json_schema}
@@ -176,7 +185,9 @@ def _refuse_other_owner(params: Params, name: str, owner: str) -> None:
         with open_catalog(params.paths) as catalog:
             known, _ = catalog.policies.owners([name]).get(name, (None, ""))
     if known not in (None, owner):
-        raise Conflict(f"The policy {name!r} belongs to {known!r}; choose another name.")
+        raise Conflict(
+            f"The policy {name!r} belongs to {known!r}. Choose another name, or give --owner {known}."
+        )
 
 
 def _own(params: Params, name: str) -> dict[str, Any]:
@@ -227,7 +238,7 @@ def _freeze(
     version = int(before.version) if before else 1
     suite = freeze(name, name, rule, problems, prompt, version, config.max_tokens, draft, WRITER)
     if before and (suite.digest, dict(suite.rule)) != (before.digest, dict(before.rule)):
-        # Scores keep their meaning: other items, or another rule, are another version.
+        # Scores of other items, or by another rule, cannot be compared: a new version.
         shutil.rmtree(draft / name)
         suite = freeze(name, name, rule, problems, prompt, version + 1, config.max_tokens, draft, WRITER)
     return suite
@@ -240,8 +251,8 @@ def _refuse_leaks(training: Path, suite: Suite, before: Suite | None) -> None:
     for number, row in read_rows(training):
         if item := frozen.get(prompt_hash(row.question)):
             raise ConfigError(
-                f"Training line {number} asks the same as the frozen item {item}: {row.question[:80]!r}. "
-                "A score on it would mean nothing; take the line out."
+                f"Training line {number} has the question of the frozen item {item}: {row.question[:80]!r}. "
+                "Remove the line: a score on a trained question means nothing."
             )
 
 
@@ -265,7 +276,7 @@ def _write_readme(
 
 
 def _swap(draft: Path, target: Path) -> None:
-    """Put a whole directory in another's place; a kill in between leaves the old one beside it."""
+    """Replace a directory; a crash in between leaves the old one beside it, for `_recover`."""
     old = _aside(target)
     if target.exists():
         target.rename(old)
@@ -274,7 +285,7 @@ def _swap(draft: Path, target: Path) -> None:
 
 
 def _recover(target: Path) -> None:
-    """Put the old directory back when a kill came between the two renames of `_swap`; drop it otherwise."""
+    """Restore the old directory if `_swap` crashed between its two renames; remove it otherwise."""
     old = _aside(target)
     if old.exists() and not target.exists():
         old.rename(target)
@@ -286,7 +297,7 @@ def _aside(target: Path) -> Path:
 
 
 def _register(params: Params, name: str) -> None:
-    """Tell the controller of the policy, if one runs; otherwise the first training does."""
+    """Register the policy with the controller; if none runs, the first training run does it."""
     from tasks.release import controller
 
     if not services.is_running(params):
@@ -298,10 +309,16 @@ def _register(params: Params, name: str) -> None:
 
 
 def describe(created: Created) -> str:
-    """Return one sentence for people."""
+    """Return one sentence on what was created."""
     if not created.changed:
-        return f"{created.policy} has exactly this data and these settings already; nothing has changed."
+        return f"{created.policy} has this data and these settings already; nothing has changed."
     return (
         f"{created.policy}: {created.training} training rows, {created.frozen} frozen items (suite version "
-        f"{created.suite_version}), {created.duplicates} duplicates dropped, in {created.directory}."
+        f"{created.suite_version}), {created.duplicates} duplicates dropped, in {_here(created.directory)}."
     )
+
+
+def _here(directory: str) -> Path:
+    """Return a directory relative to the working directory when it lies below it."""
+    path, here = Path(directory), Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path

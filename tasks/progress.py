@@ -1,7 +1,6 @@
-"""What a flow run shows of itself in Prefect: tags, tables, links, progress, where its settings come from.
+"""What a flow run shows in Prefect: tags, tables, links, progress, the sources of its settings.
 
-Outside a flow run (a test, a DVC stage) there is nothing to tag, and nothing is done. A server that is away
-is waited for, `PATIENCE_S` at most: what a run shows is not worth the run.
+Best effort: while Prefect's server is down, a call is retried for `PATIENCE_S`, then dropped.
 """
 
 import contextlib
@@ -19,7 +18,7 @@ PATIENCE_S = 60.0
 
 
 def tag_run(*tags: str) -> None:
-    """Add tags to the flow run that calls this."""
+    """Add tags to the current flow run; does nothing outside one."""
     from prefect import get_client
     from prefect.context import FlowRunContext
 
@@ -37,14 +36,14 @@ def tag_run(*tags: str) -> None:
 
 
 def show_table(rows: Sequence[Mapping[str, Any]], key: str, description: str) -> None:
-    """Show rows as a table artifact under `key`."""
+    """Publish rows as a table artifact under `key`."""
     from prefect.artifacts import create_table_artifact
 
     _patiently(lambda: create_table_artifact([dict(row) for row in rows], key, description))
 
 
 def show_link(link: str, text: str, key: str) -> None:
-    """Show a link as an artifact under `key`."""
+    """Publish a link artifact under `key`."""
     from prefect.artifacts import create_link_artifact
 
     _patiently(lambda: create_link_artifact(link, text, key))
@@ -64,14 +63,14 @@ def _patiently(call: Callable[[], Any]) -> None:
 
 
 def training_artifact(policy: str, total: int) -> OnStep:
-    """Return a function that shows a training step as a progress artifact of the running flow."""
+    """Return a function that publishes a training step as a progress artifact of the current flow run."""
     from prefect.artifacts import create_progress_artifact, update_progress_artifact
 
     made: list[Any] = []
 
     def show(row: Mapping[str, Any]) -> None:
         progress, text = 100 * row["step"] / total, f"step {row['step']}: {told_reward(row)}"
-        # The next step shows it, if the server is away now.
+        # While the server is down, the next step updates the artifact.
         with contextlib.suppress(httpx.TransportError):
             if made:
                 update_progress_artifact(made[0], progress, text)
@@ -82,11 +81,13 @@ def training_artifact(policy: str, total: int) -> OnStep:
 
 
 def told_reward(row: Mapping[str, Any]) -> str:
-    """Return a step's mean reward in words; it has none when the verifier failed on every group."""
+    """Return a step's mean reward as text; there is none when the verifier failed on every group."""
     return "no reward" if row["reward"] is None else f"reward {row['reward']:.2f}"
 
 
 def both(first: OnStep, second: OnStep) -> OnStep:
+    """Return a function that passes a step's row to `first`, then to `second`."""
+
     def show(row: Mapping[str, Any]) -> None:
         first(row)
         second(row)
@@ -95,7 +96,7 @@ def both(first: OnStep, second: OnStep) -> OnStep:
 
 
 def keep_sources(params: Params, policy: str, digest: str, resolved: Resolved) -> None:
-    """Keep the settings of a revision's run, each with where it comes from, in `runs/` and as a table."""
+    """Record the settings of a revision's run with their sources, in `runs/` and as a table artifact."""
     values = resolved.config.model_dump(mode="json")
     rows = [
         {"setting": name, "value": json.dumps(value), "from": resolved.sources[name]}

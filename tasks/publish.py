@@ -1,4 +1,4 @@
-"""Publish what the ledger holds as an HTML report."""
+"""Writes the HTML report of the installation."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,9 +7,9 @@ from engine.settings.params import Params
 
 
 def write_report(params: Params, path: Path, since: float, now: float, stages: Mapping[str, float]) -> Path:
-    """Write the report from `since` on (epoch seconds), of the policies that changed last; return its path.
+    """Write the report of the policies that changed last, since `since` (epoch seconds); return its path.
 
-    Works from catalog and ledger snapshot alone: no service need run.
+    Reads the catalog and the ledger's snapshot; no service needs to run.
     """
     from engine.catalog.catalog import open_catalog
     from engine.report import pages as report

@@ -1,9 +1,9 @@
-"""Everything of a policy removed, place by place, and a marker left that its name was purged.
+"""Purges a policy: removes it from every place and leaves a marker on its name.
 
-Each place is done once and noted in a record under `purges/`; a purge that was killed goes on from there
-when it is asked for again. Knows the places and their order: what may refuse is asked first, then the name is
-marked, from when on nobody is served and nothing new is published, then what the policy's rows name goes, and
-the rows. The data that a person gave for the policy (`eval_suites/NAME`) stays theirs.
+Resumable: each finished place is noted in a record under `purges/`, and a second call continues after a
+crash. Checks that may refuse run first. Then the name is marked, which stops serving and publishing; then the
+data that the policy's rows reference are removed, then the rows. The person's own data in `eval_suites/NAME`
+stay.
 """
 
 import re
@@ -32,29 +32,29 @@ from tasks.purge_record import Counts, Record, purges, recorded
 
 PAGE = 1_000
 CONTROLLER_S = 310.0
-# Spools hand their files over every quarter of a second.
+# Longer than two flushes of a spool.
 HANDED_OVER_S = 0.6
 
 
 def purge(
     params: Params, policy: str, by: str, reason: str, on_place: Callable[[str, Counts], object]
 ) -> Record:
-    """Remove everything of a policy; `on_place` hears of each place. Idempotent, and goes on after a kill.
+    """Remove a policy from every place, calling `on_place` after each. Idempotent and resumable.
 
-    Raises `NotFound` for a policy that never was, and `Conflict` while a release of it runs, a session is
-    open, or another purge of it is under way; then nothing is removed.
+    Raises `NotFound` for an unknown policy, and `Conflict` while a release of it runs, a session is open, or
+    another purge of it is running; then nothing is removed.
     """
     if not POLICY_NAME.fullmatch(policy):
-        raise ConfigError(f"{policy!r} is no policy's name. `graftwork ls` shows them.")
+        raise ConfigError(f"{policy!r} is not a policy's name. `graftwork ls` lists the policies.")
     if not by.strip() or not reason.strip():
-        raise ConfigError("Give --by, your name, and --reason: both are kept with the purged name.")
+        raise ConfigError("Give --by (your name) and --reason. Both are recorded with the purged name.")
     folder = purges(params)
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(folder / f"{policy}.lock", timeout=0), open_catalog(params.paths) as catalog:
             return _purge_alone(params, catalog, folder / f"{policy}.json", policy, by, reason, on_place)
     except Timeout:
-        raise Conflict(f"Another purge of {policy!r} is under way. Wait for its end.") from None
+        raise Conflict(f"Another purge of {policy!r} is running. Wait for its end.") from None
 
 
 def _purge_alone(
@@ -71,11 +71,11 @@ def _purge_alone(
         return record
     if "name" not in record.places:
         _refuse_while_released(catalog, policy)
-        # The store's own word before rows go: no bytes are removed from one that may be another's.
+        # Check the store's owner before rows are removed: the store may belong to another catalog.
         with closing(open_store(params)) as store:
             require(catalog, store)
         _sessions(params, policy, only_ask=True)
-        # Until it has an end the name is not taken again, wherever a kill comes.
+        # While this record is unfinished the name cannot be reused, even after a crash.
         record.write(file)
     places: dict[str, Callable[[], Counts]] = {
         "name": lambda: _purge_catalog(params, catalog, record, "name"),
@@ -86,7 +86,7 @@ def _purge_alone(
         "cache": lambda: _cache(params, file),
         "files": lambda: _files(params, policy),
         "mlflow": lambda: _mlflow(params, record, file),
-        # Last: answers that were under way are spooled by now.
+        # Last: requests that were running are spooled by now.
         "ledger": lambda: _ledger(params, catalog, record),
     }
     for place, remove in places.items():
@@ -101,15 +101,15 @@ def _purge_alone(
 
 
 def _begun(catalog: Catalog, file: Path, policy: str, by: str, reason: str) -> Record:
-    """Return the record to go on with: a new one, that of a killed purge, or that of a finished one.
+    """Return the record to continue: a new one, that of an interrupted purge, or a finished one.
 
-    What a record says was done holds only while the name is marked and no policy's; otherwise all of it is
-    done anew, also where the killed purge had found bytes.
+    A record's finished places count only while the name is marked and not reused. Otherwise every place is
+    done again, including the segments that the interrupted purge had found.
     """
     found = recorded(file)
     is_marked = catalog.purges.find(policy) is not None
     if found is None and not is_marked:
-        # Raises for what never was.
+        # Raises `NotFound` for an unknown policy.
         catalog.policies.get(policy)
     if found and is_marked and not catalog.policies.owners([policy]):
         return found
@@ -122,7 +122,7 @@ def _begun(catalog: Catalog, file: Path, policy: str, by: str, reason: str) -> R
 def _purge_catalog(
     params: Params, catalog: Catalog, record: Record, place: Literal["name", "catalog"]
 ) -> Counts:
-    """Through the controller when it runs, since routes and tombstones have one writer; else here."""
+    """Purge the catalog: through the controller when it runs, else here under its lease."""
     if controller_serves(catalog):
         return _ask_controller(params, record, place)
     with alone(params, catalog) as changes:
@@ -132,19 +132,19 @@ def _purge_catalog(
 def _refuse_while_released(catalog: Catalog, policy: str) -> None:
     for release in catalog.releases.all(policy, open_only=True):
         raise Conflict(
-            f"A release of {policy!r} runs, at its {release.step}. Wait for its verdict, or end it: "
-            f"`graftwork hold {policy} --reason ...`; then purge."
+            f"A release of {policy!r} is running, at step {release.step!r}. Wait for its verdict, or end it "
+            f"with `graftwork hold {policy} --reason ...`. Then purge again."
         )
 
 
 def _sessions(params: Params, policy: str, only_ask: bool = False) -> Counts:
-    """Have the trainer delete the policy's sessions, or remove them where no trainer runs.
+    """Delete the policy's sessions, through the trainer when it runs.
 
-    `Conflict` while one is open; with `only_ask` that is all.
+    Raises `Conflict` while a session is open; with `only_ask` it only checks this.
     """
     from engine.training.service.session_deletion import refuse_open, remove_sessions
 
-    # Asked once: one that is not there is not waited for.
+    # One attempt: a trainer that is down is not waited for.
     with TrainerClient(params.url("trainer"), patience_s=0.0) as trainer, suppress(NotRunning):
         return trainer.forget_policy(policy, only_ask)
     if only_ask:
@@ -154,8 +154,8 @@ def _sessions(params: Params, policy: str, only_ask: bool = False) -> Counts:
 
 
 def _collect(params: Params, catalog: Catalog, record: Record, file: Path) -> Counts:
-    """Note where the policy's bytes lie before the rows that say so are gone."""
-    # A purge that was killed has found some, whose rows are gone.
+    """Record where the policy's bytes are before the rows that say so are removed."""
+    # An interrupted purge may have recorded segments whose rows are gone.
     segments = set(record.segments)
     count = size = 0
     with replacing(_listed(file)) as draft:
@@ -182,7 +182,7 @@ def _listed(file: Path) -> Path:
 
 
 def _ledger(params: Params, catalog: Catalog, record: Record) -> Counts:
-    """Through the controller when it runs, since the ledger has one writer; directly when none does."""
+    """Purge the ledger: through the controller when it runs, since the ledger has one writer, else here."""
     time.sleep(HANDED_OVER_S)
     if controller_serves(catalog):
         return _ask_controller(params, record, "ledger")
@@ -198,22 +198,21 @@ def _ledger(params: Params, catalog: Catalog, record: Record) -> Counts:
 
 def _ask_controller(params: Params, record: Record, place: str) -> Counts:
     url, key = params.url("controller"), local_key(params)
-    # Asked once: it may take minutes.
+    # One attempt: it may take minutes.
     with ControllerClient(url, key, CONTROLLER_S, patience_s=0.0) as client:
         try:
             return client.purge(record.policy, place, record.by)
         except GraftworkError as error:
             raise ServiceError(
-                f"The controller holds the ledger and the routes, and did not purge the {place}: {error} "
-                "Then purge again: it goes on from here."
+                f"The controller did not purge the {place}: {error} Then purge again; it continues from here."
             ) from None
 
 
 def _store(params: Params, catalog: Catalog, record: Record) -> Counts:
-    """Rewrite every segment that holds bytes which no row names; `ServiceError` while one is left.
+    """Rewrite every segment with unreferenced bytes; `ServiceError` while one of the policy's remains.
 
-    Those of the policy lie in the segments that its rows named, and what was its own before, as snapshots
-    that have expired, in others that nobody can tell from the rest.
+    The policy's current bytes are in the recorded segments. Its expired snapshots may be in any other, so all
+    of them are compacted.
     """
     from engine.publishing.maintenance import compact
 
@@ -224,19 +223,19 @@ def _store(params: Params, catalog: Catalog, record: Record) -> Counts:
         names = ", ".join(found["revision"] for found in report.examples)
         raise ServiceError(
             f"{len(left)} segments with bytes of {record.policy!r} cannot be rewritten: they hold revisions "
-            f"whose bytes are damaged or cannot be read ({names}). Import or export those again, or let them "
-            "expire (`graftwork adapters expire`), then purge again: it goes on from here."
+            f"whose bytes are damaged or unreadable ({names}). Import or export those again, or let them "
+            "expire with `graftwork adapters expire`. Then purge again; it continues from here."
         )
     if left:
         raise ServiceError(
-            f"{len(left)} segments with bytes of {record.policy!r} are still being written to or shared, by "
-            "a training run or an import. Purge again when it has ended: it goes on from here."
+            f"{len(left)} segments with bytes of {record.policy!r} are still in use by a training run or an "
+            "import. Purge again when it has ended; it continues from here."
         )
     return {"segments": report.removed, "moved": report.moved, "bytes": report.freed, "held": report.held}
 
 
 def _cache(params: Params, file: Path) -> Counts:
-    """Drop the read-through cache's copies; bytes that another policy shares are fetched again."""
+    """Drop the policy's copies from the read-through cache; bytes shared with another policy too."""
     if params.store.url is None or not _listed(file).is_file():
         return {}
     dropped = 0
@@ -248,9 +247,9 @@ def _cache(params: Params, file: Path) -> Counts:
 
 
 def _files(params: Params, policy: str) -> Counts:
-    """Remove revision directories, and what was written about the policy: progress files, reports.
+    """Remove the policy's revision directories and progress files, all reports, and the prewarm lists.
 
-    What engines noted as popular goes too; one that runs writes its own anew, without the policy.
+    A running engine writes its prewarm list again, without the policy.
     """
     paths = params.paths
     folder = paths.revisions / policy

@@ -1,7 +1,7 @@
-"""A policy out of MLflow: its registered model, versions, logged models, runs, and their artifacts.
+"""Purges a policy from MLflow: its registered model, versions, logged models, runs and artifacts.
 
-Works on MLflow's own database and artifact directory, with the server up or down. `mlflow gc` is not used:
-beside the runs that it is given it removes every deleted experiment, whoever's (3.17.2, `mlflow/cli`).
+Works on MLflow's database and artifact directory, whether the server runs or not. `mlflow gc` is not used:
+besides the given runs it removes every deleted experiment of anyone (MLflow 3.17.2, `mlflow/cli`).
 """
 
 import shutil
@@ -16,15 +16,15 @@ PAGE = 100
 
 
 def purge_mlflow(params: Params, policy: str, on_elsewhere: Callable[[str], object]) -> dict[str, int]:
-    """Remove all of a policy for good; return how many of each. What is gone already is not counted.
+    """Remove everything of a policy; return the counts by kind. What is already gone is not counted.
 
-    `on_elsewhere` hears of artifacts outside `mlartifacts`, which stay, before the row that names them goes.
+    Artifacts outside `mlartifacts` stay; `on_elsewhere` gets their address before their row is removed.
     """
     backend = params.mlflow.backend or f"sqlite:///{params.paths.mlflow_db}"
     removed = {"versions": 0, "models": 0, "logged_models": 0, "runs": 0, "artifact_bytes": 0, "elsewhere": 0}
     if params.mlflow.backend is None and not params.paths.mlflow_db.is_file():
         return removed
-    # Seconds to import, so only where there is something.
+    # The import takes seconds.
     from mlflow import MlflowClient
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
@@ -43,7 +43,7 @@ def purge_mlflow(params: Params, policy: str, on_elsewhere: Callable[[str], obje
 
     for model in list(_every(client.search_logged_models, experiments, tagged)):
         clear(model.artifact_location)
-        # The artifacts go first: without the row nobody would find them.
+        # Artifacts first: without the row they could not be found again.
         store._hard_delete_logged_model(model.model_id)
         removed["logged_models"] += 1
     for run in list(_every(client.search_runs, experiments, tagged, _ALL)):
@@ -53,7 +53,7 @@ def purge_mlflow(params: Params, policy: str, on_elsewhere: Callable[[str], obje
     return removed
 
 
-# mlflow.entities.ViewType.ALL, which costs an import.
+# mlflow.entities.ViewType.ALL, without the import.
 _ALL = 3
 
 
@@ -77,16 +77,16 @@ def _every(search: Callable[..., Any], *arguments: Any, **named: Any) -> Iterato
 
 
 def _remove_artifacts(root: Path, uri: str) -> int | None:
-    """Remove what lies under an artifact address that our server hands out; return its bytes.
+    """Remove the artifacts at an address of our MLflow server; return their bytes.
 
-    Only below `root`, since an address may name anything: None for one that lies elsewhere.
+    Returns None, and removes nothing, for an address outside `root`.
     """
     parts = urlparse(uri)
     path = unquote(parts.path).strip("/")
     if parts.scheme not in ("mlflow-artifacts", "file", ""):
         return None
     folder = (root / path if parts.scheme == "mlflow-artifacts" else Path("/") / path).resolve()
-    # The address ends in `artifacts`, below a directory of the run's or model's own.
+    # The address ends in `artifacts`, inside the directory of the run or model.
     own = folder.parent if folder.name == "artifacts" else folder
     if root.resolve() not in own.parents:
         return None

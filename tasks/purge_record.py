@@ -1,6 +1,6 @@
-"""What a purge notes of itself under `purges/`, so that it goes on after a kill and says who did it.
+"""A purge's record under `purges/`: makes it resumable and documents who purged what.
 
-Knows files, not places. A record holds nothing of the policy but its name.
+Of the policy it holds only the name.
 """
 
 import json
@@ -15,9 +15,9 @@ Counts = dict[str, int]
 
 @dataclass
 class Record:
-    """What a purge has done: counts by place. `segments` held the policy's bytes.
+    """The progress of a purge: counts by place. `segments` held the policy's bytes.
 
-    `elsewhere` are addresses of its artifacts that MLflow noted and that are not ours to remove.
+    `elsewhere` are addresses of its MLflow artifacts that are outside our directory and stay.
     """
 
     policy: str
@@ -30,20 +30,21 @@ class Record:
     finished_at: float | None = None
 
     def write(self, file: Path) -> None:
-        """Put the record in place of the last one; a kill leaves one of the two."""
+        """Replace the record's file atomically and durably."""
         write_whole(file, json.dumps(asdict(self), indent=2), durable=True)
 
 
 def purges(params: Params) -> Path:
+    """Return the directory of purge records."""
     return params.paths.root / "purges"
 
 
 def recorded(file: Path) -> Record | None:
-    """Return the record in a file; None without one."""
+    """Return the record in a file; None if there is no file."""
     return Record(**json.loads(file.read_text())) if file.is_file() else None
 
 
 def is_under_way(params: Params, policy: str) -> bool:
-    """Say whether a purge of this name has begun and not ended, killed or not."""
+    """Return whether a purge of this name has started and not finished, running or interrupted."""
     record = recorded(purges(params) / f"{policy}.json")
     return record is not None and record.finished_at is None

@@ -1,4 +1,4 @@
-"""A name that was purged, taken again on purpose: the one way past the marker that a purge leaves."""
+"""Reuses a purged policy name on explicit request."""
 
 import time
 
@@ -8,9 +8,9 @@ from tasks.purge_record import is_under_way
 
 
 def reuse_purged_name(params: Params, name: str, owner: str, reuse: bool) -> None:
-    """Raise `Conflict` for a name that was purged; with `reuse` make it a policy without revisions anew.
+    """Raise `Conflict` for a purged name; with `reuse`, create it as a new policy without revisions.
 
-    `Conflict` also with `reuse` while the purge has not come to its end.
+    Raises `Conflict` even with `reuse` while the purge is unfinished.
     """
     from engine.base.resident import ensure_base
     from engine.catalog.catalog import Policy, open_catalog
@@ -23,13 +23,13 @@ def reuse_purged_name(params: Params, name: str, owner: str, reuse: bool) -> Non
             return
         if is_under_way(params, name):
             raise Conflict(
-                f"The purge of {name!r} by {mark['by']!r} has not come to its end. Run `graftwork purge "
-                f"{name}` again, it goes on from where it was; then give --reuse-name."
+                f"The purge of {name!r} by {mark['by']!r} has not finished. Run `graftwork purge {name}` "
+                "again; it continues where it stopped. Then give --reuse-name."
             )
         if not reuse:
             raise Conflict(
                 f"The name {name!r} was purged by {mark['by']!r}. Choose another name, or give --reuse-name "
-                "to use it for something new."
+                "to create a new policy under it."
             )
         base = ensure_base(params.base, params.paths).digest
         catalog.policies.add(Policy(name, base, {}, owner, time.time()), again=True)

@@ -1,7 +1,7 @@
-"""Register an exported revision in MLflow: one registered model a policy, one version a revision.
+"""Registers exported revisions in MLflow: a registered model for each policy, a version for each revision.
 
-Knows the order that leaves nothing half visible: run and artifacts first, the version last, in one
-call with all its tags. Each step finds what an earlier attempt left, so a retry goes on from there.
+The version is created last, in one call with all its tags, so no partial version is visible. Each step reuses
+what an earlier attempt left, so a retry continues from there.
 """
 
 import tempfile
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mlflow.entities import Run
 
 EXPERIMENT = "graftwork"
-# The tag of a run that says what MKL was asked for.
+# The run's tag for the value of MKL_CBWR.
 BITS = "graftwork.mkl_cbwr"
 
 
@@ -35,12 +35,11 @@ def register(
     curve: Sequence[Mapping[str, Any]] = (),
     patience_s: float = 60,
 ) -> int:
-    """Register the revision in `directory` and return its version number, the same for the same digest.
+    """Register the revision in `directory` and return its version number. Idempotent for a digest.
 
-    `curve` holds rows of the ledger's table `train_steps`; their numbers become the run's metrics. A
-    registry that is down or faulty is tried again, with growing pauses, for `patience_s` seconds; then
-    `ServiceError`. Raises `AdapterError` when the directory is not a whole revision, `ConfigError` when
-    it is another policy's.
+    `curve` are rows of the ledger's table `train_steps`; their numbers become the run's metrics. A registry
+    that is down or failing is retried with exponential backoff for `patience_s` seconds; then raises
+    `ServiceError`. Raises `AdapterError` for a damaged revision, `ConfigError` for another policy's.
     """
     _, manifest = read_revision(directory)
     if manifest.policy != policy:
@@ -57,7 +56,7 @@ def register(
 
 
 def find_version(client: "MlflowClient", policy: str, digest: str) -> int | None:
-    """Return the version of `policy` that is tagged with `digest`, or None."""
+    """Return the first version of `policy` whose tag is `digest`, or None."""
     found = client.search_model_versions(f"name = '{policy}' and tags.`graftwork.digest` = '{digest}'")
     return min((int(version.version) for version in found), default=None)
 
@@ -71,24 +70,24 @@ def _register_once(
     ensure_up(url)
     client = MlflowClient(tracking_uri=url, registry_uri=url)
     try:
-        # Two attempts at once (a retried flow beside its zombie) must not make two versions of one digest.
+        # Two concurrent attempts (a retried flow and its zombie) must not create two versions of one digest.
         with FileLock(lock):
             version = find_version(client, manifest.policy, manifest.digest)
             return version or _create_version(client, directory, manifest, curve)
     except MlflowException as error:
         if error.get_http_status_code() < 500:
             raise
-        raise ServiceError(f"MLflow at {url} failed: {error}. See its log, then run this again.") from None
+        raise ServiceError(f"MLflow at {url} failed: {error}. Check its log, then run this again.") from None
 
 
 def ensure_up(url: str) -> None:
     """Raise `ServiceError` unless MLflow answers at `url` within 5 s."""
-    # MLflow's own client would try a dead server for minutes before it says so.
+    # MLflow's own client retries a dead server for minutes.
     with ServiceClient("MLflow", url, timeout_s=5) as mlflow:
         if not mlflow.is_healthy():
             raise ServiceError(
-                f"MLflow does not answer at {url}. Start it with `graftwork up`; the exported revision is "
-                "kept, and the retry goes on from it."
+                f"MLflow does not answer at {url}. Start it with `graftwork up`, then run this again; it "
+                "continues from the exported revision."
             )
 
 
@@ -118,7 +117,7 @@ def _experiment(client: "MlflowClient") -> str:
 def _find_or_start_run(
     client: "MlflowClient", experiment: str, manifest: Manifest, tags: dict[str, str]
 ) -> "Run":
-    """Return a revision's run: an earlier attempt's, that in which its session trained, or a new one."""
+    """Return a revision's run: an earlier attempt's, its training session's, or a new one."""
     query = f"tags.`graftwork.digest` = '{manifest.digest}' and tags.`graftwork.policy` = '{manifest.policy}'"
     for run in client.search_runs([experiment], query, max_results=1):
         return run
@@ -131,14 +130,14 @@ def _find_or_start_run(
 
 
 def run_of_session(client: "MlflowClient", policy: str, session: str) -> "Run | None":
-    """Return the run in which a session's steps are logged, unless it is a revision's already."""
+    """Return the run with a session's steps, unless it belongs to a revision already."""
     query = f"tags.`graftwork.session` = '{session}' and tags.`graftwork.policy` = '{policy}'"
     found = client.search_runs([_experiment(client)], query)
     return next((run for run in found if "graftwork.digest" not in run.data.tags), None)
 
 
 def start_run_of_session(client: "MlflowClient", policy: str, session: str) -> "Run":
-    """Begin a run for a session that trains; a revision's registration finds it."""
+    """Create a run for a training session; registering its revision reuses the run."""
     tags = {"graftwork.session": session, "graftwork.policy": policy, BITS: mkl_cbwr()}
     return client.create_run(_experiment(client), tags=tags, run_name=session)
 
@@ -149,10 +148,10 @@ def log_steps(
     rows: Sequence[Mapping[str, Any]],
     config: Mapping[str, Any] | None = None,
 ) -> None:
-    """Log the numbers of steps' rows, and settings; what the run has already is not there twice."""
+    """Log the numbers of training steps as metrics, and settings as parameters. Idempotent."""
     from mlflow.entities import Metric, Param
 
-    # One timestamp for all attempts: the tracking store then drops what it already has.
+    # The same timestamp in all attempts, so that the tracking store drops duplicates.
     at = int(run.info.start_time)
     metrics = [
         Metric(name, value, at, int(row["step"])) for row in rows for name, value in numbers(row).items()
@@ -163,7 +162,7 @@ def log_steps(
 
 
 def numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return what MLflow can draw of a training step: each number, and of counts by reason one for each."""
+    """Return a training step's numbers by metric name; counts by reason become `name/reason`."""
     counts = {name: value for name, value in row.items() if isinstance(value, Mapping)}
     split = {f"{name}/{reason}": count for name, by in counts.items() for reason, count in by.items()}
     values = {name: value for name, value in row.items() if name != "step"} | split

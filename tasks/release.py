@@ -1,4 +1,4 @@
-"""What a release begins with: the controller's client for this installation, and the revision to release."""
+"""What flows and commands need to start a release: the controller's client and the revision to release."""
 
 from engine.clients.controller import ControllerClient
 from engine.errors import NotFound
@@ -7,7 +7,7 @@ from tasks.outcome import local_key
 
 
 def controller(params: Params) -> ControllerClient:
-    """Return a client of the installation's controller, with its own admin key."""
+    """Return a client of the installation's controller with the local admin key."""
     return ControllerClient(params.url("controller"), local_key(params))
 
 

@@ -1,7 +1,7 @@
-"""Where adapters are, as `graftwork residency` shows it: tiers, queue, and each revision's loads and waits.
+"""What `graftwork residency` shows: tiers, the load queue, and each revision's loads and waits.
 
-What is now comes from the engine that runs, what was from the ledger's snapshot; without an engine every
-revision is stored.
+The current state comes from the running engine, the history from the ledger's snapshot. Without an engine
+every revision is `stored`.
 """
 
 from contextlib import closing, suppress
@@ -24,9 +24,10 @@ LOADS = """
 
 
 def residency(params: Params, limit: int) -> dict[str, Any]:
-    """Return tiers, queue and at most `limit` revisions: those in the engine first, then by their last load.
+    """Return tiers, queue and at most `limit` revisions: those in the engine first, then by last load.
 
-    Bytes and seconds; `engine` is False when none runs. Raises `ServiceError` when one runs and refuses.
+    Sizes are bytes, times seconds. `engine` is False when no engine runs. Raises `ServiceError` when the
+    engine refuses the request.
     """
     live = ask_engine(params)
     rows = [{"revision": name, **seen} for name, seen in _seen(live).items()]
@@ -47,12 +48,13 @@ def residency(params: Params, limit: int) -> dict[str, Any]:
         "evictions": (live or {}).get("evictions", 0),
         "states": (live or {}).get("states", {}),
         "transitions": (live or {}).get("transitions", []),
+        "quarantined": quarantined(params, limit),
         "revisions": rows[:limit],
     }
 
 
 def ask_engine(params: Params) -> dict[str, Any] | None:
-    """Return what the running engine says of its tiers, None when none runs."""
+    """Return the running engine's residency report, None when no engine runs."""
     with open_catalog(params.paths) as catalog:
         key = catalog.keys.ensure_local(params.paths.local_key)
     with EngineClient(params.url("engine"), key, timeout_s=TIMEOUT_S) as engine, suppress(NotRunning):
@@ -60,8 +62,17 @@ def ask_engine(params: Params) -> dict[str, Any] | None:
     return None
 
 
+def quarantined(params: Params, limit: int) -> list[dict[str, str]]:
+    """Return at most `limit` revisions in quarantine with the reason, newest first."""
+    with open_catalog(params.paths) as catalog:
+        return [
+            {"revision": served_name(policy, digest), "reason": reason}
+            for policy, digest, reason in catalog.quarantine.newest(limit)
+        ]
+
+
 def stored_bytes(params: Params) -> int | None:
-    """Return the bytes of the store's segments; None where that would mean to list objects behind a URL."""
+    """Return the bytes of the store's segments; None for a remote store, whose objects are not listed."""
     if params.store.url is not None and not params.store.url.startswith("file://"):
         return None
     with closing(open_store(params)) as store:
@@ -69,18 +80,15 @@ def stored_bytes(params: Params) -> int | None:
 
 
 def shown(row: dict[str, Any]) -> dict[str, str]:
-    """Return a revision's line of the table."""
+    """Return a revision's table row."""
     return {
         "revision": row["revision"],
         "tier": row["tier"],
         "bytes": f"{row['bytes']:,}" if row.get("bytes") is not None else "",
         "users": str(row.get("users", "")),
         "loads": str(row.get("loads", "")),
-        "waits": str(row.get("waits", "")),
         "load s": _seconds(row.get("load_s")),
         "wait s": _seconds(row.get("wait_s")),
-        "evictions": str(row.get("evictions", "")),
-        "last fault": (row.get("last_fault") or "")[:60],
     }
 
 

@@ -1,8 +1,7 @@
-"""Score a revision, or the base, on a frozen suite: lm-eval asks the live engine, the ledger keeps the rows.
+"""Scores a revision or the base on a frozen suite: lm-eval asks the live engine, the ledger stores the rows.
 
-Knows how lm-eval is driven without network, cache or second engine, and how a score is named by its
-content, so that scoring twice doubles nothing. Does not know what makes an answer right: the suite
-calls the verifier that training uses.
+lm-eval runs offline, without a cache or a second engine. A row's id derives from its content, so scoring
+twice adds no duplicates. The suite judges answers with the verifier that training uses.
 """
 
 import logging
@@ -32,7 +31,7 @@ NAMES = uuid.UUID("6f1c1a52-6f0e-5b0e-9d4e-6d1a3f1b7c11")
 
 @dataclass(frozen=True)
 class ItemScore:
-    """One item's score in [0, 1] and the text that earned it."""
+    """One item's score in [0, 1] and the scored answer."""
 
     item: str
     score: float
@@ -41,10 +40,10 @@ class ItemScore:
 
 @dataclass(frozen=True)
 class Score:
-    """A suite's result: mean and 95% interval in [0, 1]; `digest` None is the base itself.
+    """A suite's result: mean and 95% interval in [0, 1]; a `digest` of None is the base.
 
-    `reused` says that the ledger had every item already and the engine was not asked; `verifier_errors`
-    counts answers that the verifier failed on, each of which scores 0.
+    `reused` is True when the ledger had every item and the engine was not asked. `verifier_errors` counts
+    the answers on which the verifier failed; each scores 0.
     """
 
     policy: str
@@ -71,11 +70,11 @@ def score(
     reuse: bool = True,
     root: Path | None = None,
 ) -> Score:
-    """Score `policy`'s revision `digest` (64 hex characters; None is the base) on a suite.
+    """Score `policy`'s revision `digest` (64 hex characters; None is the base) on a suite, greedily.
 
-    Greedy, through the engine's /v1/completions with the API key `key`, of scope score or admin. With
-    `reuse`, items that the ledger holds for this content are not asked again. Raises `NotFound` for an
-    unknown suite, `ServiceError` when the engine does not answer.
+    Uses the engine's /v1/completions with `key`, an API key of scope score or admin. With `reuse`, scores
+    that the ledger has for this content are returned. Raises `NotFound` for an unknown suite, `ServiceError`
+    when the engine does not answer.
     """
     started, root = time.monotonic(), root or params.suites_dir
     opened = load_suite(suite, root)
@@ -99,7 +98,7 @@ def score(
 def recorded(
     params: Params, base: str, policy: str, digest: str | None, suite: Suite
 ) -> tuple[ItemScore, ...]:
-    """Return the ledger's rows for this content in the suite's order; empty unless every item is there."""
+    """Return the ledger's rows for this content in the suite's order; empty unless every item has one."""
     if not params.paths.ledger_snapshot.is_file():
         return ()
     wanted = {_row_id(base, policy, digest, suite, item.id): item.id for item in suite.items}
@@ -140,9 +139,9 @@ def _completions(params: Params, model: str, key: str) -> Any:
     return LocalCompletionsAPI(
         base_url=f"{params.url('engine')}/v1/completions",
         model=model,
-        # Frozen prompts go out as text: the engine's own tokenizer is the only one involved.
+        # Frozen prompts are sent as text, so only the engine's tokenizer is involved.
         tokenizer_backend="None",
-        # One request fills the engine's largest batch, so the order is fixed and no event loop is needed.
+        # One request fills the engine's largest batch: the order is fixed, and no event loop is needed.
         batch_size=max(2, params.engine.max_num_seqs),
         header={"Authorization": f"Bearer {key}", "x-graftwork-purpose": "score"},
     )
@@ -155,7 +154,7 @@ def _item_score(sample: dict[str, Any]) -> ItemScore:
 def emit_scores(
     params: Params, base: str, policy: str, digest: str | None, suite: Suite, items: tuple[ItemScore, ...]
 ) -> None:
-    """Hand scores to the ledger through the spool, each named by its content, so that twice is once."""
+    """Emit scores to the ledger through the spool. Idempotent: a row's id derives from its content."""
     run = _row_id(base, policy, digest, suite, "*")
     with closing(Spool(params.paths.spool, "score")) as spool:
         for item in items:
@@ -177,6 +176,6 @@ def emit_scores(
 
 
 def _row_id(base: str, policy: str, digest: str | None, suite: Suite, item: str) -> str:
-    # The base's rows belong to no policy: all policies that share a suite share them.
+    # The base's rows name no policy: all policies with the same suite share them.
     subject = f"{policy}@{digest}" if digest else "base"
     return str(uuid.uuid5(NAMES, f"{base}/{subject}/{suite.name}/{suite.version}/{suite.digest}/{item}"))

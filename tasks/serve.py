@@ -1,7 +1,7 @@
-"""Serve a revision that was made elsewhere: find its directory, prove it, import it.
+"""Brings a revision made elsewhere into this installation: finds its directory, verifies it, imports it.
 
-Knows the places where a revision's directory may be: a download, this state directory, a registry. The
-digest says that it is the one; where it came from does not matter.
+The directory may be a download, in this state directory, or in MLflow's registry. The digest identifies the
+revision, wherever it comes from.
 """
 
 import tempfile
@@ -19,11 +19,11 @@ from tasks.verify import verify
 
 
 def bring(params: Params, revision: str, directory: Path | None, registry: str | None) -> tuple[str, str]:
-    """Bring a revision into this state directory; return its policy and whole digest. Idempotent.
+    """Import a revision into this state directory; return its policy and full digest. Idempotent.
 
-    `revision` is a digest or POLICY@DIGEST, where the digest may be shortened; `directory` holds it, as
-    MLflow gives it, or else `registry`, an MLflow server's address. Without both it must be here already.
-    Raises `NotFound`, `AdapterError`, `BaseModelError` or `Conflict`.
+    `revision` is a digest or POLICY@DIGEST; the digest may be shortened. It comes from `directory`, as MLflow
+    exports it, or from the MLflow server `registry`; without both it must be here already. Raises
+    `NotFound`, `AdapterError`, `BaseModelError` or `Conflict`.
     """
     policy, digest = split_served_name(revision)
     if digest is None:
@@ -43,9 +43,9 @@ def bring(params: Params, revision: str, directory: Path | None, registry: str |
 
 
 def prove(params: Params, policy: str, digest: str, key: str) -> str:
-    """Let the engine reproduce the revision's effect probe; return the result's sentence.
+    """Run the revision's effect probe on the engine; return the result's sentence.
 
-    Raises `EffectError` when it does not, `AdapterError` when the revision came without a probe.
+    Raises `EffectError` when the engine does not reproduce it, `AdapterError` for a revision without one.
     """
     result = verify(params, policy, digest, key)
     if not result["accepted"]:
@@ -54,7 +54,7 @@ def prove(params: Params, policy: str, digest: str, key: str) -> str:
 
 
 def _owner(params: Params, policy: str) -> str:
-    """Return whose policy it is here; serving one of its revisions changes nothing of that."""
+    """Return the policy's owner in this catalog, `local` for a new policy."""
     if not params.paths.has_catalog:
         return "local"
     with open_catalog(params.paths) as catalog:
@@ -70,22 +70,20 @@ def _known(params: Params, policy: str, digest: str) -> tuple[str, str]:
     names = sorted({(row.policy, row.digest) for row in found})
     if not names:
         raise NotFound(
-            f"There is no revision {digest!r} in {params.state_dir}. Give its directory with --from, or an "
-            "MLflow server with --registry."
+            f"There is no revision {digest!r} in {params.state_dir}. Give its directory with --from, or the "
+            "URL of an MLflow server with --registry."
         )
     if len(names) > 1:
         shown = ", ".join(served_name(*name) for name in names[:5])
-        raise Conflict(
-            f"Several revisions begin with {digest!r}: {shown}. Give POLICY@DIGEST, or more of it."
-        )
+        raise Conflict(f"Several digests start with {digest!r}: {shown}. Give POLICY@DIGEST, or more digits.")
     return names[0]
 
 
 def _holder(directory: Path) -> Path:
-    """Return the directory that holds the manifest: this one, or the only one in it that does."""
+    """Return the only directory in this one, itself included, that has a manifest."""
     found = sorted(directory.rglob(MANIFEST)) if directory.is_dir() else []
     if len(found) != 1:
-        raise NotFound(f"{directory} holds {len(found)} revisions; give the directory of one.")
+        raise NotFound(f"{directory} contains {len(found)} revisions. Give the directory of one.")
     return found[0].parent
 
 
@@ -97,7 +95,7 @@ def _download(registry: str, policy: str, digest: str, scratch: Path) -> Path:
     wanted = f"{named}tags.`graftwork.digest` LIKE '{digest}%'"
     versions = MlflowClient(registry, registry).search_model_versions(wanted)
     if len({version.tags["graftwork.digest"] for version in versions}) > 1:
-        raise Conflict(f"Several versions in {registry} begin with {digest!r}; give more of the digest.")
+        raise Conflict(f"Several digests in {registry} start with {digest!r}. Give more digits.")
     if not versions:
-        raise NotFound(f"MLflow at {registry} has no version whose digest begins with {digest!r}.")
+        raise NotFound(f"MLflow at {registry} has no version whose digest starts with {digest!r}.")
     return flavor.load_model(versions[0].name, int(versions[0].version), scratch, registry)

@@ -1,6 +1,6 @@
-"""The stage `evaluate` of `dvc repro`: score a revision and its base on an engine of its own.
+"""The stage `evaluate` of `dvc repro`: scores a revision and its base on an engine of its own.
 
-What this module imports is what can change the numbers: dvc.yaml lists it, and a test derives that list.
+Only what this module imports can change the numbers: dvc.yaml lists it, and a test derives the list.
 """
 
 import shutil
@@ -13,10 +13,10 @@ from tasks.verify import verify
 
 
 def evaluate(params: Params, report: Report) -> None:
-    """Import the revision into an engine of its own, score it and the base, write metrics and items.
+    """Score the revision and the base on an engine of its own, and write metrics and items.
 
-    Items go out in their frozen order, `evaluate.batch` at a time. Raises `EffectError` when the engine
-    does not reproduce the revision's effect probe: its scores would be another model's.
+    Items are sent in their frozen order, `evaluate.batch` at a time. Raises `EffectError` when the engine
+    does not reproduce the revision's effect probe, since it would score another model.
     """
     from engine.adapters.revision import read_revision
     from engine.publishing.importing import import_revision
@@ -33,7 +33,7 @@ def evaluate(params: Params, report: Report) -> None:
     ) as (stage, key):
         if (stage.paths.revision(manifest.policy, manifest.digest)).is_dir():
             probe = verify(stage, manifest.policy, manifest.digest, key)
-            # A revision without effect is a result, an engine that serves something else is not.
+            # A revision that equals the base is scored; one that the engine does not reproduce is not.
             if max(probe["error"], probe["base_error"]) > probe["tolerance"]:
                 raise EffectError(f"{probe['reason']} It is not scored.")
         scores = [

@@ -1,7 +1,7 @@
-"""What the stages share: where they read and write, and the services that a stage brings along.
+"""The files and services of DVC's stages.
 
-Services have free ports and a state directory inside the checkout, which goes when the stage succeeds; so
-experiments side by side never meet. Does not know what a stage does with them.
+A stage's services use free ports and a state directory inside the checkout, which is removed when the stage
+succeeds, so parallel experiments do not interfere.
 """
 
 import json
@@ -23,7 +23,7 @@ Report = Callable[[str, str], None]
 
 
 class Files:
-    """Where the stages of one checkout read and write; `root` holds the file of settings. Creates nothing."""
+    """The paths that the stages of one checkout read and write; `root` has the settings file."""
 
     def __init__(self, root: Path):
         self.root = root
@@ -42,20 +42,21 @@ class Files:
 
 
 def files_of(params: Params) -> Files:
+    """Return the stages' paths beside the settings file."""
     assert params.source, "stages run on a file of settings"
     return Files(params.source.parent)
 
 
 def opened_suite(files: Files) -> Suite:
-    """Return the one suite in `suite/`, proven; `NotFound` when the stage has not run."""
+    """Open and verify the suite in `suite/`; raises `NotFound` when the stage `suites` has not run."""
     names = [path.parent.name for path in files.suite.glob(f"*/{ITEMS}")]
     if not names:
-        raise NotFound(f"There is no suite in {files.suite}; the stage suites writes it. Run `dvc repro`.")
+        raise NotFound(f"There is no suite in {files.suite}. Run `dvc repro`: its stage `suites` writes it.")
     return load_suite(names[0], files.suite)
 
 
 def home_params(params: Params) -> Params:
-    """Return the settings of the checkout, whose state directory an experiment's copy does not have."""
+    """Return the checkout's settings: an experiment's copy does not have its state directory."""
     assert params.source, "stages run on a file of settings"
     return load_params(files_of(params).home / params.source.name)
 
@@ -68,7 +69,10 @@ def own_services(
     report: Report,
     prepare: Callable[[Params], object] = lambda stage: None,
 ) -> Iterator[tuple[Params, str]]:
-    """Own services in a state directory of their own, which goes when the block succeeds."""
+    """Run the services `only` in a state directory that is removed when the block succeeds.
+
+    Gives their settings and local key; `prepare` is called before they start.
+    """
     from engine.catalog.catalog import open_catalog
 
     with resident(params, name) as stage:
@@ -81,15 +85,15 @@ def own_services(
 
 @contextmanager
 def resident(params: Params, name: str) -> Iterator[Params]:
-    """Give settings with free ports and an own state directory on the base of stage `base`.
+    """Give settings with free ports, the base of stage `base`, and a state directory of their own.
 
-    It goes when the block succeeds. Raises `BaseModelError` when the base has changed since.
+    The directory is removed when the block succeeds. Raises `BaseModelError` when the base has changed.
     """
     files = files_of(params)
     known = read_json(files.base / "base.json", "base")
     state = files.services / name
     state.mkdir(parents=True, exist_ok=True)
-    # One thread unless told otherwise: sums then do not depend on the machine's cores.
+    # One thread by default, so that sums do not depend on the number of cores.
     engine = {"port": _free_port(), "threads": params.engine.threads or 1}
     trainer = {"port": _free_port(), "threads": params.trainer.threads or 1}
     stage = params.model_copy(
@@ -102,14 +106,14 @@ def resident(params: Params, name: str) -> Iterator[Params]:
     _link_base(stage, files)
     if ensure_base(stage.base, stage.paths).digest != known["digest"]:
         raise BaseModelError(
-            f"The base {params.base.name!r} is not the one that stage base saw. Run `dvc repro -f -s base`."
+            f"The base {params.base.name!r} has changed since the stage `base`. Run `dvc repro -f -s base`."
         )
     yield stage
     shutil.rmtree(state)
 
 
 def _link_base(stage: Params, files: Files) -> None:
-    """Let a built base be found in a stage's state directory."""
+    """Link a built base into a stage's state directory."""
     if stage.base.name in RECIPES:
         link = built_path(stage.base, stage.paths)
         link.parent.mkdir(exist_ok=True)
@@ -124,15 +128,18 @@ def _free_port() -> int:
 
 
 def renew(directory: Path) -> None:
+    """Replace a directory by an empty one."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write JSON with sorted keys, so that equal values give equal bytes."""
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
 
 
 def read_json(path: Path, stage: str) -> dict[str, Any]:
+    """Read a JSON file that `stage` writes; raises `NotFound` when there is none."""
     if not path.is_file():
-        raise NotFound(f"There is no {path}; the stage {stage} writes it. Run `dvc repro`.")
+        raise NotFound(f"There is no {path}. Run `dvc repro`: its stage `{stage}` writes it.")
     return dict(json.loads(path.read_text()))

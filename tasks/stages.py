@@ -1,8 +1,7 @@
-"""The stages of `dvc repro` before the score, as plain functions on files: base, suites, adapt, revision.
+"""The stages `base`, `suites`, `adapt` and `revision` of `dvc repro`, as plain functions on files.
 
-Knows what each stage takes and gives; `evaluate` and `report` have modules of their own, since what they
-import is what DVC runs them again for.
-Writes to no ledger and no registry. Knows nothing of DVC itself.
+`evaluate` and `report` have modules of their own, since DVC reruns a stage when a module that it imports
+changes. No stage writes to the ledger or the registry.
 """
 
 import hashlib
@@ -39,7 +38,7 @@ from tasks.suites import ITEMS, Suite, load_suite
 
 OnStep = Callable[[Mapping[str, Any]], None]
 PINNED = "evaluate.revision is a digest: nothing is trained."
-# What of a training step can be drawn; its seconds would differ each time.
+# The reproducible columns of a training step; its seconds differ from run to run.
 CURVE = (
     "step", "reward", "reward_std", "zero_spread", "importance_ratio", "kl", "entropy", "clip_fraction",
     "loss", "grad_norm", "length_mean", "truncated", "tokens", "kept",
@@ -47,9 +46,9 @@ CURVE = (
 
 
 def build_base(params: Params, progress: Callable[[int, int, float], None]) -> None:
-    """Write `base/`: a built base with its files, or only the name and digest of a person's own.
+    """Write `base/`: the files of a built base, or only name and digest of a base of one's own.
 
-    A base that the checkout's state directory has already, or gets now, is copied from there.
+    A built base is copied from the checkout's state directory, where it is built if it is missing.
     """
     files = files_of(params)
     info = ensure_base(params.base, home_params(params).paths, progress)
@@ -60,10 +59,10 @@ def build_base(params: Params, progress: Callable[[int, int, float], None]) -> N
 
 
 def prepare_suites(params: Params) -> None:
-    """Write `policy/`, `suite/` and `engine.json`: what is trained on, scored with, and run on.
+    """Write `policy/`, `suite/` and `engine.json`: the inputs of training, scoring and serving.
 
-    Frozen items are proven to be those of their version, and their prompts those that this policy asks
-    on this base. Raises `ConfigError` otherwise, and for an unknown policy or task.
+    Verifies that the frozen items match their version, and their prompts this policy and base. Raises
+    `ConfigError` otherwise, and for an unknown policy or task.
     """
     files, name = files_of(params), params.evaluate.policy
     config = params.policy(name)
@@ -84,7 +83,7 @@ def prepare_suites(params: Params) -> None:
 
 
 def engine_version(params: Params) -> dict[str, Any]:
-    """Return the settings, package versions and variable that an engine's answers depend on."""
+    """Return the settings, package versions and environment variable that an engine's answers depend on."""
     from engine.publishing.importing import serving_dtype
 
     versions = {name: version(name) for name in ("graftwork", "torch", "transformers")}
@@ -102,25 +101,25 @@ def _check_prompts(params: Params, config: PolicyConfig, suite: Suite) -> None:
     for item in suite.items:
         if prompt_text(tokenizer, item.question, config.system, config.few_shot) != item.prompt:
             raise ConfigError(
-                f"The item {item.id} of the suite {suite.name} was frozen with another chat template, system "
-                f"prompt or examples than {params.evaluate.policy!r} has on this base. Freeze the suite anew."
+                f"Item {item.id} of the suite {suite.name} was frozen with a chat template, system prompt or "
+                f"examples other than those of {params.evaluate.policy!r} on this base. Freeze a new version."
             )
 
 
 def _copy_data(config: PolicyConfig, suite: Suite, files: Files) -> PolicyConfig:
-    """Put training data and frozen items beside each other; return the settings that name the copy."""
+    """Copy training data and frozen items to `policy/`; return the settings that name the copy."""
     shutil.copyfile(config.task, files.policy / "train.jsonl")
     shutil.copyfile(suite.directory / ITEMS, files.policy / ITEMS)
     with (files.policy / "train.jsonl").open("rb") as rows:
         digest = hashlib.file_digest(rows, "sha256").hexdigest()
-    # By its content and a relative path: where the checkout lies decides nothing.
+    # A digest and a relative path, so that the checkout's location has no effect.
     return config.model_copy(update={"task": "repro/policy/train.jsonl", "data_digest": digest})
 
 
 def adapt(params: Params, report: Report, on_step: Callable[[str, int], OnStep]) -> None:
-    """Train the policy and write `adapt/`: its revision and learning curve. Nothing is trained for a digest.
+    """Train the policy and write `adapt/`: its revision and learning curve; for a digest, train nothing.
 
-    A run that was cut off goes on from its last step; a finished one leaves nothing but its output.
+    An interrupted run continues from its last step. A finished run leaves only its output.
     """
     from engine.training.loop import train
 
@@ -149,11 +148,11 @@ def _write_adapted(files: Files, note: Mapping[str, Any], curve: Collection[Mapp
 
 
 def take_revision(params: Params) -> None:
-    """Write `revision/`, the revision that `evaluate.revision` names, proven by its digest.
+    """Write `revision/`, the revision that `evaluate.revision` names, verified by its digest.
 
-    Its manifest loses the time, so that the same revision gives the same files. Raises `NotFound` when no
-    place has it, `AdapterError` when its files are not what they say, `BaseModelError` and `ConfigError`
-    when it is another base's or another policy's.
+    Its manifest's time is set to 0, so that the same revision gives the same files. Raises `NotFound` when
+    the revision is nowhere, `AdapterError` when its files do not match its digest, `BaseModelError` for
+    another base and `ConfigError` for another policy.
     """
     from engine.adapters.revision import PROBE, read_revision, write_revision
 
@@ -170,8 +169,8 @@ def take_revision(params: Params) -> None:
         tensors, manifest = read_revision(found, base)
         if (manifest.policy, manifest.digest) != (wanted.policy, digest):
             raise ConfigError(
-                f"{found} holds {served_name(manifest.policy, manifest.digest)}, not "
-                f"{served_name(wanted.policy, digest)}. Run `dvc repro` for the stages before this one."
+                f"{found} contains {served_name(manifest.policy, manifest.digest)}, not "
+                f"{served_name(wanted.policy, digest)}. Run `dvc repro` to run the earlier stages."
             )
         probe = read_json(found / PROBE, "adapt")
         shutil.rmtree(files.revision, ignore_errors=True)
@@ -179,9 +178,10 @@ def take_revision(params: Params) -> None:
 
 
 def find_revision(params: Params, policy: str, digest: str, scratch: Path) -> Path:
-    """Return a revision's directory: the state directory's, or one made in `scratch`.
+    """Return a revision's directory: the state directory's, or one written to `scratch`.
 
-    That comes from the packed bytes in the store, without an effect probe, or from MLflow's registry.
+    The latter comes from the store's packed bytes, without an effect probe, or from MLflow's registry.
+    Raises `NotFound` when no place has the revision.
     """
     from engine.publishing.importing import directory_from_store
     from tasks import flavor
@@ -201,10 +201,10 @@ def find_revision(params: Params, policy: str, digest: str, scratch: Path) -> Pa
 
 
 def _registered(params: Params, policy: str, digest: str) -> int:
-    """Return the version of a revision in MLflow, 0 for none."""
+    """Return a revision's version in MLflow, 0 for none."""
     from engine.controller.mlflow_registry import registered
 
-    # Without a server the registry has nothing to offer.
+    # A server that is down counts as one without the revision.
     with suppress(ServiceError):
         return int(registered(params.url("mlflow"), policy, digest) or 0)
     return 0

@@ -1,7 +1,7 @@
-"""The Prefect tasks: each decorates a plain function of this package that works without Prefect.
+"""The Prefect tasks; each wraps a plain function of this package that works without Prefect.
 
-Imports inside: a flow that is only looked at must not bring in torch, MLflow or lm-eval. Nothing is
-cached by Prefect; a step that is run again finds what its first run has done, by the revision's digest.
+Imports are deferred: importing a flow must not import torch, MLflow or lm-eval. Prefect caches only the start
+of a release. The other steps are idempotent by the revision's digest.
 """
 
 import importlib
@@ -38,9 +38,9 @@ LAZY = (
 
 
 def preload() -> None:
-    """Import what the tasks import, before two of them do so in two threads at once.
+    """Import the tasks' heavy modules before two threads import them at once.
 
-    Packages that import lazily, transformers among them, break when two threads meet in them.
+    Packages with lazy imports, such as transformers, are not safe for concurrent imports.
     """
     for name in LAZY:
         module, _, attribute = name.partition(":")
@@ -50,7 +50,7 @@ def preload() -> None:
 
 
 def flush() -> None:
-    """Send what Prefect still holds of logs and events, before its server stops."""
+    """Send Prefect's buffered logs and events before its server stops."""
     from prefect.events.worker import EventsWorker
     from prefect.logging.handlers import APILogWorker
 
@@ -60,7 +60,7 @@ def flush() -> None:
 
 @task(name="train", task_run_name="train {policy}", cache_policy=NO_CACHE)
 def train(params: Params, policy: str, config: PolicyConfig, key: str, on_step: OnStep) -> "Trained":
-    """Train a policy by GRPO on the resident base, and export its revision."""
+    """Train a policy with GRPO on the resident base and export its revision."""
     from engine.training import loop
     from tasks.progress import both
     from tasks.tracking import tracked
@@ -71,7 +71,7 @@ def train(params: Params, policy: str, config: PolicyConfig, key: str, on_step: 
 
 @task(name="register", task_run_name="register {policy}", cache_policy=NO_CACHE)
 def register(params: Params, policy: str, directory: Path, curve: Sequence[Mapping[str, Any]]) -> int:
-    """Register an exported revision in MLflow; a retry goes on from the directory."""
+    """Register an exported revision in MLflow; a retry continues from its directory."""
     from tasks import register as plain
 
     return plain.register(params, policy, directory, curve)
@@ -79,13 +79,13 @@ def register(params: Params, policy: str, directory: Path, curve: Sequence[Mappi
 
 @task(name="verify", task_run_name="verify {policy}", cache_policy=NO_CACHE)
 def verify(params: Params, policy: str, digest: str, key: str) -> Mapping[str, Any]:
-    """Ask the engine for the log-probabilities that the trainer shipped with the revision."""
+    """Run the effect probe: the engine must reproduce the log-probabilities that the trainer recorded."""
     return verification.verify(params, policy, digest, key)
 
 
 @task(name="score", task_run_name="score {policy}", cache_policy=NO_CACHE)
 def score(params: Params, policy: str, digest: str | None, suite: str, key: str) -> "Score":
-    """Score a revision, or the base, on a frozen suite through the live engine."""
+    """Score a revision or the base on a frozen suite through the live engine."""
     from tasks import score as plain
 
     return plain.score(params, policy, digest, suite, key)
@@ -93,7 +93,7 @@ def score(params: Params, policy: str, digest: str | None, suite: str, key: str)
 
 @task(name="score champion", task_run_name="score champion of {policy}", cache_policy=NO_CACHE)
 def score_champion(params: Params, policy: str, digest: str, suite: str, key: str) -> None:
-    """Score what a release of `digest` is compared with: another version of the suite has other items."""
+    """Score the champion, the baseline of a release of `digest`, on the suite's current version."""
     from engine.catalog.catalog import open_catalog
     from tasks import score as plain
 
@@ -106,7 +106,7 @@ def score_champion(params: Params, policy: str, digest: str, suite: str, key: st
 
 @task(name="update page", task_run_name="update page of {policy}", cache_policy=NO_CACHE)
 def update_page(params: Params, policy: str, digest: str) -> str:
-    """Refresh the version's page in MLflow; a registry that is down costs the page, not the run."""
+    """Refresh the version's page in MLflow; a registry that is down does not fail the run."""
     from tasks import version_page as plain
 
     try:
@@ -117,7 +117,7 @@ def update_page(params: Params, policy: str, digest: str) -> str:
 
 
 def _once_a_run(context: TaskRunContext, _parameters: Mapping[str, Any]) -> str:
-    # A run that was suspended starts again from its beginning; it must not start a second release.
+    # A suspended run restarts from its beginning; it must not start a second release.
     return f"start-release-{context.task_run.flow_run_id}"
 
 
@@ -128,7 +128,7 @@ def _once_a_run(context: TaskRunContext, _parameters: Mapping[str, Any]) -> str:
     persist_result=True,
 )
 def start_release(params: Params, form: ReleaseForm) -> dict[str, Any]:
-    """Ask the controller for a release; a second request finds the first one's release."""
+    """Start a release at the controller; a second call returns the same release."""
     from tasks import release as plain
 
     digest = form.digest or plain.newest_revision(params, form.policy)
@@ -138,10 +138,10 @@ def start_release(params: Params, form: ReleaseForm) -> dict[str, Any]:
 
 @task(name="wait for verdict", cache_policy=NO_CACHE)
 def wait_for_verdict(params: Params, release_id: str, longest_s: float) -> dict[str, Any]:
-    """Return the release once it has ended; it goes on by itself if nobody waits."""
+    """Return the release once it has ended; it advances whether or not anything waits for it."""
     from tasks import release as plain
 
-    # The controller ends approval and canary by itself after `longest_s`; the rest is for the gates before.
+    # The controller ends approval and canary after `longest_s`; the other 60 s are for the earlier gates.
     with plain.controller(params) as controller:
         return controller.wait_for_verdict(release_id, longest_s + 60)
 
@@ -167,7 +167,7 @@ def hold(params: Params, form: HoldForm) -> dict[str, Any]:
 
 @task(name="restore", task_run_name="restore {form.policy}", cache_policy=NO_CACHE)
 def restore(params: Params, form: RestoreForm) -> dict[str, Any]:
-    """Put an earlier revision back as champion."""
+    """Make an earlier revision the champion again."""
     from tasks import release as plain
 
     with plain.controller(params) as controller:
@@ -176,7 +176,7 @@ def restore(params: Params, form: RestoreForm) -> dict[str, Any]:
 
 @task(name="create policy", task_run_name="create {form.name}", cache_policy=NO_CACHE)
 def create_policy(params: Params, form: CreatePolicyForm) -> dict[str, Any]:
-    """Split a person's data, write the suite, register the policy."""
+    """Split the data into training and frozen items, write the suite, register the policy."""
     from dataclasses import asdict
 
     from tasks import policies as plain
@@ -197,13 +197,13 @@ def create_policy(params: Params, form: CreatePolicyForm) -> dict[str, Any]:
 
 @task(name="due policies", cache_policy=NO_CACHE)
 def due_policies(params: Params, only: Sequence[str]) -> list[dict[str, Any]]:
-    """Return a row for each policy: whether it is due, and why."""
+    """Return a row for each policy: whether it is due, and the reason."""
     return nightly.due_policies(params, only)
 
 
 @task(name="release in background", cache_policy=NO_CACHE)
 def release_in_background(params: Params, policy: str, digest: str) -> str:
-    """Start the `release` deployment for a revision that passed its probe; it may take days."""
+    """Start the `release` deployment for a revision with an accepted probe, without waiting for it."""
     from prefect.deployments import run_deployment
 
     from engine.catalog.catalog import open_catalog
@@ -220,5 +220,5 @@ def release_in_background(params: Params, policy: str, digest: str) -> str:
 
 @task(name="write report", cache_policy=NO_CACHE)
 def write_report(params: Params, path: Path, since: float, now: float, stages: Mapping[str, float]) -> Path:
-    """Write the HTML report of all policies; it opens offline."""
+    """Write the HTML report of the policies that changed last; it opens offline."""
     return publish.write_report(params, path, since, now, stages)

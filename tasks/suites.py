@@ -1,8 +1,8 @@
-"""Frozen evaluation suites: how one is built, opened, proven unchanged, and what lm-eval calls in it.
+"""Frozen evaluation suites: builds, opens and verifies them, and has the functions that lm-eval calls.
 
-A suite is a directory under `eval_suites/`: lm-eval's YAML, `items.jsonl` (one item a line: question,
-answer, and the prompt as the chat template renders it) and a README with its change log. The YAML states
-version and digest of the items, so that no score can come from other items than its version names.
+A suite is a directory under `eval_suites/`: lm-eval's YAML, `items.jsonl` (an item on each line: question,
+answer, and the prompt as the chat template renders it) and a README with a change log. The YAML has the
+items' version and digest, so that a score cannot come from other items than those of its version.
 `python -m tasks.suites` writes the suites of the policies in `params.yaml`.
 """
 
@@ -29,7 +29,7 @@ from engine.settings.params import PolicyConfig, load_params
 SUITES = Path(__file__).parent.parent / "eval_suites"
 ITEMS = "items.jsonl"
 SEED = 20260513
-# What of a policy's settings makes an answer right; a suite states it beside its items.
+# The policy settings that decide whether an answer is right; the suite's YAML records them.
 RULE = ("contract", "verifier", "verifier_timeout_s", "max_tokens")
 
 TASK_YAML = """\
@@ -64,7 +64,7 @@ metadata:
 
 @dataclass(frozen=True)
 class Item:
-    """One frozen problem; `prompt_digest` is the sha256 of `prompt`, the text that the engine gets."""
+    """One frozen problem; `prompt_digest` is the sha256 of `prompt`, the text sent to the engine."""
 
     id: str
     question: str
@@ -75,7 +75,7 @@ class Item:
 
 @dataclass(frozen=True)
 class Suite:
-    """An opened suite; `digest` is the sha256 of its items file, `rule` what makes an answer right."""
+    """An opened suite; `digest` is the sha256 of its items file, `rule` how answers are judged."""
 
     name: str
     version: str
@@ -87,7 +87,7 @@ class Suite:
 
 
 def load_suite(name: str, root: Path = SUITES) -> Suite:
-    """Open a suite and prove that its items are those that its version names.
+    """Open a suite and verify that its items match its version.
 
     Raises `NotFound` for an unknown suite, `ConfigError` when the items were changed.
     """
@@ -100,7 +100,7 @@ def load_suite(name: str, root: Path = SUITES) -> Suite:
     found = hashlib.sha256(content).hexdigest()
     if found != meta["digest"]:
         raise ConfigError(
-            f"The items of the suite {name} have the digest {found[:12]}, but version {meta['version']} is "
+            f"The items of the suite {name} have the digest {found[:12]}, but version {meta['version']} has "
             f"{meta['digest'][:12]}. Restore {directory / ITEMS}, or freeze a new version."
         )
     items = tuple(Item(**json.loads(line)) for line in content.decode().splitlines())
@@ -110,6 +110,7 @@ def load_suite(name: str, root: Path = SUITES) -> Suite:
 
 
 def known_suites(root: Path = SUITES) -> list[str]:
+    """Return the sorted names of the suites under `root`."""
     return sorted(path.parent.name for path in root.glob(f"*/{ITEMS}"))
 
 
@@ -124,10 +125,10 @@ def build_suite(
     max_tokens: int = 32,
     root: Path = SUITES,
 ) -> Suite:
-    """Freeze `count` unseen problems as a suite; the same arguments give the same bytes.
+    """Freeze `count` problems of the `eval` split as a suite; the same arguments give the same bytes.
 
-    `prompt` renders a question as the chat template does. Raises `Conflict` when this version exists
-    with other items: scores that were recorded under it must keep their meaning.
+    `prompt` renders a question with the chat template. Raises `Conflict` when this version exists with
+    other items, since scores are recorded under it.
     """
     problems = islice(_unseen(task), count)
     return freeze(name, task, {"contract": contract}, problems, prompt, version, max_tokens, root)
@@ -144,7 +145,7 @@ def freeze(
     root: Path,
     writer: str = "python -m tasks.suites",
 ) -> Suite:
-    """Write problems as a suite under `root`; raises as `build_suite`."""
+    """Write problems as a suite under `root`; raises what `build_suite` raises."""
     items = [_item(number, problem, prompt) for number, problem in enumerate(problems)]
     content = "".join(json.dumps(asdict(item)) + "\n" for item in items).encode()
     digest = hashlib.sha256(content).hexdigest()
@@ -152,7 +153,7 @@ def freeze(
     if path.exists():
         meta = _read_yaml(path)["metadata"]
         if meta["version"] == version and meta["digest"] != digest:
-            raise Conflict(f"Version {version} of the suite {name} has other items; give a new version.")
+            raise Conflict(f"Version {version} of the suite {name} has other items. Give a new version.")
     path.parent.mkdir(parents=True, exist_ok=True)
     (path.parent / ITEMS).write_bytes(content)
     path.write_text(
@@ -171,12 +172,12 @@ def freeze(
 
 
 def _scalar(text: str) -> str:
-    """Return a text as YAML reads it back: `no` and `null` are names too."""
+    """Return a text as a YAML scalar, quoted where needed: `no` and `null` are valid names."""
     return str(yaml.safe_dump(text)).splitlines()[0]
 
 
 def load_items(suite: str, problems: str, root: str | Path = SUITES, **metadata: Any) -> dict[str, Any]:
-    """Give lm-eval the documents of a suite, held in memory; called through its YAML, with its metadata."""
+    """Return a suite's documents for lm-eval, which calls this through the YAML with its metadata."""
     from datasets import Dataset
 
     rule = json.dumps({key: metadata[key] for key in RULE if key in metadata})
@@ -192,7 +193,7 @@ def process_results(doc: dict[str, str], results: list[str]) -> dict[str, float]
     return {"reward": verdicts.scores[0]}
 
 
-# How often the verifier failed, by kind, in the scoring under way; lm-eval has no place for it.
+# The verifier's failures by kind in the current scoring, since lm-eval cannot return them.
 faults: ContextVar[Counter[str]] = ContextVar("faults", default=Counter())  # noqa: B039
 
 
@@ -216,7 +217,7 @@ def _item(number: int, problem: Problem, prompt: Callable[[str], str]) -> Item:
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads lm-eval's YAML without importing what its `!function` tags name."""
+    """Loads lm-eval's YAML without importing the functions of its `!function` tags."""
 
 
 _Loader.add_constructor("!function", lambda loader, node: node.value)

@@ -1,8 +1,8 @@
-"""A training run in MLflow while it trains: its steps' metrics, from a thread that nothing waits for.
+"""Logs the metrics of a running training session to MLflow, from a background thread.
 
-Rows go together and seldom: one takes MLflow's server 0.15 s of a core, ten together 0.3 s (SQLite). What is
-left when training ends is logged as the revision is registered, whose run this one then is; a run that failed
-is registered nowhere, and sends it.
+Rows are sent in batches: one row costs MLflow's server 0.15 s of a core, ten in a batch 0.3 s (SQLite).
+Registering the revision reuses the run and logs the remaining rows. A failed run is not registered, so this
+thread sends its remaining rows.
 """
 
 import threading
@@ -15,17 +15,20 @@ from engine.settings.params import Params
 from tasks.register import ensure_up, log_steps, run_of_session, start_run_of_session
 
 EVERY_S = 20.0
-# How long the end of a training run waits for what is being sent.
+# The longest wait for the thread when training ends.
 LAST_S = 10.0
 
 
 def tracked(params: Params, policy: str) -> "Tracking":
-    """Give what logs a step's row to the MLflow run of its session, which fails when what is inside does."""
+    """Return a context manager whose value logs a step's row to its session's MLflow run.
+
+    An exception in the block marks the run as failed.
+    """
     return Tracking(params.url("mlflow"), policy)
 
 
 class Tracking:
-    """Sends `rows`, which only grow, until the block ends."""
+    """Sends the appended `rows` in batches until the block ends."""
 
     def __init__(self, url: str, policy: str):
         self.url, self.policy = url, policy
@@ -38,14 +41,14 @@ class Tracking:
         return self.rows.append
 
     def __exit__(self, kind: object, *_: object) -> None:
-        """End, after `LAST_S` at most; of a run that failed, what is left is sent."""
+        """Stop the thread, waiting at most `LAST_S`; a failed run's remaining rows are sent first."""
         self._failed = kind is not None
         self._closed.set()
         self._thread.join(LAST_S)
 
     @property
     def _is_over(self) -> bool:
-        """Whether the run is the registration's by now: one that was sent late must not open it again."""
+        """Whether the registration owns the run by now, so that a late batch must not reopen it."""
         return self._closed.is_set() and not self._failed
 
     def _work(self) -> None:
@@ -61,7 +64,7 @@ class Tracking:
         from mlflow import MlflowClient
         from mlflow.exceptions import MlflowException
 
-        # The next time sends them, or the registration.
+        # On failure the next batch or the registration sends the rows.
         with suppress(ServiceError, MlflowException):
             ensure_up(self.url)
             client, session = MlflowClient(self.url, self.url), self.rows[0]["session"]
@@ -72,6 +75,6 @@ class Tracking:
             log_steps(client, run, rows)
             if self._is_over:
                 return
-            # One that failed before runs again.
+            # A run that failed before is running again.
             client.update_run(run.info.run_id, "FAILED" if self._failed else "RUNNING")
             self._sent += len(rows)

@@ -1,8 +1,8 @@
-"""Verify a revision: the live engine must reproduce its effect probe, or nobody is served by it.
+"""Verifies a revision: it is served only if the live engine reproduces its effect probe.
 
-The catalog keeps the result. A refusal is a verdict in the ledger, with the module most likely at fault, and
-a tombstone, which this gate lifts again when the engine does reproduce the revision. The controller writes
-that, or this process where none runs.
+The catalog stores the result. A refusal writes a verdict to the ledger, with the module most likely at fault,
+and a tombstone; a later accepted probe lifts that tombstone. The controller writes both, or this process
+where none runs.
 """
 
 import json
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from engine.quality.probe import Probe, ProbeResult
     from engine.verification.fault_localization import FaultLocation
 
-# A trainer that is up answers at once; a refusal does not wait for one that is not.
+# A running trainer answers at once; a refusal does not wait long for one that is down.
 PATIENCE_S = 5.0
 
 
 def verify(params: Params, policy: str, digest: str, key: str) -> dict[str, Any]:
-    """Run the effect probe of an exported revision and store its result; return it as stored.
+    """Run the effect probe of an exported revision, store its result and return it.
 
-    `key` is an admin key. A refusal is a result with `accepted` false, its reason and the module most likely
-    at fault. Raises `AdapterError` when the revision has no probe, `NotFound` when the catalog does not know
-    it, and `ServiceError` when the engine, or the controller that serves the catalog, is away.
+    `key` is an admin key. A refusal is a result with `accepted` false, a reason and the module most likely at
+    fault. Raises `AdapterError` for a revision without a probe, `NotFound` for an unknown revision, and
+    `ServiceError` when the engine, or the controller that serves the catalog, is down.
     """
     from engine.catalog.catalog import open_catalog
     from engine.quality.probe import check
@@ -40,7 +40,7 @@ def verify(params: Params, policy: str, digest: str, key: str) -> dict[str, Any]
         probe = _shipped(params, revision)
         served = served_name(policy, revision.digest)
         result = check(params.url("engine"), key, served, Path(params.base.name).name, probe)
-        # A refused load has named its module, and another base is no module's fault.
+        # A refused load names its module, and a wrong base is not a module's fault.
         if not (result.accepted or result.is_base or result.module or result.base_error > result.tolerance):
             fault = _locate(params, catalog, revision, probe, key, result.tolerance)
             reason = f"{result.reason} {fault.says}"
@@ -60,18 +60,20 @@ def _shipped(params: Params, revision: "Revision") -> "Probe":
         )
     probe = from_json(json.loads(file.read_text()))
     if (probe.digest, probe.base_digest) != (revision.digest, revision.base):
-        raise AdapterError(f"{file} is the probe of another revision or base. Export the revision again.")
+        raise AdapterError(f"{file} belongs to another revision or base. Export the revision again.")
     serving = serving_dtype(params)
     if probe.dtype != serving:
-        # A probe must not choose the tolerance that it is judged by.
-        raise AdapterError(f"{file} is of {probe.dtype}, the engine serves {serving}. Export it again.")
+        # The dtype decides the tolerance, so the probe must not choose it.
+        raise AdapterError(
+            f"{file} was recorded in {probe.dtype}, but the engine serves {serving}. Export it again."
+        )
     return probe
 
 
 def _locate(
     params: Params, catalog: "Catalog", revision: "Revision", probe: "Probe", key: str, tolerance: float
 ) -> "FaultLocation":
-    """Find the module at fault; when that cannot be done, its sentence says why."""
+    """Return the module at fault; if it cannot be found, a sentence that says why."""
     from engine.adapters.revision import read_revision
     from engine.publishing.publish import stored_tensors
     from engine.quality.probe import UNKNOWN, asking
@@ -96,11 +98,11 @@ def _locate(
             )
             return locate_fault(served, shipped, ablation.compare, tolerance)
     except GraftworkError as fault:
-        return FaultLocation(UNKNOWN, f"The module at fault was not found: {fault}", {})
+        return FaultLocation(UNKNOWN, f"The module at fault could not be found: {fault}", {})
 
 
 def record(params: Params, catalog: "Catalog", revision: "Revision", result: "ProbeResult", key: str) -> None:
-    """Have the result kept and acted upon where routes are written; raises as `verify`."""
+    """Store a probe's result, through the controller when it runs; raises what `verify` raises."""
     from engine.clients.controller import ControllerClient
     from engine.controller.route_changes import alone, controller_serves
 

@@ -1,7 +1,7 @@
-"""What a person wants to see in MLflow before promoting: a version's page, kept up to date.
+"""Writes a model version's page in MLflow, which a person reads before promoting it.
 
-Description, tags and metrics of a model version, written from the catalog and the ledger's snapshot;
-writing them again changes nothing. Knows MLflow's client; decides nothing.
+The page is the version's description, tags and metrics, from the catalog and the ledger's snapshot.
+Idempotent.
 """
 
 import time
@@ -22,11 +22,11 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def update(params: Params, policy: str, digest: str, since: float = 0.0) -> None:
-    """Refresh the page of a registered revision; a revision without a version has none.
+    """Refresh the page of a registered revision; does nothing for an unregistered one.
 
-    `digest` may be shortened. What happened until `since` (epoch seconds) is to be on it: the ledger's
-    snapshot is waited for, as long as a working controller needs. Raises `NotFound` for an unknown revision
-    and `ServiceError` when MLflow is away.
+    `digest` may be shortened. Waits for a ledger snapshot newer than `since` (epoch seconds), at most as long
+    as a working controller needs. Raises `NotFound` for an unknown revision and `ServiceError` when MLflow is
+    down.
     """
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
@@ -48,11 +48,11 @@ def update(params: Params, policy: str, digest: str, since: float = 0.0) -> None
         client.update_registered_model(policy, about(params, facts))
         _link_metrics(client, policy, version, facts)
     except MlflowException as error:
-        raise ServiceError(f"MLflow at {url} did not take the page of {policy}: {error}.") from None
+        raise ServiceError(f"MLflow at {url} refused the page of {policy}: {error}.") from None
 
 
 def _await_snapshot(params: Params, since: float) -> None:
-    """Wait until the snapshot is younger than `since` plus a tick, or for two of its periods."""
+    """Wait until the snapshot is newer than `since` plus two ticks, at most two of its periods."""
     snapshot, controller = params.paths.ledger_snapshot, params.controller
     deadline = time.monotonic() + 2 * (controller.tick_s + controller.snapshot_s)
     while time.monotonic() < deadline:
@@ -62,7 +62,7 @@ def _await_snapshot(params: Params, since: float) -> None:
 
 
 def tags(facts: VersionFacts) -> dict[str, str]:
-    """Return what people search versions by."""
+    """Return the version's tags for searches: probe, score and verdict."""
     found = {"graftwork.probe": "accepted" if facts.probe.get("accepted") else "not accepted"}
     if facts.score:
         found["graftwork.score"] = f"{facts.score.mean:.4f}"
@@ -76,7 +76,7 @@ def about(params: Params, facts: VersionFacts) -> str:
     config = params.policy(facts.policy)
     return (
         f"Policy **{facts.policy}** of {config.owner}, suite `{config.suite}`, verifier `{config.verifier}`. "
-        "Its aliases say what serves now. Move `champion` to promote, set `canary` to start a release."
+        "Its aliases show what is served. Move `champion` to promote; set `canary` to start a release."
     )
 
 
@@ -170,7 +170,7 @@ def _link_metrics(client: "MlflowClient", policy: str, version: int, facts: Vers
         return
     named: dict[str, Any] = asdict(facts.score)
     for name in ("mean", "low", "high", "items"):
-        # The time of the scores: logging them again is the same point.
+        # The scores' own time: logging them again writes the same point.
         client.log_metric(
             found.run_id, f"{facts.suite}.{name}", float(named[name]), int(facts.score.at * 1000),
             model_id=model_id,

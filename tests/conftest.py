@@ -56,7 +56,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    fast[:] = [] if item.get_closest_marker("services") else [item.nodeid]
+    is_fast = not any(item.get_closest_marker(name) for name in ("services", "slow"))
+    fast[:] = [item.nodeid] if is_fast else []
 
 
 def refuse_servers(event: str, arguments: tuple) -> None:

@@ -1,1 +1,1 @@
-"""Formats of adapters: revisions, layouts, packed files. Knows neither catalog nor store."""
+"""Formats of adapters: revisions, layouts, packed files."""

@@ -1,7 +1,4 @@
-"""Where scripts import bulk registration from in 0.1; it lives in `engine.publishing.bulk`.
-
-Goes with 0.2.
-"""
+"""Deprecated import path of `engine.publishing.bulk`, kept for scripts of 0.1; to be removed in 0.2."""
 
 from engine.publishing.bulk import Entry, Registered, register_many
 

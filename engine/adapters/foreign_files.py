@@ -1,7 +1,7 @@
-"""Open an adapter directory that somebody else wrote, and believe nothing in it before it is checked.
+"""Reading of untrusted adapter directories: the tensors' file and peft's settings.
 
 Every limit is checked on names and sizes, before a byte of a tensor is read: a file cannot make this
-process use memory or time beyond its own bounds. Knows containers and settings; knows no layout.
+process use memory or time beyond its own bounds.
 """
 
 import json
@@ -27,7 +27,7 @@ HEADER_LIMIT = 32 << 20
 CONFIG_LIMIT = 1 << 20
 # The largest `max_lora_rank` of vLLM 0.32 (vllm/config/lora.py).
 RANK_LIMIT = 512
-# What a message may repeat: no control characters, no pages.
+# Names that a message may repeat: short, without control characters.
 NAMES = re.compile(r"[!-~]{1,300}")
 LARGEST = 1e12
 # peft's patterns are regular expressions; ours are paths with `.*`, whose matching cannot run away.
@@ -56,7 +56,7 @@ class TensorHeader:
 
 
 class Patterns:
-    """What peft's `rank_pattern` or `alpha_pattern` says of a module; the first that covers it counts."""
+    """peft's `rank_pattern` or `alpha_pattern`: values by module; the first pattern that covers it counts."""
 
     def __init__(self, values: Mapping[str, Any]):
         self.paths: dict[str, tuple[int, Any]] = {}
@@ -96,7 +96,7 @@ def _covers(pieces: list[str], text: str) -> bool:
 
 @dataclass(frozen=True)
 class Scaling:
-    """Rank and alpha of an adapter's modules, as peft's LoraConfig says them."""
+    """Rank and alpha of an adapter's modules, as in peft's LoraConfig."""
 
     rank: int
     alpha: float
@@ -105,10 +105,11 @@ class Scaling:
     alphas: Patterns
 
     def expected_rank(self, module: str) -> int:
+        """Return the rank that the settings give a module."""
         return int(self.ranks.get(module, self.rank))
 
     def factor(self, module: str) -> float:
-        """Return what B is multiplied by: alpha / r, or alpha / sqrt(r) for rank-stabilised LoRA."""
+        """Return B's scale: alpha / r, or alpha / sqrt(r) for rank-stabilised LoRA (arXiv 2312.03732)."""
         rank = self.expected_rank(module)
         return float(self.alphas.get(module, self.alpha)) / (math.sqrt(rank) if self.by_root else rank)
 
@@ -123,7 +124,7 @@ def read_scaling(directory: Path) -> Scaling:
     except (ValueError, RecursionError):
         raise AdapterError(f"{path} is not JSON.") from None
     if not isinstance(values, dict):
-        raise AdapterError(f"{path} must hold one object of settings.")
+        raise AdapterError(f"{path} must hold one object of settings, such as peft writes.")
     for key, allowed in PLAIN.items():
         if values.get(key, allowed[0]) not in allowed:
             raise AdapterError(
@@ -159,17 +160,19 @@ def _patterns(path: Path, key: str, values: dict[str, Any], whole: bool = False)
     wrong = [pattern for pattern in patterns if not PATTERN.fullmatch(pattern)]
     if wrong or wild > WILD_LIMIT:
         raise AdapterError(
-            f"{path} has the pattern {(wrong or list(patterns))[0][:80]!r} in {key}, or too many. Write "
-            f"module paths there; at most {WILD_LIMIT} may hold `.*`, and none a group."
+            f"{path} has the unsupported pattern {(wrong or list(patterns))[0][:80]!r} in {key}, or too many "
+            f"patterns. Write module paths there; at most {WILD_LIMIT} may contain `.*`, and none a group."
         )
     return {pattern: _number(path, f"{key}[{pattern}]", value, whole) for pattern, value in patterns.items()}
 
 
 def _plain_file(directory: Path, name: str) -> Path:
     path = directory / name
-    # A link inside the directory is fine; what it leads to outside is not the adapter's to give.
+    # A link inside the directory is fine; one to the outside could read any file of this machine.
     if not path.resolve().is_relative_to(directory.resolve()):
-        raise AdapterError(f"{path} is a link out of its directory to {path.resolve()}. Copy it there.")
+        raise AdapterError(
+            f"{path} is a link out of its directory, to {path.resolve()}. Replace it by a copy."
+        )
     if not path.exists():
         pickled = sorted(item.name for item in directory.glob("adapter_model.*") if item.name != TENSORS)
         hint = f" {pickled[0]} is not opened: save it as safetensors." if pickled else ""
@@ -180,9 +183,9 @@ def _plain_file(directory: Path, name: str) -> Path:
 
 
 def read_entries(directory: Path) -> list[TensorHeader]:
-    """Return what the tensors' file says it holds, proven to be whole, without reading a tensor.
+    """Return the headers of the tensors' file, verified to be whole, without reading a tensor.
 
-    Raises `AdapterError` for a missing, linked, pickled, truncated or contradictory file.
+    Raises `AdapterError` for a missing, linked, pickled, truncated or inconsistent file.
     """
     path = _plain_file(directory, TENSORS)
     size = path.stat().st_size
@@ -200,7 +203,7 @@ def read_entries(directory: Path) -> list[TensorHeader]:
         end = stop
     if 8 + length + end != size:
         raise AdapterError(
-            f"{path} is truncated or has a tail: its header means {8 + length + end} bytes, it has {size}."
+            f"{path} is truncated or has a tail: its header needs {8 + length + end} bytes, it has {size}."
         )
     return entries
 
@@ -264,6 +267,6 @@ def _spans(path: Path, header: dict[str, Any]) -> Iterator[tuple[TensorHeader, i
 
 @contextmanager
 def opened(directory: Path) -> Iterator[Any]:
-    """Open the tensors' file, which `read_entries` has proven, for one tensor at a time."""
+    """Open the tensors' file, which `read_entries` has verified, to read one tensor at a time."""
     with safe_open(_plain_file(directory, TENSORS), framework="pt") as file:
         yield file

@@ -1,8 +1,8 @@
-"""Turn the tensors of a layout into canonical ones, without loss.
+"""Conversion of a layout's tensors into canonical ones, without loss.
 
-A fused gate_up has one A for both projections. Two different A stand in it as [A_gate; A_up] under a
-block-diagonal B, as peft writes them when it fuses, so its rank is doubled. Reading undoes exactly that:
-a B whose off-diagonal blocks are zero is taken apart, any other A belongs to both.
+A fused gate_up has one A for both projections. Two different A are stored in it as [A_gate; A_up] with a
+block-diagonal B, as peft writes them when it fuses, which doubles the rank. Reading undoes exactly that: a B
+whose off-diagonal blocks are zero is split, any other A belongs to both projections.
 
 Shapes: E experts, R rank, I input features, O output features.
 """
@@ -21,9 +21,9 @@ Pair = tuple[Tensor, Tensor]
 def to_canonical(
     detected: Detected, load: Callable[[str], Tensor], base: BaseShapes
 ) -> Iterator[tuple[str, str, Pair]]:
-    """Yield (canonical module, the module by which its scaling is known, (A (R, I), B (O, R))).
+    """Yield (canonical module, the module name that its scaling is looked up by, (A (R, I), B (O, R))).
 
-    `load` returns a tensor of the file by its name; each is asked for once.
+    `load` returns a tensor of the file by its name; it is called once for each.
     """
     for factor_A, factor_B in detected.pairs.values():
         A, B = load(factor_A.name), load(factor_B.name)
@@ -67,6 +67,7 @@ def _unfold(tensor: Tensor, layout: ExpertLayout, side: str, count: int) -> Tens
 
 
 def is_block_diagonal(gate_B: Tensor, up_B: Tensor) -> bool:
+    """Say whether gate uses only the first half of the ranks and up only the second; both B are (E, O, R)."""
     rank = gate_B.shape[-1]
     half = rank // 2
     return rank % 2 == 0 and not bool(gate_B[..., half:].any()) and not bool(up_B[..., :half].any())

@@ -1,9 +1,9 @@
-"""Adapter layouts: the forms in which trainers write LoRA, each to and from one canonical form.
+"""Adapter layouts: the formats in which trainers write LoRA, and their detection.
 
 Canonical is the form of `revision.py`, with one entry an expert and projection, such as
 `model.layers.0.mlp.experts.3.up_proj.lora_A` (R, I). A layout differs only in how it writes the routed
-experts; attention, dense MLPs and shared experts are two matrices a module in all of them. Which layout a
-file has is read from tensor names and shapes. Knows no file and no values; `layout_tensors.py` converts.
+experts; attention, dense MLPs and shared experts are two matrices a module in all of them. The layout of a
+file is detected from tensor names and shapes; `layout_tensors.py` converts the values.
 
 Shapes: E experts, R rank, I input features, O output features.
 """
@@ -23,7 +23,7 @@ NAME = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.weight)?")
 
 @dataclass(frozen=True)
 class ExpertLayout:
-    """A row: how one form writes the experts of a layer.
+    """How one layout writes the experts of a layer.
 
     `names` maps a projection to what follows `...experts` in a tensor's name. `a_axes` and `b_axes` are
     the axes of its tensors, slowest first; a pair such as `ER` is one axis of E * R. With `broadcast`
@@ -38,6 +38,7 @@ class ExpertLayout:
     broadcast: bool = False
 
     def axes(self, side: str) -> tuple[str, ...]:
+        """Return the axes of side A's or B's tensors, slowest first."""
         return self.a_axes if side == "A" else self.b_axes
 
 
@@ -97,7 +98,7 @@ LAYOUTS = (
     ),
 )
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
-# Layouts in which the name of the experts themselves is that of a projection.
+# Layouts in which the bare name of the experts is that of a projection.
 BARE = tuple(layout.name for layout in LAYOUTS if "" in layout.names.values())
 PLAIN = "plain"
 
@@ -121,7 +122,7 @@ class Factor:
 
 @dataclass(frozen=True)
 class Detected:
-    """What the names and shapes of a file say: its layout and, for each module, A, B and the rank."""
+    """A file's layout by its names and shapes and, for each module, A, B and the rank."""
 
     layout: str
     pairs: Mapping[str, tuple[Factor, Factor]]
@@ -129,7 +130,7 @@ class Detected:
 
 
 def detect(shapes: Mapping[str, Shape], base: BaseShapes) -> Detected:
-    """Find the layout of tensors by their names and shapes, and prove that every one fits the base.
+    """Find the layout of tensors by their names and shapes, and check that every one fits the base.
 
     Raises `AdapterError` that names the tensor, with its shape and the one that is needed.
     """
@@ -155,7 +156,9 @@ def _place(name: str, shape: Shape, base: BaseShapes) -> tuple[str, Factor]:
     """Return the layout that a tensor is of, empty outside the routed experts, and where it belongs."""
     match = NAME.fullmatch(name)
     if match is None:
-        raise AdapterError(f"The tensor {name[:200]!r} is no LoRA factor: it must end in .lora_A or .lora_B.")
+        raise AdapterError(
+            f"The tensor {name[:200]!r} is not a LoRA factor: its name must end in .lora_A or .lora_B."
+        )
     given, side = match["module"].removeprefix(PEFT_PREFIX), match["side"]
     module = base.canonical_name(given)
     if module in base.linear:
@@ -175,7 +178,7 @@ def _place(name: str, shape: Shape, base: BaseShapes) -> tuple[str, Factor]:
             return layout.name, Factor(name, side, path, path, parent, projection)
     if parent in base.experts and any(rest in layout.names.values() for layout in LAYOUTS):
         raise AdapterError(
-            f"The tensor {name} has the shape {shape}; experts never have {len(shape)} axes there."
+            f"The tensor {name} has the shape {shape}; experts never have {len(shape)} axes under that name."
         )
     raise AdapterError(f"The tensor {name} is for the module {given}, which the base does not have.")
 
@@ -207,7 +210,7 @@ def _check_pair(layout: str, sides: dict[str, Factor], shapes: Mapping[str, Shap
 
 
 def _owner(factor: Factor, shapes: Mapping[str, Shape], wrapped: set[str], base: BaseShapes) -> Factor:
-    """Give a bare tensor its projection: peft leaves that name to gate_up where down_proj has no LoRA."""
+    """Give a bare tensor its projection: peft uses that name for gate_up where down_proj has no LoRA."""
     if factor.projection != "down_proj" or factor.parent in wrapped:
         return factor
     name_A, name_B = (re.sub("lora_[AB]", side, factor.name) for side in ("lora_A", "lora_B"))
@@ -228,7 +231,7 @@ def _form(layout: str, factor: Factor) -> ExpertLayout:
 
 
 def _rank(layout: str, factor: Factor, shape: Shape, base: BaseShapes) -> int:
-    """Read the rank from the shape of A; -1 when the shape has none, which then fits nothing."""
+    """Return the rank in the shape of A; -1 when the shape has none, which fits nothing."""
     axes = _form(layout, factor).a_axes
     if len(shape) != len(axes):
         return -1
@@ -242,7 +245,7 @@ def expected_shapes(layout: str, factor: Factor, side: str, rank: int, base: Bas
     form = _form(layout, factor)
     size_in, size_out = _size(factor, base)
     count = base.experts[factor.parent].count if factor.parent in base.experts else 1
-    # Until the whole file is read, Megatron's default and shared-outer are the same.
+    # Until the whole file is read, Megatron's default and shared-outer look the same.
     may_share = form.broadcast or form.name == "megatron-3d"
     sizes = []
     for experts in (count, 1) if may_share else (count,):
@@ -255,7 +258,7 @@ def expected_shapes(layout: str, factor: Factor, side: str, rank: int, base: Bas
 def _refine(
     layout: str, routed: Iterable[tuple[str, Factor]], shapes: Mapping[str, Shape], base: BaseShapes
 ) -> str:
-    """Tell shared-outer from Megatron's default, which has the same names: an expert axis is 1."""
+    """Tell shared-outer from Megatron's default, which has the same names, by an expert axis of 1."""
     if layout != "megatron-3d":
         return layout
     shared = any(shapes[factor.name][0] < base.experts[factor.parent].count for _, factor in routed)

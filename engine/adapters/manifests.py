@@ -1,4 +1,4 @@
-"""A stored revision's manifest and probe as plain values, for readers that need no torch."""
+"""A stored revision's manifest and probe as plain values, for readers without torch."""
 
 import json
 from pathlib import Path
@@ -10,13 +10,13 @@ MANIFEST, PROBE = "manifest.json", "probe.json"
 
 
 def stored_manifest(directory: Path) -> dict[str, Any]:
-    """Return what a revision directory says of itself, unproven; {} when this machine has none."""
+    """Return a revision directory's manifest, unverified; {} when this machine has none."""
     file = directory / MANIFEST
     return dict(json.loads(file.read_text())) if file.is_file() else {}
 
 
 def stored_probe(directory: Path) -> dict[str, Any]:
-    """Return a revision's effect probe, unproven; {} when it has none, `AdapterError` for a damaged one."""
+    """Return a revision's effect probe, unverified; {} when it has none, `AdapterError` for a damaged one."""
     file = directory / PROBE
     try:
         found = json.loads(file.read_text()) if file.is_file() else {}

@@ -5,8 +5,6 @@ the routed experts of a layer are one module. For each module the packed form ho
 per run of adjacent slices, and adjacent experts, of one rank; B is rank-major. A slot is filled by one
 copy per block, however many experts there are. Scaling is folded in before packing (alpha = rank).
 
-Knows layouts and bytes. Knows neither where bytes are stored nor what vLLM does with them.
-
 Shapes: E experts, M slices of a fused module, R rank, I input features, O output features of a slice.
 """
 
@@ -29,7 +27,7 @@ from engine.base.families import EXPERT, FUSED
 from engine.errors import AdapterError
 
 FORMAT_VERSION = 2
-# Version 1 had no experts; what it can say is written the same way today.
+# Version 1 had no experts; everything else is written the same way.
 READABLE_VERSIONS = (1, 2)
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -54,18 +52,22 @@ class Block:
 
     @property
     def rank(self) -> int:
+        """Return the rank R."""
         return self.shape[-2]
 
     @property
     def count(self) -> int:
+        """Return the number of elements."""
         return math.prod(self.shape)
 
     @property
     def slices(self) -> int:
+        """Return the number of slices, M."""
         return len(self.widths)
 
     @property
     def experts(self) -> int:
+        """Return the number of experts, E; 0 for a linear module."""
         return self.shape[0] if len(self.shape) == 4 else 0
 
 
@@ -79,13 +81,16 @@ class PackedLayout:
 
     @cached_property
     def digest(self) -> str:
+        """Return the sha256 of `to_json`, in hex."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     @property
     def rank(self) -> int:
+        """Return the largest rank of a block."""
         return max(block.rank for block in self.blocks)
 
     def to_json(self) -> str:
+        """Return the layout as the catalog stores it; the same layout always gives the same text."""
         blocks = [
             [b.module, b.side, b.first_slice, b.widths, b.shape, b.offset]
             + [b.first_expert] * (b.experts > 0)
@@ -96,7 +101,7 @@ class PackedLayout:
 
     @staticmethod
     def from_json(text: str) -> "PackedLayout":
-        """Read a layout; `AdapterError` when it is none. What it says is proven by `check_layout`."""
+        """Parse a layout; `AdapterError` when it is malformed. `check_layout` verifies its numbers."""
         try:
             body = json.loads(text)
             if body["v"] not in READABLE_VERSIONS:
@@ -109,12 +114,12 @@ class PackedLayout:
             )
             return PackedLayout(DTYPES[body["dtype"]], body["bytes"], blocks)
         except (ValueError, TypeError, KeyError, RecursionError):
-            raise AdapterError("The packed layout is not one that we write. Export it again.") from None
+            raise AdapterError("The packed layout is malformed. Export the revision again.") from None
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A layout and the bytes that it describes."""
+    """A layout and the bytes that it describes, a uint8 tensor of one axis."""
 
     layout: PackedLayout
     payload: Tensor
@@ -124,17 +129,18 @@ class Packed:
         return view_block(self.layout, self.payload, block)
 
     def tobytes(self) -> memoryview:
+        """Return the payload's bytes, without a copy."""
         return memoryview(self.payload.numpy())  # type: ignore[arg-type]
 
 
 def view_block(layout: PackedLayout, payload: Tensor, block: Block) -> Tensor:
-    """Return a block of a uint8 payload as a tensor of its shape; no bytes move."""
+    """Return a block of a uint8 payload as a tensor of its shape and the layout's dtype; a view."""
     raw = payload[block.offset : block.offset + block.count * layout.dtype.itemsize]
     return raw.view(layout.dtype).view(block.shape)
 
 
 def pack(tensors: Mapping[str, Tensor], dtype: torch.dtype, fused: Mapping[str, tuple[str, ...]]) -> Packed:
-    """Pack canonical tensors (`<module>.lora_A` (R, I), `<module>.lora_B` (O, R)) for the engine.
+    """Pack canonical tensors (`<module>.lora_A` (R, I), `<module>.lora_B` (O, R)) for the engine in `dtype`.
 
     `fused` are the engine's fused modules of this base (`BaseShapes.fused`). Raises `AdapterError` that
     names the tensor when a factor has no partner or the ranks differ.
@@ -166,7 +172,7 @@ def pack(tensors: Mapping[str, Tensor], dtype: torch.dtype, fused: Mapping[str, 
 
 
 def unpack(packed: Packed) -> dict[str, Tensor]:
-    """Return the canonical tensors of a packed adapter; the exact inverse of `pack`."""
+    """Return the canonical tensors of a packed adapter, as copies; the exact inverse of `pack`."""
     tensors = {}
     for block in packed.layout.blocks:
         for name, value in projections(block, packed.block(block)):
@@ -259,16 +265,16 @@ def _runs(
 
 
 def _adjacent(values: Mapping[int, Any]) -> list[list[int]]:
-    """Cut numbers into runs that rise one by one and have one value."""
+    """Split numbers into runs of consecutive ones with one value."""
     # Within a run (number - position) is constant.
     groups = groupby(enumerate(sorted(values)), key=lambda item: (item[1] - item[0], values[item[1]]))
     return [[number for _, number in group] for _, group in groups]
 
 
 def projections(block: Block, values: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield each projection's name and its factor, rank before width, as views on a block's `values`.
+    """Yield each projection's name and its factor (R, I) or (R, O), as views on a block's `values`.
 
-    `values` is of the block's shape; axes before it, such as one of adapters, stay in each factor.
+    `values` has the block's shape; leading axes, such as one of adapters, stay in each factor.
     """
     parent, _, leaf = block.module.rpartition(".")
     leaves = FUSED.get(leaf, (leaf,))[block.first_slice : block.first_slice + block.slices]

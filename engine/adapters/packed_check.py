@@ -1,7 +1,7 @@
-"""Whether a packed layout can be believed: it comes from a database, and what it says decides what is copied.
+"""Validation of packed layouts: they come from a database, and their numbers decide what is copied.
 
-Every number is checked before it is used as a size, an offset or an index. Knows the form that `pack` writes;
-knows no engine and no bytes. The work grows with the blocks, not with the experts in them.
+Every number is checked before it is used as a size, an offset or an index. The work grows with the number of
+blocks, not with the experts in them.
 """
 
 import re
@@ -12,9 +12,9 @@ from engine.adapters.packed import Block, PackedLayout
 from engine.adapters.sizes import aligned
 from engine.errors import AdapterError
 
-# What a message may repeat: no control characters, no pages.
+# Names that a message may repeat: short, without control characters.
 NAME = re.compile(r"[\w.-]{1,300}", re.ASCII)
-# Over the widths and the bytes of any adapter, and no product of a few of them takes long.
+# Over the widths and the bytes of any adapter, yet a product of a few such numbers is computed at once.
 LARGEST = 1 << 48
 
 
@@ -47,7 +47,7 @@ def _check_block(block: Block) -> None:
 
 
 def _expected_shape(block: Block) -> tuple[int, ...] | None:
-    """Return the shape that a block of these widths has, by its own experts, rank and inputs; None: none."""
+    """Return the shape that a block of these widths must have by its experts, rank and inputs, or None."""
     if len(block.shape) == 4:
         last = block.shape[3] if block.side == "A" else block.widths[0]
         return (block.shape[0], block.slices, block.shape[2], last) if len(set(block.widths)) == 1 else None
@@ -57,7 +57,7 @@ def _expected_shape(block: Block) -> tuple[int, ...] | None:
 
 
 def _check_pairs(blocks: Iterable[Block]) -> None:
-    """Refuse a factor whose other half is missing, of another rank or there twice."""
+    """Refuse a factor that is repeated, or whose other half is missing or of another rank."""
     halves: dict[str, dict[tuple[object, ...], Block]] = {"A": {}, "B": {}}
     for block in blocks:
         first = block.first_slice, block.first_expert
@@ -74,7 +74,7 @@ def _check_apart(blocks: Iterable[Block]) -> None:
     """Refuse two blocks for one slice of a module, or of one of its experts."""
     spans: dict[tuple[str, int], list[tuple[int, int, Block]]] = {}
     for block in blocks:
-        # Outside experts there is one of them, at the start.
+        # A linear module counts as one expert.
         experts = (block.first_expert, block.first_expert + max(block.experts, 1), block)
         for slot in range(block.first_slice, block.first_slice + block.slices):
             spans.setdefault((block.module, slot), []).append(experts)

@@ -2,7 +2,7 @@
 
 Canonical tensors map a base module's path plus side, such as
 `model.layers.0.self_attn.q_proj.lora_A` (rank, in) and `...lora_B` (out, rank), to tensors in serving
-dtype with the scaling folded into B, so that alpha equals rank. Knows nothing of packed files.
+dtype with the scaling folded into B, so that alpha equals rank.
 """
 
 import fcntl
@@ -39,9 +39,9 @@ Shapes = Mapping[str, tuple[int, int]]
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a revision says of itself. `bytes` counts tensor bytes; `created_at` is epoch seconds.
+    """A revision's description of itself. `bytes` counts tensor bytes; `created_at` is epoch seconds.
 
-    `rank` is the largest of its modules' ranks; the digest covers each one's by its tensors' shapes.
+    `rank` is the largest of its modules' ranks; the digest covers each module's rank by its tensors' shapes.
     """
 
     digest: str
@@ -59,7 +59,7 @@ class Manifest:
 
 
 def digest(tensors: Tensors, rank: int, targets: Iterable[str], base_digest: str) -> str:
-    """Return the 64 hex characters that name these tensors, whatever file holds them.
+    """Return the digest of canonical tensors, 64 hex characters, independent of any file layout.
 
     sha256 over a header (rank, alpha, targets, base digest, and each tensor's module, side, expert,
     shape and dtype) and then the tensors' bytes, both in the order of the sorted keys.
@@ -71,7 +71,7 @@ def digest(tensors: Tensors, rank: int, targets: Iterable[str], base_digest: str
 
 
 def digest_header(tensors: Tensors, rank: int, targets: Iterable[str], base_digest: str) -> bytes:
-    """Return what a digest covers before the values; adapters of the same shapes share it."""
+    """Return the bytes that a digest covers before the values; adapters of the same shapes share them."""
     header = {
         "rank": rank,
         "alpha": rank,
@@ -84,7 +84,7 @@ def digest_header(tensors: Tensors, rank: int, targets: Iterable[str], base_dige
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
     """Return a tensor's elements as bytes, row-major, without a copy where it is contiguous."""
-    # Flat first: an axis of one element may have any stride, as that of a B of rank 1 that was a slice has.
+    # Flat first: an axis of one element may have any stride, as in a B of rank 1 that was a slice.
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -110,7 +110,9 @@ def split_key(key: str) -> tuple[str, str]:
     """Split a canonical key into module path and side; `AdapterError` when it is not one."""
     match = KEY.fullmatch(key)
     if match is None:
-        raise AdapterError(f"The tensor {key!r} is no LoRA factor: its name must end in .lora_A or .lora_B.")
+        raise AdapterError(
+            f"The tensor {key!r} is not a LoRA factor: its name must end in .lora_A or .lora_B."
+        )
     return match["module"], match["side"]
 
 
@@ -120,12 +122,12 @@ def targets_of(keys: Iterable[str]) -> tuple[str, ...]:
 
 
 def largest_rank(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Return the largest of an adapter's modules' ranks, which is its own."""
+    """Return an adapter's rank: the largest of its modules'."""
     return max(tensor.shape[0] for key, tensor in tensors.items() if key.endswith(".lora_A"))
 
 
 def validate(tensors: Tensors, rank: int | None, shapes: Shapes) -> None:
-    """Refuse tensors that do not fit a base; the error names the tensor, what it needs and what it has.
+    """Raise `AdapterError` for tensors that do not fit a base; it names the tensor and both shapes.
 
     `shapes` maps each module of the base that can carry LoRA to its (in, out). Without `rank` each module
     has its own, the first size of its A.
@@ -176,7 +178,7 @@ def make_manifest(
     parent: str | None = None,
     config: dict[str, Any] | None = None,
 ) -> Manifest:
-    """Describe canonical tensors as a revision of `policy`."""
+    """Describe canonical tensors as a revision of `policy`, created now; computes their digest."""
     return Manifest(
         digest=digest(tensors, rank, targets, base_digest),
         base_digest=base_digest,
@@ -194,9 +196,9 @@ def make_manifest(
 
 
 def write_revision(directory: Path, tensors: Tensors, manifest: Manifest, probe: dict[str, Any]) -> Path:
-    """Publish a revision at `directory`: written beside it, read back, fsynced, then renamed.
+    """Publish a revision at `directory`: write a draft beside it, fsync it, read it back, rename it.
 
-    A revision that is there already only gets the probe that it lacks; `Conflict` when another one is.
+    A directory that holds the revision already only gets a missing probe; `Conflict` when it holds another.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
     with _alone_in(directory.parent):
@@ -205,7 +207,7 @@ def write_revision(directory: Path, tensors: Tensors, manifest: Manifest, probe:
 
 @contextmanager
 def _alone_in(directory: Path) -> Iterator[None]:
-    """Wait until no other thread or process writes a revision here; a kill ends its turn too."""
+    """Hold a lock against other threads and processes that write a revision here; a kill releases it."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -223,7 +225,7 @@ def _write_alone(directory: Path, tensors: Tensors, manifest: Manifest, probe: d
             )
         _add_probe(directory / PROBE, probe)
         return directory
-    # Under the revision's own name: what a kill left is replaced, and never added to.
+    # A name of the revision's own: a draft that a kill left is replaced, never added to.
     draft = directory.with_name(f".draft-{directory.name}")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(0o700)
@@ -238,7 +240,7 @@ def _write_alone(directory: Path, tensors: Tensors, manifest: Manifest, probe: d
 
 
 def _add_probe(file: Path, probe: dict[str, Any]) -> None:
-    """Write a probe where none is, or none of this dtype; one that is there is the trainer's own."""
+    """Write a probe unless there is one of this dtype: an existing one is the trainer's own."""
     if not probe or _has_rows(file, probe.get("dtype")):
         return
     write_whole(file, _json(probe), durable=True)
@@ -276,7 +278,7 @@ def _peft_config(tensors: Tensors, manifest: Manifest) -> dict[str, Any]:
     paths = {module: _peft_path(module, bool(routed)) for module in modules}
     special = {paths[module]: rank for module, rank in modules.items() if rank != manifest.rank}
     patterns = {"rank_pattern": special, "alpha_pattern": special} if special else {}
-    # Without `model.layers.N.`, so that it is every layer's.
+    # Without `model.layers.N.`, so that it applies to every layer.
     parameters = {path.split(".", 3)[3] for path in paths.values() if path.endswith(".weight")}
     if routed and not any(module.endswith("down_proj") for module in routed):
         # peft looks for gate and up in a wrapper inside that of down; without tensors down stays zero.
@@ -298,16 +300,16 @@ def _peft_config(tensors: Tensors, manifest: Manifest) -> dict[str, Any]:
 
 
 def _peft_path(module: str, routed: bool) -> str:
-    """Return what peft is to wrap: beside `routed` experts a linear gate, up or down is a parameter.
+    """Return the name for peft to wrap: beside `routed` experts a linear gate, up or down is a parameter.
 
-    As a module it would be left alone: peft takes the name for the experts' own.
+    As a module it would be skipped: peft takes the name for the experts' own.
     """
     linear = routed and not EXPERT.fullmatch(module) and module.rpartition(".")[2] in PROJECTIONS
     return f"{module}.weight" if linear else module
 
 
 def read_revision(directory: Path, base_digest: str | None = None) -> tuple[Tensors, Manifest]:
-    """Read a revision directory and prove that it is what its manifest says.
+    """Read a revision directory and verify it against its manifest.
 
     Raises `AdapterError` for a missing, truncated, pickled or altered file, and `BaseModelError`
     when it was trained on another base than `base_digest`.
@@ -329,7 +331,7 @@ def read_revision(directory: Path, base_digest: str | None = None) -> tuple[Tens
 
 
 def read_peft_tensors(directory: Path) -> Tensors:
-    """Read `adapter_model.safetensors` under canonical keys, in any dtype and scaling."""
+    """Read `adapter_model.safetensors` under canonical keys, in its own dtype and scaling."""
     path = directory / TENSORS
     if not path.is_file():
         pickled = (directory / "adapter_model.bin").exists()
@@ -338,15 +340,15 @@ def read_peft_tensors(directory: Path) -> Tensors:
     try:
         named = load_safetensors(path.read_bytes())
     except SafetensorError as error:
-        raise AdapterError(f"{path} is no whole safetensors file ({error}).") from None
+        raise AdapterError(f"{path} is not a whole safetensors file ({error}). Copy it again.") from None
     return {name.removeprefix(PEFT_PREFIX).removesuffix(".weight"): tensor for name, tensor in named.items()}
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Return what a revision directory says of itself, unproven; `AdapterError` when it says nothing."""
+    """Return a revision directory's manifest, unverified; `AdapterError` when it is missing or malformed."""
     path = directory / MANIFEST
     if not path.is_file():
-        raise AdapterError(f"{directory} is no revision: it has no {MANIFEST}.")
+        raise AdapterError(f"{directory} is not a revision: it has no {MANIFEST}.")
     try:
         values = json.loads(path.read_text())
         return Manifest(**{**values, "targets": tuple(values["targets"])})

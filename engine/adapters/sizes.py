@@ -1,7 +1,7 @@
-"""What an adapter takes, counted from a base's shapes alone: bytes packed, bytes of a slot on one device.
+"""Sizes of an adapter, counted from a base's shapes alone: packed bytes, and bytes of a slot on one device.
 
-Counted, not packed: `packed.pack` and the engine's slot tensors are the second route, which tests compare.
-Knows how vLLM cuts modules for tensor parallelism. Builds no tensor.
+No tensor is built: `packed.pack` and the engine's slot tensors are the second route, which tests compare.
+Modules are cut over devices as vLLM's tensor parallelism does.
 
 Legend: R rank, I inputs and O outputs of a projection, E experts, T devices that a layer is cut over.
 """
@@ -13,7 +13,8 @@ from engine.base.families import BaseShapes, Projections, Size
 
 # Blocks of a packed file, and blobs of a store, begin at multiples of this.
 ALIGNMENT = 64
-# Projections whose inputs are cut, and those that every device holds whole; of all others the outputs are.
+# Projections cut along their inputs, and those that every device holds whole; all others are cut along
+# outputs.
 ROW = ("o_proj", "down_proj")
 WHOLE = ("q_a_proj", "kv_a_proj_with_mqa")
 KEYS = ("k_proj", "v_proj")
@@ -42,7 +43,7 @@ def slot_bytes(
     targets: Collection[str] | None = None,
     fused_experts: bool = False,
 ) -> int:
-    """Return what a slot of this rank holds on each of T devices: R (I + O) of the device's parts.
+    """Return the bytes of a slot of this rank on each of T devices: R (I + O) elements of the device's parts.
 
     With `fused_experts` gate and up of an expert have one A of this rank, and one B of both outputs.
     """
@@ -83,7 +84,7 @@ def uncut_reason(shapes: BaseShapes, heads: int, key_heads: int, devices: int) -
 
 
 def _runs(leaves: Collection[str], fused: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
-    """Yield what shares two blocks: the adjacent slices of a fused module, or a projection of its own."""
+    """Yield the projections that share two blocks: adjacent slices of a fused module, or a single one."""
     yield from ((leaf,) for leaf in leaves if leaf not in chain.from_iterable(fused.values()))
     for parts in fused.values():
         for there, run in groupby(parts, key=lambda part: part in leaves):

@@ -1,1 +1,1 @@
-"""Resident bases: found or built, their families and sizes."""
+"""Resident bases: find, build, families, sizes."""

@@ -1,8 +1,8 @@
-"""Bases that are built here: real architectures at about a million parameters, trained on known answers.
+"""Build a small base: a real architecture with about a million parameters, trained on answered problems.
 
-Each problem is answered in one of several styles, mostly in the style that its phrasing is used to, so
-that under any one answer contract the base is right on a quarter of what it can solve: something for
-GRPO to elicit. A recipe without steps stays random. Knows how to make one. Does not know where it is kept.
+Each problem is answered in one of several styles, mostly in the style that belongs to its phrasing. Under any
+one answer contract the base is therefore right on a quarter of the problems it can solve, which gives GRPO
+something to elicit. A recipe without steps keeps random weights.
 
 Shape suffixes: _E experts, _O output features, _I input features.
 """
@@ -31,22 +31,22 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 IGNORED = -100
-# Matrices of rows that are compared with each other, whose lengths matter: not for Muon.
+# Matrices whose rows are compared with each other, so that their lengths matter: not for Muon.
 NO_PROJECTIONS = ("embed_tokens.weight", ".gate.weight")
 WEIGHT_DECAY, MOMENTUM = 0.01, 0.95
-# Coefficients of https://kellerjordan.github.io/posts/muon, as `torch.optim.Muon` has them.
+# Coefficients of https://kellerjordan.github.io/posts/muon, the same as in `torch.optim.Muon`.
 QUINTIC = (3.4445, -4.7750, 2.0315)
 Pair = tuple[list[int], list[int]]
 
 
 def build(recipe: Recipe, seed: int, directory: Path, progress: Progress) -> None:
-    """Train a base on answered problems and save it; the same recipe and seed give the same bytes."""
+    """Train a base on answered problems and save it; deterministic in recipe and seed."""
     examples = list(islice(_examples(recipe, seed), recipe.problems))
     tokenizer = _train_tokenizer(recipe, [part for pair in examples for part in pair])
     with torch.random.fork_rng(), _one_thread():
         torch.manual_seed(seed)
         model = _new_model(recipe, tokenizer)
-        # Learned as one also where they are stored as two: apart they take several times the steps.
+        # Trained tied even when stored untied: untied training takes several times the steps.
         model.lm_head.weight = model.model.embed_tokens.weight
         _fit(model, recipe, seed, _encode(tokenizer, examples), progress)
     if not model.config.tie_word_embeddings:
@@ -57,7 +57,7 @@ def build(recipe: Recipe, seed: int, directory: Path, progress: Progress) -> Non
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Sums in one order on every machine; and threads that wait for each other starve beside the services."""
+    """Use one thread: one summation order on every machine, and no starvation beside the services."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -67,7 +67,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _examples(recipe: Recipe, seed: int) -> Iterator[tuple[str, str]]:
-    """Yield (question, answer) pairs, tasks in turn, each phrasing mostly in its own style."""
+    """Yield (question, answer) pairs, tasks in turn, mostly in the style of the phrasing."""
     chance = random.Random(seed)
     streams = [stream(task, "train", seed) for task in TASKS]
     styles = list(CONTRACTS)
@@ -80,7 +80,7 @@ def _examples(recipe: Recipe, seed: int) -> Iterator[tuple[str, str]]:
 
 
 def _train_tokenizer(recipe: Recipe, texts: list[str]) -> Any:
-    """Byte-level BPE where every digit is a token and merges may cross words (short sequences)."""
+    """Train a byte-level BPE: every digit is a token, and merges may cross words for short sequences."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -126,9 +126,9 @@ def _new_model(recipe: Recipe, tokenizer: Any) -> Any:
 
 
 def _fit(model: Any, recipe: Recipe, seed: int, pairs: list[Pair], progress: Progress) -> None:
-    """Minimise cross-entropy of the answers: Muon on the projections, AdamW on the rest, cosine schedule.
+    """Minimise the answers' cross-entropy: Muon for projections, AdamW for the rest, cosine schedule.
 
-    Muon (https://kellerjordan.github.io/posts/muon) reaches in 300 steps what AdamW does not in 1,000.
+    Muon (https://kellerjordan.github.io/posts/muon) reaches in 300 steps what AdamW misses in 1,000.
     """
     generator = torch.Generator().manual_seed(seed)
     optimizers = _optimizers(model, recipe)
@@ -160,10 +160,10 @@ def _optimizers(model: Any, recipe: Recipe) -> list[torch.optim.Optimizer]:
 
 
 class ExpertMuon(torch.optim.Optimizer):
-    """Muon for the experts of a layer, (E, O, I) in one parameter: each expert's update orthogonal by itself.
+    """Muon for the experts of a layer, (E, O, I) in one parameter: each expert's update is orthogonalised.
 
-    `torch.optim.Muon` takes matrices only. The same rule otherwise: Nesterov momentum of 0.95, five steps of
-    the quintic Newton-Schulz iteration in bfloat16, and a rate scaled by sqrt(max(1, O / I)).
+    `torch.optim.Muon` takes matrices only. The rule is the same: Nesterov momentum of 0.95, five steps of the
+    quintic Newton-Schulz iteration in bfloat16, and a learning rate scaled by sqrt(max(1, O / I)).
     """
 
     def __init__(self, parameters: Iterable[Tensor], lr: float, weight_decay: float):
@@ -171,6 +171,7 @@ class ExpertMuon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Apply one update to every parameter."""
         for group in self.param_groups:
             for weight_EOI in group["params"]:
                 mean_EOI = self.state[weight_EOI].setdefault("mean", torch.zeros_like(weight_EOI))
@@ -181,7 +182,7 @@ class ExpertMuon(torch.optim.Optimizer):
 
 
 def orthogonal(matrix_EOI: Tensor) -> Tensor:
-    """Return each matrix with its singular values near one: five steps of Newton-Schulz, in bfloat16."""
+    """Return each matrix (E, O, I) with singular values near one: five Newton-Schulz steps in bfloat16."""
     wide = matrix_EOI.shape[1] <= matrix_EOI.shape[2]
     x = (matrix_EOI if wide else matrix_EOI.mT).bfloat16()
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
@@ -204,7 +205,7 @@ def _answer_loss(model: Any, pairs: list[Pair]) -> Tensor:
         both = torch.tensor(prompt + answer)
         tokens[row, : len(both)] = both
         labels[row, len(prompt) : len(both)] = both[len(prompt) :]
-    # Padding sits on the right, where causal attention never lets an answer see it.
+    # Padding is on the right, where causal attention ignores it.
     hidden = model.model(tokens, use_cache=False).last_hidden_state[:, :-1]
     wanted = labels[:, 1:] != IGNORED
     return torch.nn.functional.cross_entropy(model.lm_head(hidden[wanted]), labels[:, 1:][wanted])

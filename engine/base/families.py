@@ -1,7 +1,7 @@
-"""Model families: which modules of a base can carry LoRA, how wide they are, and what files call them.
+"""Model families: which modules of a base can carry LoRA, their sizes, and their names in adapter files.
 
-Read from a base's `config.json` alone. Knows transformers' module names (version 5: experts are one
-parameter of three axes) and the names that adapter files use. Knows no layout of a file.
+Everything is read from a base's `config.json`. Module names are transformers' (version 5: the experts of a
+layer are one parameter with three axes).
 """
 
 import json
@@ -14,21 +14,21 @@ from typing import Any
 from engine.errors import BaseModelError
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-# Modules that the engine fuses, and their slices in order; any other projection is a module of one slice.
+# Modules that the engine fuses, with their slices in order; any other projection has one slice.
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
-# Projections whose adapters vLLM drops without a word on CUDA, and why; on a CPU it has ours instead.
+# Projections whose adapters vLLM silently drops on CUDA, and why; on a CPU our operations apply them.
 DROPPED_ON_CUDA = {
-    "kv_b_proj": "vLLM's latent attention on CUDA reads the base's own weights of kv_b_proj, which it "
-    "absorbs at load, and would ignore an adapter on it; train one without this target"
+    "kv_b_proj": "vLLM's latent attention on CUDA absorbs the base's weights of kv_b_proj when it loads, and "
+    "ignores an adapter on it; train without this target"
 }
-# Model types that vLLM serves on CUDA alone, and why.
+# Model types that vLLM serves only on CUDA, and why.
 CUDA_ONLY = dict.fromkeys(
     ("deepseek_v32", "glm_moe_dsa"),
-    "vLLM has its sparse attention, an indexer and the attention to the keys that it picks, for CUDA alone",
+    "vLLM implements its sparse attention (an indexer and attention to the keys it picks) only for CUDA",
 )
 # The name of a module of the routed experts, such as `model.layers.0.mlp.experts.3.up_proj`.
 EXPERT = re.compile(r"(?P<parent>.+\.experts)\.(?P<number>0|[1-9]\d{0,5})\.(?P<projection>\w+)")
@@ -37,11 +37,11 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True)
 class Family:
-    """A row: what makes adapters of these model types different from those of a dense decoder.
+    """How adapters of these model types differ from those of a dense decoder.
 
-    `experts` are the keys of `config.json` that may count the routed experts (transformers 5 writes
-    another than the model's own files have), `inner` is the one for their width; `shared` is the module
-    beside the routed experts; `renames` maps parts of module paths in files to ours.
+    `experts`: the keys of `config.json` that may hold the number of routed experts (transformers 5 writes
+    another key than the models' own files). `inner`: the key of their width. `shared`: the module beside the
+    routed experts. `renames`: parts of module paths in adapter files, mapped to ours.
     """
 
     name: str
@@ -58,7 +58,7 @@ FAMILIES = (
     Family(
         "dense",
         ("llama", "mistral", "qwen2", "qwen3"),
-        "Attention and one MLP a layer, each projection a linear module of its own.",
+        "Attention and one MLP in each layer; each projection is a linear module.",
     ),
     Family(
         "Qwen3-MoE",
@@ -77,7 +77,7 @@ FAMILIES = (
         "DeepSeek-V3.2",
         ("deepseek_v32",),
         # transformers computes the indexer under no_grad: its top-k passes no gradient.
-        "DeepSeek-V3 whose attention sees the keys that an indexer picks; the indexer carries no LoRA.",
+        "DeepSeek-V3 with attention to the keys that an indexer picks; the indexer carries no LoRA.",
         experts=("n_routed_experts", "num_local_experts"),
         shared="shared_experts",
     ),
@@ -101,7 +101,7 @@ FAMILIES = (
         "Mixtral",
         ("mixtral",),
         # transformers' conversion_mapping: block_sparse_moe is mlp, w1 and w3 are gate_up_proj, w2 down_proj.
-        "Per-expert files say block_sparse_moe and w1, w3, w2 for gate, up and down.",
+        "Per-expert files name the modules block_sparse_moe and w1, w3, w2 (gate, up, down).",
         experts=("num_local_experts",),
         inner="intermediate_size",
         renames={"block_sparse_moe": "mlp", "w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"},
@@ -112,14 +112,14 @@ OF_TYPE = {model_type: family for family in FAMILIES for model_type in family.mo
 
 @dataclass(frozen=True)
 class Experts:
-    """The routed experts of one layer: how many, and the widths of their projections."""
+    """The routed experts of one layer: their number and the widths of their projections."""
 
     count: int
     hidden: int
     inner: int
 
     def size(self, projection: str) -> Size:
-        """Return (in, out) of one expert's projection, the fused `gate_up_proj` included."""
+        """Return (in, out) of one expert's projection, or of the fused `gate_up_proj`."""
         return {
             "gate_proj": (self.hidden, self.inner),
             "up_proj": (self.hidden, self.inner),
@@ -130,7 +130,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Projections:
-    """`count` projections of one name and size under one parent: the experts of a layer, or one module."""
+    """`count` equal projections under one parent: the experts of a layer, or one module."""
 
     parent: str
     leaf: str
@@ -140,7 +140,7 @@ class Projections:
 
 @dataclass(frozen=True)
 class BaseShapes:
-    """All of a base that can carry LoRA: linear modules by path, routed experts by their parent's path."""
+    """The modules of a base that can carry LoRA: linear ones by path, routed experts by parent path."""
 
     family: Family
     linear: Mapping[str, Size]
@@ -148,11 +148,11 @@ class BaseShapes:
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> "BaseShapes":
-        """Read a `config.json`; `BaseModelError` for a family that has no row here."""
+        """Read a `config.json`; `BaseModelError` for an unsupported family."""
         family = OF_TYPE.get(config.get("model_type", ""))
         if family is None:
             raise BaseModelError(
-                f"The base is of the type {config.get('model_type')!r}, whose adapters are not known here. "
+                f"The base's model type {config.get('model_type')!r} is not supported. "
                 f"Set base.name to a base of one of the types {', '.join(sorted(OF_TYPE))}."
             )
         linear: dict[str, Size] = {}
@@ -173,12 +173,12 @@ class BaseShapes:
 
     @staticmethod
     def read(base: Path) -> "BaseShapes":
-        """Read the `config.json` of a base's directory; raises as `of` does."""
+        """Read the `config.json` of a base's directory; see `of` for errors."""
         return BaseShapes.of(json.loads((base / "config.json").read_text()))
 
     @property
     def fused(self) -> dict[str, tuple[str, ...]]:
-        """Return what the engine fuses of this base; latent attention may have a q_proj of its own."""
+        """Return this base's modules that the engine fuses; latent attention may have an unfused q_proj."""
         leaves = {*self.targets, *PROJECTIONS}
         return {name: parts for name, parts in FUSED.items() if leaves.issuperset(parts)}
 
@@ -192,7 +192,7 @@ class BaseShapes:
         return tuple(name for name in self.targets if not (cuda and name in DROPPED_ON_CUDA))
 
     def projections(self, targets: Collection[str] | None = None) -> list[Projections]:
-        """Return all that can carry LoRA, or what of it has a name in `targets`."""
+        """Return all projections that can carry LoRA, or those named in `targets`."""
         paths = ((module.rpartition("."), size) for module, size in self.linear.items())
         found = [Projections(parent, leaf, size) for (parent, _, leaf), size in paths]
         found += [
@@ -203,7 +203,7 @@ class BaseShapes:
         return [one for one in found if targets is None or one.leaf in targets]
 
     def modules(self) -> dict[str, Size]:
-        """Return (in, out) of each canonical module, every expert's projections among them."""
+        """Return (in, out) of each canonical module, including every expert's projections."""
         routed = {
             f"{path}.{number}.{projection}": experts.size(projection)
             for path, experts in self.experts.items()
@@ -213,7 +213,7 @@ class BaseShapes:
         return {**self.linear, **routed}
 
     def canonical_name(self, module: str) -> str:
-        """Return our path of a module that a file may call by the family's own names."""
+        """Return our path of a module that an adapter file may name differently."""
         return ".".join(self.family.renames.get(part, part) for part in module.split("."))
 
 

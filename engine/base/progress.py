@@ -1,4 +1,4 @@
-"""Progress of a base that is built, told step by step, and as a bar."""
+"""Progress of a base's build, as a callback and as a progress bar."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ Progress = Callable[[int, int, float], None]
 
 @contextmanager
 def progress_bar(name: str) -> Iterator[Progress]:
-    """Show a bar while a base is built; it appears with the first step, so never for a base that exists."""
+    """Show a progress bar during a build; it appears with the first step, so not for an existing base."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 

@@ -1,4 +1,4 @@
-"""Questions as a base is asked them: chat template, system prompt, worked examples, end of an answer."""
+"""How a question becomes a prompt: chat template, system prompt, worked examples, end tokens."""
 
 import json
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from engine.settings.params import FewShotExample
 def prompt_ids(
     tokenizer: Any, question: str, system: str | None = None, few_shot: Sequence[FewShotExample] = ()
 ) -> list[int]:
-    """Return the token ids of a question as the chat template renders it, ready for an answer."""
+    """Return the token ids of a question rendered by the chat template, up to where the answer begins."""
     text = prompt_text(tokenizer, question, system, few_shot)
     return list(tokenizer.encode(text, add_special_tokens=False))
 
@@ -20,10 +20,10 @@ def prompt_ids(
 def prompt_text(
     tokenizer: Any, question: str, system: str | None = None, few_shot: Sequence[FewShotExample] = ()
 ) -> str:
-    """Return the rendered text whose ids are `prompt_ids`; frozen evaluation items hold this text.
+    """Return the rendered text of `prompt_ids`; frozen evaluation items hold this text.
 
-    A base without a chat template gets the messages as plain paragraphs, after the token that its
-    tokenizer begins every text with. Raises `ConfigError` when the template refuses the messages.
+    A base without a chat template gets the messages as plain paragraphs after the tokenizer's BOS token, if
+    it adds one. Raises `ConfigError` when the template refuses the messages.
     """
     from jinja2 import TemplateError
 
@@ -40,12 +40,12 @@ def prompt_text(
     except TemplateError as error:
         raise ConfigError(
             f"The base's chat template refuses this policy's messages: {error}. "
-            "Leave out the policy's `system` or `few_shot`, or put them into the question."
+            "Remove the policy's `system` or `few_shot`, or move them into the question."
         ) from None
 
 
 def end_tokens(path: Path) -> tuple[int, ...]:
-    """Return the ids that end an answer: those of generation_config.json, else the tokenizer's one."""
+    """Return the end-of-sequence ids of generation_config.json, else the tokenizer's."""
     file = path / "generation_config.json"
     found = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
     if found is None:

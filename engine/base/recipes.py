@@ -1,7 +1,7 @@
-"""Recipes of the bases that are built here: what decides their weights, and their `config.json`.
+"""Recipes of the bases that are built here: what determines their weights, and their `config.json`.
 
-Knows sizes and names. Builds nothing and imports nothing heavy. A recipe's hash names its directory, so a
-new family is a class of its own: a field added to `Recipe` would rename every base that exists.
+A recipe's hash names the base's directory, so a new family gets its own class: a field added to `Recipe`
+would rename every existing base.
 """
 
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides the weights of a built base, apart from the seed; here a dense Qwen3.
+    """Everything but the seed that determines the weights of a built base; this class is a dense Qwen3.
 
-    `habit` is how often a phrasing is answered in its own style; the other styles share the rest.
+    `habit` is the share of a phrasing's answers in its own style; the other styles share the rest.
     """
 
     version: int = 1
@@ -34,16 +34,16 @@ class Recipe:
 
     @property
     def learns(self) -> bool:
-        """Say whether it is trained; a base of random weights serves benchmarks, and nothing else."""
+        """Say whether it is trained; a base with random weights is for benchmarks only."""
         return self.steps > 0
 
     @property
     def dtype(self) -> str:
-        """Return the dtype of a base's weights; random ones are wide, and nobody learns from them."""
+        """Return the weights' dtype; random bases are large and never trained, so bfloat16."""
         return "float32" if self.learns else "bfloat16"
 
     def config(self) -> dict[str, Any]:
-        """Return the sizes of the model, under the names of `config.json`."""
+        """Return the model's sizes under the keys of `config.json`."""
         return {
             "model_type": "qwen3",
             "vocab_size": self.vocabulary,
@@ -60,19 +60,20 @@ class Recipe:
 
 @dataclass(frozen=True)
 class ExpertRecipe(Recipe):
-    """Qwen3-MoE: every layer has `experts` of width `expert_inner`, of which a token takes `active`."""
+    """Qwen3-MoE: every layer has `experts` experts of width `expert_inner`; a token takes `active`."""
 
     experts: int = 8
     active: int = 2
     expert_inner: int = 128
 
     def config(self) -> dict[str, Any]:
+        """Return the model's sizes under the keys of `config.json`."""
         return super().config() | {
             "model_type": "qwen3_moe",
             "num_experts": self.experts,
             "num_experts_per_tok": self.active,
             "moe_intermediate_size": self.expert_inner,
-            # As Qwen's own models have it; transformers' default is off.
+            # As in Qwen's own models; transformers' default is off.
             "norm_topk_prob": True,
         }
 
@@ -81,8 +82,8 @@ class ExpertRecipe(Recipe):
 class LatentRecipe(ExpertRecipe):
     """DeepSeek-V3: latent attention, `dense_layers` dense layers first, then routed and one shared expert.
 
-    vLLM's latent attention on a CPU knows no other `kv_rank` and `rope_dim` than these. Heads have no
-    number of keys and no width of their own here.
+    vLLM's latent attention on a CPU supports only these values of `kv_rank` and `rope_dim`. `kv_heads` and
+    `head_dim` are unused.
     """
 
     heads: int = 2
@@ -95,6 +96,7 @@ class LatentRecipe(ExpertRecipe):
     value_dim: int = 32
 
     def config(self) -> dict[str, Any]:
+        """Return the model's sizes under the keys of `config.json`."""
         sizes = super().config()
         del sizes["num_experts"], sizes["head_dim"]
         return sizes | {
@@ -107,10 +109,10 @@ class LatentRecipe(ExpertRecipe):
             "first_k_dense_replace": self.dense_layers,
             "routed_scaling_factor": 1.0,
             "num_nextn_predict_layers": 0,
-            # transformers routes so by itself; vLLM reads it from the file, as DeepSeek's own has it.
+            # transformers always routes like this; vLLM reads it from the file, as in DeepSeek's own.
             "scoring_func": "sigmoid",
             "topk_method": "noaux_tc",
-            # vLLM's class has a head of its own, whatever the file says.
+            # vLLM's class always has a separate head.
             "tie_word_embeddings": False,
             "q_lora_rank": self.q_rank,
             "kv_lora_rank": self.kv_rank,
@@ -124,8 +126,8 @@ class LatentRecipe(ExpertRecipe):
 class SparseRecipe(LatentRecipe):
     """DeepSeek-V3.2: latent attention to the `kept` keys that an indexer scores highest for each query.
 
-    Half of the tasks' rows are longer than `kept`. The indexer stays as it was drawn: its choice passes no
-    gradient. With fewer heads a key's score is often exactly 0, and ties are broken in any order.
+    Half of the tasks' rows are longer than `kept`. The indexer keeps its initial weights: its choice passes
+    no gradient. With fewer heads a key's score is often exactly 0, and ties are broken arbitrarily.
     """
 
     kept: int = 16
@@ -133,6 +135,7 @@ class SparseRecipe(LatentRecipe):
     index_dim: int = 128
 
     def config(self) -> dict[str, Any]:
+        """Return the model's sizes under the keys of `config.json`."""
         return super().config() | {
             "model_type": "deepseek_v32",
             "index_topk": self.kept,

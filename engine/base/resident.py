@@ -1,8 +1,8 @@
 """Resident bases: those of `engine/base/recipes.py`, built here, and any other by directory or hub id.
 
-A built base is a real Hugging Face directory (config, weights, tokenizer with chat template, generation
-config), named by the digest of its recipe, and written to a draft that is renamed when it is whole. One
-from the hub is taken at a pinned commit, without code of its own; the hub's library reads the token.
+A built base is a Hugging Face directory (config, weights, tokenizer with chat template, generation config),
+named by the digest of its recipe, written to a draft and renamed when complete. A base from the hub is taken
+at a pinned commit, without its own code; the hub's library reads the token.
 """
 
 import hashlib
@@ -22,19 +22,19 @@ from engine.problems.procedural import PHRASINGS, TASKS
 from engine.settings.params import BaseConfig, Paths, content_hash
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-# What is loaded, and nothing that runs: no Python, no pickles, no second copy of the weights.
+# The files to load: no Python, no pickles, no second copy of the weights.
 HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 HUB_LEFT_OUT = ("original/*", "consolidated*")
 HUB_HELP = {
-    "GatedRepoError": "Accept its terms on its page, and give a token by HF_TOKEN or `hf auth login`",
-    "RepositoryNotFoundError": "Check the id; a private model needs a token by HF_TOKEN or `hf auth login`",
+    "GatedRepoError": "Accept the terms on its page, and set HF_TOKEN or run `hf auth login`",
+    "RepositoryNotFoundError": "Check the id; for a private model set HF_TOKEN or run `hf auth login`",
     "RevisionNotFoundError": "Set base.revision to a commit of this model",
 }
 
 
 @dataclass(frozen=True)
 class BaseInfo:
-    """A base that is ready to be loaded: `digest` covers its config and weights."""
+    """A base ready to be loaded; `digest` covers its config and weights."""
 
     name: str
     path: Path
@@ -42,11 +42,11 @@ class BaseInfo:
 
 
 def ensure_base(config: BaseConfig, paths: Paths, progress: Progress | None = None) -> BaseInfo:
-    """Return the base that `config` names, building one of `RECIPES` when it is not there yet.
+    """Return the base that `config` names; build it first if it is a missing one of `RECIPES`.
 
-    `progress(step, steps, loss)` is called while one is built. Raises `ConfigError` for a hub id without
-    a commit, `BaseModelError` when a directory or hub id is missing, lacks its config, weights or tokenizer,
-    or wants to run code of its own.
+    `progress(step, steps, loss)` is called during a build. Raises `ConfigError` for a hub id without a
+    commit, `BaseModelError` when a directory or hub id is missing, lacks its config, weights or tokenizer, or
+    needs its own code.
     """
     if config.name in RECIPES:
         path = built_path(config, paths)
@@ -58,27 +58,30 @@ def ensure_base(config: BaseConfig, paths: Paths, progress: Progress | None = No
 
 
 def built_path(config: BaseConfig, paths: Paths) -> Path:
-    """Return where a base of `RECIPES` is, or will be built."""
+    """Return the directory of a base of `RECIPES`, built or not."""
     return paths.bases / f"{config.name}-{recipe_digest(RECIPES[config.name], config.seed)[:12]}"
 
 
 def recipe_digest(recipe: Recipe, seed: int) -> str:
-    """Name what decides a built base: its recipe, its seed and the problems that it learns from."""
+    """Return the hash of everything that determines a built base: recipe, seed and training problems."""
     tasks = {name: [task.dataset, task.settings] for name, task in TASKS.items()}
     return content_hash([asdict(recipe), seed, tasks, PHRASINGS])
 
 
 def base_config(config: BaseConfig, paths: Paths) -> dict[str, Any]:
-    """Return a base's `config.json` without its weights, of a built base also before it is built.
+    """Return a base's `config.json` without loading weights; one of `RECIPES` need not be built yet.
 
-    Raises as `ensure_base`.
+    Raises the errors of `ensure_base`.
     """
     if config.name in RECIPES:
         return RECIPES[config.name].config()
     local = _local(config.name)
     file = local / "config.json" if local else _ask_hub(config, "config.json")
     if not file.is_file():
-        raise BaseModelError(f"The base {config.name!r} at {local} lacks config.json.")
+        raise BaseModelError(
+            f"The base {config.name!r} at {local} lacks config.json. "
+            "Save the model there with save_pretrained."
+        )
     _refuse_own_code(config.name, file.parent)
     return dict(json.loads(file.read_text()))
 
@@ -93,12 +96,12 @@ def _local(name: str) -> Path | None:
 
 
 def _ask_hub(config: BaseConfig, file: str | None = None) -> Path:
-    """Return a file, or the whole snapshot, at the pinned commit, from the local cache if it is there."""
+    """Return a file or the whole snapshot at the pinned commit, from the local cache if present."""
     name = config.name
     if HUB_ID.fullmatch(name) and config.revision is None:
         raise ConfigError(
-            f"The base {name!r} is no local directory, and from the hub it needs a pinned commit. Set "
-            "base.revision to the 40 digits of one (its page shows them under Files, History)."
+            f"The base {name!r} is not a local directory, and a base from the hub needs a pinned commit. "
+            "Set base.revision to a commit's 40 digits (on the model's page under Files, History)."
         )
     from huggingface_hub import hf_hub_download, snapshot_download
 
@@ -114,13 +117,12 @@ def _ask_hub(config: BaseConfig, file: str | None = None) -> Path:
             )
         )
     except Exception as error:
-        # The hub's library raises its own errors, its HTTP client's and the disk's. Only the kind is told: an
-        # error's own text may quote the request, and with it the token.
+        # The hub's library raises its own errors, its HTTP client's and the disk's. Only the class is shown:
+        # an error's text may quote the request with the token.
         kind = type(error).__name__
         help = HUB_HELP.get(kind, f"Set base.name to {' or '.join(RECIPES)}, a directory, or a hub id")
         raise BaseModelError(
-            f"The base {name!r} is neither a local directory nor a model that the hub could give "
-            f"({kind}). {help}."
+            f"The base {name!r} is not a local directory, and the hub did not return it ({kind}). {help}."
         ) from None
 
 
@@ -128,9 +130,9 @@ def _refuse_own_code(name: str, path: Path) -> None:
     for file in (path / "config.json", path / "tokenizer_config.json"):
         if file.is_file() and json.loads(file.read_text()).get("auto_map"):
             raise BaseModelError(
-                f"The base {name!r} wants to run Python code of its own ({file.name} has `auto_map`), "
-                "and Graftwork runs none (`trust_remote_code` is off). Choose a base that transformers "
-                "knows by itself; if it knows this one, save a copy without `auto_map`."
+                f"The base {name!r} needs its own Python code ({file.name} has `auto_map`), which Graftwork "
+                "does not run (`trust_remote_code` is off). Choose a base that transformers supports "
+                "natively; if it supports this one, save a copy without `auto_map`."
             )
 
 
@@ -148,12 +150,12 @@ def _check(name: str, path: Path) -> None:
     if missing:
         raise BaseModelError(
             f"The base {name!r} at {path} lacks {' and '.join(missing)}. "
-            "Save model and tokenizer there with save_pretrained."
+            "Save the model and the tokenizer there with save_pretrained."
         )
 
 
 def base_digest(path: Path) -> str:
-    """Return the sha256 over a base's config.json and safetensors files, in the order of their names."""
+    """Return the sha256 of a base's config.json and safetensors files, in name order."""
     state = hashlib.sha256()
     for file in [path / "config.json", *sorted(path.glob("*.safetensors"))]:
         with file.open("rb") as handle:
@@ -170,7 +172,7 @@ def _build_once(recipe: Recipe, seed: int, path: Path, progress: Progress) -> No
             return
         draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=path.parent))
         try:
-            # Only whoever builds one needs torch.
+            # Imported here: only a build needs torch.
             from engine.base.build import build
 
             build(recipe, seed, draft, progress)

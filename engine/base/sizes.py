@@ -1,7 +1,6 @@
-"""A base's sizes, read from its `config.json`: how many numbers it has, and how wide its layers are.
+"""A base's sizes from its `config.json`: number of parameters and widths of its layers.
 
-Knows what a family has beside its projections, which engine/base/families.py lists: norms, biases,
-routers. Opens no file and loads no tensor.
+Beside the projections, which engine/base/families.py lists, it counts norms, biases and routers.
 """
 
 from collections.abc import Mapping
@@ -12,8 +11,8 @@ from engine.base.families import PROJECTIONS, BaseShapes, Experts
 from engine.errors import ConfigError
 
 INPUTS = ("q_proj", "k_proj", "v_proj")
-# Families whose parameters are counted here, with the projections that have a bias when `attention_bias`
-# is set; a test counts each by transformers too.
+# Supported families, with the projections that have a bias when `attention_bias` is set. A test compares each
+# count with transformers.
 FAMILIES: dict[str, tuple[str, ...]] = {
     "llama": (*INPUTS, "o_proj"),
     "mistral": (),
@@ -27,19 +26,19 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "glm4_moe": INPUTS,
     "gpt_oss": (*INPUTS, "o_proj"),
 }
-# Families that have those biases also when their file does not say so.
+# Families with those biases even when the config does not set `attention_bias`.
 BIASED = ("qwen2", "gpt_oss")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What of a base's `config.json` decides its memory.
+    """The sizes of a base that determine its memory.
 
-    `queries` and `keys` are the widths of all heads of a token, `cached` what the KV cache keeps of a token
-    in a layer, of `key_heads` heads or, with 0, as a latent, `widest_mlp` the inner width that a token passes
-    through in the widest layer, `experts` and `active` how many routed experts such a layer has and a token
-    takes (0 without), and `lora_width` the sum of inputs and outputs of all projections: an adapter of rank R
-    has R times as many numbers. `parameters` counts projections, `embeddings` with the head, and `others`.
+    `queries`, `keys`: widths of all heads of a token. `cached`: numbers that the KV cache keeps of a token in
+    a layer, of `key_heads` heads, or with 0 as a latent. `widest_mlp`: the inner width that a token passes in
+    the widest layer. `experts`, `active`: routed experts of such a layer, and of a token (0 without).
+    `lora_width`: sum of inputs and outputs of all projections; an adapter of rank R has R times as many
+    numbers. `parameters` counts projections, `embeddings` with the head, and `others`.
     """
 
     shapes: BaseShapes
@@ -60,11 +59,11 @@ class Shape:
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> "Shape":
-        """Read a `config.json`; `ConfigError` for a family whose memory is not known here."""
+        """Read a `config.json`; `ConfigError` for a family whose memory cannot be planned."""
         if config.get("model_type") not in FAMILIES:
             raise ConfigError(
                 f"The memory of a base of the family {config.get('model_type')!r} cannot be planned. "
-                f"Choose one of {', '.join(FAMILIES)}, or set base.name to such a base."
+                f"Set base.name to a base of one of {', '.join(FAMILIES)}."
             )
         shapes = BaseShapes.of(config)
         projections = shapes.projections()
@@ -96,7 +95,7 @@ class Shape:
 def _heads(config: Mapping[str, Any]) -> tuple[int, int, int, int]:
     heads = config["num_attention_heads"]
     if latent := config.get("kv_lora_rank"):
-        # The trainer computes every head's keys; vLLM keeps latent, rotated part and indexer's key, once.
+        # The trainer computes every head's keys; vLLM caches one latent, rotary part and indexer key.
         rope = config["qk_rope_head_dim"]
         width = heads * (config["qk_nope_head_dim"] + rope)
         return width, width, latent + rope + (config.get("index_head_dim") or 0), 0
@@ -125,7 +124,7 @@ def _biases(config: Mapping[str, Any], shapes: BaseShapes) -> int:
 
 
 def _norms(config: Mapping[str, Any]) -> int:
-    """Count the norms, the last one included, and what else a layer has a vector of."""
+    """Count the norms, the final one included, and other vectors of a layer."""
     family, hidden = config["model_type"], config["hidden_size"]
     layer = 2 * hidden
     if family.startswith("qwen3") or (family == "glm4_moe" and config.get("use_qk_norm")):
@@ -139,7 +138,7 @@ def _norms(config: Mapping[str, Any]) -> int:
 
 
 def _indexers(config: Mapping[str, Any]) -> int:
-    """Count what picks the keys of sparse attention: three projections and a norm with bias a layer."""
+    """Count the indexers of sparse attention: three projections and a norm with bias in each layer."""
     if not (heads := config.get("index_n_heads")):
         return 0
     width, hidden = config["index_head_dim"], config["hidden_size"]
@@ -148,6 +147,6 @@ def _indexers(config: Mapping[str, Any]) -> int:
 
 
 def _router(config: Mapping[str, Any], experts: Experts) -> int:
-    """Count a layer's router, and with GPT-OSS the biases of router and experts."""
+    """Count a layer's router and, for GPT-OSS, the biases of router and experts."""
     biases = 1 + 2 * experts.inner + experts.hidden if config["model_type"] == "gpt_oss" else 0
     return experts.count * (experts.hidden + biases)

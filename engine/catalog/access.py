@@ -1,6 +1,6 @@
-"""One open database of a catalog, SQLite or Postgres: its connections, its transactions, and how rows go in.
+"""One open database of a catalog, SQLite or Postgres: connections, transactions and row helpers.
 
-Every part of `Catalog` is given the same one.
+All parts of a `Catalog` share one.
 """
 
 import sqlite3
@@ -20,8 +20,8 @@ from engine.catalog import database as databases
 from engine.catalog.records import SCHEMA_VERSION
 from engine.errors import ConfigError, NotFound, ServiceError
 
-# A server that made somebody wait for so long in vain is not asked again for so many times as long: a gateway
-# asks on the loop that all its streams run on.
+# Back-off: after a failed connection that took SILENT_S or longer, a thread does not connect again for
+# SILENT_TIMES that time, at most SILENT_MOST_S. A gateway connects on the event loop of all its streams.
 SILENT_S, SILENT_TIMES, SILENT_MOST_S = 0.5, 5.0, 15.0
 Row = TypeVar("Row")
 
@@ -32,23 +32,23 @@ class _Silence(threading.local):
 
 
 class Access:
-    """One open database: its connections, its transactions and its dialect. Thread-safe.
+    """One open database: connections, transactions and dialect. Thread-safe.
 
-    `single` is for one query outside of a transaction, `moment` for several that must see the same rows.
+    `single` runs one query outside of a transaction, `moment` several on the same snapshot.
     """
 
     def __init__(self, url: str):
         address = databases.database(url)
         self.label = str(address.database if databases.sqlite_path(url) else address.render_as_string())
         self.is_sqlite = address.get_backend_name() == "sqlite"
-        # Until when a thread does not wait for a server that has told it nothing, and what it says instead.
+        # The back-off of each thread: until when, and the error to raise meanwhile.
         self._silent = _Silence()
         if self.is_sqlite and not Path(self.label).is_file():
             raise NotFound(f"There is no catalog at {self.label}. Start the services with `graftwork up`.")
         self.engine = databases.open_engine(url)
         self.single = self.engine.execution_options(single=True)
         self._writer = self.engine.execution_options(write=True)
-        # Several queries of one transaction see one moment: always so in SQLite.
+        # Queries of one transaction see one snapshot: always so in SQLite.
         self.moment = (
             self.engine
             if self.is_sqlite
@@ -64,13 +64,14 @@ class Access:
         self._check_schema()
 
     def close(self) -> None:
+        """Close all connections."""
         if self.watch:
             self.watch.close()
         self.engine.dispose()
 
     @contextmanager
     def write(self) -> Iterator[Connection]:
-        """One transaction; `ServiceError` when the disk is full or the lock is not to be had."""
+        """Open a write transaction; `ServiceError` when the disk is full or the lock is not free in time."""
         try:
             with self._writer.begin() as connection:
                 yield connection
@@ -79,7 +80,7 @@ class Access:
 
     @contextmanager
     def read(self, engine: Engine | None = None) -> Iterator[Connection]:
-        """One connection for queries; `ServiceError` when the database does not answer, or not in time."""
+        """Open a connection for queries; `ServiceError` when the database does not answer in time."""
         began = self._refuse_while_silent()
         try:
             with (engine or self.engine).connect() as connection:
@@ -90,9 +91,9 @@ class Access:
             raise ServiceError(f"The catalog {self.label} cannot be read: {cause}.") from error
 
     def quick(self, query: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:
-        """Return the rows of one query in the driver's own words, with a third of SQLAlchemy's time.
+        """Return the rows of one query through the driver itself, in a third of SQLAlchemy's time.
 
-        For what a cold name asks of a gateway.
+        For the queries of a gateway's cold requests. Raises `ServiceError` as `read`.
         """
         drivers: Any = self.engine.dialect.loaded_dbapi
         began = self._refuse_while_silent()
@@ -103,7 +104,7 @@ class Access:
                     cursor.execute(query, values)
                     return list(cursor.fetchall())
                 except Exception:
-                    # A server's connection that failed once is not used again, whatever the fault.
+                    # A connection that failed never returns to the pool, whatever the error.
                     connection.invalidate()
                     raise
         except (drivers.DatabaseError, DatabaseError, PoolTimeout) as error:
@@ -119,7 +120,7 @@ class Access:
             raise ServiceError(f"The catalog {self.label} cannot be read: {error}.") from error
 
     def _refuse_while_silent(self) -> float:
-        """Raise `ServiceError` while a server is taken to be silent; return the time."""
+        """Raise `ServiceError` during a back-off; return the time."""
         now = time.monotonic()
         if now < self._silent.until:
             raise ServiceError(self._silent.said)
@@ -127,8 +128,8 @@ class Access:
 
     def _note_silence(self, error: Exception, began: float) -> None:
         took_s = time.monotonic() - began
-        # Without a statement nobody could connect. What failed while it was computed, as by its limit, says
-        # nothing of the server.
+        # An error without a statement is a failed connection. A failed statement, such as a timeout, does not
+        # mean that the server is down.
         connects = isinstance(error, OperationalError) and error.statement is None
         if connects and took_s >= SILENT_S and not self.is_sqlite:
             self._silent.until = time.monotonic() + min(SILENT_MOST_S, SILENT_TIMES * took_s)
@@ -151,34 +152,34 @@ class Access:
         found = row[0] if row else "none"
         if found != SCHEMA_VERSION:
             raise ConfigError(
-                f"The catalog {self.label} has schema {found}, this code wants {SCHEMA_VERSION}. "
+                f"The catalog {self.label} has schema {found}, this code needs {SCHEMA_VERSION}. "
                 "Start the services once with the newer of the two installations."
             )
 
     # Rows
 
     def insert(self, table: Table) -> Any:
-        """Return an insert of this database's dialect."""
+        """Return an insert statement of this database's dialect."""
         return self._dialect.insert(table)
 
     def new(self, table: Table, row: Any) -> Any:
-        """Return an insert that leaves a known row as it is."""
+        """Return an insert that ignores a row whose key exists."""
         return self.insert(table).values(**vars(row)).on_conflict_do_nothing()
 
     def put(self, table: Table, row: Any) -> Any:
-        """Return an insert that replaces the row with the same key."""
+        """Return an upsert: it replaces the row with the same key."""
         key = [column.name for column in table.primary_key]
         values = vars(row)
         changed = {name: value for name, value in values.items() if name not in key}
         return self.insert(table).values(**values).on_conflict_do_update(index_elements=key, set_=changed)
 
     def one(self, kind: type[Row], query: Select[Any]) -> Row | None:
-        """Return the one row of a query as this dataclass; None when there is none."""
+        """Return a query's one row as this dataclass; None when there is none."""
         with self.read() as connection:
             row = connection.execute(query).one_or_none()
         return kind(**row._mapping) if row else None
 
     def all(self, kind: type[Row], query: Select[Any]) -> list[Row]:
-        """Return the rows of a query as this dataclass."""
+        """Return a query's rows as this dataclass."""
         with self.read() as connection:
             return [kind(**row._mapping) for row in connection.execute(query)]

@@ -1,6 +1,6 @@
-"""Aliases in MLflow as the controller last wrote or accepted them.
+"""Notes of MLflow aliases: what the controller last wrote or accepted for each.
 
-Knows rows only; `engine/controller/mlflow_aliases.py` knows what they mean.
+`engine/controller/mlflow_aliases.py` compares them with the registry.
 """
 
 import time
@@ -13,7 +13,7 @@ from engine.catalog.records import AliasNote
 
 
 class Aliases:
-    """The catalog's notes of aliases; `catalog.aliases`."""
+    """The catalog's alias notes; `catalog.aliases`."""
 
     def __init__(self, access: Access):
         self._access = access
@@ -25,7 +25,7 @@ class Aliases:
         return {(row.policy, row.alias): AliasNote(**row._mapping) for row in rows}
 
     def note(self, policy: str, alias: str, version: str | None, digest: str | None) -> None:
-        """Remember what the controller wrote or accepted for an alias."""
+        """Record what the controller wrote or accepted for an alias."""
         note = AliasNote(policy, alias, version, digest, time.time())
         row = self._access.put(tables.aliases, note)
         with self._access.write() as connection:

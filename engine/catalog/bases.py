@@ -15,7 +15,7 @@ class Bases:
         self._access = access
 
     def add(self, base: Base) -> None:
-        """Add a base; one that is known stays as it is."""
+        """Add a base; a known one stays as it is."""
         with self._access.write() as connection:
             connection.execute(self._access.new(tables.bases, base))
 

@@ -1,7 +1,7 @@
-"""Batches: revisions by the thousand, published in one transaction.
+"""Batches: thousands of revisions, published in one transaction.
 
-A statement is given a whole column as one parameter and the database takes it apart, outside of Python's
-lock. A parameter for each value would hold that lock longer than the database works.
+A statement takes each column as one parameter, which the database takes apart outside of the GIL. A parameter
+for each value would hold the GIL longer than the database works.
 """
 
 import json
@@ -23,9 +23,9 @@ from engine.catalog.row_codec import DIGEST_BYTES, blobs, cut
 
 @dataclass(frozen=True)
 class RevisionBatch:
-    """Exported revisions of one layout, column by column: what differs is a sequence.
+    """Exported revisions of one layout, column by column; fields that differ between rows are sequences.
 
-    Digests, parents and checksums are sha256 in hexadecimal digits.
+    Digests, parents and checksums are 32 bytes in hex.
     """
 
     base: str
@@ -47,6 +47,7 @@ class RevisionBatch:
         return len(self.digests)
 
     def row(self, number: int) -> Revision:
+        """Return the row with this number, from 0, as a `Revision`."""
         return Revision(
             policy=self.policies[number],
             digest=self.digests[number],
@@ -71,8 +72,8 @@ EACH = ("policy", "digest", "parent", "step", "segment", "offset", "checksum")
 SHARED = ("base", "rank", "bytes", "layout", "length", "state", "owner", "created_at")
 
 
-# The batch as a relation of `EACH` and of `number`, which counts from 0. In SQLite digests are cut out of
-# one value, since it reads no hexadecimal digits, and the rest is JSON.
+# The batch as a relation of `EACH` and of `number`, from 0. SQLite cannot parse hex, so digests are cut out
+# of one blob there; the rest is JSON.
 SQLITE_BATCH = f"""
     WITH batch AS (
         SELECT
@@ -105,11 +106,11 @@ class Batches:
         batch, mark = (SQLITE_BATCH, ":{}") if access.is_sqlite else (POSTGRES_BATCH, "%({})s")
         names = ", ".join(f'"{name}"' for name in EACH + SHARED)
         values = ", ".join([f'"{name}"' for name in EACH] + [mark.format(name) for name in SHARED])
-        # In the order of the key: neighbours lie on the same pages.
+        # In key order: neighbouring keys share index pages.
         self._add = f"""
             INSERT INTO revisions ({names}) {batch} SELECT {values} FROM batch
             WHERE true ORDER BY digest, number ON CONFLICT DO NOTHING"""
-        # Of twins in one batch the first is new.
+        # Of duplicates in one batch the first is new.
         self._added = f"""
             {batch} SELECT min(number) FROM batch JOIN revisions USING (digest, policy)
             WHERE id > {mark.format("last")} GROUP BY digest, policy"""
@@ -119,7 +120,7 @@ class Batches:
                 AND known.segment = batch.segment AND known."offset" = batch."offset")"""
 
     def add(self, batch: RevisionBatch, shared: Set[int] = frozenset()) -> list[bool]:
-        """Publish a batch as `Revisions.add_many` does its rows; `shared` are the numbers of rows, from 0."""
+        """Publish a batch as `Revisions.add_many` does; `shared` holds the numbers of rows, from 0."""
         values = self._values(batch)
         with self._access.write() as connection:
             refuse_purged(connection, set(batch.policies))
@@ -135,12 +136,12 @@ class Batches:
                 fresh = set(connection.exec_driver_sql(self._added, values).scalars())
                 is_new = [number in fresh for number in range(len(batch))]
                 publish_again(connection, [batch.row(i) for i, new in enumerate(is_new) if not new])
-            # What was said of the bytes of a row that is gone says nothing of this one's.
+            # A quarantine left by a deleted row says nothing about these bytes.
             lift_quarantine(connection, compress(zip(batch.policies, batch.digests, strict=True), is_new))
         return is_new
 
     def _values(self, batch: RevisionBatch) -> dict[str, Any]:
-        """Return the parameters that a statement takes for a batch."""
+        """Return a statement's parameters for a batch."""
         is_sqlite = self._access.is_sqlite
         ids = self._rows.intern({batch.base, batch.layout, batch.owner, *batch.segments})
         segments = [ids[segment] for segment in batch.segments]

@@ -1,7 +1,7 @@
 """The catalog: durable index of bases, policies, revisions, routes and releases.
 
 Safe for several processes at once: every change is one transaction; routes and releases change by
-compare-and-swap. Does not know what a release decides, nor what a revision's bytes mean.
+compare-and-swap.
 """
 
 from collections.abc import Iterable
@@ -70,7 +70,7 @@ __all__ = [
 
 
 def migrate(url: str) -> None:
-    """Create the catalog or bring it to the newest schema; safe when several processes do it.
+    """Create the catalog or migrate it to the newest schema; safe in several processes at once.
 
     Raises `ServiceError` when its disk is full or read-only, or the database does not answer.
     """
@@ -80,7 +80,7 @@ def migrate(url: str) -> None:
         reason = error.strerror if isinstance(error, OSError) else error.orig
         raise ServiceError(
             f"The catalog {sqlite_path(url) or 'in Postgres'} cannot be opened for writing: {reason}. "
-            "See that it answers, is writable and has room on its disk; nothing was changed."
+            "Check that it answers, is writable and has room on its disk. Nothing was changed."
         ) from None
 
 
@@ -93,7 +93,7 @@ def _migrate(url: str) -> None:
     with FileLock(path.with_suffix(".lock")):
         engine = open_engine(url)
         with engine.connect() as connection:
-            # The journal's mode is a property of the file and cannot change inside a transaction.
+            # The journal mode belongs to the file and cannot change inside a transaction.
             connection.connection.cursor().execute("PRAGMA journal_mode=WAL")
         engine.dispose()
         _upgrade(url)
@@ -113,7 +113,7 @@ def _upgrade(url: str) -> None:
 
 
 def open_catalog(paths: Paths, migrated: bool = False) -> "Catalog":
-    """Open an installation's catalog; `migrated` creates it, or brings it to the newest schema, before.
+    """Open an installation's catalog; `migrated` creates it or migrates it to the newest schema first.
 
     Raises what `Catalog` raises, and with `migrated` what `migrate` does.
     """
@@ -123,10 +123,10 @@ def open_catalog(paths: Paths, migrated: bool = False) -> "Catalog":
 
 
 class Catalog:
-    """One open catalog and its parts, each over the same database; a context manager that closes it.
+    """One open catalog and its parts, all over one database; a context manager that closes it.
 
     Thread-safe; open one in each process. Raises `NotFound` when there is no database at `url`, and
-    `ConfigError` when it is no catalog, or one of another schema.
+    `ConfigError` when it is not a catalog, or one of another schema.
     """
 
     def __init__(self, url: str):
@@ -134,25 +134,25 @@ class Catalog:
         self.label = access.label
         rows = RevisionRows(access)
         self.suggestions = suggestions = Suggestions(access)
-        # What is trained, and what came of it.
+        # Bases, policies and revisions.
         self.bases = Bases(access)
         self.policies = Policies(access, suggestions)
         self.revisions = Revisions(access, rows, suggestions)
         self.batches = Batches(access, rows)
         self.listing = Listing(access, rows)
-        # Where the bytes lie and how they read.
+        # Their bytes in the store.
         self.places = Places(access, rows)
         self.layouts = Layouts(access)
         self.quarantine = Quarantine(access)
-        # What is served.
+        # Serving.
         self.routes = Routes(access)
         self.releases = Releases(access)
         self.tombstones = Tombstones(access)
         self.changes = Changes(access)
-        # How it ends.
+        # Retirement, expiry and removal.
         self.lifecycle = Lifecycle(access, rows)
         self.purges = Purges(access)
-        # Who may do what, and what the controller remembers.
+        # Access, and the controller's own state.
         self.keys = Keys(access)
         self.leases = Leases(access)
         self.switches = Switches(access)
@@ -167,22 +167,22 @@ class Catalog:
 
     @cached_property
     def id(self) -> str:
-        """The catalog's own id, by which a store knows whose it is."""
+        """Return the catalog's own id, by which a store names its owner."""
         with self._access.read() as connection:
             return str(connection.execute(select(tables.catalog.c.id)).scalar_one())
 
     @property
     def is_file(self) -> bool:
-        """Say whether a query takes no network, and so little time."""
+        """Say whether the database is a local file, so that a query takes no network."""
         return self._access.is_sqlite
 
     def read_ahead(self) -> None:
-        """Have revisions in memory before they are asked for, where the database is a file."""
+        """Load the revisions into the page cache, where the database is a file."""
         if self.is_file:
             read_ahead(self.label)
 
     def shorten_log(self) -> None:
-        """Put the log into the database, where it is a file that nobody is busy with."""
+        """Checkpoint and truncate the write-ahead log, where the database is a file."""
         if self.is_file:
             shorten_log(self.label)
 

@@ -1,6 +1,6 @@
-"""The feed of what has changed of what gateways route by: routes, tombstones, releases, revisions, keys.
+"""The change feed that gateways follow: routes, tombstones, releases, revisions, keys.
 
-Every write of such a thing notes in its own transaction whose policy it was.
+Every write to one of these records the policy's name in its own transaction.
 """
 
 import time
@@ -11,27 +11,27 @@ from engine.catalog import tables
 from engine.catalog.access import Access
 from engine.errors import ServiceError
 
-# Changes kept for gateways; one that is further behind reads everything again.
+# Changes kept; a gateway that is further behind reads everything again.
 CHANGES = 10_000
 POLL_S = 0.2
 
 
 class Changes:
-    """The catalog's changes, as gateways follow them; `catalog.changes`."""
+    """The catalog's change feed; `catalog.changes`."""
 
     def __init__(self, access: Access):
         self._access = access
         self._watch = access.watch
-        # When `version` last asked a server, and what it answered.
+        # When `version` last queried a server, and the answer.
         self._looked: tuple[float, int] | None = None
-        # When it last did not answer, and why.
+        # When such a query last failed, and the error.
         self._failed: tuple[float, str] | None = None
 
     def version(self) -> int:
         """Return a number that changes when another connection changes what gateways route by.
 
-        Every request may ask: on SQLite that costs microseconds, and it changes with every commit; a
-        Postgres server is asked five times a second. For one thread at a time.
+        Cheap enough for every request: SQLite takes microseconds, and its number changes with every commit; a
+        Postgres server is queried five times a second. For one thread at a time.
         """
         if self._watch:
             return self._access.data_version(self._watch)
@@ -43,21 +43,21 @@ class Changes:
                 with self._access.read(self._access.single) as connection:
                     newest = connection.execute(select(func.max(tables.changes.c.id))).scalar()
             except ServiceError as error:
-                # Or each request would wait again for a server that is down.
+                # Otherwise each request would wait for a server that is down.
                 self._failed = time.monotonic(), str(error)
                 raise
             self._looked, self._failed = (now, int(newest or 0)), None
         return self._looked[1]
 
     def age(self) -> float:
-        """Return how many seconds ago the catalog itself said what `version` last returned."""
+        """Return how old the answer that `version` last returned is, in seconds; 0 in SQLite."""
         return 0.0 if self._looked is None else time.monotonic() - self._looked[0]
 
     def since(self, seen: int) -> tuple[int, set[str | None] | None]:
-        """Return the newest change's number, and of which policies something changed after the one `seen`.
+        """Return the newest change's number, and the policies changed after the number `seen`.
 
-        That is what gateways route by: routes, stones, releases, revisions that are gone. A name of
-        None: the keys. None for the names: more changes than are kept, so anything may have.
+        A name of None stands for the keys. None in place of the names: more changes than are kept, so that
+        any policy may have changed.
         """
         table = tables.changes.c
         with self._access.read(self._access.moment) as connection:
@@ -71,7 +71,7 @@ class Changes:
 
 
 def tell(connection: Connection, *policies: str | None) -> None:
-    """Note in a write transaction that what gateways know of policies has changed; None: the keys."""
+    """Record in a write transaction that these policies have changed; None stands for the keys."""
     changes = tables.changes
     connection.execute(changes.insert(), [{"policy": policy} for policy in policies])
     newest = select(func.max(changes.c.id)).scalar_subquery()

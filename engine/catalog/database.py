@@ -1,8 +1,4 @@
-"""The databases of a catalog, SQLite or Postgres: their addresses, and how a connection must be set up.
-
-Knows what SQLite's file and log need. Knows none of the catalog's rows, but that `revisions` is large and by
-which index it is asked.
-"""
+"""The databases of a catalog, SQLite or Postgres: URLs, connection settings, and care of SQLite's file."""
 
 import sqlite3
 from contextlib import closing, suppress
@@ -17,8 +13,8 @@ from engine.errors import ConfigError
 
 BUSY_TIMEOUT_MS = 15_000
 STATEMENT_TIMEOUT_MS = 120_000
-# With a Postgres server that says nothing: seconds until a connection has failed (2 is the least),
-# milliseconds until bytes that it does not acknowledge have, and seconds of silence until it is asked.
+# For a Postgres server that does not answer: seconds until connecting fails (2 is the least), milliseconds
+# until unacknowledged bytes fail, and seconds of silence before a keepalive.
 PATIENCE = {
     "connect_timeout": 2,
     "tcp_user_timeout": 5000,
@@ -27,29 +23,29 @@ PATIENCE = {
     "keepalives_count": 3,
 }
 CACHE_KIB = 64 << 10
-# Random digests touch a page each: the log is copied into the database in larger parts than by default.
-# While 10^6 rows come it grows to some 150 MB, 2% of the bytes of so many small adapters.
+# Random digests touch a page each, so checkpoints are larger than by default. During 10^6 inserts the log
+# grows to some 150 MB, 2% of the bytes of so many small adapters.
 CHECKPOINT_PAGES = 16_000
-# For how long others may keep it from being shortened.
+# Seconds to wait for others before the log is left as it is.
 LOG_S = 0.2
 # The advisory lock that makes writers of one Postgres database take turns, as SQLite's do.
 WRITE_LOCK = 0x67726166
 
 
 def database(url: str) -> URL:
-    """Return a catalog's address; `ConfigError` when it names neither SQLite nor Postgres."""
+    """Parse a catalog's URL; `ConfigError` when it names neither SQLite nor Postgres."""
     try:
         address = make_url(url)
     except ArgumentError:
         raise ConfigError(
-            f"{url!r} is no address of a catalog. It is sqlite:///FILE or postgresql://USER@HOST/NAME."
+            f"{url!r} is not a catalog's URL. Write sqlite:///FILE or postgresql://USER@HOST/NAME."
         ) from None
     backend = address.get_backend_name()
     if backend == "postgresql":
         return address.set(drivername="postgresql+psycopg")
     if backend != "sqlite" or not address.database:
         raise ConfigError(
-            "The catalog's address must be sqlite:///FILE or postgresql://USER@HOST/NAME, "
+            "The catalog's URL must be sqlite:///FILE or postgresql://USER@HOST/NAME, "
             f"not {address.render_as_string()}."
         )
     return address
@@ -62,10 +58,10 @@ def sqlite_path(url: str) -> Path | None:
 
 
 def open_engine(url: str) -> Engine:
-    """Return an engine whose transactions begin when SQLAlchemy's do, and wait for a lock 15 s at most.
+    """Return an engine whose transactions begin when SQLAlchemy's do and wait for a lock at most 15 s.
 
-    Writers take their lock at once (SQLite: BEGIN IMMEDIATE; Postgres: an advisory lock): two of them
-    queue up instead of failing when both try to upgrade a read lock. A commit is on disk.
+    Writers take their lock at once (SQLite: BEGIN IMMEDIATE; Postgres: an advisory lock), so that two of them
+    queue up instead of failing when both upgrade a read lock. A commit is durable.
     """
     address = database(url)
     return _open_sqlite(address) if address.get_backend_name() == "sqlite" else _open_postgres(address)
@@ -95,7 +91,7 @@ def _open_sqlite(address: URL) -> Engine:
 def _open_postgres(address: URL) -> Engine:
     limits = f"-c lock_timeout={BUSY_TIMEOUT_MS} -c statement_timeout={STATEMENT_TIMEOUT_MS}"
     try:
-        # Asked before each use, for one way to the server and back: when that was restarted all of them are
+        # Ping before each use, for one round trip: after a restart of the server all pooled connections are
         # dead, and each would fail a request.
         engine = create_engine(address, pool_pre_ping=True, connect_args={**PATIENCE, "options": limits})
         from engine.catalog.postgres_timeouts import TimeoutConnection
@@ -117,24 +113,25 @@ def _open_postgres(address: URL) -> Engine:
 
 
 def read_ahead(path: str) -> None:
-    """Have the revisions of a SQLite file in the page cache: a page from the disk takes 0.2 ms.
+    """Read the revisions of a SQLite file into the page cache: a page from the disk takes 0.2 ms.
 
-    Through SQLite, since closing the file in any other way would end SQLite's locks of this process.
+    Through SQLite, since closing the file in any other way releases the locks that SQLite holds in this
+    process.
     """
     with suppress(sqlite3.Error), closing(sqlite3.connect(path, timeout=LOG_S)) as connection:
         connection.execute("SELECT count(*) FROM revisions NOT INDEXED").fetchone()
-        # Without a condition SQLite would count another index.
+        # Without a condition SQLite would scan another index.
         index = "INDEXED BY revisions_key WHERE digest >= x''"
         connection.execute(f"SELECT count(*) FROM revisions {index}").fetchone()
 
 
 def shorten_log(path: str) -> None:
-    """Copy a SQLite log into its database and give its bytes back, unless somebody is busy with it."""
-    # What was committed stays so: whoever cannot shorten it leaves it for the next.
+    """Checkpoint a SQLite log and truncate it, unless another process is using it."""
+    # Commits are safe either way: on failure the log is left for the next call.
     with (
         suppress(sqlite3.Error),
         closing(sqlite3.connect(path, timeout=LOG_S, isolation_level=None)) as connection,
     ):
-        # The first holds nobody up, and leaves little for the second, for which writers wait.
+        # PASSIVE blocks nobody, and leaves little for TRUNCATE, which blocks writers.
         for way in ("PASSIVE", "TRUNCATE"):
             connection.execute(f"PRAGMA wal_checkpoint({way})").fetchone()

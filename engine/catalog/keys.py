@@ -37,7 +37,7 @@ class Keys:
     def ensure_local(self, path: Path) -> str:
         """Return the installation's own admin key, kept in `path` for its owner only.
 
-        A key that was revoked, or belongs to a catalog that is gone, is replaced.
+        A key that was revoked, or belongs to another catalog, is replaced.
         """
         if path.is_file():
             plaintext = path.read_text().strip()
@@ -54,13 +54,16 @@ class Keys:
         return self._access.all(Key, select(tables.keys).order_by(tables.keys.c.created_at))
 
     def find(self, plaintext: str) -> Key | None:
-        """Return the key in force with this plaintext."""
+        """Return the key in force with this plaintext; None when there is none."""
         table = tables.keys.c
         query = select(tables.keys).where(table.hash == hash_key(plaintext), table.revoked_at.is_(None))
         return self._access.one(Key, query)
 
     def revoke(self, prefix: str) -> Key:
-        """Revoke the one key whose hash begins with `prefix` (or whose plaintext it is)."""
+        """Revoke the one key whose hash starts with `prefix`, or whose plaintext it is.
+
+        Raises `NotFound` when there is none, `Conflict` when there are several.
+        """
         wanted = hash_key(prefix) if prefix.startswith("gw-") else prefix
         found = [key for key in self.all() if key.hash.startswith(wanted) and key.revoked_at is None]
         if not found:
@@ -76,4 +79,5 @@ class Keys:
 
 
 def hash_key(plaintext: str) -> str:
+    """Return the sha256 of a key's plaintext, in hex."""
     return hashlib.sha256(plaintext.encode()).hexdigest()

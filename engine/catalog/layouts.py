@@ -1,4 +1,4 @@
-"""Layouts: the shared headers of packed bytes, by the sha256 of their body."""
+"""Layouts: the headers that packed adapters share, by the sha256 of their body."""
 
 from hashlib import sha256
 
@@ -16,19 +16,19 @@ class Layouts:
         self._access = access
 
     def add(self, digest: str, body: str) -> None:
-        """Add a layout by the sha256 of its body; a body that the disk has damaged is whole again."""
+        """Add a layout by the sha256 of its body; a damaged body is replaced."""
         with self._access.write() as connection:
             row = self._access.insert(tables.layouts).values(digest=digest, body=body)
             connection.execute(row.on_conflict_do_update(index_elements=["digest"], set_={"body": body}))
 
     def get(self, digest: str) -> str:
-        """Return a layout's body. Raises `AdapterError` when it is not what its digest says."""
+        """Return a layout's body; `NotFound` when there is none, `AdapterError` when it fails its digest."""
         query = select(tables.layouts.c.body).where(tables.layouts.c.digest == digest)
         with self._access.read() as connection:
             body: str | None = connection.execute(query).scalar()
         if body is None:
             raise NotFound(f"There is no layout {digest[:12]} in the catalog.")
-        # Whole bytes under another layout would be other weights.
+        # Whole bytes read by another layout would be other weights.
         if sha256(body.encode()).hexdigest() != digest:
             raise AdapterError(f"The layout {digest[:12]} is damaged. Export the revision again.")
         return body

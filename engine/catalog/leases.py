@@ -1,4 +1,4 @@
-"""Leases: who may do what only one process does at a time, and until when."""
+"""Leases: named locks with an expiry, for work that one process does at a time."""
 
 import time
 
@@ -8,7 +8,8 @@ from engine.catalog import tables
 from engine.catalog.access import Access
 from engine.catalog.records import Lease
 
-# How far the clocks of machines may be apart that share a catalog, and leases longer than the asker's.
+# How far the clocks of machines that share a catalog may differ, and how much longer than the caller's lease
+# another may last.
 SKEW_S = 600.0
 
 
@@ -19,11 +20,11 @@ class Leases:
         self._access = access
 
     def acquire(self, name: str, holder: str, ttl_s: float) -> int | None:
-        """Take the lease if it is free, expired or ours; return its fence, which only grows."""
+        """Take the lease if it is free, expired or ours; return its fencing token (it only grows) or None."""
         with self._access.write() as connection:
             now = time.time()
             row = connection.execute(select(tables.leases).where(tables.leases.c.name == name)).one_or_none()
-            # One that ends later than any could that was taken now is of a clock that was put back since.
+            # A lease that ends later than one taken now could end was taken before the clock was set back.
             if row and now < row.until <= now + ttl_s + SKEW_S and row.holder != holder:
                 return None
             lease = Lease(name, holder, now + ttl_s, row.fence + 1 if row else 1)
@@ -31,7 +32,7 @@ class Leases:
         return lease.fence
 
     def renew(self, name: str, holder: str, fence: int, ttl_s: float) -> bool:
-        """Prolong a lease; False when another holder has taken it since."""
+        """Extend a lease; False when another holder has taken it since."""
         table = tables.leases.c
         change = update(tables.leases).values(until=time.time() + ttl_s)
         mine = (table.name == name) & (table.holder == holder) & (table.fence == fence)
@@ -39,12 +40,12 @@ class Leases:
             return connection.execute(change.where(mine)).rowcount == 1
 
     def release(self, name: str, holder: str) -> None:
-        """Give a lease up; nothing happens when another holds it."""
+        """Release a lease; does nothing when another holds it."""
         table = tables.leases.c
         free = update(tables.leases).values(until=0.0)
         with self._access.write() as connection:
             connection.execute(free.where(table.name == name, table.holder == holder))
 
     def find(self, name: str) -> Lease | None:
-        """Return a lease, expired or not; None when nobody ever took it."""
+        """Return a lease, expired or not; None when it was never taken."""
         return self._access.one(Lease, select(tables.leases).where(tables.leases.c.name == name))

@@ -1,7 +1,4 @@
-"""The end of revisions: retirement and expiry.
-
-Knows what protects a row: a route, a release, a tombstone in force. Knows nothing of files.
-"""
+"""Retirement and expiry of revisions. Routes, releases and tombstones in force protect a row."""
 
 import time
 from collections.abc import Sequence
@@ -18,34 +15,34 @@ from engine.catalog.revision_rows import RevisionRows, key_of, table
 from engine.catalog.row_codec import COLUMNS
 from engine.errors import Conflict, NotFound
 
-# Revisions that expire at once, and rows of one write transaction: others wait for it.
+# Revisions that one call expires, and rows of one write transaction, for which other writers wait.
 CHUNK = 10_000
 EXPIRE_CHUNK = 1_000
-# Columns of a route and of a release that name a revision, and which releases and tombstones are in force.
+# Columns of a route and of a release that name a revision; conditions for those in force.
 ROUTED = ("champion", "previous", "canary")
 RELEASED = ("revision", "baseline")
 RUNNING, BURIED = tables.releases.c.state == "running", tables.tombstones.c.lifted_at.is_(None)
 
 
 class Lifecycle:
-    """The catalog's changes to what a revision may still do; `catalog.lifecycle`."""
+    """The catalog's retirement and expiry of revisions; `catalog.lifecycle`."""
 
     def __init__(self, access: Access, rows: RevisionRows):
         self._access = access
         self._rows = rows
 
     def retire(self, policy: str, digest: str, by: str, reason: str) -> Revision:
-        """Serve a revision to nobody but scoring from now on; keeps the first reason.
+        """Stop serving a revision, except for scoring; the first reason stays.
 
-        Raises `Conflict` while a route or a running release names it.
+        Raises `Conflict` while a route or a running release names it, `NotFound` when there is none.
         """
         with self._access.write() as connection:
             named = _named(connection, tables.routes, ROUTED, {policy})
             named |= _named(connection, tables.releases, RELEASED, {policy}, RUNNING)
             if (policy, digest) in named:
                 raise Conflict(
-                    f"Revision {digest[:12]} of {policy!r} is routed or in a running release. Put another "
-                    "one in its place first (`graftwork restore`)."
+                    f"Revision {digest[:12]} of {policy!r} is routed or in a running release. Route another "
+                    "revision first (`graftwork restore`)."
                 )
             values = {"retired_at": time.time(), "retired_by": by, "retired_reason": reason}
             change = update(tables.revisions).where(*key_of(policy, digest), table.retired_at.is_(None))
@@ -54,7 +51,7 @@ class Lifecycle:
         return self._found(policy, digest)
 
     def unretire(self, policy: str, digest: str, by: str, reason: str) -> Revision:
-        """Let a retired revision be served again; its row keeps who did it, and why."""
+        """Allow a retired revision to be served again; its row keeps who did it, and why."""
         with self._access.write() as connection:
             values: dict[str, Any] = {"retired_at": None, "retired_by": by, "retired_reason": reason}
             change = update(tables.revisions).where(*key_of(policy, digest), table.retired_at.is_not(None))
@@ -63,13 +60,13 @@ class Lifecycle:
         return self._found(policy, digest)
 
     def set_expiry(self, policy: str, digest: str, expires_at: float | None) -> None:
-        """Let a revision expire at a time (epoch seconds), or never."""
+        """Set when a revision expires (epoch seconds); None: never."""
         self._rows.change(policy, digest, expires_at=expires_at)
 
     def expire(self, now: float, limit: int = CHUNK) -> list[Revision]:
-        """Remove and return at most `limit` revisions that have expired and that nothing names.
+        """Remove and return at most `limit` revisions that expired before `now` and that nothing names.
 
-        What names one is a route, a release, running or not, or a tombstone in force.
+        A route, a release (running or ended) or a tombstone in force names a revision.
         """
         key = (table.expires_at, table.digest, table.policy)
         after: tuple[Any, ...] | None = None
@@ -94,7 +91,7 @@ class Lifecycle:
             removed = []
             for row in rows:
                 if (row.policy, row.digest) not in named:
-                    # Its time may have been set anew since it was read.
+                    # Its expiry may have been changed since it was read.
                     gone = delete(tables.revisions).where(
                         *key_of(row.policy, row.digest), table.expires_at < now
                     )
@@ -115,7 +112,7 @@ class Lifecycle:
 def _named(
     connection: Connection, rows: Table, columns: Sequence[str], policies: set[str], *which: Any
 ) -> set[tuple[str, str]]:
-    """Return the revisions (policy, digest) that these columns name, in the rows of which `which` holds."""
+    """Return the revisions (policy, digest) that these columns name in the rows that match `which`."""
     query = select(rows.c.policy, *(rows.c[name] for name in columns)).distinct()
     found = connection.execute(query.where(rows.c.policy.in_(policies), *which))
     return {(row.policy, digest) for row in found for digest in row[1:] if digest}

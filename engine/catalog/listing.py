@@ -1,6 +1,6 @@
-"""Queries of people who look: what was exported, what was trained from what, whose digest begins so.
+"""Queries for people: exported revisions, their lineage, search by digest prefix.
 
-All of them are bounded or counted in the database: a catalog may hold a million revisions.
+All are bounded or counted in the database: a catalog may hold a million revisions.
 """
 
 from sqlalchemy import func, select
@@ -12,7 +12,7 @@ from engine.catalog.row_codec import COLUMNS, blob, prefix_range
 
 
 class Listing:
-    """The catalog's revisions as people look for them; `catalog.listing`."""
+    """The catalog's queries for people; `catalog.listing`."""
 
     def __init__(self, access: Access, rows: RevisionRows):
         self._access = access
@@ -34,7 +34,7 @@ class Listing:
             return int(connection.execute(query).scalar_one())
 
     def starting_with(self, digest_prefix: str, limit: int) -> list[Revision]:
-        """Return revisions of any policy whose digest begins so."""
+        """Return revisions of any policy whose digest starts with this prefix."""
         between = prefix_range(digest_prefix)
         if between is None:
             return []
@@ -42,7 +42,7 @@ class Listing:
         return self._rows.select(query.order_by(table.digest, table.policy).limit(limit))
 
     def parents(self, policy: str, digest: str, limit: int = 100) -> list[Revision]:
-        """Return the known revisions that this one was trained from, its parent first."""
+        """Return a revision's known ancestors, its parent first."""
         found: list[Revision] = []
         row = self._rows.find(policy, digest)
         while row and row.parent and len(found) < limit:
@@ -51,7 +51,7 @@ class Listing:
         return found
 
     def children(self, policy: str, digest: str, limit: int = 100) -> list[Revision]:
-        """Return the exported revisions that were trained from this one, oldest first."""
+        """Return the exported revisions trained from this one, oldest first."""
         query = select(*COLUMNS).where(
             table.parent == blob(digest), table.policy == policy, table.state == EXPORTED
         )

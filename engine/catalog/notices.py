@@ -1,7 +1,4 @@
-"""Notices that people or automations want to hear of, kept until they are sent.
-
-Knows rows only; `engine/controller/notifications.py` knows what they mean.
-"""
+"""Notices for people and automations, kept until `engine/controller/notifications.py` has delivered them."""
 
 import time
 
@@ -19,25 +16,25 @@ class Notices:
         self._access = access
 
     def add(self, notice: Notice) -> bool:
-        """Keep a notice until it is sent; return whether it is new."""
+        """Store a notice until it is sent; return whether it is new."""
         row = self._access.new(tables.notices, notice)
         with self._access.write() as connection:
             return bool(connection.execute(row).rowcount)
 
     def page(self, limit: int = 100, unsent: bool = False) -> list[Notice]:
-        """Return notices, newest first; with `unsent`, those that wait, oldest first."""
+        """Return notices, newest first; with `unsent` only those not sent yet, oldest first."""
         table = tables.notices.c
         query = select(tables.notices).order_by(table.at.asc() if unsent else table.at.desc()).limit(limit)
         return self._access.all(Notice, query.where(table.sent_at.is_(None)) if unsent else query)
 
     def newest(self, name: str) -> Notice | None:
-        """Return the newest notice of this name."""
+        """Return the newest notice of this name; None when there is none."""
         table = tables.notices.c
         query = select(tables.notices).where(table.name == name).order_by(table.at.desc()).limit(1)
         return self._access.one(Notice, query)
 
     def mark_sent(self, ids: list[str]) -> None:
-        """Note that these notices have been taken by whoever delivers them."""
+        """Mark notices as delivered."""
         change = update(tables.notices).where(tables.notices.c.id.in_(ids)).values(sent_at=time.time())
         with self._access.write() as connection:
             connection.execute(change)

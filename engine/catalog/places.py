@@ -14,7 +14,7 @@ from engine.catalog.revision_rows import RevisionRows, key_of, table
 from engine.catalog.row_codec import DIGEST_BYTES, PLACE, blobs, cut
 from engine.store.segments import Location, room
 
-# Digests as a relation, from one value.
+# Digests as a relation, from one parameter.
 SQLITE_DIGESTS = f"""
     WITH RECURSIVE numbers (number) AS (
         SELECT 0 UNION ALL
@@ -22,9 +22,9 @@ SQLITE_DIGESTS = f"""
     )
     SELECT {cut("digests", "number")} FROM numbers"""
 POSTGRES_DIGESTS = "SELECT unnest(%(digests)s::bytea[])"
-# Digests of one query: of those whose places are looked up, and of those whose rows follow a move.
+# Digests of one query: in a lookup of places, and in a move.
 NAMES, MOVES = 1024, 10_000
-# What of a row changes when its bytes move as they are.
+# Columns that change when bytes move unchanged.
 MOVED = ("segment", "offset", "length", "checksum")
 
 
@@ -40,7 +40,7 @@ class Places:
             WHERE digest IN ({digests})"""
 
     def find(self, digests: Sequence[str]) -> dict[str, Location]:
-        """Return where bytes of these digests lie already, whatever their policy; no quarantined ones."""
+        """Return where bytes of these digests already lie, under any policy, except quarantined ones."""
         stones = tables.quarantine.c
         with self._access.read() as connection:
             values = {"digests": blobs(digests, self._access.is_sqlite)}
@@ -60,7 +60,7 @@ class Places:
         }
 
     def bytes_by_segment(self, page: int = 10_000) -> dict[str, int]:
-        """Return how much room of each segment rows take; what several rows share counts once."""
+        """Return the bytes of each segment that rows use, padding included; shared bytes count once."""
         columns = (table.digest, table.policy, table.segment, table.offset, table.length)
         query = select(*columns).order_by(table.digest, table.policy).limit(page)
         used: dict[int, int] = defaultdict(int)
@@ -78,18 +78,18 @@ class Places:
         return {segments[id]: size for id, size in used.items()}
 
     def replace(self, revision: Revision) -> Revision:
-        """Let a known revision's row name the whole bytes that this one names; it leaves quarantine.
+        """Point a known revision's row at the whole bytes of this one, and end its quarantine.
 
-        Return the row, or this one when the catalog does not know it.
+        Return the row, or this one when the catalog does not have it.
         """
         self.replace_many([revision])
         return self._rows.find(revision.policy, revision.digest) or revision
 
     def move(self, moves: Sequence[tuple[Location, Location]], digests: Sequence[str] | None = None) -> int:
-        """Let every row that names the first place of a move name the second, in one transaction.
+        """Point every row at the first place of a move to the second, in one transaction.
 
-        `digests` (one for each move: whose bytes they are) spares reading the whole table. Returns
-        how many rows have changed.
+        `digests`, one for each move, says whose bytes they are, which saves a scan of the table. Return how
+        many rows changed.
         """
         ids = self._rows.intern(place.segment for move in moves for place in move)
         targets = {(ids[old.segment], old.offset): new for old, new in moves}
@@ -112,9 +112,9 @@ class Places:
         return len(changes)
 
     def replace_many(self, revisions: Sequence[Revision]) -> int:
-        """Let the rows of known revisions name the whole bytes that these name, all in one transaction.
+        """Point known rows at the whole bytes of these and end their quarantine, in one transaction.
 
-        They leave quarantine. Returns how many there were; one that is gone meanwhile stays so.
+        Return how many rows there were; a deleted one stays deleted.
         """
         ids = self._rows.intern(word for row in revisions for word in (row.layout, row.segment))
         changes = [
@@ -130,10 +130,10 @@ class Places:
         return placed
 
     def unused_segments(self, segments: Collection[str]) -> set[str]:
-        """Return those of these segments that no row names, now or later.
+        """Return which of these segments no row names, now or later.
 
-        The caller claims them, so that nobody appends to them; and who shares bytes in one needs a row
-        that names it. Reads the whole table once, and keeps no writer waiting meanwhile.
+        The caller holds their claims, so that nobody appends to them; and bytes can only be shared through a
+        row that names them. Scans the table once, without blocking writers.
         """
         self._settle()
         ids = self._rows.intern(segments)
@@ -143,10 +143,10 @@ class Places:
         return {segment for segment, id in ids.items() if id not in used}
 
     def _settle(self) -> None:
-        """Wait for commits under way; have SQLite forget one that a kill cut short.
+        """Wait for commits under way; make SQLite discard one that a kill cut short.
 
-        Its frames may be whole in the write-ahead log though no reader sees them yet; once the log is
-        recovered they would name bytes that are gone. A commit of our own takes their place in the log.
+        Its frames may be whole in the write-ahead log though no reader sees them yet. Recovery of the log
+        would bring them back, naming bytes that are gone. A commit of our own overwrites them.
         """
         with self._access.write() as connection:
             if self._access.is_sqlite:
@@ -155,13 +155,13 @@ class Places:
 
 
 def _placing(names: Collection[str]) -> Update:
-    """Return an update of these columns of the row with the key `key`, `of`, to `new_` and their names."""
+    """Return an update of these columns, to `new_COLUMN`, of the row with the key (`key`, `of`)."""
     mine = (table.digest == bindparam("key")) & (table.policy == bindparam("of"))
     return update(tables.revisions).where(mine).values({name: bindparam(f"new_{name}") for name in names})
 
 
 def _placed(digest: bytes, policy: str, segment: int, at: Location | Revision) -> dict[str, Any]:
-    """Return what `_placing` takes of a row whose bytes lie there, in the segment with this id."""
+    """Return the parameters of `_placing` for a row whose bytes lie at `at`, in the segment with this id."""
     return {
         "key": digest,
         "of": policy,

@@ -1,4 +1,4 @@
-"""Policies: named lines of training, each on one base and of one owner. One is made with an empty route."""
+"""Policies: named lines of training, each with one base and one owner. A new one gets an empty route."""
 
 import secrets
 import time
@@ -29,13 +29,13 @@ class Policies:
     def add(self, policy: Policy, again: bool = False) -> None:
         """Add a policy with an empty route, or update the config of one that we own.
 
-        Raises `Conflict` when another owner or another base holds the name, or when the name was
-        purged and is not taken `again` on purpose.
+        Raises `Conflict` when the name has another owner or another base, or when it was purged and `again`
+        is not set.
         """
         self.add_many([policy], again)
 
     def add_many(self, policies: Iterable[Policy], again: bool = False) -> None:
-        """Do as `add` for many, 1,000 a transaction; when one is refused, those before are there."""
+        """Add policies as `add` does, 1,000 a transaction; a refusal keeps the transactions before it."""
         given = iter(policies)
         while some := list(islice(given, POLICIES)):
             with self._access.write() as connection:
@@ -82,7 +82,7 @@ class Policies:
         return self._access.all(Policy, query)
 
     def owners(self, names: Sequence[str]) -> dict[str, tuple[str, str]]:
-        """Return owner and base of those of these policies that are there."""
+        """Return (owner, base) of those of these policies that exist."""
         table = tables.policies.c
         query = select(table.name, table.owner, table.base)
         found: dict[str, tuple[str, str]] = {}
@@ -99,12 +99,12 @@ class Policies:
 
 
 def taken(name: str, known: tuple[str, str], wanted: tuple[str, str]) -> str | None:
-    """Say why a policy of one (owner, base) is no policy of another, or None."""
+    """Return why a policy of one (owner, base) cannot be used as one of another; None when it can."""
     if known[0] != wanted[0]:
         return f"Policy {name!r} belongs to {known[0]!r}; choose another name."
     if known[1] != wanted[1]:
         return (
-            f"Policy {name!r} is a line of training on base {known[1][:12]}, not on {wanted[1][:12]}; choose "
+            f"Policy {name!r} is trained on base {known[1][:12]}, not on base {wanted[1][:12]}; choose "
             "another name or another state_dir."
         )
     return None

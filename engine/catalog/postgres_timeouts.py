@@ -1,7 +1,7 @@
-"""A connection to Postgres on which nobody waits without a limit, also when the server stands still.
+"""A Postgres connection whose every wait has a limit, also when the server process hangs.
 
-The server's own limits end what it computes too long, and the kernel's end what nobody acknowledges. Neither
-helps with a server that stands still: its kernel goes on to acknowledge whatever is sent.
+The server's timeouts end long statements, and the kernel's end connections that are not acknowledged. Neither
+covers a hung server process: its kernel goes on acknowledging.
 """
 
 import asyncio
@@ -12,15 +12,15 @@ from typing import Any
 import psycopg
 from psycopg.pq import TransactionStatus
 
-# On a loop, which all streams of a gateway run on, and elsewhere: longer than the server's own limit.
+# Limits on an event loop, which all streams of a gateway share, and in threads: longer than the server's own.
 LOOP_S, THREAD_S = 2.0, 125.0
 
 
 class TimeoutConnection(psycopg.Connection[Any]):
-    """Fails, and is of no more use, when the server does not answer in time."""
+    """A connection that fails and closes when the server does not answer in time."""
 
     def wait(self, gen: Any, interval: float = 0.1, timeout: float | None = None) -> Any:
-        """Return what the generator of an operation returns; `OperationalError` when it takes too long."""
+        """Wait for an operation's generator; return its result, or raise `OperationalError` at the limit."""
         limit_s = min(_timeout_s(), math.inf if timeout is None else timeout)
         began = time.monotonic()
         try:
@@ -29,7 +29,7 @@ class TimeoutConnection(psycopg.Connection[Any]):
             is_late = time.monotonic() - began >= limit_s
             if not is_late or self.pgconn.transaction_status != TransactionStatus.ACTIVE:
                 raise
-            # What it still says would be taken for an answer to the next question.
+            # A late answer would be taken for that of the next query.
             self.pgconn.finish()
             raise psycopg.OperationalError(f"the server said nothing for {limit_s:g} s") from None
 

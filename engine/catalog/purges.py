@@ -1,4 +1,4 @@
-"""Purges: the removal of every row of a policy, and the marks on the names of those that were removed."""
+"""Purges: the removal of every row of a policy, and the mark on its name."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -10,11 +10,11 @@ from engine.catalog.access import Access
 from engine.catalog.changes import tell
 from engine.errors import Conflict, Purged
 
-# Rows of one write transaction: others wait for it.
+# Rows of one write transaction, for which other writers wait.
 CHUNK = 10_000
 # Names of one query.
 NAMES = 1024
-# Of what a purge removes last, what gateways read.
+# Of the tables cleared last, those that gateways read.
 TOLD = frozenset({"releases", "tombstones"})
 
 
@@ -25,7 +25,7 @@ class Purges:
         self._access = access
 
     def mark(self, policy: str, by: str, now: float) -> dict[str, int]:
-        """Mark a policy's name as purged and take policy and route away; return rows removed by table.
+        """Mark a policy's name as purged and remove policy and route; return rows removed by table.
 
         From then on nothing of it is served, and nothing new is published.
         """
@@ -35,7 +35,7 @@ class Purges:
             for name, column in (("policies", "name"), ("routes", "policy")):
                 removed[name] = _delete(connection, name, column, policy)
             stone = self._access.insert(tables.purged).values(mark)
-            # Of a name that was taken again the last purge counts; of one that is only purged, the first.
+            # A name that was used again keeps its last purge; one that is only purged keeps the first.
             if removed["policies"]:
                 stone = stone.on_conflict_do_update(index_elements=["policy"], set_=mark)
             else:
@@ -47,8 +47,8 @@ class Purges:
     def run(self, policy: str, by: str, now: float) -> dict[str, int]:
         """Remove every row of a policy and mark its name as purged; return rows removed by table.
 
-        Going on after a crash is safe: the mark comes first, so that nothing new is published, and
-        tombstones go last, so that nothing buried is served meanwhile.
+        Safe to repeat after a crash: the mark comes first, so that nothing new is published, and tombstones
+        go last, so that no rolled-back revision is served meanwhile.
         """
         removed = self.mark(policy, by, now) | {"revisions": 0}
         while rows := self._remove_revisions(policy):
@@ -68,7 +68,7 @@ class Purges:
         return dict(row._mapping) if row else None
 
     def gone(self, policies: Collection[str]) -> set[str]:
-        """Return which of these names were purged and are no policy's again."""
+        """Return which of these names were purged and not used again."""
         names, there = list(policies), select(tables.policies.c.name)
         marks = tables.purged.c
         found: set[str] = set()
@@ -94,7 +94,7 @@ class Purges:
 
 
 def refuse_purged(connection: Connection, policies: Collection[str]) -> None:
-    """Raise `Purged` when some of these policies are."""
+    """Raise `Purged` when some of these policies were purged and not created again."""
     gone, known = tables.purged.c, tables.policies.c
     if connection.execute(select(gone.policy).limit(1)).first() is None:
         return
@@ -115,8 +115,8 @@ def refuse_purged_names(connection: Connection, names: Sequence[str]) -> None:
     gone = connection.execute(select(tables.purged).where(marks.policy.in_(names)).limit(1)).one_or_none()
     if gone:
         raise Conflict(
-            f"The name {gone.policy!r} was purged by {gone.by!r}. Choose another name, or take it again on "
-            "purpose."
+            f"The name {gone.policy!r} was purged by {gone.by!r}. Choose another name, or allow its reuse "
+            "explicitly."
         )
 
 

@@ -1,4 +1,4 @@
-"""Quarantine: revisions that nobody loads, since their bytes are not what their checksum says."""
+"""Quarantine: revisions that are not loaded because their bytes fail their checksum."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ CHUNK = 1024
 
 
 class Quarantine:
-    """The catalog's revisions in quarantine; `catalog.quarantine`."""
+    """The catalog's quarantine; `catalog.quarantine`."""
 
     def __init__(self, access: Access):
         self._access = access
@@ -22,9 +22,9 @@ class Quarantine:
         self._find_reason = f"SELECT reason FROM quarantine WHERE policy = {mark} AND digest = {mark}"
 
     def add(self, policy: str, digest: str, reason: str) -> None:
-        """Keep a revision from being served: its bytes are damaged. The first reason stays.
+        """Keep a revision with damaged bytes from being loaded; the first reason stays.
 
-        Gateways are told, and let it go where they have it already.
+        Gateways learn of it by the change feed and drop the copies that they have.
         """
         row = {"policy": policy, "digest": digest, "reason": reason, "at": time.time()}
         with self._access.write() as connection:
@@ -47,14 +47,23 @@ class Quarantine:
             between = query.where(stones.digest.between(min(digests), max(digests)))
             return {(policy, digest) for policy, digest in connection.execute(between)}
 
+    def newest(self, limit: int) -> list[tuple[str, str, str]]:
+        """Return at most `limit` quarantined revisions (policy, digest, reason), newest first."""
+        stones = tables.quarantine.c
+        query = select(stones.policy, stones.digest, stones.reason).order_by(stones.at.desc(), stones.digest)
+        with self._access.read() as connection:
+            return [
+                (policy, digest, reason) for policy, digest, reason in connection.execute(query.limit(limit))
+            ]
+
     def release(self, policy: str, digest: str) -> None:
-        """End a revision's quarantine, if it is in it."""
+        """End a revision's quarantine, if it is quarantined."""
         with self._access.write() as connection:
             lift_quarantine(connection, [(policy, digest)])
 
 
 def lift_quarantine(connection: Connection, revisions: Iterable[tuple[str, str]]) -> None:
-    """End the quarantine of those of these revisions (policy, digest) that are in it."""
+    """End the quarantine of these revisions (policy, digest), where they are quarantined."""
     stones = tables.quarantine.c
     if connection.execute(select(stones.policy).limit(1)).first() is None:
         return

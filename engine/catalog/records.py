@@ -1,24 +1,24 @@
-"""The catalog's rows and tables.
+"""The catalog's rows: a frozen dataclass for each table, field for column, and their schema version.
 
-Knows one frozen dataclass and one table for each kind of row, field for column, and the schema
-version that they stand for. Knows no query. Times are seconds since the epoch; a digest of None is
-the base itself.
+Times are seconds since the epoch; a digest of None is the base itself.
 """
 
 from dataclasses import dataclass, field
 from typing import Any
 
 # The newest file of engine/catalog/migrations/versions.
-SCHEMA_VERSION = "0005"
-# What `Revision.state` may be; a row holds the index.
+SCHEMA_VERSION = "0006"
+# Values of `Revision.state`; a row holds the index.
 STATES = ("snapshot", "exported")
-# A release's verdicts, each with the state that it ends in; and back.
+# A release's verdicts, each with its final state; and the reverse.
 ENDS = {"promote": "promoted", "rollback": "rolled_back", "hold": "held"}
 VERDICTS = {state: verdict for verdict, state in ENDS.items()}
 
 
 @dataclass(frozen=True)
 class Base:
+    """A frozen model that policies are trained on; `path` is its directory."""
+
     digest: str
     name: str
     path: str
@@ -27,6 +27,8 @@ class Base:
 
 @dataclass(frozen=True)
 class Policy:
+    """A named line of training on one base; `config` holds its own settings."""
+
     name: str
     base: str
     config: dict[str, Any]
@@ -38,7 +40,7 @@ class Policy:
 class Revision:
     """One immutable adapter; (segment, offset, length) is where its packed bytes lie in the store.
 
-    `state` is `snapshot` (a single step, removed after `expires_at`) or `exported`. `probe` is the
+    `state` is `snapshot` (of a single step, removed after `expires_at`) or `exported`. `probe` is the
     result of the effect probe, None until it has run.
     """
 
@@ -66,7 +68,7 @@ class Revision:
 
 @dataclass(frozen=True)
 class Route:
-    """What a policy's bare name means now. `weight` is the share of units on the canary."""
+    """The revisions that a policy's bare name is served by. `weight` is the canary's share of units."""
 
     policy: str
     champion: str | None = None
@@ -85,7 +87,8 @@ class Release:
     `step` is `probe`, `score`, `approval`, `canary` or `done`; `state` is `running`, `promoted`,
     `rolled_back` or `held`. `skip_gates` maps a gate to {"by", "reason"}; `settings` is a `ReleaseConfig`;
     `approval` is who ended it, if a person did; `evidence` is what its verdict was based on;
-    `approved` is {"by", "reason", "at"} once a person has let it go to users.
+    `approved` is {"by", "reason", "at"} once a person has approved it for users. `canary_version` is the
+    route's version at the canary's start.
     """
 
     id: str
@@ -105,13 +108,14 @@ class Release:
     skip_gates: dict[str, dict[str, str]] = field(default_factory=dict)
     evidence: dict[str, Any] = field(default_factory=dict)
     approved: dict[str, Any] | None = None
+    canary_version: int | None = None
 
 
 @dataclass(frozen=True)
 class AliasNote:
-    """What the controller last wrote or accepted for an alias in MLflow; a version of None: no alias.
+    """What the controller last wrote or accepted for an MLflow alias; a `version` of None: no alias.
 
-    An alias in the registry that differs from its note is a person's move.
+    An alias in the registry that differs from its note was moved by a person.
     """
 
     policy: str
@@ -123,10 +127,10 @@ class AliasNote:
 
 @dataclass(frozen=True)
 class Notice:
-    """Something that people or automations want to hear of, kept until it is sent.
+    """A notice for people and automations, kept until it is sent.
 
-    `name` is `graftwork.release.promoted` and the like; `id` follows from what happened, so that
-    saying it twice is harmless. `sent_at` is None until Prefect's server has taken it.
+    `name` is `graftwork.release.promoted` and the like; `id` is derived from the event, so that adding it
+    twice is harmless. `sent_at` is None until Prefect's server has accepted it.
     """
 
     id: str
@@ -141,7 +145,7 @@ class Notice:
 
 @dataclass(frozen=True)
 class Tombstone:
-    """A revision that nobody is served, stronger than any alias, until a named person lifts it."""
+    """A rolled-back revision: not served, whatever route or alias say, until a named person lifts it."""
 
     policy: str
     digest: str
@@ -155,6 +159,8 @@ class Tombstone:
 
 @dataclass(frozen=True)
 class Lease:
+    """A named lock, held until a time; `fence` grows with each acquisition (a fencing token)."""
+
     name: str
     holder: str
     until: float

@@ -1,6 +1,6 @@
-"""Releases: attempts to make a revision the champion. At most one of a policy runs.
+"""Releases: attempts to make a revision the champion, at most one running per policy.
 
-They change by compare-and-swap. Does not know what a release decides.
+They change by compare-and-swap.
 """
 
 import time
@@ -26,8 +26,8 @@ class Releases:
     def add(self, release: Release) -> None:
         """Start a release.
 
-        Raises `Conflict` when another one of its policy runs or its revision is retired, and `NotFound`
-        when the catalog does not have its revision.
+        Raises `Conflict` when another release of its policy is running or its revision is retired, and
+        `NotFound` when the catalog does not have its revision.
         """
         try:
             with self._access.write() as connection:

@@ -1,4 +1,4 @@
-"""Rows of `revisions` in one open catalog: read as revisions, and their long words turned into short ids."""
+"""Rows of `revisions` in one open catalog: reading them, and interning their long strings as short ids."""
 
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -12,17 +12,17 @@ from engine.catalog.row_codec import BASE, COLUMNS, LAYOUT, OWNER, SEGMENT, blob
 from engine.errors import NotFound
 
 SNAPSHOT, EXPORTED = (STATES.index(state) for state in ("snapshot", "exported"))
-# Words kept in memory; owners may be many.
+# Interned strings kept in memory; there may be many owners.
 WORDS = 200_000
-# Words of one query: a statement has a limit.
+# Strings in one query: a statement has a limit of parameters.
 CHUNK = 1000
 table = tables.revisions.c
-# Of one time, the row that came last is the newest.
+# Among rows of the same time the last inserted is the newest.
 NEWEST_FIRST = table.created_at.desc(), table.id.desc()
 
 
 class RevisionRows:
-    """How the parts that know revisions read their rows. It remembers words: their ids never change."""
+    """Reads rows of `revisions` for the catalog's parts; caches interned strings, whose ids never change."""
 
     def __init__(self, access: Access):
         self._access = access
@@ -36,7 +36,7 @@ class RevisionRows:
         return self.decode(rows)
 
     def find(self, policy: str, digest: str) -> Revision | None:
-        """Return the revision with this whole digest."""
+        """Return the revision with this whole digest; None when there is none."""
         rows = self.select(select(*COLUMNS).where(*key_of(policy, digest)))
         return rows[0] if rows else None
 
@@ -54,7 +54,7 @@ class RevisionRows:
         return [decode(row, words) for row in rows]
 
     def intern(self, wanted: Iterable[str]) -> dict[str, int]:
-        """Return the ids of words, adding those that are new. Not within a write transaction."""
+        """Return the ids of strings, adding new ones. Not within a write transaction."""
         words, known, table = set(wanted), self._ids, tables.names
         ids = {word: known[word] for word in words if word in known}
         missing = [word for word in words if word not in ids]
@@ -67,7 +67,7 @@ class RevisionRows:
         return ids
 
     def words(self, ids: Collection[int]) -> dict[int, str]:
-        """Return the words of ids."""
+        """Return the strings of ids."""
         known, table = self._names, tables.names
         words = {id: known[id] for id in ids if id in known}
         if len(words) < len(ids):
@@ -87,12 +87,12 @@ class RevisionRows:
 
 
 def key_of(policy: str, digest: str) -> tuple[Any, Any]:
-    """Return the two conditions that a revision's row alone fulfils."""
+    """Return the two conditions that select a revision's row."""
     return table.digest == blob(digest), table.policy == policy
 
 
 def _named(connection: Connection, column: Column[Any], wanted: Sequence[Any]) -> list[Any]:
-    """Return the rows of `names` with one of these ids, or words."""
+    """Return the rows of `names` with one of these values in a column."""
     query = select(tables.names)
     chunks = (wanted[at : at + CHUNK] for at in range(0, len(wanted), CHUNK))
     return [row for chunk in chunks for row in connection.execute(query.where(column.in_(chunk)))]

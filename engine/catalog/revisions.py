@@ -1,7 +1,7 @@
-"""Revisions: published in batches, found by digest prefix, walked page by page.
+"""Revisions: published in batches, found by digest prefix, listed page by page.
 
-A revision's row is the commit point of its bytes. Every walk is in pages by key, so that no caller
-holds a million rows.
+A revision's row is the commit point of its bytes. Lists are paged by key, so that no caller holds a million
+rows.
 """
 
 from collections.abc import Collection, Sequence
@@ -21,7 +21,7 @@ from engine.catalog.suggestions import Suggestions
 from engine.errors import Moved
 from engine.settings.params import POLICY_NAME, served_name
 
-# Up to so few digits a policy's own index is read, since many digests begin so.
+# Up to so few digits a policy's own index is read: too many digests share the prefix.
 SHORT_PREFIX = 3
 CANDIDATES = 10
 LAST_ID = (1 << 31) - 1
@@ -38,17 +38,17 @@ class Revisions:
         values = ", ".join([mark] * len(COLUMNS))
         self._add = f"INSERT INTO revisions ({names}) VALUES ({values}) ON CONFLICT DO NOTHING"
         find = f"SELECT {names} FROM revisions WHERE digest >= {mark} AND digest <= {mark}"
-        # With the expression no index on policies can be taken, so it is the range of the key.
+        # The expression rules out the index on policies, so that SQL uses the range of the key.
         self._find_by_prefix = f"{find} AND policy || '' = {mark} LIMIT {CANDIDATES + 1}"
         self._find_short = f"{find} AND policy = {mark} LIMIT {CANDIDATES + 1}"
 
     def add_many(self, rows: Sequence[Revision], shared: Collection[str] = ()) -> list[bool]:
         """Publish revisions, whose bytes are in the store, in one transaction; return which are new.
 
-        A known snapshot that comes again as `exported` is one from now on and expires when that one does; as
-        a snapshot it expires at the later of the two times. `shared` holds the digests whose bytes were not
+        A known snapshot that is published again as `exported` becomes exported and takes the new expiry; as a
+        snapshot it expires at the later of the two times. `shared` holds the digests whose bytes were not
         appended but found by `Places.find`. Raises `Moved` when no row names such a place any more, and
-        `Purged` for purged policies: nothing is written.
+        `Purged` for purged policies; then nothing is written.
         """
         ids = self._rows.intern(word for row in rows for word in words(row))
         values = [encode(row, ids) for row in rows]
@@ -58,23 +58,30 @@ class Revisions:
                 if row.digest in shared and not _is_named(connection, value):
                     raise moved(row.policy, row.digest)
             is_new = [connection.exec_driver_sql(self._add, value).rowcount == 1 for value in values]
-            # What was said of the bytes of a row that is gone says nothing of this one's.
+            # A quarantine left by a deleted row says nothing about these bytes.
             lift_quarantine(connection, [(row.policy, row.digest) for row in compress(rows, is_new)])
             publish_again(connection, [row for row, new in zip(rows, is_new, strict=True) if not new])
         return is_new
 
     def get(self, policy: str, digest_prefix: str) -> Revision:
-        """Return the one revision whose digest begins so.
+        """Return the one revision whose digest starts with this prefix.
 
-        Raises `NotFound` with the nearest names, or `Ambiguous` with the candidates when several do.
+        Raises `NotFound` with the nearest names, or `Ambiguous` with the candidates when there are several.
         """
+        found = self.match(policy, digest_prefix)
+        if found is None:
+            raise self._suggestions.missing(policy, digest_prefix)
+        return found
+
+    def match(self, policy: str, digest_prefix: str) -> Revision | None:
+        """Return what `get` does, or None where that would look for the nearest names, for milliseconds."""
         between = prefix_range(digest_prefix)
         if between is None or not POLICY_NAME.fullmatch(policy):
-            raise self._suggestions.missing(policy, digest_prefix)
+            return None
         query = self._find_by_prefix if len(digest_prefix) > SHORT_PREFIX else self._find_short
         rows = self._access.quick(query, (*between, policy))
         if not rows:
-            raise self._suggestions.missing(policy, digest_prefix)
+            return None
         found = self._rows.decode(rows)
         if len(found) > 1:
             raise self._suggestions.ambiguous(
@@ -83,7 +90,7 @@ class Revisions:
         return found[0]
 
     def find(self, policy: str, digest: str) -> Revision | None:
-        """Return the revision with this whole digest."""
+        """Return the revision with this whole digest; None when there is none."""
         return self._rows.find(policy, digest)
 
     def page(
@@ -96,11 +103,11 @@ class Revisions:
     ) -> list[Revision]:
         """Return a page of revisions, newest first; `after` is the last one of the page before.
 
-        `retired` takes those in that are; `owner` leaves all others' out.
+        `retired` includes retired ones; `owner` leaves out those of others.
         """
         query = select(*COLUMNS).where(table.policy == policy)
         if after is not None:
-            # A row that is gone by now: those of its time come again rather than not at all.
+            # If that row was deleted, rows of its time are repeated rather than skipped.
             place = select(table.id).where(*key_of(policy, after.digest)).scalar_subquery()
             last = tuple_(literal(after.created_at), func.coalesce(place, LAST_ID))
             query = query.where(tuple_(table.created_at, table.id) < last)
@@ -122,19 +129,19 @@ class Revisions:
         return self._rows.select(query)
 
     def set_probe(self, policy: str, digest: str, result: dict[str, Any]) -> None:
-        """Note the result of a revision's effect probe; `NotFound` when there is no such revision."""
+        """Record the result of a revision's effect probe; `NotFound` when there is no such revision."""
         self._rows.change(policy, digest, probe=result)
 
 
 def moved(policy: str, digest: str) -> Moved:
+    """Return the error for a revision whose shared bytes have moved."""
     return Moved(
-        f"The bytes that {served_name(policy, digest)} was to share lie elsewhere now. "
-        "Look them up and register again."
+        f"The bytes that {served_name(policy, digest)} was to share have moved. Register the revision again."
     )
 
 
 def _is_named(connection: Connection, value: Sequence[Any]) -> bool:
-    """Say whether a row names the bytes that this one names."""
+    """Say whether any row names the same bytes as this one."""
     _, digest, *_ = value
     segment, offset = value[SEGMENT : SEGMENT + 2]
     there = table.digest == digest, table.segment == segment, table.offset == offset
@@ -142,7 +149,7 @@ def _is_named(connection: Connection, value: Sequence[Any]) -> bool:
 
 
 def publish_again(connection: Connection, rows: Sequence[Revision]) -> None:
-    """Let known snapshots that come again expire later, or be exported."""
+    """Update known snapshots that are published again: extend their expiry, or export them."""
     snapshots = update(tables.revisions).where(
         table.digest == bindparam("key"), table.policy == bindparam("of"), table.state == SNAPSHOT
     )

@@ -1,4 +1,4 @@
-"""Routes: what a policy's bare name means now. They change by compare-and-swap."""
+"""Routes: the revisions that a policy's bare name is served by. They change by compare-and-swap."""
 
 import time
 from collections.abc import Collection, Sequence
@@ -10,7 +10,7 @@ from engine.catalog.access import Access
 from engine.catalog.changes import tell
 from engine.catalog.records import Route
 from engine.catalog.row_codec import blob
-from engine.catalog.tombstones import refuse_buried
+from engine.catalog.tombstones import refuse_tombstoned
 from engine.errors import Conflict, NotFound
 
 # Names for one query.
@@ -33,20 +33,20 @@ class Routes:
     def page(self, after: str = "", limit: int = 1000, changed: bool = False) -> list[Route]:
         """Return a page of routes by policy; `after` is the last policy of the page before.
 
-        `changed` leaves out those that are still as their policy was made with.
+        `changed` leaves out those that were never updated since their policy was added.
         """
         table = tables.routes.c
         query = select(tables.routes).where(table.policy > after).order_by(table.policy).limit(limit)
         return self._access.all(Route, query.where(table.version > 0) if changed else query)
 
     def latest(self, limit: int) -> list[Route]:
-        """Return the routes that changed last, newest first."""
+        """Return the most recently changed routes, newest first."""
         routes = tables.routes.c
         query = select(tables.routes).order_by(routes.updated_at.desc(), routes.policy).limit(limit)
         return self._access.all(Route, query)
 
     def among(self, policies: Collection[str]) -> set[str]:
-        """Return which of these names have a route here."""
+        """Return which of these policies have a route."""
         table, names, found = tables.routes.c, list(policies), set[str]()
         with self._access.read() as connection:
             for at in range(0, len(names), CHUNK):
@@ -55,7 +55,7 @@ class Routes:
         return found
 
     def first_policies(self, limit: int) -> list[str]:
-        """Return the names of so many policies, in their order."""
+        """Return the names of the first policies, in order of names."""
         table = tables.routes.c
         with self._access.read() as connection:
             found = connection.execute(select(table.policy).order_by(table.policy).limit(limit))
@@ -65,15 +65,16 @@ class Routes:
         """Replace a route that still has `expected_version`; return it with its new version.
 
         Raises `Conflict` when it has changed since, or names a tombstoned or retired champion or canary,
-        and `NotFound` when it names one anew that the catalog does not have.
+        and `NotFound` when it newly names one that the catalog does not have.
         """
         table = tables.routes.c
         values = vars(route) | {"version": expected_version + 1, "updated_at": time.time()}
         change = update(tables.routes).where(table.policy == route.policy, table.version == expected_version)
         with self._access.write() as connection:
-            refuse_buried(connection, route.policy, [route.champion, route.canary])
+            refuse_tombstoned(connection, route.policy, [route.champion, route.canary])
             refuse_retired(connection, route.policy, [route.champion, route.canary])
-            # What is routed already may stay, or a bad canary could not be taken away beside it.
+            # A revision that is routed already may stay, or a missing champion would block removing a bad
+            # canary.
             known = connection.execute(
                 select(table.champion, table.canary).where(table.policy == route.policy)
             ).first()
@@ -85,7 +86,7 @@ class Routes:
 
 
 def refuse_missing(connection: Connection, policy: str, digests: Collection[str | None]) -> None:
-    """Raise `NotFound` when the catalog has no row of one of these revisions, as when it has expired."""
+    """Raise `NotFound` when one of these revisions has no row, for instance because it expired."""
     table = tables.revisions.c
     for digest in digests:
         row = select(table.digest).where(table.digest == blob(digest or ""), table.policy == policy)
@@ -104,5 +105,5 @@ def refuse_retired(connection: Connection, policy: str, digests: Sequence[str | 
     if retired:
         raise Conflict(
             f"Revision {retired.digest.hex()[:12]} of {policy!r} is retired: {retired.retired_reason} "
-            "Take it back first (`graftwork adapters unretire`)."
+            "Unretire it first (`graftwork adapters unretire`)."
         )

@@ -1,7 +1,7 @@
-"""How a revision is written in a row, and a row read as a revision.
+"""Encoding of a revision as a row, and back.
 
-Rows are short: digests and checksums are bytes, words that many rows share are ids of the table
-`names`. Callers of the catalog never see that. Knows no connection.
+Rows are short: digests and checksums are bytes, strings that many rows share are ids of the table `names`.
+Callers of the catalog never see that.
 """
 
 import json
@@ -14,7 +14,7 @@ from engine.catalog import tables
 from engine.catalog.records import STATES, Revision
 from engine.errors import AdapterError
 
-# What a revision's row says of its bytes; everything else of a revision is part of what it is.
+# Columns that say where and how a revision's bytes lie; the others describe the revision itself.
 PLACE = ("layout", "segment", "offset", "length", "checksum")
 # A row's values in the order of the fields of `Revision`.
 COLUMNS = tuple(tables.revisions.c[field.name] for field in fields(Revision))
@@ -27,14 +27,14 @@ HEX = re.compile(r"[0-9a-f]*")
 
 
 def blob(digest: str) -> bytes | None:
-    """Return a digest's bytes; None when it is no digest, so that no row can have it."""
+    """Return a digest's bytes; None when it is not hex, so that it matches no row."""
     if HEX.fullmatch(digest) and len(digest) % 2 == 0:
         return bytes.fromhex(digest)
     return None
 
 
 def prefix_range(prefix: str) -> tuple[bytes, bytes] | None:
-    """Return the first and the last digest that can begin so; None when no digest begins so."""
+    """Return the first and the last digest with this prefix; None when no digest can have it."""
     if not HEX.fullmatch(prefix) or len(prefix) > 2 * DIGEST_BYTES:
         return None
     first = prefix if len(prefix) % 2 == 0 else prefix + "0"
@@ -42,26 +42,26 @@ def prefix_range(prefix: str) -> tuple[bytes, bytes] | None:
 
 
 def blobs(digests: Sequence[str | None], is_sqlite: bool) -> bytes | list[bytes | None]:
-    """Return a column of digests as one parameter of a statement; in SQLite that is one value, see `cut`."""
+    """Return a column of digests as one parameter of a statement; in SQLite one blob, see `cut`."""
     if is_sqlite:
         return bytes.fromhex("".join([digest or NO_DIGEST for digest in digests]))
     return [bytes.fromhex(digest) if digest else None for digest in digests]
 
 
 def cut(column: str, number: str) -> str:
-    """Return the SQL that cuts one digest out of the parameter that holds a column of them."""
+    """Return the SQL that cuts digest `number` out of a parameter made by `blobs`."""
     return f"substr(:{column}, {DIGEST_BYTES} * {number} + 1, {DIGEST_BYTES})"
 
 
 def words(row: Revision) -> tuple[str, str, str, str]:
-    """Return what of a revision is an id of `names` in its row."""
+    """Return the strings of a revision that its row holds as ids of `names`."""
     return row.base, row.layout, row.segment, row.owner
 
 
 def encode(row: Revision, ids: Mapping[str, int]) -> tuple[Any, ...]:
-    """Return a row's values in the order of `COLUMNS`; `ids` holds at least its words.
+    """Return a row's values in the order of `COLUMNS`; `ids` maps at least its `words`.
 
-    Raises `AdapterError` when digest, parent or checksum are no sha256 in hexadecimal digits.
+    Raises `AdapterError` when digest, parent or checksum is not hex, or the state is unknown.
     """
     try:
         return (

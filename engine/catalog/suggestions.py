@@ -1,4 +1,4 @@
-"""What a name that names nothing, or too much, may have meant. Bounded reads: anybody may misspell."""
+"""Suggestions for malformed, unknown or ambiguous names. Reads are bounded: anybody may misspell."""
 
 import difflib
 import re
@@ -13,23 +13,23 @@ from engine.errors import Ambiguous, NotFound
 from engine.settings.params import DIGEST12, served_name
 
 NEAREST = 5
-# Digits, or letters, that are compared at least; rows that are read at most.
+# Digits that a similar digest shares, letters of a name to start with, rows read at most.
 COMMON_DIGITS = 3
 COMMON_LETTERS = 8
 NEIGHBOURS = 1000
-# Names that are compared letter by letter, up to 80 us each: a gateway's loop waits for it.
+# Names compared letter by letter, up to 80 us each: a gateway's event loop waits for it.
 ALIKE = 24
 NEWEST = 100
 
 
 class Suggestions:
-    """The catalog's answers to names that it cannot resolve; `catalog.suggestions`."""
+    """The catalog's suggestions for names that it cannot resolve; `catalog.suggestions`."""
 
     def __init__(self, access: Access):
         self._access = access
 
     def missing(self, policy: str, digest_prefix: str) -> NotFound:
-        """Return the error for a revision that is not there: it carries up to 5 names that are near."""
+        """Return the error for an unknown revision, with up to 5 similar names."""
         digests = self._nearest_digests(policy, digest_prefix)
         nearest = [served_name(policy, digest) for digest in digests]
         if not nearest and self._knows(policy):
@@ -39,7 +39,7 @@ class Suggestions:
         return NotFound(f"{what} Nearest: {', '.join(near)}." if near else what, near)
 
     def ambiguous(self, policy: str, digest_prefix: str, digests: Sequence[str]) -> Ambiguous:
-        """Return the error for a prefix of several digests: it names them, with digits enough to differ."""
+        """Return the error for a prefix of several digests: it lists them, with enough digits to differ."""
         digits = DIGEST12
         while len({digest[:digits] for digest in digests}) < len(digests):
             digits += 1
@@ -51,7 +51,7 @@ class Suggestions:
         )
 
     def policies(self, name: str) -> list[str]:
-        """Return up to 5 policies whose names are like this one, the most alike first."""
+        """Return up to 5 policies with names similar to this one, the closest first."""
         table = tables.policies.c
         name = re.sub(r"[^a-z0-9-]", "", name.lower())[:63]
         with self._access.read() as connection:
@@ -59,7 +59,7 @@ class Suggestions:
                 start = name[:letters]
                 # "~" sorts after every character of a name.
                 alike = select(table.name).where(table.name >= start, table.name < start + "~")
-                # Its neighbours in order share the most letters with it.
+                # Neighbours in sorted order share the longest prefixes.
                 after = alike.where(table.name >= name).order_by(table.name)
                 before = alike.where(table.name < name).order_by(table.name.desc())
                 sides = (connection.execute(side.limit(ALIKE // 2)).scalars() for side in (after, before))

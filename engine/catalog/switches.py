@@ -1,4 +1,4 @@
-"""Switches: what people turn on and off for the whole installation, as `freeze`."""
+"""Switches that people turn on and off for the whole installation, such as `freeze`."""
 
 from sqlalchemy import select
 
@@ -13,7 +13,7 @@ class Switches:
         self._access = access
 
     def is_on(self, name: str) -> bool:
-        """Say whether a switch is on; one that nobody ever set is off."""
+        """Say whether a switch is on; one that was never set is off."""
         query = select(tables.switches.c.on).where(tables.switches.c.name == name)
         with self._access.read() as connection:
             return bool(connection.execute(query).scalar())

@@ -1,7 +1,4 @@
-"""The catalog's tables.
-
-Knows columns and indexes only; `row_codec.py` turns rows of `revisions` into dataclasses and back.
-"""
+"""The catalog's tables and indexes; `row_codec.py` turns rows of `revisions` into dataclasses and back."""
 
 from sqlalchemy import (
     JSON,
@@ -24,11 +21,11 @@ metadata = MetaData()
 
 
 def partial_index(name: str, *columns: str, where: str, unique: bool = False) -> Index:
-    """Return an index over the rows for which `where` holds, in both dialects."""
+    """Return an index over the rows that match `where`, for both dialects."""
     return Index(name, *columns, unique=unique, sqlite_where=text(where), postgresql_where=text(where))
 
 
-# One row: which catalog this is, whatever its address.
+# One row: the catalog's id, independent of its URL.
 catalog = Table("catalog", metadata, Column("id", String, primary_key=True))
 
 bases = Table(
@@ -57,8 +54,8 @@ layouts = Table(
     Column("body", Text, nullable=False),
 )
 
-# Long words that many revisions share, once: digests of bases and layouts, segments, owners.
-# Rows are only ever added, so that every process may keep what it has read.
+# Interned strings that many revisions share: digests of bases and layouts, segments, owners.
+# Rows are only ever added, so that every process may cache them.
 names = Table(
     "names",
     metadata,
@@ -67,8 +64,8 @@ names = Table(
 )
 
 # Digests and checksums are 32 bytes; base, layout, segment and owner are ids of `names`; state is an
-# index of `STATES`. Rows lie in the order in which they came: digests are random, and a row in their
-# order would change a page of its own. Only one narrow index is in that order, the key of a revision.
+# index of `STATES`. Rows lie in insertion order: digests are random, so that in their order each new row
+# would change a page of its own. Only one narrow index is in that order, the key of a revision.
 revisions = Table(
     "revisions",
     metadata,
@@ -99,7 +96,7 @@ revisions = Table(
     partial_index("revisions_children", "parent", "policy", where="parent IS NOT NULL"),
 )
 
-# Revisions whose bytes are not what their checksum says; nobody loads them until whole bytes are there.
+# Revisions whose bytes fail their checksum; they are not loaded until whole bytes are there.
 quarantine = Table(
     "quarantine",
     metadata,
@@ -109,7 +106,7 @@ quarantine = Table(
     Column("at", Float, nullable=False),
 )
 
-# Names of policies that were purged: what had them is gone for good.
+# Names of purged policies.
 purged = Table(
     "purged",
     metadata,
@@ -118,8 +115,8 @@ purged = Table(
     Column("at", Float, nullable=False),
 )
 
-# What changed of that which gateways route by, in the order of commits; the newest rows only. A
-# policy of None: the keys.
+# The change feed of gateways, in the order of commits; only the newest rows are kept. A policy of None stands
+# for the keys.
 changes = Table(
     "changes",
     metadata,
@@ -161,8 +158,9 @@ releases = Table(
     Column("skip_gates", JSON, nullable=False),
     Column("evidence", JSON, nullable=False),
     Column("approved", JSON(none_as_null=True)),
+    Column("canary_version", Integer),
     Index("releases_newest", "policy", "created_at"),
-    # The lock of a policy: at most one release of it runs.
+    # A lock: at most one release of a policy runs.
     partial_index("releases_running", "policy", where="state = 'running'", unique=True),
 )
 

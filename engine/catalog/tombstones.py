@@ -1,4 +1,4 @@
-"""Tombstones: revisions that nobody is served, stronger than any route, until a person lifts them."""
+"""Tombstones: revisions that are not served, whatever their route says, until a person lifts them."""
 
 import time
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class Tombstones:
         )
 
     def add(self, policy: str, digest: str, reason: str, by: str) -> Tombstone:
-        """Serve a revision to nobody from now on; keeps the first reason when it is buried already."""
+        """Stop serving a revision; the first reason stays when it already has a tombstone."""
         stone = Tombstone(policy, digest, reason, by, time.time())
         with self._access.write() as connection:
             if connection.execute(self._access.new(tables.tombstones, stone)).rowcount:
@@ -34,7 +34,7 @@ class Tombstones:
         return self.find(policy, digest) or stone
 
     def lift(self, policy: str, digest: str, by: str, reason: str) -> Tombstone:
-        """End a revision's tombstone, in a person's name; `NotFound` when there is none."""
+        """Lift a revision's tombstone, in a person's name; `NotFound` when there is none."""
         table = tables.tombstones.c
         values = {"lifted_by": by, "lifted_at": time.time(), "lifted_reason": reason}
         change = update(tables.tombstones).where(
@@ -62,13 +62,13 @@ def _in_force() -> Any:
     return select(*COLUMNS).where(tables.tombstones.c.lifted_at.is_(None))
 
 
-def refuse_buried(connection: Connection, policy: str, digests: Sequence[str | None]) -> None:
+def refuse_tombstoned(connection: Connection, policy: str, digests: Sequence[str | None]) -> None:
     """Raise `Conflict` when one of these revisions has a tombstone."""
     table = tables.tombstones.c
     query = _in_force().where(table.policy == policy, table.digest.in_(digests))
-    buried = connection.execute(query).first()
-    if buried:
+    stone = connection.execute(query).first()
+    if stone:
         raise Conflict(
-            f"Revision {buried.digest[:12]} of {policy!r} has a tombstone: {buried.reason} "
+            f"Revision {stone.digest[:12]} of {policy!r} has a tombstone: {stone.reason} "
             "Lift it first (`graftwork lift`)."
         )

@@ -1,1 +1,1 @@
-"""How services are asked over HTTP: one client a service, which raises each fault as the error it means."""
+"""HTTP clients, one for each service; they raise a service's errors as our own classes."""

@@ -1,6 +1,6 @@
-"""The controller's client: policies, releases, decisions of people, switches, the ledger's purge.
+"""The controller's HTTP client: policies, releases, decisions, switches and purges.
 
-Decides nothing. Every call may be repeated: a second one finds what the first has done.
+Every call is idempotent, so it is safe to retry.
 """
 
 import time
@@ -20,9 +20,9 @@ Row = dict[str, Any]
 
 
 class ControllerClient(ServiceClient):
-    """Ask the controller at `url`; what changes something needs an admin's `key`.
+    """Call the controller at `url`; calls that change something need a `key` of scope `admin`.
 
-    Raises `NotFound`, `Conflict`, `ConfigError` or `ServiceError` with the controller's own sentence.
+    Raises `NotFound`, `Conflict`, `ConfigError` or `ServiceError` with the controller's message.
     """
 
     def __init__(self, url: str, key: str = "", timeout_s: float = 10.0, patience_s: float = PATIENCE_S):
@@ -36,19 +36,19 @@ class ControllerClient(ServiceClient):
         skip_gates: dict[str, str] | None = None,
         by: str | None = None,
     ) -> Row:
-        """Start a release, or find the running one of the same revision; return its row.
+        """Start a release, or return the running one of the same revision; return its row.
 
-        `skip_gates` maps `score` or `canary` to the reason why it is skipped.
+        `skip_gates` maps a gate to skip (`score` or `canary`) to the reason.
         """
         given = {"settings": settings or {}, "skip_gates": skip_gates or {}}
         return self._post("/releases", policy=policy, digest=digest, by=by, **given)
 
     def release(self, release_id: str) -> Row:
-        """Return a release's row with the evidence so far."""
+        """Return a release's row and the evidence collected so far."""
         return dict(self._ask("GET", f"/releases/{release_id}"))
 
     def running_release(self, policy: str) -> Row:
-        """Return the policy's running release; `NotFound` when none runs."""
+        """Return the policy's running release. Raises `NotFound` when none is running."""
         for release in self._ask("GET", "/releases", params={"policy": policy}):
             if release["state"] == "running":
                 return dict(release)
@@ -57,9 +57,9 @@ class ControllerClient(ServiceClient):
     def wait_for_verdict(
         self, release_id: str, timeout_s: float, on_update: Callable[[Row], object] = lambda release: None
     ) -> Row:
-        """Return a release once it has ended; `on_update` gets its row at every look.
+        """Wait until a release has ended and return its row; `on_update` receives the row at every poll.
 
-        Raises `ServiceError` after `timeout_s`; the release then goes on by itself.
+        Raises `ServiceError` after `timeout_s`; the release itself continues.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -69,13 +69,16 @@ class ControllerClient(ServiceClient):
                 return release
             if time.monotonic() > deadline:
                 raise ServiceError(
-                    f"Release {release_id} has no verdict after {timeout_s:g} s; it goes on. "
-                    "Ask again, or put it on hold."
+                    f"Release {release_id} has no verdict after {timeout_s:g} s and is still running. "
+                    "Wait longer, or put it on hold."
                 )
             time.sleep(POLL_S)
 
     def wait_for_step(self, release_id: str, step: str, timeout_s: float) -> Row:
-        """Return a release once it is at `step`, past it, or has ended; `ServiceError` after `timeout_s`."""
+        """Wait until a release has reached `step` or has ended; return its row.
+
+        Raises `ServiceError` after `timeout_s`.
+        """
         reached = STEPS[STEPS.index(step) :]
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
@@ -84,19 +87,20 @@ class ControllerClient(ServiceClient):
                 return release
             time.sleep(POLL_S)
         raise ServiceError(
-            f"Release {release_id} has not reached {step!r} after {timeout_s:g} s; see the controller's log."
+            f"Release {release_id} has not reached step {step!r} after {timeout_s:g} s. "
+            "See the controller's log."
         )
 
     def approve(self, release_id: str, reason: str, by: str | None = None) -> Row:
-        """Let a release that waits for approval go to users; return its row."""
+        """Approve a release that waits for approval; return its row."""
         return self._post(f"/releases/{release_id}/approve", reason=reason, by=by)
 
     def hold(self, release_id: str, reason: str, by: str | None = None) -> Row:
-        """End a running release without a change of champion; return its row."""
+        """End a running release and keep the champion; return its row."""
         return self._post(f"/releases/{release_id}/hold", reason=reason, by=by)
 
     def hold_running(self, policy: str, reason: str, by: str | None = None) -> Row:
-        """End the policy's running release; `NotFound` when none runs."""
+        """End the policy's running release. Raises `NotFound` when none is running."""
         return self.hold(self.running_release(policy)["id"], reason, by)
 
     def promote(self, policy: str, digest: str, reason: str, by: str | None = None) -> Row:
@@ -104,44 +108,44 @@ class ControllerClient(ServiceClient):
         return self._post("/promote", policy=policy, digest=digest, reason=reason, by=by)
 
     def restore(self, policy: str, digest: str | None, reason: str, by: str | None = None) -> Row:
-        """Make an earlier revision (None: the route's previous one) champion again; return the route."""
+        """Make an earlier revision (None: the route's `previous`) the champion again; return the route."""
         return self._post("/restore", policy=policy, digest=digest, reason=reason, by=by)
 
     def rollback(self, policy: str, digest: str, reason: str, by: str | None = None) -> Row:
-        """Bury a revision by hand; return the tombstone."""
+        """Roll a revision back by hand: write the tombstone, then the route; return the tombstone."""
         return self._post("/rollback", policy=policy, digest=digest, reason=reason, by=by)
 
     def lift(self, policy: str, digest: str, reason: str, by: str | None = None) -> Row:
-        """End a revision's tombstone; return it."""
+        """Lift a revision's tombstone; return it."""
         return self._post("/lift", policy=policy, digest=digest, reason=reason, by=by)
 
     def freeze(self, reason: str, by: str | None = None) -> Row:
-        """Let no pointer move but rollbacks, until `thaw`."""
+        """Block promotions and canaries until `thaw`; rollbacks still work."""
         return self._post("/freeze", reason=reason, by=by)
 
     def thaw(self, reason: str, by: str | None = None) -> Row:
-        """Let pointers move again."""
+        """Allow promotions and canaries again."""
         return self._post("/thaw", reason=reason, by=by)
 
     def add_policy(self, name: str, base: str, config: Row, owner: str = "local") -> Row:
-        """Create a policy, or update the config of one of the same owner; return it with its route."""
+        """Create a policy, or update its config for the same owner; return it with its route."""
         return self._post("/policies", name=name, base=base, config=config, owner=owner)
 
     def record_probe(self, policy: str, digest: str, result: Row) -> None:
-        """Have the result of a revision's effect probe kept, and a refused revision buried."""
+        """Store the result of a revision's effect probe; a failed probe also writes a tombstone."""
         self._post("/probes", policy=policy, digest=digest, result=result)
 
     def purge(self, policy: str, place: str, by: str) -> dict[str, int]:
-        """Remove a policy from a place that has one writer; return how many rows of each table.
+        """Delete a policy's rows in `place`; return the number of deleted rows by table.
 
-        `place` is `name`, `catalog` or `ledger`.
+        `place` is `name`, `catalog` or `ledger`: the controller is the only writer of each.
         """
         return self._post("/purge", policy=policy, place=place, by=by)
 
     def alarms(self) -> list[str]:
-        """Return what the controller complains of; one that does not answer complains of nothing."""
+        """Return the controller's alarms; an empty list when it does not answer."""
         with suppress(httpx.HTTPError, ValueError, KeyError):
-            # One that stands still tells them with 503.
+            # A controller that has stalled answers 503, with its alarms in the body.
             return list(self._http.get("/health").json()["alarms"])
         return []
 

@@ -1,4 +1,4 @@
-"""The engine's client: log-probabilities, samples, where adapters are, and what the engine says of itself."""
+"""The engine's HTTP client: log-probabilities, rollouts, residency and the engine's marker."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ from engine.errors import ConfigError, NotFound, ServiceError, of_status
 
 
 class EngineClient(ServiceClient):
-    """Ask the engine at `url`; `purpose` (probe, score, rollout) lets a key ask beside users."""
+    """Call the engine at `url`; `purpose` (user, probe, score or rollout) is sent with every request."""
 
     def __init__(
         self, url: str, key: str = "", purpose: str = "user", timeout_s: float = 10.0, patience_s: float = 0.0
@@ -17,26 +17,26 @@ class EngineClient(ServiceClient):
         self._http.headers["x-graftwork-purpose"] = purpose
 
     def marker(self) -> dict[str, Any]:
-        """Return what our plugin in the engine says of itself: version, base, workers.
+        """Return the plugin's marker: versions, base, workers.
 
-        Raises `ServiceError` when the engine runs without it.
+        Raises `ServiceError` when the engine runs without our plugin.
         """
         try:
             return dict(self._ask("GET", "/graftwork/marker"))
         except NotFound:
             raise ServiceError(
-                "The engine runs without Graftwork's plugin; install the project with `pip install -e .`."
+                "The engine runs without Graftwork's plugin. Install the project with `pip install -e .`."
             ) from None
 
     def residency(self) -> dict[str, Any]:
-        """Return where adapters are: tiers, queue, each one's own; bytes and seconds."""
+        """Return tiers, load queue and each resident adapter; sizes in bytes, times in seconds."""
         return dict(self._ask("GET", "/graftwork/residency"))
 
     def logprobs(self, model: str, tokens: Sequence[int]) -> list[float]:
-        """Return the log-probability of each token id but the first under a model.
+        """Return the log-probability (nats) of each of T token ids but the first: T - 1 values.
 
-        Raises `AdapterError` with the engine's sentence when it refuses the adapter, `NotFound`, `Conflict`
-        or `Gone` when it serves no such model, and `ServiceError` when it is away.
+        Raises `AdapterError` with the engine's message when it refuses the adapter, `NotFound`, `Conflict`
+        or `Gone` when it does not serve the model, and `ServiceError` when it does not answer.
         """
         body = {"model": model, "prompt": [*tokens], "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
         found = self._ask("POST", "/v1/completions", json=body)["choices"][0]["prompt_logprobs"]
@@ -45,8 +45,8 @@ class EngineClient(ServiceClient):
     def rollouts(self, body: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
         """Return a group of samples for each of the body's prompts.
 
-        A full or absent engine is asked again for `patience_s`. Raises `NotFound` for an unknown model, and
-        `ConfigError` for what the engine refuses however often it is asked.
+        Retries for `patience_s` while the engine is full or down. Raises `NotFound` for an unknown model,
+        and `ConfigError` for any other 4xx answer.
         """
 
         def ask() -> list[list[dict[str, Any]]]:
@@ -60,7 +60,7 @@ class EngineClient(ServiceClient):
                 raise kind(f"The engine does not know {body['model']!r}: {said}")
             raise ConfigError(
                 f"The engine refused the rollouts of {body['model']!r} with {response.status_code}: {said} "
-                "Look at the policy's questions and sampling, and at engine.max_model_len."
+                "Check the policy's questions and sampling settings, and engine.max_model_len."
             )
 
         return self._patiently(ask, ServiceError)

@@ -1,4 +1,4 @@
-"""What the clients of our services share: the connection, the key, retries, and faults as our errors."""
+"""The base class of the services' HTTP clients: connection, key, retries, translation of errors."""
 
 import ssl
 from collections.abc import Callable
@@ -12,26 +12,27 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_e
 from engine.errors import GraftworkError, NotRunning, ServiceError, of_status
 
 Answer = TypeVar("Answer")
-# Characters of an answer that is no JSON of ours.
+# How many characters of an unexpected answer an error shows.
 SHOWN = 300
 
 
 @cache
 def certificates() -> ssl.SSLContext:
-    """Return those that every client trusts, read once: to read them takes longer than most requests."""
+    """Return the TLS context that all clients share: loading it takes longer than most requests."""
     return httpx.create_ssl_context()
 
 
 def connect(url: str, timeout_s: float = 5.0) -> httpx.Client:
-    """Return a client of the server at `url`; a proxy that the environment names is not asked."""
+    """Return an HTTP client for the server at `url`; it ignores proxy variables of the environment."""
     return httpx.Client(base_url=url, timeout=timeout_s, verify=certificates(), trust_env=False)
 
 
 class ServiceClient:
-    """Talk to the service `name` at `url`, as whoever holds `key`; a context manager, for any thread.
+    """Call the service `name` at `url` with `key`; a thread-safe context manager.
 
-    One that is away is asked again for up to `patience_s`. Then `NotRunning` when nothing listens there, and
-    `ServiceError` when it does not answer within `timeout_s`. What it refuses is raised as its status says.
+    Calls are retried for up to `patience_s` while the service is down. After that they raise `NotRunning`
+    when nothing listens there, and `ServiceError` when no answer comes within `timeout_s`. An error answer
+    raises the class of its HTTP status.
     """
 
     def __init__(self, name: str, url: str, key: str = "", timeout_s: float = 10.0, patience_s: float = 0.0):
@@ -47,20 +48,21 @@ class ServiceClient:
         self.close()
 
     def close(self) -> None:
+        """Close the connections."""
         self._http.close()
 
     def is_healthy(self, path: str = "/health") -> bool:
-        """Say whether it answers, and well; it is asked once."""
+        """Return whether the service answers 200 at `path`; without retries."""
         with suppress(httpx.TransportError):
             return self._http.get(path).status_code == 200
         return False
 
     def _ask(self, method: str, path: str, **given: Any) -> Any:
-        """Return the JSON of an answer."""
+        """Send a request, with retries; return the answer's JSON."""
         return self._patiently(lambda: self._told(self._http.request(method, path, **given)))
 
     def _patiently(self, call: Callable[[], Answer], *also: type[Exception]) -> Answer:
-        """Return what `call` does, called again while the service is away or the fault is one of `also`."""
+        """Return the result of `call`, retried for `patience_s` on transport errors and those in `also`."""
         again = Retrying(
             retry=retry_if_exception_type((httpx.TransportError, *also)),
             stop=stop_after_delay(self.patience_s),
@@ -72,8 +74,8 @@ class ServiceClient:
         except httpx.TransportError as error:
             kind = NotRunning if isinstance(error, httpx.ConnectError) else ServiceError
             raise kind(
-                f"The {self.name} at {self.url} does not answer ({error!r}). `graftwork status` shows "
-                "whether it is up, `graftwork up` starts it."
+                f"The {self.name} at {self.url} does not answer ({error!r}). Check it with "
+                "`graftwork status`; start it with `graftwork up`."
             ) from None
 
     def _told(self, response: httpx.Response) -> Any:
@@ -82,7 +84,7 @@ class ServiceClient:
         raise self._fault(response)
 
     def _fault(self, response: httpx.Response) -> GraftworkError:
-        """Return what an answer means that is none, in the service's own words if it has any."""
+        """Return the error for an unsuccessful answer, with the service's own message if it has one."""
         said = body_of(response).get("error")
         words = said.get("message") if isinstance(said, dict) else said
         otherwise = f"The {self.name} answered {response.status_code}: {response.text[:SHOWN]}"
@@ -90,6 +92,6 @@ class ServiceClient:
 
 
 def body_of(response: httpx.Response) -> dict[str, Any]:
-    """Return an answer's JSON; nothing when it is of another type."""
+    """Return an answer's JSON object; an empty one when the answer is not JSON."""
     is_json = response.headers.get("content-type", "").startswith("application/json")
     return dict(response.json()) if is_json else {}

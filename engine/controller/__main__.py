@@ -23,7 +23,7 @@ from engine.threads import PeriodicThread, background
 
 
 def bind(port: int) -> socket.socket:
-    """Return a listening-ready socket on 127.0.0.1; `PortInUse` names the port and its setting."""
+    """Return a socket bound to a port of 127.0.0.1; raises `PortInUse` when another process holds it."""
     server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -31,18 +31,18 @@ def bind(port: int) -> socket.socket:
     except OSError as error:
         server.close()
         raise PortInUse(
-            f"Port {port} is in use ({error.strerror}). Stop what listens there, "
-            "or set controller.port in params.yaml to another one."
+            f"Port {port} is in use ({error.strerror}). Stop the process that listens there, "
+            "or set controller.port in params.yaml to a free port."
         ) from None
     return server
 
 
 def serve(params: Params) -> None:
-    """Run the controller until SIGTERM or SIGINT; raises the fault that ended it, if one did."""
+    """Run the controller until SIGTERM or SIGINT; raises the error that stopped its loop, if any."""
     listener = bind(params.controller.port)
     migrate(params.paths.catalog_url)
-    # Not the process: after a kill its successor on this machine, which the ledger's lock has let
-    # in, need not wait for the lease to run out. The fence still shuts the old one out.
+    # The holder is not the process id: after a kill, the next controller of this state directory renews the
+    # lease at once. The ledger's lock and the lease's fence exclude the old process.
     controller = Controller(params, holder=f"{socket.gethostname()}:{params.paths.root}")
     controller.catalog.keys.ensure_local(params.paths.local_key)
     registry = Registry(connect(params.url("mlflow")))
@@ -59,7 +59,7 @@ def serve(params: Params) -> None:
         build_app(controller, mirror), log_level="warning", timeout_graceful_shutdown=1, lifespan="off"
     )
     server = uvicorn.Server(config)
-    # uvicorn raises the signal that stopped it once more; that must not cut our own ending short.
+    # uvicorn raises the signal that stopped it again; it must not interrupt the shutdown below.
     signal.signal(signal.SIGTERM, lambda *_: None)
     signal.signal(signal.SIGINT, lambda *_: None)
     for thread in beside:
@@ -79,6 +79,7 @@ def serve(params: Params) -> None:
 
 
 def main() -> int:
+    """Run the controller with the settings of `--params`; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m engine.controller", description=__doc__)
     parser.add_argument("--params", type=Path, default=Path("params.yaml"))
     arguments = parser.parse_args()

@@ -1,7 +1,7 @@
-"""What a release does next: a pure function of its row and the evidence.
+"""Decides a release's next action: a pure function of its row and the evidence.
 
-Knows the gates in their order: effect probe, offline score, approval, canary, promotion. A gate without
-evidence fails closed. Does not know how evidence is read or how an action is carried out.
+The gates in order: effect probe, offline score, approval, canary, promotion. A gate without evidence fails
+closed.
 """
 
 from dataclasses import asdict, dataclass
@@ -11,13 +11,13 @@ from engine.catalog.records import Release, Route
 from engine.settings.params import ReleaseConfig
 
 Kind = Literal["wait", "next_gate", "start_canary", "promote", "rollback", "hold"]
-# The effect probe is not among them: nobody may skip it.
+# Nobody may skip the effect probe.
 SKIPPABLE = ("score", "canary")
 
 
 @dataclass(frozen=True)
 class OfflineScore:
-    """Mean scores of revision and baseline on the `items` that both have answered."""
+    """Mean scores of revision and baseline, in [0, 1], on the `items` that both have answered."""
 
     items: int
     revision: float
@@ -26,7 +26,7 @@ class OfflineScore:
 
 @dataclass(frozen=True)
 class CanaryResult:
-    """Rated units and mean rewards of both arms; the reward difference lies in (lower, upper)."""
+    """Rated units and mean rewards of both arms, and the confidence bounds of their difference."""
 
     canary_units: int = 0
     baseline_units: int = 0
@@ -39,10 +39,11 @@ class CanaryResult:
 
 @dataclass(frozen=True)
 class Evidence:
-    """All that is known about a release at the time `now` (epoch seconds).
+    """The evidence for a release at the time `now` (epoch seconds), `step_s` seconds into its step.
 
-    `probe` is the effect probe's result, `score` the offline score; None: there is none.
-    `tombstone` is why the revision is buried, `frozen` whether promotions are switched off.
+    `probe` is the effect probe's result, `score` the offline score, `tombstone` the reason of the revision's
+    tombstone; each is None when there is none. `frozen` is whether releases are frozen. A running canary's
+    `step_s` counts from the canary's start.
     """
 
     now: float
@@ -52,16 +53,17 @@ class Evidence:
     canary: CanaryResult = CanaryResult()
     tombstone: str | None = None
     frozen: bool = False
+    step_s: float = 0.0
 
     def summary(self) -> dict[str, Any]:
-        """Return what a verdict is based on, for its row."""
+        """Return the evidence that a verdict's row stores."""
         score = asdict(self.score) if self.score else None
         return {"probe": self.probe, "score": score, "canary": asdict(self.canary)}
 
 
 @dataclass(frozen=True)
 class Action:
-    """What to do, and why, in a sentence."""
+    """What to do, and the reason in a sentence."""
 
     kind: Kind
     reason: str = ""
@@ -70,15 +72,15 @@ class Action:
 def advance(release: Release, evidence: Evidence) -> Action:
     """Return the next action of a release. Pure: the same row and evidence give the same action.
 
-    A release at step `done` that still runs was decided but not carried out: its row holds the
-    verdict. A rollback needs no such note, since its tombstone is written first.
+    A running release at step `done` was decided before a crash: its row holds the verdict. A rollback needs
+    no such note, since its tombstone is written first.
     """
     if release.state != "running":
         return Action("wait")
     if evidence.tombstone is not None:
         return Action("rollback", evidence.tombstone)
     if release.step == "done":
-        # Decided, and then interrupted: the decision stands.
+        # Decided before a crash: the decision stands.
         return Action(release.evidence["verdict"], release.reason)
     if evidence.route.champion != release.baseline:
         return Action("hold", "Superseded: the champion changed while the release was running.")
@@ -117,8 +119,7 @@ def _approval(release: Release, evidence: Evidence) -> Action:
         return Action("next_gate", release.reason)
     if release.approved:
         return Action("next_gate", f"Approved by {release.approved['by']}: {release.approved['reason']}")
-    # The row's last change is the step's beginning: nothing else changes it while it waits.
-    if evidence.now - release.updated_at >= wanted_s:
+    if evidence.step_s >= wanted_s:
         return Action("hold", f"Nobody approved the release within {wanted_s:g} s.")
     return Action("wait")
 
@@ -152,8 +153,7 @@ def _reach_verdict(release: Release, evidence: Evidence, settings: ReleaseConfig
             f"The canary's reward is within {settings.margin:g} of the baseline's or above it: "
             f"{_figures(canary)} at level {settings.alpha:g}.",
         )
-    assert release.canary_started_at is not None
-    if evidence.now - release.canary_started_at >= settings.max_seconds:
+    if evidence.step_s >= settings.max_seconds:
         return Action("hold", f"No verdict within {settings.max_seconds:g} s: {_figures(canary)}.")
     return Action("wait")
 

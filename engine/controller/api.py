@@ -1,7 +1,7 @@
-"""The controller's HTTP side: requests of people, flows and tools, a page and metrics.
+"""The controller's HTTP API: releases, decisions, policies, notices, the page and metrics.
 
-Knows bodies, status codes and who may write. Decides nothing: writing calls go to `ReleaseDecisions`, under
-the loop's lock; reading calls read the catalog and the ledger's snapshot.
+Calls that write need an admin key and go to `ReleaseDecisions` under the loop's lock. Calls that read use the
+catalog and the ledger's snapshot.
 """
 
 import json
@@ -33,6 +33,8 @@ Reason = Annotated[str, Field(min_length=1)]
 
 
 class PolicyBody(Settings):
+    """A policy to create."""
+
     name: PolicyName
     base: str
     config: dict[str, Any] = Field(default_factory=dict)
@@ -40,6 +42,8 @@ class PolicyBody(Settings):
 
 
 class ReleaseBody(Settings):
+    """A release to start; `skip_gates` gives the reason for each skipped gate."""
+
     policy: str
     digest: str
     settings: dict[str, Any] = Field(default_factory=dict)
@@ -48,34 +52,44 @@ class ReleaseBody(Settings):
 
 
 class ProbeBody(Settings):
+    """The result of a revision's effect probe."""
+
     policy: str
     digest: str
     result: ProbeResult
 
 
 class PurgeBody(Settings):
+    """A policy to purge from one place."""
+
     policy: PolicyName
     place: Literal["name", "catalog", "ledger"] = "ledger"
     by: str | None = None
 
 
 class HoldBody(Settings):
+    """A decision's reason, and who decides; by default the key's owner."""
+
     reason: Reason
     by: str | None = None
 
 
 class RevisionBody(HoldBody):
+    """A decision about one revision."""
+
     policy: str
     digest: str
 
 
 class RestoreBody(HoldBody):
+    """The revision to restore; without a digest, the previous champion."""
+
     policy: str
     digest: str | None = None
 
 
 def build_app(controller: Controller, mirror: AliasMirror) -> FastAPI:
-    """Return the app over a controller that runs."""
+    """Return the app of a running controller."""
     app = FastAPI(title="Graftwork controller", docs_url="/docs", redoc_url=None)
     app.state.controller = controller
     app.add_exception_handler(GraftworkError, _answer_fault)
@@ -93,7 +107,9 @@ def _add_reading(app: FastAPI, controller: Controller, mirror: AliasMirror) -> N
         alarms = [f"{part}: {fault}" for part, fault in controller.faults.items()]
         rejected = len(list(controller.params.paths.spool.glob("rejected/*")))
         if rejected:
-            alarms.append(f"{rejected} spool files held lines that fit no table; see spool/rejected.")
+            alarms.append(
+                f"{rejected} spool files hold lines that no ledger table accepts. They are in spool/rejected."
+            )
         stalled = controller.is_stalled()
         status = "stalled" if stalled else "degraded" if alarms else "ok"
         body = {
@@ -165,7 +181,7 @@ def _add_decisions(app: FastAPI, controller: Controller) -> None:
 
     @app.post("/probes")
     def probe(body: ProbeBody, _key: Admin) -> dict[str, Any]:
-        """Keep the result of a revision's effect probe; a refused one is buried."""
+        """Store the result of a revision's effect probe. A refused revision gets a tombstone."""
         with controller.lock:
             changes.record_probe(body.policy, body.digest, body.result)
         return body.result.to_json()
@@ -192,10 +208,10 @@ def _add_decisions(app: FastAPI, controller: Controller) -> None:
 
     @app.post("/purge")
     def purge(body: PurgeBody, key: Admin) -> dict[str, int]:
-        """Remove a policy from what only this process writes; `graftwork purge` sees to everything else."""
+        """Remove a policy's name, rows or ledger rows. `graftwork purge` removes it from every place."""
         if body.place == "ledger":
             return controller.purge(body.policy)
-        # Not under the lock: rows may be many, and nobody else changes those of a name that is marked.
+        # Without the lock: there may be many rows, and nothing else changes the rows of a marked name.
         return changes.purge(body.policy, body.place, body.by or key.owner)
 
     @app.post("/freeze")
@@ -219,7 +235,7 @@ def _add_notices(app: FastAPI, controller: Controller, mirror: AliasMirror) -> N
 
     @app.post("/notices/inbox")
     async def inbox(request: Request) -> dict[str, str]:
-        """Keep what an automation of Prefect delivered, where no other address was given."""
+        """Store what a Prefect automation delivered; the default target of `prefect.notify_url`."""
         text, link = read_delivery(await request.body())
         id = str(uuid.uuid4())
         now = time.time()
@@ -228,13 +244,13 @@ def _add_notices(app: FastAPI, controller: Controller, mirror: AliasMirror) -> N
 
     @app.post("/mlflow/webhook")
     def webhook() -> dict[str, bool]:
-        """Look at the aliases now. It says nothing that is believed, so anybody may say it."""
+        """Read MLflow's aliases now. The body is ignored, so the call needs no key."""
         mirror.wake()
         return {"looking": True}
 
 
 def read_delivery(body: bytes) -> tuple[str, str]:
-    """Return text and link of what was delivered; what is no JSON object with them is all text."""
+    """Return (text, link) of a delivered body; one that is not JSON with these keys is all text."""
     try:
         data = json.loads(body)
         return str(data["text"])[:2000], str(data.get("link", ""))[:2000]
@@ -243,7 +259,10 @@ def read_delivery(body: bytes) -> tuple[str, str]:
 
 
 def read_ledger(controller: Controller, table: str, policy: str | None, limit: int) -> list[dict[str, Any]]:
-    """Return rows of a table or view from the readers' snapshot, newest first where it has a time."""
+    """Return rows of a ledger table or view from the snapshot, newest first where it has the column `at`.
+
+    Raises `NotFound` for an unknown table.
+    """
     with open_snapshot(controller.params.paths.ledger_snapshot) as connection:
         query = "SELECT column_name FROM duckdb_columns() WHERE table_name = ? AND NOT internal"
         columns = [row[0] for row in connection.execute(query, [table]).fetchall()]
@@ -272,7 +291,7 @@ def _require_admin(request: Request) -> Key:
     scheme, _, plaintext = request.headers.get("authorization", "").partition(" ")
     key = controller.catalog.keys.find(plaintext.strip()) if scheme.lower() == "bearer" else None
     if key is None or key.scope != "admin":
-        raise Unauthorized("This call needs `Authorization: Bearer KEY` with an admin key in force.")
+        raise Unauthorized("This call needs the header `Authorization: Bearer KEY` with a valid admin key.")
     return key
 
 

@@ -1,7 +1,7 @@
-"""Carrying out what was decided: routes, release rows, verdicts.
+"""Applies a release's next action: changes routes, updates release rows, emits verdicts.
 
-Knows the order of effects and that each of them may be the last before a kill: every step is
-idempotent or a compare-and-swap, so that doing it all again reaches the same end. Does not decide.
+Crash-safe: every write is idempotent or a compare-and-swap, so repeating an interrupted action reaches the
+same end.
 """
 
 import uuid
@@ -19,7 +19,7 @@ NEXT_STEP = {"probe": "score", "score": "approval", "approval": "canary"}
 
 
 class Applier:
-    """Writes what was decided to the catalog and to the spool, in the name of `by`."""
+    """Writes decisions to the catalog and the spool."""
 
     def __init__(self, catalog: Catalog, spool: Spool, site: str = ""):
         self.changes = RouteChanges(catalog, spool)
@@ -28,7 +28,7 @@ class Applier:
         self._site = site
 
     def apply(self, release: Release, action: Action, evidence: Evidence, by: str = "controller") -> Release:
-        """Carry out an action; return the release as it then is."""
+        """Carry out an action in the name of `by` and return the updated release."""
         if action.kind == "wait":
             return release
         if action.kind == "next_gate":
@@ -38,8 +38,8 @@ class Applier:
         return self._end(release, action, evidence, by)
 
     def say_verdict(self, release: Release) -> None:
-        """Tell people and the ledger how a release ended. Both ids follow from the release."""
-        # The notification first: a verdict that the ledger has is never said again.
+        """Emit a release's verdict as a notification and a ledger row; both ids derive from the release."""
+        # The notification comes first: `say_missing` skips verdicts that the ledger has.
         released(self._catalog, release, f"{self._site}/releases/{release.id}")
         self._spool.emit(
             "verdicts",
@@ -58,7 +58,7 @@ class Applier:
         )
 
     def say_missing(self, ledger: Ledger) -> None:
-        """Tell the ledger what a kill kept it from hearing. Ask after everything spooled is ingested."""
+        """Emit the verdicts and route changes that a crash lost. Call it once the spool is ingested."""
         said = {row[0] for row in ledger.connection.execute("SELECT id FROM verdicts").fetchall()}
         for release in self._catalog.releases.all():
             if release.state != "running" and verdict_id(release) not in said:
@@ -66,10 +66,14 @@ class Applier:
         self.changes.say_missing(ledger)
 
     def _start_canary(self, release: Release, action: Action, evidence: Evidence) -> Release:
-        # The route's own time: after a kill right here the units since then still count.
+        # The route's own time and version: after a crash right here, units since then still count.
         routed = self.changes.start_canary(evidence.route, release.revision, release.weight, action.reason)
-        started = release.canary_started_at or routed.updated_at
-        return self._update(release, canary_started_at=started, reason=action.reason)
+        return self._update(
+            release,
+            canary_started_at=release.canary_started_at or routed.updated_at,
+            canary_version=release.canary_version or routed.version,
+            reason=action.reason,
+        )
 
     def _end(self, release: Release, action: Action, evidence: Evidence, by: str) -> Release:
         if action.kind == "rollback":
@@ -87,7 +91,7 @@ class Applier:
         return ended
 
     def _decide(self, release: Release, action: Action, evidence: Evidence, by: str) -> Release:
-        """Note the verdict in the row, so that a kill from here on cannot change it."""
+        """Write the verdict into the row first, so that a crash from here on cannot change it."""
         return self._update(
             release,
             step="done",
@@ -101,4 +105,5 @@ class Applier:
 
 
 def verdict_id(release: Release) -> str:
+    """Return the id of a release's verdict row: a UUIDv5 of release and verdict."""
     return str(uuid.uuid5(EVENTS, f"{release.id}/{VERDICTS[release.state]}"))

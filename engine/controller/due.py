@@ -1,7 +1,7 @@
-"""Which policies the nightly flow adapts: pure rules over what is known of each.
+"""Decides which policies the nightly flow adapts: pure rules over the facts about each policy.
 
-A policy is due without a revision, with new data, when its newest revision is too old, or when users
-rate its champion lower than its offline score promised. Knows no file and no query.
+A policy is due when it has no revision, when its data is new, when its newest revision is too old, or when
+users rate its champion lower than its offline score.
 """
 
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ MIN_RATED = 20
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of one policy at `now` (epoch seconds).
+    """The facts about one policy at `now` (epoch seconds).
 
-    `blocked` is why it must not be adapted now; `newest`, `newest_at` and `newest_data` are of its newest
-    exported revision; `offline` are the champion's item scores, `online` users' rewards of it in the last
-    `drift_after_s`, and `champion_s` how long it has been champion.
+    `blocked` is why it must not be adapted now. `newest`, `newest_at` and `newest_data` are digest, time and
+    data digest of its newest exported revision. `offline` are the champion's item scores, `online` its users'
+    rewards of the last `drift_after_s`, and `champion_s` is how long it has been champion.
     """
 
     policy: str
@@ -42,7 +42,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Due:
-    """Whether a policy is adapted now, and why or why not."""
+    """Whether a policy is due now, and the reason."""
 
     policy: str
     due: bool
@@ -50,7 +50,7 @@ class Due:
 
 
 def judge(facts: Facts) -> Due:
-    """Say whether a policy is due. Pure: the same facts give the same answer."""
+    """Return whether a policy is due. Pure: the same facts give the same answer."""
     config = facts.config
     if not config.scheduled:
         return Due(facts.policy, False, "It is not scheduled (`scheduled: true` in its settings).")
@@ -59,7 +59,7 @@ def judge(facts: Facts) -> Due:
     if facts.newest_at is None:
         return Due(facts.policy, True, "It has no revision yet.")
     if config.data_digest and config.data_digest != facts.newest_data:
-        return Due(facts.policy, True, "Its data is new since its newest revision.")
+        return Due(facts.policy, True, "Its data has changed since its newest revision.")
     age_s = facts.now - facts.newest_at
     if config.max_age_s and age_s > config.max_age_s:
         return Due(
@@ -69,14 +69,14 @@ def judge(facts: Facts) -> Due:
         )
     if why := drift(facts):
         return Due(facts.policy, True, why)
-    return Due(facts.policy, False, f"Nothing is new: its newest revision is {_days(age_s)} old.")
+    return Due(facts.policy, False, f"Nothing has changed; its newest revision is {_days(age_s)} old.")
 
 
 def drift(facts: Facts) -> str | None:
-    """Say that users rate the champion under its offline score, or None.
+    """Return a sentence when users rate the champion below its offline score, else None.
 
-    The upper limit of the online mean's 95% interval over the last `drift_after_s` lies below the lower
-    limit of the offline one; a champion younger than that window is not judged.
+    It has drifted when the upper limit of the online mean's 95% interval over the last `drift_after_s` lies
+    below the lower limit of the offline mean's. A champion younger than that window is not judged.
     """
     window_s = facts.config.drift_after_s
     if not window_s or facts.champion_s < window_s or len(facts.online) < MIN_RATED or not facts.offline:
@@ -85,8 +85,8 @@ def drift(facts: Facts) -> str | None:
     if online_high >= offline_low:
         return None
     return (
-        f"Users rate its champion at most {online_high:.3f} over the last {_days(window_s)}, under the "
-        f"{offline_low:.3f} that its offline score promised ({len(facts.online)} ratings)."
+        f"Over the last {_days(window_s)} users rate its champion {online_high:.3f} at most, below the "
+        f"{offline_low:.3f} of its offline score ({len(facts.online)} ratings)."
     )
 
 

@@ -1,10 +1,11 @@
-"""What the ledger and the catalog say about a release.
+"""Reads the evidence for a release from ledger and catalog.
 
-Of each unit only the first rated request counts. Keeps what it has seen of each running canary, so that a
-look costs only what is new.
+Only the first rated request of each unit counts. A running canary's units are cached, so the statistics are
+updated only when new ones arrive.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -20,7 +21,7 @@ from engine.settings.params import ReleaseConfig
 
 @dataclass
 class _Canary:
-    """One running canary: rewards by order of arrival, and the evidence from them."""
+    """One running canary: rewards in order of arrival, and the result from them."""
 
     comparison: CanaryComparison
     units: set[str] = field(default_factory=set)
@@ -30,14 +31,17 @@ class _Canary:
 
 
 class EvidenceReader:
-    """Reads evidence for the one thread that owns the ledger."""
+    """Reads evidence on the thread that owns the ledger; `clock` is monotonic."""
 
-    def __init__(self, catalog: Catalog):
+    def __init__(self, catalog: Catalog, clock: Callable[[], float] = time.monotonic):
         self._catalog = catalog
+        self._clock = clock
+        # Of each running release: its step, the canary's start included, and when that began by the clock.
+        self._steps: dict[str, tuple[tuple[str, float | None], float]] = {}
         self._canaries: dict[str, _Canary] = {}
 
     def read(self, release: Release, ledger: Ledger) -> Evidence:
-        """Return what is known about a release now."""
+        """Return the current evidence for a release."""
         revision = self._catalog.revisions.get(release.policy, release.revision)
         stone = self._catalog.tombstones.find(release.policy, release.revision)
         return Evidence(
@@ -48,10 +52,25 @@ class EvidenceReader:
             canary=self._canary(release, ledger),
             tombstone=stone.reason if stone else None,
             frozen=self._catalog.switches.is_on("freeze"),
+            step_s=self._step_s(release),
         )
 
     def forget(self, release_id: str) -> None:
+        """Drop what is cached of a release."""
         self._canaries.pop(release_id, None)
+        self._steps.pop(release_id, None)
+
+    def _step_s(self, release: Release) -> float:
+        """Return how long a release has been at its step, independently of the wall clock."""
+        now, step = self._clock(), (release.step, release.canary_started_at)
+        known = self._steps.get(release.id)
+        if known is None:
+            # After a restart only the wall clock tells how long the step has lasted.
+            began = now - max(0.0, time.time() - (release.canary_started_at or release.updated_at))
+        else:
+            began = known[1] if known[0] == step else now
+        self._steps[release.id] = step, began
+        return now - began
 
     def _score(self, release: Release, base: str, ledger: Ledger) -> OfflineScore | None:
         suite = self._catalog.policies.get(release.policy).config.get("suite", "")

@@ -1,4 +1,4 @@
-"""Gathers what `due` judges by: catalog, manifests and the ledger's snapshot."""
+"""Gathers the facts that `due` judges, from the catalog, the manifests and the ledger's snapshot."""
 
 import time
 from typing import Any
@@ -22,7 +22,7 @@ ONLINE = """
 
 
 def gather(params: Params, name: str, catalog: Catalog) -> Facts:
-    """Return what is known of a policy now; one that was never adapted has no row in the catalog yet."""
+    """Return the facts about a policy now; one without a catalog row was never adapted."""
     config, now = params.policy(name), time.time()
     try:
         policy = catalog.policies.get(name)
@@ -53,7 +53,7 @@ def _blocked(catalog: Catalog, policy: Policy, newest: Revision | None) -> str |
     if running := catalog.releases.all(policy.name, open_only=True):
         return f"Its release of {running[0].revision[:12]} is running."
     if newest and newest.base != policy.base:
-        return f"Its newest revision stands on another base, {newest.base[:12]}."
+        return f"Its newest revision was trained on another base, {newest.base[:12]}."
     return None
 
 

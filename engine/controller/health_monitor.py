@@ -1,6 +1,6 @@
-"""What the controller watches besides releases: is the engine there, do users still like champions.
+"""Watches the engine's health and champions' drift, on a thread of its own.
 
-On a thread of its own, since both wait for others. Each finding is a notification, once.
+Each finding is one notification.
 """
 
 import time
@@ -21,7 +21,7 @@ TIMEOUT_S = 2.0
 
 
 class HealthMonitor(PeriodicThread):
-    """Notes when the engine goes and comes back, and when a champion has drifted."""
+    """Notifies when the engine goes down or comes back, and when a champion has drifted."""
 
     def __init__(self, catalog: Catalog, params: Params):
         super().__init__("health-monitor", EVERY_S, self.look)
@@ -34,7 +34,7 @@ class HealthMonitor(PeriodicThread):
         self._drift_due = 0.0
 
     def look(self) -> None:
-        """Ask the engine; every half minute also ask the ledger."""
+        """Check the engine; every `DRIFT_EVERY_S` also check the champions."""
         self._look_at_engine()
         if time.monotonic() >= self._drift_due:
             self._drift_due = time.monotonic() + DRIFT_EVERY_S
@@ -48,7 +48,7 @@ class HealthMonitor(PeriodicThread):
                 engine_changed(self._catalog, True, f"Back after {away_s:.0f} s.", link, self._down_since)
             self._seen, self._misses, self._down_since = True, 0, None
             return
-        # An engine that starts for the first time is not an outage.
+        # An engine that has not been up yet is starting; that is not an outage.
         self._misses += self._seen
         if self._misses == MISSES:
             self._down_since = time.time()

@@ -1,8 +1,8 @@
-"""The controller: the only writer of routes, releases and ledger while it runs.
+"""The controller's loop: the only writer of routes, releases and ledger while it runs.
 
-Knows its loop: keep the lease, take events in, advance every running release, expire snapshots,
-give readers a new copy of the ledger. Its HTTP side is in `api.py`. One active: the
-ledger's lock decides on one machine, the lease in the catalog between machines.
+Each turn renews the lease, ingests the spool, advances every running release, expires snapshots and publishes
+a new copy of the ledger. One controller is active: the ledger's lock ensures it on one machine, the lease in
+the catalog between machines. The HTTP API is in `api.py`.
 """
 
 import logging
@@ -30,7 +30,7 @@ from engine.threads import LoopRequests
 
 EXPIRE_S = 10.0
 SWEEP_S = 3600.0
-# Feedback may be ahead of its answer, which is told of at its end.
+# Feedback may arrive before the observation of its answer, which is emitted when the answer ends.
 AHEAD_S = 3600.0
 PURGE_S = 300.0
 STALLED_S = 5.0
@@ -38,7 +38,7 @@ log = logging.getLogger("graftwork.controller")
 
 
 class ControllerMetrics:
-    """What Prometheus reads, in a registry of its own."""
+    """The controller's Prometheus metrics, in a registry of their own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -55,10 +55,10 @@ class ControllerMetrics:
 
 
 class Controller:
-    """The loop and what it owns. `tick` is one turn; `run` turns until `stop`."""
+    """The loop and its state. `tick` is one turn; `run` repeats it until `stop`."""
 
     def __init__(self, params: Params, holder: str):
-        """Open everything; raises `Conflict` while another process holds the ledger or the lease."""
+        """Open catalog, ledger and spool; raises `Conflict` while another process holds ledger or lease."""
         self.params = params
         self.metrics = ControllerMetrics()
         self.catalog = open_catalog(params.paths)
@@ -69,7 +69,7 @@ class Controller:
         self.decisions = ReleaseDecisions(self.catalog, self.applier, params.release, self.latest)
         self.faults: dict[str, str] = {}
         self.last_tick = time.monotonic()
-        # Between the loop and people's requests: each sees the other's changes whole.
+        # Serializes the loop's decisions and people's requests.
         self.lock = threading.Lock()
         self.requests = LoopRequests()
         self._reader = EvidenceReader(self.catalog)
@@ -80,19 +80,22 @@ class Controller:
         self._clock = TrustedClock(params.paths.clock)
         self._caught_up = False
         self._ingested_at = 0.0
+        # Releases that were there before the last whole ingest began.
+        self._ready: set[str] = set()
 
     def run(self) -> None:
-        """Turn until `stop`; raises `Conflict` when another controller has taken the lease."""
+        """Repeat `tick` until `stop`; raises `Conflict` when another controller has taken the lease."""
         while not self._stopped.is_set():
             started = time.monotonic()
             self.tick()
             self._stopped.wait(max(0.0, self.params.controller.tick_s - (time.monotonic() - started)))
 
     def stop(self) -> None:
+        """Make `run` return after its current turn."""
         self._stopped.set()
 
     def close(self) -> None:
-        """Take in and show what is ready, and give everything back."""
+        """Ingest and publish what is spooled, then release lease, ledger and catalog."""
         self._due.clear()
         self.spool.close()
         self._part("ingest", self._ingest)
@@ -103,9 +106,9 @@ class Controller:
         self.catalog.close()
 
     def tick(self) -> None:
-        """Do every part that is due. A part that fails is an alarm and does not stop the others."""
+        """Run every part that is due. A part that fails raises an alarm and does not stop the others."""
         with self.metrics.tick.time():
-            # Not at every turn: each commit makes gateways look at the catalog.
+            # Not on every turn: each commit makes the gateways read the catalog.
             self._part("lease", self._renew_lease, self.params.controller.lease_s / 3)
             self._part("ingest", self._ingest)
             self._part("requests", self.requests.run_waiting)
@@ -116,10 +119,11 @@ class Controller:
         self.last_tick = time.monotonic()
 
     def purge(self, policy: str) -> dict[str, int]:
-        """Remove a policy's rows from ledger, spool and snapshot, in the loop's own thread."""
+        """Remove a policy's rows from ledger, spool and snapshot, on the loop's thread."""
         return self.requests.call(partial(self._purge, policy), PURGE_S)
 
     def is_stalled(self) -> bool:
+        """Return whether the last turn ended too long ago."""
         return time.monotonic() - self.last_tick > max(STALLED_S, 4 * self.params.controller.tick_s)
 
     def _part(self, name: str, work: Callable[[], object], every_s: float = 0.0) -> None:
@@ -133,28 +137,29 @@ class Controller:
         except _LeaseLost:
             raise
         except Exception as error:
-            # Whatever it is must not keep the parts after it, such as rollbacks, from being done.
+            # Any failure must not block the parts after it, such as rollbacks.
             self.metrics.faults.labels(name).inc()
             if self.faults.get(name) != str(error):
-                log.exception("The part %r of the loop failed; it is tried again.", name)
+                log.exception("Part %r of the loop failed; it is retried.", name)
             self.faults[name] = str(error)
 
     def _renew_lease(self) -> None:
         if not self.catalog.leases.renew(LEASE, self._holder, self._fence, self.params.controller.lease_s):
-            raise _LeaseLost("Another controller has taken the lease of this catalog; this one stops.")
+            raise _LeaseLost("Another controller has taken the lease of this catalog. This one stops.")
 
     def _ingest(self) -> None:
         started = time.time()
+        created = {release.id for release in self.catalog.releases.all(open_only=True)}
         try:
             if self.ledger is None:
                 self.ledger = Ledger(self.params.paths.ledger)
             self.metrics.events.inc(self.ledger.ingest(self.params.paths.spool, self.catalog.purges.gone))
-            self._ingested_at = started
+            self._ingested_at, self._ready = started, created
             if not self._caught_up:
                 self.applier.say_missing(self.ledger)
                 self._caught_up = True
         except duckdb.Error:
-            # After a failed write DuckDB may refuse all work until it is opened again.
+            # After a failed write DuckDB may refuse all work until it is reopened.
             if self.ledger:
                 self.ledger.close()
             self.ledger = None
@@ -165,20 +170,20 @@ class Controller:
         self.metrics.releases.set(len(releases))
         self._forget_all_but({release.id for release in releases})
         if releases and self.ledger is None:
-            raise ServiceError("The ledger cannot be opened; releases wait, nothing is lost.")
+            raise ServiceError("The ledger cannot be opened. Releases wait until it can; nothing is lost.")
         for release in releases:
-            if release.created_at > self._ingested_at:
-                # Scores spooled just before its start may not be in the ledger yet.
-                continue
-            self._part(f"release {release.id}", partial(self._advance, release))
+            # Scores spooled just before a release's start may not be in the ledger yet.
+            if release.id in self._ready:
+                self._part(f"release {release.id}", partial(self._advance, release))
 
     def _advance(self, release: Release) -> None:
-        """Take one release as far as the evidence carries it."""
+        """Apply actions to one release until it waits or ends."""
         assert self.ledger is not None
         with self.lock:
             release = self.catalog.releases.get(release.id)
-            evidence = None
+            looked = None
             while release.state == "running":
+                looked = time.monotonic()
                 evidence = self._reader.read(release, self.ledger)
                 self.latest[release.id] = evidence
                 action = advance(release, evidence)
@@ -187,8 +192,8 @@ class Controller:
                 log.info("%s %s: %s. %s", release.policy, release.revision[:12], action.kind, action.reason)
                 release = self.applier.apply(release, action, evidence)
             self.metrics.verdicts.labels(release.state).inc()
-            if evidence:
-                self.metrics.decision.observe(time.time() - evidence.now)
+            if looked is not None:
+                self.metrics.decision.observe(time.monotonic() - looked)
 
     def _forget_all_but(self, running: set[str]) -> None:
         for ended in set(self.latest) - running:
@@ -198,16 +203,16 @@ class Controller:
 
     def _sweep(self) -> None:
         if self.ledger:
-            # Up to the last whole ingest: what is not taken in yet may hold the answer.
+            # Only up to the last complete ingest: the spool may still hold the answer.
             self.ledger.sweep(min(self._clock.now(), self._ingested_at) - AHEAD_S)
 
     def _purge(self, policy: str) -> dict[str, int]:
         if self.ledger is None:
-            raise ServiceError("The ledger cannot be opened now. See `graftwork status`, then purge again.")
+            raise ServiceError("The ledger cannot be opened now. Check `graftwork status`, then purge again.")
         try:
             return purge(self.ledger, self.params.paths.spool, self.params.paths.ledger_snapshot, policy)
         except (duckdb.Error, OSError):
-            # The next turn opens it again, whichever file is in its place.
+            # The next turn reopens the ledger, whichever file is in its place.
             with suppress(duckdb.Error, OSError):
                 self.ledger.close()
             self.ledger = None
@@ -219,4 +224,4 @@ class Controller:
 
 
 class _LeaseLost(Conflict):
-    """The one fault that ends the loop."""
+    """The only error that ends the loop."""

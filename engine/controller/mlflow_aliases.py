@@ -1,16 +1,16 @@
-"""Routes and aliases kept equal, both ways: `champion`, `canary`, `previous` in MLflow's registry.
+"""Keeps routes and the aliases `champion`, `canary` and `previous` in MLflow's registry equal, both ways.
 
-The serving truth is the catalog's route. An alias that differs from what the controller last wrote
-is a person's move: `champion` promotes, `canary` starts a release (taking it away holds it), and
-`previous` is put back. A move that is refused is put back too, with the sentence in the version's tag
-`graftwork.refused`. MLflow keeps no user for an alias, so a move is made in the name "mlflow".
+The route in the catalog decides what is served. An alias that differs from what the controller last wrote was
+moved by a person: `champion` promotes, `canary` starts a release (deleting it holds the release), and
+`previous` is reset. A refused move is reset too, with the reason in the version's tag `graftwork.refused`.
+MLflow stores no user for an alias, so a move is made in the name "mlflow".
 
-Before a write its intent is noted ("3>5"), so that after a kill both values count as ours. MLflow has no
-compare-and-swap: of two people who move an alias within one look, the later one is seen.
+Before each write the catalog notes the intent ("3>5"), so that after a crash both values count as ours.
+MLflow has no compare-and-swap: of two moves within one interval only the later one is seen.
 
-A registry that has lost what was seen in it (a noted version, the highest version, or its own time ran
-backwards) was restored from a backup or lost a version: it moves nothing. While it lacks a version of
-the route's revisions that is an alarm; once it has them all, its aliases are written from the route.
+A registry that has lost a noted version or its highest version, or whose last change is older than before,
+was restored from a backup or lost a version. Its aliases then move nothing. While a version of the route's
+revisions is missing there is an alarm; once all exist, the aliases are written from the route.
 """
 
 import logging
@@ -38,14 +38,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AliasMove:
-    """A person's move: the alias now names `version` (None: it was deleted)."""
+    """An alias that a person moved to `version`, or deleted (None)."""
 
     role: str
     version: str | None
 
 
 def find_moves(aliases: dict[str, str], notes: dict[str, AliasNote]) -> list[AliasMove]:
-    """Return the aliases that are neither what was last written nor what was about to be written."""
+    """Return the aliases that match neither the last write nor a noted intent."""
     moves = []
     for role in ROLES:
         note, now = notes.get(role), aliases.get(role)
@@ -56,7 +56,7 @@ def find_moves(aliases: dict[str, str], notes: dict[str, AliasNote]) -> list[Ali
 
 
 def is_older(model: Model, notes: dict[str, AliasNote]) -> bool:
-    """Say whether the registry shows less of a model than was seen before."""
+    """Return whether the registry's highest version or last change of a model is older than noted."""
     seen = notes.get(SEEN)
     if seen is None:
         return False
@@ -64,10 +64,10 @@ def is_older(model: Model, notes: dict[str, AliasNote]) -> bool:
 
 
 class AliasMirror(PeriodicThread):
-    """Keeps aliases and routes equal, from a thread of its own.
+    """Keeps aliases and routes equal, on a thread of its own.
 
-    `lock` is the controller's: decisions are made under it, calls of MLflow are not. `link` is where
-    people read more about a refusal, `hook` where MLflow's webhook tells of a moved alias.
+    `lock` is the controller's: decisions hold it, calls to MLflow do not. `link` is the URL in notifications
+    of refusals, `hook` the URL that MLflow's webhook posts to.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class AliasMirror(PeriodicThread):
 
     @property
     def fault(self) -> str | None:
-        """What keeps aliases and routes from being equal."""
+        """Why aliases and routes are not equal now, or None."""
         if self.error:
             return f"The aliases in MLflow are not up to date: {self.error}"
         return " ".join(list(self._alarms.values())) or None
@@ -101,38 +101,38 @@ class AliasMirror(PeriodicThread):
         self._keep_hooked()
 
     def mirror(self) -> None:
-        """Bring every registered policy's aliases and route together; raises `httpx.HTTPError`."""
+        """Reconcile every registered policy's aliases with its route; raises `httpx.HTTPError`."""
         notes: dict[str, dict[str, AliasNote]] = {}
         for (policy, alias), note in self._catalog.aliases.all().items():
             notes.setdefault(policy, {})[alias] = note
         models = {model.name: model for model in self._registry.models()}
-        # Policies may be many more than models.
+        # There may be far more policies than models.
         ours = self._catalog.routes.among(models)
         models = {name: model for name, model in models.items() if name in ours}
         for name, model in models.items():
             try:
                 self._reconcile(model, notes.get(name, {}))
             except (GraftworkError, httpx.HTTPStatusError) as error:
-                # One model that cannot be brought together must not keep the others apart.
+                # A model that cannot be reconciled must not block the others.
                 self._alarms[name] = f"The aliases of {name!r} are not up to date: {error}"
         self._miss(notes, set(models))
 
     def _keep_hooked(self) -> None:
-        """See to the webhook now and then: a registry from a backup has lost it."""
+        """Install the webhook again now and then: a registry restored from a backup may lack it."""
         if not self._hook or time.monotonic() < self._hook_due:
             return
         self._hook_due = time.monotonic() + HOOK_EVERY_S
         try:
             self._registry.ensure_webhook(HOOK, self._hook)
         except httpx.HTTPStatusError as error:
-            # A server that takes https only, say: the poll alone is quick enough.
-            log.info("MLflow took no webhook: %s", error)
+            # A server may accept https only; polling alone is fast enough.
+            log.info("MLflow refused the webhook; aliases are polled: %s", error)
 
     def _reconcile(self, model: Model, notes: dict[str, AliasNote]) -> None:
         moves = find_moves(model.aliases, notes)
         lost = notes.get(LOST)
         if (lost and lost.version) or is_older(model, notes) or (moves and self._lost_version(model, notes)):
-            # Noted, so that registering again what was lost does not look like a person's move.
+            # Noted, so that registering a lost version again does not look like a person's move.
             self._catalog.aliases.note(model.name, LOST, str(model.highest), None)
             if not self._has_all(model.name):
                 return
@@ -144,7 +144,7 @@ class AliasMirror(PeriodicThread):
         self._write(model, notes)
 
     def _lost_version(self, model: Model, notes: dict[str, AliasNote]) -> bool:
-        """Say whether a version that was noted is gone, or is another revision now."""
+        """Return whether a noted version is missing, or names another revision now."""
         known = [note for role, note in notes.items() if role in ROLES and note.version and note.digest]
         return any(
             self._registry.digest(model.name, str(note.version).rpartition(">")[2]) != note.digest
@@ -158,9 +158,9 @@ class AliasMirror(PeriodicThread):
         ]
         if missing:
             self._alarms[policy] = (
-                f"MLflow's registry shows less of {policy!r} than before: it was restored or lost a version, "
-                f"and lacks {', '.join(digest[:12] for digest in missing)}. Serving goes on as the catalog "
-                "says; register the missing revisions again."
+                f"MLflow's registry has lost versions of {policy!r}: it was restored from a backup, or they "
+                f"were deleted. Missing: {', '.join(digest[:12] for digest in missing)}. Serving continues "
+                "from the catalog. Register the missing revisions again."
             )
         return not missing
 
@@ -178,12 +178,12 @@ class AliasMirror(PeriodicThread):
             self._registry.untag(model.name, move.version, REFUSED)
 
     def _decide(self, policy: str, move: AliasMove, digest: str | None) -> str | None:
-        """Let a move take effect; return why not, or None."""
+        """Carry out a move; return why it was refused, or None."""
         route = self._catalog.routes.get(policy)
         if digest is not None and digest == self._wanted(route)[move.role]:
             return None
         if move.version is not None and digest is None:
-            return "This version names no revision: it has no tag `graftwork.digest`."
+            return "This version is not a revision: it has no tag `graftwork.digest`."
         try:
             return self._take_effect(policy, move, digest)
         except GraftworkError as error:
@@ -191,9 +191,9 @@ class AliasMirror(PeriodicThread):
 
     def _take_effect(self, policy: str, move: AliasMove, digest: str | None) -> str | None:
         if move.role == "previous":
-            return "The alias `previous` is kept by Graftwork; move `champion` instead."
+            return "Graftwork manages the alias `previous`. Move `champion` instead."
         if move.role == "champion" and digest is None:
-            return "The alias `champion` was put back: move it to another version, or `graftwork rollback`."
+            return "The alias `champion` was reset. Move it to another version, or run `graftwork rollback`."
         reason = f"The alias {move.role} was moved in MLflow to version {move.version}."
         if move.role == "champion":
             self._decisions.promote(policy, digest or "", BY, reason)
@@ -205,7 +205,7 @@ class AliasMirror(PeriodicThread):
         return None
 
     def _wanted(self, route: Route) -> dict[str, str | None]:
-        """Return which revision each alias should name: the canary from its release's beginning on."""
+        """Return the revision that each alias should name; `canary` names it from the release's start."""
         running = self._catalog.releases.all(route.policy, open_only=True)
         canary = running[0].revision if running else route.canary
         return {"champion": route.champion, "canary": canary, "previous": route.previous}
@@ -215,7 +215,7 @@ class AliasMirror(PeriodicThread):
         return self._registry.version(policy, digest) if digest else None
 
     def _write(self, model: Model, notes: dict[str, AliasNote]) -> None:
-        """Make the aliases those of the route as it now is, and note them."""
+        """Write the aliases of the current route to MLflow, and note them."""
         for role, digest in self._wanted(self._catalog.routes.get(model.name)).items():
             note, now = notes.get(role), model.aliases.get(role)
             if note and note.digest == digest and note.version == now:
@@ -232,6 +232,6 @@ class AliasMirror(PeriodicThread):
     def _miss(self, notes: dict[str, dict[str, AliasNote]], found: set[str]) -> None:
         for policy in set(notes) - found:
             self._alarms[policy] = (
-                f"The registered model {policy!r} is gone from MLflow. Serving goes on as the catalog says; "
-                "register its revisions again."
+                f"The registered model {policy!r} is missing in MLflow. Serving continues from the catalog. "
+                "Register its revisions again."
             )

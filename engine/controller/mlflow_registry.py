@@ -1,7 +1,7 @@
-"""MLflow's model registry over its public REST interface, as far as aliases need it.
+"""A client of MLflow's model registry: the REST calls that the aliases need.
 
-It speaks REST rather than importing mlflow, which would cost the controller 150 MB and two seconds.
-Which model version is which revision is told by its tag `graftwork.digest`.
+It does not import mlflow, which would cost the controller 150 MB and two seconds. The tag `graftwork.digest`
+of a model version names its revision.
 """
 
 from collections.abc import Set
@@ -29,7 +29,7 @@ class Model:
 
 
 class Registry:
-    """`client` talks to MLflow's server, without a path. Every call raises `httpx.HTTPError`."""
+    """Calls MLflow's server; `client` has its URL as base. Every call raises `httpx.HTTPError`."""
 
     def __init__(self, client: httpx.Client):
         self._client = client
@@ -42,19 +42,19 @@ class Registry:
         ]
 
     def digest(self, policy: str, version: str) -> str | None:
-        """Return which revision a version is; None when it does not exist or names none."""
+        """Return the digest of a version's revision; None when the version or its tag is missing."""
         found = self._call("GET", "model-versions/get", {404}, params={"name": policy, "version": version})
         tags = {tag["key"]: tag["value"] for tag in found.get("model_version", {}).get("tags", [])}
         return tags.get(DIGEST_TAG)
 
     def version(self, policy: str, digest: str) -> str | None:
-        """Return the first version that is a revision; None when it is not registered."""
+        """Return the first version of a revision; None when it is not registered."""
         wanted = f"name = '{policy}' AND tags.`{DIGEST_TAG}` = '{digest}'"
         found = self._pages("model-versions/search", "model_versions", {"filter": wanted})
         return min((str(item["version"]) for item in found), key=int, default=None)
 
     def set_alias(self, policy: str, alias: str, version: str | None) -> None:
-        """Point an alias at a version, or take it away."""
+        """Point an alias at a version, or delete it (None)."""
         named = {"name": policy, "alias": alias}
         if version:
             self._call("POST", "registered-models/alias", json=named | {"version": version})
@@ -62,15 +62,17 @@ class Registry:
             self._call("DELETE", "registered-models/alias", {404}, json=named)
 
     def tag(self, policy: str, version: str, key: str, value: str) -> None:
+        """Set a version's tag; a missing version is ignored."""
         body = {"name": policy, "version": version, "key": key, "value": value}
         self._call("POST", "model-versions/set-tag", {404}, json=body)
 
     def untag(self, policy: str, version: str, key: str) -> None:
+        """Delete a version's tag; a missing version or tag is ignored."""
         body = {"name": policy, "version": version, "key": key}
         self._call("DELETE", "model-versions/delete-tag", {404}, json=body)
 
     def ensure_webhook(self, name: str, url: str) -> None:
-        """Have MLflow post to `url` when an alias is set or taken away; one webhook of that name remains."""
+        """Have MLflow post to `url` when an alias is set or deleted; replaces other webhooks of that name."""
         known = [hook for hook in self._pages("webhooks", "webhooks", {}) if hook["name"] == name]
         if [hook["url"] for hook in known] == [url]:
             return
@@ -99,12 +101,14 @@ class Registry:
 
 
 def registered(url: str, policy: str, digest: str) -> str | None:
-    """Return the version that is a revision at the MLflow server `url`; `ServiceError` without an answer."""
+    """Return a revision's version at the MLflow server `url`, None for none; `ServiceError` if it is down."""
     with connect(url) as client:
         try:
             return Registry(client).version(policy, digest)
         except httpx.HTTPError as error:
-            raise ServiceError(f"MLflow does not answer at {url} ({error}).") from None
+            raise ServiceError(
+                f"MLflow does not answer at {url} ({error}). Check `graftwork status`."
+            ) from None
 
 
 def _model(found: dict[str, Any]) -> Model:

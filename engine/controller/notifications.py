@@ -1,8 +1,7 @@
-"""Notifications: what people and automations want to hear of, as durable rows, sent to Prefect as events.
+"""Notifications for people and automations: durable catalog rows, sent to Prefect as events.
 
-Knows each notification's name and how one becomes an event of Prefect's server. A notification's id follows
-from what happened, so that saying it twice is harmless; Prefect keeps one event for an id. While Prefect is
-away the rows wait.
+A notification's id derives from what happened, so adding or sending it twice is idempotent. While Prefect is
+down the rows wait.
 """
 
 import logging
@@ -21,13 +20,13 @@ NAMES = uuid.UUID("0b4b4c39-5c1e-5b6f-8f55-5ab1f5a1c6d4")
 INTERVAL_S = 1.0
 TIMEOUT_S = 5.0
 BATCH = 50
-# Delivered automations come back to the controller under this name.
+# What an automation delivers back to the controller has this name.
 DELIVERED = "graftwork.notice.delivered"
 log = logging.getLogger(__name__)
 
 
 def released(catalog: Catalog, release: Release, link: str) -> None:
-    """Say how a release ended; a revision that the effect probe refused is said to be refused too."""
+    """Notify that a release ended; also that the effect probe refused its revision, if it did."""
     name = f"graftwork.release.{release.state}"
     _add(catalog, name, release.policy, release.revision, release.reason, link, release.id)
     probe = release.evidence.get("probe") or {}
@@ -38,17 +37,17 @@ def released(catalog: Catalog, release: Release, link: str) -> None:
 def refused(
     catalog: Catalog, policy: str, digest: str | None, reason: str, link: str, key: str | None = None
 ) -> None:
-    """Say that a revision was refused; `key` tells one refusal from the next, by default the moment."""
+    """Notify that a revision was refused; equal `key`s are one refusal, by default each call is its own."""
     _add(catalog, "graftwork.revision.refused", policy, digest, reason, link, key or str(time.time()))
 
 
 def engine_changed(catalog: Catalog, up: bool, reason: str, link: str, since: float) -> None:
-    """Say that the engine went away or is back; `since` (epoch seconds) names the outage."""
+    """Notify that the engine is down or back; `since` (epoch seconds) identifies the outage."""
     _add(catalog, f"graftwork.engine.{'up' if up else 'down'}", "", None, reason, link, str(since))
 
 
 def drifted(catalog: Catalog, policy: str, champion: str, reason: str, link: str) -> None:
-    """Say that users' rewards fell under the champion's offline score; once a champion."""
+    """Notify that users rate a champion below its offline score; once for each champion."""
     _add(catalog, "graftwork.policy.drift", policy, champion, reason, link, "")
 
 
@@ -60,7 +59,7 @@ def _add(
 
 
 def event_of(notice: Notice) -> dict[str, Any]:
-    """Return a notification as Prefect's server takes an event."""
+    """Return a notification as an event of Prefect's API."""
     about = f"graftwork.policy.{notice.policy}" if notice.policy else "graftwork.engine"
     revision = served_name(notice.policy, notice.revision) if notice.revision else ""
     resource = {
@@ -82,7 +81,7 @@ def event_of(notice: Notice) -> dict[str, Any]:
 
 
 class NotificationSender(PeriodicThread):
-    """Sends what waits to Prefect's server; `client` talks to it, without a path."""
+    """Sends waiting notifications to Prefect's server; `client` has its URL as base."""
 
     def __init__(self, catalog: Catalog, client: httpx.Client):
         super().__init__("notifications", INTERVAL_S, self.send)
@@ -90,7 +89,7 @@ class NotificationSender(PeriodicThread):
         self._client = client
 
     def send(self) -> int:
-        """Send the notifications that wait and return how many; raises `httpx.HTTPError`."""
+        """Send a batch of waiting notifications and return its size; raises `httpx.HTTPError`."""
         waiting = self._catalog.notices.page(limit=BATCH, unsent=True)
         if waiting:
             events = [event_of(notice) for notice in waiting if notice.name != DELIVERED]
@@ -101,10 +100,10 @@ class NotificationSender(PeriodicThread):
     def _post(self, events: list[dict[str, Any]]) -> None:
         answer = self._client.post("/api/events", json=events, timeout=TIMEOUT_S)
         if answer.is_client_error and len(events) > 1:
-            # One that Prefect does not take must not keep back the others.
+            # One event that Prefect refuses must not block the others.
             for event in events:
                 self._post([event])
         elif answer.is_client_error:
-            log.error("Prefect does not take %s: %s", events[0], answer.text)
+            log.error("Prefect refused the event %s: %s", events[0], answer.text)
         else:
             answer.raise_for_status()

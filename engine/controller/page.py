@@ -1,6 +1,6 @@
-"""The controller's page: the report as of now, with what is wrong now, which renews itself while it is open.
+"""The controller's page: the current report with alarms; it refreshes itself while it is open.
 
-Everything of it comes from this server: no outside resources.
+It loads nothing from other servers.
 """
 
 import threading
@@ -13,12 +13,12 @@ from engine.report.pages import MAX_POLICIES, ReportData, collect, render
 if TYPE_CHECKING:
     from engine.controller.loop import Controller
 
-# However many look, the page is made once in this time at most, and takes a tenth of one core at most.
+# The page is rendered once in this time at most, and takes at most a tenth of one core.
 FRESH_S, IDLE_SHARE = 1.0, 10
 
 
 class LivePage:
-    """The page of one controller. Safe to use from several threads."""
+    """Renders and caches the page of one controller. Thread-safe."""
 
     def __init__(self, controller: "Controller"):
         self._controller = controller
@@ -27,7 +27,7 @@ class LivePage:
         self._until = 0.0
 
     def html(self) -> str:
-        """Return the page, a second old at most while it is made quickly."""
+        """Return the page, at most a second old unless rendering is slow."""
         with self._lock:
             started = time.monotonic()
             if started >= self._until:
@@ -38,11 +38,11 @@ class LivePage:
 
 
 def page_data(controller: "Controller") -> ReportData:
-    """Gather what the page shows as of now; before the first snapshot it says that there is none."""
+    """Return what the page shows now; before the first snapshot, an alarm that there is none."""
     params, catalog, now = controller.params, controller.catalog, time.time()
     alarms = [f"{part}: {fault}" for part, fault in list(controller.faults.items())]
     if controller.decisions.frozen():
-        alarms.append("Releases are frozen: no pointer moves but rollbacks, until `graftwork thaw`.")
+        alarms.append("Releases are frozen: promotions and canaries are blocked until `graftwork thaw`.")
     links = {
         "MLflow": params.url("mlflow"),
         "Prefect": params.url("prefect"),

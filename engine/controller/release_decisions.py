@@ -1,7 +1,7 @@
-"""What people may ask of releases: start, approve, hold, promote, restore, roll back, lift, freeze.
+"""Decisions that people make: start, approve, hold, promote, restore, roll back, lift, freeze.
 
-Knows what is refused and why: a person may skip score and canary, but never a tombstone, the
-effect probe, the catalog row or a freeze. A freeze lets rollbacks through.
+A person may skip score and canary, but never a tombstone, the effect probe or a freeze. A freeze allows
+rollbacks.
 """
 
 import time
@@ -22,7 +22,7 @@ FREEZE = "freeze"
 
 
 class ReleaseDecisions:
-    """Serves people's requests; `latest` is the newest evidence for each running release."""
+    """Checks and carries out people's decisions; `latest` holds each running release's newest evidence."""
 
     def __init__(
         self, catalog: Catalog, applier: Applier, defaults: ReleaseConfig, latest: dict[str, Evidence]
@@ -35,10 +35,11 @@ class ReleaseDecisions:
     def start(
         self, policy: str, digest: str, settings: dict[str, Any], skip_gates: dict[str, str], by: str
     ) -> Release:
-        """Start a release, or return the one that runs for the same revision.
+        """Start a release, or return the running one of the same revision.
 
-        Raises `NotFound`, `ConfigError` for settings or gates that do not exist, and `Conflict` for a
-        buried revision, the champion itself, or while another release of the policy runs.
+        Raises `NotFound` for an unknown revision, `ConfigError` for an unknown setting or gate, and
+        `Conflict` for a revision with a tombstone, for the champion itself, or while another release of the
+        policy runs.
         """
         revision = self._catalog.revisions.get(policy, digest)
         for release in self._catalog.releases.all(policy, open_only=True):
@@ -47,7 +48,7 @@ class ReleaseDecisions:
         self._refuse_buried(policy, revision.digest)
         champion = self._catalog.routes.get(policy).champion
         if champion == revision.digest:
-            raise Conflict(f"Revision {champion[:12]} is the champion of {policy!r} already.")
+            raise Conflict(f"Revision {champion[:12]} is already the champion of {policy!r}.")
         config = self._settings(settings)
         now = time.time()
         release = Release(
@@ -67,9 +68,9 @@ class ReleaseDecisions:
         return release
 
     def approve(self, release_id: str, by: str, reason: str) -> Release:
-        """Let a release that waits for approval go to users; the first approval counts.
+        """Approve a release that waits for it; the first approval counts.
 
-        Raises `Conflict` when it has ended, or does not wait for anybody.
+        Raises `Conflict` when the release has ended or is at another step.
         """
         release = self._catalog.releases.get(release_id)
         if release.approved:
@@ -77,15 +78,15 @@ class ReleaseDecisions:
         if release.state != "running" or release.step != "approval":
             raise Conflict(
                 f"Release {release_id} does not wait for approval: "
-                f"it is {release.state}, at {release.step!r}."
+                f"its state is {release.state!r}, its step {release.step!r}."
             )
         approved = {"by": by, "reason": reason, "at": time.time()}
         return self._catalog.releases.update(release.id, release.version, approved=approved)
 
     def hold(self, release_id: str, by: str, reason: str) -> Release:
-        """End a running release without a change of champion; one that has ended stays as it is.
+        """End a running release without changing the champion; one that has ended stays as it is.
 
-        While frozen, a canary that users see stays: `Conflict`. It can be rolled back.
+        Raises `Conflict` while releases are frozen and users see the canary; `rollback` works then.
         """
         release = self._catalog.releases.get(release_id)
         if release.state != "running":
@@ -95,12 +96,18 @@ class ReleaseDecisions:
         return self._applier.apply(release, Action("hold", reason), self._evidence(release), by)
 
     def promote(self, policy: str, digest: str, by: str, reason: str) -> Route:
-        """Make a revision the champion now; its own release ends promoted, another one held."""
+        """Make a revision the champion now; its own running release ends promoted, another one held.
+
+        Raises `Conflict` for a tombstone, a freeze, another base, or without an accepted effect probe.
+        """
         revision = self._catalog.revisions.get(policy, digest)
         self._refuse_buried(policy, revision.digest)
         self.refuse_frozen()
         if revision.base != self._catalog.policies.get(policy).base:
-            raise Conflict(f"Revision {revision.digest[:12]} of {policy!r} stands on another base.")
+            raise Conflict(
+                f"Revision {revision.digest[:12]} of {policy!r} was trained on another base, "
+                f"{revision.base[:12]}. Train the policy on its base again."
+            )
         if not (revision.probe or {}).get("accepted", False):
             raise Conflict(
                 f"The effect probe has not accepted revision {revision.digest[:12]} of {policy!r}. "
@@ -115,17 +122,17 @@ class ReleaseDecisions:
         return route
 
     def restore(self, policy: str, digest: str | None, by: str, reason: str) -> Route:
-        """Make an earlier revision the champion again; without a digest the route's `previous`.
+        """Make an earlier revision the champion again; without a digest, the route's `previous`.
 
-        Raises `NotFound` when there is no earlier one, and what `promote` raises.
+        Raises `NotFound` when there is no earlier champion, and what `promote` raises.
         """
         wanted = digest or self._catalog.routes.get(policy).previous
         if not wanted:
-            raise NotFound(f"Policy {policy!r} has no earlier champion to go back to; name a revision.")
+            raise NotFound(f"Policy {policy!r} has no previous champion. Name a revision to restore.")
         return self.promote(policy, wanted, by, reason)
 
     def rollback(self, policy: str, digest: str, by: str, reason: str) -> Tombstone:
-        """Bury a revision now, whatever it is: champion, canary or neither."""
+        """Roll a revision back: write its tombstone, then the route; champion, canary or neither."""
         revision = self._catalog.revisions.get(policy, digest)
         stone = self._changes.withdraw(policy, revision.digest, reason, by)
         for release in self._catalog.releases.all(policy, open_only=True):
@@ -137,27 +144,29 @@ class ReleaseDecisions:
         return stone
 
     def lift(self, policy: str, digest: str, by: str, reason: str) -> Tombstone:
-        """End a tombstone; the route stays as it is."""
+        """Lift a tombstone; the route stays as it is."""
         revision = self._catalog.revisions.get(policy, digest)
         return self._changes.lift(policy, revision.digest, by, reason)
 
     def freeze(self, by: str, reason: str) -> str:
-        """Let no pointer move but rollbacks, until `thaw`; return the sentence that others get."""
+        """Block promotions and canaries until `thaw`; return the message that refused callers get."""
         self._switch(True, by, reason)
         return self.frozen() or ""
 
     def thaw(self, by: str, reason: str) -> None:
+        """Allow promotions and canaries again."""
         self._switch(False, by, reason)
 
     def frozen(self) -> str | None:
-        """Return why nothing but rollbacks moves now, or None."""
+        """Return why releases are frozen, or None."""
         if not self._catalog.switches.is_on(FREEZE):
             return None
         said = self._catalog.notices.newest("graftwork.frozen")
         why = f" {said.reason}" if said else ""
-        return f"Releases are frozen{why}. Only rollbacks go through until `graftwork thaw`."
+        return f"Releases are frozen{why}. Only rollbacks are allowed until `graftwork thaw`."
 
     def refuse_frozen(self) -> None:
+        """Raise `Conflict` while releases are frozen."""
         if why := self.frozen():
             raise Conflict(why)
 
@@ -178,7 +187,7 @@ class ReleaseDecisions:
         if stone:
             raise Conflict(
                 f"Revision {digest[:12]} of {policy!r} has a tombstone: {stone.reason} "
-                "Lift it first (`graftwork lift`), with your name and a reason."
+                "Lift it first with `graftwork lift`, your name and a reason."
             )
 
     def _settings(self, changes: dict[str, Any]) -> ReleaseConfig:
@@ -192,7 +201,7 @@ class ReleaseDecisions:
 
 def _skip(gate: str, reason: str) -> str:
     if gate not in SKIPPABLE:
-        raise ConfigError(f"The gate {gate!r} cannot be skipped; only these can: {', '.join(SKIPPABLE)}.")
+        raise ConfigError(f"The gate {gate!r} cannot be skipped. Gates that can: {', '.join(SKIPPABLE)}.")
     if not reason.strip():
         raise ConfigError(f"Skipping the {gate} gate needs a reason.")
     return reason

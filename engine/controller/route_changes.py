@@ -1,8 +1,7 @@
-"""Changes of what is served: the one writer of routes, of tombstones and of their lifts.
+"""The only writer of routes and tombstones.
 
-Called in the controller's process wherever a controller serves the catalog, in another one under its lease
-(`alone`). Each effect may be the last before a kill: all of them again reach the same end. Decides nothing.
-A new policy's empty route comes with the policy's row and serves nobody.
+Runs in the controller's process where a controller serves the catalog, elsewhere under the controller's lease
+(`alone`). Crash-safe: every write is idempotent. A new policy's row brings an empty route.
 """
 
 import os
@@ -26,24 +25,24 @@ if TYPE_CHECKING:
     from engine.ledger.ledger import Ledger
 
 LEASE = "controller"
-# How the holders begin that change routes for a moment and serve nobody, and how often one waits for another.
+# Prefix of lease holders that are not controllers, and how often one polls for another's lease.
 ALONE = "alone:"
 POLL_S = 0.1
-# In whose name the effect probe buries what it refuses.
+# Author of the tombstones that the effect probe writes.
 GATE = "effect probe"
 EVENTS = uuid.UUID("6f1d2a52-7c55-5d0e-9a55-3e5c1e0c8a11")
 CODE_VERSION = code_version()
 
 
 class RouteChanges:
-    """Writes what is served to the catalog, and what the ledger keeps of it to the spool."""
+    """Writes routes and tombstones to the catalog, and their ledger rows to the spool."""
 
     def __init__(self, catalog: Catalog, spool: Spool):
         self._catalog = catalog
         self._spool = spool
 
     def withdraw(self, policy: str, digest: str, reason: str, by: str) -> Tombstone:
-        """Bury a revision, then take it out of its policy's route: a champion gives way to the previous."""
+        """Write a revision's tombstone, then remove it from the route; `previous` replaces a champion."""
         stone = self._catalog.tombstones.add(policy, digest, reason, by)
         route = self._catalog.routes.get(policy)
         wanted = route
@@ -56,7 +55,7 @@ class RouteChanges:
         return stone
 
     def lift(self, policy: str, digest: str, by: str, reason: str) -> Tombstone:
-        """End a tombstone; the route stays as it is. `NotFound` when there is none."""
+        """Lift a tombstone; the route stays as it is. Raises `NotFound` when there is none."""
         return self._catalog.tombstones.lift(policy, digest, by, reason)
 
     def promote(self, policy: str, digest: str, reason: str, by: str) -> Route:
@@ -71,15 +70,16 @@ class RouteChanges:
         return self._set_route(replace(route, canary=digest, weight=weight), "controller", reason)
 
     def end_canary(self, policy: str, digest: str, reason: str, by: str) -> None:
-        """Take a revision's canary away; another revision's stays."""
+        """End a revision's canary; another revision's stays."""
         route = self._catalog.routes.get(policy)
         ours = route.canary == digest
         self._set_route(replace(route, canary=None, weight=0.0) if ours else route, by, reason)
 
     def record_probe(self, policy: str, digest: str, result: ProbeResult) -> None:
-        """Keep what the engine made of a revision's effect probe, and let no request reach a refused one.
+        """Store the result of a revision's effect probe; a refused revision gets a tombstone.
 
-        One that is the base harms nobody: it is not buried. The gate lifts its own tombstone, no person's.
+        A revision that equals the base is harmless and gets none. An accepted one loses the tombstone that
+        the probe wrote, never a person's.
         """
         found = result.to_json()
         self._catalog.revisions.set_probe(policy, digest, found)
@@ -92,19 +92,19 @@ class RouteChanges:
         if not result.is_base:
             self.withdraw(policy, digest, result.reason, GATE)
         verdict = "rollback" if withdrawn else "hold"
-        # One id, whatever the verdict: asked again, the route no longer says that it was served.
+        # The id leaves the verdict out: on a repeated call the route no longer shows the revision.
         about = f"{GATE}/{content_hash(found)}"
         self.say_by_hand(verdict, policy, digest, GATE, result.reason, about, probe=found)
 
     def purge(self, policy: str, place: Literal["name", "catalog"], by: str) -> dict[str, int]:
-        """Take a policy's route and mark its name, or remove all its rows; return rows removed by table."""
+        """Remove a policy's route and mark its name, or remove all its rows; return removed rows by table."""
         remove = self._catalog.purges.mark if place == "name" else self._catalog.purges.run
         return remove(policy, by, time.time())
 
     def say_by_hand(
         self, verdict: str, policy: str, digest: str, by: str, reason: str, about: str, **evidence: Any
     ) -> None:
-        """Tell the ledger what was decided outside any release; `about` tells one such act from the next."""
+        """Emit a verdict outside any release; `about` makes its id unique."""
         self._spool.emit(
             "verdicts",
             id=str(uuid.uuid5(EVENTS, f"{policy}/{digest}/{about}")),
@@ -118,7 +118,7 @@ class RouteChanges:
         )
 
     def say_missing(self, ledger: "Ledger") -> None:
-        """Tell the ledger of routes what a kill kept it from hearing."""
+        """Emit the route changes that a crash lost."""
         said = {row[0] for row in ledger.connection.execute("SELECT id FROM route_changes").fetchall()}
         after = ""
         while routes := self._catalog.routes.page(after, changed=True):
@@ -128,7 +128,7 @@ class RouteChanges:
             after = routes[-1].policy
 
     def _set_route(self, route: Route, by: str, reason: str) -> Route:
-        """Change a route if it differs, and tell the ledger; again is harmless."""
+        """Update a route if it differs and emit the change. Idempotent."""
         current = self._catalog.routes.get(route.policy)
         if _meaning(current) != _meaning(route):
             current = self._catalog.routes.update(route, route.version)
@@ -143,28 +143,28 @@ class RouteChanges:
 
 
 def controller_serves(catalog: Catalog) -> bool:
-    """Say whether a controller holds the lease of this catalog; what changes routes is asked of it then."""
+    """Return whether a controller holds this catalog's lease; then only it may change routes."""
     lease = catalog.leases.find(LEASE)
     return lease is not None and lease.until > time.time() and not lease.holder.startswith(ALONE)
 
 
 def take_lease(catalog: Catalog, holder: str, lease_s: float) -> int:
-    """Take the lease that whoever changes routes holds; return its fence. `Conflict` while another does."""
+    """Take the lease for changing routes and return its fence; `Conflict` while another process holds it."""
     fence = catalog.leases.acquire(LEASE, holder, lease_s)
     if fence is None:
         lease = catalog.leases.find(LEASE)
         raise Conflict(
             f"Another controller ({lease.holder if lease else 'unknown'}) holds the lease of this catalog. "
-            f"Stop it, or wait {lease_s:g} s after its death."
+            f"Stop it. If it has crashed, its lease expires within {lease_s:g} s."
         )
     return fence
 
 
 @contextmanager
 def alone(params: Params, catalog: Catalog) -> Iterator[RouteChanges]:
-    """Change routes where no controller runs, under its lease, which is renewed and then given back.
+    """Give the route writer where no controller runs; the block holds the controller's lease.
 
-    Another process that does so is waited for as long as a lease lasts. Raises as `take_lease`.
+    Waits up to `lease_s` for another such process. Raises as `take_lease`.
     """
     holder, lease_s = f"{ALONE}{socket.gethostname()}:{os.getpid()}:{uuid.uuid4()}", params.controller.lease_s
     fence = _lease_in_turn(catalog, holder, lease_s)

@@ -1,4 +1,4 @@
-"""The wall clock, for what cannot be undone: it is believed when it goes as the monotonic clock does."""
+"""A wall clock for irreversible work: trusted while it advances as the monotonic clock does."""
 
 import json
 import time
@@ -9,18 +9,18 @@ from pathlib import Path
 from engine.errors import ServiceError
 from engine.files import write_whole
 
-# A clock that is slewed differs by less between two looks; one that is set differs by more.
+# Between two reads a slewed clock differs by less than this; one that was set differs by more.
 JUMP_S = 60.0
 HELD_S = 3600.0
-# Names this run of the kernel, in which the monotonic clock goes on from process to process.
+# The id of this boot: within a boot, all processes share one monotonic clock.
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class TrustedClock:
-    """Tells the wall time, unless the clock has jumped ahead within the last hour. For one thread.
+    """Returns the wall time unless the clock jumped forward within the last hour. Not thread-safe.
 
-    `file` tells the next process what this one knew, or a restart would make a jump believed. Whether the
-    clock was right before the machine itself was restarted nobody knows; it is believed then.
+    `file` carries the offset from process to process, so that a restart does not accept a jump. After a
+    reboot the clock is trusted as it is.
     """
 
     def __init__(
@@ -32,15 +32,15 @@ class TrustedClock:
         self._file, self._wall, self._monotonic = file, wall, monotonic
         self._boot = BOOT.read_text().strip()
         self._offset = wall() - monotonic()
-        # Since when (monotonic) the clock is ahead, and by which offset.
+        # When (monotonic) the jump was first seen, and the offset then.
         self._ahead: tuple[float, float] | None = None
         self._kept = ""
         self._remember()
 
     def now(self) -> float:
-        """Return the wall time (epoch seconds); `ServiceError` within an hour after a jump ahead.
+        """Return the wall time (epoch seconds); raises `ServiceError` within an hour after a forward jump.
 
-        A clock that is set back makes nothing come too early, so it is believed at once.
+        A clock that is set back is accepted at once, since nothing expires early by it.
         """
         wall, now = self._wall(), self._monotonic()
         offset = wall - now
@@ -53,13 +53,13 @@ class TrustedClock:
         self._keep()
         if self._ahead is not None:
             raise ServiceError(
-                f"The clock has jumped ahead by {self._ahead[1] - self._offset:.0f} s. Nothing expires "
-                "until it is set right, or has held for an hour."
+                f"The clock jumped forward by {self._ahead[1] - self._offset:.0f} s. Nothing expires until "
+                "it is corrected, or has kept this time for an hour."
             )
         return wall
 
     def _remember(self) -> None:
-        # A file that is not there, or torn, says nothing.
+        # A missing or damaged file is ignored.
         with suppress(OSError, ValueError, KeyError, TypeError):
             known = json.loads(self._file.read_text())
             if known["boot"] == self._boot:
@@ -68,7 +68,7 @@ class TrustedClock:
                 self._offset = float(known["offset"])
 
     def _keep(self) -> None:
-        """Write what is known where it has changed by more than a clock drifts within seconds."""
+        """Write the state when it has changed by more than normal clock drift."""
         text = json.dumps({"boot": self._boot, "offset": round(self._offset), "ahead": self._ahead})
         if text != self._kept:
             write_whole(self._file, text)

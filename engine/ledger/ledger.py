@@ -1,8 +1,7 @@
-"""The ledger: every number of every revision, in one DuckDB file.
+"""The ledger: every figure of every revision, in one DuckDB file.
 
-Knows how events get from the spool into tables exactly once, and how readers get a snapshot that
-never blocks the writer. Tables and views are in `migrations/*.sql`. Does not know what the numbers
-mean. DuckDB allows one writing process: the controller.
+Events get from the spool into tables exactly once; readers open a snapshot, which never blocks the writer.
+Tables and views are in `migrations/*.sql`. DuckDB allows one writing process: the controller.
 """
 
 import json
@@ -25,7 +24,7 @@ MIGRATIONS = Path(__file__).parent / "migrations"
 FILES_A_COMMIT = 64
 CLOSED = -1
 NAMED = re.compile(rb'"policy": ?"([^"]+)"')
-# Of the policies that events name, which are gone: their rows must not come back.
+# Returns which of these policies were purged: their rows must not come back.
 Gone = Callable[[Collection[str]], set[str]]
 Events = dict[str, dict[str, dict[str, Any]]]  # table -> id -> event
 JSON_TYPES: dict[str, tuple[type, ...]] = {
@@ -38,7 +37,7 @@ JSON_TYPES: dict[str, tuple[type, ...]] = {
 
 
 class Ledger:
-    """The one writing end. For one thread at a time. `columns` are the types of each table's columns.
+    """The ledger's one writer, for one thread at a time. `columns` holds the types of each table's columns.
 
     Raises `Conflict` when another process has the file open, `ConfigError` when the file comes
     from a newer version.
@@ -55,7 +54,7 @@ class Ledger:
         self.connection = _connect(self.path)
         _migrate(self.connection, self.path)
         # DuckDB's lock ends when this process closes any descriptor of the file. The one that
-        # snapshots are copied from therefore stays open as long as the ledger.
+        # snapshots are copied from stays open as long as the ledger.
         self._source = os.open(self.path, os.O_RDONLY)
         self.columns = _columns(self.connection)
 
@@ -64,27 +63,26 @@ class Ledger:
         self.connection.close()
         if self._source != CLOSED:
             os.close(self._source)
-            # Its number may be another file's from now on.
+            # The descriptor's number may be reused from now on.
             self._source = CLOSED
 
     def become(self, path: Path) -> None:
-        """Go on with another file of the same schema, which takes this one's place and name."""
+        """Continue with another file of the same schema, renamed over this one."""
         self.close()
         path.replace(self.path)
         sync(self.path.parent)
         self._open()
 
     def touch(self) -> None:
-        """Let the next `snapshot` write a copy whatever has changed."""
+        """Make the next `snapshot` write a copy even if nothing has changed."""
         self._changed = True
 
     def ingest(self, spool_root: Path, gone: Gone = lambda policies: set()) -> int:
         """Insert the events that are ready and return how many were new.
 
-        Those of policies that are `gone` are dropped: an answer that was under way while its policy was
-        purged is told of afterwards.
-        An event that is known already (by its id) is ignored; a file is removed after the commit.
-        Lines that fit no table are moved to `rejected/` beside the spool's files.
+        Events of policies that are `gone` are dropped: an answer that was under way while its policy was
+        purged is recorded afterwards. An event whose id is known is ignored; a file is removed after the
+        commit. Lines that fit no table are moved to `rejected/` beside the spool's files.
         """
         new = 0
         files = ready_files(spool_root)
@@ -93,9 +91,9 @@ class Ledger:
         return new
 
     def sweep(self, before: float) -> int:
-        """Remove feedback from before this time on answers that are not here; return how many.
+        """Remove feedback from before this time (epoch seconds) on unknown answers; return how many.
 
-        Feedback names no policy: on an answer whose policy was purged meanwhile it would stay for ever.
+        Feedback names no policy: on an answer of a purged policy it would stay forever.
         """
         unknown = "NOT EXISTS (SELECT 1 FROM observations WHERE observations.id = request_id)"
         query = f'DELETE FROM feedback WHERE "at" < ? AND {unknown}'
@@ -142,7 +140,7 @@ class Ledger:
         return new
 
     def _insert(self, events: Events) -> None:
-        """Insert all or nothing, in order of arrival (which INSERT OR IGNORE would not keep)."""
+        """Insert all or nothing, in order of arrival, which INSERT OR IGNORE would not keep."""
         self.connection.begin()
         try:
             for table, rows in events.items():
@@ -164,7 +162,7 @@ class Ledger:
 
 
 def policy_of(line: bytes) -> str | None:
-    """Return the policy that a line of the spool names, also one that is torn or fits no table."""
+    """Return the policy that a line of the spool names, even if it is torn or fits no table, or None."""
     try:
         event: Any = json.loads(line)
     except ValueError:
@@ -175,7 +173,7 @@ def policy_of(line: bytes) -> str | None:
 
 
 def _drop_gone(events: Events, bad: dict[Path, list[bytes]], gone: Gone) -> None:
-    """Take out what belongs to policies that are gone, and the feedback on their answers."""
+    """Remove the events of policies that are gone, and the feedback on their answers."""
     named = {row.get("policy") for rows in events.values() for row in rows.values()}
     named |= {policy_of(line) for lines in bad.values() for line in lines}
     lost = gone([policy for policy in named if policy])
@@ -200,9 +198,9 @@ def create(path: Path) -> None:
 
 
 def open_snapshot(path: Path) -> duckdb.DuckDBPyConnection:
-    """Open the readers' copy; it is as old as the controller's `snapshot_s` at most."""
+    """Open the readers' copy, at most the controller's `snapshot_s` old; `NotFound` when there is none."""
     if not path.is_file():
-        raise NotFound(f"There is no ledger snapshot at {path} yet. The controller writes it while it runs.")
+        raise NotFound(f"There is no ledger snapshot at {path} yet. A running controller writes it.")
     return duckdb.connect(str(path), read_only=True)
 
 
@@ -224,7 +222,7 @@ def _connect(path: Path) -> duckdb.DuckDBPyConnection:
             raise
         raise Conflict(
             f"The ledger {path} is held by process {holder[2]} ({holder[1]}). "
-            "Close it there; to read, open the snapshot beside it instead."
+            "End that process, or read the snapshot beside it instead."
         ) from None
 
 
@@ -234,7 +232,9 @@ def _migrate(connection: duckdb.DuckDBPyConnection, path: Path) -> None:
     found = row[0] if row else 0
     files = {int(file.name[:4]): file for file in MIGRATIONS.glob("*.sql")}
     if found > max(files):
-        raise ConfigError(f"The ledger {path} has schema {found}, this code knows {max(files)}. Upgrade it.")
+        raise ConfigError(
+            f"The ledger {path} has schema {found}, newer than this code's {max(files)}. Upgrade Graftwork."
+        )
     for version in sorted(number for number in files if number > found):
         connection.begin()
         connection.execute(files[version].read_text())
@@ -255,7 +255,7 @@ def _columns(connection: duckdb.DuckDBPyConnection) -> dict[str, dict[str, str]]
 
 
 def _parse(line: bytes, tables: dict[str, dict[str, str]]) -> dict[str, Any] | None:
-    """Return an event that fits its table, None for any other line. NaN and Infinity become null."""
+    """Return an event that fits its table; None for any other line. NaN and Infinity become null."""
     try:
         event = json.loads(line, parse_constant=lambda _: None)
     except ValueError:

@@ -1,8 +1,7 @@
-"""One policy's rows out of the ledger, its spool and its snapshot, so that nothing of them can be read again.
+"""Removal of a policy's rows from the ledger, its spool and its snapshot, down to their bytes.
 
 DuckDB marks deleted rows and keeps their bytes (it does not compact tables that have a key), so the file is
-written anew from what is left and takes the old one's place. Knows which rows are a policy's; does not know
-why they must go.
+rewritten from the remaining rows and renamed over the old one.
 """
 
 import json
@@ -21,17 +20,17 @@ FRESH = ".fresh"
 def purge(ledger: Ledger, spool: Path, snapshot: Path, policy: str) -> dict[str, int]:
     """Remove a policy's events from ledger, spool and snapshot; return how many of each, by table.
 
-    What is in the spool is taken in first, so that it goes too; what writers hold open (`Spool` hands it
-    over within a quarter of a second) is found by a second call. Rows of feedback go with the observations
-    that they rate.
+    Events in the spool are ingested first and so removed too; files that writers hold open (`Spool` hands
+    them over within a quarter of a second) are found by a second call. Feedback is removed with the
+    observations that it rates.
     """
     ledger.ingest(spool)
     removed = _delete(ledger, policy)
     removed["rejected"] = _purge_rejected(spool / "rejected", policy)
-    # Also when nothing was found: a kill may have come between the rows and their bytes.
+    # Also when nothing was found: an earlier purge may have been killed between the rows and their bytes.
     rewrite(ledger)
     for copy in snapshot.parent.glob(f"{snapshot.name}.*"):
-        # What a kill left half copied: none is being made now.
+        # A copy that a kill left half written: none is being written now.
         copy.unlink(missing_ok=True)
     ledger.touch()
     ledger.snapshot(snapshot)
@@ -60,7 +59,7 @@ def _changed(connection: duckdb.DuckDBPyConnection, statement: str, policy: str)
 
 
 def rewrite(ledger: Ledger) -> None:
-    """Write the ledger's file anew, its rows in their order; a kill leaves the old one."""
+    """Rewrite the ledger's file, rows in their order; a kill leaves the old file."""
     fresh = ledger.path.with_name(f"{ledger.path.name}{FRESH}")
     for leftover in (fresh, fresh.with_name(f"{fresh.name}.wal")):
         leftover.unlink(missing_ok=True)
@@ -70,7 +69,7 @@ def rewrite(ledger: Ledger) -> None:
         ledger.connection.execute(f"INSERT INTO fresh.{table} BY NAME SELECT * FROM {table} ORDER BY rowid")
     ledger.connection.execute("CHECKPOINT fresh")
     ledger.connection.execute("DETACH fresh")
-    # Nothing is left to a log, which the new file would find beside it.
+    # Empty the write-ahead log, which the new file would find beside it.
     ledger.connection.execute("CHECKPOINT")
     sync(fresh)
     ledger.become(fresh)
@@ -81,7 +80,7 @@ def _quoted(path: Path) -> str:
 
 
 def _purge_rejected(folder: Path, policy: str) -> int:
-    """Take a policy's lines out of the files of lines that fitted no table."""
+    """Remove a policy's lines from the rejected files; return how many."""
     removed = 0
     for path in folder.glob("*") if folder.is_dir() else ():
         lines = list(read_lines(path))

@@ -1,6 +1,6 @@
-"""What several readers ask of the ledger: a revision's latest scores, and what users said of a canary.
+"""Queries that several readers share: a revision's latest scores, and a canary's rewards.
 
-Knows which rows count. Asks the ledger or its snapshot alike, and writes nothing.
+They run on the ledger or on its snapshot.
 """
 
 from itertools import starmap
@@ -19,23 +19,25 @@ SCORES = """
     GROUP BY suite_version, item ORDER BY suite_version, item
 """
 REWARDS = """
-    WITH first AS (
+    WITH answers AS (
+        SELECT id, key, unit, arm FROM observations
+        WHERE policy = $policy AND purpose = 'user' AND unit IS NOT NULL
+            AND (route_version >= $version OR ($version IS NULL AND "at" >= $started))
+            AND ((arm = 'canary' AND digest = $revision)
+                OR (arm IN ('champion', 'base') AND digest IS NOT DISTINCT FROM $baseline))
+    ), first AS (
         SELECT request_id, key, arg_min(reward, rowid) AS reward, arg_min("at", rowid) AS rated_at,
             min(rowid) AS seq
-        FROM feedback WHERE "at" >= $started AND reward BETWEEN 0 AND 1 GROUP BY ALL
+        FROM feedback WHERE request_id IN (SELECT id FROM answers) AND reward BETWEEN 0 AND 1 GROUP BY ALL
     )
     SELECT rated_at, unit, arm = 'canary', reward
-    FROM observations JOIN first ON request_id = observations.id AND first.key = observations.key
-    WHERE policy = $policy AND "at" >= $started AND rated_at <= $ended
-        AND purpose = 'user' AND unit IS NOT NULL
-        AND ((arm = 'canary' AND digest = $revision)
-            OR (arm IN ('champion', 'base') AND digest IS NOT DISTINCT FROM $baseline))
-    ORDER BY seq
+    FROM answers JOIN first ON request_id = answers.id AND first.key = answers.key
+    WHERE rated_at <= $ended ORDER BY seq
 """
 
 
 class LatestScore(NamedTuple):
-    """An item's latest score in [0, 1], given at `at`; `is_newest`: of the suite's newest version."""
+    """An item's latest score in [0, 1], at `at` (epoch s); `is_newest`: of the suite's newest version."""
 
     version: str
     item: str
@@ -55,17 +57,23 @@ def latest_scores(
 def canary_rewards(
     ledger: duckdb.DuckDBPyConnection, release: Release
 ) -> list[tuple[float, str, bool, float]]:
-    """Return a canary's rewards by order of arrival: (rated at, unit, whether of the canary, reward).
+    """Return a canary's rewards in order of arrival: (rated at, unit, whether of the canary, reward).
 
-    Of requests of users that have a unit, since the canary's start; each by its first rating, until the
-    release's end.
+    Counts users' requests with a unit, routed since the canary's start; of each its first rating, until the
+    release's end. The route's version tells the start, since clocks may jump; only releases that ended
+    before versions were recorded have the time alone.
     """
-    named = {"policy": release.policy, "revision": release.revision, "baseline": release.baseline}
+    named: dict[str, Any] = {
+        "policy": release.policy,
+        "revision": release.revision,
+        "baseline": release.baseline,
+    }
+    named |= {"version": release.canary_version, "started": release.canary_started_at}
     ended = release.updated_at if release.state != "running" else float("inf")
-    return ledger.execute(REWARDS, named | {"started": release.canary_started_at, "ended": ended}).fetchall()
+    return ledger.execute(REWARDS, named | {"ended": ended}).fetchall()
 
 
 def named_rows(found: duckdb.DuckDBPyConnection) -> list[dict[str, Any]]:
-    """Return the rows that were found, each by its columns' names."""
+    """Return a result's rows as dicts by column name."""
     names = [column[0] for column in found.description or []]
     return [dict(zip(names, row, strict=True)) for row in found.fetchall()]

@@ -1,9 +1,9 @@
-"""The spool: how any process hands events to the ledger without talking to it.
+"""The spool: a write-ahead log by which any process hands events to the ledger.
 
 A writer appends JSON lines to a file of its own and holds a lock on it (`.open`); a file that is
 full or old enough is renamed to `.jsonl`. A reader takes `.jsonl` files, and `.open` files whose
-writer is dead, which is when their lock can be had. An event is acknowledged once `emit` returns:
-it then survives a kill of the writer. Does not know the ledger's tables.
+writer is dead and whose lock is therefore free. An event is acknowledged once `emit` returns: it then
+survives a kill of the writer.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ ROTATE_BYTES = 1 << 20
 
 
 class Spool:
-    """The writing end, for one process; safe to use from its threads and after a fork."""
+    """The writer's side, for one process; safe in its threads and after a fork."""
 
     def __init__(self, root: Path | str, writer: str):
         self.root = Path(root)
@@ -50,7 +50,7 @@ class Spool:
         return str(event["id"])
 
     def rotate(self) -> None:
-        """Hand what has been written to the reader; also what another thread is handing over just now."""
+        """Hand the written events to the reader; wait for a hand-over by another thread."""
         # After a fork the open file is the parent's.
         if self._pid == os.getpid():
             with self._handing:
@@ -66,16 +66,17 @@ class Spool:
             os.fsync(fd)
             path.rename(path.with_suffix(".jsonl"))
         finally:
-            # Without its lock the reader takes the file even if it could not be renamed.
+            # Once unlocked, the reader takes the file even if the rename failed.
             os.close(fd)
 
     def close(self) -> None:
+        """Hand the written events over and end the thread."""
         self._closed.set()
         self.rotate()
 
     def _append(self, line: bytes) -> None:
         if self._pid != os.getpid():
-            # After a fork the open file and the thread are the parent's, who may have held the lock.
+            # After a fork the open file and the thread are the parent's, which may have held the lock.
             self._fd, self._pid, self._handing = None, os.getpid(), threading.Lock()
             threading.Thread(target=self._rotate_often, name="spool", daemon=True).start()
         if self._fd is None:
@@ -86,7 +87,7 @@ class Spool:
             if written != len(line):
                 raise OSError(f"The disk took {written} of {len(line)} bytes of an event for {self._path}.")
         except OSError:
-            # A torn line would swallow the next event.
+            # A torn line would corrupt the next event.
             os.ftruncate(self._fd, self._size)
             raise
         self._size += len(line)
@@ -114,7 +115,7 @@ def ready_files(root: Path) -> list[Path]:
             try:
                 found.append((path.stat().st_mtime_ns, path))
             except FileNotFoundError:
-                # Renamed by its writer between two looks; the next look finds it.
+                # Renamed by its writer meanwhile; the next call finds it.
                 continue
     return [path for _, path in sorted(found)]
 

@@ -1,1 +1,1 @@
-"""Memory, planned before anything is loaded: of the trainer, of the engine, of adapters."""
+"""Memory plans of trainer, engine and adapters, made before anything is loaded."""

@@ -1,8 +1,8 @@
 """What adapters of a base cost, planned from its `config.json`: bytes, tensor-parallel degree, load time.
 
-For any base whose shapes are known, also one that no machine here could hold. Each device has its part of
-the base, the slots, the KV cache and its working memory; a machine's page cache has an adapter's bytes once.
-Knows sizes and rates; opens no file and loads no tensor.
+It works for any base of a supported family, even one too large for this machine. Each device holds its part
+of the base, the slots, the KV cache and its working memory; a machine's page cache holds an adapter's bytes
+once.
 """
 
 from collections.abc import Collection, Mapping
@@ -27,18 +27,18 @@ from engine.settings.services import EngineConfig
 from engine.store.segments import PAGE_ALIGNED_FROM
 
 DEGREES = (1, 2, 4, 8, 16, 32, 64)
-# Bits of a weight by `quantization_config.quant_method`: of routed experts, and of other projections.
+# Bits of a weight by `quantization_config.quant_method`: (routed experts, other projections).
 WEIGHT_BITS = {"fp8": (8.0, 8.0), "mxfp4": (4.25, 16.0)}
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes a second of each step of a load on one device.
+    """Bytes per second of each step of a load on one device.
 
-    The defaults were measured with 105.5 MB at rank 1 on two CPU cores (docs/benchmarks/load.md):
-    `load` is host tier to slot, 6.9 ms, which is 1.21 times the memcpy of as many bytes (18.5 GB/s);
-    `read` is what 62 ms with a dropped page cache have beyond that; `verify` is the checksum and the search
-    for NaN, 25 and 7 ms. A GPU's link is slower or faster than a core's memcpy: give its rate.
+    The defaults were measured with 105.5 MB at rank 1 on two CPU cores (docs/benchmarks/load.md). `load` is
+    host tier to slot: 6.9 ms, 1.21 times the memcpy of the same bytes (18.5 GB/s). `read` is the rest of 62
+    ms with a dropped page cache. `verify` is the checksum (25 ms) and the search for NaN (7 ms). For a GPU,
+    give the rate of its link.
     """
 
     load: float = 15.3e9
@@ -50,9 +50,9 @@ class Rates:
 class AdapterPlan(DeviceParts):
     """Bytes and seconds of adapters of one rank, with `slots` slots, on devices of `available` bytes.
 
-    `slot_rank` is the engine's rank that holds `rank`. `adapter_bytes` are the packed file's; `host_bytes`
-    what one takes of its machine's memory; `load_bytes` what one device copies of it. `engine_*` are one
-    device's parts of `tensor_parallel`. `load_s` is host tier to slot, `cold_load_s` local disk to slot.
+    `slot_rank`: the slots' rank that holds `rank`. `adapter_bytes`: the packed file. `host_bytes`: one
+    adapter's share of its machine's memory. `load_bytes`: what one device copies of it. `engine_*`: the parts
+    of one of `tensor_parallel` devices. `load_s`: host tier to slot. `cold_load_s`: local disk to slot.
     """
 
     model_type: str
@@ -66,7 +66,7 @@ class AdapterPlan(DeviceParts):
     adapter_tensors: int
     adapter_blocks: int
     host_bytes: int
-    host_adapters: int
+    host_adapters: int | None
     available: int | None
     tensor_parallel: int
     slot_bytes: int
@@ -82,14 +82,15 @@ class AdapterPlan(DeviceParts):
 
     @property
     def fits(self) -> bool:
+        """Say whether the parts fit into one device."""
         return self.available is None or self.needed <= self.available
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a plan is asked for; `devices` None: the fewest that fit. `weight_bits` None: as the base says.
+    """A requested plan; `devices` None: the fewest that fit; `weight_bits` None: from the base's config.
 
-    `available` are the bytes of one device; None, where nobody knows them, fits whatever it takes.
+    `available`: the bytes of one device; None means unknown, and every plan fits.
     """
 
     rank: int
@@ -103,15 +104,15 @@ class Wanted:
 def plan_adapters(config: Mapping[str, Any], engine: EngineConfig, wanted: Wanted) -> AdapterPlan:
     """Return the plan of the fewest devices that hold base, slots and KV cache, or of `wanted.devices`.
 
-    Raises `ConfigError` for a config (of `read_config`) that lacks a size, a rank or target that no engine
-    serves, a degree that vLLM cannot cut the base by, and when nothing fits; `BaseModelError` for an unknown
-    family.
+    Raises `ConfigError` for a config (of `read_config`) that lacks a size, for a rank or target that no
+    engine serves, for a tensor-parallel degree that vLLM does not support for the base, and when nothing
+    fits; `BaseModelError` for an unknown family.
     """
     try:
         shapes, shape = BaseShapes.of(config), Shape.of(config)
     except KeyError as error:
         raise ConfigError(
-            f"The config lacks {error}, without which a {config['model_type']} base has no sizes. "
+            f"The config lacks {error}, which a {config['model_type']} base needs. "
             "Give the whole config.json."
         ) from None
     _check_targets(shapes, wanted.targets)
@@ -122,7 +123,7 @@ def plan_adapters(config: Mapping[str, Any], engine: EngineConfig, wanted: Wante
 
     if wanted.devices is not None:
         if reason := uncut_reason(shapes, heads, shape.key_heads, wanted.devices):
-            raise ConfigError(f"vLLM cannot cut this base over {wanted.devices} devices: {reason}.")
+            raise ConfigError(f"vLLM cannot split this base over {wanted.devices} devices: {reason}.")
         found = on(wanted.devices)
     else:
         cut = [devices for devices in DEGREES if not uncut_reason(shapes, heads, shape.key_heads, devices)]
@@ -137,12 +138,12 @@ def _refuse_unless_it_fits(found: AdapterPlan) -> None:
     raise ConfigError(
         f"Each of {found.tensor_parallel} devices has {gib(found.available)} and needs {gib(found.needed)}, "
         f"most of it for the {WHAT[found.largest]} ({gib(found.parts[found.largest])}). Lower --slots or "
-        "--rank, or give devices with more memory or more of them."
+        "--rank, or use more devices or devices with more memory."
     )
 
 
 def slot_rank(rank: int, fused_experts: bool = False) -> int:
-    """Return the smallest rank of slots that holds this rank; `ConfigError` over the largest.
+    """Return the smallest slot rank that holds this rank; `ConfigError` when none does.
 
     Fused experts hold gate and up as one factor of twice the rank (`slots.FusedGateUp`).
     """
@@ -150,7 +151,9 @@ def slot_rank(rank: int, fused_experts: bool = False) -> int:
     needed = 2 * rank if fused_experts else rank
     if not 0 < needed <= max(served):
         twice = f", which needs {needed} in its fused experts" if fused_experts else ""
-        raise ConfigError(f"No engine serves rank {rank}{twice}; the largest is {max(served)}.")
+        raise ConfigError(
+            f"No engine serves rank {rank}{twice}; the largest is {max(served)}. Lower the rank."
+        )
     return int(min(one for one in served if one >= needed))
 
 
@@ -163,7 +166,7 @@ def _plan(config: Mapping[str, Any], shape: Shape, engine: EngineConfig, wanted:
     weights = _weight_bits(config) if bits is None else (bits, bits)
     parts = engine_parts(shape, engine, held, devices, weights)
     whole = sum(blocks)
-    # Larger ones lie once in the page cache; of smaller ones each process has a copy.
+    # Large adapters are once in the page cache; small ones are copied by each process.
     host = whole if whole >= PAGE_ALIGNED_FROM else whole * devices
     targets = wanted.targets or shapes.targets
     return AdapterPlan(
@@ -171,17 +174,17 @@ def _plan(config: Mapping[str, Any], shape: Shape, engine: EngineConfig, wanted:
         parameters=shape.parameters,
         rank=wanted.rank,
         slot_rank=held,
-        slots=engine.slots,
+        slots=engine.gpu_slots,
         dtype=dtype,
         adapter_bytes=whole,
         adapter_share=whole / base_bytes(shape, itemsize, bits=weights),
         adapter_tensors=2 * sum(one.count for one in shapes.projections(wanted.targets)),
         adapter_blocks=len(blocks),
         host_bytes=host,
-        host_adapters=engine.host_bytes // host,
+        host_adapters=engine.host_bytes // host if engine.host_bytes else None,
         available=wanted.available,
         tensor_parallel=devices,
-        slot_bytes=parts["engine_slots"] // engine.slots,
+        slot_bytes=parts["engine_slots"] // engine.gpu_slots,
         load_bytes=loaded,
         **parts,
         load_s=loaded / wanted.rates.load,
@@ -197,8 +200,7 @@ def _weight_bits(config: Mapping[str, Any]) -> WeightBits | None:
     method = stated.get("quant_method") if isinstance(stated, Mapping) else None
     if method not in WEIGHT_BITS:
         raise ConfigError(
-            f"How many bits a weight takes under the quantization {method!r} is not known here: "
-            "give --weight-bits."
+            f"The bits of a weight under the quantization {method!r} are unknown. Give --weight-bits."
         )
     return WEIGHT_BITS[str(method)]
 
@@ -210,13 +212,17 @@ def _check_targets(shapes: BaseShapes, targets: Collection[str] | None) -> None:
 
 
 def rows(found: AdapterPlan) -> list[tuple[str, str]]:
-    """Return what a plan says as (part, size) for people."""
+    """Return a plan's table rows (part, size)."""
     dropped = ", ".join(found.dropped_on_cuda)
     return [
         ("an adapter, packed", f"{size(found.adapter_bytes)}, {found.adapter_share:.4%} of the base"),
         ("its tensors, and blocks of the file", f"{found.adapter_tensors:,}, {found.adapter_blocks:,}"),
         ("host memory for each adapter", size(found.host_bytes)),
-        ("adapters in engine.host_bytes", f"{found.host_adapters:,}"),
+        *(
+            [("adapters in engine.host_bytes", f"{found.host_adapters:,}")]
+            if found.host_adapters is not None
+            else []
+        ),
         ("tensor-parallel degree", str(found.tensor_parallel)),
         ("a slot, on each device", f"{size(found.slot_bytes)} for rank {found.slot_rank}"),
         *((WHAT[name], gib(part)) for name, part in found.parts.items()),
@@ -238,9 +244,10 @@ def say(found: AdapterPlan) -> None:
 
 
 def size(nbytes: int) -> str:
-    """Return bytes as people read them: MB are 10^6."""
+    """Format bytes; MB are 10^6."""
     return f"{nbytes / 1e6:,.1f} MB" if nbytes >= 1e6 else f"{nbytes / 1e3:,.1f} kB"
 
 
 def seconds(value: float) -> str:
+    """Format seconds, in ms below one second."""
     return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.2f} ms"

@@ -1,7 +1,7 @@
-"""This machine's GPU: whether there is one, and the memory plan of these settings on it.
+"""This machine's GPU and the memory plan of the settings on it.
 
-Trainer and engine ask here before they load anything, and `graftwork up` before it starts either. Knows
-one GPU, the first that CUDA shows (`CUDA_VISIBLE_DEVICES` chooses another).
+Trainer and engine ask here before they load anything, and `graftwork up` before it starts either. Only the
+first GPU that CUDA shows is used (`CUDA_VISIBLE_DEVICES` chooses another).
 """
 
 from importlib.metadata import version
@@ -16,7 +16,7 @@ from engine.settings.params import Params
 
 def cuda_bytes() -> int | None:
     """Return the bytes of the GPU's memory, or None where torch has no CUDA or sees no GPU."""
-    # A CPU build is told by its name: importing torch takes seconds that a start does not have.
+    # The version names a CPU build: importing torch would take seconds.
     if version("torch").endswith("+cpu"):
         return None
     import torch
@@ -32,15 +32,15 @@ def trainer_device(params: Params, cuda: bool) -> str:
     if wanted == "cuda" and not cuda:
         raise ConfigError(
             "trainer.device is cuda, but torch sees no GPU. Install the CUDA build and its driver, "
-            "or leave the setting out."
+            "or remove the setting."
         )
     return "cuda" if cuda and wanted != "cpu" else "cpu"
 
 
 def planned(params: Params) -> MemoryPlan | None:
-    """Print and return the plan for this machine's GPU, before anything is loaded; None without a GPU.
+    """Print and return the memory plan for this machine's GPU; None without a GPU.
 
-    Raises `ConfigError` with the numbers when it does not fit.
+    Raises `ConfigError` with the numbers when the plan does not fit.
     """
     available = cuda_bytes()
     if available is None:
@@ -52,12 +52,12 @@ def planned(params: Params) -> MemoryPlan | None:
 
 
 def refuse_unless_served(params: Params) -> None:
-    """Raise `ConfigError` when vLLM cannot serve the base on this machine; asked before anything is built."""
+    """Raise `ConfigError` when vLLM cannot serve the base on this machine; checked before any build."""
     reason = CUDA_ONLY.get(base_config(params.base, params.paths).get("model_type", ""))
     if reason and cuda_bytes() is None:
         raise ConfigError(
-            f"The base {params.base.name!r} cannot be served on a CPU: {reason}. Serve it where there is a "
-            "GPU. Here sessions can train it on given data: set base.name, and `graftwork up --only trainer`."
+            f"The base {params.base.name!r} cannot be served on a CPU: {reason}. Serve it on a machine with "
+            "a GPU. This machine can train it on given data with `graftwork up --only trainer`."
         )
 
 
@@ -68,7 +68,7 @@ def plan_for(params: Params, available: int) -> tuple[dict[str, Any], MemoryPlan
 
 
 def rows(found: MemoryPlan) -> list[tuple[str, str]]:
-    """Return what a plan says as (part, size) for people, ending with the sum and vLLM's share."""
+    """Return a plan's table rows (part, size), ending with the sum and vLLM's share."""
     parts = [(WHAT[name], gib(size)) for name, size in found.parts.items()]
     kept = f"{found.sequences} sequences"
     return [
@@ -80,5 +80,5 @@ def rows(found: MemoryPlan) -> list[tuple[str, str]]:
 
 
 def say(found: MemoryPlan) -> None:
-    """Print the plan's table; a service's log begins with it."""
+    """Print the plan's table at the start of a service's log."""
     print_plan(f"One GPU, a base of {found.parameters:,} parameters", rows(found))

@@ -1,8 +1,8 @@
 """One GPU's memory, planned from the base's `config.json` before anything is loaded.
 
-Trainer and engine each hold the whole base and everything that they work with. `plan` adds it all up in
-bytes, `refuse_unless_it_fits` names the settings that would make it fit, and vLLM's share of the GPU is
-the engine's part of the plan. Knows sizes and arithmetic; opens no file and loads no tensor.
+Trainer and engine each hold the whole base and their working memory. `plan` adds up all parts in bytes,
+`refuse_unless_it_fits` names the settings that would make it fit, and vLLM's share of the GPU is the engine's
+part of the plan.
 
 Legend: L layers, H hidden size, Q query heads times head size, K key heads times head size, I inner size
 of the MLP, V vocabulary, E experts, R rank, N tokens at once, B bytes of a number of the base's dtype.
@@ -11,6 +11,7 @@ of the MLP, V vocabulary, E experts, R rank, N tokens at once, B bytes of a numb
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from shutil import get_terminal_size
 from typing import Any
 
 from engine.adapters.sizes import device_size, slot_bytes
@@ -20,21 +21,21 @@ from engine.settings.services import EngineConfig, TrainerConfig
 
 GIB = 1 << 30
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
-# A process's CUDA context, library workspaces and the allocator's rounding: a planning figure, to be
-# replaced by what tests/gpu/test_one_gpu.py measures.
+# A process's CUDA context, library workspaces and the allocator's rounding: an estimate, until
+# tests/gpu/test_one_gpu.py has measured it.
 CONTEXT_BYTES = GIB
 # Prefill tokens of one engine step on a GPU, and completion tokens whose logits the trainer holds at once
-# while it checkpoints.
+# with gradient checkpointing.
 BATCHED_TOKENS = 2048
 HEAD_TOKENS = 1024
-# Copies of keys and values that attention may hold for each token of a microbatch: samples share a prompt.
+# Copies of keys and values that attention may hold for each token of a microbatch (shared prompts).
 COPIES = 2
-# Tokens of a block of vLLM's KV cache on CUDA.
+# Tokens in a block of vLLM's KV cache on CUDA.
 BLOCK = 16
-# Bits of a weight of the routed experts, and of other projections.
+# Bits of a weight: (routed experts, other projections).
 WeightBits = tuple[float, float]
-# Bytes of a number that is trained, in float32: itself, its gradient, and AdamW's two moments (arXiv
-# 1711.05101, algorithm 2).
+# Bytes of a trained number in float32: itself, its gradient, and AdamW's two moments (arXiv 1711.05101,
+# algorithm 2).
 TRAINED_BYTES = 4 * 4
 WHAT = {
     "trainer_base": "base in the trainer",
@@ -51,15 +52,16 @@ WHAT = {
 
 @dataclass(frozen=True)
 class DeviceParts:
-    """Bytes of what lies on one device: the fields of a plan that `WHAT` names."""
+    """Bytes of the parts on one device: the fields of a plan that `WHAT` names."""
 
     @property
     def parts(self) -> dict[str, int]:
-        """Return every part by its field's name, in the order in which they are shown."""
+        """Return every part by its field's name, in display order."""
         return {item.name: getattr(self, item.name) for item in fields(self) if item.name in WHAT}
 
     @property
     def needed(self) -> int:
+        """Return the sum of all parts, in bytes."""
         return sum(self.parts.values())
 
     @property
@@ -70,9 +72,9 @@ class DeviceParts:
 
 @dataclass(frozen=True)
 class MemoryPlan(DeviceParts):
-    """Bytes of each part of a GPU with `available` bytes; the trainer's are 0 when it works on the CPU.
+    """Bytes of each part on a GPU with `available` bytes; the trainer's are 0 when it runs on the CPU.
 
-    `sequences` is how many of `max_model_len` tokens the KV cache holds.
+    `sequences` is the number of sequences of `max_model_len` tokens that the KV cache holds.
     """
 
     available: int
@@ -90,21 +92,22 @@ class MemoryPlan(DeviceParts):
 
     @property
     def fits(self) -> bool:
+        """Say whether the parts fit and the KV cache holds at least one sequence."""
         return self.needed <= self.available and self.sequences >= 1
 
     @property
     def gpu_memory_utilization(self) -> float:
-        """Return vLLM's share: what its worker allocates, without the context that it never counts.
+        """Return vLLM's share of the GPU: what its worker allocates, without its CUDA context.
 
-        `request_memory` in vllm/v1/worker/utils.py compares the share of the whole GPU with what is free
-        once the context exists. Rounded up to a ten thousandth.
+        `request_memory` in vllm/v1/worker/utils.py compares the share of the whole GPU with the free memory
+        once the context exists. Rounded up to 1e-4.
         """
         allocated = self.engine_base + self.engine_kv_cache + self.engine_slots + self.engine_activations
         return -(-allocated * 10_000 // self.available) / 10_000
 
     @property
     def trainer_share(self) -> float:
-        """Return what the trainer's allocator may take of the whole: all that the engine leaves."""
+        """Return the share of the GPU that the trainer's allocator may use: all that the engine leaves."""
         contexts = self.trainer_context + self.engine_context
         return max(0.0, 1 - self.gpu_memory_utilization - contexts / self.available)
 
@@ -114,7 +117,7 @@ def plan(
 ) -> MemoryPlan:
     """Return the bytes of every part on a GPU with `available` bytes, for a base's `config.json`.
 
-    Raises `ConfigError` for a family that is not known; whether the plan fits is the plan's own word.
+    Raises `ConfigError` for an unknown family. The plan's `fits` says whether it fits.
     """
     shape, size = Shape.of(config), DTYPE_BYTES[engine.dtype_on(cuda=True)]
     parts, there = engine_parts(shape, engine, engine.max_rank), int(trainer.device != "cpu")
@@ -134,23 +137,23 @@ def plan(
 def engine_parts(
     shape: Shape, engine: EngineConfig, rank: int, devices: int = 1, bits: WeightBits | None = None
 ) -> dict[str, int]:
-    """Return the engine's fields of a plan: what each of T devices holds, with slots of rank R."""
+    """Return the engine's fields of a plan, for each of `devices` devices, with slots of rank R."""
     size = DTYPE_BYTES[engine.dtype_on(cuda=True)]
-    # vLLM keeps interleaved experts in three axes on CUDA, where gate and up share an A.
+    # On CUDA, vLLM keeps interleaved experts with three axes, where gate and up share an A.
     fused = shape.shapes.family.interleaved
     slot = slot_bytes(shape.shapes, rank, size, devices, shape.key_heads, fused_experts=fused)
     return {
         "engine_base": base_bytes(shape, size, devices, bits),
-        # A latent is on every device; keys of grouped attention are shared out by heads.
+        # A latent is on every device; keys of grouped attention are split by heads.
         "engine_kv_cache": kv_bytes(shape, size, engine) // max(1, min(devices, shape.key_heads)),
-        "engine_slots": engine.slots * slot,
+        "engine_slots": engine.gpu_slots * slot,
         "engine_activations": step_bytes(shape, size, engine),
         "engine_context": CONTEXT_BYTES,
     }
 
 
 def base_bytes(shape: Shape, size: int, devices: int = 1, bits: WeightBits | None = None) -> int:
-    """Return one device's part of the base: projections and embeddings are cut, all else is on each."""
+    """Return one device's bytes of the base: projections and embeddings are split, the rest is replicated."""
     routed, plain = bits or (8.0 * size, 8.0 * size)
     cut = 0.0
     for one in shape.shapes.projections():
@@ -160,15 +163,15 @@ def base_bytes(shape: Shape, size: int, devices: int = 1, bits: WeightBits | Non
 
 
 def sequence_bytes(shape: Shape, size: int, length: int) -> int:
-    """Return the KV cache of one sequence, in whole blocks: 2 L K B for each token, and of a latent L K B.
+    """Return the KV cache bytes of one sequence, in whole blocks: 2 L K B a token, or L K B for a latent.
 
-    vLLM's `FullAttentionSpec.page_size_bytes` and `MLAAttentionSpec`'s (vllm/v1/kv_cache_interface.py).
+    Source: `page_size_bytes` of `FullAttentionSpec` and `MLAAttentionSpec` (vllm/v1/kv_cache_interface.py).
     """
     return -(-length // BLOCK) * BLOCK * shape.layers * shape.cached * size
 
 
 def kv_bytes(shape: Shape, size: int, engine: EngineConfig) -> int:
-    """Return the wanted KV cache: `kv_cache_gib`, else `max_num_seqs` whole sequences and a spare block."""
+    """Return the KV cache bytes: `kv_cache_gib`, else `max_num_seqs` whole sequences and a spare block."""
     if engine.kv_cache_gib is not None:
         return int(engine.kv_cache_gib * GIB)
     # Block 0 is vLLM's null block, which no sequence gets.
@@ -177,20 +180,19 @@ def kv_bytes(shape: Shape, size: int, engine: EngineConfig) -> int:
 
 
 def adapter_bytes(shape: Shape, rank: int, sessions: int) -> int:
-    """Return the trainer's adapters: R numbers for each input and output."""
+    """Return the bytes of the trainer's adapters, with gradients and Adam moments."""
     return sessions * rank * shape.lora_width * TRAINED_BYTES
 
 
 def layer_bytes(shape: Shape, size: int, rank: int) -> int:
-    """Return what autograd keeps of one token in one layer when base weights are frozen.
+    """Return the bytes that autograd keeps of one token in one layer with frozen base weights.
 
-    Read off transformers' decoder layer with our factors on all seven projections, and measured by saved
-    tensor hooks in tests/engine/planning/test_memory.py: two norms (their input in float32, their output),
-    q and k in float32 before their norms, q in B for attention, k and v in B `COPIES` times, the
-    attention's output and its copy, four tensors of the MLP (gate, its activation, up, the product), and
-    the seven products with A. Of each routed expert of the token (engine/training/model/experts.py) its
-    output, which the router's weight multiplies, three products with A and its place in the order, twice;
-    and the router's probabilities in float32.
+    From transformers' decoder layer with LoRA on all seven projections, and measured with saved-tensor hooks
+    in tests/engine/planning/test_memory.py: two norms (input in float32, output), q and k in float32 before
+    their norms, q in B for attention, k and v in B `COPIES` times, the attention's output and its copy, four
+    tensors of the MLP (gate, its activation, up, the product), and the seven products with A. For each routed
+    expert of the token (engine/training/model/experts.py): its output, which the router's weight multiplies,
+    three products with A, and two indices; and the router's probabilities in float32.
     """
     norms = 2 * (4 + size) * shape.hidden
     attention = (4 + 3 * size) * shape.queries + (4 + 2 * COPIES * size) * shape.keys
@@ -199,13 +201,13 @@ def layer_bytes(shape: Shape, size: int, rank: int) -> int:
 
 
 def training_bytes(shape: Shape, size: int, engine: EngineConfig, trainer: TrainerConfig) -> int:
-    """Return the activations of one microbatch: what is kept for the backward, and its own tensors.
+    """Return the activation bytes of one microbatch: tensors kept for the backward pass, and its own.
 
-    With gradient checkpointing (arXiv 1604.06174) a layer keeps only its input, and is computed again
-    in the backward; the logits of `HEAD_TOKENS` tokens exist at a time. Without, all layers and the logits
-    of all tokens. A layer's backward holds about as much again as it kept. The factors are there once more
-    in B, as the forward multiplies by them. So are, of the one session that is served, the gradients of its
-    calls before in float32 (`adding_gradients` in engine/training/model/update.py).
+    With gradient checkpointing (arXiv 1604.06174) a layer keeps only its input and is recomputed in the
+    backward pass, and the logits of `HEAD_TOKENS` tokens exist at a time. Without, all layers and all logits
+    are kept. A layer's backward pass needs about as much again as it kept. The forward pass holds a copy of
+    the factors in B. The active session's earlier gradients are held in float32 (`adding_gradients` in
+    engine/training/model/update.py).
     """
     tokens = max(trainer.microbatch_tokens, engine.max_model_len)
     layer = layer_bytes(shape, size, engine.max_rank)
@@ -223,7 +225,7 @@ def training_bytes(shape: Shape, size: int, engine: EngineConfig, trainer: Train
 
 
 def logit_bytes(shape: Shape, size: int) -> int:
-    """Return one completion token's logits and their gradients.
+    """Return the bytes of one completion token's logits and their gradients.
 
     Logits in B and float32, the gradients of logsumexp and gather in float32, and their sum in B.
     """
@@ -231,12 +233,12 @@ def logit_bytes(shape: Shape, size: int) -> int:
 
 
 def step_bytes(shape: Shape, size: int, engine: EngineConfig) -> int:
-    """Return the engine's working memory of its largest step, without CUDA graphs.
+    """Return the bytes of the engine's working memory in its largest step, without CUDA graphs.
 
     A prefill of `BATCHED_TOKENS`: residual, norm, q, k, v, attention, the MLP's three, and vLLM's float32
-    buffer of products with A (at most three slices at once). Then the larger of the sampler, which sorts
-    float32 logits of every sequence by int64 indices, and a prompt's log-probabilities, which the effect
-    probe asks for (`_get_prompt_logprobs_dict` in vllm/v1/worker/gpu_model_runner.py).
+    buffer of products with A (at most three slices at once). Plus the larger of the sampler, which sorts
+    float32 logits of every sequence with int64 indices, and a prompt's log-probabilities, which the effect
+    probe requests (`_get_prompt_logprobs_dict` in vllm/v1/worker/gpu_model_runner.py).
     """
     tokens = max(BATCHED_TOKENS, engine.max_num_seqs)
     widths = 4 * shape.hidden + 2 * shape.queries + 2 * shape.keys + 3 * shape.widest_mlp
@@ -249,13 +251,13 @@ def step_bytes(shape: Shape, size: int, engine: EngineConfig) -> int:
 def refuse_unless_it_fits(
     config: Mapping[str, Any], found: MemoryPlan, engine: EngineConfig, trainer: TrainerConfig
 ) -> None:
-    """Raise `ConfigError` with the numbers and the settings to lower, unless the plan fits."""
+    """Raise `ConfigError` with the numbers and the settings to change, unless the plan fits."""
     if found.fits:
         return
     if found.sequences < 1:
         raise ConfigError(
             f"A KV cache of {gib(found.engine_kv_cache)} does not hold one sequence of "
-            f"{engine.max_model_len} tokens. Raise engine.kv_cache_gib, leave it out, or lower "
+            f"{engine.max_model_len} tokens. Raise or remove engine.kv_cache_gib, or lower "
             "engine.max_model_len."
         )
     numbers = (
@@ -275,7 +277,7 @@ def refuse_unless_it_fits(
 def _remedies(
     config: Mapping[str, Any], available: int, engine: EngineConfig, trainer: TrainerConfig
 ) -> Iterator[str]:
-    """Yield each single change that makes the plan fit: the largest number that does, or a switch."""
+    """Yield each single change of a setting that makes the plan fit, with the largest value that does."""
 
     def fits(section: str, **change: Any) -> bool:
         changed = (engine if section == "engine" else trainer).model_copy(update=change)
@@ -291,7 +293,7 @@ def _remedies(
     lowered = (
         ("engine", "max_num_seqs", 1, engine.max_num_seqs),
         ("engine", "max_model_len", BLOCK, engine.max_model_len),
-        ("engine", "slots", 2, engine.slots),
+        ("engine", "slots", 2, engine.gpu_slots),
         ("trainer", "microbatch_tokens", 64, trainer.microbatch_tokens),
         ("trainer", "sessions", 1, trainer.sessions),
     )
@@ -303,15 +305,16 @@ def _remedies(
 
 
 def gib(size: int) -> str:
+    """Format bytes as GiB."""
     return f"{size / GIB:.2f} GiB"
 
 
 def print_plan(title: str, rows: Iterable[tuple[str, str]]) -> None:
-    """Print (part, size) as a table for people."""
+    """Print (part, size) rows as a table."""
     from rich.console import Console
     from rich.table import Table
 
     shown = Table("part", "size", title=title)
     for row in rows:
         shown.add_row(*row)
-    Console(width=100).print(shown)
+    Console(width=min(100, get_terminal_size((100, 24)).columns)).print(shown)

@@ -1,1 +1,1 @@
-"""Problems to train on and score with: generated or from JSONL, and the verifiers of their answers."""
+"""Problems to train on and to score with, generated or from JSONL, and the verifiers of their answers."""

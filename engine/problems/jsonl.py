@@ -1,7 +1,8 @@
-"""A person's own problems: one JSON object a line, `question` (or `prompt`) and `answer`.
+"""A user's problems from a JSONL file: one object on each line, with `question` (or `prompt`) and `answer`.
 
-Knows how such a file is imported in bounded memory (checked, freed of duplicates, split for ever by the
-hash of each question) and read again by line without holding it. An answer that is not text is kept as JSON.
+An import runs in bounded memory: it checks the rows, removes duplicates, and splits them permanently by the
+hash of each question. `JsonlFile` reads rows by line without holding the file. An answer that is not text is
+kept as JSON.
 """
 
 import hashlib
@@ -23,23 +24,25 @@ from engine.errors import ConfigError
 HELD_OUT = 0.2
 MINIMUM = 8
 EVERY = 20_000
-Check = Callable[[str], str | None]  # an answer -> what is wrong with it
+LINE = '{"question": "1 + 2 =", "answer": "3"}'
+Check = Callable[[str], str | None]  # an answer -> its fault, or None
 
 
 @dataclass(frozen=True)
 class JsonlRow:
-    """One problem as it is kept."""
+    """One stored problem."""
 
     question: str
     answer: str
 
     def to_json(self) -> str:
+        """Return the row as a line of JSON."""
         return json.dumps({"question": self.question, "answer": self.answer}, ensure_ascii=False)
 
 
 @dataclass(frozen=True)
 class Import:
-    """What an import found: counts of lines, and the items to freeze, smallest hash first."""
+    """The result of an import: counts of lines, and the frozen items, smallest hash first."""
 
     lines: int
     training: int
@@ -50,7 +53,7 @@ class Import:
 
 
 def prompt_hash(question: str) -> bytes:
-    """Return 16 bytes that name a question, whatever its case and white space."""
+    """Return a 16-byte hash of a question, ignoring case and white space."""
     return hashlib.sha256(" ".join(question.casefold().split()).encode()).digest()[:16]
 
 
@@ -59,7 +62,7 @@ def _exactly(question: str) -> bytes:
 
 
 def is_held_out(digest: bytes) -> bool:
-    """Say whether a question is never trained on; it follows from the question alone, for ever."""
+    """Say whether a question is held out from training, which depends on the question alone."""
     return int.from_bytes(digest[:8], "big") / 2**64 < HELD_OUT
 
 
@@ -72,8 +75,8 @@ def import_file(
 ) -> Import:
     """Split `source` into the training file `training` and at most `items` frozen rows.
 
-    Raises `ConfigError` with file and line for what cannot be read, contradicts an earlier line, or has
-    an answer that `check` refuses; also when either side would be left with fewer than MINIMUM rows.
+    Raises `ConfigError` with file and line for a row that is invalid, contradicts an earlier line, or has an
+    answer that `check` refuses, and when either side would have fewer than MINIMUM rows.
     """
     smallest: list[tuple[int, int, JsonlRow]] = []
     lines = kept = held_out = duplicates = 0
@@ -85,12 +88,12 @@ def import_file(
             if number % EVERY == 0:
                 on_line(number)
             digest = prompt_hash(row.question)
-            # The same up to case may be another question; it is on the same side of the split, though.
+            # Questions that differ only in case are different, but on the same side of the split.
             if not seen.add(_exactly(row.question), number, row.answer):
                 duplicates += 1
             elif is_held_out(digest):
                 held_out += 1
-                # A heap of the largest of the smallest: the negated hash comes first.
+                # A max-heap of the smallest hashes, by negation.
                 heapq.heappush(smallest, (-int.from_bytes(digest, "big"), number, row))
                 if len(smallest) > items:
                     heapq.heappop(smallest)
@@ -104,16 +107,16 @@ def import_file(
     if min(kept, len(smallest)) < MINIMUM:
         raise ConfigError(
             f"{source} gives {kept} training and {len(smallest)} frozen items; each side needs {MINIMUM}. "
-            f"About {HELD_OUT:.0%} of the questions are held out, so bring at least 100 different ones."
+            f"About {HELD_OUT:.0%} of the questions are held out. Provide at least 100 different ones."
         )
     frozen = tuple(row for _, _, row in sorted(smallest, reverse=True))
     return Import(lines, kept, held_out, duplicates, frozen, state.hexdigest())
 
 
 def read_rows(source: Path, check: Check = lambda answer: None) -> Iterator[tuple[int, JsonlRow]]:
-    """Yield (line number, row); `ConfigError` with file and line for what is no problem."""
+    """Yield (line number, row); `ConfigError` with file and line for an invalid row."""
     if not source.is_file():
-        raise ConfigError(f"There is no file {source}.")
+        raise ConfigError(f"There is no file {source}. Check the path.")
     found = False
     with source.open("rb") as handle:
         for number, line in enumerate(handle, 1):
@@ -124,31 +127,41 @@ def read_rows(source: Path, check: Check = lambda answer: None) -> Iterator[tupl
                     raise ConfigError(f"{source}:{number}: {fault}")
                 yield number, row
     if not found:
-        raise ConfigError(f"{source} is empty. Give one JSON object a line: question and answer.")
+        raise ConfigError(f"{source} is empty. Give one JSON object on each line, with question and answer.")
 
 
 def _row(line: bytes, where: str) -> JsonlRow:
     try:
         data = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where} is not valid JSON: {error}.") from None
+        raise ConfigError(
+            f"{where} is not valid JSON: {error}. Give one line for each problem: {LINE}."
+        ) from None
     if not isinstance(data, dict):
         raise ConfigError(f"{where} must be an object with question and answer, not {type(data).__name__}.")
     question = data.get("question", data.get("prompt"))
     if not isinstance(question, str) or not question.strip():
-        raise ConfigError(f"{where} needs a `question` (or `prompt`) that is not empty text.")
+        raise ConfigError(
+            f"{where} needs a `question` (or `prompt`) with non-empty text. It has {_keys(data)}."
+        )
     if data.get("answer") is None:
-        raise ConfigError(f"{where} needs an `answer`.")
+        raise ConfigError(f"{where} needs an `answer`. It has {_keys(data)}.")
     answer = data["answer"] if isinstance(data["answer"], str) else json.dumps(data["answer"])
     try:
         (question + answer).encode()
     except UnicodeEncodeError:
-        raise ConfigError(f"{where} holds half of a character (a lone surrogate); mend the text.") from None
+        raise ConfigError(
+            f"{where} contains half a character (a lone surrogate). Correct the text."
+        ) from None
     return JsonlRow(question, answer)
 
 
+def _keys(data: dict[str, Any]) -> str:
+    return ", ".join(f"`{key[:40]}`" for key in list(data)[:6]) or "no key"
+
+
 class _SeenQuestions:
-    """Which questions came already, on disk: a million of them stay out of memory."""
+    """The set of questions seen so far, on disk to keep a million of them out of memory."""
 
     def __init__(self, path: Path, source: Path):
         self._source = source
@@ -160,7 +173,7 @@ class _SeenQuestions:
         self._database.execute("BEGIN")
 
     def add(self, question: bytes, line: int, answer: str) -> bool:
-        """Say whether a question is new; raises when it came with another answer."""
+        """Say whether a question is new; `ConfigError` when it was seen with another answer."""
         digest = hashlib.sha256(answer.encode()).digest()[:16]
         row = "INSERT OR IGNORE INTO seen VALUES (?, ?, ?)"
         if self._database.execute(row, (question, line, digest)).rowcount:
@@ -170,16 +183,17 @@ class _SeenQuestions:
         if known != digest:
             raise ConfigError(
                 f"{self._source}:{line} contradicts line {first}: the same question has another answer. "
-                "Keep one of them."
+                "Keep one of the two lines."
             )
         return False
 
     def close(self) -> None:
+        """Close the database."""
         self._database.close()
 
 
 class JsonlFile:
-    """The rows of an imported file, read one by one: only where each line begins is held."""
+    """The rows of an imported file, read one by one; only the line offsets are in memory."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -201,17 +215,18 @@ class JsonlFile:
 
 @cache
 def open_jsonl(path: Path, _changed_ns: int) -> JsonlFile:
+    """Open a file's rows; the modification time in the key makes a changed file a new entry."""
     return JsonlFile(path)
 
 
 def rows_of(path: Path) -> JsonlFile:
-    """Return the rows of a file, as they are now."""
+    """Return the rows of a file in its current version."""
     if not path.is_file():
-        raise ConfigError(f"There is no data at {path}; create the policy again from its file.")
+        raise ConfigError(f"There is no data at {path}. Create the policy again from its file.")
     return open_jsonl(path, path.stat().st_mtime_ns)
 
 
 @cache
 def order(count: int, seed: int, epoch: int) -> Any:
-    """Return the order in which `count` rows are drawn in an epoch; it follows from the arguments."""
+    """Return the permutation of `count` rows in an epoch; deterministic in its arguments."""
     return np.random.default_rng([seed, epoch]).permutation(count)

@@ -1,8 +1,8 @@
 """Problems with a known answer, and the answer contracts that earn a reward.
 
-A problem comes from a `reasoning-gym` generator at small settings, or from an imported JSONL file. Which
-split a generated one belongs to follows from the numbers in its question, so that no phrasing of a training
-problem is ever an evaluation item or a demo user's question; an imported file was split at its import.
+A problem comes from a `reasoning-gym` generator with small settings, or from an imported JSONL file. The
+numbers in a generated question determine its split, so no phrasing of a training problem is ever an
+evaluation item or a demo user's question. An imported file is split at its import.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from engine.problems.jsonl import order, rows_of
 
 Split = Literal["train", "eval", "user"]
 
-# One phrasing for each contract, in the order of CONTRACTS: a base answers each phrasing mostly in its style.
+# One phrasing for each contract, in the order of CONTRACTS: a base mostly answers in the phrasing's style.
 PHRASINGS: dict[str, tuple[str, str, str, str]] = {
     "addition": ("{0} =", "Calculate {0} for me.", "What is {0}?", "Find {0}."),
     "sorting": ("{1} order: {0}", "Put {0} in {1} order.", "What is {0} in {1} order?", "Sort {0}, {1}."),
@@ -30,7 +30,7 @@ PHRASINGS: dict[str, tuple[str, str, str, str]] = {
 
 @dataclass(frozen=True)
 class Problem:
-    """One question and its answer in the plainest form, such as `46` or `3, 12, 45`."""
+    """A question and its plain answer, such as `46` or `3, 12, 45`."""
 
     task: str
     question: str
@@ -40,7 +40,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Task:
-    """A generator of `reasoning-gym`, its settings, and how its entry becomes a question's parts."""
+    """A `reasoning-gym` generator, its settings, and the function from its entry to a question's parts."""
 
     dataset: str
     settings: dict[str, Any]
@@ -76,7 +76,7 @@ TASKS: dict[str, Task] = {
 
 
 def problem(task: str, index: int, seed: int) -> Problem:
-    """Return problem `index` of a generated task's stream; the same arguments give the same problem."""
+    """Return problem `index` of a generated task's stream; deterministic in its arguments."""
     parts, answer = TASKS[task].parts(_dataset(task, seed)[index])
     phrasing = random.Random(f"{task}/{seed}/{index}").randrange(len(CONTRACTS))
     return Problem(task, PHRASINGS[task][phrasing].format(*parts), answer, phrasing)
@@ -94,20 +94,22 @@ def check_task(task: str) -> None:
     """Raise `ConfigError` unless `task` is a key of TASKS or a JSONL file that exists."""
     if task not in TASKS and not (task.endswith(".jsonl") and Path(task).is_file()):
         known = ", ".join(sorted(TASKS))
-        raise ConfigError(f"There is no task {task!r}. Use one of {known}, or the path of a .jsonl file.")
+        raise ConfigError(
+            f"There is no task {task!r}. Use one of {known}, or the path of an existing .jsonl file."
+        )
 
 
 def split(question: str) -> Split:
-    """Say which split a question belongs to: 60% train, 20% eval, 20% user, by hash of its numbers."""
+    """Return a question's split by the hash of its numbers: 60% train, 20% eval, 20% user."""
     content = " ".join(re.findall(r"\d+", question)) or question
     share = int.from_bytes(hashlib.sha256(content.encode()).digest()[:4], "big") / 2**32
     return "train" if share < 0.6 else "eval" if share < 0.8 else "user"
 
 
 def stream(task: str, which: Split, seed: int, start: int = 0) -> Iterator[tuple[int, Problem]]:
-    """Yield (index, problem) of one split from index `start` on.
+    """Yield (index, problem) of one split from index `start` on, without end.
 
-    Endless: small tasks repeat questions, and a file is drawn again in another order.
+    Small tasks repeat questions; a file is shuffled again for each epoch.
     """
     check_task(task)
     if task not in TASKS:
@@ -119,7 +121,7 @@ def stream(task: str, which: Split, seed: int, start: int = 0) -> Iterator[tuple
 
 
 def _draw(task: str, which: Split, seed: int, start: int) -> Iterator[tuple[int, Problem]]:
-    # Only `train` may be trained on; whatever else is wanted comes from the frozen items beside it.
+    # Other splits than `train` come from the frozen items beside the training file.
     path = Path(task) if which == "train" else Path(task).with_name("items.jsonl")
     rows = rows_of(path)
     for index in itertools.count(start):
@@ -144,14 +146,14 @@ CONTRACTS: dict[str, Callable[[str], str]] = {
 
 
 def render(contract: str, answer: str) -> str:
-    """Write an answer as its contract wants it."""
+    """Return an answer in its contract's form."""
     return CONTRACTS[contract](answer)
 
 
 def reward(contract: str, problem: Problem, text: str) -> float:
-    """Return 1.0 when `text` is the right answer in the contract's form, else 0.0.
+    """Return 1.0 when `text` is the correct answer in the contract's form, else 0.0.
 
-    JSON is compared as a value, so its spacing is free; the other forms are exact up to outer space.
+    JSON is compared as a value; the other forms must be exact up to surrounding white space.
     """
     expected = render(contract, problem.answer)
     if contract != "json":

@@ -1,9 +1,9 @@
-"""Verifiers: what an answer earns, by the policy's own rule.
+"""Verifiers: the reward of an answer by the policy's own rule.
 
-`contract`, `exact` and `numeric` are quick and judge in this process. `regex`, `json-schema` and
-`python:MODULE:FUNC` may loop for ever, so a process of their own judges, with a limit for each answer;
-one that hangs is killed and started anew. A verifier that raises, hangs, or returns something else than
-a number in [0, 1] earns 0 and is counted: it never ends a run.
+`contract`, `exact` and `numeric` are quick and run in this process. `regex`, `json-schema` and
+`python:MODULE:FUNC` may never end, so they run in a separate process with a time limit for each answer; a
+hanging process is killed and restarted. A verifier that raises, hangs, or returns anything but a number in
+[0, 1] gives 0 and is counted. It never ends a run.
 """
 
 import json
@@ -26,30 +26,30 @@ from engine.settings.params import PolicyConfig
 NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 TOLERANCE = 1e-6
 START_S = 30.0
-# The kinds of a verifier's own failures: a failure's name begins with one of them.
+# Kinds of verifier failures; a failure's name starts with one of them.
 FAULTS = ("raised", "returned", "timeout", "died", "unloaded")
 Judge = Callable[[str, str, str], Any]  # question, expected answer, text
 
 
 def exact(_question: str, expected: str, text: str) -> bool:
-    """The answer's text, up to outer space."""
+    """Say whether the text equals the expected one, up to surrounding white space."""
     return text.strip() == expected.strip()
 
 
 def numeric(_question: str, expected: str, text: str) -> bool:
-    """The last number in the text equals the expected one within a millionth of it."""
+    """Say whether the last number in the text equals the expected one within a relative 1e-6."""
     found = NUMBER.findall(text)
     wanted = float(expected.replace(",", ""))
     return bool(found) and math.isclose(float(found[-1].replace(",", "")), wanted, rel_tol=TOLERANCE)
 
 
 def regex(_question: str, expected: str, text: str) -> bool:
-    """The expected answer is a pattern that matches the whole text, up to outer space."""
+    """Say whether the pattern `expected` matches the whole text, up to surrounding white space."""
     return re.fullmatch(expected, text.strip()) is not None
 
 
 def json_schema(_question: str, expected: str, text: str) -> bool:
-    """The expected answer is a JSON schema that the text, read as JSON, satisfies."""
+    """Say whether the text is JSON that satisfies the schema `expected`."""
     import jsonschema
 
     try:
@@ -64,23 +64,23 @@ APART: dict[str, Judge] = {"regex": regex, "json-schema": json_schema}
 
 
 def load_judge(kind: str) -> Judge:
-    """Return the function that a verifier's name stands for; `ConfigError` when there is none."""
+    """Return a verifier's function by name; `ConfigError` when there is none."""
     return APART.get(kind) or load_own("verifier", kind, "question, answer, text")
 
 
 @dataclass
 class Verdicts:
-    """Scores in [0, 1], one for each answer, and how often the verifier itself failed, by name (`FAULTS`)."""
+    """Scores in [0, 1], one for each answer, and counts of verifier failures by name (`FAULTS`)."""
 
     scores: list[float] = field(default_factory=list)
     errors: Counter[str] = field(default_factory=Counter)
 
 
 class Verifier:
-    """Judges answers by a policy's rule, of any thread. Close it, or use it in a `with` block."""
+    """Score answers by a policy's rule; thread-safe. Close it, or use it in a `with` block."""
 
     def __init__(self, config: PolicyConfig):
-        """Raises `ConfigError` when a `python:` verifier cannot be loaded."""
+        """Start the verifier; `ConfigError` when a `python:` verifier cannot be loaded."""
         self.kind, self.contract, self.timeout_s = config.verifier, config.contract, config.verifier_timeout_s
         self._apart = Apart(self.kind) if self._needs_process() else None
 
@@ -91,11 +91,12 @@ class Verifier:
         self.close()
 
     def close(self) -> None:
+        """End the verifier's process, if it has one."""
         if self._apart:
             self._apart.close()
 
     def judge(self, answers: Iterable[tuple[Problem, str]], whole: bool = False) -> Verdicts:
-        """Score (problem, text) pairs in their order; `whole` ends at the first one that it fails on."""
+        """Score (problem, text) pairs in order; with `whole`, stop at the first verifier failure."""
         verdicts = Verdicts()
         for problem, text in answers:
             score, fault = self._score(problem, text)
@@ -122,7 +123,7 @@ class Verifier:
 
 
 def number(value: Any) -> tuple[float, str | None]:
-    """Return a verifier's value as a score, and what is wrong with it."""
+    """Return a verifier's value as a score, and its fault or None."""
     if not isinstance(value, (bool, int, float)):
         return 0.0, f"returned {type(value).__name__}"
     if not 0 <= value <= 1:
@@ -131,17 +132,17 @@ def number(value: Any) -> tuple[float, str | None]:
 
 
 class Apart:
-    """A process that judges; it is killed when an answer takes too long, and dies with its parent."""
+    """A verifier process; it is killed when an answer takes too long, and dies with its parent."""
 
     def __init__(self, kind: str):
         self._kind = kind
         self._process: Any = None
-        # Answers come back in the order of the questions, and two threads would take each other's.
+        # Answers come back in request order, so threads must take turns.
         self._turn = threading.Lock()
         self._start()
 
     def ask(self, asked: tuple[str, str, str], timeout_s: float) -> tuple[float, str | None]:
-        """Return the score of one answer, and what went wrong."""
+        """Return the score of one answer, and the fault or None."""
         with self._turn:
             return self._ask(asked, timeout_s)
 
@@ -151,7 +152,7 @@ class Apart:
             try:
                 self._start()
             except ConfigError:
-                # It was loaded once; what has happened to it since must not end the run.
+                # It was loaded once; a later failure to load must not end the run.
                 return 0.0, "unloaded"
         try:
             self._pipe.send(asked)
@@ -165,7 +166,7 @@ class Apart:
         return score, fault
 
     def close(self) -> None:
-        """End the process, whatever it does."""
+        """Kill the process."""
         if self._process is not None:
             self._process.kill()
             self._process.join()
@@ -173,7 +174,7 @@ class Apart:
             self._process = None
 
     def _start(self) -> None:
-        # Not forked: this process has threads and may hold a model.
+        # Spawned, not forked: this process has threads and may hold a model.
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(self._kind, theirs), daemon=True)
@@ -181,19 +182,21 @@ class Apart:
         theirs.close()
         if not self._pipe.poll(START_S):
             self.close()
-            raise ConfigError(f"The verifier {self._kind!r} took more than {START_S:g} s to load.")
+            raise ConfigError(
+                f"The verifier {self._kind!r} took more than {START_S:g} s to load. Make its import faster."
+            )
         try:
             refusal = self._pipe.recv()
         except EOFError:
-            refusal = f"The verifier {self._kind!r} ended its process while it was loaded."
+            refusal = f"The verifier {self._kind!r} ended its process while it was loading. Check its module."
         if refusal:
             self.close()
             raise ConfigError(refusal)
 
 
 def _serve(kind: str, pipe: Any) -> None:
-    """Judge what comes through the pipe until its other end is gone; the first message is a refusal."""
-    # A judge that loops for ever would outlive a parent that was killed.
+    """Score answers from the pipe until it closes; the first message sent is the load error or None."""
+    # A hanging verifier would otherwise outlive a killed parent.
     die_with_parent(os.getppid())
     try:
         judge = load_judge(kind)
@@ -209,6 +212,6 @@ def _serve(kind: str, pipe: Any) -> None:
         try:
             answer = number(judge(*asked))
         except Exception as error:
-            # One's own function may raise anything: it costs this answer and not the run.
+            # A custom function may raise anything: that costs this answer, not the run.
             answer = (0.0, f"raised {type(error).__name__}")
         pipe.send(answer)

@@ -1,8 +1,7 @@
-"""Adapters from elsewhere: find out what a directory holds, and bring it into catalog and store.
+"""Import of foreign adapters: inspect a directory, then publish it in catalog and store.
 
-Knows the order of proofs: names and sizes, then scaling, then values; nothing is published before the
-last. Knows no layout in particular. No trainer of ours made what it publishes, so it has an effect probe
-made for it; who computes that is not known here.
+Checks run in order: names and sizes, then scaling, then values; nothing is published before the last. A
+foreign adapter has no effect probe of our trainer, so the caller passes a function that makes one.
 """
 
 import json
@@ -47,7 +46,7 @@ MakeProbe = Callable[[Manifest, Path], Probe]
 
 @dataclass(frozen=True)
 class Found:
-    """What an adapter directory holds. `ranks` counts canonical modules by rank; `bytes` are the file's."""
+    """What an adapter directory holds. `ranks` counts canonical modules by rank; `bytes` are the tensors'."""
 
     layout: str
     family: str
@@ -69,18 +68,21 @@ class Foreign:
 
     @property
     def rank(self) -> int:
+        """Return the largest rank of its modules."""
         return max(self.found.ranks)
 
     @property
     def targets(self) -> tuple[str, ...]:
+        """Return the names of its projections, sorted."""
         return targets_of(self.tensors)
 
     def digest(self, base_digest: str) -> str:
+        """Return its revision digest on this base, in hex."""
         return digest(self.tensors, self.rank, self.targets, base_digest)
 
 
 def inspect(params: Params, directory: Path) -> tuple[Foreign, BaseInfo]:
-    """Read an adapter for the base of these settings, in the dtype that its engine serves."""
+    """Read an adapter for the base of these settings, in the serving dtype; raises as `read_adapter`."""
     base = ensure_base(params.base, params.paths)
     shapes = BaseShapes.read(base.path)
     return read_adapter(directory, shapes, getattr(torch, serving_dtype(params))), base
@@ -95,14 +97,14 @@ def publish(
     owner: str,
     make_probe: MakeProbe,
 ) -> Manifest:
-    """Bring an inspected adapter into catalog and store as a revision of `policy`; idempotent.
+    """Publish an inspected adapter in catalog and store as a revision of `policy`; idempotent.
 
-    A revision directory of that policy keeps its probe, any other gets one by `make_probe`. What it was read
-    from is kept beside the revisions, since dtype or scale may have been converted. Raises `ConfigError` for
-    a policy's name that is none, and `AdapterError` for a rank that the engine does not serve.
+    A revision directory of that policy keeps its probe, any other gets one from `make_probe`. The original
+    files are kept beside the revisions, since dtype or scale may have been converted. Raises `ConfigError`
+    for an invalid policy name, and `AdapterError` for a rank that the engine does not serve.
     """
     if not POLICY_NAME.fullmatch(policy):
-        raise ConfigError(f"{policy!r} is no policy's name. Use small letters, digits and dashes.")
+        raise ConfigError(f"{policy!r} is not a policy name. Use lower-case letters, digits and dashes.")
     if has_probe(directory) and read_manifest(directory).policy == policy:
         return import_revision(params, directory, owner)
     manifest = make_manifest(
@@ -113,7 +115,7 @@ def publish(
         targets=foreign.targets,
         step=0,
     )
-    # Before anything is written or computed: what the engine cannot serve.
+    # Refuse what the engine cannot serve before anything is written or computed.
     check_fit(params, base.path, foreign.tensors, manifest, directory)
     made = params.paths.revision(policy, manifest.digest)
     if has_probe(made):
@@ -124,7 +126,7 @@ def publish(
             draft = write_revision(Path(folder) / "revision", foreign.tensors, manifest, {})
             (draft / PROBE).write_text(json.dumps(make_probe(manifest, draft).to_json()))
             import_revision(params, draft, owner)
-    # Also by an import that is run again: the first may have been killed before this.
+    # Also in a repeated import: the first may have been killed before this.
     _keep_original(directory, made.with_name(f"{made.name}.original"))
     return manifest
 
@@ -139,13 +141,14 @@ def _keep_original(directory: Path, kept: Path) -> None:
 
 
 def read_adapter(directory: Path, base: BaseShapes, dtype: torch.dtype | None = None) -> Foreign:
-    """Read an adapter directory of any layout into canonical tensors, the scaling folded into B.
+    """Read an adapter directory of any layout as canonical tensors, the scaling folded into B.
 
-    With `dtype` every tensor is converted to it. Raises `AdapterError` that names the tensor or the
-    setting at fault; names, sizes and settings are checked before any tensor is read.
+    A is (R, I) and B (O, R) for each module; with `dtype` every tensor is converted to it. Raises
+    `AdapterError` that names the tensor or the setting at fault; names, sizes and settings are checked before
+    any tensor is read.
     """
     if not directory.is_dir():
-        raise AdapterError(f"{directory} is no directory.")
+        raise AdapterError(f"{directory} is not a directory.")
     scaling = foreign_files.read_scaling(directory)
     entries = foreign_files.read_entries(directory)
     detected = detect({entry.name: entry.shape for entry in entries}, base)
@@ -159,15 +162,15 @@ def _check_ranks(detected: Detected, scaling: Scaling) -> None:
     for module, rank in detected.ranks.items():
         factor, _ = detected.pairs[module]
         said, fused = scaling.expected_rank(factor.given), factor.projection == "gate_up_proj"
-        # peft doubles the rank of a fused gate_up and keeps alpha / r; not every tool writes that down.
+        # peft doubles the rank of a fused gate_up and keeps alpha / r; not every tool records that.
         if rank != said and not (fused and rank == 2 * said):
             raise AdapterError(
                 f"The tensor {factor.name} has the rank {rank}, {CONFIG} says {said}, so its scaling is "
-                "unknown. Say it in rank_pattern and alpha_pattern."
+                "unknown. Set rank_pattern and alpha_pattern."
             )
         if rank > RANK_LIMIT * (2 if fused else 1):
             raise AdapterError(
-                f"The tensor {factor.name} has the rank {rank}; no engine serves over {RANK_LIMIT}."
+                f"The tensor {factor.name} has the rank {rank}; the engine serves at most {RANK_LIMIT}."
             )
 
 

@@ -1,7 +1,7 @@
-"""Bring a revision directory into a state directory's catalog and store, so that its engine can serve it.
+"""Import of a revision directory into a state directory's catalog and store, for its engine to serve.
 
-Knows what must hold before the engine may see foreign tensors: the base, the digest, every shape, rank and
-dtype. Trusts nothing that the directory says of itself. Does not know where the directory comes from.
+The base, the digest and every shape, rank and dtype are checked before the engine sees a tensor; the manifest
+is not trusted.
 """
 
 import time
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 def import_revision(params: Params, directory: Path, owner: str = "local") -> Manifest:
     """Validate the revision in `directory`, pack it, and publish it in catalog and store; idempotent.
 
-    Its directory, with its effect probe, is copied to the state directory too. Raises `AdapterError` that
+    The directory, with its effect probe, is copied to the state directory too. Raises `AdapterError` that
     names what does not fit, `BaseModelError` for a revision of another base, and `Conflict` when its
-    policy is another owner's. Nothing is published then.
+    policy belongs to another owner; then nothing is published.
     """
     base = ensure_base(params.base, params.paths)
     tensors, manifest = read_revision(directory, base.digest)
@@ -55,23 +55,23 @@ def import_revision(params: Params, directory: Path, owner: str = "local") -> Ma
 def check_fit(params: Params, base: Path, tensors: Tensors, manifest: Manifest, directory: Path) -> None:
     """Raise `AdapterError` unless base and engine of these settings can serve the tensors."""
     if not POLICY_NAME.fullmatch(manifest.policy):
-        raise AdapterError(f"{directory} names the policy {manifest.policy!r}, which is no policy's name.")
+        raise AdapterError(f"{directory} names the policy {manifest.policy!r}, which is not a policy name.")
     validate(tensors, None, BaseShapes.read(base).modules())
     _refuse_dropped(tensors, directory)
     largest = largest_rank(tensors)
     if manifest.rank != largest:
         raise AdapterError(
-            f"The revision in {directory} says rank {manifest.rank}, its largest module has {largest}."
+            f"The manifest in {directory} says rank {manifest.rank}, but the largest module has {largest}."
         )
     if manifest.rank > params.engine.max_rank:
         raise AdapterError(
             f"The revision in {directory} has rank {manifest.rank}, over the engine's "
-            f"{params.engine.max_rank}. Set `engine.max_rank`."
+            f"{params.engine.max_rank}. Raise `engine.max_rank`."
         )
     found = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     serving = serving_dtype(params)
     if found != serving:
-        # Another dtype would serve other numbers than the digest names.
+        # In another dtype the served values would not be those that the digest names.
         raise AdapterError(
             f"The revision in {directory} is in {found}, the engine serves {serving}. Set `engine.dtype`."
         )
@@ -89,10 +89,10 @@ def serving_dtype(params: Params) -> str:
 
 
 def directory_from_store(params: Params, policy: str, digest: str, target: Path) -> Path:
-    """Write the revision directory of a catalog row from its packed bytes, which any step's snapshot has.
+    """Write the revision directory of a catalog row from its packed bytes, which every snapshot has too.
 
-    It has no effect probe. Raises `NotFound` when the catalog does not know the revision, and
-    `DamagedBytes` or `MissingBytes`.
+    It has no effect probe. Raises `NotFound` when the catalog does not have the revision, and `DamagedBytes`
+    or `MissingBytes` when the store cannot give its bytes.
     """
     with open_catalog(params.paths) as catalog:
         row = catalog.revisions.get(policy, digest)
@@ -118,7 +118,7 @@ def _manifest(row: Revision, tensors: Tensors) -> Manifest:
 
 
 def has_probe(directory: Path) -> bool:
-    """Say whether `directory` is one of a revision with an effect probe that can be judged."""
+    """Say whether `directory` holds a revision with a usable effect probe."""
     try:
         return (directory / MANIFEST).is_file() and bool(_probe(directory))
     except AdapterError:
@@ -126,7 +126,7 @@ def has_probe(directory: Path) -> bool:
 
 
 def _probe(directory: Path) -> dict[str, Any]:
-    """Read a revision's probe; nothing when it has none, `AdapterError` when it could not be judged."""
+    """Read a revision's probe; {} when it has none, `AdapterError` when it is malformed."""
     body = stored_probe(directory)
     if body:
         from_json(body)
@@ -142,18 +142,18 @@ def _publish(
     owner: str,
     probe: dict[str, Any],
 ) -> None:
-    """Write the directory with its probe, then the bytes, then the catalog's row, which commits both."""
+    """Write the directory with its probe, then the bytes, then the catalog row, which commits both."""
     now, config = time.time(), manifest.config
     dtype = getattr(torch, serving_dtype(params))
     if probe:
         write_revision(params.paths.revision(manifest.policy, manifest.digest), tensors, manifest, probe)
     catalog.bases.add(Base(base.digest, base.name, str(base.path), now))
     with suppress(NotFound):
-        # What a policy is set to here outlives an import of one of its revisions.
+        # An import does not change the settings of a known policy.
         config = catalog.policies.get(manifest.policy).config
     catalog.policies.add(Policy(manifest.policy, base.digest, config, owner, now))
     shapes = BaseShapes.read(base.path)
     with closing(open_store(params)) as store:
         place = partial(put, catalog, store, tensors, manifest, dtype, shapes, owner, now)
-        # A snapshot that is imported by name is an exported revision from now on.
+        # A snapshot that is imported by name becomes an exported revision.
         publish(catalog, store, place, state="exported", expires_at=None)

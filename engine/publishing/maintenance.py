@@ -1,8 +1,8 @@
-"""Keeping a store whole and small: verify, gc and compact; what packs anew is in `repacking`.
+"""Maintenance of a store: verify, garbage collection and compaction; `repacking` has the fourth operation.
 
-Each goes through catalog and store page by page, may be killed at any byte, and can be run again and beside
-writers and readers. Bytes come first and are fsynced, rows move in one transaction, and a segment goes
-only when no writer holds it and, within the transaction that asks, no row names it. Nothing asks a clock.
+Each goes through catalog and store page by page, is crash-safe and idempotent, and runs beside writers and
+readers. Bytes are fsynced first, rows move in one transaction, and a segment is removed only when no writer
+holds it and no row names it. No decision depends on a clock.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -25,25 +25,25 @@ if TYPE_CHECKING:
     from engine.store.segments import Store
 
 PAGE_ROWS = 1_000
-# What is copied between two fsyncs, and how many rows one transaction moves at most.
+# Bytes copied between two fsyncs, and the most rows that one transaction moves.
 BATCH_BYTES = 64 << 20
 BATCH_ROWS = 4_096
-# Live bytes that are copied before the segments they lay in go.
+# Live bytes copied before their old segments are removed.
 GROUP_BYTES = 4 << 30
-# Segments that are claimed at once, each by an open file, and looked for in one walk of the rows.
+# Segments claimed at a time, each by an open file, and looked up in one scan of the rows.
 CLAIMED = 256
-# Damaged and unreadable revisions that a report names; it counts them all.
+# The most damaged and unreadable revisions that a report names; it counts them all.
 LISTED = 100
 LAYOUTS = 64
 
 
 @dataclass
 class Report:
-    """What was looked at and done. `bytes` were read, `freed` are those of the `removed` segments.
+    """The result of an operation. `bytes` were read; `freed` are the bytes of the `removed` segments.
 
-    `held` counts segments that a living writer keeps from us, the next run takes them; `named` those that
-    a row still names, as one whose bytes are damaged and cannot be moved does. `unreadable` are revisions
-    whose bytes or base cannot be read here: they stay as they are.
+    `held` counts segments that a living writer holds, which the next run takes; `named` those that a row
+    still names, such as one whose damaged bytes cannot be moved. `unreadable` counts revisions whose bytes or
+    base cannot be read here; they stay as they are.
     """
 
     operation: str
@@ -61,10 +61,12 @@ class Report:
     examples: list[dict[str, str]] = field(default_factory=list)
 
     def add_damage(self, row: Revision, fault: str) -> None:
+        """Count a damaged revision."""
         self.damaged += 1
         self._show(row, fault)
 
     def add_unreadable(self, row: Revision, fault: str) -> None:
+        """Count a revision that cannot be read here."""
         self.unreadable += 1
         self._show(row, fault)
 
@@ -74,16 +76,16 @@ class Report:
 
 
 OnPage = Callable[[Report], object]
-# Where bytes lie and whose digest they are; one revision of those that name them so.
+# (place, digest) -> one of the revisions that name it.
 Batch = dict[tuple[Location, str], Revision]
 
 
 def silent(report: Report) -> None:
-    """Show nobody how far it is."""
+    """Report no progress."""
 
 
 def verify(catalog: "Catalog", store: "Store", on_page: OnPage = silent) -> Report:
-    """Read every revision's bytes where they lie; quarantine what is damaged, release what is whole again."""
+    """Verify every revision's bytes in the store; quarantine damaged ones, release restored ones."""
     require(catalog, store)
     report, layout_fault = Report("verify"), _layout_faults(catalog)
     for rows in pages(catalog):
@@ -103,7 +105,7 @@ def verify(catalog: "Catalog", store: "Store", on_page: OnPage = silent) -> Repo
 
 
 def gc(catalog: "Catalog", store: "Store", on_page: OnPage = silent) -> Report:
-    """Remove segments that no row names and no living writer holds, and drafts that a crash left."""
+    """Remove segments that no row names and no living writer holds, and drafts left by crashes."""
     require(catalog, store)
     report = Report("gc")
     used = catalog.places.bytes_by_segment().keys()
@@ -121,14 +123,13 @@ def compact(
     segments: Collection[str] = (),
     on_page: OnPage = silent,
 ) -> Report:
-    """Rewrite segments and remove them: those of which less than `threshold` is live, or `everything`.
+    """Rewrite segments of which less than `threshold` is live, or `everything`, and remove the old ones.
 
-    With 1.0 each that holds any bytes which no row names. `segments` are rewritten beside those, however
-    much of them is live.
+    1.0 takes each segment with any garbage. `segments` are rewritten as well, however much of them is live.
     """
     require(catalog, store)
     report = Report("compact")
-    # What is copied goes to a segment of its own, never to the end of one that is to leave.
+    # Copies go to a new segment, never to the end of one that will be removed.
     store.close()
     used = catalog.places.bytes_by_segment()
     chosen = {}
@@ -139,7 +140,7 @@ def compact(
                     chosen[segment] = size
                 else:
                     report.held += 1
-    # What is to be copied may need the room that these leave.
+    # The copies may need the room that these free.
     _drop(catalog, store, {name: size for name, size in chosen.items() if name not in used}, report, on_page)
     for group in _groups({name: size for name, size in chosen.items() if name in used}, used):
         _move_out(catalog, store, group, report, on_page)
@@ -148,7 +149,7 @@ def compact(
 
 
 def _groups(chosen: dict[str, int], used: dict[str, int]) -> Iterator[dict[str, int]]:
-    """Cut segments into groups of which so much is live that each is worth a walk of the catalog."""
+    """Split segments into groups with enough live bytes to be worth a scan of the catalog each."""
     group: dict[str, int] = {}
     live = 0
     for segment, size in chosen.items():
@@ -162,7 +163,7 @@ def _groups(chosen: dict[str, int], used: dict[str, int]) -> Iterator[dict[str, 
 
 
 def pages(catalog: "Catalog") -> Iterator[list[Revision]]:
-    """Yield every revision, a page at a time, those of one digest next to each other."""
+    """Yield every revision, page by page, those of one digest next to each other."""
     after: tuple[str, str] | None = None
     while rows := catalog.revisions.scan(after, PAGE_ROWS):
         yield rows
@@ -188,10 +189,10 @@ def _drop(catalog: "Catalog", store: "Store", sizes: dict[str, int], report: Rep
 def _move_out(
     catalog: "Catalog", store: "Store", chosen: dict[str, int], report: Report, on_page: OnPage
 ) -> None:
-    """Copy what rows name in the chosen segments to new ones, and let the rows name that."""
+    """Copy the live bytes of the chosen segments to new ones, and point the rows there."""
     batch: Batch = {}
     size = 0
-    # Its digest's other rows have moved with it, whatever the page that was read before says.
+    # The other rows of this digest moved with it, though the page was read before that.
     last: tuple[Location, str] | None = None
     seen = 0
     for rows in pages(catalog):
@@ -211,7 +212,7 @@ def _move_out(
 
 
 def _move(catalog: "Catalog", store: "Store", batch: Batch, report: Report) -> None:
-    # Identical bytes are written once, wherever they lay.
+    # Identical bytes are written once.
     payloads: dict[str, bytes] = {}
     whole: list[tuple[Location, str]] = []
     for (at, digest), row in batch.items():
@@ -237,9 +238,9 @@ def _move(catalog: "Catalog", store: "Store", batch: Batch, report: Report) -> N
 def quarantine(
     catalog: "Catalog", store: "Store", row: Revision, fault: GraftworkError, report: Report
 ) -> None:
-    """Keep a damaged revision from being served, unless its row is gone or names other bytes by now.
+    """Quarantine a damaged revision, unless its row is gone or names other bytes by now.
 
-    Bytes that are only missing are no damage: nothing wrong can be served, and they may come back.
+    Missing bytes are only reported: nothing wrong can be served, and they may come back.
     """
     now = catalog.revisions.find(row.policy, row.digest)
     if now is None:
@@ -257,7 +258,7 @@ def quarantine(
 
 
 def _layout_faults(catalog: "Catalog") -> Callable[[str, int], GraftworkError | None]:
-    """Return what says why a layout, or a length under it, cannot be right; None when it is."""
+    """Return a function that says why a layout, or a length under it, is wrong; None when it is right."""
 
     @lru_cache(LAYOUTS)
     def nbytes(digest: str) -> int | GraftworkError:

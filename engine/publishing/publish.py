@@ -1,4 +1,4 @@
-"""A revision's bytes into the store, and the catalog row that would commit them."""
+"""Publication of one revision: its bytes go into the store, then a catalog row commits them."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from engine.catalog.catalog import Catalog
     from engine.store.segments import Store
 
-# How often bytes may move under a row that is about to share them.
+# Attempts to publish a row whose shared bytes move meanwhile.
 ATTEMPTS = 5
 
 
 @dataclass(frozen=True)
 class PlacedRevision:
-    """A revision's row that is not committed yet; `is_shared`: another row named its bytes already."""
+    """A revision's row before its commit; `is_shared`: another row already names its bytes."""
 
     row: Revision
     is_shared: bool
@@ -38,7 +38,7 @@ def publish(
 ) -> Revision:
     """Commit the row of what `place` puts into the store, with `changes` to its fields.
 
-    Bytes that were to be shared may have moved meanwhile; then `place` is called again.
+    `place` is called again when shared bytes moved meanwhile; `Conflict` when they keep moving.
     """
     try:
         for _ in range(ATTEMPTS):
@@ -67,8 +67,8 @@ def put(
 ) -> PlacedRevision:
     """Return the row of a revision whose bytes in the store are whole; append them where they are not.
 
-    A known revision whose bytes or layout are damaged or missing is moved to new ones. A new one's row is not
-    committed yet; arguments as those of `append`.
+    A known revision with damaged or missing bytes or layout gets new ones. The row of a new revision is not
+    committed yet. Arguments as for `append`.
     """
     given = (catalog, store, tensors, manifest, dtype, base, owner, now)
     known = catalog.revisions.find(manifest.policy, manifest.digest)
@@ -78,7 +78,7 @@ def put(
         if catalog.quarantine.reason(known.policy, known.digest):
             catalog.quarantine.release(known.policy, known.digest)
         return PlacedRevision(known, is_shared=True)
-    # Another row's place could be gone before this one names it, so the bytes are its own.
+    # Bytes of its own: those of another row could be gone before this row names them.
     return PlacedRevision(catalog.places.replace(append(*given, shares=False).row), is_shared=True)
 
 
@@ -100,10 +100,10 @@ def append(
     now: float,
     shares: bool = True,
 ) -> PlacedRevision:
-    """Pack the tensors of an adapter of `base` in `dtype`, have them in the store and add their layout.
+    """Pack an adapter of `base` in `dtype`, append its bytes to the store and add its layout.
 
-    Identical bytes that are there already are shared. Return the row that would commit them: an
-    exported revision's, made at `now` (epoch seconds).
+    Identical bytes that are stored already are shared. Return the row that would commit them, of an exported
+    revision created at `now` (epoch seconds).
     """
     claim(catalog, store)
     whole = packed.pack(tensors, dtype, base.fused)
@@ -131,22 +131,19 @@ def append(
 
 
 def stored_tensors(catalog: "Catalog", store: "Store", row: Revision) -> "Tensors":
-    """Return the canonical tensors of a revision as its packed bytes have them.
-
-    Raises as `stored_packed`.
-    """
+    """Return a revision's canonical tensors, unpacked from the store. Raises as `stored_packed`."""
     return packed.unpack(stored_packed(catalog, store, row))
 
 
 def stored_packed(catalog: "Catalog", store: "Store", row: Revision) -> packed.Packed:
-    """Return the packed form of a revision.
+    """Return a revision's packed form from the store.
 
-    Raises `DamagedBytes` or `MissingBytes`, and `AdapterError` or `NotFound` where its layout is.
+    Raises `DamagedBytes` or `MissingBytes` for its bytes, `AdapterError` or `NotFound` for its layout.
     """
     try:
         payload = store.read(location(row))
     except (DamagedBytes, MissingBytes):
-        # They may have been moved since the row was read.
+        # Compaction may have moved them since the row was read.
         found, row = row, catalog.revisions.get(row.policy, row.digest)
         if location(row) == location(found):
             raise
@@ -156,5 +153,5 @@ def stored_packed(catalog: "Catalog", store: "Store", row: Revision) -> packed.P
 
 
 def location(row: Revision) -> Location:
-    """Return where a row says that its bytes lie."""
+    """Return where a row's bytes lie."""
     return Location(row.segment, row.offset, row.length, row.checksum)

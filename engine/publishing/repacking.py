@@ -1,8 +1,8 @@
-"""Repacking a store: the packed form of revisions derived anew, where today's would be another one.
+"""Repacking of a store: revisions whose packed form is outdated are packed again as the current code does.
 
-Goes by batches, at most a page of rows each: its new bytes are appended with one fsync, and then its rows
-move in one transaction. Killed before that the rows name their old bytes, which are whole, and the new ones
-are garbage. What is damaged is told by itself, and keeps nothing else of its batch.
+It goes by batches of at most a page of rows: the new bytes are appended with one fsync, then the rows move in
+one transaction. After a kill before that, the rows name their old, whole bytes, and the new ones are garbage.
+A damaged revision is reported by itself and does not hold up its batch.
 """
 
 from collections.abc import Callable
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from engine.catalog.catalog import Catalog
     from engine.store.segments import Store
 
-# The fused modules of a base, when a layout is not today's for it.
+# (base, layout) -> the base's fused modules, when the layout is outdated; else None.
 Differs = Callable[[str, str], dict[str, tuple[str, ...]] | None]
 LAYOUTS = 64
 
 
 def repack(catalog: "Catalog", store: "Store", on_page: OnPage = silent) -> Report:
-    """Derive the packed form anew where today's would be another one; the digests stay.
+    """Pack revisions again whose packed form is outdated; their digests stay.
 
-    Raises `ServiceError` when store or catalog cannot be written; what has moved by then stays moved.
+    Raises `ServiceError` when store or catalog cannot be written; what was moved by then stays moved.
     """
     require(catalog, store)
     report, work = Report("repack"), _Repacking(catalog, store)
@@ -43,7 +43,7 @@ def repack(catalog: "Catalog", store: "Store", on_page: OnPage = silent) -> Repo
         batch = _Batch()
         for row in rows:
             report.revisions += 1
-            # Rows of one adapter lie next to each other and share its bytes: no batch ends among them.
+            # Rows of one adapter are adjacent and share its bytes: no batch ends among them.
             if batch.size >= BATCH_BYTES and not batch.has(row):
                 work.commit(batch, report)
                 batch = _Batch()
@@ -55,7 +55,7 @@ def repack(catalog: "Catalog", store: "Store", on_page: OnPage = silent) -> Repo
 
 @dataclass
 class _Batch:
-    """Bytes that were packed anew, by checksum, and the rows that name them but for their place."""
+    """Newly packed bytes by checksum, and the rows that are to name them, still without their place."""
 
     payloads: dict[str, memoryview] = field(default_factory=dict)
     rows: list[Revision] = field(default_factory=list)
@@ -74,11 +74,11 @@ class _Repacking:
     def __init__(self, catalog: "Catalog", store: "Store"):
         self._catalog, self._store = catalog, store
         self._differs = _differs(catalog)
-        # Those that this run has added.
+        # Layouts that this run has added.
         self._layouts: set[str] = set()
 
     def add(self, batch: _Batch, row: Revision, report: Report) -> None:
-        """Pack a row's bytes into the batch if today's form is another one; report what hinders it."""
+        """Pack a row's bytes into the batch if their form is outdated; report faults."""
         try:
             fused = self._differs(row.base, row.layout)
             if fused is None:
@@ -93,16 +93,16 @@ class _Repacking:
         except BaseModelError as error:
             report.add_unreadable(row, str(error))
         except NotFound as error:
-            # Its layout is gone; or the row itself has expired meanwhile.
+            # Its layout is missing; or the row itself expired meanwhile.
             if self._catalog.revisions.find(row.policy, row.digest):
                 report.add_damage(row, str(error))
 
     def commit(self, batch: _Batch, report: Report) -> None:
-        """Have the batch's bytes on the disk, and then let its rows name them."""
+        """Append and fsync the batch's bytes, then point its rows at them."""
         try:
             placed = self._store.append_many(list(batch.payloads.values()), list(batch.payloads))
             places = {at.checksum: at._asdict() for at in placed}
-            # Wherever a row's bytes lie by now, the new ones are whole; a row that is gone stays so.
+            # The new bytes are whole wherever a row's old ones lie by now; a deleted row stays deleted.
             report.moved += self._catalog.places.replace_many(
                 [replace(row, **places[row.checksum]) for row in batch.rows]
             )
@@ -110,7 +110,7 @@ class _Repacking:
             self._store.committed()
 
     def _pack(self, batch: _Batch, row: Revision, fused: dict[str, tuple[str, ...]]) -> None:
-        """Pack a revision's bytes as they would be today. Raises `DamagedBytes` or `MissingBytes`."""
+        """Pack a revision's bytes in the current form. Raises `DamagedBytes` or `MissingBytes`."""
         tensors = stored_tensors(self._catalog, self._store, row)
         whole = packed.pack(tensors, next(iter(tensors.values())).dtype, fused)
         payload, digest = whole.tobytes(), whole.layout.digest
@@ -125,7 +125,7 @@ class _Repacking:
 
 
 def _differs(catalog: "Catalog") -> Differs:
-    """Return what gives a base's fused modules when a layout is not today's for it; None when it is."""
+    """Return a function that gives a base's fused modules when a layout is outdated, else None."""
 
     @cache
     def shapes(base: str) -> BaseShapes:

@@ -1,1 +1,1 @@
-"""Statistics of quality: sequential evidence, estimates, and the effect probe."""
+"""Statistics of quality: sequential tests, intervals, and the effect probe."""

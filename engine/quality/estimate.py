@@ -1,8 +1,8 @@
-"""Intervals for scores that are given once: a suite's mean, and a difference on the same items.
+"""Confidence intervals for fixed samples: a suite's mean score, and a difference on the same items.
 
-Clopper-Pearson (1934) where every score is 0 or 1; for other values in [0, 1] the betting confidence
-sequence of `engine.quality.sequential`, which covers at every sample size and so at this one. Both have
-at least nominal coverage for independent items, whatever the distribution. Reads no ledger.
+Clopper-Pearson (1934) when every score is 0 or 1. For other values in [0, 1] the betting confidence sequence
+of `engine.quality.sequential`, which covers at every sample size and therefore at this one. Both have at
+least nominal coverage for independent items, for any distribution.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from engine.quality.sequential import MeanSequence
 
 @dataclass(frozen=True)
 class Difference:
-    """Mean of the paired differences of two revisions on the same items, and its interval in [-1, 1]."""
+    """Mean paired difference of two revisions on the same items, and its interval in [-1, 1]."""
 
     mean: float
     low: float
@@ -36,7 +36,7 @@ def interval(scores: Sequence[float], alpha: float = 0.05) -> tuple[float, float
 
 
 def clopper_pearson(successes: int, trials: int, alpha: float = 0.05) -> tuple[float, float]:
-    """Return the exact interval for a proportion: the p that neither tail test at alpha / 2 rejects.
+    """Return the exact interval for a proportion: the values that neither tail test at alpha / 2 rejects.
 
     C. J. Clopper and E. S. Pearson, Biometrika 26 (1934), by quantiles of the beta distribution.
     """
@@ -48,8 +48,8 @@ def clopper_pearson(successes: int, trials: int, alpha: float = 0.05) -> tuple[f
 def paired_difference(first: Sequence[float], second: Sequence[float], alpha: float = 0.05) -> Difference:
     """Return the mean of `first` minus `second`, item by item, with its (1 - alpha) interval.
 
-    Both hold scores in [0, 1] of the same items in the same order. Items on which both agree narrow the
-    interval: the betting sequence adapts to the variance of the differences.
+    Both hold scores in [0, 1] of the same items in the same order. Items with equal scores narrow the
+    interval, because the betting sequence adapts to the variance of the differences.
     """
     assert len(first) == len(second) > 0, "paired scores are of the same items"
     differences = np.asarray(first, float) - np.asarray(second, float)

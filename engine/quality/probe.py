@@ -1,8 +1,8 @@
 """Effect probe: the engine must reproduce the log-probabilities that the trainer shipped with a revision.
 
 A probe holds fixed rows of tokens with each token's log-probability under the adapter and under the plain
-base. Equality under the adapter shows that all of it is applied; the base's own values tell an adapter that
-was silently dropped from one that is wrong, and a wrong base from both. Loads no tensors.
+base. Equality under the adapter shows that all of it is applied. The base's values distinguish a silently
+dropped adapter from a wrong one, and a wrong base from both.
 """
 
 import math
@@ -16,13 +16,14 @@ from engine.clients.engine import EngineClient
 from engine.errors import AdapterError
 
 VERSION = 1
-# Nats between trainer and engine, by the measure of MEASURES. float32: the worst seen is a few 1e-6, from
-# sums in another order. bfloat16: 0.039 over 63 right probes of 8 rows, see docs/benchmarks/probe.md.
+# Tolerated nats between trainer and engine, by the measure of MEASURES. float32: the worst correct probe
+# had a few 1e-6, from another summation order. bfloat16: 0.039 over 63 correct probes of 8 rows, see
+# docs/benchmarks/probe.md.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05}
-# bfloat16 errs on an adapter about as on the base, on the same tokens: 2.1 times as much at most.
+# In bfloat16 the error under an adapter is at most 2.1 times that under the base, on the same tokens.
 BASE_ERRORS, LEAST = 2.5, 0.02
 TIMEOUT_S = 120.0
-# Over every difference of log-probabilities, and finite: JSON has no infinity.
+# Larger than any difference of log-probabilities, and finite: JSON has no infinity.
 NO_NUMBER = 1e9
 MODULE = re.compile(r"model\.layers\.\d+\.[\w.]*?\w(?=\.lora_|[\s,;:]|\.$)")
 UNKNOWN = "unknown"
@@ -39,24 +40,26 @@ class ProbeRow:
 
 @dataclass(frozen=True)
 class Probe:
+    """Probe rows of the revision `digest` in the engine's `dtype`."""
+
     digest: str
     base_digest: str
     dtype: str
     rows: tuple[ProbeRow, ...]
 
     def to_json(self) -> dict[str, Any]:
+        """Return the probe as JSON values with its format version."""
         return {"version": VERSION, **asdict(self)}
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What the engine made of a probe. Errors and effect are in nats, by the measure of the probe's dtype.
+    """The verdict on a probe. Errors and effects are in nats, by the measure of the probe's dtype.
 
-    `error` is the engine's distance from the trainer under the adapter, `base_error` under the base;
-    `effect` is how far the engine's adapter moves it from the engine's base, `claimed` the trainer's.
-    `max_error` is the largest error of one token under the adapter, whatever the measure.
-    `module` is where a refused revision's fault most likely is; `errors` are the nats of each projection
-    alone, where they were asked for.
+    `error`: distance between engine and trainer under the adapter; `base_error`: under the base. `effect`:
+    distance between adapter and base in the engine; `claimed`: in the trainer. `max_error`: the largest error
+    of one token under the adapter. `module`: the most likely place of a refused revision's fault. `errors`:
+    the error of each projection alone, when requested.
     """
 
     accepted: bool
@@ -72,18 +75,19 @@ class ProbeResult:
 
     @property
     def is_base(self) -> bool:
-        """Whether the revision was refused only because it changes nothing: a result, not a fault."""
+        """Say whether the revision was refused only because it equals the base, which is no fault."""
         return not self.accepted and max(self.error, self.base_error, self.claimed) <= self.tolerance
 
     def to_json(self) -> dict[str, Any]:
+        """Return the result as JSON values."""
         return asdict(self)
 
 
 def from_json(body: dict[str, Any]) -> Probe:
-    """Read a probe; `AdapterError` when it is empty, of another format, or could not be judged."""
+    """Read a probe; `AdapterError` when it is empty, malformed, or of another format version."""
     if body.get("version") != VERSION or not body.get("rows"):
         raise AdapterError(
-            f"The probe is not of format version {VERSION} or has no rows. Export the revision again."
+            f"The probe has no rows or another format version than {VERSION}. Export the revision again."
         )
     try:
         rows = tuple(
@@ -107,10 +111,10 @@ def _is_whole(row: ProbeRow) -> bool:
 
 
 def check(engine_url: str, key: str, served: str, base_name: str, probe: Probe) -> ProbeResult:
-    """Ask the engine for the probe's log-probabilities under `served` and under its base, and judge them.
+    """Get the probe's log-probabilities under `served` and the base from the engine, and judge them.
 
-    An adapter that the engine refuses to load is refused with its sentence. Raises `ServiceError` when the
-    engine does not answer.
+    When the engine refuses to load the adapter, the result is a refusal with the engine's reason. Raises
+    `ServiceError` when the engine does not answer.
     """
     rows, tolerance = [row.tokens for row in probe.rows], TOLERANCE[probe.dtype]
     with asking(engine_url, key) as engine:
@@ -126,7 +130,7 @@ def check(engine_url: str, key: str, served: str, base_name: str, probe: Probe) 
 
 
 def asking(engine_url: str, key: str) -> EngineClient:
-    """Return a client of the engine that may ask for any revision, in order to judge it."""
+    """Return an engine client that may request any revision, even an unreleased one."""
     return EngineClient(engine_url, key, "probe", TIMEOUT_S)
 
 
@@ -135,7 +139,7 @@ def judge(
 ) -> ProbeResult:
     """Compare what the engine answered under adapter and base with what the trainer shipped.
 
-    `tolerance` bounds the base's error; in bfloat16 the base's error makes it smaller for the rest.
+    `tolerance` bounds the base's error. In bfloat16 the other bounds are derived from the base's error.
     """
     shipped_adapter = [row.adapter for row in probe.rows]
     shipped_base = [row.base for row in probe.rows]
@@ -145,15 +149,13 @@ def judge(
     if probe.dtype == "bfloat16":
         tolerance = min(tolerance, max(LEAST, BASE_ERRORS * base_error))
     if base_error > tolerance:
-        reason = f"The engine's base is another one: its log-probabilities differ by {base_error:.2g} nats."
+        reason = f"The engine serves a different base: its log-probabilities differ by {base_error:.2g} nats."
     elif error > tolerance and effect <= tolerance:
         reason = f"The engine serves the plain base, although the revision moves it by {claimed:.2g} nats."
     elif error > tolerance:
         reason = f"The engine does not reproduce the revision: it differs by {error:.2g} nats."
     elif claimed <= tolerance:
-        reason = (
-            f"The revision is the base: it moves log-probabilities by {claimed:.2g} nats, which is no effect."
-        )
+        reason = f"The revision is the base: it moves log-probabilities by only {claimed:.2g} nats."
     else:
         reason = ""
     says = reason or f"Reproduced within {error:.2g} nats."
@@ -161,7 +163,7 @@ def judge(
 
 
 def gaps(left: Sequence[Sequence[float]], right: Sequence[Sequence[float]]) -> list[float]:
-    """Return the difference of each value, row after row; `NO_NUMBER` where a value is not a number."""
+    """Return the absolute difference of each value, row after row; `NO_NUMBER` for NaN and infinity."""
     pairs = [
         (a, b) for row_a, row_b in zip(left, right, strict=True) for a, b in zip(row_a, row_b, strict=True)
     ]
@@ -170,14 +172,14 @@ def gaps(left: Sequence[Sequence[float]], right: Sequence[Sequence[float]]) -> l
 
 
 def largest(found: Sequence[float], moved: Sequence[float]) -> float:
-    """Return the largest gap of one token, however far the revision moves it."""
+    """Return the largest gap of one token."""
     return max(found)
 
 
 def middle(found: Sequence[float], moved: Sequence[float]) -> float:
-    """Return the median gap of the half of the tokens that the revision moves most, by `moved`.
+    """Return the median gap over the half of the tokens with the largest `moved`.
 
-    One gap that is not a number is as bad as all.
+    One NaN or infinite gap makes the result `NO_NUMBER`.
     """
     if max(found) == NO_NUMBER:
         return NO_NUMBER

@@ -1,10 +1,9 @@
-"""Sequential evidence: how much better or worse a canary is, at every moment and not just at the end.
+"""Sequential test of a canary against its baseline, valid at every moment and not just at the end.
 
-Knows the betting confidence sequence of Waudby-Smith and Ramdas, "Estimating means of bounded
-random variables by betting" (JRSS B, 2023, arXiv 2010.09686): the hedged capital process with its
-predictable plug-in bets (their equations 23 to 26). One may look after every reward and stop at
-will: over the whole canary, the true mean leaves the interval with probability at most alpha.
-Does not know where rewards come from, nor what a verdict does.
+It is the betting confidence sequence of Waudby-Smith and Ramdas, "Estimating means of bounded random
+variables by betting" (JRSS B, 2023, arXiv 2010.09686): the hedged capital process with predictable plug-in
+bets (their equations 23 to 26). Peeking after every reward and stopping at will is allowed: over the whole
+canary, the true mean leaves the interval with probability at most alpha.
 
 Shapes: `_N` observations, `_M` candidate means.
 """
@@ -16,18 +15,18 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 
-# Bets stop at this share of the stake that could lose everything. Tuned for canaries, where a total
+# Bets are truncated at this share of the stake that could lose everything. Tuned for canaries, where a total
 # failure must show within a few pairs; the paper suggests 1/2 or 3/4.
 TRUNCATION = 0.75
 GRID_STEPS = 400
 
 
 class MeanSequence:
-    """A confidence sequence for the mean of a stream in [0, 1], fed in pieces of any size.
+    """A confidence sequence for the mean of a stream in [0, 1], updated with any number of values.
 
-    Every value outside the open interval (`lower`, `upper`) has been rejected at level `alpha`, at
-    this or at an earlier moment. `also` adds candidate means to the grid, so that they are tested
-    exactly. Feeding n values costs n times the grid.
+    Every value outside the open interval (`lower`, `upper`) has been rejected at level `alpha`, now or
+    earlier. `also` adds candidate means to the grid, so that they are tested exactly. An update with n values
+    costs n times the grid size.
     """
 
     def __init__(self, alpha: float, also: tuple[float, ...] = ()):
@@ -42,7 +41,7 @@ class MeanSequence:
         self._best_above_M, self._best_below_M = zeros.copy(), zeros.copy()
 
     def update(self, x_N: Array) -> None:
-        """Take the next observations of the stream, in order."""
+        """Add the next observations (N,) of the stream, in order."""
         assert x_N.ndim == 1
         assert ((x_N >= 0) & (x_N <= 1)).all(), "observations lie in [0, 1]"
         for x in x_N:
@@ -56,12 +55,12 @@ class MeanSequence:
 
     @property
     def lower(self) -> float:
-        """The largest candidate that the mean has been shown to exceed; 0 while there is none."""
+        """Return the largest candidate that the mean exceeds; 0 while there is none."""
         return float(self.grid_M[self._best_above_M >= self._threshold].max(initial=0.0))
 
     @property
     def upper(self) -> float:
-        """The smallest candidate that the mean has been shown to fall below; 1 while there is none."""
+        """Return the smallest candidate that the mean is below; 1 while there is none."""
         return float(self.grid_M[self._best_below_M >= self._threshold].min(initial=1.0))
 
     @property
@@ -77,12 +76,12 @@ class MeanSequence:
 
 
 def plug_in_bet(variance: float | Array, n: int | Array, alpha: float) -> float | Array:
-    """Return the bet on observation `n` (from 1), given the variance of those before it."""
+    """Return the bet on observation `n` (from 1), given the variance of the earlier ones."""
     return np.sqrt(2 * math.log(2 / alpha) / (variance * n * np.log1p(n)))
 
 
 def log_growth(x: float | Array, m: float | Array, bet: float | Array) -> tuple[Array, Array]:
-    """Return the log growth of the capital that bets on a mean above `m`, and of the one below it."""
+    """Return the log growth of the capital that bets on a mean above `m`, and of the one that bets below."""
     with np.errstate(divide="ignore"):
         up = np.minimum(bet, TRUNCATION / np.asarray(m))
         down = np.minimum(bet, TRUNCATION / (1 - np.asarray(m)))
@@ -90,32 +89,34 @@ def log_growth(x: float | Array, m: float | Array, bet: float | Array) -> tuple[
 
 
 class CanaryComparison:
-    """Sequential evidence on the canary's mean reward minus the baseline's.
+    """A confidence sequence on the canary's mean reward minus the baseline's, in [-1, 1].
 
-    Canary reward i is paired with the mean of the next k baseline rewards, where k is how many
-    baseline units one canary unit comes with at `weight`. The differences lie in [-1, 1]; one
-    confidence sequence runs on them.
+    Canary reward i is paired with the mean of the next k baseline rewards, where k is the number of
+    baseline units for one canary unit at `weight`.
     """
 
     def __init__(self, weight: float, alpha: float, margin: float):
-        # The small term keeps 0.95 / 0.05 at 19.
+        # The small term rounds 0.95 / 0.05 to 19.
         self.group = max(1, math.floor((1 - weight) / weight + 1e-9))
         self._sequence = MeanSequence(alpha, also=((1 - margin) / 2, 0.5))
 
     @property
     def pairs(self) -> int:
+        """Return the number of pairs so far."""
         return self._sequence.n
 
     @property
     def lower(self) -> float:
+        """Return the interval's lower end."""
         return 2 * self._sequence.lower - 1
 
     @property
     def upper(self) -> float:
+        """Return the interval's upper end."""
         return 2 * self._sequence.upper - 1
 
     def update(self, canary_N: Array, baseline_N: Array) -> None:
-        """Take both streams so far, each in order of arrival; only new pairs are worked on."""
+        """Update with both streams so far, each in order of arrival; only new pairs are computed."""
         pairs = min(len(canary_N), len(baseline_N) // self.group)
         new = slice(self.pairs, pairs)
         means_N = baseline_N[: pairs * self.group].reshape(pairs, self.group).mean(axis=1)

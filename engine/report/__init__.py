@@ -1,1 +1,1 @@
-"""Reports: what ledger and catalog hold, as pages, plots and answers to `why`."""
+"""Reports from ledger and catalog: HTML pages, plots and the answers of `graftwork why`."""

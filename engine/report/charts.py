@@ -1,7 +1,4 @@
-"""The plots of the report but training's: scores with intervals, canaries.
-
-Knows what each plot shows and in which colour; how a mark is drawn is `report_svg`'s.
-"""
+"""The report's plots of scores and canaries; `training.py` draws the learning curves."""
 
 from collections.abc import Sequence
 
@@ -10,17 +7,17 @@ from markupsafe import Markup
 from engine.report.data import CanaryPoint, ReleaseResult, SuiteScore
 from engine.report.svg import Panel, Point, Scale, drawing, legend, steps
 
-# Names of the page's CSS variables; a release's states are others.
+# Names of the page's CSS variables; each state of a release is one too.
 BASELINE, REVISION = "baseline", "revision"
 STATE_WORDS = {"promoted": "promoted", "rolled_back": "rolled back", "held": "held", "running": "running"}
 WIDTH, LEFT, RIGHT = 500, 56, 490
 
 
 def score_intervals(rows: Sequence[tuple[str, SuiteScore, str]]) -> Markup:
-    """Draw scores with their intervals, one row each; `rows` are (label, score, colour)."""
+    """Draw scores with their 95% intervals, one row each; `rows` are (label, score, colour)."""
     room, row_height = 20 + 7.2 * max(len(label) for label, _, _ in rows), 36
     bottom = row_height * len(rows) + 8
-    # The rows are the vertical axis; nothing is to be read off between them.
+    # The vertical axis has rows, not values.
     panel = Panel(Scale(0, 1, room, room + 560), Scale(len(rows), 0, bottom, 8))
     parts = [panel.axes("share of unseen items solved", x_label="{:.0%}".format, y_ticks=0)]
     for number, (label, score, colour) in enumerate(rows):
@@ -37,7 +34,7 @@ def score_intervals(rows: Sequence[tuple[str, SuiteScore, str]]) -> Markup:
 
 
 def canary_timeline(release: ReleaseResult) -> Markup:
-    """Draw both arms' mean reward over a difference's confidence sequence, with the verdict's moment."""
+    """Draw a canary: both arms' mean rewards, below them the difference's confidence sequence."""
     points = release.timeline
     end = release.canary_s if release.state != "running" else None
     x = Scale(0, max(points[-1].seconds, end or 0, 1), LEFT, RIGHT)

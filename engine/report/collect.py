@@ -1,7 +1,6 @@
-"""Gathers what a report shows from the ledger's snapshot and the catalog.
+"""Collects a report's data from the ledger's snapshot and the catalog.
 
-Knows which rows belong in a report of a run, and replays a canary's evidence as the controller saw it.
-Writes nothing.
+A canary's evidence is replayed in the order in which the controller saw it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,10 +27,10 @@ from engine.settings.params import DIGEST12, ReleaseConfig
 from engine.training.service.train_step import TrainStep
 
 MAX_POINTS = 200
-# What one page holds. The tables of a catalog with a million revisions are not read here.
+# Limits of one page, since a catalog may hold a million revisions.
 MAX_POLICIES, MAX_REVISIONS, MAX_RELEASES, MAX_LINES, MAX_NOTICES = 50, 20, 30, 12, 20
 
-# All columns: a snapshot that an older version wrote has fewer of them.
+# `SELECT *`: a snapshot written by an older version has fewer columns.
 STEPS = """
     WITH lines AS (
         SELECT session, min("at") AS began FROM train_steps
@@ -56,11 +55,11 @@ def collect(
     revisions_dir: Path | None = None,
     alarms: Sequence[str] = (),
 ) -> ReportData:
-    """Gather `policies` with their newest revisions, and their training and releases from `since` on.
+    """Collect `policies` with their newest revisions, and their training and releases since `since`.
 
-    `revisions_dir` holds the exported revisions, whose manifests say which training made them. What the
-    catalog has beyond this is counted in `left_out`. Raises `NotFound` when there is no snapshot yet or a
-    policy is unknown.
+    `since` and `created_at` are epoch seconds. The manifests in `revisions_dir` name the training session of
+    each revision. `left_out` counts what the page limits cut. Raises `NotFound` when there is no snapshot
+    yet or a policy is unknown.
     """
     with open_snapshot(ledger_snapshot) as ledger:
         seen = overview(ledger, catalog, policies, MAX_REVISIONS)
@@ -105,7 +104,7 @@ def _tombstones(catalog: Catalog, policies: Sequence[str]) -> tuple[Event, ...]:
 
 
 def _made(revisions: Sequence[RevisionRow], directory: Path | None) -> dict[str, str]:
-    """Return the newest exported digest of each training session, as the manifests say."""
+    """Return the newest exported digest of each training session, from the manifests."""
     made: dict[str, str] = {}
     for row in reversed(revisions) if directory else ():
         assert directory is not None
@@ -118,7 +117,7 @@ def _made(revisions: Sequence[RevisionRow], directory: Path | None) -> dict[str,
 def _curves(
     ledger: duckdb.DuckDBPyConnection, policy: str, since: float, made: Mapping[str, str]
 ) -> list[Curve]:
-    """Return a policy's newest lines of training, the oldest of them first."""
+    """Return a policy's newest training sessions, oldest first."""
     found = ledger.execute(STEPS, {"policy": policy, "since": since, "most": MAX_LINES})
     lines: dict[str, list[TrainStep]] = {}
     for row in named_rows(found):
@@ -148,7 +147,7 @@ def _result(ledger: duckdb.DuckDBPyConnection, catalog: Catalog, release: Releas
 
 
 def timeline(ledger: duckdb.DuckDBPyConnection, release: Release) -> tuple[CanaryPoint, ...]:
-    """Return a canary's evidence over time as the controller saw it, at most `MAX_POINTS` points."""
+    """Return a canary's evidence over time as the controller saw it, in at most `MAX_POINTS` points."""
     started = release.canary_started_at
     if started is None:
         return ()
@@ -157,7 +156,7 @@ def timeline(ledger: duckdb.DuckDBPyConnection, release: Release) -> tuple[Canar
     for at, unit, is_canary, reward in canary_rewards(ledger, release):
         if unit not in seen:
             seen.add(unit)
-            # Evidence has the order of arrival, which two gateways' clocks need not keep.
+            # Evidence is in order of arrival; the clocks of two gateways may disagree with it.
             latest = max(latest, at)
             rows.append((latest - started, is_canary, reward))
     settings = ReleaseConfig.model_validate(release.settings)

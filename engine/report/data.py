@@ -1,6 +1,6 @@
-"""What a report shows, as values. Knows neither where they come from nor how they look.
+"""The data classes of a report.
 
-Times are epoch seconds, scores and rewards lie in [0, 1], a digest of None is the base itself.
+Times are epoch seconds. Scores and rewards are in [0, 1]. A digest of None is the base.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from engine.training.service.train_step import TrainStep
 class Curve:
     """One training session of a policy, in the order of its steps.
 
-    `digest` is the newest revision that was exported from it, None where that is not known.
+    `digest` is the newest revision exported from it, None when unknown.
     """
 
     policy: str
@@ -23,7 +23,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class SuiteScore:
-    """Mean and 95% interval of the base (digest None) or a revision on a suite."""
+    """Mean score and 95% interval of the base (digest None) or a revision on a suite."""
 
     policy: str
     digest: str | None
@@ -36,7 +36,7 @@ class SuiteScore:
 
 @dataclass(frozen=True)
 class CanaryPoint:
-    """A canary's evidence `seconds` after its start; bounds are of canary minus baseline, in [-1, 1]."""
+    """A canary's evidence `seconds` after its start; the bounds are of canary - baseline, in [-1, 1]."""
 
     seconds: float
     canary_units: int
@@ -49,10 +49,10 @@ class CanaryPoint:
 
 @dataclass(frozen=True)
 class ReleaseResult:
-    """One release with its scores, its canary's timeline and how it ended.
+    """One release with its scores, its canary's timeline and its outcome.
 
-    `state` is `running`, `promoted`, `rolled_back` or `held`; `canary_s` is from the canary's start to
-    the release's last change, None when no user ever saw it; `skipped` are gates with who and why.
+    `state` is `running`, `promoted`, `rolled_back` or `held`. `canary_s` is from the canary's start to the
+    release's last change, None without a canary. `skipped` are (gate, who and why).
     """
 
     policy: str
@@ -72,10 +72,10 @@ class ReleaseResult:
 
 @dataclass(frozen=True)
 class RevisionRow:
-    """An exported revision; `role` is champion, canary, previous, buried or empty.
+    """An exported revision; `role` is champion, canary, previous, buried (it has a tombstone) or empty.
 
-    `online` is the mean reward that users gave it, over `units` users; `accepted` is the effect probe's
-    result, None until it has run; `verdict` is the last one, `reason` says why, or why it is buried.
+    `online` is the mean reward of `units` users. `accepted` is the effect probe's result, None until it has
+    run. `verdict` is the newest one, `reason` its reason, else the tombstone's.
     """
 
     policy: str
@@ -96,10 +96,10 @@ class RevisionRow:
 
 @dataclass(frozen=True)
 class PolicyRow:
-    """A policy and what its bare name means now; `weight` is the share of users on the canary.
+    """A policy and its route; `weight` is the share of users on the canary.
 
-    `champion_score` is the base's own score while there is no champion. `running` is the step of the
-    release that runs, or empty.
+    `champion_score` is the base's score while there is no champion. `running` is the step of the running
+    release, or empty.
     """
 
     name: str
@@ -121,7 +121,7 @@ class PolicyRow:
 
 @dataclass(frozen=True)
 class Event:
-    """A notice, or a revision that was buried: something that people want to hear of."""
+    """A notice or a tombstone."""
 
     at: float
     kind: str
@@ -135,8 +135,8 @@ class Event:
 class ReportData:
     """A whole report. `stages` are (name, seconds) of the run in order; `links` are (text, URL).
 
-    Empty parts are left out of the page, so a report can be written at any moment of a run. `left_out`
-    says in sentences what a bounded page does not show; `alarms` is what is wrong now.
+    The page omits empty parts, so a report can be written at any time during a run. `left_out` names what
+    the page limits cut; `alarms` are the current faults.
     """
 
     title: str

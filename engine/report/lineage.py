@@ -1,7 +1,7 @@
-"""The lineage of a policy's revisions, as a small SVG: newest on top, each line down to its parent.
+"""Draws the lineage of a policy's revisions as SVG: newest on top, a line from each down to its parent.
 
-The way the champion came lies on the left. Knows places and colours; the colours are the page's own
-variables, so that the drawing follows its light or dark theme.
+The champion's ancestors are the leftmost lane. Colours are the page's CSS variables, so the drawing follows
+its light or dark theme.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ COLOURS = {
 
 @dataclass(frozen=True)
 class Node:
-    """One row of the drawing: `lane` counts from the left, `parent` is the row that it leads to."""
+    """One revision of the drawing: `lane` counts from the left, `parent` is the parent's row."""
 
     digest: str
     lane: int
@@ -31,9 +31,9 @@ class Node:
 
 
 def arrange(rows: Sequence[RevisionRow], champion: str | None) -> list[Node]:
-    """Give each revision a lane; `rows` are newest first. What lies beyond them leads to the last row.
+    """Assign each revision a lane; `rows` are newest first. A parent that is not shown is the last row.
 
-    A lane is taken from a revision down to its parent, so that no line runs through another's dot.
+    A lane is occupied from a revision down to its parent, so that no line crosses another's dot.
     """
     places = {row.digest: number for number, row in enumerate(rows)}
     awaited: list[str | None] = [champion if champion in places else None]
@@ -44,7 +44,7 @@ def arrange(rows: Sequence[RevisionRow], champion: str | None) -> list[Node]:
         else:
             awaited.append(None)
             lane = awaited.index(None)
-        # A parent can only lie further down: anything else is beyond what is shown.
+        # A parent is further down, or not shown.
         parent = places.get(row.parent or BASE, -1)
         target = row.parent if parent > number else BASE
         awaited = [None if digest == row.digest else digest for digest in awaited]
@@ -54,7 +54,7 @@ def arrange(rows: Sequence[RevisionRow], champion: str | None) -> list[Node]:
 
 
 def lineage(rows: Sequence[RevisionRow], champion: str | None) -> Markup:
-    """Draw a policy's revisions with a name, a score and a role beside each dot."""
+    """Draw a policy's revisions, each dot with digest, score and role."""
     nodes = arrange(rows, champion)
     lanes = {node.row: node.lane for node in nodes} | {len(rows): 0}
     text = LEFT * 2 + max(lanes.values()) * LANE
@@ -68,7 +68,7 @@ def lineage(rows: Sequence[RevisionRow], champion: str | None) -> Markup:
 
 
 def spoken(rows: Sequence[RevisionRow]) -> str:
-    """Return the lineage in words."""
+    """Return the lineage in words, for screen readers."""
     return "; ".join(
         f"{row.digest[:DIGEST12]} from {row.parent[:DIGEST12] if row.parent else BASE}"
         + (f", {row.role}" if row.role else "")

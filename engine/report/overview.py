@@ -1,11 +1,11 @@
-"""Policies and their revisions at a glance: what is served, how it scored, what was said of it.
+"""Rows of policies and revisions for the report, the controller's page and `graftwork ls`.
 
-Reads the catalog and the ledger's snapshot; writes nothing. The report, the controller's page and
-`graftwork ls` show these rows.
+Read from the catalog and the ledger's snapshot.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from statistics import fmean
 from typing import Any
 
@@ -30,7 +30,7 @@ Key = tuple[str, str]  # policy, digest
 
 @dataclass(frozen=True)
 class Overview:
-    """Policies as they stand, and the newest exported revisions of each, newest first."""
+    """Policies and the newest exported revisions of each, newest first."""
 
     policies: tuple[PolicyRow, ...]
     revisions: tuple[RevisionRow, ...]
@@ -38,7 +38,7 @@ class Overview:
 
 @dataclass(frozen=True)
 class _RevisionHistory:
-    """What users, releases and people said of revisions."""
+    """Users' rewards, verdicts and tombstones of revisions."""
 
     users: dict[Key, tuple[float, int]]
     verdicts: dict[Key, tuple[str, str]]
@@ -48,7 +48,7 @@ class _RevisionHistory:
 def overview(
     ledger: duckdb.DuckDBPyConnection, catalog: Catalog, names: Sequence[str], limit: int
 ) -> Overview:
-    """Return these policies with at most `limit` revisions each; `NotFound` for an unknown policy."""
+    """Return the named policies with at most `limit` revisions each; `NotFound` for an unknown policy."""
     said = _RevisionHistory(
         {(row[0], row[1]): (row[2], int(row[3])) for row in ledger.execute(USERS, [list(names)]).fetchall()},
         {(row[0], row[1]): (row[2], row[3]) for row in ledger.execute(VERDICTS, [list(names)]).fetchall()},
@@ -75,7 +75,7 @@ def _policy_row(
         name=name,
         owner=policy.owner,
         base=policy.base,
-        task=str(config.get("task", "")),
+        task=task_of(config),
         contract=contract_of(config),
         suite=suite,
         champion=route.champion,
@@ -90,8 +90,13 @@ def _policy_row(
     )
 
 
+def task_of(config: Mapping[str, Any]) -> str:
+    """Return a policy's task: a generated one's name, or its file with the directory, `sums/train.jsonl`."""
+    return "/".join(PurePath(str(config.get("task", ""))).parts[-2:])
+
+
 def contract_of(config: Mapping[str, Any]) -> str:
-    """Return what earns a policy's reward: its verifier, or the contract of a generated task."""
+    """Return what judges a policy's answers: its verifier, or the contract of a generated task."""
     verifier = str(config.get("verifier") or "contract")
     return str(config.get("contract", "")) if verifier == "contract" else verifier
 
@@ -123,7 +128,7 @@ def _revision_row(
 
 
 def role_of(route: Route, digest: str) -> str:
-    """Return what a revision is in its policy's route: champion, canary, previous or nothing."""
+    """Return a revision's role in its policy's route: champion, canary, previous or an empty string."""
     roles = {route.previous: "previous", route.canary: "canary", route.champion: "champion"}
     return roles.get(digest, "")
 
@@ -131,7 +136,7 @@ def role_of(route: Route, digest: str) -> str:
 def suite_score(
     ledger: duckdb.DuckDBPyConnection, base: str, policy: str, suite: str, digest: str | None
 ) -> SuiteScore | None:
-    """Return the mean and 95% interval on the suite's newest version; a digest of None is the base."""
+    """Return mean score and 95% interval on the suite's newest version; a digest of None is the base."""
     found = latest_scores(ledger, base, policy, suite, digest)
     scores = [one.score for one in found if one.is_newest]
     if not scores:

@@ -1,8 +1,7 @@
-"""The HTML report: one file that opens offline, with every plot and style inside it.
+"""Renders the HTML report: one file that opens offline, with every plot and style inline.
 
-Knows the page's order and how a figure becomes text for those who cannot see it. What to show comes
-from `collect.py`, how a plot looks from `charts.py`, `training.py` and `lineage.py`, the page
-itself is `report.html`. The controller serves the same page, live.
+Each plot has a text alternative for screen readers. The data come from `collect.py`, the plots from
+`charts.py`, `training.py` and `lineage.py`, the page from `report.html`. The controller serves it live.
 """
 
 from datetime import UTC, datetime
@@ -28,14 +27,14 @@ MAX_CANARIES = 12
 
 
 def write_report(data: ReportData, path: Path) -> Path:
-    """Write the report to `path`, whole or not at all, and return the path."""
+    """Write the report to `path` atomically and return the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, render(data))
     return path
 
 
 def render(data: ReportData, live: bool = False) -> str:
-    """Return the page as HTML; a live one asks where it came from for news every few seconds."""
+    """Return the page as HTML; a live one reloads itself from its URL every few seconds."""
     return _template().render(
         data=data,
         live=live,

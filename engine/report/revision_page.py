@@ -1,6 +1,6 @@
-"""What is known of one revision for its page: scores, verdicts, lineage, training, probe.
+"""Gathers the facts about one revision for its page: scores, verdicts, lineage, training, probe.
 
-Reads the catalog and the ledger's snapshot; writes nothing.
+Read from the catalog and the ledger's snapshot.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ VERDICTS = """
     SELECT "at", verdict, "by", reason FROM verdicts
     WHERE policy = ? AND digest = ? ORDER BY "at" DESC LIMIT 20
 """
-# All columns: a snapshot that an older version wrote has fewer of them.
+# `SELECT *`: a snapshot written by an older version has fewer columns.
 STEPS = """
     SELECT * FROM train_steps
     WHERE policy = ? AND session = ? AND step <= ? AND reward IS NOT NULL ORDER BY step
@@ -31,7 +31,7 @@ STEPS = """
 
 @dataclass(frozen=True)
 class MeanScore:
-    """A suite's mean with its 95% interval, in [0, 1], and when it was taken (epoch seconds)."""
+    """A suite's mean score with its 95% interval, in [0, 1], and when it was measured (epoch seconds)."""
 
     mean: float
     low: float
@@ -42,7 +42,7 @@ class MeanScore:
 
 @dataclass(frozen=True)
 class VerdictRow:
-    """One verdict."""
+    """One verdict; `at` is epoch seconds."""
 
     at: float
     verdict: str
@@ -52,7 +52,7 @@ class VerdictRow:
 
 @dataclass(frozen=True)
 class VersionFacts:
-    """What a version's page shows; `steps` are those of the training that made it, in order."""
+    """What a revision's page shows; `steps` are those of the training that produced it, in order."""
 
     policy: str
     digest: str
@@ -78,12 +78,12 @@ class VersionFacts:
 
     @property
     def tokens(self) -> int:
-        """Return how many tokens were trained on."""
+        """Return the number of trained tokens."""
         return sum(step.tokens or 0 for step in self.steps)
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Return what the steps' seconds went to."""
+        """Return the steps' seconds by phase."""
         spent: Counter[str] = Counter()
         for step in self.steps:
             spent.update(step.phases)
@@ -91,7 +91,7 @@ class VersionFacts:
 
 
 def gather(params: Params, policy: str, digest: str) -> VersionFacts:
-    """Return what is known of a revision; `NotFound` when the catalog does not know it."""
+    """Return the facts about a revision; raises `NotFound` for an unknown one."""
     with open_catalog(params.paths) as catalog:
         revision = catalog.revisions.get(policy, digest)
         champion = catalog.routes.get(policy).champion

@@ -1,7 +1,7 @@
-"""Axes and marks of a small plot, as SVG.
+"""Draws axes and marks of small plots as SVG.
 
-Knows scales, ticks and shapes; nothing of what is plotted. Colours are names of the page's own CSS
-variables, so that a drawing follows its light or dark theme. All text is escaped.
+Colours are names of the page's CSS variables, so a drawing follows its light or dark theme. All text is
+escaped.
 """
 
 import math
@@ -24,6 +24,7 @@ class Scale:
     end: float
 
     def __call__(self, value: float) -> float:
+        """Return a value's pixel, to a tenth."""
         share = (value - self.low) / ((self.high - self.low) or 1)
         return round(self.start + share * (self.end - self.start), 1)
 
@@ -53,7 +54,7 @@ class Panel:
         y_label: Callable[[float], str] = "{:.0%}".format,
         y_ticks: int = 5,
     ) -> Markup:
-        """Draw grid, labels and titles."""
+        """Draw grid, tick labels and axis titles."""
         left, right, top, bottom = self.x.start, self.x.end, self.y.end, self.y.start
         parts = [
             Markup('<path d="M{} {}H{}" class="grid"/><text x="{}" y="{}" class="tick end">{}</text>').format(
@@ -79,23 +80,25 @@ class Panel:
         return Markup("").join(parts)
 
     def line(self, points: Iterable[Point], colour: str, width: float = 2.2) -> Markup:
+        """Draw a line through the points; `width` is in pixels."""
         path = "L".join(f"{self.x(x)} {self.y(y)}" for x, y in points)
         return Markup(
             '<path d="M{}" fill="none" style="stroke: var(--{})" stroke-width="{}" stroke-linejoin="round"/>'
         ).format(path, colour, width)
 
     def band(self, lower: Sequence[Point], upper: Sequence[Point], colour: str) -> Markup:
-        """Fill what lies between two lines."""
+        """Fill the area between two lines."""
         path = "L".join(f"{self.x(x)} {self.y(y)}" for x, y in [*lower, *reversed(upper)])
         return Markup('<path d="M{}Z" style="fill: var(--{})" opacity="0.2"/>').format(path, colour)
 
     def dot(self, x: float, y: float, colour: str, radius: float, opacity: float = 1.0) -> Markup:
+        """Draw a dot; `radius` is in pixels."""
         return Markup(
             '<circle cx="{}" cy="{}" r="{}" style="fill: var(--{})" opacity="{}"/>'
         ).format(self.x(x), self.y(y), radius, colour, opacity)  # fmt: skip
 
     def dots(self, points: Iterable[Point], colour: str, size: float, opacity: float = 1.0) -> Markup:
-        """Draw many equal dots as one path: hundreds of circles would be most of a page."""
+        """Draw many equal dots as one path, which is much smaller than hundreds of circles."""
         path = "".join(f"M{self.x(x)} {self.y(y)}h0" for x, y in points)
         return Markup(
             '<path d="{}" fill="none" style="stroke: var(--{})" stroke-width="{}" stroke-linecap="round" '
@@ -103,7 +106,7 @@ class Panel:
         ).format(path, colour, size, opacity)
 
     def bars(self, bars: Iterable[tuple[float, float, float, float]], colour: str) -> Markup:
-        """Draw upright bars as one path; each is (left, right, low, high)."""
+        """Draw vertical bars as one path; each is (left, right, low, high)."""
         path = "".join(
             f"M{self.x(left)} {self.y(low)}V{self.y(high)}H{self.x(right)}V{self.y(low)}Z"
             for left, right, low, high in bars
@@ -111,26 +114,26 @@ class Panel:
         return Markup('<path d="{}" style="fill: var(--{})"/>').format(path, colour)
 
     def across(self, y: float, dash: str = "") -> Markup:
-        """Draw a level from side to side."""
+        """Draw a horizontal line across the panel at `y`."""
         return Markup('<path d="M{} {}H{}" class="level" stroke-dasharray="{}"/>').format(
             self.x.start, self.y(y), self.x.end, dash
         )
 
     def divide(self, x: float) -> Markup:
-        """Draw where one part ends and the next begins."""
+        """Draw a dashed vertical line between two parts at `x`."""
         return Markup('<path d="M{} {}V{}" class="level" stroke-dasharray="2 4"/>').format(
             self.x(x), self.y.start, self.y.end
         )
 
     def upright(self, x: float, colour: str) -> Markup:
-        """Draw a moment from bottom to top."""
+        """Draw a vertical line across the panel at `x`."""
         return Markup('<path d="M{} {}V{}" style="stroke: var(--{})" stroke-width="2.5"/>').format(
             self.x(x), self.y.start, self.y.end, colour
         )
 
 
 def steps(points: Sequence[Point]) -> list[Point]:
-    """Return the corners of a line that keeps each value until the next."""
+    """Return the corners of a step line, which keeps each value until the next."""
     corners = list(points[:1])
     for (_, before), (x, y) in pairwise(points):
         corners += [(x, before), (x, y)]
@@ -138,7 +141,7 @@ def steps(points: Sequence[Point]) -> list[Point]:
 
 
 def legend(entries: Iterable[tuple[str, str]], left: float, top: float) -> Markup:
-    """Draw words with their colours, side by side; `entries` are (word, colour)."""
+    """Draw a horizontal legend; `entries` are (word, colour)."""
     parts, x = [], left
     for word, colour in entries:
         parts.append(
@@ -152,6 +155,6 @@ def legend(entries: Iterable[tuple[str, str]], left: float, top: float) -> Marku
 
 
 def drawing(width: float, height: float, parts: Iterable[Markup]) -> Markup:
-    """Return a whole SVG, as wide as there is room for at most `width` pixels."""
+    """Return an SVG of `parts`; the page's style may shrink it below `width` pixels."""
     opening = Markup('<svg viewBox="0 0 {0} {1}" width="{0}" height="{1}">').format(width, height)
     return Markup("").join([opening, *parts, Markup("</svg>")])

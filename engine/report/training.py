@@ -1,7 +1,6 @@
-"""A policy's training as one drawing: its lines one after the other, reward above, what explains it below.
+"""Draws a policy's training sessions one after the other: reward above, diagnostics and seconds below.
 
-Knows places, colours and words; where the steps come from is `collect.py`'s. However many steps there
-are, a drawing has about `MAX_POINTS` of them: neighbours of one line are then shown as their mean.
+A drawing has about `MAX_POINTS` points: neighbouring steps of one session are averaged.
 """
 
 from collections import Counter
@@ -19,26 +18,26 @@ from engine.training.service.train_step import TrainStep
 
 WIDTH, LEFT, RIGHT = 500, 56, 490
 MAX_POINTS, SMOOTHED = 150, 5
-# Medians that an axis of seconds may reach to: longer bars are cut.
+# The seconds' axis ends at this many medians; longer bars are cut.
 LONGEST = 5
-# More bars than this have no gaps between them: they would be stripes.
+# More bars than this have no gaps between them.
 CLOSE = 60
 # Names of the page's CSS variables.
 REWARD, ROLLOUT = "revision", "rolled_back"
 PHASES = {"rollout wait": "revision", "reward": "promoted", "update": "baseline", "handoff": "held"}
-# How wide a line must be for its revision's name to stand over it, in pixels.
+# The least width of a session's curve with its digest above it, in pixels.
 NAME_ROOM = 92
 
 
 @dataclass(frozen=True)
 class Bin:
-    """Neighbouring steps of one line, drawn as one; `x` is their middle, in steps of the whole policy."""
+    """Neighbouring steps of one session, drawn as one; `x` is their mean step, counted over the policy."""
 
     x: float
     steps: tuple[TrainStep, ...]
 
     def values(self, name: str) -> list[float]:
-        """Return a metric of those steps that have it."""
+        """Return a metric's values of the steps that have it."""
         return [value for step in self.steps if (value := getattr(step, name)) is not None]
 
 
@@ -47,7 +46,7 @@ Lines = Sequence[Sequence[Bin]]
 
 @dataclass(frozen=True)
 class Strip:
-    """A low panel: the mean of a metric less `less`, and where it is known the band of its extremes."""
+    """A low panel of a metric's mean minus `less`, with the band of its `extremes` if it has any."""
 
     title: str
     name: str
@@ -55,9 +54,11 @@ class Strip:
     less: float = 0.0
 
     def means(self, line: Sequence[Bin]) -> list[Point]:
+        """Return the metric's mean in each bin that has it."""
         return self._points(line, self.name, fmean)
 
     def band(self, line: Sequence[Bin]) -> tuple[list[Point], list[Point]]:
+        """Return the lowest and the highest values of each bin; both empty without extremes."""
         lowest, highest = self.extremes
         return (self._points(line, lowest, min), self._points(line, highest, max)) if lowest else ([], [])
 
@@ -75,7 +76,7 @@ STRIPS = (
 
 
 def training_curves(curves: Sequence[Curve]) -> Markup:
-    """Draw all lines of one policy over its steps: reward and spread, ratio, KL, entropy, seconds."""
+    """Draw all sessions of one policy: reward and spread, importance ratio, KL, entropy, seconds."""
     starts = [0, *accumulate(curve.steps[-1].step for curve in curves)]
     stride = max(1, -(-starts[-1] // MAX_POINTS))
     lines = [binned(curve, start, stride) for curve, start in zip(curves, starts, strict=False)]
@@ -99,13 +100,13 @@ def training_curves(curves: Sequence[Curve]) -> Markup:
 
 
 def binned(curve: Curve, start: int, stride: int) -> list[Bin]:
-    """Return a line's steps, `stride` neighbours together; `start` steps of the policy came before."""
+    """Return a session's steps in bins of `stride`; `start` steps of the policy came before."""
     parts = [curve.steps[at : at + stride] for at in range(0, len(curve.steps), stride)]
     return [Bin(start + fmean(step.step for step in part), part) for part in parts]
 
 
 def spoken(curves: Sequence[Curve]) -> str:
-    """Return in words what a policy's training came to."""
+    """Return a summary of a policy's training in words."""
     steps = [step for curve in curves for step in curve.steps]
     last, several = curves[-1].steps, len(curves) > 1
     words = ["1 step" if len(steps) == 1 else f"{len(steps)} steps"]
@@ -136,7 +137,7 @@ def _masked(steps: Sequence[TrainStep]) -> list[str]:
 
 
 def _names(panel: Panel, curves: Sequence[Curve], starts: Sequence[int]) -> list[Markup]:
-    """Write each line's revision over it, where it has one and there is room."""
+    """Write each session's digest above its curve, where it has one and there is room."""
     named = []
     for curve, start in zip(curves, starts, strict=False):
         left, right = max(panel.x(start + 0.5), LEFT), panel.x(start + curve.steps[-1].step)
@@ -147,7 +148,7 @@ def _names(panel: Panel, curves: Sequence[Curve], starts: Sequence[int]) -> list
 
 
 def _rewards(panel: Panel, line: Sequence[Bin]) -> list[Markup]:
-    """Draw a line's rewards: dots, the mean of five, and around it one standard deviation to each side."""
+    """Draw a session's rewards: dots, their moving mean, and a band of one standard deviation around it."""
     dots = [(bin.x, fmean(bin.values("reward"))) for bin in line]
     spread = [(bin.x, fmean(values)) for bin in line if (values := bin.values("reward_std"))]
     means = _smooth(dots)
@@ -178,7 +179,7 @@ def _strip(strip: Strip, panel: Panel, lines: Lines) -> list[Markup]:
 
 
 def _phases(panel: Panel, lines: Lines, top: float) -> list[Markup]:
-    """Draw where the seconds of the steps went, stacked."""
+    """Draw the steps' seconds as bars, stacked by phase."""
     bins, reach = [bin for line in lines for bin in line], panel.y.high
     parts = [panel.axes("training step", "seconds", y_label=_short, y_ticks=4)]
     bottoms, half = [0.0] * len(bins), 0.4 if len(bins) <= CLOSE else 0.5
@@ -197,7 +198,7 @@ def _phases(panel: Panel, lines: Lines, top: float) -> list[Markup]:
 
 
 def _overlapped(line: Sequence[Bin]) -> list[Point]:
-    """Return how long rollouts took, where training did not wait for all of it."""
+    """Return the rollouts' seconds if training overlapped with them, else nothing."""
     steps = [step for bin in line for step in bin.steps]
     if not any((step.rollout_s or 0.0) > step.phases["rollout wait"] for step in steps):
         return []
@@ -205,7 +206,7 @@ def _overlapped(line: Sequence[Bin]) -> list[Point]:
 
 
 def _reach(seconds: Sequence[float]) -> float:
-    """Return where an axis of seconds ends: one slow step, often the first, is not to flatten the others."""
+    """Return the end of the seconds' axis: one slow step, often the first, must not flatten the others."""
     return min(max(seconds), LONGEST * median(seconds)) or max(seconds)
 
 
@@ -214,7 +215,7 @@ def _phase(bin: Bin, phase: str) -> float:
 
 
 def _seconds(bin: Bin) -> float:
-    """Return the seconds of a step, or of its rollouts where those ran beside others and took longer."""
+    """Return a step's seconds, or those of its rollouts where they overlapped and took longer."""
     spent = fmean(sum(step.phases.values()) for step in bin.steps)
     rollouts = bin.values("rollout_s")
     return max(spent, fmean(rollouts) if rollouts else 0.0)

@@ -1,7 +1,7 @@
-"""Why an answer came: answer, revision, verdict, scores, run, data and commit, each link with what is known.
+"""Explains an answer by a chain: answer, revision, verdict, scores, run, data and commit.
 
-Reads the ledger's snapshot, the catalog and the revision's own manifest; writes nothing and asks no
-service. A link of which nothing is known says so, and why.
+Read from the ledger's snapshot, the catalog and the revision's manifest, without any service. A link with
+nothing known says why.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from engine.ledger.ledger import open_ledger
 from engine.ledger.queries import named_rows
 from engine.report import revision_page as page_data
 from engine.report.data import Curve
-from engine.report.overview import contract_of, role_of, suite_score
+from engine.report.overview import contract_of, role_of, suite_score, task_of
 from engine.report.training import spoken
 from engine.settings.params import DIGEST12, Params, served_name, split_served_name
 
@@ -41,7 +41,7 @@ NOT_BASE = "The base is not trained here."
 
 @dataclass(frozen=True)
 class Link:
-    """One link: `says` is a sentence for people, `facts` the same for programs."""
+    """One link: `says` is a sentence for people, `facts` the same as data."""
 
     name: str
     known: bool
@@ -51,7 +51,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Chain:
-    """From an answer, or from a revision, back to the commit. A digest of None is the base."""
+    """The links from an answer or a revision back to the commit. A digest of None is the base."""
 
     subject: str
     policy: str | None
@@ -60,9 +60,9 @@ class Chain:
 
 
 def why(params: Params, subject: str) -> Chain:
-    """Explain a request id, `policy@digest`, the beginning of a digest, or a policy's champion.
+    """Explain a request id, `policy@digest`, the first digits of a digest, or a policy's champion.
 
-    Raises `NotFound` when it is none of them, `Conflict` when several revisions begin so.
+    Raises `NotFound` when `subject` is none of them, `Conflict` when several digests start with it.
     """
     with open_catalog(params.paths) as catalog, open_ledger(params.paths.ledger_snapshot) as ledger:
         answer = _answer(ledger, subject)
@@ -87,24 +87,24 @@ def _find(catalog: Catalog, subject: str) -> tuple[str, str | None]:
     found = catalog.listing.starting_with(subject, limit=3) if len(subject) >= DIGITS else []
     if len(found) > 1:
         names = ", ".join(served_name(item.policy, item.digest) for item in found)
-        raise Conflict(f"Several revisions begin with {subject!r}: {names}. Name one as POLICY@DIGEST.")
+        raise Conflict(f"Several digests start with {subject!r}: {names}. Name one as POLICY@DIGEST.")
     if found:
         return found[0].policy, found[0].digest
     try:
         return subject, catalog.routes.get(subject).champion
     except NotFound:
         raise NotFound(
-            f"There is no answer, revision or policy {subject!r}. Give the `id` of an answer, POLICY@DIGEST, "
-            f"{DIGITS} digits of a digest, or a policy; an answer of the last seconds may not be here yet."
+            f"There is no answer, revision or policy {subject!r}. Give an answer's `id`, POLICY@DIGEST, at "
+            f"least {DIGITS} digits of a digest, or a policy. Answers appear here after a few seconds."
         ) from None
 
 
 def _answer_link(ledger: duckdb.DuckDBPyConnection, answer: dict[str, Any]) -> Link:
     routed = ledger.execute(ROUTED, [answer["policy"], answer["route_version"]]).fetchone()
-    who = answer["unit"] or "nobody in particular"
+    who = answer["unit"] or "unknown"
     reward = f"rated {answer['reward']:g}" if answer["reward"] is not None else "not rated"
     says = (
-        f"{moment(answer['at'])}, asked for {answer['purpose']}, unit {who}: answered by {answer['arm']}, "
+        f"{moment(answer['at'])}, purpose {answer['purpose']}, unit {who}: answered by {answer['arm']}, "
         f"status {answer['status']}, {answer['completion_tokens'] or 0} tokens, {reward}."
     )
     if routed:
@@ -114,10 +114,10 @@ def _answer_link(ledger: duckdb.DuckDBPyConnection, answer: dict[str, Any]) -> L
 
 
 def _base_links(catalog: Catalog, ledger: duckdb.DuckDBPyConnection, policy: str | None) -> tuple[Link, ...]:
-    says = "The base itself, by its own name."
+    says = "The base, requested by its own name."
     scores = Link("scores", False, "Scores of the base belong to a policy's suite.")
     if policy:
-        says = f"The base itself: {policy!r} had no champion."
+        says = f"The base, since {policy!r} had no champion."
         known = catalog.policies.get(policy)
         suite = str(known.config.get("suite", ""))
         score = suite_score(ledger, known.base, policy, suite, None)
@@ -125,7 +125,7 @@ def _base_links(catalog: Catalog, ledger: duckdb.DuckDBPyConnection, policy: str
         scores = Link("scores", bool(score), f"{suite}: base {words}.", vars(score) if score else {})
     return (
         Link("revision", True, says),
-        Link("verdict", False, "The base needs none: it is what revisions are judged against."),
+        Link("verdict", False, "The base has no verdicts: it is the baseline of revisions."),
         scores,
         *(Link(name, False, NOT_BASE) for name in ("run", "data", "commit")),
     )
@@ -151,18 +151,18 @@ def _links(
 
 
 def _expired(ledger: duckdb.DuckDBPyConnection, policy: str, digest: str) -> tuple[Link, ...]:
-    """Explain a single training step whose adapter has been removed since."""
+    """Explain a training step's adapter that has expired."""
     row = ledger.execute(STEP, [policy, digest]).fetchone()
-    gone = f"{served_name(policy, digest)} is no longer in the catalog: single training steps expire."
-    run = f"Sampled from in step {row[1]} of training {row[0]}." if row else "No training names it."
+    gone = f"{served_name(policy, digest)} is no longer in the catalog: adapters of training steps expire."
+    run = f"Step {row[1]} of training {row[0]} sampled from it." if row else "No training step names it."
     facts = {"session": row[0], "step": row[1]} if row else {}
     rest = ("data", "commit")
     return (
         Link("revision", True, gone, {"policy": policy, "digest": digest}),
-        Link("verdict", False, "Single training steps are never released."),
-        Link("scores", False, "Single training steps are not scored."),
+        Link("verdict", False, "Adapters of training steps are never released."),
+        Link("scores", False, "Adapters of training steps are not scored."),
         Link("run", bool(row), run, facts),
-        *(Link(name, False, "Only exported revisions keep it.") for name in rest),
+        *(Link(name, False, "Only exported revisions record it.") for name in rest),
     )
 
 
@@ -176,7 +176,7 @@ def _revision_link(catalog: Catalog, revision: Revision) -> Link:
         f"rank {revision.rank}, {revision.state} {moment(revision.created_at)}; now {role}. {probe}"
     )
     if stone:
-        says += f" Buried by {stone.by}: {stone.reason}"
+        says += f" It has a tombstone by {stone.by}: {stone.reason}"
     facts = {
         "policy": revision.policy, "digest": revision.digest, "parent": revision.parent,
         "base": revision.base, "step": revision.step, "rank": revision.rank, "state": revision.state,
@@ -190,10 +190,10 @@ def _verdict_link(catalog: Catalog, facts: page_data.VersionFacts) -> Link:
     running = [it for it in catalog.releases.all(facts.policy, open_only=True) if it.revision == facts.digest]
     said = [vars(item) for item in facts.verdicts]
     if running:
-        says = f"A release of it runs, at its {running[0].step}. {running[0].reason}"
+        says = f"Its release is running, at step {running[0].step!r}. {running[0].reason}"
         return Link("verdict", True, says, {"running": running[0].step, "verdicts": said})
     if not facts.verdicts:
-        return Link("verdict", False, "No release of it has ended.", {"verdicts": []})
+        return Link("verdict", False, "It has no verdict yet.", {"verdicts": []})
     says = " ".join(f"{it.verdict} by {it.by} at {moment(it.at)}: {it.reason}" for it in facts.verdicts[:3])
     return Link("verdict", True, says, {"verdicts": said})
 
@@ -229,9 +229,9 @@ def _run_link(facts: page_data.VersionFacts, revision: Revision, manifest: Mappi
         "seconds": facts.seconds,
     }
     if not facts.rewards:
-        return Link("run", True, f"Training {session}; the ledger holds no step of it.", known)
+        return Link("run", True, f"Training {session}; the ledger has no step of it.", known)
     came_to = spoken([Curve(facts.policy, facts.digest, facts.steps, session)])
-    says = f"Training {session}: {came_to}; {sum(facts.seconds.values()):.0f} s in all."
+    says = f"Training {session}: {came_to}; {sum(facts.seconds.values()):.0f} s in total."
     return Link("run", True, says, known)
 
 
@@ -246,12 +246,12 @@ def _data_link(
     known |= {"judged_by": contract_of(config), "suite_versions": suites}
     data = f" with the data {config['data_digest'][:DIGEST12]}" if config.get("data_digest") else ""
     scored = ", ".join(f"{suite} version {version}" for suite, version in suites.items())
-    says = f"Task {known['task']}{data}, judged by {known['judged_by']}, seed {known['line_seed']}."
+    says = f"Task {task_of(config)}{data}, judged by {known['judged_by']}, seed {known['line_seed']}."
     return Link("data", True, says + (f" Scored on {scored}." if scored else ""), known)
 
 
 def commit_link(code_version: str) -> Link:
-    """Return what a code version such as `0.1.0+g13ad72a0c1b2.dirty` says of the commit."""
+    """Return the commit of a code version such as `0.1.0+g13ad72a0c1b2.dirty`."""
     version, _, local = code_version.partition("+g")
     commit, _, dirty = local.partition(".")
     known = {"version": version or None, "commit": commit or None, "dirty": bool(dirty)}
@@ -259,14 +259,16 @@ def commit_link(code_version: str) -> Link:
         return Link("commit", False, "The revision's manifest is not on this machine.", known)
     if not commit:
         return Link("commit", False, f"Version {version}; no commit was recorded.", known)
-    changed = ", with changes that were not committed" if dirty else ""
+    changed = ", with uncommitted changes" if dirty else ""
     return Link("commit", True, f"{commit} of version {version}{changed}.", known)
 
 
 def _no_manifest(revision: Revision) -> str:
-    kind = "A single training step has" if revision.state == "snapshot" else "This machine has"
-    return f"{kind} no manifest of it."
+    if revision.state == "snapshot":
+        return "Adapters of training steps have no manifest."
+    return "This machine has no manifest of it."
 
 
 def moment(seconds: float) -> str:
+    """Return epoch seconds as a UTC time such as `2026-05-13 08:00:00 UTC`."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

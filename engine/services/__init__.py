@@ -1,1 +1,1 @@
-"""The services: what they are, how they are started, supervised and stopped."""
+"""The services: their commands, their start, supervision and stop."""

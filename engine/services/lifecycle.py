@@ -1,8 +1,7 @@
-"""The services: what they are, how they start, when they are healthy.
+"""The services' commands, environment, start, health checks and stop.
 
-Knows each service's command, address and health check; knows nothing of what they say to each
-other. `up` leaves the services running; a `session` uses those or owns its own, which then die
-with it, also when it is killed.
+`up` leaves the services running. A `session` uses running ones, or starts its own, which end with it even
+when it is killed.
 """
 
 import contextlib
@@ -24,18 +23,18 @@ from engine.settings.params import Params, Paths, content_hash
 from engine.settings.reproducible import VARIABLE, equal_bits
 
 Report = Callable[[str, str], None]
-# Runs what Prefect schedules; the main job calls its flows itself and does without.
+# Prefect's worker, for scheduled runs; `graftwork run` calls its flows directly and needs none.
 WORKER = "worker"
 RESIDENT = ("engine", "trainer", "mlflow", "prefect", "controller")
-# Where a flow that the worker started finds the settings; read by flows/entry.py.
+# Tells a flow that the worker started where the settings are; read by flows/entry.py.
 PARAMS_VARIABLE = "GRAFTWORK_PARAMS"
 
 
 @dataclass(frozen=True)
 class Service:
-    """One program: how it starts, where it answers, how long it may take.
+    """A service: its command, the path of its health check, and its time limit to start in seconds.
 
-    One without an address for its `health` is well while it runs, and starts when the others are well.
+    A service without a health check starts after the others are healthy, and counts as healthy while it runs.
     """
 
     name: str
@@ -47,7 +46,7 @@ class Service:
 
 @dataclass(frozen=True)
 class State:
-    """What `graftwork status` shows of a service."""
+    """A row of `graftwork status`; `seconds` is how long the service has been running."""
 
     name: str
     url: str
@@ -57,7 +56,7 @@ class State:
 
 
 def settings_hash(params: Params) -> str:
-    """Name the settings that the services start with; what flows read anew at each run is not among them."""
+    """Return a hash of the settings that services read at start, without those that flow runs read anew."""
     return content_hash(params.model_dump(mode="json", exclude={"policies", "demo", "nightly", "evaluate"}))
 
 
@@ -83,10 +82,10 @@ def services(params: Params) -> tuple[Service, ...]:
 
 
 def environment(params: Params) -> dict[str, str]:
-    """Return the variables for our processes: where the servers are, equal bits, no telemetry, no network.
+    """Return the environment variables of our processes: addresses, equal bits, no telemetry, no network.
 
-    The only place that sets variables; entry points apply it to themselves before heavy imports. Raises
-    `ConfigError` when a variable of the user's own breaks equal bits.
+    Entry points also apply them to themselves, before heavy imports. Raises `ConfigError` when a variable
+    that the user has set prevents equal bits.
     """
     quiet = {
         "DO_NOT_TRACK": "1",
@@ -94,28 +93,28 @@ def environment(params: Params) -> dict[str, str]:
         "GIT_PYTHON_REFRESH": "quiet",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "MLFLOW_DISABLE_TELEMETRY": "true",
-        # Ours is the patience; its client's own retries would run for minutes past it.
+        # We retry ourselves; MLflow's own retries would go on for minutes after our time limits.
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2",
-        # Its webhook goes to the controller, on this machine.
+        # Its webhook calls the controller on this machine.
         "MLFLOW_WEBHOOK_ALLOWED_SCHEMES": "http,https",
         "MLFLOW_WEBHOOK_ALLOW_PRIVATE_IPS": "true",
         "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-        # Seven idle job processes, 250 MB each, for features that the loop does not use.
+        # Avoids seven idle job processes of 250 MB each, for features that we do not use.
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
-        # A fault is told once, as a sentence; Prefect's own page keeps every line.
+        # We print errors once, ourselves; Prefect's UI keeps every log line.
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
-        # By these an automation tells a dead run from a long one.
+        # Lets an automation tell a crashed run from a long one.
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
         "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-        # SQLite takes one writer: on a busy machine the others wait longer than the default of 10 s.
+        # SQLite allows one writer: on a busy machine others wait longer than the default of 10 s.
         "PREFECT_SERVER_DATABASE_TIMEOUT": "60",
         "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
-        # Somebody who pressed Run is waiting; the default is 10 s.
+        # The default is 10 s, too long for someone who pressed Run.
         "PREFECT_WORKER_QUERY_SECONDS": "2",
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        # Our own progress is shown; the libraries' bars would tear it apart.
+        # Libraries' progress bars would garble our own.
         "TQDM_DISABLE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
@@ -124,18 +123,18 @@ def environment(params: Params) -> dict[str, str]:
         "NO_PROXY": "127.0.0.1",
         "PREFECT_API_URL": f"{params.url('prefect')}/api",
         "PREFECT_HOME": str(params.paths.prefect),
-        # Its default is under the user's home, whatever PREFECT_HOME says.
+        # The default is in the user's home directory even if PREFECT_HOME is set.
         "PREFECT_RESULTS_LOCAL_STORAGE_PATH": str(params.paths.prefect / "storage"),
         PARAMS_VARIABLE: str(params.source or params.paths.root / "params.json"),
     }
-    # Only a hub id may need the network, and only until it is in the local cache.
+    # Only a hub id may need the network, until the base is in the local cache.
     local = params.base.name in RECIPES or Path(params.base.name).expanduser().exists()
     offline = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE") if local else ()
     return quiet | places | dict.fromkeys(offline, "1") | equal_bits(os.environ)
 
 
 def mkl_cbwr() -> str:
-    """Return what this process, and so the services that it starts, asks MKL for; for a run's record."""
+    """Return MKL_CBWR of this process, and so of the services that it starts, for a run's record."""
     return os.environ.get(VARIABLE, "unset")
 
 
@@ -143,7 +142,10 @@ def mkl_cbwr() -> str:
 def session(
     params: Params, build_base: Callable[[], object], report: Report, only: Collection[str] = RESIDENT
 ) -> Iterator[None]:
-    """Use the services that `up` started with these settings, or own those of `only` until the block ends."""
+    """Use the services that `up` started with these settings, or run those in `only` until the block ends.
+
+    Raises `Conflict` when services run with other settings or belong to another run, and as `start` does.
+    """
     if _usable(params):
         wait_healthy(params, report)
         yield
@@ -162,12 +164,15 @@ def up(
     report: Report,
     only: Collection[str] = (*RESIDENT, WORKER),
 ) -> bool:
-    """Start the services of `only` and leave them running; False when some already ran with these settings.
+    """Start the services in `only` and leave them running; False when services already ran.
 
-    Raises `ConfigError` for a service that there is not.
+    Raises `ConfigError` for an unknown service, `Conflict` when services run with other settings or belong
+    to another run, and what `start` raises.
     """
     if unknown := sorted(set(only) - {*RESIDENT, WORKER}):
-        raise ConfigError(f"There is no service {unknown[0]!r}. Known: {', '.join((*RESIDENT, WORKER))}.")
+        raise ConfigError(
+            f"Unknown service {unknown[0]!r}. Known services: {', '.join((*RESIDENT, WORKER))}."
+        )
     if _usable(params):
         wait_healthy(params, report)
         return False
@@ -182,9 +187,9 @@ def start(
     owner: int | None,
     only: Collection[str],
 ) -> None:
-    """Start the services of `only`, those on the base once it is built; stop all of them if one fails.
+    """Start the services in `only`, those that need the base after it is built; stop all if one fails.
 
-    Raises `PortInUse` before anything has started, `Conflict` when another start is under way,
+    Raises `PortInUse` before anything has started, `Conflict` while another command starts services, and
     `ServiceError` with the end of the log when a service ends or is not healthy in time.
     """
     paths = params.paths
@@ -193,7 +198,9 @@ def start(
     try:
         lock = FileLock(paths.root / "services.lock").acquire(timeout=2)
     except Timeout:
-        raise Conflict(f"Another command is starting the services in {paths.root}; wait for it.") from None
+        raise Conflict(
+            f"Another command is starting the services in {paths.root}. Wait until it has finished."
+        ) from None
     with lock:
         supervisor = _supervisor(params)
         supervisor.stop()
@@ -211,30 +218,30 @@ def start(
                 if database.exists():
                     _finished(database).touch()
         except BaseException:
-            # Also after Ctrl-C: nothing of a start that failed goes on.
+            # BaseException includes Ctrl-C: a failed start leaves nothing running.
             with undisturbed():
                 supervisor.stop()
             raise
 
 
 def down(params: Params) -> bool:
-    """Stop every service and wait until it is gone; False when nothing was running. Idempotent."""
+    """Stop all services and wait until they have ended; False when none was running. Idempotent."""
     return _supervisor(params).stop()
 
 
 def is_running(params: Params) -> bool:
-    """Say whether the services run, here or as part of another run."""
+    """Return whether services run in this state directory, whoever started them."""
     return _supervisor(params).running() is not None
 
 
 def require_running(params: Params) -> None:
     """Raise `ServiceError` unless the services run."""
     if not is_running(params):
-        raise ServiceError("The services are not running; start them with `graftwork up`.")
+        raise ServiceError("The services are not running. Start them with `graftwork up`.")
 
 
 def status(params: Params) -> list[State]:
-    """Return every service's state as its supervisor sees it; `stopped` when none runs."""
+    """Return each service's state as the supervisor reports it; all `stopped` when none runs."""
     supervisor = _supervisor(params)
     known = supervisor.programs() if supervisor.running() else {}
     states = []
@@ -248,7 +255,10 @@ def status(params: Params) -> list[State]:
 
 
 def wait_healthy(params: Params, report: Report) -> None:
-    """Wait until every service answers; the engine must also show our plugin's marker."""
+    """Wait until every started service is healthy, and the engine shows our plugin's marker.
+
+    Raises `ServiceError` with the end of the log when a service ends or is not healthy in time.
+    """
     from engine.clients.engine import EngineClient
     from engine.clients.http import ServiceClient
 
@@ -261,7 +271,7 @@ def wait_healthy(params: Params, report: Report) -> None:
         programs = _supervisor(params).programs()
         for name, service in list(waiting.items()):
             info = programs[name]
-            # A service that ends while it starts is at fault: show why at once, not after its retries.
+            # Report a service that ends while starting at once, not after the supervisor's retries.
             again = info["start"] and first_start.setdefault(name, info["start"]) != info["start"]
             if again or info["statename"] in ("BACKOFF", "EXITED", "FATAL"):
                 raise ServiceError(_with_log(params.paths, name, f"The {name} service ended while starting."))
@@ -293,10 +303,11 @@ def _usable(params: Params) -> bool:
         if not psutil.pid_exists(running.owner):
             return False
         raise Conflict(
-            f"Another run (pid {running.owner}) uses {params.state_dir}; wait for it, or set `state_dir`."
+            f"Another run (pid {running.owner}) uses the state directory {params.state_dir}. Wait until it "
+            "has finished, or set another `state_dir`."
         )
     if running.settings != settings_hash(params):
-        raise Conflict("The services run with other settings; run `graftwork down` first.")
+        raise Conflict("The services run with other settings. Stop them with `graftwork down` first.")
     return True
 
 
@@ -311,15 +322,15 @@ def _check_ports(params: Params, chosen: Sequence[Service]) -> None:
                 probe.bind(("127.0.0.1", port))
             except OSError:
                 raise PortInUse(
-                    f"Port {port} of the {service.name} service is in use by another program. "
+                    f"Port {port} of the {service.name} service is already in use by another program. "
                     f"Stop that program, or set `{service.name}.port` in params.yaml."
                 ) from None
 
 
 def _check_base(params: Params, chosen: Sequence[Service]) -> None:
-    """Print the plan of a GPU that trainer and engine would share.
+    """Print the memory plan if trainer and engine share a GPU.
 
-    Raises `ConfigError` when it does not fit, or when the engine cannot serve the base on this machine.
+    Raises `ConfigError` when they do not fit, or when the engine cannot serve the base on this machine.
     """
     if any(service.needs_base for service in chosen):
         from engine.planning.gpu import planned, refuse_unless_served
@@ -330,7 +341,7 @@ def _check_base(params: Params, chosen: Sequence[Service]) -> None:
 
 
 def _databases(paths: Paths) -> tuple[Path, ...]:
-    """Databases that other projects' servers create, in steps that a kill can cut in half."""
+    """Return the databases of MLflow and Prefect, whose creation is not crash-safe."""
     return (paths.mlflow_db, paths.prefect / "prefect.db")
 
 
@@ -339,9 +350,9 @@ def _finished(database: Path) -> Path:
 
 
 def _set_aside_unfinished(paths: Paths) -> None:
-    """Move a database away whose server was stopped before it was ever healthy: it holds nothing.
+    """Rename a database whose server was never healthy: its creation was cut off, and it holds no data.
 
-    MLflow refuses to start on tables without a schema version, and would do so for ever.
+    MLflow would refuse to start on its tables without a schema version.
     """
     for database in _databases(paths):
         if not _finished(database).exists():
@@ -375,4 +386,4 @@ def _start_programs(
 def _with_log(paths: Paths, name: str, sentence: str) -> str:
     log = paths.logs / f"{name}.log"
     lines = log.read_text(errors="replace").splitlines()[-15:] if log.is_file() else []
-    return "\n".join([f"{sentence} The end of {log}:", *lines])
+    return "\n".join([f"{sentence} Last lines of {log}:", *lines])

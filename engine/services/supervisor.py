@@ -1,7 +1,6 @@
-"""The supervisor process (package `supervisor`) of one state directory: start, ask, stop.
+"""Start, query and stop the supervisor process (package `supervisor`) of a state directory.
 
-It is stopped by the pid that was noted when it was started, and that pid is checked against the
-process's start time. Knows nothing of what the programs are.
+The supervisor is stopped by the pid recorded at its start, after a check of the process's start time.
 """
 
 import contextlib
@@ -27,14 +26,14 @@ from engine.settings.params import content_hash
 
 GROUP = "graftwork"
 STOP_S = 10
-# A program is stopped by its process reaper; the supervisor and whoever stops it wait a little longer each.
+# A program's process reaper stops it; the supervisor, and whoever stops that, each wait a little longer.
 SUPERVISOR_STOP_S = STOP_S + 8
 DOWN_S = SUPERVISOR_STOP_S + 7
 
 
 @dataclass(frozen=True)
 class Running:
-    """The supervisor that was started: whose it is, and with which settings."""
+    """The record of a started supervisor: its process, its owner's pid, and the hash of its settings."""
 
     pid: int
     created: float
@@ -42,7 +41,7 @@ class Running:
     settings: str
 
     def process(self) -> psutil.Process | None:
-        """Return the live process; None when it is gone, or when its pid is another's by now."""
+        """Return the live process; None when it has ended or its pid has been reused."""
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(self.pid)
             if abs(process.create_time() - self.created) < 1 and process.status() != psutil.STATUS_ZOMBIE:
@@ -51,20 +50,20 @@ class Running:
 
 
 class Supervisor:
-    """The one supervisor of a state directory; its files lie directly in it."""
+    """The supervisor of the state directory `root`, which holds its files."""
 
     def __init__(self, root: Path, logs: Path):
         self.logs = logs
         self.config = root / "supervisor.conf"
         self.pidfile = root / "supervisor.pid"
         self.note = root / "services.json"
-        # The kernel allows 107 bytes for a socket's path, and the supervisor adds its pid.
+        # Linux limits a socket's path to 107 bytes, and the supervisor appends its pid.
         near = root / "supervisor.sock"
         short = Path(tempfile.gettempdir()) / f"graftwork-{content_hash(str(root))[:16]}.sock"
         self.socket = near if len(os.fsencode(near)) <= 90 else short
 
     def running(self) -> Running | None:
-        """Return the live supervisor's note; None when there is none or it is dead."""
+        """Return the record of the running supervisor, or None."""
         if not self.note.is_file():
             return None
         running = Running(**json.loads(self.note.read_text()))
@@ -77,9 +76,10 @@ class Supervisor:
         owner: int | None,
         settings: str,
     ) -> None:
-        """Start the supervisor with its programs stopped; with an owner, it dies when that dies.
+        """Start the supervisor with its programs stopped; with an `owner` (pid), it ends when that ends.
 
-        An owner must be this process, and this thread must live as long as the supervisor.
+        An owner must be this process, and the calling thread must live as long as the supervisor. Raises
+        `ServiceError` when the supervisor does not start within 20 s.
         """
         self.config.write_text(self._config_text(programs))
         signals = {signal.SIGINT, signal.SIGTERM}
@@ -89,7 +89,7 @@ class Supervisor:
             if owner is not None:
                 die_with_parent(owner)
 
-        # An interrupt between the start and the note of the pid would lose the process.
+        # An interrupt between the start and the record of its pid would orphan the process.
         signal.pthread_sigmask(signal.SIG_BLOCK, signals)
         try:
             with open(self.logs / "supervisor.err", "w") as errors:
@@ -102,26 +102,28 @@ class Supervisor:
             self.note.write_text(json.dumps(asdict(Running(child.pid, created, owner, settings))))
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
-        # Reaps the supervisor when it ends: a zombie would look alive to whoever waits for its pid.
+        # Reaps the supervisor when it ends: a zombie would look alive to anyone who waits for its pid.
         threading.Thread(target=child.wait, daemon=True).start()
         self._wait_until_it_answers(child)
 
     def start(self, name: str) -> None:
-        """Start one program, without waiting for it."""
+        """Start a program without waiting for it."""
         self._rpc().startProcess(f"{GROUP}:{name}", False)
 
     def programs(self) -> dict[str, dict[str, Any]]:
-        """Return what the supervisor knows of each program: statename, pid, start, now.
+        """Return the supervisor's information on each program: statename, pid, start, now (epoch seconds).
 
-        Raises `ServiceError` when the supervisor is gone.
+        Raises `ServiceError` when the supervisor does not answer.
         """
         try:
             return {info["name"]: info for info in self._rpc().getAllProcessInfo()}
         except OSError:
-            raise ServiceError("The services were stopped by another command.") from None
+            raise ServiceError(
+                "The services were stopped by another command. Start them with `graftwork up`."
+            ) from None
 
     def stop(self) -> bool:
-        """Stop everything that a start left, and wait for it; False when nothing was left. Idempotent."""
+        """Stop the supervisor, its programs and orphans; return False when there were none. Idempotent."""
         running = self.running()
         process = running.process() if running else None
         left = self._orphans()
@@ -139,7 +141,7 @@ class Supervisor:
         return bool(left)
 
     def _orphans(self) -> list[psutil.Process]:
-        """Return reapers whose supervisor was killed, with what they run; they are ending by themselves."""
+        """Return process reapers whose supervisor was killed, with their children; they are ending."""
         processes = psutil.process_iter(["cmdline"])
         reapers = [process for process in processes if str(self.pidfile) in (process.info["cmdline"] or [])]
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -154,7 +156,7 @@ class Supervisor:
                 return
             time.sleep(0.05)
         error = (self.logs / "supervisor.err").read_text().strip()
-        raise ServiceError(f"The supervisor did not start; {self.logs}/supervisor.err says: {error}")
+        raise ServiceError(f"The supervisor did not start. {self.logs}/supervisor.err says: {error}")
 
     def _rpc(self) -> Any:
         from xmlrpc.client import ServerProxy

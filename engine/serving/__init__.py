@@ -1,1 +1,1 @@
-"""What runs inside vLLM: gateway, residency, worker, plugin; and how its server is started."""
+"""Everything that runs inside vLLM's server (gateway, residency, worker, plugin), and its start."""

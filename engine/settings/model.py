@@ -1,16 +1,31 @@
-"""What all models of settings share: no unknown keys, nothing changes, faults as sentences."""
+"""The base class of all settings models, and validation errors as sentences."""
 
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import ErrorDetails
+
+from engine.settings.own_functions import OWN
+
+# What a pattern asks for, in words; one of choices, `^(a|b)$`, needs none.
+PATTERNS = {
+    r"^[a-z][a-z0-9-]{0,62}$": "small letters, digits and hyphens, a letter first, at most 63",
+    r"^[0-9a-f]{6,64}$": "6 to 64 hexadecimal digits",
+    r"^[0-9a-f]{40}$": "the 40 hexadecimal digits of a commit",
+    r"^(adapt|[0-9a-f]{64})$": "adapt, or a digest of 64 hexadecimal digits",
+    r"^[a-z][a-z0-9+.]*://[^?#]+$": "a URL such as s3://bucket/adapters",
+    r"^\s*\S+(\s+\S+){4}\s*$": "five fields of cron, such as 0 3 * * *",
+}
 
 
 class Settings(BaseModel):
+    """A frozen settings model that refuses unknown keys."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
-    """Turn a validation error into sentences that name the key, the fault and what is allowed."""
+    """Return a validation error as sentences with each key, the fault and what is allowed."""
     sentences = []
     for item in error.errors():
         where = ".".join(str(part) for part in item["loc"])
@@ -18,8 +33,19 @@ def explain(error: ValidationError, model: type[BaseModel]) -> str:
             allowed = ", ".join(sorted(_fields_at(model, item["loc"][:-1])))
             sentences.append(f"Unknown key `{where}`; allowed here: {allowed}.")
         else:
-            sentences.append(f"`{where}`: {item['msg']} (found {item['input']!r}).")
+            sentences.append(f"`{where}`: {_wanted(item)} (found {item['input']!r}).")
     return " ".join(sentences)
+
+
+def _wanted(item: ErrorDetails) -> str:
+    """Return pydantic's message, with a pattern in words: its choices, or those of `PATTERNS`."""
+    pattern = str(item.get("ctx", {}).get("pattern", ""))
+    if pattern in PATTERNS:
+        return f"Input should be {PATTERNS[pattern]}"
+    if not (pattern.startswith("^(") and pattern.endswith(")$")):
+        return item["msg"]
+    *choices, last = pattern[2:-2].replace(OWN, "python:MODULE:FUNC").split("|")
+    return f"Input should be {', '.join(choices)} or {last}"
 
 
 def _fields_at(model: Any, loc: tuple[int | str, ...]) -> list[str]:

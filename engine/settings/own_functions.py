@@ -1,4 +1,4 @@
-"""A user's own functions, named `python:MODULE:FUNC` in settings: how a name is written and loaded."""
+"""User-defined functions, named `python:MODULE:FUNC` in settings: the pattern of a name and its import."""
 
 import importlib
 import os
@@ -14,9 +14,10 @@ OWN_RULES = rf"exact|numeric|regex|json-schema|{OWN}"
 
 
 def load_own(kind: str, name: str, parameters: str) -> Callable[..., Any]:
-    """Return the function that `name` stands for; its module is looked for in the working directory first.
+    """Import the function `name`; the working directory comes first on the module path.
 
-    Raises `ConfigError` when there is none; `kind` and `parameters` say in it what it was to be.
+    Raises `ConfigError` when the import fails or the name is not callable. Its text names the `kind` ("loss",
+    "verifier") and the `parameters` that the function must have.
     """
     _, module, function = name.split(":")
     if os.getcwd() not in sys.path:
@@ -26,9 +27,12 @@ def load_own(kind: str, name: str, parameters: str) -> Callable[..., Any]:
     except Exception as error:
         # A module may raise anything while it is imported.
         raise ConfigError(
-            f"The {kind} {name!r} cannot be loaded ({type(error).__name__}: {error}). Check the module and "
-            "the function's name; the module is looked for in the working directory too."
+            f"The {kind} {name!r} cannot be loaded ({type(error).__name__}: {error}). Check the names of "
+            f"module "
+            "and function; a module in the working directory is found too."
         ) from None
     if not callable(found):
-        raise ConfigError(f"The {kind} {name!r} is not a function of ({parameters}).")
+        raise ConfigError(
+            f"The {kind} {name!r} is not a function. Name one with the parameters ({parameters})."
+        )
     return found

@@ -1,7 +1,7 @@
-"""Settings: the whole of `params.yaml`, and where state lies on disk.
+"""Settings of `params.yaml`: typed models with bounds and defaults, and the paths of the state directory.
 
-Knows names, types, bounds and defaults (the vetted recipe); those of the services are in
-`service_config.py`. Reads no environment and imports no heavy package, so that `graftwork --help` stays fast.
+The services' own settings are in `services.py`. Reads no environment variables and imports no heavy package,
+so that `graftwork --help` stays fast.
 """
 
 import hashlib
@@ -38,14 +38,18 @@ OpenFraction = Annotated[float, Field(gt=0.0, lt=1.0)]
 
 
 class BaseConfig(Settings):
-    """Which base stays resident: one that is built here, a local directory, or a hub id."""
+    """The resident base model: one that is built here, a local directory, or a hub id."""
 
     name: str = Field(
-        "tiny-dense", description="tiny-dense, tiny-moe, tiny-mla, tiny-dsa, a local directory, or a hub id"
+        "tiny-dense",
+        description="Keep this base resident: tiny-dense, tiny-moe, tiny-mla or tiny-dsa (built here), a "
+        "local directory, or a hub id.",
     )
-    seed: int = Field(20260513, ge=0)
+    seed: int = Field(20260513, ge=0, description="Build a tiny base from this random seed.")
     revision: str | None = Field(
-        None, pattern=r"^[0-9a-f]{40}$", description="the commit of a hub id, which needs one; a branch moves"
+        None,
+        pattern=r"^[0-9a-f]{40}$",
+        description="Load this commit of a hub id. Required for a hub id, because branches move.",
     )
 
 
@@ -55,60 +59,85 @@ Verifier = Annotated[
     str,
     Field(
         pattern=rf"^(contract|{OWN_RULES})$",
-        description="contract (generated tasks), exact, numeric, regex, json-schema or python:MODULE:FUNC",
+        description="Check answers with this verifier: contract (generated tasks), exact, numeric, regex, "
+        "json-schema or python:MODULE:FUNC.",
     ),
 ]
 
 
 class FewShotExample(Settings):
-    """One worked question before the real one."""
+    """A worked example that is put before the real question."""
 
-    question: str = Field(min_length=1)
-    answer: str = Field(min_length=1)
+    question: str = Field(min_length=1, description="Show this question.")
+    answer: str = Field(min_length=1, description="Show this answer to it.")
 
 
 class PolicyConfig(Settings):
-    """One line of training. The defaults are the recipe of the main job."""
+    """A policy: what it is trained on, how, and how it is scored. The defaults are the main job's recipe."""
 
-    task: str = Field(description="a key of engine/problems/procedural.py: TASKS, or a .jsonl file")
-    contract: Contract = Field("terse", description="the answer format that earns the reward")
+    task: str = Field(
+        description="Train on this task: a key of TASKS in engine/problems/procedural.py, or a .jsonl file."
+    )
+    contract: Contract = Field("terse", description="Reward answers in this format.")
     verifier: Verifier = "contract"
-    owner: str = Field("local", min_length=1, max_length=100)
-    verifier_timeout_s: float = Field(5, gt=0, le=300, description="for one answer; then it scores 0")
-    system: str | None = Field(None, description="system prompt before every question")
-    few_shot: tuple[FewShotExample, ...] = Field((), description="worked questions before every question")
-    rank: Rank = 8
-    alpha: float = Field(16, gt=0)
+    owner: str = Field("local", min_length=1, max_length=100, description="Record this owner.")
+    verifier_timeout_s: float = Field(
+        5, gt=0, le=300, description="Stop the verifier of an answer after this many seconds and reward it 0."
+    )
+    system: str | None = Field(None, description="Put this system prompt before every question.")
+    few_shot: tuple[FewShotExample, ...] = Field(
+        (), description="Put these worked examples before every question."
+    )
+    rank: Rank = Field(8, description="Train adapters of this LoRA rank.")
+    alpha: float = Field(16, gt=0, description="Scale the adapter's output by alpha / rank.")
     targets: tuple[str, ...] | None = Field(
-        None, min_length=1, description="projections that carry LoRA; empty: all that the base has"
+        None, min_length=1, description="Train LoRA on these projections. Empty: all that the base has."
     )
-    steps: int = Field(20, ge=1)
-    groups: int = Field(
-        16,
-        ge=1,
-        description="problems a step; those that dapo and cispo leave out are not replaced by others",
+    steps: int = Field(20, ge=1, description="Train for this many steps.")
+    groups: int = Field(16, ge=1, description="Draw this many problems a step.")
+    refills: int = Field(
+        1,
+        ge=0,
+        le=16,
+        description="dapo, cispo: replace groups without spread by up to this many times `groups` problems.",
     )
-    group_size: int = Field(8, ge=2, description="samples a problem")
-    lr: float = Field(2e-3, gt=0)
+    no_signal_steps: int = Field(
+        3, ge=1, description="Stop the training after this many steps in a row without a gradient."
+    )
+    group_size: int = Field(8, ge=2, description="Sample this many answers a problem.")
+    lr: float = Field(2e-3, gt=0, description="Use this learning rate of Adam.")
     loss: LossName = "dapo"
-    loss_config: LossConfig = LossConfig()
-    max_tokens: int = Field(24, ge=1)
-    temperature: float = Field(1.0, gt=0, description="1: samples must come from the distribution learned")
+    loss_config: LossConfig = Field(LossConfig(), description="Change settings of the loss.")
+    max_tokens: int = Field(24, ge=1, description="End an answer after this many tokens.")
+    temperature: float = Field(
+        1.0, gt=0, description="Sample at this temperature. Only 1 is accepted: the loss assumes it."
+    )
     router_replay: bool = Field(
         False,
-        description="train each token on the experts that the engine chose; needs engine.routed_experts",
+        description="Train each token on the experts that the engine chose. Needs engine.routed_experts.",
     )
     staleness: int = Field(
-        0, ge=0, le=16, description="steps that a rollout's revision may be behind; 0: on-policy"
+        0, ge=0, le=16, description="Accept rollouts of a revision this many steps old. 0: on-policy."
     )
-    seed: int = Field(1, ge=0)
-    suite: str = Field(description="a directory under eval_suites/")
-    snapshot_ttl_s: float = Field(3600, gt=0, description="how long single steps are kept")
-    data_digest: str | None = Field(None, description="sha256 of the training file, set at its import")
-    scheduled: bool = Field(False, description="the nightly flow adapts this policy when it is due")
-    max_age_s: float | None = Field(None, gt=0, description="due when the newest revision is older than this")
+    seed: int = Field(1, ge=0, description="Draw problems and samples from this random seed.")
+    suite: str = Field(description="Score on this suite, a directory under eval_suites/.")
+    snapshot_ttl_s: float = Field(
+        3600, gt=0, description="Keep the adapter of a training step for this many seconds."
+    )
+    data_digest: str | None = Field(
+        None, description="Record the training file's sha256. Set by `graftwork policy create`."
+    )
+    scheduled: bool = Field(False, description="Let the nightly flow adapt this policy when it is due.")
+    max_age_s: float | None = Field(
+        None,
+        gt=0,
+        description="Make the policy due when its newest revision is older than this many seconds.",
+    )
     drift_after_s: float | None = Field(
-        None, gt=0, description="due when users' rewards stayed under the offline interval for so long"
+        None,
+        gt=0,
+        description="Make the policy due when users' rewards were below the champion's offline score "
+        "interval for this many seconds.",
     )
 
     @field_validator("temperature")
@@ -136,63 +165,76 @@ class PolicyConfig(Settings):
 
 
 class ReleaseConfig(Settings):
-    """How a canary is judged."""
+    """The gates of a release: offline score, approval and canary."""
 
-    weight: OpenFraction = Field(0.2, description="share of users on the canary")
-    alpha: OpenFraction = Field(0.05, description="false alarms over the whole canary")
-    margin: Fraction = Field(0.1, description="a canary within this of the baseline may promote")
-    min_units: int = Field(20, ge=1, description="rated users on the canary before a promotion")
-    max_seconds: float = Field(600, gt=0, description="a canary without a verdict then holds")
+    weight: OpenFraction = Field(0.2, description="Send this share of users to the canary.")
+    alpha: OpenFraction = Field(0.05, description="Limit the probability of a wrong verdict on a canary.")
+    margin: Fraction = Field(
+        0.1, description="Promote a canary whose mean reward is at most this much below the baseline's."
+    )
+    min_units: int = Field(20, ge=1, description="Require ratings of this many canary users to promote.")
+    max_seconds: float = Field(
+        600, gt=0, description="Hold a canary that has no verdict after this many seconds."
+    )
     score_margin: Fraction = Field(
-        0.05, description="offline score may fall by this, not more; three sigma of 200 paired items"
+        0.05,
+        description="Hold a revision whose offline score is more than this below its parent's. The default "
+        "is three standard errors of 200 paired items.",
     )
     approval_s: float = Field(
         0,
         ge=0,
-        description="a person must approve within this before users see it; 0: nobody asks",
+        description="Require an approval before the canary, and hold after this many seconds without one. "
+        "0: no approval.",
     )
 
 
 class DemoConfig(Settings):
-    """The simulated users of the main job and its bad revision."""
+    """The main job's simulated users and its bad revision."""
 
-    users_per_second: float = Field(30, gt=0)
-    max_users: int = Field(4000, ge=1)
-    bad_policy: PolicyName = "arithmetic"
-    bad_contract: Contract = "json"
-    bad_steps: int = Field(12, ge=1)
+    users_per_second: float = Field(30, gt=0, description="Start this many simulated users a second.")
+    max_users: int = Field(4000, ge=1, description="Start at most this many users a release.")
+    bad_policy: PolicyName = Field("arithmetic", description="Train the bad revision of this policy.")
+    bad_contract: Contract = Field("json", description="Train it towards this wrong answer format.")
+    bad_steps: int = Field(12, ge=1, description="Train it for this many steps.")
 
 
 class NightlyConfig(Settings):
-    """The scheduled flow that adapts what is due."""
+    """The schedule of the nightly flow, which adapts the policies that are due."""
 
     cron: str = Field(
         "0 3 * * *",
         pattern=r"^\s*\S+(\s+\S+){4}\s*$",
-        description="minute, hour, day, month, day of the week",
+        description="Start at these times: minute, hour, day, month, day of the week.",
     )
-    timezone: str = Field("UTC", description="a name of the time zone database")
+    timezone: str = Field("UTC", description="Read `cron` in this time zone of the tz database.")
 
     @field_validator("timezone")
     @classmethod
     def _known(cls, value: str) -> str:
         if value not in zoneinfo.available_timezones():
-            raise ValueError("this is no name of the time zone database, such as Europe/Berlin")
+            raise ValueError("unknown time zone; use a name of the tz database, such as Europe/Berlin")
         return value
 
 
 class EvaluateConfig(Settings):
-    """What `dvc repro` evaluates."""
+    """The evaluation that `dvc repro` runs."""
 
-    policy: PolicyName = "arithmetic"
+    policy: PolicyName = Field("arithmetic", description="Evaluate a revision of this policy.")
     revision: str = Field(
-        "adapt", pattern=r"^(adapt|[0-9a-f]{64})$", description="`adapt`, or a revision's whole digest"
+        "adapt",
+        pattern=r"^(adapt|[0-9a-f]{64})$",
+        description="Evaluate this revision: `adapt` trains one, a whole digest takes an existing one.",
     )
     batch: int = Field(
-        1, ge=1, description="answers computed at once; with 1 no answer depends on what is beside it"
+        1,
+        ge=1,
+        description="Compute this many answers at once. With 1, no answer depends on others in its batch.",
     )
     tolerance: Fraction = Field(
-        0.02, description="by how much a mean score on other hardware may differ: 4 of 200 items"
+        0.02,
+        description="Accept this difference of a mean score from another machine's. The default is 4 of 200 "
+        "items.",
     )
 
 
@@ -201,8 +243,16 @@ class Params(Settings):
 
     # The file that these settings were read from; not a setting itself.
     source: Path | None = Field(None, exclude=True)
-    state_dir: Path = Field(Path(".graftwork"), validate_default=True)
-    suites_dir: Path = Path(__file__).parents[2] / "eval_suites"
+    state_dir: Path = Field(
+        Path(".graftwork"),
+        validate_default=True,
+        description="Keep all state in this directory. A relative path starts at the settings file.",
+    )
+    suites_dir: Path = Field(
+        Path(__file__).parents[2] / "eval_suites",
+        description="Keep evaluation suites and your own policies in this directory. Default: eval_suites "
+        "beside the settings file, if there is one.",
+    )
     base: BaseConfig = BaseConfig()
     engine: EngineConfig = EngineConfig()
     trainer: TrainerConfig = TrainerConfig()
@@ -211,7 +261,7 @@ class Params(Settings):
     store: StoreConfig = StoreConfig()
     mlflow: MlflowConfig = MlflowConfig()
     prefect: PrefectConfig = PrefectConfig()
-    policies: dict[PolicyName, PolicyConfig] = Field(default_factory=dict)
+    policies: dict[PolicyName, PolicyConfig] = Field(default_factory=dict, description="Policies by name.")
     release: ReleaseConfig = ReleaseConfig()
     demo: DemoConfig = DemoConfig()
     nightly: NightlyConfig = NightlyConfig()
@@ -224,10 +274,11 @@ class Params(Settings):
 
     @property
     def paths(self) -> "Paths":
+        """The files and directories of the state directory."""
         return Paths(self.state_dir, self.catalog.url)
 
     def policy(self, name: str) -> PolicyConfig:
-        """Return a policy's settings, from here and from its own file; `ConfigError` names the known ones."""
+        """Return a policy's resolved settings; see `resolve_policy`, also for errors."""
         return resolve_policy(self, name).config
 
     def url(self, service: str) -> str:
@@ -237,27 +288,27 @@ class Params(Settings):
 
 @dataclass(frozen=True)
 class Resolved:
-    """A policy's settings, and where each of them comes from: `default`, a file, or `request`."""
+    """A policy's settings, and the source of each: `default`, a file name, or `request`."""
 
     config: PolicyConfig
     sources: dict[str, str]
 
 
 def policy_file(params: Params, name: str) -> Path:
-    """Return where a policy's own settings lie: beside its frozen items."""
+    """Return the path of a policy's own settings file, in the directory of its suite."""
     return params.suites_dir / name / "policy.yaml"
 
 
 def known_policies(params: Params) -> list[str]:
-    """Return the names of the policies of `params.yaml` and of those with a file of their own."""
+    """Return the sorted names of policies in `params.yaml` and of those with a `policy.yaml`."""
     own = {file.parent.name for file in params.suites_dir.glob("*/policy.yaml")}
     return sorted({name for name in own if POLICY_NAME.fullmatch(name)} | set(params.policies))
 
 
 def resolve_policy(params: Params, name: str, changes: Mapping[str, Any] | None = None) -> Resolved:
-    """Lay a policy's settings over one another: defaults, `params.yaml`, its own file, then `changes`.
+    """Merge a policy's settings: defaults, then `params.yaml`, then its own file, then `changes`.
 
-    A change of None means "as configured". Raises `ConfigError` for an unknown policy or wrong settings.
+    A change of None means "as configured". Raises `ConfigError` for an unknown policy or invalid settings.
     """
     file = policy_file(params, name)
     layers: dict[str, Mapping[str, Any]] = {}
@@ -283,12 +334,13 @@ def resolve_policy(params: Params, name: str, changes: Mapping[str, Any] | None 
 
 
 class Paths:
-    """Where everything lies under the state directory. Creates nothing.
+    """The paths of everything in the state directory. Creates nothing.
 
-    The catalog alone may lie elsewhere: at `catalog_url`.
+    Only the catalog may be elsewhere, at `catalog_url`.
     """
 
     def __init__(self, root: Path, catalog_url: str | None = None):
+        """Derive the paths from the state directory `root` (absolute)."""
         self.root = root
         self._catalog_url = catalog_url
         self.bases = root / "bases"
@@ -317,23 +369,24 @@ class Paths:
 
     @property
     def catalog_url(self) -> str:
+        """The catalog's SQLAlchemy URL: the configured one, or SQLite in the state directory."""
         return self._catalog_url or f"sqlite:///{self.catalog}"
 
     @property
     def has_catalog(self) -> bool:
-        """Say whether a catalog was made here, or is named by its address."""
+        """Whether a catalog exists in the state directory, or is configured by URL."""
         return self._catalog_url is not None or self.catalog.is_file()
 
 
 def load_params(path: Path | str = "params.yaml", **overrides: Any) -> Params:
     """Read settings from a YAML file; `overrides` replace whole top-level values.
 
-    Raises `ConfigError` that names each wrong key and what is allowed there.
+    Relative paths start at the file's directory. Raises `ConfigError` with each invalid key and its bounds.
     """
     path = Path(path)
     if not path.is_file():
         raise ConfigError(
-            f"The settings file {path} does not exist. Run from the checkout, or give --params."
+            f"The settings file {path} does not exist. Run from the checkout, or give its path with --params."
         )
     here = path.absolute().parent
     data = {"state_dir": ".graftwork", **_read_mapping(path), **overrides, "source": path.absolute()}
@@ -358,7 +411,7 @@ def _read_mapping(path: Path) -> dict[str, Any]:
 
 
 def content_hash(value: Any) -> str:
-    """Return the sha256 of a JSON-able value or model, independent of key order."""
+    """Return the sha256 (hex) of a JSON-serialisable value or model, independent of key order."""
     if isinstance(value, BaseModel):
         value = value.model_dump(mode="json")
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
@@ -366,7 +419,7 @@ def content_hash(value: Any) -> str:
 
 
 def served_name(policy: str, digest: str) -> str:
-    """Return `policy@digest12`, the only adapter name that vLLM ever sees."""
+    """Return `policy@digest12`, the name by which vLLM serves the adapter."""
     return f"{policy}@{digest[:DIGEST12]}"
 
 

@@ -1,8 +1,8 @@
-"""Equal bits on a CPU: how a process asks MKL, torch's BLAS, for them.
+"""Bit-identical results on a CPU: the environment variable that puts MKL, torch's BLAS, into strict mode.
 
-MKL picks a kernel by the number of rows, so a row's last bits depend on how many rows stand beside it. In
-its strict mode they do not, on Intel CPUs with AVX2 or AVX-512: docs/reproduce.md says what holds elsewhere.
-MKL reads the variable once, at its first product, so every process of ours sets it before torch is imported.
+MKL picks a kernel by the number of rows, so the last bits of a row depend on the size of its batch. In strict
+mode they do not, on Intel CPUs with AVX2 or AVX-512; docs/reproduce.md covers other CPUs. MKL reads the
+variable at its first product, so every process of Graftwork sets it before torch is imported.
 """
 
 import sys
@@ -17,15 +17,16 @@ STRICT_VALUES = (VALUE, "AVX2,STRICT", "AVX512,STRICT")
 
 
 def equal_bits(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable for a process with these variables: a strict value of the user's own stays.
+    """Return the variable to set for a process with the environment `environ`.
 
-    Raises `ConfigError` for any other value, which would break equal bits without a word.
+    A strict value that is already set is kept. Raises `ConfigError` for any other value, with which results
+    would differ silently.
     """
     given = environ.get(VARIABLE)
     if given and given not in STRICT_VALUES:
         raise ConfigError(
-            f"{VARIABLE} is {given!r} in the environment. With it a row's last bits depend on how many rows "
-            "are computed beside it, so neither a score nor a training step can be repeated bit for bit. "
+            f"{VARIABLE} is {given!r} in the environment. With it the last bits of a row depend on the "
+            "size of its batch, so neither a score nor a training step is reproducible bit for bit. "
             f"Unset it, or set it to {', '.join(STRICT_VALUES[:-1])} or {STRICT_VALUES[-1]}."
         )
     assert given or "torch" not in sys.modules, (

@@ -1,7 +1,4 @@
-"""Settings of the services, and of the databases and stores that they share: a typed model for each.
-
-Knows names, types, bounds and defaults. Imports no heavy package.
-"""
+"""Settings of the services, and of the catalog and the store that they share: a typed model for each."""
 
 from typing import Annotated, Literal
 
@@ -9,129 +6,177 @@ from pydantic import Field
 
 from engine.settings.model import Settings
 
-Port = Annotated[int, Field(ge=1024, le=65535)]
+Port = Annotated[int, Field(ge=1024, le=65535, description="Listen on this port of 127.0.0.1.")]
+MOST_SLOTS = 1024
+GPU_SLOTS = 8
 
 
 class EngineConfig(Settings):
-    """vLLM's server with our plugin and gateway inside."""
+    """The engine: vLLM's server with Graftwork's plugin and gateway."""
 
     port: Port = 8460
-    slots: int = Field(8, ge=2, le=1024, description="adapters that one batch can hold")
-    max_rank: Literal[1, 8, 16, 32, 64, 128] = 8
-    max_model_len: int = Field(256, ge=16)
-    max_num_seqs: int = Field(128, ge=1)
-    threads: int = Field(0, ge=0, description="0: every core but one, which is left to the others")
+    slots: int | None = Field(
+        None,
+        ge=2,
+        le=MOST_SLOTS,
+        description="Allow this many different adapters in a batch. Empty: 8 on a GPU; on a CPU what a "
+        "quarter of the memory holds, at most 4 for each of max_num_seqs.",
+    )
+    max_rank: Literal[1, 8, 16, 32, 64, 128] = Field(8, description="Serve adapters up to this LoRA rank.")
+    max_model_len: int = Field(
+        256, ge=16, description="Serve sequences up to this many tokens, prompt and answer together."
+    )
+    max_num_seqs: int = Field(128, ge=1, description="Compute up to this many sequences in a batch.")
+    threads: int = Field(0, ge=0, description="Compute with this many CPU threads. 0: every core but one.")
     tensor_parallel: int = Field(
-        1, ge=1, le=64, description="over how many devices a layer is cut; on a CPU ranks share out the cores"
+        1,
+        ge=1,
+        le=64,
+        description="Shard each layer over this many devices. On a CPU, ranks share the cores.",
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="of base and served adapters; auto: bfloat16 on CUDA, float32 on a CPU"
+        "auto",
+        description="Compute base and adapters in this dtype. auto: bfloat16 on CUDA, float32 on a CPU.",
     )
     kv_cache_gib: float | None = Field(
-        None, gt=0, description="empty: 0.25 on a CPU; on CUDA what max_num_seqs whole sequences need"
+        None,
+        gt=0,
+        description="Reserve this many GiB for the KV cache. Empty: 0.25 on a CPU; on CUDA, what "
+        "max_num_seqs sequences of max_model_len need.",
     )
     routed_experts: bool = Field(
-        False, description="record each token's experts on a mixture of them, for policies with router_replay"
+        False,
+        description="Record the experts of each token on mixture-of-experts bases, for policies with "
+        "router_replay.",
     )
     speculative: int = Field(
-        0, ge=0, le=16, description="tokens that vLLM drafts from n-grams of a request's own text; 0: none"
+        0,
+        ge=0,
+        le=16,
+        description="Draft this many tokens from n-grams of the request's text (speculative decoding; GPU "
+        "only). 0: none.",
     )
-    start_timeout_s: float = Field(300, gt=0, description="for engine and trainer, each, to load the base")
-    host_bytes: int = Field(1 << 30, ge=1 << 20, description="budget of the host tier, bytes")
-    host_adapters: int = Field(4096, ge=1, description="adapters that the host tier holds at most")
+    start_timeout_s: float = Field(
+        300, gt=0, description="Wait this many seconds for engine and trainer, each, to load the base."
+    )
+    host_bytes: int | None = Field(
+        None, ge=1 << 20, description="Limit the host tier to this many bytes. Empty: half of the memory."
+    )
+    host_adapters: int = Field(4096, ge=1, description="Limit the host tier to this many adapters.")
     load_concurrency: int | None = Field(
         None,
         ge=1,
-        description="cold loads under way at once; more of them let a burst in sooner, and others feel it; "
-        "empty: 6, or 16 where adapters take a MiB or more",
+        description="Run this many cold loads at once. More of them serve a burst sooner and slow warm "
+        "requests down. Empty: 6, or 16 for adapters of 1 MiB or more.",
     )
-    paced_loads: float = Field(
-        0,
-        ge=0,
-        description="cold adapters at once, in the mean, from their load's start to their first token, so "
-        "that others feel less of a burst, which lasts longer (0.5: one, half of the time); 0: "
-        "load_concurrency, each until it is loaded",
+    load_queue: int = Field(
+        1024, ge=1, description="Answer 429 when this many cold loads are waiting or running."
     )
-    load_queue: int = Field(1024, ge=1, description="cold loads that wait or run before clients get 429")
-    load_timeout_s: float = Field(60, gt=0, description="for one cold load, its wait in the queue included")
+    load_timeout_s: float = Field(
+        60,
+        gt=0,
+        description="Answer 503 when a cold load, with its wait in the queue, takes this many seconds.",
+    )
+
+    @property
+    def gpu_slots(self) -> int:
+        """Return the slots of an engine on a GPU."""
+        return self.slots or GPU_SLOTS
 
     def dtype_on(self, cuda: bool) -> Literal["float32", "bfloat16"]:
-        """Return the dtype of base and served adapters on CUDA, or on a CPU."""
+        """Return the dtype of base and served adapters on CUDA (`cuda`) or on a CPU."""
         if self.dtype == "auto":
             return "bfloat16" if cuda else "float32"
         return self.dtype
 
 
 class TrainerConfig(Settings):
-    """The resident trainer."""
+    """The resident trainer service."""
 
     port: Port = 8461
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA where there is one")
-    gradient_checkpointing: bool | None = Field(
-        None, description="compute activations again in the backward; empty: on CUDA only"
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="Train on this device. auto: CUDA if there is one."
     )
-    threads: int = Field(0, ge=0, description="0: half of the cores, since the engine works beside it")
-    sessions: int = Field(8, ge=1, description="policies of engine.max_rank that a GPU's plan holds at once")
+    gradient_checkpointing: bool | None = Field(
+        None, description="Recompute activations in the backward pass. Empty: on CUDA only."
+    )
+    threads: int = Field(0, ge=0, description="Compute with this many CPU threads. 0: half of the cores.")
+    sessions: int = Field(
+        8, ge=1, description="Plan a GPU's memory for this many sessions of rank engine.max_rank."
+    )
     session_bytes: int | None = Field(
         None,
         ge=1,
-        description="memory of all sessions' adapters, gradients and Adam moments; empty: the plan's part on "
-        "a GPU, a quarter of what is free on a CPU",
+        description="Limit adapters, gradients and Adam moments of all sessions to this many bytes. Empty: "
+        "the plan's share on a GPU, a quarter of the free memory on a CPU.",
     )
-    queue: int = Field(256, ge=1, description="operations of all sessions that may wait")
-    queue_of_session: int = Field(16, ge=1, description="operations of one session that may wait")
-    microbatch_tokens: int = Field(8192, ge=64)
+    queue: int = Field(256, ge=1, description="Queue up to this many operations of all sessions.")
+    queue_of_session: int = Field(16, ge=1, description="Queue up to this many operations of one session.")
+    microbatch_tokens: int = Field(8192, ge=64, description="Compute up to this many tokens in a microbatch.")
     fuse: Literal["auto", "never"] = Field(
         "auto",
-        description="auto: small batches of several sessions share a pass where it is faster, to rounding; "
-        "never: turns, bit for bit as alone",
+        description="auto: compute small batches of several sessions in one pass where that is faster; "
+        "results are equal up to rounding. never: one session after another, with results bit for bit as "
+        "alone.",
     )
     operation_timeout_s: float = Field(
-        600, gt=0, description="how long a training run waits for one operation"
+        600, gt=0, description="Fail a training run when one operation takes this many seconds."
     )
 
     def checkpoints_on(self, cuda: bool) -> bool:
-        """Say whether activations are computed again in the backward on CUDA, or on a CPU."""
+        """Whether to use gradient checkpointing on CUDA (`cuda`) or on a CPU."""
         return cuda if self.gradient_checkpointing is None else self.gradient_checkpointing
 
 
 class ControllerConfig(Settings):
-    """The only writer of routes, releases and ledger."""
+    """The controller: the only writer of routes, releases and ledger."""
 
     port: Port = 8462
-    tick_s: float = Field(0.25, gt=0, le=5)
-    lease_s: float = Field(5, gt=0, description="how long its lease in the catalog lasts")
-    snapshot_s: float = Field(2, gt=0, description="how often readers get a new ledger snapshot")
+    tick_s: float = Field(0.25, gt=0, le=5, description="Advance releases every this many seconds.")
+    lease_s: float = Field(5, gt=0, description="Hold the lease in the catalog for this many seconds.")
+    snapshot_s: float = Field(
+        2, gt=0, description="Write a new ledger snapshot for readers every this many seconds."
+    )
 
 
 class CatalogConfig(Settings):
-    """The durable index of bases, policies, revisions, routes and releases."""
+    """The catalog: the durable index of bases, policies, revisions, routes and releases."""
 
     url: str | None = Field(
-        None, description="postgresql://USER@HOST/NAME; empty is SQLite in the state dir, for one machine"
+        None,
+        description="Use the Postgres database at postgresql://USER@HOST/NAME. Empty: SQLite in state_dir, "
+        "for one machine.",
     )
 
 
 class StoreConfig(Settings):
-    """Where packed bytes lie: in the state directory, or behind a URL with a local cache."""
+    """The store of packed adapters: in the state directory, or behind a URL with a local cache."""
 
     url: str | None = Field(
         None,
         pattern=r"^[a-z][a-z0-9+.]*://[^?#]+$",
-        description="any fsspec URL such as s3://bucket/prefix, credentials from its own environment; "
-        "None: the state dir",
+        description="Store packed adapters behind this fsspec URL, such as s3://bucket/prefix. Credentials "
+        "come from the environment. Empty: in state_dir.",
     )
-    cache_bytes: int = Field(10 << 30, ge=0, description="of local copies of what lies behind the URL")
+    cache_bytes: int = Field(
+        10 << 30, ge=0, description="Limit the local cache of a store behind a URL to this many bytes."
+    )
 
 
 class MlflowConfig(Settings):
+    """The MLflow server: registry, runs and artifacts."""
+
     port: Port = 8463
-    backend: str | None = Field(None, description="database URL; None is SQLite in the state dir")
+    backend: str | None = Field(
+        None, description="Use the database at this SQLAlchemy URL. Empty: SQLite in state_dir."
+    )
 
 
 class PrefectConfig(Settings):
+    """The Prefect server: flow runs, schedules, automations."""
+
     port: Port = 8464
-    work_pool: str = Field("graftwork", description="the pool whose worker runs the deployments")
+    work_pool: str = Field("graftwork", description="Run deployments with the worker of this work pool.")
     notify_url: str | None = Field(
-        None, description="where notifications are posted; None is the controller's own page"
+        None, description="Post notifications to this URL. Empty: to the controller, which shows them."
     )

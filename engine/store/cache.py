@@ -1,8 +1,8 @@
-"""Local copies of blobs that lie behind a URL, each under its checksum, within a budget of bytes.
+"""Local cache of a remote store's blobs, keyed by checksum, with LRU eviction within a byte budget.
 
-A copy is keyed by what it holds, never by where it came from: a signed address changes with every request
-and would fill the disk. It is verified before it gets its name. Several processes may share the directory.
-What was used longest ago leaves first, by a counter of uses: no clock is asked, so none can mislead.
+Keys are checksums, not addresses: a signed URL changes with every request and would fill the disk. A copy is
+verified before it gets its name. Several processes may share the directory. Recency is a counter of uses, so
+that a clock that jumps changes nothing.
 """
 
 import os
@@ -20,7 +20,7 @@ from engine.store.segments import Location, damaged, lock
 
 DRAFT = ".draft-"
 INDEX = "index.db"
-# How many leave in one transaction.
+# Entries evicted in one transaction.
 BATCH = 256
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS entries (
@@ -38,7 +38,7 @@ NEXT = "(SELECT ifnull(max(used), 0) + 1 FROM entries)"
 
 
 class Cache:
-    """One directory of copies; for any thread of any process."""
+    """A directory of verified copies; safe for several threads and processes."""
 
     def __init__(self, root: Path, budget: int):
         self.root, self.budget = root, budget
@@ -46,23 +46,24 @@ class Cache:
         self._index: sqlite3.Connection | None = None
 
     def path(self, checksum: str) -> Path:
+        """Return where the copy of the blob with this checksum lies."""
         return self.root / checksum[:2] / checksum
 
     def find(self, location: Location) -> Path | None:
-        """Return the copy of a blob, which counts as a use of it; None when there is none."""
+        """Return the copy of a blob and count it as used; None when there is none."""
         path = self.path(location.checksum)
         if not path.is_file():
             return None
-        # A copy can be read also where nothing can be written any more.
+        # On a full or read-only disk copies can still be read.
         with suppress(ServiceError):
             self._note(location)
         return path
 
     def add(self, location: Location, chunks: Iterable[bytes]) -> Path:
-        """Keep a copy of what `chunks` yield, verified; let the oldest go when the budget is exceeded.
+        """Verify and keep a copy of what `chunks` yield; evict older copies when over budget.
 
-        Raises `AdapterError` when the bytes are not those of the location, `ServiceError` when the disk
-        is full or read-only; then nothing is kept.
+        Raises `DamagedBytes` when the bytes do not match the location's checksum, `ServiceError` when the
+        disk is full or read-only; then nothing is kept.
         """
         path = self.path(location.checksum)
         draft: Path | None = None
@@ -71,7 +72,7 @@ class Cache:
             draft, handle = _draft(path.parent)
             with os.fdopen(handle, "wb") as file:
                 _fill(file, location, chunks)
-            # The row comes first, so that every file is counted.
+            # Row before file, so that every file is counted.
             self._note(location)
             os.replace(draft, path)
         except OSError as error:
@@ -87,18 +88,18 @@ class Cache:
         return path
 
     def drop(self, checksum: str) -> None:
-        """Remove a copy, for instance one that the disk has damaged."""
+        """Remove a copy, for instance a damaged one."""
         with self._transaction() as index:
             index.execute("DELETE FROM entries WHERE checksum = ?", (bytes.fromhex(checksum),))
         self.path(checksum).unlink(missing_ok=True)
 
     def bytes(self) -> int:
-        """Return how many bytes of copies there are."""
+        """Return the size of all copies in bytes."""
         with self._transaction() as index:
             return int(index.execute("SELECT bytes FROM total").fetchone()[0])
 
     def clean(self) -> int:
-        """Remove drafts that no living process writes, and count files that a crash left uncounted."""
+        """Remove drafts of dead processes and index files that a crash left out; return how many drafts."""
         removed = 0
         for path in self.root.glob(f"??/{DRAFT}*"):
             with suppress(FileNotFoundError):
@@ -116,7 +117,7 @@ class Cache:
         return removed
 
     def _note(self, location: Location) -> None:
-        """Make this the last used of all."""
+        """Mark a blob as the most recently used."""
         row = {"checksum": bytes.fromhex(location.checksum), "bytes": location.length}
         with self._transaction() as index:
             index.execute(
@@ -126,7 +127,7 @@ class Cache:
             )
 
     def _evict(self, newest: str) -> None:
-        """Let those go that were used longest ago; the newest stays, or nobody could ever read it."""
+        """Evict the least recently used copies, never `newest`: one over the budget must be readable once."""
         kept = bytes.fromhex(newest)
         while True:
             with self._transaction() as index:
@@ -158,11 +159,11 @@ class Cache:
             except sqlite3.DatabaseError as error:
                 self._begin_anew()
                 raise ServiceError(
-                    f"The index of the cache {self.root} was damaged and is made anew: {error}. Try again."
+                    f"The index of the cache {self.root} was damaged ({error}) and is rebuilt. Try again."
                 ) from None
 
     def _begin_anew(self) -> None:
-        """Remove a damaged index; the next one counts the files that are there."""
+        """Remove a damaged index; opening a new one indexes the files again."""
         if self._index is not None:
             self._index.close()
             self._index = None
@@ -194,7 +195,7 @@ class Cache:
         index = sqlite3.connect(self.root / INDEX, timeout=15, isolation_level=None, check_same_thread=False)
         try:
             with suppress(sqlite3.OperationalError):
-                # Another process may be at it, and the mode is the file's.
+                # Another process may be setting it; the mode belongs to the file.
                 index.execute("PRAGMA journal_mode=WAL")
             index.execute("PRAGMA synchronous=NORMAL")
             index.executescript(SCHEMA)
@@ -203,12 +204,13 @@ class Cache:
                 with index:
                     self._count(index)
         except BaseException:
-            # Whatever it is, the connection would hold the file's lock.
+            # An open connection would keep the file locked.
             index.close()
             raise
         return index
 
     def close(self) -> None:
+        """Close the index; the next use opens it again."""
         with self._guard:
             if self._index is not None:
                 self._index.close()
@@ -216,7 +218,7 @@ class Cache:
 
 
 def _draft(directory: Path) -> tuple[Path, int]:
-    """Create a file that nobody takes for what a crash left: it is locked while it is open."""
+    """Create a draft that `clean` leaves alone: it is locked while it is open."""
     while True:
         draft = directory / f"{DRAFT}{uuid.uuid4().hex}"
         handle = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)

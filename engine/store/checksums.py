@@ -1,7 +1,7 @@
-"""The checksum of a blob, by which the store knows that its bytes are whole: 32 bytes, in hex.
+"""Checksums of blobs, 32 bytes in hex: sha256 for small blobs, BLAKE3 for large ones.
 
-Of a small blob it is sha256, of a large one BLAKE3, in half of the time: a cold load computes it on the cores
-that the steps of others need. Large blobs of before BLAKE3 have sha256, so either is taken for those.
+BLAKE3 takes half the time, on cores that a cold load shares with inference. Large blobs written before BLAKE3
+carry sha256, so both are accepted for them.
 """
 
 import hashlib
@@ -10,32 +10,32 @@ from typing import Any
 
 from blake3 import blake3
 
-# A part of the format: another value would damage every blob between the two.
+# Part of the format: with another value, blobs of sizes between the two would fail verification.
 BLAKE3_FROM = 1 << 20
 Payload = bytes | bytearray | memoryview
 
 
 def checksum_of(data: Payload) -> str:
-    """Return the checksum of a whole blob."""
+    """Return a blob's checksum."""
     return blake3(data).hexdigest() if len(data) >= BLAKE3_FROM else hashlib.sha256(data).hexdigest()
 
 
 def is_whole(data: Payload, expected: str) -> bool:
-    """Say whether a blob is the one that has this checksum."""
+    """Say whether a blob has this checksum."""
     return checksum_of(data) == expected or (
         len(data) >= BLAKE3_FROM and hashlib.sha256(data).hexdigest() == expected
     )
 
 
 class Checked:
-    """What flows by of a blob of `length` bytes, whose checksum is to be compared at its end."""
+    """Size and checksum of a blob of `length` bytes, computed while it streams."""
 
     def __init__(self, length: int):
         self.size = 0
         self._states: list[Any] = [hashlib.sha256(), *([blake3()] if length >= BLAKE3_FROM else [])]
 
     def through(self, chunks: Iterable[bytes]) -> Iterator[bytes]:
-        """Yield every chunk, once it is counted."""
+        """Yield every chunk after hashing it."""
         for chunk in chunks:
             for state in self._states:
                 state.update(chunk)
@@ -43,5 +43,5 @@ class Checked:
             yield chunk
 
     def is_whole(self, expected: str) -> bool:
-        """Say whether what flowed by is the blob that has this checksum."""
+        """Say whether the streamed bytes have this checksum."""
         return any(state.hexdigest() == expected for state in self._states)

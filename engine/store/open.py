@@ -9,7 +9,7 @@ from engine.store.segments import Store
 
 
 def open_store(params: Params) -> Store:
-    """Return the store of these settings: the local directory, or one behind a URL with its local cache."""
+    """Return the store of these settings: a local directory, or a URL with a local cache."""
     url = params.store.url
     if url is None:
         return Store(params.paths.store)

@@ -1,8 +1,8 @@
-"""A store behind a URL (S3, GCS and whatever else fsspec speaks), read through a local cache.
+"""A store behind a URL (S3, GCS and other protocols of fsspec), read through a local cache.
 
-Every batch that is appended is one object: nothing is ever appended to an object, and it is there whole or
-not at all. A writer holds a local file's lock until its rows are committed, as for a local segment; objects
-that another installation wrote are taken for abandoned only when they are a day old by the store's own clock.
+Each appended batch is one object, which exists whole or not at all and is never appended to. A writer locks a
+local file until its rows are committed, as for a local segment. An object of another installation counts as
+abandoned only when it is a day old by the store's own clock.
 """
 
 import errno
@@ -36,9 +36,9 @@ from engine.store.segments import (
 INSTALLATION = "installation"
 # How long another installation may take from an upload to its commit.
 ABANDONED_S = 86_400
-# Small blobs that are asked for at once.
+# Bytes of small blobs fetched in one request.
 BATCH_BYTES = 64 << 20
-# Settings of the clients whose libraries would wait longer.
+# Timeouts, where a client library's own are longer.
 OPTIONS: dict[str, dict[str, Any]] = {
     "s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 3}}},
     "gcs": {"timeout": 60},
@@ -47,7 +47,7 @@ OPTIONS |= {"s3a": OPTIONS["s3"], "gs": OPTIONS["gcs"]}
 
 
 class RemoteStore(Store):
-    """Append to and read from objects under a URL. One instance per thread that writes."""
+    """Objects under a URL, to append to and read from. One instance per writing thread."""
 
     is_remote = True
 
@@ -59,6 +59,7 @@ class RemoteStore(Store):
 
     @property
     def place(self) -> str:
+        """Return the URL's prefix, for messages."""
         return self._prefix
 
     def append_many(
@@ -66,7 +67,7 @@ class RemoteStore(Store):
     ) -> list[Location]:
         """Upload blobs as one object; `checksums` are theirs where known.
 
-        Raises `ServiceError` when the store does not take them; then none of them is there.
+        Raises `ServiceError` when the store refuses them; then none of them is stored.
         """
         views = [memoryview(payload).cast("B") for payload in payloads]
         if not views:
@@ -83,7 +84,7 @@ class RemoteStore(Store):
         ]
 
     def committed(self) -> None:
-        """Say that the rows of everything appended so far are committed, or never will be."""
+        """Release the segments: the rows of everything appended are committed, or never will be."""
         for segment, handle in self._held.items():
             (self.root / segment).unlink(missing_ok=True)
             os.close(handle)
@@ -94,20 +95,21 @@ class RemoteStore(Store):
         path, _ = self.fetch(location)
         with suppress(DamagedBytes, OSError):
             return checked(location, path.read_bytes())
-        # The copy has left the cache meanwhile, or the disk has damaged it.
+        # The copy was evicted meanwhile, or the disk damaged it.
         self.drop_cached(location)
         return checked(location, self.fetch(location)[0].read_bytes())
 
     def fetch(self, location: Location) -> tuple[Path, int]:
-        """Return the cache's file of the blob, which is downloaded and verified where there is none."""
+        """Return the cached file of the blob, downloaded and verified if needed, and the offset 0."""
         return self.cache.find(location) or self.cache.add(location, self._chunks(location)), 0
 
     def drop_cached(self, location: Location) -> bool:
+        """Remove the cached copy of the blob, so that it is downloaded again; return True."""
         self.cache.drop(location.checksum)
         return True
 
     def check(self, locations: Sequence[Location]) -> list[Fault | None]:
-        """Compare checksums where the bytes lie, not in the cache; many small blobs are asked for at once."""
+        """Verify blobs in the store itself, not in the cache; many small ones in one request."""
         found: dict[Location, Fault | None] = {}
         small: list[Location] = []
         for location in dict.fromkeys(locations):
@@ -122,7 +124,7 @@ class RemoteStore(Store):
         return [found[location] for location in locations]
 
     def segments(self) -> Iterator[tuple[str, int]]:
-        """Yield each object and its bytes; other names under the prefix are nobody's business."""
+        """Yield each segment's name and size in bytes; skip other names under the prefix."""
         with self._faults("list its objects"):
             try:
                 found = self._client.ls(self._prefix, detail=True, refresh=True)
@@ -135,7 +137,7 @@ class RemoteStore(Store):
 
     @contextmanager
     def claim(self, segment: str) -> Iterator[bool]:
-        """Yield whether no living writer of any installation may be about to commit what lies here."""
+        """Yield whether no living writer of any installation may still commit rows of this segment."""
         try:
             handle = os.open(self.root / segment, os.O_RDWR)
         except FileNotFoundError:
@@ -147,11 +149,12 @@ class RemoteStore(Store):
             os.close(handle)
 
     def remove(self, segment: str) -> None:
+        """Delete a segment's object, if it is there."""
         with self._faults(f"remove {segment}"), suppress(FileNotFoundError):
             self._client.rm_file(self._object(segment))
 
     def clean(self) -> int:
-        """Remove drafts of the cache, and the holds of writers that have died."""
+        """Remove drafts of the cache and lock files of dead writers; return how many."""
         removed = self.cache.clean()
         with suppress(FileNotFoundError):
             for name in [entry.name for entry in os.scandir(self.root) if SEGMENT_NAME.fullmatch(entry.name)]:
@@ -162,7 +165,8 @@ class RemoteStore(Store):
         return removed
 
     def catalog_id(self) -> str | None:
-        with self._faults("say whose it is"):
+        """Return the id of the catalog that owns the store; None when none has claimed it."""
+        with self._faults("say which catalog owns it"):
             try:
                 said: bytes = self._client.cat_file(self._object(CATALOG_ID))
             except FileNotFoundError:
@@ -170,23 +174,32 @@ class RemoteStore(Store):
         return said.decode().strip()
 
     def belong_to(self, catalog_id: str) -> str:
-        if (owner := self.catalog_id()) is None:
-            with self._faults("note whose it is"):
-                self._client.pipe_file(self._object(CATALOG_ID), catalog_id.encode())
-            # Of two that come at the same moment the later one has it.
-            owner = self.catalog_id()
-        return owner or catalog_id
+        """Claim the store for a catalog unless it has an owner; return the owner's id.
+
+        Of two concurrent claims one wins, by a conditional write. Raises `ConfigError` where there are none.
+        """
+        if (owner := self.catalog_id()) is not None:
+            return owner
+        if not self._is_conditional():
+            raise ConfigError(
+                f"The store {self._prefix} has no conditional writes: two catalogs could claim it at once. "
+                f"Nothing was changed. If no other catalog uses it, write {catalog_id} into {CATALOG_ID} "
+                "there, and run this again."
+            )
+        return catalog_id if self._create(CATALOG_ID, catalog_id) else self.catalog_id() or ""
 
     def path(self, segment: str) -> Path:
+        """Raise `NotImplementedError`: an object has no local path."""
         raise NotImplementedError("A remote segment has no local path; use `fetch`.")
 
     def close(self) -> None:
+        """Release all segments and close the cache."""
         self.committed()
         self.cache.close()
 
     @cached_property
     def _installation(self) -> str:
-        """Return the name under which this state directory writes: only its own writers can hold that."""
+        """Return the id in the names of this state directory's segments: only its own writers lock those."""
         file = self.root / INSTALLATION
         try:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -195,7 +208,7 @@ class RemoteStore(Store):
             raise ServiceError(f"Could not write {file}: {error.strerror}. Make it writable.") from None
 
     def _hold_new(self) -> str:
-        """Name a new object and hold it, before it is there."""
+        """Name a new object and lock its local file before the upload."""
         segment = f"{self._installation}-{uuid.uuid4().hex}.seg"
         try:
             while True:
@@ -212,6 +225,34 @@ class RemoteStore(Store):
     def _object(self, segment: str) -> str:
         return f"{self._prefix}/{segment}"
 
+    def _create(self, name: str, text: str) -> bool:
+        """Write an object unless it exists (S3: If-None-Match: *); return whether it is new."""
+        with self._faults(f"create {name}"):
+            try:
+                self._client.pipe_file(self._object(name), text.encode(), mode="create")
+            except OSError as error:
+                # Not every S3-compatible store says which condition failed, as s3fs wants it.
+                if isinstance(error, FileExistsError) or error.errno == errno.EINVAL:
+                    return False
+                raise
+        return True
+
+    def _is_conditional(self) -> bool:
+        """Say whether `_create` is atomic: some S3-compatible stores ignore the condition."""
+        from fsspec import AbstractFileSystem
+
+        # fsspec's own only looks before it writes.
+        if getattr(self._client.pipe_file, "__func__", None) is AbstractFileSystem.pipe_file:
+            return False
+        probe = f".claim-{uuid.uuid4().hex}"
+        with self._faults("take a probe object"):
+            self._client.pipe_file(self._object(probe), b"first")
+        try:
+            return not self._create(probe, "second")
+        finally:
+            with self._faults("remove a probe object"):
+                self._client.rm_file(self._object(probe))
+
     def _chunks(self, location: Location) -> Iterator[bytes]:
         at, end = location.offset, location.offset + location.length
         while at < end:
@@ -223,7 +264,7 @@ class RemoteStore(Store):
                 except FileNotFoundError:
                     raise _missing(location) from None
                 except OSError as error:
-                    # A range behind the object's end, as S3 puts it.
+                    # S3's answer to a range past the object's end.
                     if error.errno != errno.EINVAL:
                         raise
                     return
@@ -238,7 +279,7 @@ class RemoteStore(Store):
         paths = [self._object(one.segment) for one in locations]
         starts = [one.offset for one in locations]
         ends = [one.offset + one.length for one in locations]
-        with self._faults("be read"):
+        with self._faults("return the blobs asked for"):
             bodies = self._client.cat_ranges(paths, starts, ends, on_error="return")
         return {one: self._said(one, body) for one, body in zip(locations, bodies, strict=True)}
 
@@ -246,7 +287,7 @@ class RemoteStore(Store):
         if isinstance(body, FileNotFoundError):
             return _missing(location)
         if isinstance(body, Exception):
-            # A range behind the object's end is an error of its own with some stores.
+            # Some stores report a range past the object's end as an error of its own.
             return self._fault(location)
         return None if is_whole(body, location.checksum) else damaged(location, len(body))
 
@@ -260,7 +301,7 @@ class RemoteStore(Store):
 
     @cached_property
     def _now(self) -> datetime:
-        """Return the time by the store's own clock: an object says when it came."""
+        """Return the store's own time: the modification time of an object written now."""
         probe = self._object(f".clock-{self._installation}-{os.getpid()}")
         self._client.pipe_file(probe, b"now")
         try:
@@ -271,13 +312,13 @@ class RemoteStore(Store):
 
     @contextmanager
     def _faults(self, wish: str) -> Iterator[None]:
-        """Say in one sentence what the service did not do; its libraries raise whatever they like."""
+        """Translate any error of the service's client into one `ServiceError`."""
         try:
             yield
         except GraftworkError:
             raise
         except Exception as error:
-            # Each client of a service has its own errors, which nobody could list.
+            # Each client library raises its own error classes.
             reason = f"{type(error).__name__}: {str(error)[:200]}"
             raise ServiceError(
                 f"The store {self._prefix} did not {wish} ({reason}). Try again when it answers."

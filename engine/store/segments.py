@@ -1,11 +1,11 @@
-"""Bytes of packed adapters, addressed as (segment, offset, length) in append-only segments.
+"""Packed adapters as blobs in append-only segments, addressed by (segment, offset, length).
 
-Every writing process appends to segments of its own, so that writers never meet; a reader needs
-nothing but the address. Bytes come first and are fsynced; the catalog row that names them is the
-commit point, and bytes that no row names are garbage to be compacted away.
+Each writing process appends to its own segments, so that writers never contend; a reader needs only the
+address. Bytes are fsynced first; the catalog row that names them is the commit point. Bytes that no row names
+are garbage for gc and compaction.
 
-A writer holds a lock (flock) on its segments from the append until it says that the rows are committed,
-so that nobody takes bytes whose row is on its way; a crash frees the lock. No clock is asked.
+A writer holds an flock on its segments from the append until its rows are committed, so that gc and
+compaction leave them alone; a crash releases the lock. No decision depends on a clock.
 
 Segments rather than LMDB: LMDB has one writer at a time for the whole store, its single growing file cannot
 live on object storage, and it rounds values up to whole pages. Measured (lmdb 3.0, 1,024 values in a
@@ -33,15 +33,15 @@ PAGE = 4096
 # Blobs over this size start on a page, so that they can be mapped alone.
 PAGE_ALIGNED_FROM = 1 << 20
 SEGMENT_BYTES = 1 << 30
-# The file, or object, that says whose the store is.
+# The file, or object, with the id of the catalog that owns the store.
 CATALOG_ID = "catalog.id"
 SEGMENT_NAME = re.compile(r"(?:[0-9a-f]{8}-)?[0-9a-f]{32}\.seg")
-# What is read at once to compare a checksum.
+# Bytes read at a time to verify a blob.
 CHUNK = 8 << 20
-# Linux takes this many buffers in one write.
+# The most buffers that Linux takes in one write.
 IOV_MAX = 1024
 ZEROS = memoryview(bytes(PAGE))
-# What keeps a blob from being used.
+# Why a blob cannot be used.
 Fault = DamagedBytes | MissingBytes
 
 
@@ -55,9 +55,9 @@ class Location(NamedTuple):
 
 
 class Store:
-    """Append to and read from a directory of segments. One instance per thread that writes.
+    """A directory of segments to append to and read from. One instance per writing thread.
 
-    Whoever appends keeps it open until the rows are committed, and then closes it or calls `committed`.
+    A writer keeps it open until its rows are committed, then calls `committed` or `close`.
     """
 
     # Whether `fetch` may take as long as a download.
@@ -65,22 +65,22 @@ class Store:
 
     def __init__(self, root: Path):
         self.root = root
-        # The id of the catalog whose bytes go here, once that is known.
+        # Id of the owning catalog, once known.
         self.claimed_by: str | None = None
         self._file: int | None = None
         self._is_held = False
-        # Segments before the present one that may hold bytes whose rows are not committed yet.
+        # Earlier segments that may hold bytes whose rows are not committed yet.
         self._earlier: list[int] = []
         self._segment = ""
         self._end = 0
 
     @property
     def place(self) -> str:
-        """Return where it is, for people."""
+        """Return the location, for messages."""
         return str(self.root)
 
     def append(self, payload: Payload) -> Location:
-        """Write a blob and fsync it. Raises `ServiceError` when the disk is full; nothing is lost."""
+        """Write a blob and fsync it. Raises as `append_many`."""
         return self.append_many([payload])[0]
 
     def append_many(
@@ -88,10 +88,10 @@ class Store:
     ) -> list[Location]:
         """Write blobs next to each other with one fsync; `checksums` are theirs where known.
 
-        Unless `cached` their pages are given back, so that what is written in bulk takes no memory from
-        what is served, nor the time to find more and more of it.
+        Unless `cached` their pages leave the page cache, so that a bulk write takes no memory from what is
+        served.
 
-        Raises `ServiceError` when the disk is full, read-only or faulty; then none of them is there.
+        Raises `ServiceError` when the disk is full, read-only or faulty; then none of them is stored.
         """
         views = [memoryview(payload).cast("B") for payload in payloads]
         if not views:
@@ -115,7 +115,7 @@ class Store:
         return list(map(Location, repeat(self._segment), offsets, map(len, views), checksums))
 
     def committed(self) -> None:
-        """Say that the rows of everything appended so far are committed, or never will be."""
+        """Release the segments: the rows of everything appended are committed, or never will be."""
         for file in self._earlier:
             os.close(file)
         self._earlier.clear()
@@ -128,25 +128,25 @@ class Store:
         return checked(location, b"".join(self._chunks(location)))
 
     def fetch(self, location: Location) -> tuple[Path, int]:
-        """Return a local file and the offset of the blob in it, for a reader that verifies it itself.
+        """Return a local file and the offset of the blob in it, for a reader that verifies the bytes itself.
 
-        Downloads it first where the store `is_remote`. Raises `DamagedBytes` or `MissingBytes`.
+        A store that `is_remote` downloads it first. Raises `DamagedBytes` or `MissingBytes`.
         """
         return self.path(location.segment), location.offset
 
     def drop_cached(self, location: Location) -> bool:
-        """Forget a local copy of the blob, so that it is fetched anew; say whether there can be one."""
+        """Remove a local copy of the blob, so that it is fetched again; say whether the store has any."""
         return False
 
     def check(self, locations: Sequence[Location]) -> list[Fault | None]:
-        """Compare checksums where the bytes lie, in bounded memory; say what is wrong with each, if anything.
+        """Verify blobs where they lie, in bounded memory; return the fault of each, or None.
 
-        Raises `ServiceError` when a service that has them does not answer.
+        Raises `ServiceError` when a remote store does not answer.
         """
         return [self._fault(location) for location in locations]
 
     def segments(self) -> Iterator[tuple[str, int]]:
-        """Yield each segment and its bytes; other names in the directory are nobody's business."""
+        """Yield each segment's name and size in bytes; skip other names in the directory."""
         with suppress(FileNotFoundError), os.scandir(self.root) as entries:
             for entry in entries:
                 if SEGMENT_NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
@@ -154,7 +154,7 @@ class Store:
 
     @contextmanager
     def claim(self, segment: str) -> Iterator[bool]:
-        """Hold a segment against writers for a while; yields False when one of them lives and holds it."""
+        """Lock a segment against writers; yields False when a living writer holds it, or it is gone."""
         try:
             handle = os.open(self.path(segment), os.O_RDWR)
         except FileNotFoundError:
@@ -168,18 +168,18 @@ class Store:
             os.close(handle)
 
     def remove(self, segment: str) -> None:
-        """Delete a segment. Only for one that is claimed and that no row names."""
+        """Delete a segment that is claimed and that no row names."""
         try:
             self.path(segment).unlink(missing_ok=True)
         except OSError as error:
             raise ServiceError(f"Could not remove {self.path(segment)}: {error.strerror}.") from None
 
     def clean(self) -> int:
-        """Remove what a crash left of other files than segments; return how many."""
+        """Remove leftovers of crashes other than segments; return how many."""
         return 0
 
     def catalog_id(self) -> str | None:
-        """Return the id of the catalog that the store belongs to; None when nobody has said so."""
+        """Return the id of the catalog that owns the store; None when none has claimed it."""
         try:
             return (self.root / CATALOG_ID).read_text().strip()
         except FileNotFoundError:
@@ -188,7 +188,7 @@ class Store:
             raise ServiceError(f"Could not read {self.root / CATALOG_ID}: {error.strerror}.") from None
 
     def belong_to(self, catalog_id: str) -> str:
-        """Let the store belong to a catalog, unless it belongs to one; return to which."""
+        """Claim the store for a catalog unless it has an owner; return the owner's id."""
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             return write_once(self.root / CATALOG_ID, catalog_id)
@@ -196,18 +196,20 @@ class Store:
             raise ServiceError(f"Could not write {self.root / CATALOG_ID}: {error.strerror}.") from None
 
     def path(self, segment: str) -> Path:
+        """Return a segment's file."""
         return self.root / segment
 
     def close(self) -> None:
+        """Release all segments and close the current one."""
         self.committed()
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
     def _hold(self) -> None:
-        """Have a segment open that is ours alone, with room in it."""
+        """Open and lock a segment of our own with room in it."""
         if self._file is not None and not self._is_held and not lock(self._file):
-            # Somebody cleans up there, or has: its rows are safe, and we go elsewhere.
+            # Garbage collection has claimed or removed it: its rows are committed, and a new one is started.
             os.close(self._file)
             self._file = None
         self._is_held = self._file is not None
@@ -222,7 +224,7 @@ class Store:
         while self._file is None:
             segment = f"{uuid.uuid4().hex}.seg"
             file = os.open(self.path(segment), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
-            # Between its creation and its lock somebody may have taken it for garbage.
+            # Between its creation and its lock garbage collection may have claimed it.
             if lock(file):
                 self._file, self._segment, self._end, self._is_held = file, segment, 0, True
             else:
@@ -230,11 +232,11 @@ class Store:
         sync(self.root)
 
     def _abandon(self) -> None:
-        """Never write to this segment again: after a failed fsync nobody knows what the disk holds."""
+        """Never write to this segment again: after a failed fsync the disk's content is unknown."""
         if self._file is None:
             return
         with suppress(OSError):
-            # What was acknowledged stays; the rest would keep a full disk full.
+            # Keep what was acknowledged; the rest would keep a full disk full.
             os.ftruncate(self._file, self._end)
             if not self._end:
                 self.path(self._segment).unlink(missing_ok=True)
@@ -242,14 +244,14 @@ class Store:
         self._file, self._is_held = None, False
 
     def _chunks(self, location: Location) -> Iterator[bytes]:
-        """Yield a blob's bytes, as far as they are there."""
+        """Yield a blob's bytes, as far as they exist."""
         path = self.path(location.segment)
         try:
             file = os.open(path, os.O_RDONLY)
         except OSError as error:
             raise MissingBytes(
                 f"The segment {path} cannot be opened ({error.strerror}). "
-                "Restore it and make it readable, or export again."
+                "Restore it or make it readable, or export the revision again."
             ) from None
         try:
             at, end = location.offset, location.offset + location.length
@@ -257,7 +259,7 @@ class Store:
                 yield chunk
                 at += len(chunk)
         except OSError as error:
-            raise MissingBytes(f"{path} cannot be read ({error.strerror}). Look at its disk.") from None
+            raise MissingBytes(f"{path} cannot be read ({error.strerror}). Check its disk.") from None
         finally:
             os.close(file)
 
@@ -271,21 +273,22 @@ class Store:
 
 
 def checked(location: Location, data: bytes) -> bytes:
-    """Return the bytes if they are those of the location; `DamagedBytes` otherwise."""
+    """Return the bytes if they match the location's checksum; raise `DamagedBytes` otherwise."""
     if not is_whole(data, location.checksum):
         raise damaged(location, len(data))
     return data
 
 
 def damaged(location: Location, size: int) -> DamagedBytes:
+    """Return the error for a blob of which `size` bytes were read."""
     return DamagedBytes(
-        f"The bytes at {location.segment}:{location.offset} are damaged: {size} of "
-        f"{location.length} bytes, and the checksum differs. Export the revision again."
+        f"The bytes at {location.segment}:{location.offset} are damaged: read {size} of "
+        f"{location.length} bytes, and their checksum differs. Export the revision again."
     )
 
 
 def room(length: int) -> int:
-    """Return how many bytes of a segment a blob takes, with what lies between it and its like."""
+    """Return the bytes that a blob takes in a segment, padding included."""
     return aligned(length, _alignment(length))
 
 
@@ -294,7 +297,7 @@ def _alignment(length: int) -> int:
 
 
 def lay_out(views: Sequence[memoryview], end: int) -> tuple[list[int], list[memoryview], int]:
-    """Return where each blob starts from `end` on, what is to be written there, and the new end."""
+    """Return each blob's offset from `end` on, the buffers to write there (padding too), and the new end."""
     offsets, buffers = [], []
     for view in views:
         offset = aligned(end, _alignment(len(view)))
@@ -307,7 +310,7 @@ def lay_out(views: Sequence[memoryview], end: int) -> tuple[list[int], list[memo
 
 
 def lock(handle: int) -> bool:
-    """Take a file's lock if it is free; False when it is held, or when the file has no name any more."""
+    """Try to lock a file; False when another process holds it, or when the file was removed."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -316,7 +319,7 @@ def lock(handle: int) -> bool:
 
 
 def _write(file: int, buffers: list[memoryview], offset: int) -> None:
-    """Write buffers one after another, however few bytes the system takes at once."""
+    """Write all buffers at `offset`, also when the system takes fewer bytes at once."""
     first = 0
     while first < len(buffers):
         written = os.pwritev(file, buffers[first : first + IOV_MAX], offset)

@@ -1,7 +1,7 @@
 """Which line of training a policy's settings continue.
 
-A line goes on from the policy's champion while task and contract stay the same; with another contract it
-begins at the base. Knows catalog and manifests. Knows neither trainer nor engine.
+A line continues from the policy's champion while its task and contract stay the same. With another contract
+it starts at the base.
 """
 
 from collections.abc import Sequence
@@ -11,13 +11,15 @@ from engine.adapters.manifests import stored_manifest
 from engine.errors import NotFound
 from engine.settings.params import DIGEST12, Paths, PolicyConfig, content_hash
 
-# Settings that may change while a line of training goes on.
-NOT_OF_A_LINE = {"steps", "suite", "snapshot_ttl_s", "scheduled", "max_age_s", "drift_after_s", "owner"}
+# Settings that may change within one line of training.
+NOT_OF_A_LINE = {
+    "steps", "suite", "snapshot_ttl_s", "scheduled", "max_age_s", "drift_after_s", "owner", "no_signal_steps",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line of training: its session's name, the revision where it starts, its seed, and where LoRA sits."""
+    """A line of training: its session's name, its parent revision, its seed, and its LoRA targets."""
 
     session: str
     parent: str | None
@@ -26,16 +28,16 @@ class Line:
 
 
 def line_of(paths: Paths, policy: str, config: PolicyConfig, targets: Sequence[str]) -> Line:
-    """Return the line of training that these settings continue; `targets` are all that can be served.
+    """Return the line of training that these settings continue; `targets` are the servable projections.
 
-    Settings, champion and the releases that it has withstood name the line, so that a run that was killed
-    finds it again, while a policy whose revision was promoted or refused since gets a new line with a
-    seed of its own.
+    The line's name is a hash of the settings, the champion and the number of releases that failed against
+    it. A killed run therefore finds its line again, and a policy whose revision was promoted or refused
+    since then starts a new line with a new seed.
     """
     champion, refused = _standing(paths, policy)
     settings = config.model_dump(mode="json", exclude=NOT_OF_A_LINE, exclude_defaults=True)
     if config.data_digest:
-        # The data by its content: where the file lies must not change what is drawn.
+        # The data's hash: the file's location must not change the line.
         settings["task"] = config.data_digest
     name = content_hash([settings, champion, refused])
     targets = config.targets or tuple(targets)
@@ -45,7 +47,7 @@ def line_of(paths: Paths, policy: str, config: PolicyConfig, targets: Sequence[s
 
 
 def _standing(paths: Paths, policy: str) -> tuple[str | None, int]:
-    """Return the champion and how many releases were refused in its favour."""
+    """Return the champion and the number of releases that failed against it."""
     from engine.catalog.catalog import open_catalog
 
     with open_catalog(paths) as catalog:
@@ -64,7 +66,7 @@ def _continues(
     if not manifest or sorted(manifest["targets"]) != sorted(targets):
         return False
     before, now = manifest["config"], config.model_dump(mode="json")
-    # New data of the same policy is learned on top of its champion.
+    # A policy with new data continues from its champion.
     same = ("contract", "verifier", "system", "few_shot", "rank")
     names = same if config.data_digest else ("task", *same)
     return all(before.get(name, now[name]) == now[name] for name in names)

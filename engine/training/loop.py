@@ -1,13 +1,11 @@
-"""The GRPO loop, on the client's side: sample groups, score them, send gradients, hand the adapter over.
+"""The GRPO loop of one policy, on the client's side: sample groups, score them, send gradients, export.
 
-Everything that must survive this process is in the trainer's session: started again, the loop goes on from
-the session's step. With `staleness` k the samples of a step are drawn under the revision of k steps before,
-while those steps are learned. Each row says which revision that was; a run that goes on draws what was under
-way again under the same revision, or, when that has expired, under the newest one, as its row then says.
+The loop is disposable. All durable state is in the trainer's session, so a restarted run continues from the
+session's step. With `staleness` k, a step samples from the revision of k steps before while the steps in
+between still train. Each row records the revision that sampled. A restarted run samples again from that
+revision, or from the newest one when that revision has expired.
 """
 
-import os
-import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -22,17 +20,21 @@ from engine.errors import Conflict, NotFound, ServiceError
 from engine.problems.procedural import check_task, stream
 from engine.settings.params import Params, PolicyConfig, content_hash
 from engine.training import rollout_data
+from engine.training.reward_signal import refuse_without_signal
 from engine.training.rollout_data import Drawn, Sampler
 from engine.training.run import Run, prepare
 from engine.training.service.protocol import AdamParams, Exported, SessionInfo
 from engine.training.service.train_step import TrainStep
 from engine.version import code_version
 
-# About 300 tokens with short answers: in bfloat16 a probe of 100 refuses right mixtures of experts. The
-# trainer draws them, and all other policies wait meanwhile.
+# About 300 tokens with short answers: in bfloat16 a probe of 100 tokens refuses correct mixtures of experts.
+# All other policies wait while the trainer generates them.
 PROBE_PROMPTS, PROBE_TOKENS = 24, 24
 STEP_ATTEMPTS = 3
-# A session whose writer was killed is free again after the trainer's lease.
+# What a row holds for a restarted run, and the ledger does not: the revision that was exported before the
+# step, and the position in the stream of replacements.
+FOR_RESTARTS = ("handed", "replaced")
+# The trainer frees the session of a killed writer when its lease ends.
 TAKE_OVER_S = 40.0
 
 OnStep = Callable[[Mapping[str, Any]], None]
@@ -40,7 +42,7 @@ OnStep = Callable[[Mapping[str, Any]], None]
 
 @dataclass(frozen=True)
 class Trained:
-    """What a training run brought; `curve` has the row of each step (`train_step.TrainStep`)."""
+    """Result of a training run; `curve` holds the row of each step (`train_step.TrainStep`)."""
 
     policy: str
     session: str
@@ -56,8 +58,9 @@ def train(
 ) -> Trained:
     """Train a policy by GRPO up to `config.steps`, and export its revision with an effect probe.
 
-    Does nothing twice: a line of training that has all its steps is only exported again. `on_step` gets
-    each new step's row. Raises `ServiceError` when trainer or engine stay away.
+    Idempotent: a line of training that has all its steps is only exported again. `on_step` receives each new
+    step's row. Raises `ServiceError` when the trainer or the engine stays unavailable, `ConfigError` when
+    `no_signal_steps` steps in a row had nothing to learn from.
     """
     check_task(config.task)
     began = time.monotonic()
@@ -67,6 +70,7 @@ def train(
             session = next_step(run, session)
             if on_step:
                 on_step(session.history[-1])
+            refuse_without_signal(run, session)
         exported = export_revision(run, session)
         run.client.close_session(session)
     assert exported.directory is not None
@@ -77,9 +81,9 @@ def train(
 
 
 def open_session(run: Run) -> SessionInfo:
-    """Open the line's session, or go on with it; gradients of a step that broke off are dropped.
+    """Open the line's session or continue it; the gradients of an interrupted step are dropped.
 
-    The last step may have been stored just before the process that took it died: it is recorded here again.
+    The process that took the last step may have died before it recorded the row, so it is recorded again.
     """
     config, known = run.config, run.params.policy(run.policy)
     retrying = Retrying(
@@ -97,7 +101,7 @@ def open_session(run: Run) -> SessionInfo:
         targets=run.line.targets,
         seed=run.line.seed,
         parent=run.line.parent,
-        holder=f"{socket.gethostname()}:{os.getpid()}",
+        holder=run.holder,
         config={**config.model_dump(mode="json"), "session": run.line.session, "line_seed": run.line.seed},
         policy_config=known.model_dump(mode="json"),
         owner=known.owner,
@@ -109,7 +113,7 @@ def open_session(run: Run) -> SessionInfo:
 
 
 def next_step(run: Run, session: SessionInfo) -> SessionInfo:
-    """Return the session after its next step, repeating the step when trainer or engine broke off."""
+    """Return the session after its next step; repeat the step when the trainer or the engine fails."""
     retrying = Retrying(
         retry=retry_if_exception_type(ServiceError),
         stop=stop_after_attempt(STEP_ATTEMPTS),
@@ -126,15 +130,23 @@ def next_step(run: Run, session: SessionInfo) -> SessionInfo:
 
 
 def grpo_step(run: Run, session: SessionInfo) -> SessionInfo:
-    """Hand the adapter over, take the step's samples, score them, send their gradients, apply them."""
+    """Take one step: export the adapter, sample, score, send the gradients and apply them."""
+    from engine.training.loss.grpo import loss_of
+
     config, began = run.config, time.monotonic()
     handed = run.client.export(session) if session.step or session.parent else None
     newest = Sampler(session.step, handed.digest if handed else None)
     asked = time.monotonic()
     drawn = samples_of(run, session, newest)
     sampled = time.monotonic()
-    judged = rollout_data.judge(run.verifier, drawn)
-    data, kept = rollout_data.build_data(drawn, judged, config.loss)
+    judged, first_s = rollout_data.judge(run.verifier, drawn), drawn.seconds
+    replaced = session.history[-1].get("replaced", 0) if session.history else 0
+    if loss_of(config.loss).drops:
+        drawn, judged, replaced = rollout_data.refill(
+            run.source, run.verifier, session.step, drawn, judged, replaced
+        )
+    refill_s = drawn.seconds - first_s
+    data, kept = rollout_data.build_data(drawn, judged, config)
     scored = time.monotonic()
     metrics = run.client.forward_backward(
         session, data, config.loss, config.loss_sent(), router_replay=run.source.replays
@@ -151,17 +163,16 @@ def grpo_step(run: Run, session: SessionInfo) -> SessionInfo:
         **drawn.row(),
         **judged.row(),
         **metrics,
-        wait_s=sampled - asked,
-        reward_s=scored - sampled,
+        wait_s=sampled - asked + refill_s,
+        reward_s=scored - sampled - refill_s,
         update_s=learned - scored,
         handoff_s=handed.seconds if handed else 0.0,
         backpressure_s=run.client.backpressure_s.pop(session.session, 0.0),
         tokens_per_s=metrics["tokens"] / (learned - began),
     )
-    # `handed` is for a run that goes on; the ledger has no use for it.
-    row = {**step.row(), "handed": newest.digest}
-    # Whether anything pulls is the loss's to say: to the base, or one's own without any spread. Of no
-    # gradient Adam would still make a step.
+    row = {**step.row(), "handed": newest.digest, "replaced": replaced}
+    # The loss says whether any token had a gradient: a KL term or a custom loss needs no spread in rewards.
+    # Adam would take a step even without a gradient.
     skip = not (judged.sound and metrics["learned_tokens"])
     adam = AdamParams(learning_rate=config.lr)
     done = run.client.optim_step(session, adam, position=drawn.position, record=row, skip=skip)
@@ -171,20 +182,20 @@ def grpo_step(run: Run, session: SessionInfo) -> SessionInfo:
 
 
 def samples_of(run: Run, session: SessionInfo, newest: Sampler) -> Drawn:
-    """Return the next step's samples; with staleness the draws of later steps are begun before."""
+    """Return the next step's samples; with staleness, start sampling for later steps first."""
     lag = run.config.staleness
     for step in range(session.step, min(session.step + lag + 1, run.config.steps)):
         run.ahead.begin(step, session.position, sampler_of(session, newest, step - lag))
     try:
         return run.ahead.take(session.step)
     except NotFound:
-        # What it was to be drawn under has expired while the run was away.
+        # The revision that was to sample expired while the run was down.
         run.ahead.begin(session.step, session.position, newest)
         return run.ahead.take(session.step)
 
 
 def sampler_of(session: SessionInfo, newest: Sampler, step: int) -> Sampler:
-    """Return the revision that the session had after `step` steps, its first one when that is negative."""
+    """Return the session's revision after `step` steps; a negative step means its first revision."""
     step = max(step, 0)
     if step >= session.step or "handed" not in session.history[step]:
         return newest
@@ -192,14 +203,14 @@ def sampler_of(session: SessionInfo, newest: Sampler, step: int) -> Sampler:
 
 
 def record_step(run: Run, row: Mapping[str, Any]) -> None:
-    """Give a step of the session's history to the ledger, which takes each one once, by its id."""
+    """Append a step's row to the ledger's spool; the row's id makes a repeated append harmless."""
     identity = {"code_version": code_version(), "config_hash": content_hash(run.config)}
-    told = {name: value for name, value in row.items() if name != "handed"}
+    told = {name: value for name, value in row.items() if name not in FOR_RESTARTS}
     run.spool.emit("train_steps", id=f"{run.line.session}-{row['step']}", **told, **identity)
 
 
 def export_revision(run: Run, session: SessionInfo) -> Exported:
-    """Export the session's adapter as a revision, with an effect probe on questions it never trained on."""
+    """Export the session's adapter as a revision with an effect probe on held-out questions."""
     held_out = islice(stream(run.config.task, "eval", run.line.seed), PROBE_PROMPTS)
     prompts = [run.source.prompt_ids(problem.question) for _, problem in held_out]
     tokens = min(run.config.max_tokens, PROBE_TOKENS)

@@ -1,16 +1,17 @@
-"""What a step learns from: problems of the line's stream, groups that the engine samples, their rewards.
+"""The data of a training step: problems of the line's stream, groups that the engine samples, their rewards.
 
-A step's samples follow from line, step and the revision that draws them, so that they can be drawn again.
-With staleness k a step is drawn under the revision of k steps before, while those steps are still learned:
-the draw is under way beside them, under a revision that never changes. Knows nothing of the trainer.
+A step's samples follow from the line, the step and the revision that samples, so they can be drawn again.
+With staleness k, a step's samples are drawn from the revision of k steps before, while the steps in between
+still train.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import compress, islice
+from math import ceil
 from statistics import fmean, pstdev
 from time import monotonic
 from typing import Any
@@ -27,7 +28,7 @@ from engine.training.service.protocol import Datum, EncodedText, ModelInput, Ten
 
 @dataclass(frozen=True)
 class Sampler:
-    """The revision that draws: after how many steps it was exported, and its digest; None is the base."""
+    """The revision that samples: the step it was exported at, and its digest; None is the base."""
 
     step: int
     digest: str | None
@@ -35,9 +36,9 @@ class Sampler:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a line's samples come from: its problems, and the engine that answers them.
+    """The source of a line's samples: its problems and the engine that answers them.
 
-    With `replays` they come with their tokens' experts.
+    With `replays` the samples include the experts that the engine chose for each token.
     """
 
     policy: str
@@ -50,19 +51,28 @@ class Source:
     replays: bool = False
 
     def prompt_ids(self, question: str) -> list[int]:
-        """Return a question's token ids as the policy asks it: template, system prompt, examples."""
+        """Return a question's token ids under the policy's template, system prompt and examples."""
         return prompt_ids(self.tokenizer, question, self.config.system, self.config.few_shot)
 
     def problems(self, position: int) -> tuple[list[Problem], int]:
-        """Return the problems of one step and the position of the next one's."""
-        drawn = stream(self.config.task, "train", self.line.seed, position)
-        numbered = list(islice(drawn, self.config.groups))
+        """Return the problems of one step and the position where the next step's begin."""
+        return self._problems(self.line.seed, position, self.config.groups)
+
+    def replacements(self, position: int, count: int) -> tuple[list[Problem], int]:
+        """Return `count` problems that replace groups without spread, and where the next ones begin.
+
+        They have a stream of their own, so the data positions of later steps do not depend on rewards.
+        """
+        return self._problems(int(content_hash([self.line.seed, "replacements"])[:7], 16), position, count)
+
+    def _problems(self, seed: int, position: int, count: int) -> tuple[list[Problem], int]:
+        numbered = list(islice(stream(self.config.task, "train", seed, position), count))
         return [problem for _, problem in numbered], numbered[-1][0] + 1
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """One step's samples, the revision that drew them, where the next step's data begins, and seconds."""
+    """One step's samples, the revision that drew them, the next step's data position, and the seconds."""
 
     sampler: Sampler
     problems: Sequence[Problem]
@@ -71,8 +81,18 @@ class Drawn:
     position: int
     seconds: float
 
+    def plus(self, other: "Drawn") -> "Drawn":
+        """Return these samples and those of `other`, which replace groups of the same step."""
+        return replace(
+            self,
+            problems=[*self.problems, *other.problems],
+            prompts=[*self.prompts, *other.prompts],
+            groups=[*self.groups, *other.groups],
+            seconds=self.seconds + other.seconds,
+        )
+
     def row(self) -> dict[str, Any]:
-        """Return the columns of `TrainStep` that the answers give."""
+        """Return the columns of `TrainStep` that follow from the answers."""
         samples = [sample for group in self.groups for sample in group]
         lengths = [len(sample.tokens) for sample in samples]
         return {
@@ -84,11 +104,18 @@ class Drawn:
         }
 
 
-def draw(source: Source, step: int, sampler: Sampler, problems: Sequence[Problem], position: int) -> Drawn:
-    """Sample a group for each problem under the sampler's revision."""
+def draw(
+    source: Source,
+    step: int,
+    sampler: Sampler,
+    problems: Sequence[Problem],
+    position: int,
+    replaces: bool = False,
+) -> Drawn:
+    """Sample a group for each problem from the sampler's revision; `replaces` gives other random numbers."""
     config, clock = source.config, monotonic()
     prompts = [source.prompt_ids(problem.question) for problem in problems]
-    seed = int(content_hash([source.line.seed, step])[:7], 16)
+    seed = int(content_hash([source.line.seed, step, *(["replaces"] if replaces else [])])[:7], 16)
     sampling = Sampling(
         config.group_size, config.max_tokens, config.temperature, seed, routed_experts=source.replays
     )
@@ -98,20 +125,21 @@ def draw(source: Source, step: int, sampler: Sampler, problems: Sequence[Problem
 
 
 class Ahead:
-    """The draws under way: of the next step, and with staleness of steps after it.
+    """Background sampling for the next step and, with staleness, for steps after it.
 
-    Of a run that ends before, the engine finishes what it has, under the revision that it began with.
+    When the run ends early, the engine finishes the requests that it has.
     """
 
     def __init__(self, source: Source):
         self.source = source
+        self.last: Drawn | None = None
         self._draws: dict[int, Future[Drawn]] = {}
         self._ends: dict[int, int] = {}
 
     def begin(self, step: int, position: int, sampler: Sampler) -> None:
-        """Begin a step's draw unless it is under way; `position` is where its data begins.
+        """Start sampling for a step unless it has started; `position` is where the step's data begins.
 
-        A draw ahead of the next step begins where the one before it ended.
+        A later step's data begins where the data of the step before it ends.
         """
         if step not in self._draws:
             problems, end = self.source.problems(self._ends.get(step - 1, position))
@@ -119,24 +147,34 @@ class Ahead:
             self._draws[step] = background(partial(draw, self.source, step, sampler, problems, end))
 
     def take(self, step: int) -> Drawn:
-        """Wait for a step's draw. One that failed raises its error, and can be begun again."""
-        return self._draws.pop(step).result()
+        """Wait for a step's samples. A failed draw raises its error and can be started again."""
+        self.last = self._draws.pop(step).result()
+        return self.last
 
 
 @dataclass(frozen=True)
 class Judged:
-    """Each group's rewards, None for a group that the verifier failed on, and its failures by name."""
+    """Rewards of each group, None for a group that the verifier failed on, and failures by name."""
 
     rewards: Sequence[Sequence[float] | None]
     errors: Counter[str]
 
     @property
     def sound(self) -> list[Sequence[float]]:
-        """Return the rewards of the groups that count."""
+        """Return the rewards of the groups without a verifier failure."""
         return [rewards for rewards in self.rewards if rewards is not None]
 
+    @property
+    def teaching(self) -> list[bool]:
+        """Say for each group whether its samples differ in reward; without spread all advantages are zero."""
+        return [rewards is not None and min(rewards) < max(rewards) for rewards in self.rewards]
+
+    def plus(self, other: "Judged") -> "Judged":
+        """Return these rewards and those of `other`."""
+        return Judged([*self.rewards, *other.rewards], self.errors + other.errors)
+
     def row(self) -> dict[str, Any]:
-        """Return the columns of `TrainStep` that the rewards give, None where no group counts."""
+        """Return the columns of `TrainStep` that follow from the rewards, None where no group is sound."""
         sound = self.sound
         every = [reward for rewards in sound for reward in rewards]
         return {
@@ -149,7 +187,7 @@ class Judged:
 
 
 def judge(verifier: Verifier, drawn: Drawn) -> Judged:
-    """Score every sample; a group with an answer that the verifier raises or hangs on is dropped."""
+    """Score every sample; drop a group when the verifier raises or hangs on one of its answers."""
     rewards: list[Sequence[float] | None] = []
     errors: Counter[str] = Counter()
     for problem, group in zip(drawn.problems, drawn.groups, strict=True):
@@ -159,33 +197,60 @@ def judge(verifier: Verifier, drawn: Drawn) -> Judged:
     return Judged(rewards, errors)
 
 
-def build_data(drawn: Drawn, judged: Judged, loss: str) -> tuple[list[Datum], int]:
-    """Return the samples that the loss is to see, with their advantages, and how many groups teach.
+def refill(
+    source: Source, verifier: Verifier, step: int, drawn: Drawn, judged: Judged, position: int
+) -> tuple[Drawn, Judged, int]:
+    """Replace groups without spread, as far as `refills` allows: DAPO's dynamic sampling.
 
-    Where the loss drops the groups that do not teach and none does, every sample comes with advantage zero,
-    so that the importance ratio is still measured; also when the verifier failed on every group.
+    DAPO (arXiv 2503.14476, section 3.2) samples until the batch is full. Here one more request asks for as
+    many problems as should fill it by the share of groups that teach, at most `refills` batches. Returns the
+    step's samples and rewards with those of the replacements, and the next position of their stream.
+    """
+    config, found = source.config, sum(judged.teaching)
+    missing, most = config.groups - found, config.refills * config.groups
+    count = min(most, ceil(missing * len(judged.rewards) / found)) if found else most
+    if missing <= 0 or not count:
+        return drawn, judged, position
+    problems, position = source.replacements(position, count)
+    more = draw(source, step, drawn.sampler, problems, drawn.position, replaces=True)
+    return drawn.plus(more), judged.plus(judge(verifier, more)), position
+
+
+def build_data(drawn: Drawn, judged: Judged, config: PolicyConfig) -> tuple[list[Datum], int]:
+    """Return the samples for the loss with their advantages, and the number of groups that teach.
+
+    A loss that drops groups without spread gets the first `config.groups` that have some. When no group has
+    any, only a KL term or a custom loss has a gradient. For other losses one group is returned, with
+    advantage zero: enough to measure the importance ratio, without a pass over the whole batch.
     """
     import torch
 
-    from engine.training.loss.grpo import group_advantages, groups_that_teach, loss_of
+    from engine.training.loss.grpo import group_advantages, loss_of
 
-    size, rule = len(drawn.groups[0]), loss_of(loss)
+    size, rule = len(drawn.groups[0]), loss_of(config.loss)
     rewards_PG = torch.tensor([[0.0] * size if group is None else group for group in judged.rewards])
     advantages = group_advantages(rewards_PG, rule.by_spread).tolist()
-    teaching = groups_that_teach(rewards_PG).tolist()
-    sound = [group is not None or not judged.sound for group in judged.rewards]
-    used = teaching if rule.drops and any(teaching) else sound
+    teaching = list(compress(range(len(drawn.groups)), judged.teaching))
+    sound = [p for p, group in enumerate(judged.rewards) if group is not None or not judged.sound]
+    if not teaching and not learns_without_spread(config):
+        used = sound[:1]
+    else:
+        used = teaching[: config.groups] if rule.drops and teaching else sound
     data = [
         datum(drawn.prompts[p], sample, advantages[p][g])
-        for p, group in enumerate(drawn.groups)
-        if used[p]
-        for g, sample in enumerate(group)
+        for p in used
+        for g, sample in enumerate(drawn.groups[p])
     ]
-    return data, sum(teaching)
+    return data, len(teaching)
+
+
+def learns_without_spread(config: PolicyConfig) -> bool:
+    """Say whether the loss may have a gradient where all advantages are zero: a KL term or a custom loss."""
+    return config.loss_config.kl > 0 or config.loss.startswith("python:")
 
 
 def datum(prompt: Sequence[int], sample: Sample, advantage: float) -> Datum:
-    """Return one sample as the trainer takes it: all tokens but the last, and values for the next ones."""
+    """Return one sample in the trainer's format: all tokens but the last, and values for the next tokens."""
     tokens = [*prompt, *sample.tokens]
     before, after = len(prompt) - 1, len(sample.tokens)
     inputs = {

@@ -1,7 +1,7 @@
-"""Rollouts: groups of samples from the engine, with the log-probabilities that they were drawn at.
+"""Rollouts: groups of samples from the engine, with the log-probability of each sampled token.
 
-One request for all groups of a step, prompts as token ids. A full or absent engine is waited for: a restart
-takes it some 40 s, and the step goes on when it is back.
+One request carries all groups of a step, with prompts as token ids. The client waits for a full or absent
+engine: a restart takes it some 40 s, and the step continues when it is back.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from engine.clients.engine import EngineClient
 class Sample:
     """One completion: its token ids with the end token, each one's log-probability, and its text.
 
-    `truncated` says that it was cut off at the limit. `routed_experts` are those of prompt and completion as
-    the engine encodes them, if they were asked for.
+    `truncated`: the completion was cut off at the token limit. `routed_experts`: the experts of prompt and
+    completion in the engine's encoding, if they were requested.
     """
 
     tokens: tuple[int, ...]
@@ -28,7 +28,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample. `seed` plus a problem's number seeds its group, so that a step can be repeated."""
+    """Sampling parameters. `seed` plus a problem's number seeds its group, so a step can be repeated."""
 
     group_size: int
     max_tokens: int
@@ -44,8 +44,8 @@ def sample_groups(
 ) -> list[list[Sample]]:
     """Return `group_size` samples for each prompt, in the prompts' order.
 
-    Raises `NotFound` for an unknown model, `ConfigError` for what the engine refuses however often it is
-    asked, such as a prompt that is too long, and `ServiceError` when it stays away for `patience_s`.
+    Raises `NotFound` for an unknown model, `ConfigError` for a request that the engine will always refuse,
+    such as a prompt that is too long, and `ServiceError` when the engine stays away for `patience_s`.
     """
     body = {
         "model": model,

@@ -1,6 +1,9 @@
-"""What every step of one training run needs, opened and checked before its first rollout."""
+"""The resources of one training run, opened and checked before its first rollout."""
 
-from dataclasses import dataclass
+import os
+import socket
+import uuid
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.base.families import BaseShapes
@@ -17,7 +20,10 @@ from engine.training.service.client import TrainerClient
 
 @dataclass(frozen=True)
 class Run:
-    """A policy's line of training with its parts; `close` them."""
+    """A policy's line of training with its open clients; call `close` at the end.
+
+    `holder` names the run as the session's writer. It is unique: two runs in one process never share a lease.
+    """
 
     params: Params
     policy: str
@@ -28,24 +34,27 @@ class Run:
     client: TrainerClient
     spool: Spool
     verifier: Verifier
+    holder: str = field(default_factory=lambda: f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex}")
 
     def close(self) -> None:
+        """Release the session, and close the trainer's client, the spool and the verifier."""
+        self.client.release()
         for part in (self.client, self.spool, self.verifier):
             part.close()
 
 
 def prepare(params: Params, policy: str, config: PolicyConfig, key: str) -> Run:
-    """Open what a run's steps need; `ConfigError` for settings that would fail only after rollouts."""
+    """Open a run's resources; `ConfigError` for settings that would otherwise fail after the rollouts."""
     from transformers import AutoTokenizer
 
     from engine.training.loss.grpo import loss_of
 
-    # One of the policy's own that cannot be loaded must not cost a rollout.
+    # A custom loss that cannot be loaded fails before the first rollout.
     loss_of(config.loss)
     if config.rank > params.engine.max_rank:
         raise ConfigError(
             f"The policy {policy!r} has rank {config.rank}, and the engine serves up to "
-            f"{params.engine.max_rank}. Set engine.max_rank and start the services anew, or lower `rank`."
+            f"{params.engine.max_rank}. Raise engine.max_rank and restart the services, or lower `rank`."
         )
     base = ensure_base(params.base, params.paths)
     tokenizer = AutoTokenizer.from_pretrained(base.path)
@@ -57,7 +66,7 @@ def prepare(params: Params, policy: str, config: PolicyConfig, key: str) -> Run:
     if replays and not params.engine.routed_experts:
         raise ConfigError(
             f"The policy {policy!r} has router_replay, and the engine does not record experts. Set "
-            "engine.routed_experts to true and start the services anew, or router_replay to false."
+            "engine.routed_experts to true and restart the services, or set router_replay to false."
         )
     source = Source(policy, config, line, tokenizer, params.url("engine"), key, base_name, replays)
     spool = Spool(params.paths.spool, f"train-{policy}")

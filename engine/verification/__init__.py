@@ -1,1 +1,1 @@
-"""Why the engine does not reproduce a revision: its parts, asked of engine and trainer."""
+"""Locate the module at fault when the engine does not reproduce a revision."""

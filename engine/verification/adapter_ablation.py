@@ -1,7 +1,7 @@
-"""Parts of a revision as adapters of their own, for minutes: what engine and trainer make of each.
+"""Compare parts of a revision between engine and trainer, each part as a short-lived adapter.
 
-To the engine a part is a snapshot that expires, loaded by the way of every adapter; people's lists never show
-snapshots. To the trainer it is a revision directory. Does not know which parts to ask for.
+For the engine a part is a snapshot that expires, loaded like every adapter; lists for people never show
+snapshots. For the trainer it is a revision directory.
 """
 
 import time
@@ -33,7 +33,7 @@ Reference = Callable[[Tensors], Probe]
 
 @dataclass(frozen=True)
 class AdapterAblation:
-    """Ask for parts of the revision `row`, whose whole effect `probe` says."""
+    """Compare parts of the revision `row`, whose effect as a whole is in `probe`."""
 
     catalog: Catalog
     store: Store
@@ -45,9 +45,9 @@ class AdapterAblation:
     reference: Reference
 
     def compare(self, served: Tensors, shipped: Tensors) -> float:
-        """Return how far the engine's answers under `served` are from the trainer's under `shipped`, in nats.
+        """Return the distance, in nats, between the engine under `served` and the trainer under `shipped`.
 
-        Either may be empty, which is the base.
+        Either may be empty, which means the base.
         """
         rows = self.reference(shipped).rows if shipped else self.probe.rows
         wanted = [row.adapter if shipped else row.base for row in rows]
@@ -65,7 +65,7 @@ class AdapterAblation:
 
 
 def describe(row: Revision, tensors: Tensors) -> Manifest:
-    """Describe a part of the revision `row` by what it holds."""
+    """Return the manifest of a part of the revision `row`."""
     return make_manifest(
         tensors,
         policy=row.policy,
@@ -77,9 +77,9 @@ def describe(row: Revision, tensors: Tensors) -> Manifest:
 
 
 def trainer_reference(trainer: TrainerClient, row: Revision, probe: Probe, scratch: Path) -> Reference:
-    """Return what asks a trainer for a part's log-probabilities, on the rows of the whole revision's probe.
+    """Return a function that gets a part's probe from the trainer, on the rows of the revision's probe.
 
-    The trainer writes each row's last token anew, so that rows never outgrow the engine's longest prompt.
+    The trainer generates each row's last token again, so rows never exceed the engine's longest prompt.
     """
     prompts = [row.tokens[:-1] for row in probe.rows]
 

@@ -1,8 +1,7 @@
-"""Which module a refused revision's fault is in: parts of it, asked of the engine and of the trainer.
+"""Locate the module at fault in a refused revision, by comparing parts of it between engine and trainer.
 
-A part is one projection's factors in some layers and nothing else. The engine gets it from the bytes that it
-serves, the trainer from the revision's own tensors, so that a fault shows whether it is in the bytes or in
-what the engine does with them. Knows which parts to compare; `compare` knows how one is asked for.
+A part is one projection's factors in some layers and nothing else. The engine gets it from the stored bytes,
+the trainer from the revision's own tensors, so a fault in the bytes and one in the engine both show.
 """
 
 import re
@@ -15,13 +14,13 @@ from engine.quality.probe import UNKNOWN
 
 LAYER = re.compile(r"(?P<before>.*?\.layers)\.(?P<layer>\d+)\.(?P<after>.+)\.lora_[AB]")
 EVERY = "every module"
-# Nats between what the engine serves of a part and what the trainer computes of it.
+# Nats between engine and trainer for a part, given its served and its shipped tensors.
 Compare = Callable[[Tensors, Tensors], float]
 
 
 @dataclass(frozen=True)
 class FaultLocation:
-    """The module most likely at fault, the sentence for people, and each projection's error in nats."""
+    """The module most likely at fault, a sentence that says so, and each projection's error in nats."""
 
     module: str
     says: str
@@ -31,7 +30,7 @@ class FaultLocation:
 def locate_fault(served: Tensors, shipped: Tensors, compare: Compare, tolerance: float) -> FaultLocation:
     """Compare each projection alone, then halve the layers of the worst one.
 
-    At most one comparison a projection and two a halving.
+    Takes at most one comparison for each projection and two for each halving.
     """
     places = {key: place(key) for key in {**served, **shipped}}
 
@@ -48,21 +47,23 @@ def locate_fault(served: Tensors, shipped: Tensors, compare: Compare, tolerance:
     wrong = sorted((name for name in errors if errors[name] > tolerance), key=lambda name: -errors[name])
     if not wrong:
         return FaultLocation(
-            UNKNOWN, "Each projection alone is reproduced, so no module can be named.", errors
+            UNKNOWN,
+            "Each projection alone is reproduced, so the fault cannot be assigned to a module.",
+            errors,
         )
     if len(wrong) == len(errors) > 1:
-        says = f"Every module is wrong, {wrong[0]} by most ({errors[wrong[0]]:.2g} nats alone)."
+        says = f"Every module is wrong, most of all {wrong[0]} ({errors[wrong[0]]:.2g} nats alone)."
         return FaultLocation(EVERY, says, errors)
     layers = _narrowed(layers_of[wrong[0]], lambda half: error(wrong[0], half) > tolerance)
     module = _named(wrong[0], layers)
-    others = f" Wrong too: {', '.join(wrong[1:])}." if len(wrong) > 1 else ""
+    others = f" Also wrong: {', '.join(wrong[1:])}." if len(wrong) > 1 else ""
     return FaultLocation(
         module, f"Most likely {module}, wrong by {errors[wrong[0]]:.2g} nats alone.{others}", errors
     )
 
 
 def place(key: str) -> tuple[str, int]:
-    """Return (projection, layer) of a canonical tensor; all experts of a layer are one place."""
+    """Return (projection, layer) of a canonical tensor; all experts of a layer count as one."""
     match = LAYER.fullmatch(key)
     if match is None:
         return key.rpartition(".lora_")[0], 0

@@ -1,13 +1,13 @@
-"""Commands about single adapters: list and look, lineage, bring in and write out, retire, expire.
+"""Commands for single adapters: list, show, lineage, import, export, retire, expire.
 
-They need the catalog and the store, no service; whatever runs sees what they change within a second.
+They need the catalog and the store, but no running service. Running services apply a change within a second.
 """
 
 import json
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
-from itertools import chain, islice
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,23 +22,32 @@ from tasks.purged_names import reuse_purged_name
 
 app = typer.Typer()
 adapters_app = typer.Typer(
-    help="Single adapters: ls, show, lineage, import, export, retire, expire.", no_args_is_help=True
+    help="List, show, import, export, retire and expire single adapters.", no_args_is_help=True
 )
 app.add_typer(adapters_app, name="adapters")
-Name = Annotated[str, typer.Argument(help="POLICY@DIGEST; at least 4 digits of the digest.")]
+# Widths of the list: the narrowest terminal, POLICY@DIGEST12 at its longest, and what an owner gets at least.
+NARROWEST, LONGEST_NAME, OWNER = 72, 76, 14
+Name = Annotated[str, typer.Argument(help="Revision as POLICY@DIGEST, with at least 4 digits of the digest.")]
 
 
 @adapters_app.command("ls")
 def ls(
-    policy: Annotated[str | None, typer.Argument(help="Only this policy's, newest first.")] = None,
-    owner: Annotated[str | None, typer.Option(help="Only this owner's.")] = None,
-    retired: Annotated[bool, typer.Option("--retired", help="Retired ones too.")] = False,
-    after: Annotated[str | None, typer.Option(help="Go on after this name, the last one seen.")] = None,
-    limit: Annotated[int, typer.Option(min=0, help="How many at most; 0: all, page by page.")] = 100,
+    policy: Annotated[
+        str | None, typer.Argument(help="List only this policy's revisions, newest first.")
+    ] = None,
+    owner: Annotated[str | None, typer.Option(help="List only this owner's revisions.")] = None,
+    retired: Annotated[bool, typer.Option("--retired", help="Include retired revisions.")] = False,
+    after: Annotated[
+        str | None, typer.Option(help="Continue after this revision, the last one listed before.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=0, help="List at most this many revisions; 0: no limit.")] = 100,
     as_json: Json = False,
     params: ParamsFile = PARAMS,
 ) -> None:
-    """List revisions: state, step, rank, bytes, owner; a million never lie in memory."""
+    """List revisions with state, step, rank, bytes and owner.
+
+    Rows are read and printed page by page, so memory does not grow with the catalog.
+    """
     settings = enter(params)
     from engine.catalog.catalog import open_catalog
     from tasks import adapters
@@ -53,10 +62,10 @@ def ls(
 
 
 def print_list(rows: Iterator[dict[str, Any]], limit: int, as_json: bool) -> None:
-    """Print rows as they come; say how to go on when there are more than `limit`."""
+    """Print up to `limit` rows as they are read (0: all), and how to continue when there are more."""
     write = _json_row if as_json else _table_row
     count, last, more = 0, None, False
-    # What is refused is refused before anything is printed.
+    # Read the first row before anything is printed, so that an error comes alone.
     head = list(islice(rows, 1))
     if as_json:
         typer.echo('{"revisions": [', nl=False)
@@ -71,7 +80,7 @@ def print_list(rows: Iterator[dict[str, Any]], limit: int, as_json: bool) -> Non
     if not count:
         typer.echo("None.")
     elif more:
-        typer.echo(f"There are more: `--after {last}` goes on, `--limit 0` shows all.")
+        typer.echo(f"More revisions follow. Continue with `--after {last}`, or list all with `--limit 0`.")
 
 
 def _json_row(row: dict[str, Any], first: bool) -> None:
@@ -80,14 +89,30 @@ def _json_row(row: dict[str, Any], first: bool) -> None:
 
 def _table_row(row: dict[str, Any], first: bool) -> None:
     if first:
-        typer.echo(f"{'name':<40} {'state':<9} {'step':>6} {'rank':>4} {'bytes':>13}  owner")
-    numbers = f"{row['step']:>6} {row['rank']:>4} {row['bytes']:>13,}"
-    typer.echo(f"{row['name']:<40} {row['state']:<9} {numbers}  {row['owner']}")
+        _table_line("name", "state", "step", "rank", "bytes", "owner")
+    size = f"{row['bytes']:,}"
+    _table_line(row["name"], row["state"], row["step"], row["rank"], size, row["owner"])
+
+
+def _table_line(name: str, state: str, step: Any, rank: Any, size: str, owner: str) -> None:
+    """Print a line of the list; where the terminal is too narrow, name and owner wrap."""
+    from flows.display import console
+
+    middle = f"  {state:<8} {step:>6} {rank:>4} {size:>11}  "
+    width = max(NARROWEST, console.width) - len(middle)
+    names = min(LONGEST_NAME, width - OWNER)
+    owners = width - names
+    parts = (range(0, len(name), names), range(0, len(owner), owners))
+    for at, of in zip_longest(*parts):
+        part = "" if at is None else name[at : at + names]
+        rest = "" if of is None else owner[of : of + owners]
+        typer.echo(f"{part:<{names}}{middle}{rest}".rstrip())
+        middle = " " * len(middle)
 
 
 @adapters_app.command("show")
 def show(name: Name, as_json: Json = False, params: ParamsFile = PARAMS) -> None:
-    """Show all that the catalog knows of a revision."""
+    """Show everything that the catalog records about a revision."""
     settings = enter(params)
     from engine.catalog.catalog import open_catalog
     from tasks import adapters
@@ -103,7 +128,7 @@ def show(name: Name, as_json: Json = False, params: ParamsFile = PARAMS) -> None
 
 @adapters_app.command("lineage")
 def lineage(name: Name, as_json: Json = False, params: ParamsFile = PARAMS) -> None:
-    """Show what a revision was trained from, and what was trained from it, as a tree."""
+    """Show a revision's ancestors and descendants as a tree."""
     settings = enter(params)
     from engine.catalog.catalog import open_catalog
     from tasks import adapters
@@ -121,22 +146,28 @@ def lineage(name: Name, as_json: Json = False, params: ParamsFile = PARAMS) -> N
         row = adapters.shown(leaf.row)
         typer.echo(f"{'  ' * (leaf.depth - top)}{row['name']}  step {row['step']}, {row['state']}{mark}")
     if more:
-        typer.echo(f"Only {adapters.TREE} are shown in each direction; ask for one of them to go on.")
+        typer.echo(
+            f"The tree stops at {adapters.TREE} revisions in each direction. Ask for one of them to continue."
+        )
 
 
 @adapters_app.command("import")
 def import_(
-    path: Annotated[Path, typer.Argument(help="Its directory: adapter_config.json and safetensors.")],
+    path: Annotated[
+        Path, typer.Argument(help="Adapter directory with adapter_config.json and safetensors files.")
+    ],
     policy: Annotated[
-        str | None, typer.Option(help="The policy that it becomes a revision of; none: only look at it.")
+        str | None, typer.Option(help="Import as a revision of this policy. Default: inspect only.")
     ] = None,
-    owner: Annotated[str, typer.Option(help="Whose policy it is.")] = "local",
+    owner: Annotated[
+        str, typer.Option(help="Import for this owner; another owner's policy is refused.")
+    ] = "local",
     reuse_name: ReuseName = False,
     again: Again = False,
     as_json: Json = False,
     params: ParamsFile = PARAMS,
 ) -> None:
-    """Detect an adapter's layout, print what it holds, and import it as a revision of a policy."""
+    """Inspect an adapter's layout and tensors and, with --policy, import it as a revision."""
     settings = enter(params)
     from engine.publishing.foreign import inspect, publish
     from engine.training.service.probing import probe_by_base
@@ -151,23 +182,26 @@ def import_(
         ranks = ", ".join(f"{rank} on {count}" for rank, count in found.ranks.items())
         display.print_row(asdict(found) | {"ranks": f"{ranks} modules", "digest": digest})
     if policy is None:
-        say("Nothing was imported: give --policy NAME to import it.")
+        say("Nothing was imported. Give --policy NAME to import it.")
         return _print_import(asdict(found), digest, None, None) if as_json else None
     reuse_purged_name(settings, policy, owner, reuse_name or again)
     manifest = publish(settings, path, foreign, base, policy, owner, probe_by_base(settings, base, say))
     name, proven = served_name(policy, manifest.digest), None
-    say(f"It is imported as {name}.")
+    say(f"The adapter is imported as {name}.")
     if any(state.name == "engine" and state.state == "running" for state in services.status(settings)):
         proven = str(prove(settings, policy, manifest.digest, local_key(settings)))
         say(f"Effect probe: {proven}")
     else:
-        say(f"No engine is up to prove it: `graftwork serve --revision {name}` does.")
+        say(
+            "No engine is running, so the effect probe was not checked. "
+            f"Run `graftwork serve --revision {name}` to check it."
+        )
     if as_json:
         _print_import(asdict(found), manifest.digest, name, proven)
 
 
 def _silent(_: str) -> None:
-    """Say nothing beside JSON."""
+    """Drop a message that must not mix with JSON."""
 
 
 def _print_import(found: dict[str, Any], digest: str, name: str | None, proven: str | None) -> None:
@@ -177,14 +211,17 @@ def _print_import(found: dict[str, Any], digest: str, name: str | None, proven: 
 @adapters_app.command("export")
 def export(
     name: Name,
-    path: Annotated[Path, typer.Argument(help="The directory to make; with --packed the file.")],
+    path: Annotated[Path, typer.Argument(help="Directory to create; with --packed, file to create.")],
     packed: Annotated[
-        bool, typer.Option("--packed", help="One safetensors file, as the engine's slots have it.")
+        bool, typer.Option("--packed", help="Write one safetensors file in the engine's slot layout.")
     ] = False,
     as_json: Json = False,
     params: ParamsFile = PARAMS,
 ) -> None:
-    """Write a revision as a directory that peft opens, or as its packed file; never over anything."""
+    """Write a revision as a directory that PEFT opens, or as its packed file.
+
+    An existing path is refused, never overwritten.
+    """
     settings = enter(params)
     from engine.catalog.catalog import open_catalog
     from tasks import adapters
@@ -194,7 +231,7 @@ def export(
         written = adapters.export(settings, catalog, row, path, packed)
     told(
         as_json,
-        f"{served_name(row.policy, row.digest)} is in {written}.",
+        f"Exported {served_name(row.policy, row.digest)} to {written}.",
         path=str(written),
         digest=row.digest,
     )
@@ -204,7 +241,7 @@ def export(
 def retire(
     name: Name, reason: Reason, by: By = "cli", as_json: Json = False, params: ParamsFile = PARAMS
 ) -> None:
-    """Serve a revision to nobody but scoring from now on, with a reason; its bytes stay."""
+    """Stop serving a revision, except for scoring. Its bytes stay in the store."""
     settings = enter(params)
     _require(reason)
     from engine.catalog.catalog import open_catalog
@@ -228,7 +265,7 @@ def retire(
 def unretire(
     name: Name, reason: Reason, by: By = "cli", as_json: Json = False, params: ParamsFile = PARAMS
 ) -> None:
-    """Take a retirement back, with a reason."""
+    """Serve a retired revision again."""
     settings = enter(params)
     _require(reason)
     from engine.catalog.catalog import open_catalog
@@ -246,12 +283,18 @@ def unretire(
 @adapters_app.command("expire")
 def expire(
     name: Name,
-    after: Annotated[str | None, typer.Option("--in", help="From now: a number and s, m, h, d or w.")] = None,
-    never: Annotated[bool, typer.Option("--never", help="Keep it.")] = False,
+    after: Annotated[
+        str | None,
+        typer.Option("--in", help="Expire after this time: a number and s, m, h, d or w, such as 30d."),
+    ] = None,
+    never: Annotated[bool, typer.Option("--never", help="Never expire the revision.")] = False,
     as_json: Json = False,
     params: ParamsFile = PARAMS,
 ) -> None:
-    """Say when a revision's row goes, unless a route or a release names it by then."""
+    """Set when a revision is removed from the catalog.
+
+    A revision that a route or a release names at that time is kept.
+    """
     settings = enter(params)
     from engine.catalog.catalog import open_catalog
     from tasks import adapters
@@ -266,9 +309,11 @@ def expire(
 
 def _require(reason: str) -> None:
     if not reason.strip():
-        raise ConfigError("Give a reason; it is recorded and shown to whoever asks for the revision.")
+        raise ConfigError(
+            "--reason is empty. Give a reason; it is recorded and shown to clients that request the revision."
+        )
 
 
 def told(as_json: bool, sentence: str, **said: Any) -> None:
-    """Print a sentence, or the same as JSON."""
+    """Print a sentence, or a JSON object with the sentence and the given fields."""
     typer.echo(json.dumps({"done": sentence, **said}) if as_json else sentence)

@@ -1,7 +1,6 @@
-"""The `graftwork` command. Imports lazily: `graftwork --help` needs neither torch nor Prefect.
+"""The `graftwork` command: its services and training commands, its groups, its signals and exit codes.
 
-An entry point: it reads the settings, sets the variables of our processes, and turns an error for
-a person into one sentence and its exit code.
+Imports lazily: `graftwork --help` needs neither torch nor Prefect.
 """
 
 import contextlib
@@ -20,20 +19,39 @@ import typer
 from engine.errors import ConfigError, GraftworkError
 from engine.services import lifecycle as services
 from engine.settings.forms import AdaptForm
+from engine.settings.reproducible import VALUE, VARIABLE
 from engine.threads import background, in_parallel
+from engine.version import code_version
 from flows.cli import adapters, admin, decide, look, plan, policy, purge, residency, score, serve, store
-from flows.entry import PARAMS, Again, ParamsFile, ReuseName, check, enter, require_services
+from flows.entry import PARAMS, Again, ParamsFile, ReuseName, check, enter, filled, require_services
 from tasks.deployments import install
 from tasks.outcome import Stages, shortcomings
 from tasks.purged_names import reuse_purged_name
 
 AGAIN_S = 0.05
 app = typer.Typer(
-    help="Train, prove, score, release and roll back LoRA revisions over one resident base.",
+    help="Train, score, serve, release and roll back LoRA adapter revisions on one resident base model.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def print_version(given: bool) -> None:
+    """Print the version and the commit, and exit."""
+    if given:
+        typer.echo(f"graftwork {code_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=print_version, help="Print the version and exit."),
+    ] = False,
+) -> None:
+    """Take the options of the command itself."""
 
 
 @app.command()
@@ -41,12 +59,13 @@ def run(
     base: Annotated[
         str | None,
         typer.Option(
-            help="tiny-dense, tiny-moe, tiny-mla or, on a GPU, tiny-dsa; with a state directory of its own."
+            help="Run on tiny-dense, tiny-moe, tiny-mla or (GPU) tiny-dsa, in a state directory of its own. "
+            "Default: base.name."
         ),
     ] = None,
     params: ParamsFile = PARAMS,
 ) -> None:
-    """The main job: adapt two policies, release them, release a bad one, see it rolled back."""
+    """Run the main job: adapt and release two policies, then roll back a bad revision."""
     settings = enter(params, base)
     check(settings, [*settings.policies, settings.demo.bad_policy])
     from flows import display
@@ -80,10 +99,15 @@ def run(
 
 @app.command()
 def up(
-    only: Annotated[list[str] | None, typer.Option(help="This service alone; may be repeated.")] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Start only this one of engine, trainer, controller, mlflow, prefect, worker; repeatable."
+        ),
+    ] = None,
     params: ParamsFile = PARAMS,
 ) -> None:
-    """Start the services and leave them running."""
+    """Start the services in the background and install the Prefect deployments."""
     settings = enter(params)
     from flows.display import base_builder, print_addresses, print_service
 
@@ -92,30 +116,41 @@ def up(
     if not only:
         # Also beside running services: a changed schedule, or what failed the first time.
         print_service("prefect", f"{install(settings)} deployments and their automations")
-    typer.echo("The services run." if started else "The services were already running.")
+    typer.echo("The services are running." if started else "The services were already running.")
     print_addresses(settings)
 
 
 @app.command()
 def down(params: ParamsFile = PARAMS) -> None:
-    """Stop the services; nothing is left running."""
+    """Stop the services that `graftwork up` started."""
     stopped = services.down(enter(params))
     typer.echo("The services are stopped." if stopped else "No services were running.")
 
 
 @app.command()
 def adapt(
-    names: Annotated[list[str] | None, typer.Argument(metavar="[POLICY]...", show_default=False)] = None,
-    policy: Annotated[list[str] | None, typer.Option(help="A policy; may be given several times.")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[POLICY]...", show_default=False, help="Policies to adapt.")
+    ] = None,
+    policy: Annotated[list[str] | None, typer.Option(help="Policy to adapt; repeatable.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Training steps of this run.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate of this run.")] = None,
+    rank: Annotated[int | None, typer.Option(help="Rank of this run's adapter.")] = None,
+    loss: Annotated[str | None, typer.Option(help="Loss of this run.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of this run's problems and samples.")] = None,
     reuse_name: ReuseName = False,
     again: Again = False,
     params: ParamsFile = PARAMS,
 ) -> None:
-    """Train policies side by side, then export, register, verify and score their revisions."""
+    """Train policies concurrently, then export, register, verify and score a revision of each."""
     settings = enter(params)
     chosen = list(dict.fromkeys([*(names or ()), *(policy or ())]))
     if not chosen:
-        raise ConfigError("Say which policy to adapt: `graftwork adapt --policy NAME`, once for each.")
+        raise ConfigError("Say which policy to adapt: `graftwork adapt POLICY...`.")
+    forms = {
+        name: filled(AdaptForm, policy=name, steps=steps, lr=lr, rank=rank, loss=loss, seed=seed)
+        for name in chosen
+    }
     check(settings, chosen)
     require_services(settings)
     for name in chosen:
@@ -128,7 +163,7 @@ def adapt(
     rows: dict[str, Mapping[str, Any]] = {}
 
     def adapt_one(name: str) -> None:
-        rows[name] = adapt_flow(AdaptForm(policy=name)).row()
+        rows[name] = adapt_flow(forms[name]).row()
 
     try:
         with display.live():
@@ -138,7 +173,7 @@ def adapt(
             else:
                 adapt_one(*chosen)
     finally:
-        # Also beside one that failed: the others' revisions are there.
+        # Print the finished policies even when another one failed.
         for name in filter(rows.get, chosen):
             display.print_row(rows[name])
 
@@ -161,12 +196,14 @@ for group in GROUPS:
 
 
 def main() -> None:
-    """Run the command; an error for a person is one sentence on stderr, with its exit code."""
-    # A shell may have started this in the background with SIGINT ignored; stopping cleanly matters more.
+    """Run the command; report a `GraftworkError` on stderr and exit with its code."""
+    # A shell ignores SIGINT for background jobs; handle it all the same, to stop services cleanly.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda received, frame: sys.exit(128 + received))
     sys.unraisablehook = interrupt_again
+    # MKL reads it at its first product: before any command imports torch.
+    os.environ.setdefault(VARIABLE, VALUE)
     try:
         app()
     except GraftworkError as error:
@@ -179,19 +216,23 @@ def main() -> None:
 
 
 def interrupt_again(ignored: "sys.UnraisableHookArgs") -> None:
-    """Send a signal again whose exception Python has dropped: in a callback of its garbage collection."""
+    """Send a signal again whose exception Python dropped.
+
+    Python drops exceptions of signal handlers that run inside a destructor or a garbage collection callback.
+    """
     numbers = {KeyboardInterrupt: signal.SIGINT, SystemExit: signal.SIGTERM}
     number = numbers.get(ignored.exc_type)
     if number is None:
         return sys.__unraisablehook__(ignored)
-    # A moment later: what is raised in here is dropped as well.
+    # An exception raised in this hook is dropped as well, so the signal comes later.
     threading.Timer(AGAIN_S, os.kill, (os.getpid(), number)).start()
 
 
 def leave(code: int) -> NoReturn:
-    """End the process now: everything of ours is closed and flushed.
+    """Exit without waiting for threads of other libraries.
 
-    The interpreter's own end would wait for other libraries' threads, which ask servers that are gone.
+    Everything of ours is closed and flushed. The interpreter's own exit would join threads of libraries that
+    still call services which have stopped.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -199,7 +240,7 @@ def leave(code: int) -> NoReturn:
 
 
 def load_flows() -> None:
-    """Import the flows and all that their tasks need; it takes seconds, best while the services start."""
+    """Import the flows and the libraries of their tasks; takes seconds, so call it while services start."""
     from tasks.steps import preload
 
     preload()

@@ -1,4 +1,4 @@
-"""Commands of people who decide: release, approve, hold, promote, restore, roll back, lift, freeze, thaw."""
+"""Commands for decisions: release, approve, hold, promote, restore, roll back, lift, freeze, thaw."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -25,22 +25,37 @@ if TYPE_CHECKING:
     from engine.clients.controller import ControllerClient
 
 app = typer.Typer()
+PolicyArgument = Annotated[str, typer.Argument(help="Policy of the release.")]
+# What the controller can be asked for, and the sentence that reports it.
+DONE = {
+    "promote": "{} is the champion.",
+    "rollback": "{} is rolled back.",
+    "lift": "The tombstone of {} is lifted.",
+}
 
 
 @app.command()
 def release(
-    revision: Revision,
+    revision: Annotated[
+        str, typer.Argument(help="POLICY@DIGEST, or POLICY for its newest exported revision.")
+    ],
     by: By = "cli",
-    skip_score: Annotated[str | None, typer.Option(help="Skip the offline score, for this reason.")] = None,
-    skip_canary: Annotated[str | None, typer.Option(help="Skip the canary, for this reason.")] = None,
+    skip_score: Annotated[
+        str | None, typer.Option(help="Skip the offline score and record this reason.")
+    ] = None,
+    skip_canary: Annotated[str | None, typer.Option(help="Skip the canary and record this reason.")] = None,
     approval_hours: Annotated[
-        float | None, typer.Option(help="A person must approve within this; 0: nobody.")
+        float | None,
+        typer.Option(
+            help="Wait at most this many hours for an approval before the canary; 0: no approval needed. "
+            "Default: release.approval_s."
+        ),
     ] = None,
     params: ParamsFile = PARAMS,
 ) -> None:
-    """Release a revision: probe, score, canary, then promotion or rollback; wait for the verdict."""
+    """Release a revision: probe, score, canary, then promotion or rollback. Waits for the verdict."""
     settings = enter(params)
-    policy, digest = pinned(revision)
+    policy, digest = split_served_name(revision)
     check(settings, [policy])
     require_services(settings)
     from flows.display import print_row
@@ -54,18 +69,18 @@ def release(
 
 
 @app.command()
-def approve(policy: str, reason: Reason, by: By = "cli", params: ParamsFile = PARAMS) -> None:
-    """Let the policy's release that waits for approval go to users."""
+def approve(policy: PolicyArgument, reason: Reason, by: By = "cli", params: ParamsFile = PARAMS) -> None:
+    """Approve the policy's waiting release, so that its canary starts."""
     with reach(params) as controller:
         answer = filled(ApprovalForm, approve=True, by=by, reason=reason)
         controller.approve(controller.running_release(policy)["id"], reason, by)
     wake(policy, answer)
-    typer.echo(f"The release of {policy} goes on.")
+    typer.echo(f"The release of {policy} is approved.")
 
 
 @app.command()
-def hold(policy: str, reason: Reason, by: By = "cli", params: ParamsFile = PARAMS) -> None:
-    """End the policy's running release; its champion stays."""
+def hold(policy: PolicyArgument, reason: Reason, by: By = "cli", params: ParamsFile = PARAMS) -> None:
+    """End the policy's running release and keep its champion."""
     with reach(params) as controller:
         answer = filled(ApprovalForm, approve=False, by=by, reason=reason)
         controller.hold_running(policy, reason, by)
@@ -75,18 +90,20 @@ def hold(policy: str, reason: Reason, by: By = "cli", params: ParamsFile = PARAM
 
 @app.command()
 def promote(revision: Revision, reason: Reason, by: By = "cli", params: ParamsFile = PARAMS) -> None:
-    """Make a revision the champion now, without a canary; never against a tombstone."""
+    """Make a revision the champion now, without a canary. Refuses a revision with a tombstone."""
     decide("promote", revision, by, reason, params)
 
 
 @app.command()
 def restore(
-    policy: Annotated[str, typer.Argument(help="POLICY: the champion before; POLICY@DIGEST: that one.")],
+    policy: Annotated[
+        str, typer.Argument(help="POLICY for the previous champion, POLICY@DIGEST for that revision.")
+    ],
     reason: Reason,
     by: By = "cli",
     params: ParamsFile = PARAMS,
 ) -> None:
-    """Put an earlier revision back as champion."""
+    """Make an earlier revision the champion again."""
     name, digest = split_served_name(policy)
     with reach(params) as controller:
         route = controller.restore(name, digest, reason, by)
@@ -95,49 +112,55 @@ def restore(
 
 @app.command()
 def rollback(revision: Revision, reason: Reason, by: By = "cli", params: ParamsFile = PARAMS) -> None:
-    """Bury a revision: no new request reaches it until somebody lifts it."""
+    """Roll a revision back: write its tombstone, then the route.
+
+    No new request reaches the revision until `graftwork lift`.
+    """
     decide("rollback", revision, by, reason, params)
 
 
 @app.command()
 def lift(revision: Revision, by: By, reason: Reason, params: ParamsFile = PARAMS) -> None:
-    """Lift a revision's tombstone, with a name and a reason."""
+    """Lift a revision's tombstone, so that it may be released again."""
     decide("lift", revision, by, reason, params)
 
 
 @app.command()
 def freeze(reason: Reason, by: By = "cli", params: ParamsFile = PARAMS) -> None:
-    """Let no pointer move but rollbacks, until `graftwork thaw`."""
+    """Block promotions and canaries until `graftwork thaw`; rollbacks still work."""
     with reach(params) as controller:
         controller.freeze(reason, by)
-    typer.echo("Frozen: only rollbacks move a pointer now.")
+    typer.echo("Releases are frozen: promotions and canaries are blocked, rollbacks still work.")
 
 
 @app.command()
 def thaw(reason: Reason, by: By = "cli", params: ParamsFile = PARAMS) -> None:
-    """Let pointers move again."""
+    """Allow promotions and canaries again."""
     with reach(params) as controller:
         controller.thaw(reason, by)
-    typer.echo("Thawed: pointers may move again.")
+    typer.echo("Releases are thawed: promotions and canaries are allowed again.")
 
 
 def wake(policy: str, answer: ApprovalForm) -> None:
-    """Let flow runs that sleep until this answer go on."""
+    """Resume flow runs that are suspended until this answer."""
     from tasks.approval import wake_waiting
 
     wake_waiting(policy, answer)
 
 
 def decide(action: str, revision: str, by: str, reason: str, params: Path) -> None:
-    """Ask the controller to promote, roll back or lift, in a person's name."""
+    """Ask the controller to carry out an action of `DONE` in a person's name, and report it."""
     policy, digest = pinned(revision)
     with reach(params) as controller:
         getattr(controller, action)(policy, digest, reason, by)
-    typer.echo(f"{action} of {revision}: done.")
+    typer.echo(DONE[action].format(revision))
 
 
 def reach(params: Path) -> "ControllerClient":
-    """Return a client of the controller that runs; neither Prefect nor MLflow is needed."""
+    """Return a client of the running controller; works without Prefect and MLflow.
+
+    Raises `ServiceError` where no services run.
+    """
     settings = enter(params)
     require_services(settings)
     from tasks.release import controller

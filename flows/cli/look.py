@@ -1,7 +1,7 @@
-"""Commands that look and change nothing: status, sessions, ls, why, report.
+"""Read-only commands: status, sessions, ls, why, report.
 
-Only `status` needs the services' supervisor, and `sessions` the trainer; the others read the catalog and
-the ledger's snapshot.
+`status` asks the services' supervisor and `sessions` the trainer; the others read the catalog and the
+ledger's snapshot, so they also work while nothing runs.
 """
 
 import time
@@ -15,12 +15,12 @@ from tasks.publish import write_report
 
 app = typer.Typer()
 PATIENCE_S = 5.0
-Limit = Annotated[int, typer.Option(min=1, max=10_000, help="How many lines at most, newest first.")]
+Limit = Annotated[int, typer.Option(min=1, max=10_000, help="Show at most this many lines, newest first.")]
 
 
 @app.command()
 def status(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
-    """Show each service: its state, address and age; and what runs or stands still."""
+    """Show each service's state, address and age, running releases, and alarms."""
     settings = enter(params)
     from tasks.look import plain, standing
 
@@ -33,16 +33,16 @@ def status(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
     for alarm in now["alarms"]:
         say(f"Alarm: {alarm}")
     if now["frozen"]:
-        say("Releases are frozen: no pointer moves but rollbacks. `graftwork thaw` ends it.")
+        say("Releases are frozen: promotions and canaries are blocked. `graftwork thaw` allows them again.")
     for release in now["releases"]:
-        say(f"A release of {release['revision']} is at its {release['step']}. {release['reason']}")
+        say(f"The release of {release['revision']} is at step {release['step']}. {release['reason']}")
     for notice in now["notices"]:
         say(f"{notice['name']}: {notice['reason']}")
 
 
 @app.command()
 def sessions(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
-    """List the trainer's sessions: step, whether in memory, bytes, when and of whom it last heard, queue."""
+    """List the trainer's sessions: step, memory, bytes, last call, holder and queue."""
     settings = enter(params)
     from engine.training.service.client import TrainerClient
 
@@ -51,18 +51,21 @@ def sessions(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
     if as_json:
         return print_json(rows)
     from flows.display import print_rows
+    from tasks.look import shown_session
 
-    print_rows(rows)
+    print_rows([shown_session(row) for row in rows], fold=("session", "writer"))
 
 
 @app.command()
 def ls(
-    policy: Annotated[str | None, typer.Argument(help="List this policy's revisions.")] = None,
+    policy: Annotated[
+        str | None, typer.Argument(help="List this policy's revisions. Default: list the policies.")
+    ] = None,
     limit: Limit = 20,
     as_json: Json = False,
     params: ParamsFile = PARAMS,
 ) -> None:
-    """List the policies, or one policy's revisions: scores, users' rewards, verdicts, who is champion."""
+    """List policies, or one policy's revisions, with scores, users' rewards and verdicts."""
     settings = enter(params)
     from tasks import look
 
@@ -72,24 +75,24 @@ def ls(
         shown, rows = [look.shown_policy(row) for row in policies], look.plain(policies)
     else:
         revisions, total = look.revisions(settings, policy, limit)
-        shown, rows = [look.shown_revision(row) for row in revisions], look.plain(revisions)
+        shown, rows = [look.shown_revision(row, time.time()) for row in revisions], look.plain(revisions)
     if as_json:
         kind = "policies" if policy is None else "revisions"
         return print_json({"as_of": fresh, "total": total, kind: rows})
     from flows.display import print_rows
 
-    print_rows(shown)
-    say(f"{len(rows)} of {total}; `--limit` shows more." if total > len(rows) else "")
+    print_rows(shown, fold=("policy", "canary", "users"))
+    say(f"{len(rows)} of {total} shown; `--limit` shows more." if total > len(rows) else "")
     say(look.note(fresh))
 
 
 @app.command()
 def why(
-    subject: Annotated[str, typer.Argument(help="An answer's id, POLICY@DIGEST, a digest, or a policy.")],
+    subject: Annotated[str, typer.Argument(help="Response id, POLICY@DIGEST, digest or policy.")],
     as_json: Json = False,
     params: ParamsFile = PARAMS,
 ) -> None:
-    """Show why: answer, revision, verdict, scores, run, data, commit; and what is not known."""
+    """Explain where an answer or a revision comes from: verdict, scores, run, data, commit."""
     settings = enter(params)
     from tasks import look
 
@@ -104,7 +107,7 @@ def why(
 
 @app.command()
 def report(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
-    """Write the HTML report of everything in the ledger."""
+    """Write the HTML report of everything in the ledger to the state directory, and print its path."""
     settings = enter(params)
     now = time.time()
     path = write_report(settings, settings.paths.runs / "report.html", 0.0, now, {})
@@ -114,11 +117,13 @@ def report(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
 
 
 def say(sentence: str) -> None:
+    """Print a sentence, unless it is empty."""
     if sentence:
         typer.echo(sentence)
 
 
 def print_json(value: Any) -> None:
+    """Print a value as indented JSON."""
     import json
 
     typer.echo(json.dumps(value, indent=2))

@@ -1,6 +1,6 @@
-"""The command that plans memory: one GPU for trainer and engine, or adapters of any model's config.
+"""`graftwork plan`: memory of trainer and engine on one GPU, or of adapters for any model's config.
 
-It works on a machine without a GPU.
+Works on a machine without a GPU.
 """
 
 import json
@@ -20,29 +20,49 @@ from flows.entry import PARAMS, Json, ParamsFile, enter
 app = typer.Typer()
 Memory = Annotated[
     float | None,
-    typer.Option(min=0.1, help="Plan for a GPU with so many GiB; without it, for the one of this machine."),
+    typer.Option(min=0.1, help="Plan for a GPU with this many GiB. Default: this machine's GPU."),
 ]
 Config = Annotated[
-    Path | None, typer.Option("--config", help="A model's config.json: plan its adapters instead.")
+    Path | None, typer.Option("--config", help="Plan the adapters of the model with this config.json.")
 ]
-Rank = Annotated[int | None, typer.Option(help="With --config: of the adapters. Default: engine.max_rank.")]
-Slots = Annotated[int | None, typer.Option(min=1, help="With --config. Default: engine.slots.")]
-Dtype = Annotated[str | None, typer.Option(help="With --config: bfloat16 or float32. Default: engine.dtype.")]
-Targets = Annotated[str | None, typer.Option(help="With --config: projections with LoRA, by commas; all.")]
+Rank = Annotated[
+    int | None, typer.Option(help="With --config: plan adapters of this rank. Default: engine.max_rank.")
+]
+Slots = Annotated[
+    int | None,
+    typer.Option(min=1, help="With --config: plan this many adapter slots. Default: engine.slots."),
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(help="With --config: plan this dtype, bfloat16 or float32. Default: engine.dtype."),
+]
+Targets = Annotated[
+    str | None, typer.Option(help="With --config: plan LoRA on these projections, by commas. Default: all.")
+]
 Devices = Annotated[
     int | None,
-    typer.Option("--tensor-parallel", min=1, max=64, help="With --config. Default: the fewest that fit."),
+    typer.Option(
+        "--tensor-parallel",
+        min=1,
+        max=64,
+        help="With --config: plan for this many devices. Default: the fewest that fit.",
+    ),
 ]
 Bits = Annotated[
-    float | None, typer.Option(min=1, max=32, help="With --config: of a base's weight. Default: as it says.")
+    float | None,
+    typer.Option(
+        min=1, max=32, help="With --config: plan base weights of this many bits. Default: from config.json."
+    ),
 ]
 LoadRate = Annotated[
     float | None,
-    typer.Option(min=0.01, help="With --config: GB/s from host to slot. Default: 15.3, measured."),
+    typer.Option(min=0.01, help="With --config: assume this host-to-slot rate, GB/s. Default: 15.3."),
 ]
 ReadRate = Annotated[
     float | None,
-    typer.Option(min=0.01, help="With --config: GB/s of the store's disk. Default: 1.9, measured."),
+    typer.Option(
+        min=0.01, help="With --config: assume this read rate of the store's disk, GB/s. Default: 1.9."
+    ),
 ]
 
 
@@ -61,10 +81,10 @@ def plan_memory(
     as_json: Json = False,
     params: ParamsFile = PARAMS,
 ) -> None:
-    """Show what trainer and engine need of one GPU, and refuse settings that do not fit.
+    """Plan the memory of trainer and engine on one GPU; fail where the settings do not fit.
 
-    With --config: what adapters of that model take, over how many devices it is cut, and how long a load is;
-    without a GPU and --memory-gib, what one device would need.
+    With --config: plan the adapters of that model instead: bytes of each, tensor-parallel degree, load time.
+    Without a GPU and --memory-gib, print what one device would need.
     """
     settings = enter(params)
     from engine.planning import gpu
@@ -78,9 +98,9 @@ def plan_memory(
     if config is not None:
         return plan_config(settings, config, available, given, as_json)
     if given:
-        raise ConfigError(f"--{next(iter(given)).replace('_', '-')} goes with --config CONFIG.json.")
+        raise ConfigError(f"--{next(iter(given)).replace('_', '-')} goes with --config CONFIG.json; add it.")
     if available is None:
-        raise ConfigError("torch sees no GPU here; give the memory of one with --memory-gib.")
+        raise ConfigError("torch sees no GPU here. Give the memory of one with --memory-gib.")
     base, found = gpu.plan_for(settings, available)
     if as_json:
         share = found.gpu_memory_utilization
@@ -93,7 +113,7 @@ def plan_memory(
 def plan_config(
     settings: Params, file: Path, available: int | None, given: Mapping[str, Any], as_json: bool
 ) -> None:
-    """Show the plan of the adapters of the model whose `config.json` this is."""
+    """Print the plan for adapters of the model with this `config.json`."""
     from engine.planning.adapters import Rates, Wanted, plan_adapters, say
 
     changes = {name: given[name] for name in ("slots", "dtype") if name in given}

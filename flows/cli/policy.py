@@ -1,4 +1,4 @@
-"""Commands about policies: create one from your own data, list them, show where settings come from."""
+"""Commands about policies: create one from your own data, list them, show their settings."""
 
 import json
 from dataclasses import asdict
@@ -10,6 +10,7 @@ import typer
 from engine.settings.forms import CreatePolicyForm
 from engine.settings.params import known_policies, resolve_policy
 from flows.entry import PARAMS, Again, Json, ParamsFile, ReuseName, enter, filled
+from tasks.outcome import local_key
 
 app = typer.Typer()
 policy_app = typer.Typer(help="Policies: lines of training, each with its task.", no_args_is_help=True)
@@ -26,6 +27,13 @@ def create(
     system: Annotated[str | None, typer.Option(help="System prompt before every question.")] = None,
     few_shot: Annotated[Path | None, typer.Option(help="JSONL of worked questions before each one.")] = None,
     steps: Annotated[int | None, typer.Option(help="Training steps.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
+    loss: Annotated[
+        str | None, typer.Option(help="dapo, grpo, dr_grpo, gspo, cispo, ppo or python:MODULE:FUNC")
+    ] = None,
+    rank: Annotated[int | None, typer.Option(help="Rank of the adapter, at most engine.max_rank.")] = None,
+    groups: Annotated[int | None, typer.Option(help="Problems a step.")] = None,
+    group_size: Annotated[int | None, typer.Option(help="Samples a problem.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer, tokens.")] = None,
     items: Annotated[int, typer.Option(help="Frozen items at most.")] = 200,
     scheduled: Annotated[
@@ -39,9 +47,9 @@ def create(
     again: Again = False,
     params: ParamsFile = PARAMS,
 ) -> None:
-    """Split your data into training and frozen items, and make a policy of it.
+    """Create a policy from your own data: split it into training rows and frozen items.
 
-    Created again, with newer data say, it keeps every setting that is not given.
+    Run it again with newer data or other settings: settings that are not given stay as they are.
     """
     settings = enter(params)
     from engine.problems.jsonl import read_rows
@@ -50,7 +58,8 @@ def create(
     worked = [asdict(row) for _, row in read_rows(few_shot)] if few_shot else None
     form = filled(
         CreatePolicyForm, name=name, owner=owner, base=base, data=data, verifier=verifier, system=system,
-        steps=steps, max_tokens=max_tokens, items=items, scheduled=scheduled, max_age_hours=max_age_hours,
+        steps=steps, lr=lr, loss=loss, rank=rank, groups=groups, group_size=group_size,
+        max_tokens=max_tokens, items=items, scheduled=scheduled, max_age_hours=max_age_hours,
         drift_after_hours=drift_after_hours, few_shot=worked,
     )  # fmt: skip
     created = create_policy(
@@ -62,7 +71,7 @@ def create(
 
 @policy_app.command("ls")
 def ls(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
-    """List the policies that can be adapted here."""
+    """List the policies that can be trained here."""
     settings = enter(params)
     rows = []
     for name in known_policies(settings):
@@ -74,18 +83,41 @@ def ls(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
         return
     from flows.display import print_rows
 
-    print_rows(rows)
+    print_rows(rows, fold=("policy", "owner", "verifier"))
 
 
 @policy_app.command("show")
 def show(name: str, as_json: Json = False, params: ParamsFile = PARAMS) -> None:
-    """Show a policy's settings, each with where it comes from."""
+    """Show a policy's settings and where each one is set."""
     resolved = resolve_policy(enter(params), name)
+    from engine.report.overview import task_of
+
     values = resolved.config.model_dump(mode="json")
+    if not as_json:
+        values["task"] = task_of(values)
     rows = [{"setting": key, "value": values[key], "from": resolved.sources[key]} for key in values]
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return
     from flows.display import print_rows
 
-    print_rows(rows)
+    print_rows(rows, fold=("value",))
+
+
+@policy_app.command("try")
+def try_out(
+    name: Annotated[str, typer.Argument(help="Policy to try.")],
+    as_json: Json = False,
+    params: ParamsFile = PARAMS,
+) -> None:
+    """Sample 32 answers of the base, score them, and say whether GRPO can learn from the rewards."""
+    settings = enter(params)
+    from flows.display import print_rows
+    from tasks.tryout import try_policy
+
+    trial = try_policy(settings, name, local_key(settings))
+    if as_json:
+        typer.echo(json.dumps(trial.to_json(), indent=2))
+        return
+    print_rows([group.row() for group in trial.groups], fold=("question", "best answer"))
+    typer.echo(trial.verdict)

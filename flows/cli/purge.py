@@ -1,4 +1,4 @@
-"""The command that removes a policy for good."""
+"""`graftwork purge`: remove a policy and everything that belongs to it."""
 
 import json
 from dataclasses import asdict
@@ -14,19 +14,22 @@ app = typer.Typer()
 
 @app.command()
 def purge(
-    policy: str,
-    by: Annotated[str, typer.Option(help="Your name; it is kept with the purged name.")],
-    reason: Annotated[str, typer.Option(help="Why; it is kept too.")],
-    yes: Annotated[bool, typer.Option("--yes", help="Really: nothing of it comes back.")] = False,
+    policy: Annotated[str, typer.Argument(help="Policy to remove.")],
+    by: Annotated[str, typer.Option(help="Record your name with the purged policy name.")],
+    reason: Annotated[str, typer.Option(help="Record this reason with the purged policy name.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Confirm. A purge cannot be undone.")] = False,
     as_json: Json = False,
     params: ParamsFile = PARAMS,
 ) -> None:
-    """Remove a policy for good: bytes, rows, sessions, scores and answers, MLflow; its name stays marked."""
+    """Remove a policy for good: bytes, rows, sessions, scores, answers, and its model in MLflow.
+
+    Its name stays marked as purged, and can be used again only with --reuse-name.
+    """
     settings = enter(params)
     if not yes:
         raise ConfigError(
-            f"This removes every revision, session, score and answer of {policy!r}, and its model in MLflow, "
-            "for good. If that is what you want, run it again with --yes."
+            f"This removes every revision, session, score and answer of {policy!r}, and its model in MLflow. "
+            "It cannot be undone. Run it again with --yes to confirm."
         )
     from tasks.purge import Counts
     from tasks.purge import purge as purge_policy
@@ -42,13 +45,13 @@ def purge(
     if as_json:
         return typer.echo(json.dumps(asdict(record), indent=2))
     typer.echo(
-        f"{policy} is purged, by {record.by}: {record.reason.rstrip('.')}. What engines hold of it leaves "
-        "their memory within a second."
+        f"{policy} is purged, by {record.by}: {record.reason.rstrip('.')}. Engines drop its adapters from "
+        "memory within a second."
     )
     if record.elsewhere:
         typer.echo(
-            "MLflow had artifacts of it in other places, which stay until you remove them: "
+            "MLflow artifacts of it in other places were kept; remove them yourself: "
             f"{', '.join(record.elsewhere)}."
         )
     if (settings.suites_dir / policy).is_dir():
-        typer.echo(f"Its data is yours and stays: {settings.suites_dir / policy}.")
+        typer.echo(f"Its data was kept: {settings.suites_dir / policy}.")

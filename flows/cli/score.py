@@ -1,4 +1,4 @@
-"""Commands about scores: score on the live engine, and what DVC reproduces."""
+"""Commands for scores: score on the live engine, and the stages that `dvc repro` runs."""
 
 import os
 from pathlib import Path
@@ -19,32 +19,43 @@ Stage = Literal["base", "suites", "adapt", "revision", "evaluate", "report"]
 
 @app.command()
 def score(
-    revision: Annotated[str | None, typer.Argument(help="POLICY@DIGEST, or POLICY for the base.")] = None,
+    revision: Annotated[
+        str | None, typer.Argument(help="POLICY@DIGEST, or POLICY to score the base.")
+    ] = None,
     record: Annotated[
-        bool, typer.Option("--record", help="Put the evaluation of `dvc repro` into the ledger.")
+        bool, typer.Option("--record", help="Record the evaluation of `dvc repro` in the ledger.")
     ] = False,
     compare: Annotated[
-        Path | None, typer.Option(help="Compare it with metrics.json and items.jsonl of this directory.")
+        Path | None,
+        typer.Option(
+            help="Compare the evaluation of `dvc repro` with metrics.json and items.jsonl of this directory."
+        ),
     ] = None,
     tolerance: Annotated[
-        float | None, typer.Option(help="Allowed difference of a mean score; else evaluate.tolerance.")
+        float | None,
+        typer.Option(
+            help="With --compare: allow this difference of a mean score. Default: evaluate.tolerance."
+        ),
     ] = None,
     params: ParamsFile = PARAMS,
 ) -> None:
-    """Score a revision, or with a bare POLICY the base, on the policy's suite.
+    """Score a revision on its policy's suite with the running engine, into the ledger.
 
-    With --record or --compare nothing is scored: they take what `dvc repro` has written.
+    With a bare POLICY, score the base. With --record or --compare, nothing is scored: they use the evaluation
+    that `dvc repro` wrote.
     """
     if revision and not (record or compare):
         score_live(revision, params)
     elif revision or not (record or compare):
-        raise ConfigError("Give a revision to score, or --record or --compare for what `dvc repro` wrote.")
+        raise ConfigError(
+            "Give a revision to score, or --record or --compare to use the evaluation that `dvc repro` wrote."
+        )
     else:
         use_evaluation(record, compare, tolerance, params)
 
 
 def score_live(revision: str, params: Path) -> None:
-    """Score on the running engine, into the ledger."""
+    """Score a revision, or the base, on the running engine and record the scores."""
     settings = enter(params)
     policy, digest = split_served_name(revision)
     check(settings, [policy])
@@ -59,7 +70,7 @@ def score_live(revision: str, params: Path) -> None:
 
 
 def use_evaluation(record: bool, compare: Path | None, tolerance: float | None, params: Path) -> None:
-    """Compare and record the evaluation beside the file of settings."""
+    """Compare, record, or both, the evaluation that lies beside the settings file."""
     settings = enter(params)
     from flows.display import print_rows
     from tasks import evaluation
@@ -69,17 +80,18 @@ def use_evaluation(record: bool, compare: Path | None, tolerance: float | None, 
     if compare:
         allowed = settings.evaluate.tolerance if tolerance is None else tolerance
         print_rows(evaluation.compare(ours, evaluation.read_evaluation(compare), allowed))
-        typer.echo(f"Both scores are within the tolerance of {allowed}.")
+        typer.echo(f"Every mean score is within the tolerance of {allowed}.")
     if record:
         rows = evaluation.record(settings, here, ours)
-        typer.echo(
-            f"{rows} scores are on their way to the ledger; those that it has already stay as they are."
-        )
+        typer.echo(f"Sent {rows} scores to the ledger. Scores that it already has are not changed.")
 
 
 @app.command()
-def pin(policy: str, params: ParamsFile = PARAMS) -> None:
-    """Write the policy's champion to params.yaml, for `dvc repro` to evaluate."""
+def pin(
+    policy: Annotated[str, typer.Argument(help="Policy whose champion to evaluate.")],
+    params: ParamsFile = PARAMS,
+) -> None:
+    """Write the policy's champion to the settings file, for `dvc repro` to evaluate."""
     settings = enter(params)
     settings.policy(policy)
     from tasks.evaluation import pin_revision
@@ -96,7 +108,7 @@ def stage(name: Stage, params: ParamsFile = PARAMS) -> None:
     from flows import display
     from tasks import evaluation, stage_evaluate, stages
 
-    # DVC may be killed; its stage's services must not stay behind.
+    # The stage's services must end with DVC, also when it is killed.
     die_with_parent(os.getppid())
     if name == "base":
         with progress_bar(settings.base.name) as progress:

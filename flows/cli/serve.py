@@ -1,4 +1,4 @@
-"""The command that serves one revision, from wherever it was made."""
+"""`graftwork serve`: serve one revision from this catalog, a directory or an MLflow registry."""
 
 import re
 import signal
@@ -15,23 +15,29 @@ from tasks.outcome import Stages
 
 app = typer.Typer()
 Served = Annotated[
-    str, typer.Option("--revision", help="DIGEST or POLICY@DIGEST; the digest may be shortened.")
+    str,
+    typer.Option(
+        "--revision", help="Serve this revision: DIGEST or POLICY@DIGEST, with at least 6 hex digits."
+    ),
 ]
 From = Annotated[
-    Path | None, typer.Option("--from", help="Its directory, such as a version downloaded from MLflow.")
+    Path | None,
+    typer.Option("--from", help="Take it from this directory, such as a version downloaded from MLflow."),
 ]
-RegistryUrl = Annotated[str | None, typer.Option("--registry", help="An MLflow server that has it.")]
+RegistryUrl = Annotated[
+    str | None, typer.Option("--registry", help="Take it from the MLflow server at this URL.")
+]
 
 
 @app.command()
 def serve(
     revision: Served, source: From = None, registry: RegistryUrl = None, params: ParamsFile = PARAMS
 ) -> None:
-    """Serve one revision here, on the engine that runs or on one of its own, until Ctrl-C."""
+    """Serve one revision until Ctrl-C, on the running engine or on one started for it."""
     settings = enter(params)
     if not re.fullmatch(r"([a-z][a-z0-9-]*@)?[0-9a-f]{6,64}", revision):
         raise ConfigError(
-            f"{revision!r} names no revision; write DIGEST or POLICY@DIGEST, 6 digits at least."
+            f"{revision!r} names no revision. Write DIGEST or POLICY@DIGEST, with at least 6 hex digits."
         )
     from engine.catalog.catalog import open_catalog
     from flows.display import base_builder, print_service
@@ -45,6 +51,6 @@ def serve(
         typer.echo(f"Effect probe: {prove(settings, policy, digest, key)}")
         typer.echo(
             f"{served_name(policy, digest)} is served at {settings.url('engine')}/v1; the API key is in "
-            f"{settings.paths.local_key}. Ctrl-C ends it."
+            f"{settings.paths.local_key}. Stop with Ctrl-C."
         )
         signal.pause()

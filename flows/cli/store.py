@@ -1,4 +1,4 @@
-"""Commands that keep the store of packed bytes whole and small; each may be killed and run again."""
+"""Commands that check and maintain the store of packed adapters; each is crash-safe and can be run again."""
 
 import json
 import resource
@@ -18,16 +18,18 @@ if TYPE_CHECKING:
     from engine.publishing.maintenance import Report
 
 app = typer.Typer()
-store_app = typer.Typer(help="Keep the packed bytes whole and small.", no_args_is_help=True)
+store_app = typer.Typer(
+    help="Verify, garbage collect, compact and repack the store of packed adapters.", no_args_is_help=True
+)
 app.add_typer(store_app, name="store")
 SAID_EVERY_S = 5.0
 
 
 @store_app.command("verify")
 def verify(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
-    """Read every revision's bytes and compare checksum and layout; what is damaged is quarantined.
+    """Check every revision's bytes against its checksum and layout; quarantine damaged revisions.
 
-    What is missing is reported, and stays as it is.
+    Missing bytes are reported, and nothing is changed.
     """
     from engine.publishing import maintenance
 
@@ -36,7 +38,7 @@ def verify(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
 
 @store_app.command("gc")
 def gc(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
-    """Remove segments that no revision names, and drafts that a crash left."""
+    """Remove segments that no revision uses, and temporary files that a crash left."""
     from engine.publishing import maintenance
 
     _run(params, as_json, maintenance.gc)
@@ -47,14 +49,19 @@ def compact(
     threshold: Annotated[
         float,
         typer.Option(
-            min=0.0, max=1.0, help="Rewrite segments of which less than this is live; 1: all with garbage."
+            min=0.0,
+            max=1.0,
+            help="Rewrite segments with a smaller live share than this; 1: all with garbage.",
         ),
     ] = 0.5,
     everything: Annotated[bool, typer.Option("--all", help="Rewrite every segment.")] = False,
     as_json: Json = False,
     params: ParamsFile = PARAMS,
 ) -> None:
-    """Rewrite segments that are mostly garbage. Their room is free once no running engine has them open."""
+    """Rewrite segments that are mostly garbage.
+
+    The disk space is free once no running engine has the old segments open.
+    """
     from engine.publishing import maintenance
 
     _run(params, as_json, maintenance.compact, threshold=threshold, everything=everything)
@@ -62,20 +69,20 @@ def compact(
 
 @store_app.command("repack")
 def repack(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
-    """Derive the packed form anew where this version packs otherwise, as after an engine upgrade."""
+    """Rebuild packed files whose format differs from this version's, as after an engine upgrade."""
     from engine.publishing import repacking
 
     _run(params, as_json, repacking.repack)
 
 
 def _run(params: ParamsFile, as_json: bool, operation: Callable[..., "Report"], **options: Any) -> None:
-    """Run an operation, print its report, and end with an error when something is damaged."""
+    """Run an operation and print its report; raise `AdapterError` for damaged or unreadable revisions."""
     settings = enter(params)
     from engine.catalog.catalog import open_catalog
     from engine.store.open import open_store
 
     began, paths = time.monotonic(), settings.paths
-    # One that is not there is refused, not made.
+    # Do not create a catalog that is not there.
     with (
         open_catalog(paths, migrated=paths.has_catalog) as index,
         closing(open_store(settings)) as store,
@@ -93,24 +100,23 @@ def _run(params: ParamsFile, as_json: bool, operation: Callable[..., "Report"], 
         examples = found.pop("examples")
         print_row(found)
         if examples:
-            print_rows(examples)
+            print_rows(examples, fold=("revision", "fault"))
     if report.damaged:
         count = f"{report.damaged} revisions are" if report.damaged > 1 else "1 revision is"
         raise AdapterError(
-            f"{count} damaged and will not be served; the others are not affected. "
-            "Restore the segments from a backup and run `graftwork store verify`, or export those revisions "
-            "again."
+            f"{count} damaged and will not be served. Restore the segments from a backup and run "
+            "`graftwork store verify`, or export the revisions again. Other revisions are not affected."
         )
     if report.unreadable:
         count = f"{report.unreadable} revisions" if report.unreadable > 1 else "1 revision"
         raise AdapterError(
-            f"{count} could not be read, since bytes or a base are not there for the moment. Nothing was "
-            "changed about them: put back what is named above and run this again."
+            f"{count} could not be read, because bytes or a base are missing; see above. "
+            "Nothing was changed. Restore what is missing and run the command again."
         )
 
 
 def _progress() -> Callable[["Report"], None]:
-    """Return what says on stderr, now and then, how far it is."""
+    """Return a function that prints progress to stderr, at most every `SAID_EVERY_S` seconds."""
     said = time.monotonic()
 
     def say(report: "Report") -> None:

@@ -1,10 +1,10 @@
-"""LoRA for rows of many adapters on CPU: grouped by slot, shrunk by one batched product, expanded by bags.
+"""LoRA for rows of many adapters on CPU: grouped by slot, batched products with A, embedding bags with B.
 
-Rows are sorted by slot and cut into tiles of one slot each, so that a shrink factor is read once a tile
-and not once a row. To expand, each row takes a weighted sum of its slot's lines, which copies no factor.
-Rows without an adapter are in no tile: their output is not touched, bit for bit. A row's bits do not
-depend on its batch: over widths of 64 to 1,024, ranks of 3 to 48 and tiles of 4 to 300 rows, on AVX-512,
-products of one row came out alike in float32 and in bfloat16 (on Intel CPUs only with MKL_CBWR=AUTO,STRICT).
+Rows are sorted by slot and cut into tiles of one slot each, so A is read once for each tile and not for each
+row. For B, each row takes a weighted sum of its slot's lines, which copies no factor. Rows without an adapter
+are in no tile: their output is unchanged, bit for bit. A row's bits do not depend on its batch: for widths of
+64 to 1,024, ranks of 3 to 48 and tiles of 4 to 300 rows on AVX-512, one row's products were bit-identical in
+float32 and in bfloat16 (on Intel CPUs only with MKL_CBWR=AUTO,STRICT).
 
 Shapes: N rows, L rows with an adapter, K tiles, T rows a tile, I input features, O output features,
 R rank, S slots, M slices of a fused module, C chunks of O, each as wide as all slices' common divisor.
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-# The BLAS may sum in one order from four rows on and in another for fewer: with tiles of fewer rows, the
-# last digits of a row would depend on its batch.
+# The BLAS may use one summation order from four rows on and another for fewer. With smaller tiles, a row's
+# last digits would depend on its batch.
 TILES = (4, 8, 16, 32, 64, 128, 256)
 # Reading a slot's factors for one more tile costs about as much as computing this many rows.
 TILE_COST_ROWS = 4
@@ -27,13 +27,13 @@ TILE_COST_ROWS = 4
 
 @dataclass(frozen=True)
 class TilePlan:
-    """Which row goes where; made once a step and used by every layer.
+    """The assignment of rows to tiles; made once for each step and used by every layer.
 
-    `gather` are the rows of tiles (K*T), with padding that repeats a row, or one row a tile (K) when no
-    slot has more (`single`; None: every row once, in order); `place` (L) are rows' positions among them
-    (None: all, in order) and `rows` (L) these rows, in their order (None: every one); `row_slots` (L) are
-    their slots; `slots` (K) are the tiles' slots, a slice when they are adjacent and rise by one (no factor
-    is copied then).
+    `gather`: the rows of tiles (K*T), padded by repeating a row, or one row for each tile (K) when no slot
+    has more (`single`); None means every row once, in order. `place` (L): the positions of rows with an
+    adapter in `gather`; None means all, in order. `rows` (L): these rows; None means every row. `row_slots`
+    (L): their slots. `slots` (K): the tiles' slots, a slice when they are consecutive (then no factor is
+    copied).
     """
 
     gather: Tensor | None
@@ -48,26 +48,26 @@ class TilePlan:
     _spread: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
     def fill(self, x: Tensor) -> Tensor:
-        """Return the rows (N, ...) of tiles (K, T, ...)."""
+        """Return the rows (N, ...) as tiles (K, T, ...)."""
         x = x if self.gather is None else x.index_select(0, self.gather)
         if self.single:
             return x[:, None].expand(-1, self.tile, *x.shape[1:])
         return x.reshape(self.tiles, self.tile, *x.shape[1:])
 
     def drain(self, tiled: Tensor) -> Tensor:
-        """Return the rows that have an adapter (L, ...) of tiles (K, T, ...), in their order."""
+        """Return the rows with an adapter (L, ...) from tiles (K, T, ...), in row order."""
         rows = tiled[:, 0] if self.single else tiled.flatten(0, 1)
         return rows if self.place is None else rows.index_select(0, self.place)
 
     def add(self, y: Tensor, delta: Tensor) -> None:
-        """Add to the rows that have an adapter, in place."""
+        """Add `delta` (L, ...) to the rows of `y` (N, ...) with an adapter, in place."""
         if self.rows is None:
             y += delta
         else:
             y.index_add_(0, self.rows, delta)
 
     def lines(self, rank: int, chunks: int) -> Tensor:
-        """Return the lines (L * C, R) of a table (S * R * C) that make each row's chunks."""
+        """Return the line numbers (L * C, R) in a table (S * R * C) that make each row's chunks."""
         if (rank, chunks) not in self._lines:
             first_LR = self.row_slots[:, None] * rank + torch.arange(rank)
             lines_LCR = first_LR[:, None] * chunks + torch.arange(chunks)[:, None]
@@ -75,7 +75,7 @@ class TilePlan:
         return self._lines[rank, chunks]
 
     def spread(self, widths: Sequence[int], chunk: int) -> Tensor:
-        """Return the slice of each chunk of the outputs (C)."""
+        """Return the slice number of each chunk of the outputs (C)."""
         if (key := tuple(widths)) not in self._spread:
             each = torch.tensor(widths) // chunk
             self._spread[key] = torch.arange(len(widths)).repeat_interleave(each)
@@ -83,7 +83,7 @@ class TilePlan:
 
 
 def plan(slots: Sequence[int]) -> TilePlan | None:
-    """Group rows by slot; `slots[row]` < 0 means no adapter. None when no row has one."""
+    """Group rows by slot; `slots[row]` < 0 means no adapter. Returns None when no row has one."""
     groups: dict[int, list[int]] = {}
     for row, slot in enumerate(slots):
         if slot >= 0:
@@ -123,9 +123,9 @@ def add_lora(
 ) -> None:
     """Add every row's LoRA product to `y` in place.
 
-    `a_SMRI` (S, M, R, I) holds the shrink factors of the module's slices, `b_SRO` (S, R, O) their
-    expand factors side by side, `widths` the slices' shares of O. Equals `reference.add_lora` for each
-    slice up to the order of sums.
+    `a_SMRI` (S, M, R, I) holds the A factors of the module's slices, `b_SRO` (S, R, O) their B factors side
+    by side, `widths` the slices' widths in O. All have one floating dtype. Equals `reference.add_lora` for
+    each slice up to summation order.
     """
     rank = a_SMRI.shape[2]
     h_KTX = torch.bmm(plan.fill(x_NI), a_SMRI[plan.slots].flatten(1, 2).transpose(1, 2))
@@ -143,7 +143,7 @@ def add_lora(
 
 
 def _tile(counts: Sequence[int]) -> int:
-    """Choose the tile that costs least: rows computed, padding included, plus factors read."""
+    """Choose the cheapest tile size: computed rows, padding included, plus factor reads."""
     sizes = [*TILES, max(*TILES[:1], *counts)]
 
     def cost(size: int) -> int:

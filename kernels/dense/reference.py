@@ -1,4 +1,4 @@
-"""The reference: what every other implementation of this operation must equal. Slow and obvious.
+"""The reference implementation of `add_lora`: slow and obvious. Every other one must equal it.
 
 Shapes: N rows, I input features, O output features, R rank, S slots (one adapter each).
 """
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def add_lora(y_NO: Tensor, x_NI: Tensor, a_SRI: Tensor, b_SRO: Tensor, slots: Sequence[int]) -> None:
-    """Add `x @ A.T @ B` of each row's slot to `y` in place; a row with slot < 0 is left alone.
+    """Add `x @ A.T @ B` of each row's slot to `y` in place; rows with slot < 0 are unchanged.
 
     Source: Hu et al. 2021, arXiv 2106.09685, equation 3, with the scaling folded into B.
     """

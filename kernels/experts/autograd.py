@@ -1,7 +1,7 @@
-"""Gradients of LoRA on a mixture of experts, under PyTorch's autograd, for the trainer.
+"""Gradients of LoRA on a mixture of experts under PyTorch's autograd, for the trainer.
 
-The backward of a shrink is an expand and the other way round, so nothing new is computed here. `ops`
-is the module that computes: `cpu` or `cpu_grouped`, or `triton` on a GPU.
+The backward of a shrink is an expand and vice versa, so no new operation is needed. `ops` is the module that
+computes: `cpu` or `cpu_grouped`, or `triton` on a GPU.
 
 Shapes: T tokens, L tokens with an adapter, K experts of a token, R rank, I inputs, O outputs, S
 slots, E experts (or 1: shared).
@@ -18,16 +18,18 @@ from kernels.experts import cpu as experts
 
 
 class Shrink(Function):
-    """`ops.shrink` with gradients for the rows and for A."""
+    """`ops.shrink` with gradients for x and A."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, a_SERI: Tensor, plan: Any, ops: Any) -> Tensor:
+        """Return h (L, K, R) of x (T, I) or (T, K, I) and A (S, E, R, I)."""
         ctx.plan, ctx.ops = plan, ops
         ctx.save_for_backward(x, a_SERI)
         return ops.shrink(x, a_SERI, plan).contiguous()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x and A."""
         x, a_SERI = ctx.saved_tensors
         dx = da_SERI = None
         if ctx.needs_input_grad[0]:
@@ -39,7 +41,7 @@ class Shrink(Function):
 
 
 class Expand(Function):
-    """`ops.expand` onto zeros, with gradients for h, for B and for the routing weights."""
+    """`ops.expand` onto zeros, with gradients for h, B and the routing weights."""
 
     @staticmethod
     def forward(
@@ -51,6 +53,7 @@ class Expand(Function):
         plan: Any,
         ops: Any,
     ) -> Tensor:
+        """Return y of `shape` from h (L, K, R), B (S, E, O, R) and weights (T, K) or None."""
         ctx.plan, ctx.ops = plan, ops
         ctx.save_for_backward(h_LKR, b_SEOR, weights_TK)
         y = h_LKR.new_zeros(shape)
@@ -59,6 +62,7 @@ class Expand(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of h, B and the weights."""
         h_LKR, b_SEOR, weights_TK = ctx.saved_tensors
         plan, dy = ctx.plan, grads[0]
         dh_LKR = db_SEOR = dw_TK = None
@@ -91,8 +95,8 @@ def lora(
     """Return `B[slot, expert] @ A[slot, expert] @ x` of each pair, (T, K, O), with gradients.
 
     `x` is (T, I) or (T, K, I). With `reduce` the result is (T, O), summed over a token's experts.
-    `weights_TK` multiply each pair. Tokens with slot < 0 give zero. `plan` is `ops.plan(slots_T, experts_TK)`
-    where several factors share one.
+    `weights_TK` multiplies each pair. Tokens with slot < 0 give zero. `plan` is `ops.plan(slots_T,
+    experts_TK)` when several factors share it. x, A and B have one floating dtype, which the result has too.
     """
     outputs = b_SEOR.shape[2]
     shape = (len(x), outputs) if reduce else (*experts_TK.shape, outputs)

@@ -1,17 +1,17 @@
 """LoRA on a mixture of experts, on CPU: the pairs of each (adapter, expert) segment in batched products.
 
 A pair is one token at one of its experts. Tokens without an adapter (slot < 0) are in no plan: they
-are not read, and their output is not touched, bit for bit. Nothing here loops over experts, adapters
+are not read, and their output is unchanged, bit for bit. Nothing here loops over experts, adapters
 or tokens. Three operations serve forward and backward: `shrink` (rows to rank), `expand` (rank to
 rows) and `outer` (a factor's gradient).
 
-Factors are (S, E, R, D), rank before width: A as it is, B transposed (`b.transpose(-1, -2)`); a
-factor with E = 1 is shared by all experts. B is read in place when its memory is rank-major, as the
-slot buffers are; otherwise each call copies it.
+Factors are (S, E, R, D), rank before width: A as it is, B transposed (`b.transpose(-1, -2)`). A
+factor with E = 1 is shared by all experts. B is read in place when its memory is rank-major, as in the
+slot buffers; otherwise each call copies it.
 
-Does a row depend on its batch? `expand` sums each row in one fixed order: never. `shrink` takes a
-product for each pair, or tiles of a segment's pairs where that is cheaper. The BLAS sums in one order from
-four rows on and in another for fewer, so each product has at least four, and both ways give the same bits
+A row's bits do not depend on its batch. `expand` sums each row in a fixed order. `shrink` takes a product for
+each pair, or tiles of a segment's pairs where that is cheaper. The BLAS uses one summation order from four
+rows on and another for fewer, so each product has at least four rows, and both ways give the same bits
 (measured in float32 and bfloat16).
 
 Shapes: T tokens, L tokens with an adapter, K experts of a token, P pairs, R rank, D width, S slots,
@@ -27,7 +27,7 @@ from torch.nn.functional import embedding_bag
 TILES = (1, 4, 16, 64)
 # Reading a segment's factor for one more tile costs about as much as computing this many pairs.
 TILE_COST_PAIRS = 4
-# Copying so many elements of factors, one a pair, costs no more than sorting: decode.
+# Copying a factor for each pair costs no more than sorting, up to so many elements: decode.
 COPIED_WITHOUT_TILES = 2**21
 
 
@@ -35,9 +35,8 @@ COPIED_WITHOUT_TILES = 2**21
 class Tiles:
     """Pairs sorted by segment and cut into tiles of one segment each, the last one padded.
 
-    `order` (P) are pairs in that order and `place` (P) their positions among the N*M of all tiles;
-    `segment` (N) is each tile's segment; `present` (G) are the segments in use, `first` (G) their
-    first tiles.
+    `order` (P): the pairs in that order. `place` (P): their positions among the N*M of all tiles. `segment`
+    (N): each tile's segment. `present` (G): the segments in use. `first` (G): their first tiles.
     """
 
     order: Tensor
@@ -48,13 +47,13 @@ class Tiles:
     size: int
 
     def fill(self, rows_PD: Tensor) -> Tensor:
-        """Return the rows as (N, M, D); padding is zero."""
+        """Return the rows (P, D) as tiles (N, M, D); padding is zero."""
         tiled = rows_PD.new_zeros(len(self.segment) * self.size, rows_PD.shape[-1])
         tiled[self.place] = rows_PD[self.order]
         return tiled.view(len(self.segment), self.size, -1)
 
     def drain(self, tiled_NMD: Tensor) -> Tensor:
-        """Return the rows of tiles as (P, D), in the order of pairs."""
+        """Return the rows of tiles (N, M, D) as (P, D), in pair order."""
         rows_PD = tiled_NMD.new_empty(len(self.order), tiled_NMD.shape[-1])
         rows_PD[self.order] = tiled_NMD.flatten(0, 1)[self.place]
         return rows_PD
@@ -66,14 +65,14 @@ def cut(segment_P: Tensor, size: int) -> Tiles:
     present, counts = torch.unique_consecutive(segment_P[order], return_counts=True)
     tiles = (counts + size - 1) // size
     first = tiles.cumsum(0) - tiles
-    # A sorted pair's position within its segment, behind the places of the tiles before it.
+    # A sorted pair's position within its segment, after the places of the tiles before it.
     within = torch.arange(len(order)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
     place = first.repeat_interleave(counts) * size + within
     return Tiles(order, place, present.repeat_interleave(tiles), present, first, size)
 
 
 def cheapest(segment_P: Tensor) -> int:
-    """Choose the tile that costs least: pairs computed, padding included, plus factors read."""
+    """Choose the cheapest tile size: computed pairs, padding included, plus factor reads."""
     counts = torch.bincount(segment_P)
     sizes = torch.tensor(TILES)
     tiles = (counts[counts > 0][:, None] + sizes - 1) // sizes
@@ -82,10 +81,10 @@ def cheapest(segment_P: Tensor) -> int:
 
 @dataclass(frozen=True)
 class RoutingPlan:
-    """Which token goes to which segments; made once for a layer's step, for all its factors.
+    """The assignment of tokens to segments; made once for a layer's step, for all its factors.
 
-    `tokens` (L) are the tokens with an adapter (None: every one), `slots` (L) their adapters and
-    `experts` (L, K) their experts. `tile` forces a tile size (None: the cheapest).
+    `tokens` (L): the tokens with an adapter (None: every token). `slots` (L): their adapters. `experts`
+    (L, K): their experts. `tile` forces a tile size (None: the cheapest).
     """
 
     tokens: Tensor | None
@@ -96,24 +95,24 @@ class RoutingPlan:
     _tiles: dict[tuple[int, int, int], Tiles] = field(default_factory=dict)
 
     def rows(self, values: Tensor) -> Tensor:
-        """Return the rows of tokens that have an adapter."""
+        """Return the rows (L, ...) of tokens with an adapter."""
         return values if self.tokens is None else values.index_select(0, self.tokens)
 
     def add(self, y: Tensor, delta: Tensor) -> None:
-        """Add to the rows of tokens that have an adapter, in place."""
+        """Add `delta` (L, ...) to the rows of tokens with an adapter, in place."""
         if self.tokens is None:
             y += delta
         else:
             y[self.tokens] += delta
 
     def segments(self, experts: int, each: int) -> Tensor:
-        """Return the segment of each pair (L, `each`) in a factor of so many experts."""
+        """Return the segment of each pair (L, `each`) in a factor of `experts` experts."""
         if experts == 1:
             return self.slots[:, None].expand(-1, each)
         return self.slots[:, None] * experts + self.experts
 
     def size(self, experts: int, each: int, elements: int) -> int:
-        """Return the cheapest tile for the pairs of `segments`, each with a factor of so many elements."""
+        """Return the cheapest tile size for the pairs of `segments`, with factors of `elements` elements."""
         if self.tile is not None:
             return self.tile
         if len(self.slots) * each * elements <= COPIED_WITHOUT_TILES:
@@ -132,7 +131,7 @@ class RoutingPlan:
 
 
 def plan(slots_T: Tensor, experts_TK: Tensor) -> RoutingPlan | None:
-    """Keep the tokens that have an adapter (slot >= 0). None when no token has one."""
+    """Return the plan of the tokens with an adapter (slot >= 0); None when no token has one."""
     has = slots_T >= 0
     if bool(has.all()):
         return RoutingPlan(None, slots_T.long(), experts_TK.long()) if len(slots_T) else None
@@ -147,7 +146,7 @@ def shrink(x: Tensor, factor_SERD: Tensor, plan: RoutingPlan) -> Tensor:
     """
     count = plan.experts.shape[1]
     x_L = plan.rows(x)
-    # A shared factor gives all experts of a token's one row the same result.
+    # With a shared factor and one row, all experts of a token have the same result.
     each = 1 if x.dim() == 2 and factor_SERD.shape[1] == 1 else count
     key = (factor_SERD.shape[1], each)
     size = plan.size(*key, factor_SERD[0, 0].numel())
@@ -164,9 +163,10 @@ def shrink(x: Tensor, factor_SERD: Tensor, plan: RoutingPlan) -> Tensor:
 def expand(
     y: Tensor, h_LKR: Tensor, factor_SERD: Tensor, plan: RoutingPlan, weights_TK: Tensor | None = None
 ) -> None:
-    """Add each pair's h times its segment's factor to `y` in place, `weights` times (None: once).
+    """Add each pair's h (L, K, R) times its segment's factor, times its weight, to `y` in place.
 
-    `y` is (T, K, D), one row a pair, or (T, D), the sum over a token's experts.
+    `y` is (T, K, D), one row for each pair, or (T, D), the sum over a token's experts. Without weights the
+    weight is 1.
     """
     if weights_TK is not None:
         h_LKR = h_LKR * plan.rows(weights_TK)[..., None]
@@ -176,7 +176,7 @@ def expand(
     segments = plan.segments(factor_SERD.shape[1], each)
     lines = segments[..., None] * rank + torch.arange(rank)
     lines = lines.flatten(1) if y.dim() == 2 else lines.flatten(0, 1)
-    # A weighted sum of the table's lines: what an embedding bag is, and it copies no factor.
+    # An embedding bag is a weighted sum of the table's lines and copies no factor.
     delta = embedding_bag(
         lines,
         factor_SERD.reshape(-1, factor_SERD.shape[-1]),
@@ -187,7 +187,7 @@ def expand(
 
 
 def outer(h_LKR: Tensor, x: Tensor, experts: int, slots: int, plan: RoutingPlan) -> Tensor:
-    """Return each segment's sum of `h` times row, (S, E, R, D): the gradient of its factor."""
+    """Return the gradient of a factor (S, E, R, D): each segment's sum of h (L, K, R) times row."""
     if x.dim() == 2 and experts == 1:
         h_LKR = h_LKR.sum(1, keepdim=True)
     each, rank = h_LKR.shape[1:]
@@ -196,19 +196,19 @@ def outer(h_LKR: Tensor, x: Tensor, experts: int, slots: int, plan: RoutingPlan)
     x_NMD = tiles.fill(_each(plan.rows(x), each))
     sums_NRD = torch.bmm(h_NMR.transpose(1, 2), x_NMD)
     grad_SERD = x.new_zeros(slots, experts, rank, x.shape[-1])
-    # A segment's tiles are adjacent: one bag each, summed in their order.
+    # A segment's tiles are adjacent: one bag for each segment, summed in order.
     bags = embedding_bag(torch.arange(len(sums_NRD)), sums_NRD.flatten(1), tiles.first, mode="sum")
     grad_SERD.view(slots * experts, -1)[tiles.present] = bags
     return grad_SERD
 
 
 def _each(x_L: Tensor, each: int) -> Tensor:
-    """Return one row a pair (P, D)."""
+    """Return one row for each pair (P, D)."""
     return x_L.repeat_interleave(each, 0) if x_L.dim() == 2 else x_L.flatten(0, 1)
 
 
 def _shrink_pairs(x_L: Tensor, factor_SERD: Tensor, segments_LK: Tensor) -> Tensor:
-    """Return h (L, K, R) by one product a token, or a pair where pairs have rows of their own."""
+    """Return h (L, K, R) by one product for each token, or for each pair when pairs have their own rows."""
     tokens, each = segments_LK.shape
     batch = tokens if x_L.dim() == 2 else tokens * each
     factor = factor_SERD.flatten(0, 1).index_select(0, segments_LK.flatten())

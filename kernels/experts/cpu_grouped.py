@@ -1,12 +1,12 @@
-"""LoRA on a mixture of experts, on CPU, at a trainer's width: torch's grouped product over sorted pairs.
+"""LoRA on a mixture of experts, on CPU, for training: torch's grouped product over sorted pairs.
 
-The three operations of `cpu.py`, which says what they mean, for many pairs a segment: there the products
-are what costs, and `cpu.py` computes padding and reads factors line by line (its time over this one's:
-docs/benchmarks/experts.md). A segment's pairs are one product, so a row's bits may depend on its batch;
-where they must not, as in serving, `cpu.py` is the one to take.
+The three operations of `cpu.py`, with the same meaning, for many pairs in a segment. There the products
+dominate, and `cpu.py` computes padding and reads factors line by line (docs/benchmarks/experts.md compares
+the two). A segment's pairs are one product, so a row's bits may depend on its batch. Use `cpu.py` where they
+must not, as in serving.
 
 Shapes: T tokens, L tokens with an adapter, K experts of a token, P pairs, R rank, D width, S slots,
-E experts.
+E experts, G = S*E segments.
 """
 
 from dataclasses import dataclass, field
@@ -20,31 +20,31 @@ from kernels.experts import cpu as experts
 
 @dataclass(frozen=True)
 class Sorted:
-    """Pairs in the order of their segments: `order` (P), and the `ends` (S*E) of segments."""
+    """Pairs sorted by segment: `order` (P), and the `ends` (S*E) of segments."""
 
     order: Tensor
     ends: Tensor
 
     def gather(self, rows: Tensor, each: int) -> Tensor:
-        """Return one row (D) a pair, sorted; `rows` is (L, D), a row for `each` pairs, or (L, K, D)."""
+        """Return the sorted pairs' rows (P, D); `rows` is (L, D), one for `each` pairs, or (L, K, D)."""
         if rows.dim() == 2:
             return rows.index_select(0, self.order // each)
         return rows.flatten(0, 1).index_select(0, self.order)
 
     def scatter(self, sorted_PD: Tensor, each: int) -> Tensor:
-        """Return the rows in the order of pairs, (L, `each`, D)."""
+        """Return the sorted rows (P, D) in pair order, (L, `each`, D)."""
         rows_PD = torch.empty_like(sorted_PD).index_copy_(0, self.order, sorted_PD)
         return rows_PD.view(-1, each, sorted_PD.shape[-1])
 
 
 @dataclass(frozen=True)
 class GroupedRoutingPlan(experts.RoutingPlan):
-    """Which token goes to which segments, sorted once for all factors of a layer's step."""
+    """The assignment of tokens to segments, sorted once for all factors of a layer's step."""
 
     _sorted: dict[tuple[int, int, int], Sorted] = field(default_factory=dict)
 
     def sorted(self, slots: int, experts: int, each: int) -> Sorted:
-        """Return the pairs, `each` a token, in a factor of so many slots and experts."""
+        """Return the sorted pairs, `each` for a token, for factors of `slots` slots and `experts` experts."""
         key = (slots, experts, each)
         if key not in self._sorted:
             segment_P = self.segments(experts, each).flatten()
@@ -54,16 +54,16 @@ class GroupedRoutingPlan(experts.RoutingPlan):
 
 
 def plan(slots_T: Tensor, experts_TK: Tensor) -> GroupedRoutingPlan | None:
-    """Keep the tokens that have an adapter (slot >= 0). None when no token has one."""
+    """Return the plan of the tokens with an adapter (slot >= 0); None when no token has one."""
     found = experts.plan(slots_T, experts_TK)
     return GroupedRoutingPlan(found.tokens, found.slots, found.experts) if found else None
 
 
 def shrink(x: Tensor, factor_SERD: Tensor, plan: GroupedRoutingPlan) -> Tensor:
-    """Return h (L, K, R), as `experts.shrink` does."""
+    """Return h (L, K, R), the product of each pair's row with its segment's factor; see `cpu.shrink`."""
     count = plan.experts.shape[1]
     slots, number = factor_SERD.shape[:2]
-    # A shared factor gives all experts of a token's one row the same result.
+    # With a shared factor and one row, all experts of a token have the same result.
     each = 1 if x.dim() == 2 and number == 1 else count
     pairs = plan.sorted(slots, number, each)
     rows_PD, factor_GRD = _aligned(pairs.gather(plan.rows(x), each)), _aligned(factor_SERD.flatten(0, 1))
@@ -74,7 +74,7 @@ def shrink(x: Tensor, factor_SERD: Tensor, plan: GroupedRoutingPlan) -> Tensor:
 def expand(
     y: Tensor, h_LKR: Tensor, factor_SERD: Tensor, plan: GroupedRoutingPlan, weights_TK: Tensor | None = None
 ) -> None:
-    """Add each pair's h times its segment's factor to `y` in place, as `experts.expand` does."""
+    """Add each pair's h times its segment's factor to `y` in place; see `cpu.expand`."""
     if weights_TK is not None:
         h_LKR = (h_LKR * plan.rows(weights_TK)[..., None]).to(h_LKR.dtype)
     slots, number = factor_SERD.shape[:2]
@@ -89,7 +89,7 @@ def expand(
 
 
 def outer(h_LKR: Tensor, x: Tensor, experts: int, slots: int, plan: GroupedRoutingPlan) -> Tensor:
-    """Return each segment's sum of `h` times row, (S, E, R, D): the gradient of its factor."""
+    """Return the gradient of a factor (S, E, R, D): each segment's sum of h (L, K, R) times row."""
     if x.dim() == 2 and experts == 1:
         h_LKR = h_LKR.sum(1, keepdim=True)
     each, rank = h_LKR.shape[1:]
@@ -100,7 +100,7 @@ def outer(h_LKR: Tensor, x: Tensor, experts: int, slots: int, plan: GroupedRouti
 
 
 def _aligned(values: Tensor, ranks: bool = False) -> Tensor:
-    """Pad the last axis with zeros to whole 16 bytes, which `grouped_mm` asks of rows; and the one before."""
+    """Zero-pad the last axis, with `ranks` the one before too, to the 16 bytes that `grouped_mm` needs."""
     whole = 16 // values.element_size()
     missing = [-size % whole for size in (values.shape[-1], values.shape[-2] if ranks else 0)]
     return pad(values, (0, missing[0], 0, missing[1])) if any(missing) else values

@@ -1,4 +1,4 @@
-"""The reference: what every other implementation of these operations must equal. Slow and obvious.
+"""The reference implementation of the expert operations: slow and obvious. Every other one must equal it.
 
 Shapes: I input features, O output features, R rank, S slots (one adapter each), T tokens, K experts of
 a token, E experts (or 1: one factor for all of them).
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def routed(factor_SE: Tensor, slots_T: Tensor, experts_TK: Tensor) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (token, k, slot, expert) of every routed pair that has an adapter."""
+    """Yield (token, k, slot, expert) of every routed pair with an adapter."""
     shared = factor_SE.shape[1] == 1
     for t, slot in enumerate(slots_T.tolist()):
         for k, expert in enumerate(experts_TK[t].tolist()):
@@ -40,8 +40,8 @@ def expand_experts(
 ) -> None:
     """Add `weight * B[slot, expert] @ h` of each pair to `y` in place.
 
-    `y` is (T, K, O), one row a pair, or (T, O), the sum over a token's experts. Rows of tokens
-    without an adapter are left alone. No weights means 1.
+    `y` is (T, K, O), one row for each pair, or (T, O), the sum over a token's experts. Rows of tokens
+    without an adapter are unchanged. Without weights the weight is 1.
     """
     for t, k, slot, expert in routed(b_SEOR, slots_T, experts_TK):
         delta_O = b_SEOR[slot, expert] @ h_TKR[t, k]
@@ -52,7 +52,7 @@ def expand_experts(
 def shrink_experts_backward(
     dh_TKR: Tensor, x: Tensor, a_SERI: Tensor, slots_T: Tensor, experts_TK: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `x` and `A` for the gradient of `shrink_experts`' result."""
+    """Return the gradients of `x` and `A`, given the gradient (T, K, R) of `shrink_experts`' result."""
     dx, da_SERI = torch.zeros_like(x), torch.zeros_like(a_SERI)
     for t, k, slot, expert in routed(a_SERI, slots_T, experts_TK):
         row = t if x.dim() == 2 else (t, k)
@@ -69,7 +69,7 @@ def expand_experts_backward(
     experts_TK: Tensor,
     weights_TK: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of h, `B` and the weights for the gradient of `expand_experts`' `y`."""
+    """Return the gradients of h, `B` and the weights, given the gradient of `expand_experts`' `y`."""
     if weights_TK is None:
         weights_TK = h_TKR.new_ones(experts_TK.shape)
     dh_TKR, db_SEOR, dw_TK = torch.zeros_like(h_TKR), torch.zeros_like(b_SEOR), torch.zeros_like(weights_TK)

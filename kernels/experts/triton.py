@@ -1,16 +1,16 @@
-"""LoRA on a mixture of experts as Triton kernels: those of `cpu.py` for a GPU, the same three operations.
+"""LoRA on a mixture of experts as Triton kernels: the three operations of `cpu.py` for a GPU.
 
 Pairs are sorted by (adapter, expert) segment on the device, without a synchronisation, and cut into
 tiles of one segment; a program computes one tile. No sum crosses programs and no atomic is used:
 results are deterministic, and a row's bits do not depend on its batch. An `expand` that sums over a
 token's experts writes the pairs first and adds them in the order of k.
 
-Here h has a row for every token, zero where it has no adapter, unlike in `cpu.py`.
+Unlike in `cpu.py`, h has a row for every token, zero for tokens without an adapter.
 
 Shapes: T tokens, K experts of a token, P = T*K pairs, R rank, D width, S slots, E experts (1:
 shared), G = S*E segments, N tiles, M pairs in a tile.
 """
-# Triton reads a kernel's annotations itself, so kernels have none for mypy.
+# Triton interprets kernel annotations itself, so kernels have none for mypy.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from dataclasses import dataclass, field
@@ -28,21 +28,21 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def unsupported_reason(x: Tensor, factor_SERD: Tensor) -> str | None:
-    """Say why these kernels cannot take a call, or None."""
+    """Return why these kernels cannot compute a call, or None."""
     if x.dtype != factor_SERD.dtype or x.dtype not in DTYPES:
-        return f"rows of {x.dtype} and a factor of {factor_SERD.dtype}: both must be the same of {DTYPES}."
+        return f"rows are {x.dtype} and the factor {factor_SERD.dtype}: both need one dtype of {DTYPES}."
     if x.device != factor_SERD.device:
         return f"rows are on {x.device} and the factor on {factor_SERD.device}; move one of them."
     if x.device.type != "cuda" and not triton.knobs.runtime.interpret:
-        return f"tensors are on {x.device}: it takes a CUDA device, or TRITON_INTERPRET=1 before the import."
+        return f"tensors are on {x.device}: use a CUDA device, or set TRITON_INTERPRET=1 before import."
     if factor_SERD.shape[2] > MAX_RANK:
-        return f"rank {factor_SERD.shape[2]} is over {MAX_RANK}, the most that a program keeps in registers."
+        return f"rank {factor_SERD.shape[2]} is over {MAX_RANK}, the limit of a program's registers."
     return None
 
 
 @dataclass(frozen=True)
 class SegmentTiles:
-    """Pairs `order` (P) sorted by segment; `starts` (G+1) each segment's first; tiles of `TILE` pairs.
+    """Pairs `order` (P) sorted by segment; `starts` (G+1), each segment's first pair; tiles of `TILE` pairs.
 
     `tile_segment` (N) is G for a tile beyond the last, `tile_first` (N) its first sorted pair.
     """
@@ -55,7 +55,7 @@ class SegmentTiles:
 
 @dataclass(frozen=True)
 class TritonRoutingPlan:
-    """Which token goes to which segments; made once for a layer's step, for all its factors."""
+    """The assignment of tokens to segments; made once for a layer's step, for all its factors."""
 
     slots: Tensor
     experts: Tensor
@@ -63,11 +63,11 @@ class TritonRoutingPlan:
     tokens: None = None
 
     def rows(self, values: Tensor) -> Tensor:
-        """Return all rows: here base tokens stay in."""
+        """Return all rows: this plan keeps tokens without an adapter."""
         return values
 
     def segments(self, adapters: int, experts: int) -> SegmentTiles:
-        """Return the sorted pairs for factors of so many slots and experts."""
+        """Return the sorted pairs for factors of `adapters` slots and `experts` experts."""
         key = (adapters, experts)
         if key not in self._segments:
             slots_TK = self.slots[:, None].expand_as(self.experts)
@@ -78,18 +78,18 @@ class TritonRoutingPlan:
 
 
 def plan(slots_T: Tensor, experts_TK: Tensor) -> TritonRoutingPlan:
-    """Take the tokens' adapters (slot < 0: none) and experts; what needs sorting is sorted on first use."""
+    """Return the plan of the tokens' adapters (slot < 0: none) and experts; pairs are sorted on first use."""
     return TritonRoutingPlan(slots_T.long(), experts_TK.long())
 
 
 def sort_pairs(segment_P: Tensor, segments: int) -> SegmentTiles:
-    """Sort pairs by segment; those of segment `segments` belong to none and come last."""
+    """Sort pairs by segment; pairs of segment number `segments` have no adapter and come last."""
     counts = segment_P.new_zeros(segments + 1).scatter_add_(0, segment_P, torch.ones_like(segment_P))
     starts = counts.cumsum(0) - counts
     tiles = (counts[:segments] + TILE - 1) // TILE
     ends = tiles.cumsum(0)
     pairs = len(segment_P)
-    # As many as there can be: their true number is known on the device only.
+    # The maximum number of tiles: the true number is known on the device only.
     most = torch.arange(min(pairs, pairs // TILE + segments), device=segment_P.device)
     segment_N = torch.searchsorted(ends, most, right=True)
     known = segment_N.clamp_max(segments - 1)
@@ -99,7 +99,7 @@ def sort_pairs(segment_P: Tensor, segments: int) -> SegmentTiles:
 
 @triton.jit
 def _dot(a, b, UPCAST: tl.constexpr):
-    # Triton's interpreter (3.9) multiplies the bits of bfloat16 as integers.
+    # Triton's interpreter (3.9) multiplies bfloat16 as integers.
     if UPCAST:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -215,12 +215,12 @@ def _outer(
 
 
 def _rank_block(rank: int) -> int:
-    """Return the power of two that covers a rank; `tl.dot` takes 16 and more."""
+    """Return the power of two that covers a rank; `tl.dot` needs at least 16."""
     return max(16, triton.next_power_of_2(rank))
 
 
 def _rows(values: Tensor) -> Tensor:
-    """Return (rows, D) with adjacent elements."""
+    """Return rows (rows, D) whose elements are contiguous."""
     flat = values.flatten(0, -2)
     return flat if flat.stride(-1) == 1 else flat.contiguous()
 
@@ -228,11 +228,13 @@ def _rows(values: Tensor) -> Tensor:
 def _check(x: Tensor, factor_SERD: Tensor) -> None:
     reason = unsupported_reason(x, factor_SERD)
     if reason is not None:
-        raise ValueError(f"The Triton LoRA kernels cannot take this: {reason}")
+        raise ValueError(f"The Triton LoRA kernels cannot compute this: {reason}")
 
 
 def shrink(x: Tensor, factor_SERD: Tensor, plan: TritonRoutingPlan) -> Tensor:
-    """Return h (T, K, R), zero for base tokens; see `experts.shrink`. Raises `ValueError`."""
+    """Return h (T, K, R), zero for tokens without an adapter; see `cpu.shrink`.
+
+    Raises `ValueError` with `unsupported_reason`."""
     _check(x, factor_SERD)
     tokens, count = plan.experts.shape
     adapters, experts, rank, width = factor_SERD.shape
@@ -251,9 +253,10 @@ def shrink(x: Tensor, factor_SERD: Tensor, plan: TritonRoutingPlan) -> Tensor:
 def expand(
     y: Tensor, h_TKR: Tensor, factor_SERD: Tensor, plan: TritonRoutingPlan, weights_TK: Tensor | None = None
 ) -> None:
-    """Add each pair's h times its segment's factor to `y` in place; see `experts.expand`.
+    """Add each pair's h times its segment's factor to `y` in place; see `cpu.expand`.
 
-    Rows of `y` (T, D) or (T, K, D) may lie apart, elements of a row may not. Raises `ValueError`.
+    Rows of `y` (T, D) or (T, K, D) may be strided; elements of a row must be contiguous. Raises `ValueError`
+    with `unsupported_reason`.
     """
     _check(y, factor_SERD)
     assert y.stride(-1) == 1
@@ -279,7 +282,7 @@ def expand(
 
 
 def outer(h_TKR: Tensor, x: Tensor, experts: int, slots: int, plan: TritonRoutingPlan) -> Tensor:
-    """Return each segment's sum of h times row, (S, E, R, D): the gradient of its factor."""
+    """Return the gradient of a factor (S, E, R, D): each segment's sum of h (T, K, R) times row."""
     rank, width = h_TKR.shape[-1], x.shape[-1]
     grad_SERD = x.new_empty(slots, experts, rank, width)
     at, rows = plan.segments(slots, experts), _rows(x)

@@ -1,7 +1,4 @@
-"""A packed adapter's values into slot buffers, by torch copies: one for each block, none for an expert.
-
-Knows a flat blob and strided views. Does not know modules, layouts or who owns the slots.
-"""
+"""Copy a packed adapter's values into slot buffers with torch: one copy for each block of the file."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,10 +8,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Copy:
-    """One block: where it begins in the blob (elements), and its place in every slot.
+    """One block: its offset in the blob (in elements) and its destination in every slot.
 
-    `destination` is a view (slots, n0, n1, n2) with any strides; the blob holds n0*n1*n2 elements of
-    it, n2 fastest. `offset` None clears the view instead: what the last occupant left there.
+    `destination` is a view (slots, n0, n1, n2) with any strides; the blob holds n0*n1*n2 elements for each
+    slot, n2 fastest. With `offset` None the view is cleared of the previous adapter's values instead.
     """
 
     offset: int | None
@@ -22,7 +19,7 @@ class Copy:
 
 
 def scatter(blob_N: Tensor, copies: Sequence[Copy], slot: int) -> None:
-    """Fill one slot of every destination from the blob."""
+    """Fill one slot of every destination from the blob (N,), which has the destinations' dtype."""
     for copy in copies:
         target = copy.destination[slot]
         if copy.offset is None:

@@ -1,10 +1,10 @@
-"""The reference: what every other implementation of this operation must equal. Slow and obvious."""
+"""The reference implementation of `scatter`: slow and obvious. Every other one must equal it."""
 
 from torch import Tensor
 
 
 def scatter(blob_N: Tensor, offset: int, destination: Tensor) -> None:
-    """Fill a (strided) 3-D view from the elements of `blob` that begin at `offset`, last axis fastest."""
+    """Fill a strided 3-D view from the elements of `blob` (N,) starting at `offset`, last axis fastest."""
     position = offset
     for i in range(destination.shape[0]):
         for j in range(destination.shape[1]):

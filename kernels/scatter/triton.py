@@ -1,10 +1,10 @@
-"""A packed adapter's values on the device into slot buffers: `scatter` as one Triton launch.
+"""Copy a packed adapter's values into slot buffers on a GPU: `scatter` as one Triton launch.
 
-All blocks of an adapter, of all layers, go in one launch: a table on the device holds each block's
-offset in the blob and the address and strides of its destination, so the blob crosses the bus as one
-copy and no block costs a launch.
+All blocks of an adapter, in all layers, share one launch. A table on the device holds each block's offset in
+the blob and the address and strides of its destination. The blob crosses the bus in one copy, and no block
+costs a launch.
 """
-# Triton reads a kernel's annotations itself, so kernels have none for mypy.
+# Triton interprets kernel annotations itself, so kernels have none for mypy.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from collections.abc import Sequence
@@ -23,10 +23,10 @@ COLUMNS = 9
 
 @dataclass(frozen=True)
 class Table:
-    """Copies as numbers on the device, made once for a layout and its buffers.
+    """Copies as int64 numbers on the device, made once for a layout and its buffers.
 
-    `rows` (C, 9): offset (-1: clear), elements, n1, n2, address, strides of slot, n0, n1 and n2;
-    `programs` (B, 2): a program's row and its first element. `copies` keep the buffers alive.
+    `rows` (C, 9): offset (-1: clear), elements, n1, n2, address, strides of slot, n0, n1 and n2. `programs`
+    (B, 2): each program's row and first element. `copies` keep the buffers alive.
     """
 
     rows: Tensor
@@ -35,25 +35,25 @@ class Table:
 
 
 def unsupported_reason(blob_N: Tensor, copies: Sequence[Copy]) -> str | None:
-    """Say why the kernel cannot make these copies, or None."""
+    """Return why the kernel cannot make these copies, or None."""
     if blob_N.device.type != "cuda" and not triton.knobs.runtime.interpret:
-        return f"the blob is on {blob_N.device}: it takes a CUDA device, or TRITON_INTERPRET=1 before import."
+        return f"the blob is on {blob_N.device}: use a CUDA device, or set TRITON_INTERPRET=1 before import."
     for i, copy in enumerate(copies):
         to, elements = copy.destination, copy.destination[0].numel()
         if to.device != blob_N.device or to.dtype != blob_N.dtype:
             return f"copy {i} is {to.dtype} on {to.device}, the blob {blob_N.dtype} on {blob_N.device}."
         if elements >= 2**31:
-            return f"copy {i} has {elements} elements; a block may have 2^31 - 1."
+            return f"copy {i} has {elements} elements; a block may have at most 2^31 - 1."
         if copy.offset is not None and copy.offset + elements > blob_N.numel():
             return f"copy {i} ends at element {copy.offset + elements} of a blob of {blob_N.numel()}."
     return None
 
 
 def table(blob_N: Tensor, copies: Sequence[Copy]) -> Table:
-    """Write the copies down for the kernel. Raises `ValueError` with `unsupported_reason`."""
+    """Return the kernel's table of these copies. Raises `ValueError` with `unsupported_reason`."""
     reason = unsupported_reason(blob_N, copies)
     if reason is not None:
-        raise ValueError(f"The scatter kernel cannot take this: {reason}")
+        raise ValueError(f"The scatter kernel cannot make these copies: {reason}")
     rows: list[list[int]] = []
     programs: list[list[int]] = []
     for i, copy in enumerate(copies):
@@ -84,13 +84,13 @@ def _scatter(blob, rows, programs, slot, COLUMNS: tl.constexpr, BLOCK: tl.conste
     at += (element // n2 % n1) * tl.load(row + 7)
     at += (element % n2) * tl.load(row + 8)
     source = offset + element.to(tl.int64)
-    # A clearing copy has offset -1: nothing is read, zero is stored.
+    # A clearing copy has offset -1: it reads nothing and stores zeros.
     values = tl.load(blob + source, mask=live & (source >= element), other=0.0)
     tl.store(to + at, values, mask=live)
 
 
 def scatter(blob_N: Tensor, table: Table, slot: int) -> None:
-    """Fill one slot of every destination from the blob, in one launch."""
+    """Fill one slot of every destination from the blob (N,) in one launch."""
     if len(table.programs):
         _scatter[(len(table.programs),)](
             blob_N, table.rows, table.programs, slot, COLUMNS=COLUMNS, BLOCK=BLOCK

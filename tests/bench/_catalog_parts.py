@@ -1,6 +1,6 @@
 """What `bench catalog` measures in processes of their own, so that each has its own imports and peak memory.
 
-    python _catalog_parts.py register|resolve|write|command
+    python _catalog_parts.py register|resolve|floor|write|command
 
 Reads its arguments from standard input and prints what it found, both one line of JSON.
 """
@@ -13,7 +13,7 @@ import random
 import sys
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,13 @@ def on_disk(state: Path) -> dict[str, int]:
     return {"store": taken((state / "store").rglob("*")), "database": taken(state.glob("catalog.db*"))}
 
 
+def floor(state: str, entries: int, nbytes: int, policies: int) -> dict:
+    """Register so many adapters of `nbytes` by the plainest code."""
+    import _catalog_floor
+
+    return {**_catalog_floor.register(state, entries, nbytes, policies), "peak_bytes": peak_bytes()}
+
+
 def write(state: str, nbytes: int, batch_bytes: int) -> dict:
     """Write so many bytes as the store does, a batch and its fsync after another; nothing else."""
     buffer, left, segment = os.urandom(batch_bytes), nbytes, -1
@@ -129,7 +136,10 @@ def write(state: str, nbytes: int, batch_bytes: int) -> dict:
 
 
 def resolve(url: str, base_digest: str, names: list[str], rounds: int, spawned: float) -> dict:
-    """Resolve names through a gateway's router; `spawned` is when this process was asked for."""
+    """Resolve names through a gateway's router; `spawned` is when this process was asked for.
+
+    In SQLite each name is also read by the driver alone, half a round later.
+    """
     began = time.time()
     from engine.catalog.catalog import Catalog
     from engine.serving.gateway.routing import Router
@@ -141,26 +151,49 @@ def resolve(url: str, base_digest: str, names: list[str], rounds: int, spawned: 
     # As a gateway does while it starts.
     catalog.read_ahead()
     read = time.time()
+    others, read_alone = names[len(names) // 2 :] + names[: len(names) // 2], driver_alone(url)
     found: list[int] = []
+    alone: list[int] = []
     for _ in range(rounds):
         # A new router each time: it remembers the names that it was asked.
         router = Router(catalog, "bench", base_digest)
         router.resolve("bench", "unit")
-        for name in names:
+        for name, other in zip(names, others, strict=True):
             asked = time.perf_counter_ns()
             router.resolve(name, "unit")
             found.append(time.perf_counter_ns() - asked)
-    found = sorted(found[WARM_UP:] or found)
+            if read_alone:
+                asked = time.perf_counter_ns()
+                read_alone(other)
+                alone.append(time.perf_counter_ns() - asked)
     return {
         "restart_s": first - spawned,
         "interpreter_s": began - spawned,
         "import_s": imported - began,
         "open_and_first_s": first - imported,
         "read_ahead_s": read - first,
-        **{f"p{name}_us": found[int(len(found) * share)] / 1000 for name, share in QUANTILES.items()},
+        **quantiles("p{}_us", found),
+        **quantiles("floor_p{}_us", alone),
         "lookups": len(found),
         "peak_bytes": peak_bytes(),
     }
+
+
+def driver_alone(url: str) -> Callable[[str], object] | None:
+    """Return one indexed read by SQLite's driver; None for another database."""
+    from engine.catalog.database import sqlite_path
+
+    if (path := sqlite_path(url)) is None:
+        return None
+    import _catalog_floor
+
+    return _catalog_floor.reader(path)
+
+
+def quantiles(name: str, times_ns: list[int]) -> dict[str, float]:
+    """Return quantiles in microseconds, without those of the warm-up; nothing for nothing."""
+    found = sorted(times_ns[WARM_UP:] or times_ns)
+    return {name.format(q): found[int(len(found) * share)] / 1000 for q, share in QUANTILES.items() if found}
 
 
 def command(words: list[str]) -> dict:
@@ -181,7 +214,7 @@ def command(words: list[str]) -> dict:
     return {"seconds": time.perf_counter() - began, "code": code or 0, "peak_bytes": peak_bytes()}
 
 
-PARTS = {"register": register, "resolve": resolve, "write": write, "command": command}
+PARTS = {"register": register, "resolve": resolve, "floor": floor, "write": write, "command": command}
 
 if __name__ == "__main__":
     part = PARTS[sys.argv[1]]

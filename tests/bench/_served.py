@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -16,7 +14,7 @@ import httpx
 import psutil
 import torch
 from _traffic import Server
-from live import StockServer, free_port, stop_group
+from live import StockServer, free_port, start_reaped, stop_reaped
 
 from engine.base.families import BaseShapes
 from engine.base.resident import BaseInfo, ensure_base
@@ -26,7 +24,6 @@ from engine.serving.server import lora_targets
 from engine.settings.params import Params
 
 START_S = 900
-CONTEXT, SEQUENCES = 256, 128
 
 
 @dataclass(frozen=True)
@@ -68,8 +65,8 @@ def live(given: Params, base: str, beside: Path, **engine: Any) -> Iterator[Live
         given.paths.bases.mkdir(parents=True, exist_ok=True)
         (Path(root) / "bases").symlink_to(given.paths.bases)
         fields = {
-            "port": free_port(), "dtype": shape.dtype, "max_rank": shape.rank, "max_model_len": CONTEXT,
-            "max_num_seqs": SEQUENCES, "start_timeout_s": START_S, **engine,
+            "port": free_port(), "dtype": shape.dtype, "max_rank": shape.rank, "start_timeout_s": START_S,
+            **engine,
         }  # fmt: skip
         params = Params.model_validate({"state_dir": root, "base": {"name": base}, "engine": fields})
         os.environ.update(services.environment(params))
@@ -95,10 +92,7 @@ def second(first: Live) -> Iterator[Live]:
     file = params.paths.root / "second.json"
     file.write_text(json.dumps(params.model_dump(mode="json")))
     with (params.paths.logs / "second.log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "engine.serving.server", "--params", str(file)],
-            stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+        process = start_reaped(["-m", "engine.serving.server", "--params", str(file)], log)
     try:
         url = params.url("engine")
         deadline = time.monotonic() + START_S
@@ -109,7 +103,7 @@ def second(first: Live) -> Iterator[Live]:
             time.sleep(0.5)
         yield Live(params, first.base, Server(url, first.server.key), (process.pid,))
     finally:
-        stop_group(process)
+        stop_reaped(process)
 
 
 def _shows_marker(url: str) -> bool:
@@ -122,13 +116,13 @@ def _shows_marker(url: str) -> bool:
 def stock(base: BaseInfo, shape: Shape, folder: Path, slots: int, cached: int) -> StockServer:
     """Return vLLM's own server over a folder of adapters in PEFT's form, which it loads when it is asked.
 
-    For a mixture of experts it is vLLM's loader with our experts, and with our executor, so that the loader
-    alone differs; the adapters are in PEFT's fused form, the faster of the two that vLLM reads.
+    For a mixture of experts it is vLLM's loader with our experts, so that the loader alone differs. There the
+    adapters are in PEFT's fused form, the faster of the two that vLLM reads.
     """
     folder.mkdir(parents=True, exist_ok=True)
     more = [
         "--enable-lora", "--max-loras", str(slots), "--max-cpu-loras", str(cached), "--max-lora-rank",
-        str(shape.rank), "--max-num-seqs", str(SEQUENCES), "--lora-target-modules", *lora_targets(base),
+        str(shape.rank), "--lora-target-modules", *lora_targets(base),
     ]  # fmt: skip
     variables = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     if not BaseShapes.read(base.path).experts:
@@ -136,15 +130,10 @@ def stock(base: BaseInfo, shape: Shape, folder: Path, slots: int, cached: int) -
             "VLLM_PLUGINS": "lora_filesystem_resolver",
             "VLLM_LORA_RESOLVER_CACHE_DIR": str(folder),
         }
-        return StockServer(base.path, shape.dtype, CONTEXT, more=more, variables=variables)
-    more += [
-        "--enable-mixed-moe-lora-format",
-        "--distributed-executor-backend",
-        "engine.serving.vllm_plugin.executor.InProcessExecutor",
-    ]
-    variables |= {"OMP_WAIT_POLICY": "passive", "THP_MEM_ALLOC_ENABLE": "1"}
+        return StockServer(base.path, shape.dtype, more=more, variables=variables)
+    more.append("--enable-mixed-moe-lora-format")
     program = (str(Path(__file__).with_name("_stock_moe.py")), str(folder))
-    return StockServer(base.path, shape.dtype, CONTEXT, more=more, program=program, variables=variables)
+    return StockServer(base.path, shape.dtype, more=more, program=program, variables=variables)
 
 
 def told(name: str, state: str) -> None:

@@ -88,10 +88,10 @@ def install() -> None:
 
 def main() -> None:
     _, folder, *arguments = sys.argv
-    from engine.serving.server import serve
+    from stock_server import serve_like_ours
 
     LoRAResolverRegistry.register_resolver("folder", Folder(Path(folder)))
-    serve([*arguments, "--worker-extension-cls", EXTENSION])
+    serve_like_ours([*arguments, "--worker-extension-cls", EXTENSION])
 
 
 if __name__ == "__main__":

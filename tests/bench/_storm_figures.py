@@ -17,7 +17,7 @@ LEVEL = 0.95
 # All of a storm arrive at once, so the longest wait is a whole window: an adapter starves that waits for more
 # than so many times the median window.
 STARVED = 3.0
-# Of alternations, so many may be run again since they lasted longer than their warm traffic.
+# Of alternations, so many may last longer than their warm traffic: their end meets no warm requests.
 OUTLIVED = 0.1
 RESAMPLES = 400
 
@@ -45,7 +45,7 @@ def seconds_of(phase: Sequence[Answer]) -> float:
 
 @dataclass(frozen=True)
 class Alternation:
-    """A storm, its control and traffic without either, one after another; a control may be left out."""
+    """A storm, its control and traffic without either, one after another."""
 
     storm: Sequence[Answer]
     control: Sequence[Answer]
@@ -60,7 +60,7 @@ class Alternation:
 
     @property
     def outlived_traffic(self) -> bool:
-        """Say whether its end met no warm requests, so that it tells less than it should."""
+        """Say whether its end met no warm requests."""
         return self.seconds > self.traffic_s
 
     def counted(self) -> tuple[list[float], list[float]]:
@@ -80,17 +80,19 @@ class Alternation:
 
 @dataclass
 class Arms:
-    """All alternations with one number of cold adapters."""
+    """All alternations with one number of cold adapters: each counts, whatever came out."""
 
     alternations: list[Alternation] = field(default_factory=list)
-    # Those that count for nothing but the longest wait.
-    outlived: list[Alternation] = field(default_factory=list)
     checks: list[Check] = field(default_factory=list)
 
     @property
     def longest_cold_s(self) -> float:
-        every = [*self.alternations, *self.outlived]
-        return max(answer.ttft for one in every for answer in burst_of(one.storm))
+        return max(answer.ttft for one in self.alternations for answer in burst_of(one.storm))
+
+    @property
+    def outlived(self) -> int:
+        """Return how many alternations lasted longer than their warm traffic."""
+        return sum(one.outlived_traffic for one in self.alternations)
 
     @property
     def window_s(self) -> float:
@@ -108,11 +110,15 @@ class Arms:
         storm, control = ([value for pair in pairs for value in pair[side]] for side in (0, 1))
         return percentile(storm) / percentile(control) if storm and control else math.nan
 
-    def over_calm(self, chosen: Sequence[Alternation]) -> float:
-        """Return warm p95 in storms over warm p95 without any."""
-        storm = [value for one in chosen for value in one.counted()[0]]
+    def over_calm(self, chosen: Sequence[Alternation], side: int = 0) -> float:
+        """Return warm p95 in storms over warm p95 without any; with `side` 1 that in controls."""
+        burst = [value for one in chosen for value in one.counted()[side]]
         calm = [answer.ttft for one in chosen for answer in one.calm]
-        return percentile(storm) / percentile(calm) if storm and calm else math.nan
+        return percentile(burst) / percentile(calm) if burst and calm else math.nan
+
+    def control_over_calm(self, chosen: Sequence[Alternation]) -> float:
+        """Return warm p95 in controls over warm p95 without a burst: what N resident requests do alone."""
+        return self.over_calm(chosen, side=1)
 
     def ready(self, chosen: Sequence[Alternation]) -> float:
         """Return the median of the alternations' cold seconds over resident seconds to all first tokens."""
@@ -128,7 +134,10 @@ class Arms:
 
     def figures(self) -> tuple[dict[str, float], dict[str, str]]:
         """Return each figure's value and its spread, by plain names."""
-        found = {"ratio": self.ratio, "over_calm": self.over_calm, "ready_over_warm": self.ready}
+        found: dict[str, Callable[[Sequence[Alternation]], float]] = {
+            "ratio": self.ratio, "over_calm": self.over_calm, "control_over_calm": self.control_over_calm,
+            "ready_over_warm": self.ready,
+        }  # fmt: skip
         values = {name: figure(self.alternations) for name, figure in found.items()}
         values = {name: value for name, value in values.items() if not math.isnan(value)}
         spreads = {name: self.spread(found[name]) for name in values}
@@ -149,7 +158,7 @@ class Arms:
             "median_cold_s": percentile(cold, 0.5),
             "counted": float(self.counted),
             "alternations": float(len(self.alternations)),
-            "run_again": float(len(self.outlived)),
+            "outlived": float(self.outlived),
         }
         if resident:
             controls = [seconds_of(one.control) for one in self.alternations]
@@ -174,8 +183,8 @@ def faults(name: str, arms: Arms, alternations: int, least: int) -> list[str]:
         found.append(f"{name}: {len(arms.alternations)} alternations in the time, not {alternations}.")
     if arms.counted < least:
         found.append(f"{name}: {arms.counted} warm requests arrived while adapters came, not {least}.")
-    if len(arms.outlived) > max(1, OUTLIVED * len(arms.alternations)):
-        found.append(f"{name}: {len(arms.outlived)} alternations lasted longer than their warm traffic.")
+    if arms.outlived > max(1, OUTLIVED * len(arms.alternations)):
+        found.append(f"{name}: {arms.outlived} alternations lasted longer than their warm traffic.")
     if arms.alternations and arms.longest_cold_s > STARVED * arms.window_s:
         waits = f"{arms.longest_cold_s:.2f} s, and a storm {arms.window_s:.2f} s in the median"
         found.append(f"{name}: a cold adapter starved: it waited {waits}.")

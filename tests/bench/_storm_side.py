@@ -2,11 +2,12 @@
 
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import _record as record
 from _answers import Check, check_of
-from _storm_figures import Alternation, Arms, seconds_of
+from _storm_figures import STARVED, Alternation, Arms, seconds_of
 from _traffic import Answer, Ask, Client, Server, arrivals, prompt
 
 SHARE, WARM = 0.4, 16
@@ -15,8 +16,8 @@ LEAD_S = 0.5
 # Closed-loop requests that find what the engine can do.
 UNDER_WAY, PROBED = 64, 384
 LIMIT_S = 1200.0
-# For so many times the longest storm so far warm traffic goes on.
-MARGIN = 1.5
+# For so many times the median storm so far warm traffic goes on: a storm that is longer starves an adapter.
+MARGIN = STARVED
 # Cold answers that are compared, of each of the first `repeats` alternations.
 CHECKED = 8
 
@@ -25,7 +26,7 @@ CHECKED = 8
 class Side:
     """A server under storms, ours or vLLM's own, which calls its base `base`.
 
-    `make` gives names of adapters that nobody asked for; without `residents` storms have no control.
+    `make` gives names of adapters that nobody asked for; `residents` are for the largest control.
     """
 
     name: str
@@ -74,8 +75,8 @@ class Side:
     def alternate(self, cold: int, repeats: int, least: int, before_storm: Callable[[], None]) -> Arms:
         """Alternate until there are `repeats`, with `least` warm requests counted in each arm.
 
-        An alternation that lasts longer than its warm traffic does not count: the next one has more. Those
-        behind the first `repeats` are storms and controls only, for more warm requests.
+        Each alternation counts, whatever comes out. Those behind the first `repeats` are storms and controls
+        only, for more warm requests.
         """
         arms, resident = Arms(), self.resident[:cold]
         if not self.seconds_a_cold:
@@ -83,7 +84,7 @@ class Side:
             for _ in range(2):
                 warm_up = self.alternation(cold, resident, 2.0, 0, 0.0, before_storm)
             self.seconds_a_cold = warm_up.seconds / cold
-        seconds = self.seconds_a_cold * cold
+        lasted = [self.seconds_a_cold * cold]
         began = time.monotonic()
         calm_s = max(2.0, least / repeats / self.rate)
         while len(arms.alternations) < repeats or arms.counted < least:
@@ -91,9 +92,10 @@ class Side:
                 break
             number = len(arms.alternations)
             is_whole = number < repeats
-            one = self.alternation(cold, resident, MARGIN * seconds, number, calm_s * is_whole, before_storm)
-            (arms.outlived if one.outlived_traffic else arms.alternations).append(one)
-            seconds = max(seconds, one.seconds)
+            seconds = MARGIN * record.median(lasted)
+            one = self.alternation(cold, resident, seconds, number, calm_s * is_whole, before_storm)
+            arms.alternations.append(one)
+            lasted.append(one.seconds)
             # Where time goes while a long run is watched.
             took = " and ".join(f"{seconds_of(arm):.2f} s" for arm in (one.storm, one.control) if arm)
             print(f"  {self.name} n{cold}: {took} of {one.traffic_s:.2f} s", flush=True)
@@ -115,7 +117,7 @@ class Side:
         compared = set(self.chance.sample(range(cold), min(CHECKED, cold)))
         before_storm()
         found: dict[str, list[Answer]] = {}
-        for arm in in_turn(names, number):
+        for arm in record.in_turn(names, number):
             self.settle([*resident, *self.warm] if arm == "control" else self.warm)
             burst = [
                 Ask(LEAD_S, name, each, self.lengths[1], burst=True, logprobs=i in compared)
@@ -137,8 +139,3 @@ class Side:
             for model, under_way in (("", 1), (self.base, CHECKED), (self.warm[0], CHECKED))
         )
         return [check_of(*answers) for answers in zip(cold, alone, base, other, strict=True)]
-
-
-def in_turn(arms: Iterable[str], number: int) -> list[str]:
-    """Return the order of an alternation: whoever goes second finds another state, so each one does."""
-    return list(arms)[:: -1 if number % 2 else 1]

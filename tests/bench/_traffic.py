@@ -8,8 +8,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Self
+
+from engine.process_reaper import die_with_parent
 
 DEADLINE_S = 300.0
 # Token ids of prompts: what every base's vocabulary has, without special ones.
@@ -91,6 +94,7 @@ class Client:
             [sys.executable, str(Path(__file__).with_name("_client.py"))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            preexec_fn=partial(die_with_parent, os.getpid()),
         )
         return self
 

@@ -1,24 +1,27 @@
 """Decode with many adapters: our engine against one without LoRA, and against stock vLLM's LoRA.
 
     graftwork bench decode [--base tiny-dense --base tiny-moe --base wide-moe] [--repeats 5]
-                           [--threads 2] [--dtype float32]
 
 64 requests at once, each with an adapter of its own on every target, rank 8. Decode is what 128 more
 tokens a request cost, so prompts and connections drop out; prefill is what prompts of 96 tokens cost. All
 engines are up at once and take turns; each repeat has prompts of its own, so that no cache helps.
 `share_of_base`: ours over an engine without LoRA. `over_stock`: ours over stock vLLM with the same adapters
-(which has none for experts on a CPU). Thread binding is the default's: all cores but one, or `--threads`.
+(which has none for experts on a CPU). All have one environment, process settings and limits: those that our
+engine has by default. The figures are of bfloat16 on every core but one; on tiny-dense those with a prefix
+are of float32, and of two threads.
 """
 
 import argparse
 import asyncio
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import _record as record
+import httpx
 import torch
 from live import RunningEngine, StockServer, start_engine, stop_engine
 from made_adapters import write
@@ -30,11 +33,20 @@ from engine.base.recipes import RECIPES
 BATCH, RANK = 64, 8
 PROMPT, SHORT, LONG = 16, 4, 132
 PREFILL = 96
-TARGETS = {
-    "tiny-dense": {"share_of_base": ">= 0.6", "over_stock": ">= 1.5"},
-    "tiny-moe": {"share_of_base": ">= 0.6"},
-    "wide-moe": {"share_of_base": ">= 0.6"},
+BASES = ("tiny-dense", "tiny-moe", "wide-moe")
+# Figure: ours, and what it is compared with.
+RATIOS = {
+    "share_of_base": ("decode", "ours", "base"),
+    "over_stock": ("decode", "ours", "stock"),
+    "prefill_share_of_base": ("prefill", "ours", "base"),
+    "prefill_over_stock": ("prefill", "ours", "stock"),
+    "base_rows_share_of_base": ("decode", "ours_base", "base"),
 }
+BOUNDS = dict.fromkeys(RATIOS, record.at_least())
+BOUNDS |= {"share_of_base": record.at_least(0.6), "over_stock": record.at_least(1.5)}
+# By prefix of the figures: dtype, and threads as in the engine's settings.
+PLAIN: dict[str, tuple[str, int]] = {"": ("bfloat16", 0)}
+VARIANTS = {"tiny-dense": PLAIN | {"float32_": ("float32", 0), "two_threads_": ("bfloat16", 2)}}
 # A bfloat16 answer is this near to float32's reference, and far from it under another adapter.
 NEAR = 0.1
 Server = RunningEngine | StockServer
@@ -71,10 +83,21 @@ def prompts(seed: int, length: int) -> list[list[int]]:
     return torch.randint(5, 300, (BATCH, length), generator=generator).tolist()
 
 
+async def generate(server: Server, names: list[str], asked: list[list[int]], tokens: int) -> None:
+    """Send all requests at once, and wait for every answer. No side pays for log-probabilities."""
+    headers = {"authorization": f"Bearer {server.key}"}
+    limits = httpx.Limits(max_connections=BATCH)
+    body = {"max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=120, limits=limits) as client:
+        bodies = [body | {"model": name, "prompt": ids} for name, ids in zip(names, asked, strict=True)]
+        for answer in await asyncio.gather(*(client.post("/v1/completions", json=one) for one in bodies)):
+            answer.raise_for_status()
+
+
 def seconds(server: Server, names: list[str], seed: int, length: int, tokens: int) -> float:
-    requests = list(zip(names, prompts(seed, length), strict=True))
+    asked = prompts(seed, length)
     started = time.perf_counter()
-    asyncio.run(ask(server, requests, tokens))
+    asyncio.run(generate(server, names, asked, tokens))
     return time.perf_counter() - started
 
 
@@ -124,81 +147,76 @@ def stock_with_adapters(base: Path, shapes: BaseShapes, made: list, root: Path, 
     return StockServer(base, more=more, **how)
 
 
-def measure(base_name: str, arguments: argparse.Namespace, root: Path) -> tuple[dict, bool]:
-    """Return each engine's speeds of each repeat, and whether our answers are right."""
-    base = make_base(base_name, root)
-    shapes = BaseShapes.read(base)
-    dtype = getattr(torch, arguments.dtype)
-    made = adapters(shapes, dtype)
-    how = {"dtype": arguments.dtype, "max_model_len": 256, "threads": arguments.threads}
+def measure(
+    base: Path, dtype: str, threads: int, repeats: int, root: Path
+) -> tuple[dict[str, list[dict[str, float]]], bool]:
+    """Return each side's speeds of each repeat, and whether our answers are right."""
+    shapes, torch_dtype = BaseShapes.read(base), getattr(torch, dtype)
+    made = adapters(shapes, torch_dtype)
+    how = {"dtype": dtype, "threads": threads}
     with ExitStack() as stack:
-        engine = start_engine(
-            base, root / "state", wait_s=600, slots=BATCH, max_num_seqs=BATCH, dtype=arguments.dtype,
-            threads=arguments.threads,
-        )  # fmt: skip
+        engine = start_engine(base, root / "state", wait_s=600, **how)
         stack.callback(stop_engine, engine)
-        names = [engine.publish("decode", tensors, RANK, dtype) for tensors in made]
-        servers: dict[str, tuple[Server, list[str]]] = {"ours": (engine, names)}
-        servers["ours_base"] = (engine, [engine.base_name] * BATCH)
-        servers["base"] = (stack.enter_context(StockServer(base, **how)), ["stock"] * BATCH)
+        names = [engine.publish("decode", tensors, RANK, torch_dtype) for tensors in made]
+        sides: dict[str, tuple[Server, list[str]]] = {"ours": (engine, names)}
+        sides["ours_base"] = (engine, [engine.base_name] * BATCH)
+        sides["base"] = (stack.enter_context(StockServer(base, **how)), ["stock"] * BATCH)
         if not shapes.experts:
             stock = stock_with_adapters(base, shapes, made, root, **how)
-            servers["stock"] = (stack.enter_context(stock), [f"a{i}" for i in range(BATCH)])
-        correct = is_right(engine, names, made)
-        runs: dict[str, list[dict[str, float]]] = {key: [] for key in servers}
-        for repeat in range(arguments.repeats + 1):
-            for number, (key, server) in enumerate(servers.items()):
-                found = speeds(*server, 1000 * repeat + 10 * number + 1)
-                # The first round warms up: files, caches, allocators.
-                if repeat:
-                    runs[key].append(found)
-    return runs, correct
+            sides["stock"] = (stack.enter_context(stock), [f"a{i}" for i in range(BATCH)])
+        return taking_turns(sides, repeats), is_right(engine, names, made)
 
 
-def run(base_name: str, arguments: argparse.Namespace, root: Path) -> None:
-    runs, correct = measure(base_name, arguments, root)
-    ratios = {}
-    for figure, over, kind in (
-        ("share_of_base", "base", "decode"),
-        ("over_stock", "stock", "decode"),
-        ("prefill_share_of_base", "base", "prefill"),
-        ("prefill_over_stock", "stock", "prefill"),
-    ):
-        if over in runs:
-            pairs = zip(runs["ours"], runs[over], strict=True)
-            ratios[figure] = [ours[kind] / other[kind] for ours, other in pairs]
-    alone = zip(runs["ours_base"], runs["base"], strict=True)
-    ratios["base_rows_share_of_base"] = [ours["decode"] / other["decode"] for ours, other in alone]
+def taking_turns(
+    sides: Mapping[str, tuple[Server, list[str]]], repeats: int
+) -> dict[str, list[dict[str, float]]]:
+    """Return each side's speeds of each repeat, in the other order every other time."""
+    runs: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
+    for repeat in range(repeats + 1):
+        for number, side in enumerate(record.in_turn(sides, repeat)):
+            found = speeds(*sides[side], 1000 * repeat + 10 * number + 1)
+            # The first round warms up: files, caches, allocators.
+            if repeat:
+                runs[side].append(found)
+    return runs
+
+
+def figures_of(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, list[float]]:
+    """Return each ratio and each side's tokens a second, of each repeat."""
+    found = {
+        figure: [mine[kind] / other[kind] for mine, other in zip(runs[ours], runs[theirs], strict=True)]
+        for figure, (kind, ours, theirs) in RATIOS.items()
+        if theirs in runs
+    }
     rates = {
-        f"{kind}_tok_s_{key}": [one[kind] for one in found]
-        for key, found in runs.items()
+        f"{kind}_tok_s_{side}": [one[kind] for one in each]
+        for side, each in runs.items()
         for kind in ("decode", "prefill")
     }
-    every = ratios | rates
-    figures = {key: record.median(values) for key, values in every.items()}
-    spreads = {key: record.spread(values) for key, values in every.items()}
-    # The targets are those of bfloat16 on the default's threads.
-    meant = arguments.dtype == "bfloat16" and not arguments.threads
-    name = f"decode-{base_name}" + ("" if meant else f"-{arguments.dtype}-{arguments.threads or 'default'}")
-    record.report(name, figures, TARGETS[base_name] if meant else {}, spreads, correct, arguments.out)
+    return found | rates
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--base", choices=list(TARGETS), action="append")
+    parser.add_argument("--base", choices=BASES, action="append")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=0, help="0: every core but one")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument(
         "--params", help="taken from `graftwork bench`; this one has a state directory of its own"
     )
     parser.add_argument("--out", type=Path, default=Path(".graftwork/bench"))
     arguments = parser.parse_args()
-    for base in arguments.base or list(TARGETS):
-        with tempfile.TemporaryDirectory(prefix="graftwork-decode-") as root:
-            run(base, arguments, Path(root))
+    figures, correct = record.Figures(), True
+    for base in arguments.base or BASES:
+        for prefix, (dtype, threads) in VARIANTS.get(base, PLAIN).items():
+            with tempfile.TemporaryDirectory(prefix="graftwork-decode-") as root:
+                built = make_base(base, Path(root))
+                runs, right = measure(built, dtype, threads, arguments.repeats, Path(root))
+            found = {f"{prefix}{name}": values for name, values in figures_of(runs).items()}
+            figures.add(found, f".{base}")
+            correct &= right
+    record.report("decode", figures.values, BOUNDS, figures.spreads, correct, arguments.out)
 
 
 if __name__ == "__main__":

@@ -88,9 +88,9 @@ def compare(base: ResidentBase, calls: list[Call], repeats: int) -> tuple[dict[s
     one, other = (gradients(calls, run) for run in ways.values())
     worst = max((left - right).abs().max().item() for left, right in zip(one, other, strict=True))
     spent: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
-    for _ in range(repeats):
-        for name, run in ways.items():
-            spent[name].append(seconds(calls, run))
+    for number in range(repeats):
+        for name in record.in_turn(ways, number):
+            spent[name].append(seconds(calls, ways[name]))
     figures = {"error": worst}
     for name, values in spent.items():
         figures[f"{name}_s"] = record.median([wall for wall, _ in values])
@@ -120,7 +120,7 @@ def main() -> None:
                 ratio = found["ratio"] if is_worth_fusing(base, calls) else 1 / found["ratio"]
                 chosen.append(ratio > 0.9)
     figures["rule"] = sum(chosen) / len(chosen)
-    record.report("fused", figures, {"rule": "1"}, {}, correct, given.out)
+    record.report("fused", figures, {"rule": record.at_least(1)}, {}, correct, given.out)
 
 
 if __name__ == "__main__":

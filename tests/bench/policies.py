@@ -30,6 +30,15 @@ from engine.training.model.adapter import sites_of
 from engine.training.service.capacity import bytes_of
 from engine.training.service.protocol import SessionInfo
 
+FIGURES = (
+    "bytes_for_each_computed",
+    "bytes_for_each_measured",
+    "wake_s",
+    "switch_s",
+    "switch_share",
+    "save_s",
+)
+BOUNDS = dict.fromkeys(FIGURES, record.at_most())
 # Calls of each of two policies in one round.
 CALLS = 16
 # Policies that are trained before memory is looked at, so that libraries have all that they keep.
@@ -94,8 +103,7 @@ def switches(
     orders = {"same": (first,) * CALLS + (second,) * CALLS, "turns": (first, second) * CALLS}
     for number in range(rounds):
         took = {}
-        # Whoever goes first may find warmer caches.
-        for name in ("same", "turns") if number % 2 else ("turns", "same"):
+        for name in record.in_turn(orders, number):
             began = cpu_seconds(service)
             for session in orders[name]:
                 service.client.forward_backward(session, data(1))
@@ -156,18 +164,19 @@ def main() -> None:
         service.stop()
         shutil.rmtree(folder, ignore_errors=True)
     figures = {
-        "policies": float(given.policies),
-        "bytes_for_each_computed": float(computed),
-        "bytes_for_each_measured": measured,
-        "wake_s": record.median(waking),
-        "forward_backward_cpu_s": update_s,
-        "switch_s": record.median(added),
-        "switch_share": record.median(added) / update_s,
-        "save_s": save_s,
+        "policies": [float(given.policies)],
+        "bytes_for_each_computed": [float(computed)],
+        "bytes_for_each_measured": [measured],
+        "wake_s": waking,
+        "forward_backward_cpu_s": [update_s],
+        "switch_s": added,
+        "switch_share": [seconds / update_s for seconds in added],
+        "save_s": [save_s],
     }
-    spreads = {"wake_s": record.spread(waking), "switch_s": record.spread(added)}
+    found = record.Figures()
+    found.add(figures, f".{given.base}")
     right = digests == again and len(set(digests)) == len(digests)
-    record.report(f"policies-{given.base}", figures, {}, spreads, right, given.out)
+    record.report("policies", found.values, BOUNDS, found.spreads, right, given.out)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,13 @@ SIZES = (0.02, 0.05, 0.15)
 PAIRS = (("gate_proj", "up_proj"), ("k_proj", "v_proj"), ("layers.0", "layers.1"), ("experts.0", "experts.1"))
 # Noise on every weight, in standard deviations of its matrix.
 OTHER_BASE = 0.1
+ERRORS = (
+    "base_error_nats",
+    "right_error_nats",
+    "right_error_of_one_token_nats",
+    "right_error_over_tolerance",
+)
+BOUNDS = dict.fromkeys(ERRORS, record.at_most()) | {"right_accepted": record.at_least(1)}
 
 
 def probe_of(engine: RunningEngine, base: ResidentBase, tensors: dict, folder: Path) -> Probe:
@@ -155,7 +162,8 @@ def main() -> None:
         stop_engine(engine)
         shutil.rmtree(folder, ignore_errors=True)
     right = figures["right_accepted"] == 1.0
-    record.report(f"probe-{given.base}-{given.dtype}", figures, {}, {}, right, given.out)
+    figures = {f"{name}.{given.base}.{given.dtype}": value for name, value in figures.items()}
+    record.report("probe", figures, BOUNDS, {}, right, given.out)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,8 @@ from engine.training.rollouts import Sampling, sample_groups
 
 ENGINES = {"float32": ("float32",), "bfloat16": ("float32", "bfloat16")}
 ADAPTERS = 3
+MEANS = [f"engine float32, trainer float32, {way}: ratio_mean" for way in ("alone", "replay")]
+BOUNDS = dict.fromkeys(MEANS, record.within(1, 1e-3))
 Drawn = tuple[list[TokenRow], torch.Tensor]
 
 
@@ -133,12 +135,9 @@ def main() -> None:
             figures |= measure(found.path, dtype, given.problems, given.size, folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    means = [figures[f"engine float32, trainer float32, {name}: ratio_mean"] for name in ("alone", "replay")]
-    targets = {
-        key: "1 +- 0.001" for key in figures if key.startswith("engine float32") and "mean" in key[-5:]
-    }
-    correct = all(abs(mean - 1) < 1e-3 for mean in means)
-    record.report(f"replay-{given.base}", figures, targets, {}, correct, given.out)
+    correct = all(bound.holds(figures[name]) for name, bound in BOUNDS.items())
+    figures = {f"{name}.{given.base}": value for name, value in figures.items()}
+    record.report("replay", figures, BOUNDS, {}, correct, given.out)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ from engine.settings.services import EngineConfig
 from engine.training.rollouts import Sampling, sample_groups
 
 GROUPS, GROUP_SIZE, TOKENS = 16, 8, 24
+BOUNDS = {f"speed_{task}": record.at_least() for task in TASKS}
 # Log-probabilities of one engine in batches of another size.
 TOLERANCE = 1e-4
 
@@ -100,7 +101,9 @@ def measure(
         right = right and agree(plain, drafting, [plain.base_name, names["plain"]], prompts)
         drafted, accepted = counted(drafting, "draft"), counted(drafting, "accepted")
         for seed in range(repeats + 1):
-            without, with_ = (rollouts(e, names[n], prompts, 1000 * seed) for n, e in engines.items())
+            order = record.in_turn(engines, seed)
+            each = {name: rollouts(engines[name], names[name], prompts, 1000 * seed) for name in order}
+            without, with_ = each["plain"], each["drafting"]
             if seed == 0:
                 # Warms both up.
                 continue
@@ -149,9 +152,9 @@ def main() -> None:
         finally:
             for engine in engines.values():
                 stop_engine(engine)
-    figures = {name: record.median(values) for name, values in found.items()}
-    spreads = {name: record.spread(values) for name, values in found.items()}
-    record.report(f"speculative-{given.base}", figures, {}, spreads, right, given.out)
+    figures = record.Figures()
+    figures.add(found, f".{given.base}")
+    record.report("speculative", figures.values, BOUNDS, figures.spreads, right, given.out)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,11 @@ storm N requests arrive at once for N adapters that nobody ever asked for; in it
 go to resident adapters, which have a slot each. Storm and control alternate with the same arrivals and
 prompts, and traffic without either goes between them. `ratio` is warm TTFT p95 in storms over controls, of
 the same warm requests: those that arrive between the first cold arrival and the last cold first token.
-`ratio_paced` is the same storm, paced by the gateway's admission, over traffic without a storm. An open-loop
-client in a process of its own measures, by streams; it honours `Retry-After`, and counts each 429. vLLM's own
-loader runs the same storms in the same run, at 40% of its own saturation. Figures bear base and N in their
-names; the plain names hold the worst. `ratio_paced` is found on an engine of its own, which paces its loads
-(`engine.paced_loads`), since a burst that nobody feels takes longer; it needs no control.
+`over_calm` and `control_over_calm` are those of storms and of controls over traffic without a burst. An
+open-loop client in a process of its own measures, by streams; it honours `Retry-After`, and counts each 429.
+vLLM's own loader runs the same storms in the same run, at 40% of its own saturation. The engine has its
+default settings but for base, dtype and rank; N is at most what its slots and its host tier hold. Figures
+bear base and N in their names.
 
 Some cold answers of each alternation must be what their adapters give alone, and mostly neither what the
 base nor what another adapter says. Red too: any request that does not end in 200, and an adapter that
@@ -20,6 +20,7 @@ starves, which is one that waits for more than three times the median of the sto
 """
 
 import argparse
+import math
 import random
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -36,7 +37,10 @@ from _storm_figures import Arms, errors, faults, refusals
 from _storm_side import WARM, Side
 from _traffic import Client, Server
 
+from engine.base.families import BaseShapes
+from engine.planning.tiers import cpu_slots, host_tier_bytes
 from engine.settings.params import Params, load_params
+from engine.settings.services import EngineConfig
 
 # Tokens of a prompt and of its answer; a step of many-moe reads a gigabyte of experts.
 LENGTHS = {"tiny-dense": (24, 8), "many-moe": (8, 4)}
@@ -46,17 +50,16 @@ LEAST, STOCK_REPEATS = {"tiny-dense": 1500, "many-moe": 500}, 3
 # Of written adapters that stay on the disk; older ones are asked for no more.
 KEPT_BYTES = 12 << 30
 LIMITS = {32: 1.15, 256: 1.3}
-PACED = 1.4
-# The engine that `ratio_paced` is of, in the names of its figures, and its `engine.paced_loads`: where a step
-# is long whatever is in it, more that enter together are felt no more than fewer, and a burst ends sooner.
-PACED_ENGINE = "_on_paced"
-PACED_LOADS = {"tiny-dense": 0.5, "many-moe": 8.0}
-TARGETS = {
-    "ratio": "<= 1.15 at 32, <= 1.3 at 256",
-    "ratio_paced": f"<= {PACED}",
-    "ready_32_over_warm": "<= 1.5",
-    "errors": "== 0",
-    "density": "<= 1.1",
+# Slots and places of the host tier that a storm leaves free.
+SPARE = 8
+# Without suffixes; `ready_32_over_warm` is the worst `ready_over_warm` of 32.
+BOUNDS = {
+    "ratio": record.at_most(),
+    "over_calm": record.at_most(),
+    "control_over_calm": record.at_most(),
+    "ready_32_over_warm": record.at_most(1.5),
+    "errors": record.within(0),
+    "density": record.at_most(1.1),
 }
 # How far answers may be off their adapters' alone, nats, and how many must not be. In float32 a dense base
 # says the same in any batch; bfloat16 rounds anew in each, and may choose other experts then.
@@ -71,6 +74,7 @@ class Result:
     figures: dict[str, float] = field(default_factory=dict)
     spreads: dict[str, str] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
+    bounds: dict[str, record.Bound] = field(default_factory=lambda: dict(BOUNDS))
 
     def add(self, arms: Arms, base: str, cold: int, tail: str = "") -> None:
         """Take an arm's figures, by names with base and N; `tail` says on which server."""
@@ -78,65 +82,46 @@ class Result:
         values |= _answers.figures_of(arms.checks, TOLERANCE_NATS[base])
         self.figures |= {f"{name}{tail}.{base}.n{cold}": value for name, value in values.items()}
         self.spreads |= {f"{name}{tail}.{base}.n{cold}": text for name, text in spreads.items()}
-        if tail == PACED_ENGINE and "over_calm" in values:
-            name = f"ratio_paced.{base}.n{cold}"
-            self.figures[name], self.spreads[name] = values["over_calm"], spreads["over_calm"]
 
 
-def worst(figures: Mapping[str, float]) -> dict[str, float]:
-    """Return the plain names: the worst ratios of every base and N, and the sum of errors."""
-    found = {}
-    for figure in ("ratio", "ratio_paced"):
-        if values := [value for name, value in figures.items() if name.startswith(f"{figure}.")]:
-            found[figure] = max(values)
+def sums(figures: Mapping[str, float]) -> dict[str, float]:
+    """Return the figures of all bases: the slowest burst of 32, and every error of our engines."""
     ready = [
         value
         for name, value in figures.items()
         if name.startswith("ready_over_warm.") and name.endswith(".n32")
     ]
-    if ready:
-        found["ready_32_over_warm"] = max(ready)
-    of_ours = ("errors.", f"errors{PACED_ENGINE}.")
-    return found | {"errors": sum(value for name, value in figures.items() if name.startswith(of_ours))}
+    errors_of_ours = sum(value for name, value in figures.items() if name.startswith("errors."))
+    return {"errors": errors_of_ours} | ({"ready_32_over_warm": max(ready)} if ready else {})
 
 
-def targets_of(bases: Sequence[str], cold: Sequence[int]) -> dict[str, str]:
-    """Return the targets of plain names, and of those of each base and N."""
-    found = dict(TARGETS)
-    for base in bases:
-        found |= {f"ratio.{base}.n{n}": f"<= {LIMITS[n]}" for n in cold if n in LIMITS}
-        found |= {f"ratio_paced.{base}.n{n}": f"<= {PACED}" for n in cold}
-        found |= {f"ready_over_warm.{base}.n32": TARGETS["ready_32_over_warm"], f"errors.{base}": "== 0"}
-    return found
+def sizes(asked: Sequence[int], most: int) -> dict[int, float]:
+    """Return the N of the storms, each at most `most`, with the limit on its ratio: infinite without one."""
+    return {min(n, most): LIMITS.get(n, math.inf) for n in sorted(asked)}
+
+
+def most_cold(engine: EngineConfig, shapes: BaseShapes, adapter_bytes: int) -> int:
+    """Return how many adapters can arrive at once while as many are resident, and the warm ones too."""
+    held = min(host_tier_bytes(engine) // adapter_bytes, engine.host_adapters)
+    return min(cpu_slots(engine, shapes) - WARM - SPARE, (held - WARM - SPARE) // 2)
 
 
 def ours(
-    given: Params, base: str, client: Client, arguments: argparse.Namespace, result: Result, tail: str = ""
-) -> None:
-    """Run the storms on our engine, or on one that paces its loads."""
-    shape, most, is_paced = _served.SHAPES[base], max(arguments.cold), tail == PACED_ENGINE
+    given: Params, base: str, client: Client, arguments: argparse.Namespace, result: Result
+) -> dict[int, float]:
+    """Run the storms on our engine; return their sizes with the limits."""
+    shape = _served.SHAPES[base]
     with ExitStack() as stack:
-        # What was asked for in earlier alternations leaves while new ones arrive.
-        held = WARM + 2 * most + 32
-        each = _made.adapter_bytes(given, base, shape.rank, shape.torch_dtype)
-        settings = {
-            "slots": slots(most),
-            "host_bytes": max(1 << 20, held * each),
-            "paced_loads": PACED_LOADS[base] if is_paced else 0,
-        }
-        engine = stack.enter_context(_served.live(given, base, beside(arguments), **settings))
+        engine = stack.enter_context(_served.live(given, base, beside(arguments)))
         maker = _made.Maker(engine.params, engine.base, "storm", shape.rank, shape.torch_dtype)
         stack.callback(maker.close)
+        config, shapes = engine.params.engine, BaseShapes.read(engine.base.path)
+        cold = sizes(arguments.cold, most_cold(config, shapes, maker.bytes))
+        result.bounds |= {f"ratio.{base}.n{n}": record.at_most(limit) for n, limit in cold.items()}
         side = Side(
-            f"ours{tail}",
-            engine.base.name,
-            client,
-            engine.server,
-            maker.make,
-            random.Random(1),
-            0 if is_paced else most,
+            "ours", engine.base.name, client, engine.server, maker.make, random.Random(1), max(cold),
             LENGTHS[base],
-        )
+        )  # fmt: skip
         kept = len(maker.segments)
         side.find_rate()
 
@@ -147,27 +132,28 @@ def ours(
             while sum(path.stat().st_size for path in fresh) > KEPT_BYTES:
                 maker.remove([fresh.pop(0)])
 
-        for cold in arguments.cold:
+        for n in cold:
             repeats, least = arguments.repeats, LEAST[base] if arguments.least is None else arguments.least
-            arms = side.alternate(cold, repeats, least, before_storm)
-            name = f"{base}{tail}, {cold} cold"
+            arms = side.alternate(n, repeats, least, before_storm)
+            name = f"{base}, {n} cold"
             result.wrong += faults(name, arms, repeats, least)
             result.wrong += _answers.faults(name, arms.checks, TOLERANCE_NATS[base], LEAST_OWN[base])
-            if arms.alternations:
-                result.add(arms, base, cold, tail)
-                told(result, base, cold, tail)
+            result.add(arms, base, n)
+            told(result, base, n)
         failed = [one for one in side.answers if not one.is_right]
         result.figures |= {
-            f"errors{tail}.{base}": float(len(failed)),
-            f"refusals_429{tail}.{base}": float(refusals(side.answers)),
-            f"requests{tail}.{base}": float(len(side.answers)),
-            f"saturation_per_s{tail}.{base}": side.saturation,
-            f"rate_per_s{tail}.{base}": side.rate,
+            f"slots.{base}": float(cpu_slots(config, shapes)),
+            f"errors.{base}": float(len(failed)),
+            f"refusals_429.{base}": float(refusals(side.answers)),
+            f"requests.{base}": float(len(side.answers)),
+            f"saturation_per_s.{base}": side.saturation,
+            f"rate_per_s.{base}": side.rate,
         }
         if failed:
-            result.wrong.append(f"{base}{tail}: {len(failed)} requests did not end in 200 with every token.")
+            result.wrong.append(f"{base}: {len(failed)} requests did not end in 200 with every token.")
         for answer in failed[:3]:
             print(f"  {answer.ask.model}: {answer.status} {answer.fault}", flush=True)
+    return cold
 
 
 def beside(arguments: argparse.Namespace) -> Path:
@@ -177,16 +163,18 @@ def beside(arguments: argparse.Namespace) -> Path:
     return found
 
 
-def slots(most: int) -> int:
-    """Return how many slots let the warm adapters and a whole burst stay beside each other."""
-    return WARM + most + 8
-
-
-def of_stock(given: Params, base: str, client: Client, arguments: argparse.Namespace, result: Result) -> None:
-    """Run the same storms on vLLM's own loader."""
+def of_stock(
+    given: Params,
+    base: str,
+    client: Client,
+    arguments: argparse.Namespace,
+    cold: Sequence[int],
+    result: Result,
+) -> None:
+    """Run the same storms on vLLM's own loader, with as many slots as they need."""
     from engine.base import ensure_base
 
-    shape, most = _served.SHAPES[base], max(arguments.cold)
+    shape, most = _served.SHAPES[base], max(cold)
     info = ensure_base(given.base.model_copy(update={"name": base}), given.paths)
     with (
         tempfile.TemporaryDirectory(prefix="bench-", dir=beside(arguments)) as root,
@@ -194,21 +182,18 @@ def of_stock(given: Params, base: str, client: Client, arguments: argparse.Names
     ):
         maker = _made.PeftMaker(Path(root), info, shape.rank, shape.torch_dtype)
         server = stack.enter_context(
-            _served.stock(info, shape, Path(root), slots(most), WARM + 2 * most + 32)
+            _served.stock(info, shape, Path(root), WARM + most + SPARE, WARM + 2 * most + 32)
         )
         there = Server(server.url, server.key)
         side = Side("stock", "stock", client, there, maker.make, random.Random(1), most, LENGTHS[base])
         side.find_rate()
-        for cold in arguments.cold:
-            arms = side.alternate(cold, min(STOCK_REPEATS, arguments.repeats), 0, lambda: None)
+        for n in cold:
+            arms = side.alternate(n, min(STOCK_REPEATS, arguments.repeats), 0, lambda: None)
             # Whether stock's answers are right is its own matter; they must show that it applied adapters.
-            name = f"{base}, stock, {cold} cold"
+            name = f"{base}, stock, {n} cold"
             result.wrong += _answers.faults(name, arms.checks, TOLERANCE_NATS[base], 0.0)
-            if not arms.alternations:
-                result.wrong.append(f"{name}: no storm ended while its warm traffic lasted.")
-                continue
-            result.add(arms, base, cold, "_stock")
-            told(result, base, cold, "_stock")
+            result.add(arms, base, n, "_stock")
+            told(result, base, n, "_stock")
         result.figures |= {
             f"errors_stock.{base}": float(errors(side.answers)),
             f"saturation_per_s_stock.{base}": side.saturation,
@@ -217,7 +202,10 @@ def of_stock(given: Params, base: str, client: Client, arguments: argparse.Names
 
 
 def told(result: Result, base: str, cold: int, tail: str = "") -> None:
-    names = ("ratio", "over_calm", "ready_over_warm", "counted", "own_share", "unlike_base_share")
+    names = (
+        "ratio", "over_calm", "control_over_calm", "ready_over_warm", "counted", "own_share",
+        "unlike_base_share",
+    )  # fmt: skip
     found = {name: result.figures.get(f"{name}{tail}.{base}.n{cold}") for name in names}
     text = ", ".join(f"{name} {value:.3g}" for name, value in found.items() if value is not None)
     print(f"  {base}{tail} n{cold}: {text}", flush=True)
@@ -227,18 +215,16 @@ def run(given: Params, bases: Sequence[str], arguments: argparse.Namespace) -> N
     result = Result()
     with Client() as client:
         for base in bases:
-            ours(given, base, client, arguments, result)
-            ours(given, base, client, arguments, result, PACED_ENGINE)
+            cold = ours(given, base, client, arguments, result)
             if base == "many-moe" and arguments.density:
                 found = _density.measure(given, client, beside(arguments))
                 result.figures |= {"density": max(found.values()), **found}
             if arguments.stock:
-                of_stock(given, base, client, arguments, result)
+                of_stock(given, base, client, arguments, list(cold), result)
         result.figures["client_cpu_share"] = client.cpu_share
     print(*result.wrong, sep="\n")
-    figures = result.figures if result.wrong else {**worst(result.figures), **result.figures}
-    targets = targets_of(bases, arguments.cold)
-    record.report("storm", figures, targets, result.spreads, not result.wrong, arguments.out)
+    figures = sums(result.figures) | result.figures
+    record.report("storm", figures, result.bounds, result.spreads, not result.wrong, arguments.out)
 
 
 def main() -> None:

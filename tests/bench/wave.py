@@ -41,7 +41,7 @@ BURSTS, BURST = 20, 256
 # Of the names: small ones, as a policy for each user has them, and a host tier of some 800.
 SMALL = ("q_proj", "k_proj", "v_proj", "o_proj")
 NAMES_HOST_BYTES = 8 << 20
-TARGETS = {"errors": "== 0", "wrong_answers": "== 0", "growing_processes": "== 0"}
+BOUNDS = dict.fromkeys(("errors", "wrong_answers", "growing_processes"), record.within(0))
 
 
 def waves(
@@ -213,7 +213,7 @@ def main() -> None:
     if figures["errors"]:
         wrong.append(f"{figures['errors']:.0f} requests did not end in 200 with every token.")
     print(*wrong, sep="\n")
-    record.report("wave", figures, TARGETS, {}, not wrong, arguments.out)
+    record.report("wave", figures, BOUNDS, {}, not wrong, arguments.out)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine import files
-from engine.files import replacing, write_whole
+from engine.files import replacing, write_once, write_whole
 
 
 def test_a_file_is_the_old_one_until_the_block_ends(tmp_path: Path) -> None:
@@ -55,3 +55,30 @@ def test_two_writers_of_one_file_never_mix(tmp_path: Path) -> None:
             seen.add(path.read_text())
     assert seen | {path.read_text()} <= set(texts)
     assert os.listdir(tmp_path) == ["note"]
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_of_two_writers_of_one_small_file_the_first_wins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
+    path, link = tmp_path / "id", os.link
+
+    def late(draft: Path, target: Path) -> None:
+        """Let the other one write between the look at the file and the link."""
+        monkeypatch.setattr(os, "link", link if links else refuse)
+        assert write_once(path, "theirs") == "theirs"
+        os.link(draft, target)
+
+    def refuse(draft: Path, target: Path) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", late)
+    assert write_once(path, "ours") == "theirs"
+    assert write_once(path, "ours") == path.read_text() == "theirs"
+    assert os.listdir(tmp_path) == ["id"]
+
+
+def test_a_small_file_that_a_kill_left_empty_is_nobodys(tmp_path: Path) -> None:
+    (tmp_path / "id").touch()
+    with pytest.raises(OSError, match="it is empty"):
+        write_once(tmp_path / "id", "ours")

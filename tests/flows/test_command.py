@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import command_line
 import psutil
 import pytest
 import yaml
@@ -15,6 +16,8 @@ from repository import ROOT
 from engine.errors import ServiceError
 from engine.settings.forms import AdaptForm
 from engine.settings.params import load_params
+from engine.settings.reproducible import VARIABLE
+from engine.version import code_version
 
 
 def graftwork(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -80,7 +83,8 @@ FAULTS = {
     "unknown scope": (["key", "create", "me", "--scope", "root"], {}, 2, "There is no scope 'root'"),
     "unknown key": (["key", "revoke", "123456"], {}, 5, "key"),
     "no services": (["adapt", "arithmetic"], {}, 7, "graftwork up"),
-    "no digest": (["promote", "arithmetic", "--reason", "x"], {}, 2, "POLICY@DIGEST"),
+    "no digest": (["promote", "arithmetic", "--reason", "x"], {}, 2, "`graftwork ls arithmetic` lists"),
+    "wrong learning rate": (["adapt", "arithmetic", "--lr", "-1"], {}, 2, "`lr`: Input should be greater"),
     "unknown task": (
         ["run"],
         {"policies": {"p": {"task": "flying", "contract": "terse", "suite": "addition-terse"}}},
@@ -106,8 +110,8 @@ FAULTS = {
         2,
         "There is no policy 'poetry'",
     ),
-    "random base": (["run", "--base", "wide-moe"], {}, 2, "The weights of 'wide-moe' are random"),
-    "base of one's own": (["run", "--base", "Qwen/Qwen3-0.6B"], {}, 2, "--base takes tiny-dense, tiny-moe"),
+    "random base": (["run", "--base", "wide-moe"], {}, 2, "'wide-moe' cannot be trained"),
+    "base of one's own": (["run", "--base", "Qwen/Qwen3-0.6B"], {}, 2, "takes one of tiny-dense, tiny-moe"),
     "base for a GPU": (["run", "--base", "tiny-dsa"], {}, 2, "cannot be served on a CPU"),
     "base without files": (["up"], {"base": {"name": "."}}, 3, "lacks config.json"),
 }
@@ -123,6 +127,15 @@ def test_fault_is_one_sentence_and_an_exit_code(
     assert sentence in result.stderr
     assert result.returncode == code, result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_help_of_a_benchmark_is_its_own(params: Path) -> None:
+    shown = graftwork("bench", "fused", "--help", "--params", str(params))
+    assert shown.returncode == 0, shown.stderr
+    assert "--repeats" in shown.stdout
+    general = graftwork("bench", "--help")
+    assert general.returncode == 0
+    assert "NAME" in general.stdout
 
 
 def test_a_variable_that_breaks_equal_bits_is_refused(params: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,6 +160,20 @@ def test_keys_are_created_listed_and_revoked(params: Path) -> None:
     assert prefix in listed
     assert graftwork("key", "revoke", prefix, *given).returncode == 0
     assert "revoked" in graftwork("key", "ls", *given).stdout
+
+
+def test_the_version_names_the_commit() -> None:
+    said = graftwork("--version").stdout
+    assert said == f"graftwork {code_version()}\n"
+
+
+def test_a_variable_names_the_settings(params: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """For scripts, and from any directory; the option comes first."""
+    monkeypatch.setenv("GRAFTWORK_PARAMS", str(params))
+    graftwork("key", "create", "ada", cwd=tmp_path)
+    assert "ada" in graftwork("key", "ls", cwd=tmp_path).stdout
+    refused = graftwork("key", "ls", "--params", "nowhere.yaml", cwd=tmp_path)
+    assert "nowhere.yaml does not exist" in refused.stderr
 
 
 def test_down_and_status_without_services(params: Path) -> None:
@@ -184,6 +211,26 @@ def test_a_policy_that_fails_leaves_the_others_rows(
     assert "sorting@123456789abc" in capsys.readouterr().out
 
 
+def test_adapt_takes_a_recipe_for_this_time(monkeypatch: pytest.MonkeyPatch, params: Path) -> None:
+    import flows.adapt
+    from flows.cli import command as cli
+
+    asked: list[AdaptForm] = []
+
+    def adapt(form: AdaptForm) -> SimpleNamespace:
+        asked.append(form)
+        return SimpleNamespace(row=lambda: {"revision": "sorting@123456789abc"})
+
+    monkeypatch.setattr(flows.adapt, "adapt", adapt)
+    monkeypatch.setattr(cli, "require_services", lambda settings: None)
+    monkeypatch.setattr("tasks.steps.preload", lambda: None)
+    recipe = ("--steps", "2", "--lr", "0.001", "--rank", "4", "--loss", "grpo", "--seed", "7")
+    done = command_line.graftwork("adapt", "sorting", *recipe, "--params", str(params))
+    assert done.returncode == 0, done.stderr
+    changed = {"steps": 2, "lr": 0.001, "rank": 4, "loss": "grpo", "seed": 7}
+    assert [form.changes() for form in asked] == [changed]
+
+
 @pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
 def test_a_signal_in_a_destructor_still_ends_the_command(number: str, code: int) -> None:
     """Python drops what is raised there, so the command would go on as if nobody had asked it to end."""
@@ -214,5 +261,14 @@ def test_an_options_old_name_works_with_a_note(params: Path) -> None:
     new, old = graftwork(*given, "--reuse-name"), graftwork(*given, "--again")
     assert (old.returncode, old.stdout) == (new.returncode, new.stdout)
     note, *rest = old.stderr.splitlines()
-    assert note == "--again is called --reuse-name now; the old name goes with version 0.2."
+    assert note == "--again is deprecated and goes away in version 0.2. Use --reuse-name."
     assert rest == new.stderr.splitlines()
+
+
+def test_a_command_sets_the_variable_of_equal_bits_before_it_imports_torch(
+    params: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(VARIABLE)
+    done = graftwork("store", "verify", "--json", "--params", str(params))
+    assert "There is no catalog" in done.stderr
+    assert done.returncode == 5

@@ -14,13 +14,13 @@ from flows import display
 
 
 @pytest.fixture
-def screen(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], io.StringIO]:
+def screen(monkeypatch: pytest.MonkeyPatch) -> Callable[..., io.StringIO]:
     """Return what gives the display a screen of 100 columns of its own, which is a terminal or is not."""
 
-    def give(terminal: bool) -> io.StringIO:
+    def give(terminal: bool, width: int = 100) -> io.StringIO:
         written = io.StringIO()
         console = Console(
-            file=written, force_terminal=terminal, width=100, highlight=False, color_system=None
+            file=written, force_terminal=terminal, width=width, highlight=False, color_system=None
         )
         monkeypatch.setattr(display, "console", console)
         monkeypatch.setattr(display, "steps", Progress(*display.steps.columns, console=console))
@@ -62,6 +62,14 @@ def test_nine_policies_have_a_bar_each_in_a_hundred_columns(screen) -> None:
         assert "213/300" in line
         assert line.rstrip().endswith("reward 0.75  ratio 1.00021  12,346 tokens/s  stale 1  102.1 s")
         assert len(line) <= 100
+
+
+def test_a_bar_of_the_main_job_fits_eighty_columns(screen) -> None:
+    written = screen(True, 80)
+    last = row(20, staleness=0, wait_s=10.0)
+    with display.live():
+        display.training_bar("arithmetic", 20)(last)
+    assert f"20/20 {display.step_note(last)}" in written.getvalue()
 
 
 @pytest.mark.parametrize(("total", "told"), [(1, [1]), (5, [1, 2, 3, 4, 5]), (300, [1, *range(30, 301, 30)])])

@@ -1,13 +1,9 @@
 """The whole loop on the real engine, as a newcomer starts it: `graftwork run`, shortened."""
 
-import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,70 +11,62 @@ import httpx
 import pytest
 import yaml
 from history import step_row
-from live import free_port, left_behind
+from live import left_behind
+from main_job import (
+    STEPS,
+    Interrupted,
+    eventually,
+    graftwork,
+    interrupt,
+    is_in_a_canary,
+    is_training,
+    run_job,
+    write_job,
+)
 from mlflow import MlflowClient
-from repository import ROOT
 
 from tasks.register import numbers
 
-pytestmark = pytest.mark.heavy
-SERVICES = ("engine", "trainer", "controller", "mlflow", "prefect")
-# Fewer steps than the main job: enough to see the reward rise and users notice.
-STEPS = 16
+pytestmark = [pytest.mark.heavy, pytest.mark.services]
 
 
 @pytest.fixture(scope="module")
 def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A state directory of its own; a base that this checkout has built already is used."""
-    state = tmp_path_factory.mktemp("loop")
-    bases = ROOT / ".graftwork" / "bases"
-    bases.mkdir(parents=True, exist_ok=True)
-    (state / "bases").symlink_to(bases)
-    return state
+    return tmp_path_factory.mktemp("loop")
 
 
 @pytest.fixture(scope="module")
 def params(state: Path) -> Path:
-    data = yaml.safe_load((ROOT / "params.yaml").read_text())
-    data |= {name: {"port": free_port()} for name in SERVICES} | {"state_dir": str(state)}
-    for policy in data["policies"].values():
-        policy["steps"] = STEPS
-    path = state / "settings.yaml"
-    path.write_text(yaml.safe_dump(data))
-    return path
-
-
-@contextlib.contextmanager
-def graftwork(*arguments: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run the command beside this test; killed at the end of the block if it still runs."""
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "flows.cli", *arguments], cwd=ROOT, stdout=output, stderr=output
-        )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
-def eventually(condition: Callable[[], Any], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while not (met := condition()) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return bool(met)
+    return write_job(state)
 
 
 @pytest.fixture(scope="module")
-def finished(params: Path, state: Path) -> dict[str, Any]:
-    """Run the main job once; return its summary."""
-    log = state / "run.log"
-    with graftwork("run", "--params", str(params), log=log) as process:
-        assert process.wait(timeout=1000) == 0, log.read_text()[-6000:]
+def interrupted(params: Path, state: Path) -> dict[str, Interrupted]:
+    """Ctrl-C in the training of a first run, and in a canary of the next one."""
+    moments = {"training": is_training, "canary": is_in_a_canary}
+    return {
+        name: interrupt(params, partial(now, params), state / f"{name}.log") for name, now in moments.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def finished(params: Path, state: Path, interrupted: dict[str, Interrupted]) -> dict[str, Any]:
+    """Run the main job to its end after the interrupted runs; return its summary."""
+    run_job(params)
     return json.loads((state / "runs" / "latest.json").read_text())
 
 
-@pytest.mark.timeout(1100)
+@pytest.mark.timeout(1600)
+@pytest.mark.parametrize("moment", ["training", "canary"])
+def test_ctrl_c_leaves_nothing_behind(interrupted: dict[str, Interrupted], moment: str) -> None:
+    ended = interrupted[moment]
+    assert ended.code == 130
+    assert ended.left == []
+    assert ended.seconds < 60
+
+
+@pytest.mark.timeout(1600)
 def test_summary_has_the_form_that_is_promised(finished: dict[str, Any]) -> None:
     assert set(finished) == {"seconds", "policies", "bad_revision", "stages"}
     assert [policy["name"] for policy in finished["policies"]] == ["arithmetic", "sorting"]
@@ -97,21 +85,22 @@ def test_summary_has_the_form_that_is_promised(finished: dict[str, Any]) -> None
     assert sum(stages.values()) <= finished["seconds"]
 
 
-@pytest.mark.timeout(1100)
+@pytest.mark.timeout(1600)
 def test_good_revisions_are_better_and_promoted(finished: dict[str, Any]) -> None:
     for policy in finished["policies"]:
         assert policy["verdict"] == "promote"
         assert policy["ci_low"] > policy["base_ci_high"]
+        assert policy["revision_score"] >= policy["base_score"] + 0.30
 
 
-@pytest.mark.timeout(1100)
+@pytest.mark.timeout(1600)
 def test_bad_revision_is_rolled_back_and_answers_nobody_afterwards(finished: dict[str, Any]) -> None:
     assert finished["bad_revision"]["verdict"] == "rollback"
     assert finished["bad_revision"]["requests_after"] == 0
     assert 0 < finished["bad_revision"]["seconds_to_rollback"] < 120
 
 
-@pytest.mark.timeout(1100)
+@pytest.mark.timeout(1600)
 def test_ledger_and_catalog_agree_with_the_summary(finished: dict[str, Any], state: Path) -> None:
     from engine.catalog.catalog import Catalog
     from engine.ledger.ledger import open_snapshot
@@ -146,7 +135,7 @@ def test_ledger_and_catalog_agree_with_the_summary(finished: dict[str, Any], sta
     assert last < stones[0].at + 1
 
 
-@pytest.mark.timeout(1100)
+@pytest.mark.timeout(1600)
 def test_mlflow_and_the_ledger_hold_the_same_numbers_of_every_step(
     finished: dict[str, Any], state: Path
 ) -> None:
@@ -183,7 +172,7 @@ def ledger_steps(paths: Any, session: str) -> list[dict[str, Any]]:
         return [dict(zip(names, values, strict=True)) for values in found.fetchall()]
 
 
-@pytest.mark.timeout(1100)
+@pytest.mark.timeout(1600)
 def test_no_merged_checkpoint_is_written(finished: dict[str, Any], state: Path) -> None:
     weights = [path.stat().st_size for path in (state / "bases").rglob("*.safetensors")]
     adapters = [path.stat().st_size for path in (state / "revisions").rglob("*.safetensors")]
@@ -191,7 +180,7 @@ def test_no_merged_checkpoint_is_written(finished: dict[str, Any], state: Path) 
     assert max(adapters) < min(weights)
 
 
-@pytest.mark.timeout(1100)
+@pytest.mark.timeout(1600)
 def test_report_opens_offline(finished: dict[str, Any], state: Path) -> None:
     pages = list((state / "runs").glob("report-*.html"))
     assert len(pages) == 1
@@ -201,7 +190,7 @@ def test_report_opens_offline(finished: dict[str, Any], state: Path) -> None:
     assert "@import" not in text
 
 
-@pytest.mark.timeout(1100)
+@pytest.mark.timeout(1600)
 def test_nothing_is_left_running(finished: dict[str, Any], state: Path) -> None:
     assert eventually(lambda: not left_behind(state), 10), left_behind(state)
 

@@ -3,6 +3,7 @@
 One `graftwork up` on real services; the tests follow one policy from its data to its champion, in order.
 """
 
+import asyncio
 import os
 import shutil
 import signal
@@ -12,16 +13,25 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import psutil
 import pytest
 import yaml
-from operated import ROOT, Operated, graftwork, write_settings, write_sums
+from document_blocks import PORTS, RUN, RUN_UP, marked, run, scratch
+from documents import reading_order
+from operated import ROOT, Operated, graftwork, skeleton, write_settings, write_sums
+from parity import Reference, ask, differences, prompts
+
+from engine.adapters.revision import read_manifest
+from engine.base.resident import ensure_base
+from engine.settings.params import load_params, served_name
 
 pytestmark = [pytest.mark.heavy, pytest.mark.timeout(600)]
-POLICY = "sums"
+# The pages may create policies of their own, such as `sums`.
+POLICY = "additions"
 OVER = 'The "test" is over.'
 DEPLOYMENTS = {
     "create_policy", "adapt", "release", "promote", "rollback", "hold", "restore", "nightly", "report",
@@ -97,6 +107,12 @@ def promoted(people: Operated, adapted: str, rows: list[dict[str, str]]) -> str:
 
 
 @pytest.fixture(scope="module")
+def own_policy(people: Operated) -> str:
+    """What the example of a policy of one's own prints; others ask and schedule its policy."""
+    return people.example("own_policy.sh")
+
+
+@pytest.fixture(scope="module")
 def second(people: Operated, promoted: str) -> str:
     """Train a second revision; return its version in MLflow."""
     people.run("adapt", policy=POLICY, steps=2, seed=9, scored=False)
@@ -147,7 +163,7 @@ def test_a_fault_of_the_data_is_the_runs_message(people: Operated) -> None:
 
 def test_a_jsonl_file_becomes_a_promoted_adapter(people: Operated, promoted: str) -> None:
     from engine.catalog.catalog import Catalog
-    from engine.settings.params import Paths, served_name
+    from engine.settings.params import Paths
 
     catalog = Catalog(Paths(people.state).catalog_url)
     champion, owner = catalog.routes.get(POLICY).champion, catalog.policies.get(POLICY).owner
@@ -181,23 +197,28 @@ def test_version_page_says_what_a_person_wants_to_know(people: Operated, promote
     assert metrics[f"{POLICY}.mean"] == pytest.approx(float(version.tags["graftwork.score"]), abs=1e-4)
 
 
-def test_downloaded_version_opens_in_plain_peft(
-    people: Operated, promoted: str, tiny_base: Path, tmp_path: Path
+def test_downloaded_version_in_plain_peft_gives_the_served_log_probabilities(
+    people: Operated, promoted: str, tmp_path: Path
 ) -> None:
     import mlflow
-    import torch
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
 
     # By arguments: other tests of this process leave MLflow's global settings behind.
     source, url = people.mlflow.get_model_version_download_uri(POLICY, "1"), people.url("mlflow")
     where = Path(mlflow.artifacts.download_artifacts(source, dst_path=str(tmp_path), tracking_uri=url))
     (config,) = where.rglob("adapter_config.json")
-    base = AutoModelForCausalLM.from_pretrained(tiny_base)
-    tokens = torch.arange(5)[None]
-    plain = base(tokens).logits
-    opened = PeftModel.from_pretrained(base, config.parent)
-    assert not torch.equal(opened(tokens).logits, plain)
+    name = served_name(POLICY, read_manifest(config.parent).digest)
+    params = load_params(people.settings)
+    base = ensure_base(params.base, params.paths).path
+    plain, opened = Reference(base, None), Reference(base, None)
+    opened.model = PeftModel.from_pretrained(opened.model, config.parent)
+    requests = [(name, prompt) for prompt in prompts(8)]
+    engine = SimpleNamespace(url=people.url("engine"), key=people.key)
+    answers = asyncio.run(ask(engine, requests))
+    assert {answer["revision"] for answer in answers} == {name}
+    assert differences(requests, answers, {name: opened}).max() < 1e-4
+    # The adapter must matter, or this proves nothing.
+    assert differences(requests, answers, {name: plain}).max() > 1e-2
 
 
 def test_version_serves_from_another_state_directory(people: Operated, promoted: str, tmp_path: Path) -> None:
@@ -230,8 +251,8 @@ def test_version_serves_from_another_state_directory(people: Operated, promoted:
     [
         (("--revision", "abcdef"), 5, "There is no revision 'abcdef'"),
         (("--revision", "oh no"), 2, "names no revision"),
-        (("--revision", "abcdef", "--from", "/nowhere"), 5, "/nowhere holds 0 revisions"),
-        (("--revision", "abcdef", "--registry", "{mlflow}"), 5, "has no version whose digest begins"),
+        (("--revision", "abcdef", "--from", "/nowhere"), 5, "/nowhere contains 0 revisions"),
+        (("--revision", "abcdef", "--registry", "{mlflow}"), 5, "has no version whose digest starts"),
     ],
 )
 def test_what_cannot_be_served_is_a_sentence(
@@ -390,7 +411,7 @@ def test_new_data_is_adapted_at_night_and_passes_the_score_gate(
         time.sleep(0.5)
     catalog.close()
     assert champion.endswith(str(open_releases[0].baseline)[:12])
-    assert any("Its data is new" in table for table in people.all_artifacts("nightly"))
+    assert any("Its data has changed" in table for table in people.all_artifacts("nightly"))
     people.run("hold", policy=POLICY, reason=OVER)
 
 
@@ -402,10 +423,34 @@ def test_a_schedule_never_overlaps_itself(people: Operated, created: str) -> Non
     assert {state["type"] for state in states} <= {"CANCELLED", "COMPLETED"}, states
 
 
+@pytest.fixture(scope="module")
+def champion_of_the_pages(people: Operated) -> None:
+    """A champion of `arithmetic`, which README.md asks, as `make run` leaves one."""
+    from engine.settings.params import served_name
+
+    people.run("adapt", policy="arithmetic", steps=2, scored=False)
+    (version,) = people.mlflow.search_model_versions("name = 'arithmetic'")
+    name = served_name("arithmetic", version.tags["graftwork.digest"])
+    done = graftwork("promote", name, "--reason", "The pages ask it.", settings=people.settings)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    "page", [path for path in reading_order() if marked(path, RUN_UP)], ids=lambda page: page.stem
+)
+def test_blocks_of_a_page_run_on_the_services(
+    people: Operated, champion_of_the_pages: None, page: Path, tmp_path: Path
+) -> None:
+    """In reading order: pages use what those before them made."""
+    checkout = scratch(tmp_path / "checkout", people.settings, people.state, people.state / "suites")
+    ports = {name: people.data[name]["port"] for name in PORTS}
+    run(marked(page, RUN, RUN_UP), checkout, ports, timeout_s=1000)
+
+
 def test_mlflow_and_prefect_may_die_in_the_middle_of_an_adapt(people: Operated, created: str) -> None:
     """Their process reaper and supervisor start them again; the run goes on and registers its version."""
     from engine.services.lifecycle import status
-    from engine.settings.params import load_params
 
     before = len(people.mlflow.search_model_versions(f"name = '{POLICY}'"))
     run = people.start("adapt", policy=POLICY, steps=8, seed=11, scored=False).json()["id"]
@@ -443,6 +488,20 @@ def test_several_policies_are_adapted_at_once(people: Operated) -> None:
     done = graftwork("adapt", "--policy", names[0], "--policy", names[1], settings=settings)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [versions(name) for name in names] == [count + 1 for count in before]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["own_policy.sh", "verifier.py", "custom_loss.py", "import_peft.py", "openai_client.py", "nightly.py"],
+)
+def test_an_example_prints_what_is_beside_it(people: Operated, own_policy: str, name: str) -> None:
+    said = own_policy if name == "own_policy.sh" else people.example(name)
+    beside = (ROOT / "examples" / name).with_suffix(".txt").read_text()
+    if name == "openai_client.py":
+        # What the model answers is the CPU's rounding too.
+        said, beside = ("\n".join(line.split()[0] for line in text.splitlines()) for text in (said, beside))
+    assert skeleton(said) == skeleton(beside)
+    assert name in (ROOT / "examples" / "README.md").read_text()
 
 
 def test_a_run_whose_heartbeats_stopped_is_marked_as_crashed(people: Operated, dead: str) -> None:

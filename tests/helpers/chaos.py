@@ -23,6 +23,7 @@ from engine.services import lifecycle as services
 from engine.settings.params import Params
 from engine.store.segments import Store
 from engine.training.service import state
+from engine.training.service.journal import Journal
 
 # In the order in which a step goes through them.
 PHASES = ("open", "export", "rollouts", "reward", "forward_backward", "optim_step", "revision")
@@ -208,9 +209,11 @@ def assert_whole(params: Params, policy: str, steps: int, want: dict[int, str]) 
     header = state.read_header(file)
     every = list(range(1, steps + 1))
     assert header["step"] == steps
-    assert [row["step"] for row in header["history"]] == every
+    journal = Journal(file.parent)
+    journal.read(header["journal"])
+    assert [row["step"] for row in journal.rows(header["last"])] == every
     assert recorded(params, policy) == every
-    assert {path.name for path in file.parent.iterdir()} == {file.name}
+    assert {path.name for path in file.parent.iterdir()} == {file.name, journal.path.name}
     assert revisions(params, policy) == want
     (directory,) = (params.paths.revisions / policy).iterdir()
     assert read_revision(directory)[1].digest == want[steps]

@@ -34,6 +34,8 @@ from engine.training.loop import train
 HERE = Path(__file__).parent
 # Each asks a new adapter, for which there is a free slot. What runs in some of them only is periodic work.
 COLD_REQUESTS = 8
+# A route's version that is later than the start of any canary here.
+LATER = 1 << 20
 
 
 def watch(file: Path) -> None:
@@ -115,7 +117,8 @@ def release(state: Path, file: Path) -> set[str]:
                 {"digest": champion, "arm": "champion"} if number % 5 else {"digest": canary, "arm": "canary"}
             )
             id = f"{canary[:2]}-{number}"
-            spool.emit("observations", id=id, unit=id, policy="sorting", key="k", purpose="user", **arm)
+            arm |= {"policy": "sorting", "key": "k", "purpose": "user", "route_version": LATER}
+            spool.emit("observations", id=id, unit=id, **arm)
             spool.emit("feedback", request_id=id, reward=1.0, key="k")
         spool.rotate()
         assert client.wait_for_verdict(row["id"], 60)["state"] == "promoted"

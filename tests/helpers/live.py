@@ -14,15 +14,22 @@ from functools import cached_property
 from itertools import cycle
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import IO, Any
 
 import httpx
 import psutil
+
+from engine.settings.services import EngineConfig
 
 # Below what the kernel gives to connections. Each worker of pytest-xdist has a share of its own, so that no
 # two take one port; another run on this machine begins elsewhere.
 PORTS = range(10_000, 30_000)
 SHARE = 2_000
+# Seconds that a server has to stop by itself, before its reaper kills it.
+STOP_S = 20
+STOCK_SERVER = str(Path(__file__).with_name("stock_server.py"))
+# A stock server's limits are the defaults of ours.
+DEFAULTS = EngineConfig()
 
 
 def ports_of(worker: str) -> Iterator[int]:
@@ -124,12 +131,7 @@ def start_engine(base: Path, state: Path, wait_s: float = 240, **settings) -> Ru
     params = {"state_dir": str(state), "base": {"name": str(base)}, "engine": {"port": port, **settings}}
     (state / "params.json").write_text(json.dumps(params))
     with (state / "engine.log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "engine.serving.server", "--params", str(state / "params.json")],
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        process = start_reaped(["-m", "engine.serving.server", "--params", str(state / "params.json")], log)
     url = f"http://127.0.0.1:{port}"
     running = RunningEngine(url, key, base.name, base, base_digest(base), state, process)
     deadline = time.monotonic() + wait_s
@@ -144,7 +146,32 @@ def start_engine(base: Path, state: Path, wait_s: float = 240, **settings) -> Ru
 
 
 def stop_engine(running: RunningEngine) -> None:
-    stop_group(running.process)
+    stop_reaped(running.process)
+
+
+def start_reaped(
+    arguments: Sequence[str], output: IO[bytes] | int, environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start Python with these arguments under a process reaper, and return the reaper's process.
+
+    The whole process tree ends with this process, however that ends. It ends with the calling thread, too:
+    that is what the kernel calls a parent.
+    """
+    reaper = ["-m", "engine.process_reaper", "/dev/stdin", str(STOP_S), sys.executable]
+    process = subprocess.Popen(
+        [sys.executable, *reaper, *arguments], env=environment, stdin=subprocess.PIPE, stdout=output,
+        stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    assert process.stdin
+    with process.stdin as pidfile:
+        pidfile.write(str(os.getpid()).encode())
+    return process
+
+
+def stop_reaped(process: subprocess.Popen[bytes]) -> None:
+    """End what `start_reaped` started, and wait until nothing of it is left."""
+    process.terminate()
+    process.wait()
 
 
 def stop_group(process: subprocess.Popen[bytes]) -> None:
@@ -160,18 +187,19 @@ def stop_group(process: subprocess.Popen[bytes]) -> None:
 class StockServer:
     """vLLM's own server on a checkpoint, without LoRA unless `more` asks for it; ready in the `with` block.
 
-    `threads` as in our engine's settings: 0 takes every core but one. `program` is another server's, with the
-    same arguments; `variables` are added to its environment.
+    Its environment, process settings and limits are our engine's (stock_server.py). `threads` is as in our
+    settings: 0 takes every core but one. `program` is another server's, with the same arguments; `variables`
+    are added to its environment.
     """
 
     def __init__(
         self,
         checkpoint: Path,
         dtype: str,
-        max_model_len: int = 512,
+        max_model_len: int = DEFAULTS.max_model_len,
         threads: int = 0,
         more: Sequence[str] = (),
-        program: Sequence[str] = ("-m", "vllm.entrypoints.openai.api_server"),
+        program: Sequence[str] = (STOCK_SERVER,),
         variables: Mapping[str, str] = MappingProxyType({}),
     ):
         self.port = free_port()
@@ -179,20 +207,16 @@ class StockServer:
         arguments = [
             "--model", str(checkpoint), "--served-model-name", "stock", "--port", str(self.port),
             "--host", "127.0.0.1", "--dtype", dtype, "--max-model-len", str(max_model_len), "--enforce-eager",
-            "--kv-cache-memory-bytes", str(1 << 28), *more,
+            "--kv-cache-memory-bytes", str(1 << 28), "--max-num-seqs", str(DEFAULTS.max_num_seqs),
+            "--no-enable-log-requests", "--disable-uvicorn-access-log", *more,
         ]  # fmt: skip
         environment = os.environ | {
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_PLUGINS": "",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_NO_USAGE_STATS": "1",
             "OMP_NUM_THREADS": str(threads or max(1, len(os.sched_getaffinity(0)) - 1)),
             **variables,
         }
-        self.process = subprocess.Popen(
-            [sys.executable, *program, *arguments],
-            env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
+        self.process = start_reaped([*program, *arguments], subprocess.DEVNULL, environment)
         self.client = httpx.Client(base_url=self.url, timeout=600)
 
     def __enter__(self) -> "StockServer":
@@ -207,4 +231,4 @@ class StockServer:
 
     def __exit__(self, *_: object) -> None:
         self.client.close()
-        stop_group(self.process)
+        stop_reaped(self.process)

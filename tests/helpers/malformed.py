@@ -167,13 +167,13 @@ CORPUS |= {
         )), "base does not have"
     ),
     "Inf": (tensors_changed(lambda t: t[f"{QUERY}.lora_A.weight"].fill_(float("inf"))), "NaN or Inf"),
-    "a bias": (tensors_changed(lambda t: t.update({f"{QUERY}.bias": torch.ones(12)})), "no LoRA factor"),
+    "a bias": (tensors_changed(lambda t: t.update({f"{QUERY}.bias": torch.ones(12)})), "not a LoRA factor"),
     "a full weight": (
-        tensors_changed(lambda t: t.update({f"{QUERY}.weight": torch.ones(12, 8)})), "no LoRA factor"
+        tensors_changed(lambda t: t.update({f"{QUERY}.weight": torch.ones(12, 8)})), "not a LoRA factor"
     ),
     "a magnitude of DoRA": (
         tensors_changed(lambda t: t.update({f"{QUERY}.lora_magnitude_vector": torch.ones(12)})),
-        "no LoRA factor",
+        "not a LoRA factor",
     ),
     "the router": (
         tensors_changed(lambda t: t.update(

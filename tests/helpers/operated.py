@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -144,6 +145,23 @@ class Operated:
         headers = {"authorization": f"Bearer {self.key}"}
         return httpx.Client(base_url=f"{self.url('engine')}/v1", headers=headers, timeout=60)
 
+    def example(self, name: str) -> str:
+        """Run a file of examples/ as its first lines say, on these services; return what it prints."""
+        interpreter = "sh" if name.endswith(".sh") else sys.executable
+        variables = {
+            "GRAFTWORK_PARAMS": str(self.settings),
+            "OPENAI_BASE_URL": f"{self.url('engine')}/v1",
+            "OPENAI_API_KEY": self.key,
+            "PREFECT_API_URL": f"{self.url('prefect')}/api",
+            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        }
+        done = subprocess.run(
+            [interpreter, f"examples/{name}"], cwd=ROOT, env=os.environ | variables, text=True, timeout=300,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout
+        return done.stdout
+
     @contextlib.contextmanager
     def users(self, policy: str, rows: list[dict[str, str]]) -> Iterator[None]:
         """Let users ask and rate a policy's answers until the block ends."""
@@ -172,6 +190,13 @@ class Operated:
             for one in crowd:
                 one.join(90)
         assert not faults, faults
+
+
+def skeleton(text: str) -> str:
+    """Return a program's output without what differs from run to run: digests, numbers, paths, widths."""
+    for pattern, instead in ((r"\b[0-9a-f]{12,64}\b", "DIGEST"), (r"\S*/\S+", "PATH"), (r"\d[\d,.]*", "0")):
+        text = re.sub(pattern, instead, text)
+    return "\n".join(" ".join(line.split()) for line in text.splitlines())
 
 
 def graftwork(*arguments: str, settings: Path, timeout: float = 300) -> subprocess.CompletedProcess[str]:

@@ -101,7 +101,7 @@ def row(**values: Any) -> Callable[[Plant], None]:
     return lambda made: made.row.update(values)
 
 
-NOT_OURS, NO_NUMBERS = "not one that we write", "whole numbers"
+NOT_OURS, NO_NUMBERS = "is malformed", "whole numbers"
 PLANTED |= {
     # What the layout says of itself
     "layout is no JSON": (text("{"), NOT_OURS),

@@ -1,12 +1,15 @@
 """The trainer in a process of its own, and data for it."""
 
+import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from engine.process_reaper import die_with_parent
 from engine.settings.params import Params
 from engine.training.service.client import TrainerClient
 from engine.training.service.protocol import AdamParams, Datum, EncodedText, ModelInput, TensorData
@@ -29,7 +32,9 @@ class Service:
     def start(self) -> None:
         command = [sys.executable, "-m", "engine.training.service.app", "--params", str(self.file)]
         with (self.file.parent / "trainer.log").open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=log, preexec_fn=partial(die_with_parent, os.getpid())
+            )
 
     def kill(self) -> None:
         assert self.process

@@ -5,10 +5,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+from command_line import graftwork
 
 from engine.errors import ConfigError, Conflict
 from engine.problems.jsonl import read_rows
-from engine.settings.params import BaseConfig, Params, known_policies
+from engine.settings.params import BaseConfig, Params, known_policies, load_params
 from tasks import policies
 from tasks.policies import create_policy, describe
 from tasks.suites import SUITES, load_suite
@@ -85,15 +86,15 @@ def test_longer_answers_are_a_new_version(params: Params, tmp_path: Path) -> Non
 def test_what_is_not_given_again_stays_as_it_was(params: Params, tmp_path: Path) -> None:
     create_policy(params, "mine", data(tmp_path / "d.jsonl"), "exact", settings={"system": "Be terse."})
     file = params.suites_dir / "mine" / "policy.yaml"
-    file.write_text(file.read_text() + "lr: 0.0004\nrank: 16\n")
+    file.write_text(file.read_text() + "lr: 0.0004\nrank: 4\n")
     create_policy(params, "mine", data(tmp_path / "d.jsonl", 600), "exact", settings={"steps": 3})
     config = params.policy("mine")
-    assert (config.system, config.lr, config.rank, config.steps) == ("Be terse.", 0.0004, 16, 3)
+    assert (config.system, config.lr, config.rank, config.steps) == ("Be terse.", 0.0004, 4, 3)
 
 
 def test_a_suite_that_is_no_policys_own_is_never_replaced(params: Params, tmp_path: Path) -> None:
     shutil.copytree(SUITES / "addition-terse", params.suites_dir / "addition-terse")
-    with pytest.raises(Conflict, match="holds a suite of other policies"):
+    with pytest.raises(Conflict, match="holds the suite of another policy"):
         create_policy(params, "addition-terse", data(tmp_path / "d.jsonl"), "exact")
     assert load_suite("addition-terse", params.suites_dir).rule["contract"] == "terse"
 
@@ -125,7 +126,7 @@ def test_a_question_that_was_frozen_never_becomes_training_data(
     create_policy(params, "mine", source, "exact")
     before = (params.suites_dir / "mine" / "train.jsonl").read_bytes()
     monkeypatch.setattr("engine.problems.jsonl.is_held_out", lambda digest: digest[0] % 3 == 0)
-    with pytest.raises(ConfigError, match="asks the same as the frozen item"):
+    with pytest.raises(ConfigError, match="has the question of the frozen item"):
         create_policy(params, "mine", data(tmp_path / "d.jsonl", 500), "exact")
     assert (params.suites_dir / "mine" / "train.jsonl").read_bytes() == before
 
@@ -133,13 +134,13 @@ def test_a_question_that_was_frozen_never_becomes_training_data(
 @pytest.mark.parametrize(
     ("name", "verifier", "answer", "settings", "fault"),
     [
-        ("Bad Name", "exact", "{}", {}, "is no policy name"),
+        ("Bad Name", "exact", "{}", {}, "is not a policy name"),
         ("mine", "guess", "{}", {}, "`verifier`"),
         ("mine", "contract", "{}", {}, "is for generated tasks"),
         ("mine", "python:nowhere:judge", "{}", {}, "cannot be loaded"),
         ("mine", "numeric", "number {}", {}, r"d\.jsonl:1: The verifier numeric needs a number"),
-        ("mine", "regex", "({}", {}, r"d\.jsonl:1: The answer is no regular expression"),
-        ("mine", "json-schema", '{{"type": {}}}', {}, r"d\.jsonl:1: The answer is no JSON schema"),
+        ("mine", "regex", "({}", {}, r"d\.jsonl:1: The answer is not a regular expression"),
+        ("mine", "json-schema", '{{"type": {}}}', {}, r"d\.jsonl:1: The answer is not a JSON schema"),
         ("mine", "exact", "{}", {"steps": 0}, "`steps`"),
     ],
 )
@@ -155,13 +156,55 @@ def test_what_is_wrong_is_a_sentence_and_leaves_nothing(
 
 def test_a_name_of_the_settings_file_is_refused(params: Params, tmp_path: Path) -> None:
     taken = params.model_copy(update={"policies": {"mine": object()}})
-    with pytest.raises(Conflict, match="choose another name"):
+    with pytest.raises(Conflict, match="Choose another name"):
         create_policy(taken, "mine", data(tmp_path / "d.jsonl"), "exact")
 
 
 def test_another_base_is_refused(params: Params, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="The resident base is"):
         create_policy(params, "mine", data(tmp_path / "d.jsonl"), "exact", base="other")
+
+
+@pytest.fixture
+def settings_file(params: Params, tmp_path: Path) -> Path:
+    file = tmp_path / "params.json"
+    places = {"state_dir": str(params.state_dir), "suites_dir": str(params.suites_dir)}
+    file.write_text(json.dumps(places | {"base": {"name": params.base.name}}))
+    return file
+
+
+def test_the_command_takes_the_recipe(settings_file: Path, tmp_path: Path) -> None:
+    given = ("--data", str(data(tmp_path / "d.jsonl")), "--verifier", "exact", "--params", str(settings_file))
+    recipe = ("--lr", "0.0005", "--loss", "dr_grpo", "--rank", "4", "--groups", "8", "--group-size", "16")
+    made = graftwork("policy", "create", "mine", *given, *recipe)
+    assert made.returncode == 0, made.stderr
+    config = load_params(settings_file).policy("mine")
+    assert (config.lr, config.loss, config.rank) == (0.0005, "dr_grpo", 4)
+    assert (config.groups, config.group_size) == (8, 16)
+    shown = graftwork("policy", "show", "mine", "--params", str(settings_file)).stdout
+    assert "mine/train.jsonl" in shown
+    assert str(tmp_path) not in shown
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "fault"),
+    [
+        ("--rank", "3", "`rank`: Input should be 1, 2, 4,"),
+        ("--rank", "64", "The rank is 64, and the engine serves up to 8."),
+        ("--lr", "-1", "`lr`: Input should be greater than 0"),
+        ("--loss", "reinforce", "importance_sampling or python:MODULE:FUNC (found 'reinforce')"),
+        ("--loss", "python:nowhere:loss", "The loss 'python:nowhere:loss' cannot be loaded"),
+        ("--group-size", "1", "`group_size`: Input should be greater than or equal to 2"),
+    ],
+)
+def test_a_wrong_recipe_is_a_sentence(
+    settings_file: Path, tmp_path: Path, option: str, value: str, fault: str
+) -> None:
+    given = ("--data", str(data(tmp_path / "d.jsonl")), "--verifier", "exact", "--params", str(settings_file))
+    refused = graftwork("policy", "create", "mine", *given, option, value)
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert fault in refused.stderr
+    assert known_policies(load_params(settings_file)) == []
 
 
 @pytest.mark.parametrize("renames", [1, 2])

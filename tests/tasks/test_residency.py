@@ -10,6 +10,7 @@ from history import GOOD, OLD, build
 from live import free_port
 from typer.testing import CliRunner
 
+from engine.catalog.catalog import open_catalog
 from engine.errors import ServiceError
 from engine.ledger.ledger import Ledger, Spool
 from engine.settings.params import Params
@@ -103,6 +104,19 @@ def test_the_command_prints_a_table_or_json(params, monkeypatch, tmp_path):
     assert re.search(r"host -> leaving\s+evict 5", shown.output)
     # The console is the process's own.
     assert "stored" in shown.output
+
+
+def test_revisions_in_quarantine_are_listed_newest_first(params, tmp_path):
+    with open_catalog(params.paths) as catalog:
+        for digest in (OLD, GOOD):
+            catalog.quarantine.add("sums", digest, f"Segment {digest[:4]} fails its checksum.")
+    names = [row["revision"] for row in tiers.quarantined(params, 10)]
+    assert names == [f"sums@{GOOD[:12]}", f"sums@{OLD[:12]}"]
+    assert len(tiers.quarantined(params, 1)) == 1
+    file = tmp_path / "params.json"
+    file.write_text(json.dumps({"state_dir": str(tmp_path), "engine": {"port": params.engine.port}}))
+    told = CliRunner().invoke(app, ["--params", str(file)], catch_exceptions=False)
+    assert f"sums@{OLD[:12]} is in quarantine: Segment {OLD[:4]} fails its checksum." in told.output
 
 
 def test_an_engine_that_is_busy_is_not_taken_for_none(params, monkeypatch):

@@ -144,7 +144,7 @@ def test_an_import_leaves_the_policy_its_settings_and_its_owner(tiny_base, tmp_p
         ({"rank": 16}, AdapterError, "rank 16, over the engine's 8"),
         ({"dtype": torch.bfloat16}, AdapterError, "is in bfloat16, the engine serves float32"),
         ({"base_digest": "c" * 64}, BaseModelError, "belongs to the base cccccccccccc"),
-        ({"policy": "../up"}, AdapterError, "no policy's name"),
+        ({"policy": "../up"}, AdapterError, "not a policy name"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_published(tiny_base, tmp_path, changes, error, said):
@@ -188,7 +188,7 @@ def test_suites_writes_what_was_resolved_and_nothing_that_moves(checkout):
 def test_suites_refuses_prompts_that_the_policy_does_not_ask(checkout):
     stages.build_base(checkout.params(), lambda step, steps, loss: None)
     checkout.set(policies={"sums": {"task": "addition", "suite": "sums", "system": "Be terse."}})
-    with pytest.raises(ConfigError, match=r"item 0000 of the suite sums was frozen with another"):
+    with pytest.raises(ConfigError, match=r"Item 0000 of the suite sums was frozen with"):
         stages.prepare_suites(checkout.params())
 
 
@@ -199,7 +199,7 @@ def test_suites_refuses_a_base_that_has_changed_since(checkout, tiny_base, tmp_p
     config = json.loads((moved / "config.json").read_text())
     (moved / "config.json").write_text(json.dumps(config | {"changed": True}))
     checkout.set(base={"name": str(moved)})
-    with pytest.raises(BaseModelError, match="not the one that stage base saw"):
+    with pytest.raises(BaseModelError, match="has changed since the stage `base`"):
         stages.prepare_suites(checkout.params())
 
 
@@ -293,7 +293,7 @@ def test_revision_refuses_another_policys_and_another_bases(checkout, tiny_base,
     build(checkout)
     make_revision(tiny_base, tmp_path / "other", policy="others")
     adapted(checkout, tmp_path / "other")
-    with pytest.raises(ConfigError, match=r"holds others@.*, not sums@"):
+    with pytest.raises(ConfigError, match=r"contains others@.*, not sums@"):
         stages.take_revision(checkout.params())
     make_revision(tiny_base, tmp_path / "foreign", base_digest="c" * 64)
     adapted(checkout, tmp_path / "foreign")
@@ -335,7 +335,7 @@ def test_a_stage_that_cannot_run_says_one_sentence(checkout, changes, code, said
 def test_a_stage_without_the_one_before_it_says_which(checkout):
     ended = graftwork(checkout.file, "stage", "suites")
     assert ended.returncode == 5
-    assert "the stage base writes it" in ended.stderr
+    assert "its stage `base` writes it" in ended.stderr
 
 
 # The two files of an evaluation
@@ -414,15 +414,15 @@ def test_files_that_are_no_evaluation_are_refused(suite, tmp_path):
     evaluated(tmp_path, suite, [1.0] * 10)
     text = (tmp_path / "metrics.json").read_text()
     (tmp_path / "metrics.json").write_text(text.replace('"score": 1.0', '"score": 0.9'))
-    with pytest.raises(ConfigError, match="are not one evaluation"):
+    with pytest.raises(ConfigError, match="do not match"):
         evaluation.read_evaluation(tmp_path)
     (tmp_path / "metrics.json").write_text(text)
     lines = (tmp_path / "items.jsonl").read_text().split("\n")
     (tmp_path / "items.jsonl").write_text("\n".join(lines[1:]))
-    with pytest.raises(ConfigError, match="are not one evaluation"):
+    with pytest.raises(ConfigError, match="do not match"):
         evaluation.read_evaluation(tmp_path)
     (tmp_path / "items.jsonl").write_text("{")
-    with pytest.raises(ConfigError, match="are not one evaluation"):
+    with pytest.raises(ConfigError, match="do not match"):
         evaluation.read_evaluation(tmp_path)
 
 
@@ -460,7 +460,7 @@ def test_recording_twice_is_once_and_only_for_what_lies_beside_it(checkout, tiny
         ).fetchall()
     assert sorted(rows, key=str) == [("sums", digest, 24, 24.0), (None, None, 24, 0.0)]
     evaluation.write_evaluation(root, suite, base, scored(suite, "e" * 64, [1.0] * 24))
-    with pytest.raises(ConfigError, match="not of the revision and suite that lie beside it"):
+    with pytest.raises(ConfigError, match="does not match the revision and the suite beside it"):
         evaluation.record(params, root, evaluation.read_evaluation(root))
 
 

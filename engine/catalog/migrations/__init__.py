@@ -1,1 +1,1 @@
-"""Alembic migrations of the catalog; `engine.catalog.catalog.migrate` runs them."""
+"""Alembic migrations of the catalog, run by `engine.catalog.catalog.migrate`."""

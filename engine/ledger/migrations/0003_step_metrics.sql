@@ -1,4 +1,4 @@
--- What a training step says of itself: rewards, loss, correction, lengths, time, memory. Shares lie in [0, 1],
+-- Metrics of a training step: rewards, loss, correction, lengths, time, memory. Shares lie in [0, 1],
 -- `masked` is tokens by reason, `peak_memory` is bytes. Rows of older versions have none of it.
 
 ALTER TABLE train_steps ADD COLUMN loss_fn VARCHAR;

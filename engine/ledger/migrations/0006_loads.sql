@@ -1,6 +1,6 @@
--- A cold load's outcome (`ready`, `refused`, or `cancelled`, when nobody waited for it any more: no fault of the
--- revision; unknown for those before), its wait in the queue, who asked for it (`interactive` or `background`), how
--- many shared it, and the host tier after it. A row of tier `stored` is an eviction; its `seconds` are how long the adapter had been there.
+-- A cold load's outcome (`ready`, `refused`, or `cancelled` when no request waited any longer, which is no fault of the
+-- revision; NULL in older rows), its wait in the queue, its priority (`interactive` or `background`), how many requests
+-- shared it, and the host tier after it. A row of tier `stored` is an eviction; its `seconds` are the adapter's time there.
 
 ALTER TABLE loads ADD COLUMN outcome VARCHAR;
 ALTER TABLE loads ADD COLUMN wait_s DOUBLE;
@@ -9,7 +9,7 @@ ALTER TABLE loads ADD COLUMN waiters INTEGER;
 ALTER TABLE loads ADD COLUMN tier_adapters INTEGER;
 ALTER TABLE loads ADD COLUMN tier_bytes BIGINT;
 
--- What each revision's loads took: how often, how long, how long it was waited for, and the last fault.
+-- Each revision's loads: their number, times, waits, and the last fault.
 CREATE VIEW loads_per_revision AS
 SELECT policy, digest,
     count(*) FILTER (tier = 'host' AND error IS NULL) AS loads,

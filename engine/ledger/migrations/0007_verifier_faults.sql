@@ -1,3 +1,3 @@
--- Of the failures that `verifier_errors` counts, how many of each kind: what it raised, timeouts, no scores.
+-- The failures that `verifier_errors` counts, by kind: exceptions, timeouts, missing scores.
 
 ALTER TABLE train_steps ADD COLUMN verifier_faults JSON;

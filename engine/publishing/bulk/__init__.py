@@ -1,9 +1,9 @@
 """Registration in bulk: tens of thousands of adapters a second from one process into catalog and store.
 
-Adapters are collected by shape into batches; a batch is checked, named and packed while the one before it
-is written. Bytes are appended and fsynced before the rows that name them are committed, so that a kill at
-any moment leaves whole revisions or none. What makes an entry unfit is known to `entries.py` and, by its
-values, to `groups.py`. For callers from Python alone, who need nothing but `__all__`.
+Adapters are collected by shape into batches; a batch is checked, hashed and packed while the one before it is
+written. Bytes are appended and fsynced before the rows that name them are committed, so that a kill at any
+moment leaves whole revisions or none. `entries.py` decides which entries are refused and, by their values,
+`groups.py`. The public interface is `__all__`.
 """
 
 from collections import deque
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Entry", "Registered", "register_many"]
 
-# What may wait for more of its shape, all shapes together.
+# Bytes that may wait for more of their shape, all shapes together.
 HELD_BYTES = 8 * BATCH_BYTES
-# Batches under way to the store: one that is named, and one whose bytes are written.
+# Batches on their way to the store: one being hashed, one being written.
 BEHIND = 2
-# Batches that are committed together, at least and, the longer a run is, at most. Digests are random, so
-# that a row changes a page of the index: among 16,000 rows many change the same, and SQLite writes a fifth
-# of what it writes for 2,000 at a time.
+# Batches committed together: at least and, as a run gets longer, at most. Digests are random, so that each
+# row changes a page of the index: among 16,000 rows many share one, and SQLite writes a fifth of what it
+# writes for 2,000 at a time.
 TOGETHER, MOST_TOGETHER = 8, 32
-# One in so many of the batches so far is as many as are committed together.
+# The batches so far, divided by this, are committed together.
 SHARE_TOGETHER = 2
-# Batches after which all are waited for, so that those who clean up the store find their segments free.
+# Batches after which all are waited for, so that gc and compaction find the segments free.
 SETTLED = 256
 
 
@@ -50,16 +50,15 @@ def register_many(
     now: float,
     dtype: "torch.dtype",
 ) -> Iterator[Registered]:
-    """Register adapters of `base` at `now` (epoch seconds) and yield what became of each, once committed.
+    """Register adapters of `base` at `now` (epoch seconds); yield each one's result once it is committed.
 
-    An entry's tensors are kept until those of some more entries are copied with them: they must stay as they
-    are. One whose tensors were changed meanwhile is refused where torch notices, which it does not when
-    their memory is written to by something else.
+    An entry's tensors are held until they are copied together with those of later entries: they must not
+    change. An entry whose tensors torch changed meanwhile is refused; writes to their memory by other means
+    go unnoticed.
 
-    Policies must be in the catalog and `owner`'s. An entry that does not fit is refused by name and the
-    others go on; results come some batches at a time, those of one shape in order. Raises `ServiceError`
-    when store or catalog cannot be written: what was yielded is safe, and the same entries may be given
-    again.
+    Policies must be in the catalog and belong to `owner`. An unfit entry is refused by name and the others go
+    on; results come some batches at a time, those of one shape in order. Raises `ServiceError` when store or
+    catalog cannot be written: what was yielded is safe, and the same entries may be given again.
     """
     admission = BulkAdmission(catalog, base, base_digest, owner, dtype)
     groups: dict[BatchForm, Group] = {}
@@ -87,7 +86,7 @@ def register_many(
 
 
 class _Pipeline:
-    """Checks one batch in this thread while the writer's threads name, write and commit those before it."""
+    """Checks one batch in this thread while the writer's threads hash, write and commit those before it."""
 
     def __init__(self, writer: Writer, admission: BulkAdmission):
         self._writer, self._admission = writer, admission
@@ -102,12 +101,12 @@ class _Pipeline:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # What was handed over is written to its end, also when the caller has lost interest.
+        # Finish what was handed over, also when the caller stops iterating.
         self._commit()
         self._writer.close()
 
     def put(self, group: Group) -> Iterator[Registered]:
-        """Hand a group over, and yield its refused entries and what has been committed meanwhile."""
+        """Hand a group over; yield its refused entries and the results committed meanwhile."""
         rows, values_ND, refused = group.take(self._admission.faults(group.policies))
         yield from refused
         if rows:
@@ -118,7 +117,7 @@ class _Pipeline:
             self._placed[placed] = len(rows) * group.form.nbytes
             self._batches += 1
             self._unsettled += 1
-        # A batch that the store did not take ends the run: nothing more is handed over behind it.
+        # A batch that could not be stored ends the run: nothing is handed over after it.
         failed = any(one.done() and one.exception() for one in self._placed)
         together = min(MOST_TOGETHER, max(TOGETHER, self._batches // SHARE_TOGETHER))
         if len(self._placed) >= together or self._held_bytes() >= HELD_BYTES or failed:
@@ -128,6 +127,7 @@ class _Pipeline:
         yield from self._written(0 if failed else 1)
 
     def drain(self) -> Iterator[Registered]:
+        """Commit what is left, yield its results and release the segments."""
         self._commit()
         yield from self._written(0)
         self._writer.settle()
@@ -140,7 +140,7 @@ class _Pipeline:
             self._placed = {}
 
     def _held_bytes(self) -> int:
-        """Return the bytes that are in memory until their rows are committed."""
+        """Return the bytes held in memory until their rows are committed."""
         return sum(
             nbytes
             for one, nbytes in self._placed.items()
@@ -148,10 +148,10 @@ class _Pipeline:
         )
 
     def _written(self, most: int) -> Iterator[Registered]:
-        """Yield what has been committed, and wait until at most so many transactions have not."""
+        """Yield committed results, and wait until at most `most` transactions are under way."""
         while self._committed and (len(self._committed) > most or self._committed[0][1].done()):
             batches, registered = self._committed.popleft()
             yield from registered.result()
             for placed in batches:
-                # Raises what kept it out of the store.
+                # Raises the store's error, if any.
                 placed.result()

@@ -1,7 +1,6 @@
-"""Adapters of the same names, shapes and dtype, hundreds at once: checked, named and packed.
+"""Batches of adapters of the same names, shapes and dtype: checked, hashed and packed together.
 
-Gives byte for byte what `revision.digest` and `packed.pack` give for each adapter alone. Knows tensors and
-bytes; knows no catalog and no store.
+The results equal those of `revision.digest` and `packed.pack` for each adapter alone, byte for byte.
 
 Shapes: N adapters, D elements of an adapter, B bytes of a packed one, R rank, I inputs, O outputs.
 """
@@ -21,13 +20,13 @@ from engine.errors import AdapterError
 from engine.publishing.bulk.row_hashes import hash_rows
 from engine.store.checksums import BLAKE3_FROM, checksum_of
 
-# Tables kept for another batch: one that is filled, one that is named, two whose bytes are written.
+# Tables kept for reuse: one being filled, one being hashed, two being written.
 SPARE = 4
 
 
 @dataclass(frozen=True, eq=False)
 class BatchForm:
-    """What adapters of the same shapes share. `keys` are sorted, `nbytes` counts an adapter's tensors."""
+    """What adapters of the same shapes share. `keys` are sorted; `nbytes` is of one adapter's tensors."""
 
     keys: tuple[str, ...]
     shapes: tuple[torch.Size, ...]
@@ -40,7 +39,7 @@ class BatchForm:
 
 @dataclass(frozen=True)
 class AdapterBatch:
-    """Adapters of one form; `digests` name them, `checksums` are those of the rows of `payload_NB`."""
+    """Adapters of one form, with a digest each; `checksums` are those of the rows of `payload_NB` (uint8)."""
 
     form: BatchForm
     digests: list[str]
@@ -48,35 +47,36 @@ class AdapterBatch:
     checksums: list[str]
 
     def payloads(self) -> list[memoryview]:
+        """Return each adapter's B packed bytes, as views without a copy."""
         count, size = self.payload_NB.shape
         data = memoryview(self.payload_NB.view(-1).numpy())  # type: ignore[arg-type]
         return [data[start : start + size] for start in range(0, count * size, size)]
 
 
 class Tables:
-    """Memory of batches that are done, for those to come: fresh pages would be 5% of all CPU time.
+    """Reusable memory for batches: fresh pages would take 5% of all CPU time.
 
-    A table has the values that were left in it. For any thread.
+    A table has the values that were left in it. Thread-safe.
     """
 
     def __init__(self) -> None:
         self._spare = deque[Tensor](maxlen=SPARE)
 
     def take(self, count: int, width: int, dtype: torch.dtype) -> Tensor:
-        """Return a table (count, width) that is nobody's."""
+        """Return an unused table (count, width) of `dtype`."""
         nbytes = count * width * dtype.itemsize
-        # Whoever iterates over results may be in inference mode, and other threads write to the table later.
+        # The caller may be in inference mode, while other threads write to the table later.
         with torch.inference_mode(False):
             memory = torch.empty(0, dtype=torch.uint8)
             with suppress(IndexError):
                 memory = self._spare.popleft()
-            # A much larger one would stay in memory for little.
+            # A much larger one would waste memory.
             if not nbytes <= len(memory) <= 2 * nbytes:
                 memory = torch.empty(nbytes, dtype=torch.uint8)
             return memory[:nbytes].view(dtype).view(count, width)
 
     def give(self, table: Tensor) -> None:
-        """Take a table back that nobody reads any more."""
+        """Take back a table that is no longer read."""
         with torch.inference_mode(False):
             self._spare.append(torch.empty(0, dtype=torch.uint8).set_(table.untyped_storage()))
 
@@ -84,10 +84,10 @@ class Tables:
 def form_of(
     tensors: Mapping[str, Tensor], base: BaseShapes, modules: Shapes, base_digest: str, dtype: torch.dtype
 ) -> BatchForm:
-    """Return the form of an adapter whose values nobody has looked at yet.
+    """Return the form of an adapter, checked by names, shapes and dtypes but not by values.
 
     `modules` is `base.modules()`. Raises `AdapterError` as `revision.validate` does, and when the adapter is
-    not in the serving `dtype`, in which its values would be others.
+    not in the serving `dtype`.
     """
     found = {tensor.dtype for tensor in tensors.values()}
     if len(found) == 1 and found != {dtype}:
@@ -96,7 +96,7 @@ def form_of(
             "`engine.dtype`."
         )
     keys = tuple(sorted(tensors))
-    # No memory and no values of its own, so that only names and shapes can be found wrong.
+    # Expanded zeros: no memory, and no values that could fail, so that only names and shapes are checked.
     empty = {key: torch.zeros((), dtype=dtype).expand(tensors[key].shape) for key in keys}
     validate({key: value.to(tensors[key].dtype) for key, value in empty.items()}, None, modules)
     rank = largest_rank(empty)
@@ -112,7 +112,7 @@ def form_of(
 
 
 def stack(form: BatchForm, adapters: Sequence[Sequence[Tensor]], values_ND: Tensor) -> None:
-    """Write the adapters' canonical values; `adapters` hold tensors in the order of `form.keys`."""
+    """Copy N adapters' values into `values_ND`; `adapters` hold tensors in the order of `form.keys`."""
     columns = values_ND.split([shape.numel() for shape in form.shapes], dim=1)
     with torch.no_grad():
         for column, tensors in zip(columns, zip(*adapters, strict=True), strict=True):
@@ -120,15 +120,15 @@ def stack(form: BatchForm, adapters: Sequence[Sequence[Tensor]], values_ND: Tens
 
 
 def finite_rows(values_ND: Tensor) -> Tensor:
-    """Say of each adapter whether no value is NaN or infinite."""
+    """Return a bool tensor (N): whether no value of an adapter is NaN or infinite."""
     if is_finite(values_ND):
-        # Nearly always, and told in a fiftieth of the time.
+        # Nearly always, and decided in a fiftieth of the time.
         return torch.ones(len(values_ND), dtype=torch.bool)
     return values_ND.isfinite().all(dim=1)
 
 
 def first_fault(form: BatchForm, values_D: Tensor) -> str:
-    """Say which tensor of an adapter makes it unfit to be served."""
+    """Return the message that names the first tensor of an adapter with NaN or Inf."""
     sizes = [shape.numel() for shape in form.shapes]
     for key, values in zip(form.keys, values_D.split(sizes), strict=True):
         if not is_finite(values):
@@ -137,7 +137,7 @@ def first_fault(form: BatchForm, values_D: Tensor) -> str:
 
 
 def batch_of(form: BatchForm, values_ND: Tensor, tables: Tables, compiled: bool = False) -> AdapterBatch:
-    """Name and pack adapters that were found fit; `compiled` as for `hash_rows`."""
+    """Hash and pack checked adapters (N, D) of the form's dtype; `compiled` as for `hash_rows`."""
     digests = hash_rows(form.header, values_ND.view(torch.uint8).numpy(), compiled)
     payload_NB = pack_rows(form, values_ND, tables)
     rows_NB = payload_NB.numpy()
@@ -147,7 +147,7 @@ def batch_of(form: BatchForm, values_ND: Tensor, tables: Tables, compiled: bool 
 
 
 def pack_rows(form: BatchForm, values_ND: Tensor, tables: Tables) -> Tensor:
-    """Return each adapter's packed bytes, (N, B), laid out as `form.layout` says."""
+    """Return each adapter's packed bytes, uint8 (N, B), laid out as `form.layout` says."""
     sizes = [shape.numel() for shape in form.shapes]
     columns = zip(form.keys, form.shapes, values_ND.split(sizes, dim=1), strict=True)
     factors = {key: column.unflatten(1, shape) for key, shape, column in columns}
@@ -155,7 +155,7 @@ def pack_rows(form: BatchForm, values_ND: Tensor, tables: Tables) -> Tensor:
     packed_values = payload_NB.view(form.dtype)
     starts = [block.offset for block in form.layout.blocks]
     for block, end in zip(form.layout.blocks, [*starts[1:], form.layout.nbytes], strict=True):
-        # What aligns the next one.
+        # Padding before the next block.
         payload_NB[:, block.offset + block.count * form.dtype.itemsize : end] = 0
         start = block.offset // form.dtype.itemsize
         values = packed_values[:, start : start + block.count].unflatten(1, block.shape)

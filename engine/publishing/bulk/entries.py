@@ -1,6 +1,6 @@
-"""Entries of a bulk registration, and which of them can be registered, by all but their values.
+"""Entries of a bulk registration, and their admission by everything but their values.
 
-Remembers what it found of shapes and of policies, so that a million entries of few kinds cost little each.
+Findings are cached by shapes and by policy, so that a million entries of few kinds cost little each.
 """
 
 import re
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from engine.base.families import BaseShapes
     from engine.catalog.catalog import Catalog
 
-# What is remembered: an iterator without end may bring ever new shapes and policies.
+# Sizes of the caches: an endless iterator may bring ever new shapes and policies.
 FORMS, POLICIES = 256, 100_000
 DIGEST = re.compile(r"[0-9a-f]{64}")
 SHAPE, DTYPE = attrgetter("shape"), attrgetter("dtype")
@@ -31,9 +31,9 @@ Name = TypeVar("Name")
 
 
 class Entry(NamedTuple):
-    """An adapter to be registered: canonical tensors in serving dtype, alpha equal to rank.
+    """An adapter to register: canonical tensors in serving dtype, alpha equal to rank.
 
-    Tensors of its own, which nobody writes to until the entry is registered.
+    Each entry has tensors of its own, which do not change until it is registered.
     """
 
     policy: str
@@ -43,9 +43,9 @@ class Entry(NamedTuple):
 
 
 class Registered(NamedTuple):
-    """What became of the entry at `position` of the iterator: its digest, or why it was `refused`.
+    """The result for the entry at `position` of the iterator: its digest, or why it was `refused`.
 
-    A revision that the policy had already is not `new`.
+    A revision that the policy already had is not `new`.
     """
 
     position: int
@@ -65,15 +65,17 @@ class BulkRow(NamedTuple):
 
 
 def refusal(row: BulkRow, reason: str) -> Registered:
+    """Return the result for a refused entry."""
     return Registered(row.position, row.policy, None, False, reason)
 
 
 def purged(policy: str) -> str:
+    """Return the reason for refusing an entry of a purged policy."""
     return f"Policy {policy!r} was purged. Create it again to register it."
 
 
 class BulkAdmission:
-    """Decides which entries can be registered, by all but their values."""
+    """Decides which entries can be registered, by everything but their values."""
 
     def __init__(
         self, catalog: "Catalog", base: "BaseShapes", base_digest: str, owner: str, dtype: torch.dtype
@@ -81,10 +83,10 @@ class BulkAdmission:
         self._catalog = catalog
         self._base, self._base_digest, self._modules = base, base_digest, base.modules()
         self._owner, self._dtype = owner, dtype
-        # Shapes or a policy -> what is known of them; a text says why they are refused.
+        # Shapes -> their form, or why they are refused; a policy -> why it is refused, or None.
         self._forms: dict[object, BatchForm | str] = {}
         self._policies: dict[str, str | None] = {}
-        # Names as an entry has them -> the same in order, and what takes the tensors out in this order.
+        # An entry's names -> the sorted names, and a getter of the tensors in that order.
         self._orders: dict[tuple[str, ...], tuple[tuple[str, ...], InOrder]] = {}
 
     def admit(self, entry: Entry) -> tuple[BatchForm, tuple[Tensor, ...]]:
@@ -120,16 +122,16 @@ class BulkAdmission:
     def _fault(self, entry: Entry) -> str | None:
         policy, _, parent, step = entry
         if parent is not None and not (isinstance(parent, str) and DIGEST.fullmatch(parent)):
-            return f"The parent {str(parent)[:80]!r} is no digest of 64 hex digits."
+            return f"The parent {str(parent)[:80]!r} is not a digest of 64 hex digits."
         if type(step) is not int or not 0 <= step < 1 << 31:
-            return f"The step {str(step)[:80]} is no number of a step."
+            return f"The step {str(step)[:80]} is not a step number, a whole number from 0."
         if not isinstance(policy, str):
-            return f"{str(policy)[:80]!r} is no policy's name."
-        # Of one that is new `faults` says more: a query for each would take as long as all the rest.
+            return f"{str(policy)[:80]!r} is not a policy name."
+        # `faults` checks new policies together: a query for each would take as long as all the rest.
         return self._policies.get(policy)
 
     def faults(self, policies: Collection[str]) -> dict[str, str]:
-        """Return why nothing may be registered under those of these names under which nothing may be."""
+        """Return why entries of these policies are refused, by policy; policies in order are left out."""
         unknown = [name for name in policies if name not in self._policies]
         found = {name: self._policies[name] for name in policies if name in self._policies}
         owners = self._catalog.policies.owners(unknown) if unknown else {}
@@ -140,7 +142,7 @@ class BulkAdmission:
 
     def _fault_of_policy(self, name: str, known: tuple[str, str] | None) -> str | None:
         if not POLICY_NAME.fullmatch(name):
-            return f"{name[:80]!r} is no policy's name."
+            return f"{name[:80]!r} is not a policy name."
         if known is None:
             if self._catalog.purges.find(name):
                 return purged(name)

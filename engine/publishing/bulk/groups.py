@@ -1,7 +1,7 @@
-"""Entries of one form that wait to become a batch; knows what values can be served.
+"""Groups of entries of one form that wait to become a batch, and the check of their values.
 
 An adapter's tensors are many small objects all over the memory. They are copied a few adapters at a time,
-before the processor's cache has lost what their admission read.
+while the CPU cache still has what their admission read.
 
 Shapes: N adapters, D elements of an adapter.
 """
@@ -15,10 +15,10 @@ from torch import Tensor
 from engine.publishing.bulk.batches import BatchForm, Tables, finite_rows, first_fault, stack
 from engine.publishing.bulk.entries import BulkRow, Registered, refusal
 
-# A batch: enough adapters to share the wait for an fsync.
+# The most adapters of a batch, and its bytes: enough to share the wait for an fsync.
 BATCH = 2048
 BATCH_BYTES = 16 << 20
-# Adapters that are copied together.
+# Bytes that are copied together.
 COPIED_BYTES = 1 << 20
 VERSION = attrgetter("_version")
 CHANGED = "The adapter's tensors were changed before they were registered. Give each entry its own."
@@ -33,23 +33,25 @@ class Group:
         self._tables = tables
         self._most = max(1, min(BATCH, -(-BATCH_BYTES // form.nbytes)))
         self._together = max(1, COPIED_BYTES // form.nbytes)
-        # What is copied: rows and as many of the table's first values.
+        # Copied entries: their rows, and as many first rows of the table.
         self._rows: list[BulkRow] = []
         self._table: Tensor | None = None
         self._refused: list[Registered] = []
-        # What is not; versions tell whether somebody wrote to the tensors meanwhile.
+        # Entries to copy; the version tells whether their tensors were written to meanwhile.
         self._waiting: list[tuple[BulkRow, tuple[Tensor, ...], int]] = []
 
     @property
     def nbytes(self) -> int:
+        """Return the bytes of the entries' tensors."""
         return self.count * self.form.nbytes
 
     @property
     def is_full(self) -> bool:
+        """Say whether the group is a whole batch."""
         return self.count >= self._most
 
     def add(self, row: BulkRow, tensors: tuple[Tensor, ...]) -> None:
-        """Take an entry, with tensors in the order of the form's keys."""
+        """Add an entry, with tensors in the order of the form's keys."""
         self._waiting.append((row, tensors, _version(tensors)))
         self.count += 1
         if len(self._waiting) >= self._together:
@@ -57,12 +59,13 @@ class Group:
 
     @property
     def policies(self) -> set[str]:
+        """Return the policies of the entries."""
         return {row.policy for row in (*self._rows, *(row for row, _, _ in self._waiting))}
 
     def take(self, faults: Mapping[str, str]) -> tuple[list[BulkRow], Tensor, list[Registered]]:
-        """Return the rows whose values can be served, these values (N, D), and the refused.
+        """Return the rows that can be served, their values (N, D), and the refused entries.
 
-        `faults` says of policies why nothing may be registered under their names.
+        `faults` says why entries of a policy are refused.
         """
         self._copy()
         rows, refused = self._rows, self._refused
@@ -82,7 +85,7 @@ class Group:
         return rows, values_ND, refused
 
     def _copy(self) -> None:
-        """Copy what waits, and refuse what cannot be."""
+        """Copy the waiting entries; refuse those that changed or cannot be read."""
         same = []
         for row, tensors, version in self._waiting:
             if version == _version(tensors):
@@ -99,7 +102,7 @@ class Group:
         try:
             stack(self.form, [tensors for _, tensors in same], self._table[start : start + len(same)])
         except RuntimeError:
-            # Sparse ones, or some on another device: torch says so of all that are stacked together.
+            # Sparse tensors, or some on another device: torch refuses the whole stack.
             self._copy_each(same, self._table)
         else:
             self._rows += [row for row, _ in same]
@@ -116,7 +119,7 @@ class Group:
 
 
 def _version(tensors: tuple[Tensor, ...]) -> int:
-    """Return a number that grows when torch writes to one of the tensors; those of inference have none."""
+    """Return a number that grows when torch writes to one of the tensors; inference tensors have none."""
     try:
         return sum(map(VERSION, tensors))
     except RuntimeError:

@@ -1,8 +1,8 @@
 """sha256 of each row of a table, thousands of rows in one call.
 
-`hashlib` gives Python's lock away for every row over 2 KB, and waits afterwards until another thread gives
-it back, which takes longer than the hash. A loop that numba compiles has OpenSSL hash a whole table, and
-needs the lock only at its ends. Getting it takes a second, once in a process.
+`hashlib` releases the GIL for every row over 2 KB and then waits to get it back, which takes longer than the
+hash. A loop compiled by numba calls OpenSSL for a whole table and needs the GIL only at its ends. Compiling
+takes a second, once in a process.
 
 Shapes: N rows, B bytes of a row.
 """
@@ -16,19 +16,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 Rows = NDArray[np.uint8]
-# Of OpenSSL's state after the header, of one to work in, of the rows, N, B and of the digests; addresses.
+# Arguments: addresses of OpenSSL's state after the header, of a scratch state and of the rows; N; B; address
+# of the digests.
 Loop = Callable[[int, int, int, int, int, int], int]
 DIGEST_BYTES = 32
 
 
 def hash_rows(header: bytes, rows_NB: Rows, compiled: bool = False) -> list[str]:
-    """Return the sha256 of `header` followed by each row, in hex.
+    """Return the sha256 of `header` followed by each row of `rows_NB` (uint8), in hex.
 
-    `compiled` is worth its second from some tens of thousands of rows on. Both ways give the same; where
-    Python's own OpenSSL cannot be reached, `hashlib` hashes.
+    `compiled` is worth its second from some tens of thousands of rows on. Both ways give the same; `hashlib`
+    is used where Python's own OpenSSL cannot be reached.
     """
     rows_NB = np.ascontiguousarray(rows_NB)
-    # Once it is there it is the faster one for any number of rows.
+    # Once compiled, it is faster for any number of rows.
     if (compiled or _openssl.cache_info().currsize) and (openssl := _openssl()) is not None:
         return openssl.hash_rows(header, rows_NB)
     start, found = hashlib.sha256(header), []
@@ -40,10 +41,10 @@ def hash_rows(header: bytes, rows_NB: Rows, compiled: bool = False) -> list[str]
 
 
 class _OpenSsl:
-    """The functions of OpenSSL, and the loop over them."""
+    """OpenSSL's functions, and the compiled loop over them."""
 
     def __init__(self, library: ctypes.CDLL):
-        # Addresses are numbers, which is what numba passes.
+        # numba passes addresses as integers.
         address, status = ctypes.c_size_t, ctypes.c_int
 
         def function(name: str, result: type | None, arguments: int) -> Callable[..., int]:
@@ -77,7 +78,7 @@ class _OpenSsl:
             self._free(start)
             self._free(state)
         if done != count:
-            raise RuntimeError("OpenSSL could not hash. Is there memory left?")
+            raise RuntimeError("OpenSSL could not hash the rows. Free some memory.")
         text = digests.tobytes().hex()
         return [text[i : i + 2 * DIGEST_BYTES] for i in range(0, len(text), 2 * DIGEST_BYTES)]
 
@@ -98,11 +99,11 @@ def _compile(copy: Callable[..., int], update: Callable[..., int], final: Callab
 
 @cache
 def _openssl() -> _OpenSsl | None:
-    """Return the OpenSSL that Python's own `hashlib` uses; None when it is not to be had."""
+    """Return the OpenSSL that Python's own `hashlib` uses; None when it cannot be reached."""
     try:
         import _hashlib
 
         return _OpenSsl(ctypes.CDLL(_hashlib.__file__))
     except (ImportError, AttributeError, OSError):
-        # Built into Python without its names, or not there.
+        # Linked into Python without its symbols, or missing.
         return None

@@ -1,7 +1,7 @@
-"""Batches of a bulk registration into store and catalog: a thread names them, one takes bytes, one rows.
+"""The writer of a bulk registration: a thread hashes and packs batches, one appends bytes, one commits rows.
 
-While the catalog takes the rows of some batches, the disk takes the bytes of the next, and the one after it
-is packed and hashed. Bytes are fsynced before the rows that name them are committed, in the order of batches.
+While the catalog commits the rows of some batches, the disk takes the bytes of the next, and the one after it
+is hashed and packed. Bytes are fsynced before the rows that name them are committed, in the order of batches.
 """
 
 from collections import defaultdict
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 Places = dict[str, "Location"]
 # Adapters of a run after which hashes are compiled.
 MANY = 20_000
-# Rows of one transaction, about; it keeps other writers waiting.
+# Rows of one transaction, about; other writers wait for it.
 ROWS = 16_384
 
 
 @dataclass(frozen=True)
 class PlacedBatch:
-    """A batch whose bytes are in the store: each row with its digest, and where the digests' bytes lie.
+    """A batch whose bytes are in the store: its rows with their digests, and where each digest's bytes lie.
 
-    `known` were there before, `appended` are this batch's own. `damaged` digests share no bytes. `batch`
-    is kept while known bytes may still move: None when there are none.
+    `known` places existed before, `appended` ones are this batch's own. `damaged` digests share no bytes.
+    `batch` is kept while known bytes may still move; None when there are none.
     """
 
     form: BatchForm
@@ -50,23 +50,24 @@ class PlacedBatch:
 
     @property
     def locations(self) -> list["Location"]:
-        """Where the bytes of each row lie."""
+        """Return where each row's bytes lie."""
         places = self.known | self.appended
         return [places[digest] for digest in self.digests]
 
     def only(self, kept: Sequence[bool]) -> "PlacedBatch":
+        """Return the batch with the rows that are `kept`."""
         return replace(self, rows=list(compress(self.rows, kept)), digests=list(compress(self.digests, kept)))
 
     def without(self, policies: Collection[str]) -> "PlacedBatch":
+        """Return the batch without the rows of these policies."""
         return self.only([row.policy not in policies for row in self.rows])
 
 
 class Writer:
-    """Puts batches into the store and commits them, in the order in which they come.
+    """Appends batches to the store and commits them, in the order in which they come.
 
-    `place` and `commit` return at once. Until `settle` the store's segments are held against those who clean
-    up, so it must hold no other bytes that wait for their rows. `close` ends it when all that was handed over
-    is written.
+    `place` and `commit` return at once. Until `settle` the store's segments are locked against gc and
+    compaction, so the store must hold no other bytes without rows. `close` waits until everything is written.
     """
 
     def __init__(self, catalog: "Catalog", store: "Store", base_digest: str, owner: str, now: float):
@@ -74,9 +75,9 @@ class Writer:
         self._catalog, self._store = catalog, store
         self._base_digest, self._owner, self._now = base_digest, owner, now
         self._layouts: set[str] = set()
-        # Bytes whose rows are on their way: a batch that comes meanwhile shares them.
+        # Bytes whose rows are not committed yet: later batches share them.
         self._pending: Places = {}
-        # Batches whose bytes had to be appended once more before their rows could be committed.
+        # Batches whose bytes were appended again because shared ones had moved.
         self._again: list[PlacedBatch] = []
         self.tables = Tables()
         self._named = 0
@@ -85,7 +86,8 @@ class Writer:
         self._rows = ThreadPoolExecutor(1, "register-rows")
 
     def close(self) -> None:
-        # The thread of the rows may ask that of the bytes once more.
+        """Wait until everything handed over is written, then release the segments."""
+        # The thread of the rows may still call that of the bytes.
         self._rows.shutdown()
         self._bytes.shutdown()
         self._names.shutdown()
@@ -94,21 +96,21 @@ class Writer:
             self._catalog.shorten_log()
 
     def place(self, form: BatchForm, values_ND: "Tensor", rows: list[BulkRow]) -> Future[PlacedBatch]:
-        """Have N adapters of D elements in the store; they are registered when they are committed."""
+        """Append N adapters of D elements to the store; `commit` registers them."""
         return self._bytes.submit(self._place, self._names.submit(self._name, form, values_ND), rows)
 
     def commit(self, given: Sequence[Future[PlacedBatch]]) -> "Future[list[Registered]]":
-        """Register batches; the result says what became of each entry.
+        """Register batches; the result has one item for each entry.
 
-        Those that come after one that the store did not take are left out.
+        Batches after one that could not be stored are left out.
         """
         return self._rows.submit(self._commit, given)
 
     def settle(self) -> None:
-        """Let go of the store's segments. Only when every result is there."""
+        """Release the store's segments. Only when every result is there."""
         self._store.committed()
 
-    # In the thread of the names
+    # In the thread that hashes
 
     def _name(self, form: BatchForm, values_ND: "Tensor") -> AdapterBatch:
         self._named += len(values_ND)
@@ -116,7 +118,7 @@ class Writer:
         self.tables.give(values_ND)
         return batch
 
-    # In the thread of the bytes
+    # In the thread that appends bytes
 
     def _place(self, named: "Future[AdapterBatch]", rows: list[BulkRow]) -> PlacedBatch:
         batch = named.result()
@@ -128,14 +130,14 @@ class Writer:
         return placed
 
     def _append(self, placed: PlacedBatch) -> PlacedBatch:
-        """Look up where each digest's bytes lie, and append those that the store does not have."""
+        """Look up where each digest's bytes lie, and append those that the store lacks."""
         batch, appended = placed.batch, placed.appended
         if batch is None:
             return placed
-        # Parts of a batch look for their own bytes only: a later part may have to append its own again too.
+        # A part of a batch looks up its own bytes only: a later part may have to append its own again too.
         rows = set(placed.digests)
         wanted = [digest for digest in placed.digests if digest not in placed.damaged]
-        # In this order: what is pending no longer is in the catalog.
+        # In this order: what has left `_pending` by now is in the catalog.
         pending = {digest: at for digest in wanted if (at := self._pending.get(digest))}
         known = {digest: at for digest, at in pending.items() if digest not in appended}
         known |= self._whole(self._catalog.places.find(wanted))
@@ -159,14 +161,14 @@ class Writer:
         return replace(placed, batch=batch if known else None, known=known, appended=appended)
 
     def _whole(self, places: Places) -> Places:
-        """Return those of these places where the bytes are: a row may name what a disk has lost since."""
+        """Return the places whose bytes are whole: a row may name bytes that the disk has lost since."""
         if not places:
             return places
         faults = self._store.check(list(places.values()))
         return {digest: at for (digest, at), fault in zip(places.items(), faults, strict=True) if not fault}
 
     def _damaged(self, rows: list[BulkRow], digests: list[str]) -> Set[str]:
-        """Return the digests of rows that are known and in quarantine: these get bytes of their own."""
+        """Return the digests of quarantined rows: these get bytes of their own."""
         held = self._catalog.quarantine.among(digests)
         if not held:
             return frozenset()
@@ -178,7 +180,7 @@ class Writer:
             self._catalog.layouts.add(digest, form.layout.to_json())
             self._layouts.add(digest)
 
-    # In the thread of the rows
+    # In the thread that commits rows
 
     def _commit(self, given: Sequence[Future[PlacedBatch]]) -> list[Registered]:
         forms = defaultdict[BatchForm, list[PlacedBatch]](list)
@@ -189,7 +191,7 @@ class Writer:
             found = [one for form, part in parts for one in self._register(form, part)]
             return sorted(found, key=attrgetter("position")) if len(parts) > len(forms) else found
         finally:
-            # Also those of batches that are left out: nobody may wait for their rows.
+            # Also of batches that are left out: no later batch may count on their rows.
             self._forget(one.result() for one in given if one.exception() is None)
             self._forget(self._again)
             self._again.clear()
@@ -206,7 +208,7 @@ class Writer:
                     placed[number] = self._bytes.submit(self._append, one).result()
                     self._again.append(placed[number])
             except Purged as error:
-                # While this run was under way; the others are none the worse for it.
+                # Purged during this run; the other policies go on.
                 refused += [refusal(row, purged(row.policy)) for row in rows if row.policy in error.policies]
                 placed = [one.without(error.policies) for one in placed]
             else:
@@ -214,18 +216,18 @@ class Writer:
                 positions = [row.position for row in rows]
                 return refused + list(map(Registered, positions, batch.policies, batch.digests, new))
         raise Conflict(
-            f"Bytes that {len(rows)} revisions share were moved away {ATTEMPTS} times. Register them "
-            "again when `graftwork store compact` has ended."
+            f"The bytes that {len(rows)} revisions share moved {ATTEMPTS} times. Register them again when "
+            "`graftwork store compact` has ended."
         )
 
     def _forget(self, placed: Iterable[PlacedBatch]) -> None:
-        """Have bytes looked up in the catalog from now on: their rows are there, or will not come."""
+        """Look these bytes up in the catalog from now on: their rows are there, or will not come."""
         for one in placed:
             for digest in one.appended:
                 self._pending.pop(digest, None)
 
     def _heal(self, batch: RevisionBatch, new: list[bool], placed: list[PlacedBatch]) -> None:
-        """Let known rows, of which no whole bytes were known, name those that were just appended."""
+        """Point known rows without whole bytes at those that were just appended."""
         if all(new):
             return
         own = {digest for one in placed for digest in one.appended.keys() - one.known.keys()}
@@ -257,10 +259,10 @@ class Writer:
 
 
 def _parts(placed: list[PlacedBatch]) -> Iterator[list[PlacedBatch]]:
-    """Cut batches into parts of neighbouring digests, a transaction each.
+    """Split batches into parts of neighbouring digests, a transaction each.
 
-    Digests are random, so that a row changes a page of the index, which is written as a whole. Among the
-    neighbours of four times as many rows, four times as many change the same page.
+    Digests are random, so that each row changes a page of the index, which is written as a whole. With four
+    times as many rows to choose neighbours from, four times as many change the same page.
     """
     count = max(1, sum(len(one.rows) for one in placed) // ROWS)
     if count == 1:
@@ -274,7 +276,7 @@ def _parts(placed: list[PlacedBatch]) -> Iterator[list[PlacedBatch]]:
 
 
 def _shared(placed: list[PlacedBatch]) -> Set[int]:
-    """Return the numbers of the rows whose bytes none of these batches has appended."""
+    """Return the numbers of the rows whose bytes none of these batches appended."""
     if not any(one.known for one in placed):
         return frozenset()
     appended = {at for one in placed for at in one.appended.values()}

@@ -1,1 +1,1 @@
-"""The gateway: who asks, which revision answers, and what came of it."""
+"""The gateway: authentication, routing, observations, and our endpoints."""

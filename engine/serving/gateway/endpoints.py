@@ -1,7 +1,7 @@
-"""Graftwork's own routes in vLLM's server, and what joins the gateway to the live engine.
+"""Graftwork's own endpoints in vLLM's server, and the set-up of the gateway's state.
 
-vLLM calls `attach_router` before the engine is up and `init_state` once it is. The engine must show
-our marker there, or the server refuses to start: vLLM only logs when a plugin fails to import.
+vLLM calls `attach_router` before the engine is up and `init_state` once it is. `init_state` raises when a
+worker lacks our marker, so the server does not start: vLLM only logs when a plugin fails to import.
 """
 
 import asyncio
@@ -16,11 +16,13 @@ from prometheus_client import REGISTRY
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.datastructures import State
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.lora.request import LoRARequest
 
 from engine.catalog.catalog import open_catalog
 from engine.errors import GraftworkError, ServiceError
 from engine.ledger.spool import Spool
-from engine.serving.gateway.gateway import GatewayState, send_error
+from engine.serving.gateway.asgi import send_error
+from engine.serving.gateway.gateway import ASKED, GatewayState
 from engine.serving.gateway.prewarming import Prewarmer, names_under_release
 from engine.serving.gateway.rollouts import gate_of_platform, rollouts
 from engine.serving.gateway.routing import Router
@@ -32,12 +34,12 @@ from engine.serving.vllm_plugin.plugin import vllm_version
 from engine.settings.params import load_params
 from engine.store.open import open_store
 
-# Of `/v1/models`: a catalog may have a million policies.
+# Most policies that `/v1/models` lists: a catalog may have a million.
 MODELS = 1000
 
 
 class Feedback(BaseModel):
-    """What a user thought of an answer; `request_id` is the response's `id`."""
+    """Body of `/v1/feedback`: `request_id` is the response's `id`, `reward` is in [0, 1]."""
 
     model_config = ConfigDict(extra="forbid")
     request_id: str = Field(min_length=1, max_length=200)
@@ -45,7 +47,7 @@ class Feedback(BaseModel):
 
 
 class Prewarm(BaseModel):
-    """Which model will soon be asked for."""
+    """Body of `/v1/prewarm`: the model that will be requested soon."""
 
     model_config = ConfigDict(extra="forbid")
     model: str
@@ -58,21 +60,28 @@ class GraftworkEndpoints:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
+        """Add our routes to vLLM's app."""
         app.get("/graftwork/marker")(marker)
         app.get("/graftwork/residency")(residency)
         app.get("/graftwork/loads")(loads)
         app.get("/v1/models")(models)
+        app.get("/v1/models/{name:path}")(model)
         app.state.graftwork_gate = gate_of_platform()
         app.post("/graftwork/rollouts")(rollouts)
         app.post("/v1/feedback", status_code=202)(feedback)
         app.post("/v1/prewarm", status_code=202)(prewarm)
 
     async def init_state(self, engine_client: Any, state: State, args: Namespace) -> None:
+        """Connect gateway and residency to the running engine.
+
+        Raises `ServiceError` when a worker runs without our plugin.
+        """
         settings = engine_client.vllm_config.additional_config["graftwork"]
         params = load_params(settings["params"])
         serving_models: OpenAIServingModels = state.openai_serving_models
         workers = check_marker(await VllmEngine.markers(engine_client))
         engine = await VllmEngine.connect(engine_client, serving_models)
+        answer_as_asked(serving_models)
         state.graftwork_marker = {
             "plugin": settings["version"],
             "vllm": vllm_version(),
@@ -83,12 +92,13 @@ class GraftworkEndpoints:
         state.graftwork_loads = engine.loads
         catalog = open_catalog(params.paths)
         Thread(target=catalog.read_ahead, name="graftwork-read-ahead", daemon=True).start()
-        # A catalog of its own: loads may have every connection of theirs in use.
+        # A catalog of its own: loads may use every connection of the other one.
         router = Router(
             open_catalog(params.paths),
             settings["base_name"],
             settings["base"],
             cached_rows=rows_to_cache(params.engine.host_adapters),
+            configured=params.base.name,
         )
         spool = Spool(params.paths.spool, "gateway")
         tier = Residency(
@@ -103,29 +113,47 @@ class GraftworkEndpoints:
         engine.watch(tier.take_report)
         state.graftwork = GatewayState(router, tier, spool, name=f"127.0.0.1:{params.engine.port}")
         prewarmer = Prewarmer(tier, router, params.paths.warm / f"{params.engine.port}.json")
-        # Held here, since asyncio keeps only weak references to tasks.
+        # asyncio keeps only weak references to tasks, so the state holds this one.
         state.graftwork_prewarming = asyncio.create_task(prewarmer.run())
 
 
+def answer_as_asked(models: OpenAIServingModels) -> None:
+    """Make answers of the base carry the `model` of the request, such as a policy without a champion.
+
+    vLLM writes the base's own name. Bound: 0.32.0. Goes when vLLM answers with the request's `model`.
+    """
+    stock = models.model_name
+
+    def model_name(lora_request: LoRARequest | None = None) -> str:
+        return stock(lora_request) if lora_request else ASKED.get() or stock()
+
+    models.model_name = model_name  # type: ignore[method-assign]
+
+
 def check_marker(workers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the workers' proof that our parts run; `ServiceError` when one lacks them."""
+    """Return the workers' markers. Raises `ServiceError` when a worker lacks our loader or operations."""
     for worker in workers:
         if worker["manager"] != "PackedWorkerManager" or not worker["modules"]:
-            raise ServiceError(f"The engine runs without Graftwork's loader: {worker}. See its log above.")
+            raise ServiceError(
+                f"The engine runs without Graftwork's loader: its worker has {worker}. "
+                "See the log above for the plugin's error."
+            )
         if "PunicaWrapperCPU" in worker["operations"]:
             raise ServiceError(
-                "The engine runs vLLM's own CPU LoRA operations, which are wrong for base rows."
+                "The engine runs vLLM's own CPU LoRA operations, which give base rows an adapter. "
+                "See the log above for the plugin's error."
             )
     return workers
 
 
 async def marker(request: Request) -> Response:
+    """Return versions, base and workers of this engine; 503 while it starts."""
     found = getattr(request.app.state, "graftwork_marker", None)
     return JSONResponse(found or {"error": "The engine is starting."}, 200 if found else 503)
 
 
 async def residency(request: Request) -> dict[str, Any]:
-    """Say where adapters are: tiers, sizes, queue, and each resident's own; bytes and seconds."""
+    """Return tiers, load queue, counts of states and each resident adapter; sizes in bytes, times in s."""
     state: GatewayState = request.app.state.graftwork
     here, now = state.residency, time.monotonic()
     adapters = {
@@ -158,30 +186,47 @@ async def residency(request: Request) -> dict[str, Any]:
 
 
 async def loads(request: Request) -> list[dict[str, Any]]:
+    """Return how much each worker has read and copied into slots."""
     return await request.app.state.graftwork_loads()
 
 
 async def models(request: Request) -> dict[str, Any]:
-    """List the base and the first policies, in the form of OpenAI's API; revisions are not models."""
+    """List the base and the first 1,000 policies in the format of OpenAI's API; revisions are not listed."""
     state: GatewayState = request.app.state.graftwork
     names = [state.router.base_name, *state.router.policies(MODELS)]
-    created = int(time.time())
-    data = [{"id": name, "object": "model", "created": created, "owned_by": "graftwork"} for name in names]
-    return {"object": "list", "data": data}
+    return {"object": "list", "data": [_card(name) for name in names]}
 
 
-async def feedback(body: Feedback, request: Request) -> dict[str, str]:
+async def model(name: str, request: Request) -> Any:
+    """Return a model that may be asked for, as OpenAI's client retrieves it: base, policy or revision."""
+    state: GatewayState = request.app.state.graftwork
+    try:
+        await state.router.admit(name, "")
+    except GraftworkError as error:
+        return _Refusal(error)
+    return _card(name)
+
+
+def _card(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": int(time.time()), "owned_by": "graftwork"}
+
+
+async def feedback(body: Feedback, request: Request) -> Any:
+    """Record a reward for an earlier response of the same key; 503 when it cannot be stored."""
     state: GatewayState = request.app.state.graftwork
     key = request.state.graftwork_key
-    state.spool.emit("feedback", request_id=body.request_id, reward=body.reward, key=key.hash)
+    try:
+        state.spool.emit("feedback", request_id=body.request_id, reward=body.reward, key=key.hash)
+    except OSError as error:
+        return _Refusal(ServiceError(f"The reward could not be stored: {error}. Send it again later."))
     return {"status": "accepted"}
 
 
 async def prewarm(body: Prewarm, request: Request) -> Any:
-    """Load a model's adapter in the background; answers in how many seconds it is there."""
+    """Load a model's adapter in the background; return the estimated time until it is ready, in seconds."""
     state: GatewayState = request.app.state.graftwork
     try:
-        target = state.router.resolve(body.model, "")
+        target, _ = await state.router.admit(body.model, "")
         if target.policy is None or target.digest is None:
             return {"model": body.model, "revision": "base", "estimate_s": 0.0}
         estimate_s = state.residency.prewarm(state.router.revision(target.policy, target.digest))
@@ -191,7 +236,7 @@ async def prewarm(body: Prewarm, request: Request) -> Any:
 
 
 class _Refusal(Response):
-    """A GraftworkError as the gateway answers it."""
+    """A `GraftworkError` in the gateway's error format."""
 
     def __init__(self, error: GraftworkError):
         super().__init__()

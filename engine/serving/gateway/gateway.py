@@ -1,73 +1,85 @@
-"""The gateway inside vLLM's server: who asks, which revision answers, and what came of it.
+"""The gateway: an ASGI middleware in front of vLLM's own routes.
 
-An ASGI middleware in front of vLLM's own routes: authenticate, resolve the policy's route, bring
-the adapter into the host tier, rewrite `model`, pass on, spool one observation. Knows nothing of
-how an adapter is loaded.
+For each request it authenticates the key, resolves the model name to a revision, waits until the adapter
+is in the host tier, rewrites `model`, forwards the request and spools one observation.
 """
 
-import asyncio
 import hashlib
+import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
+from prometheus_client import Counter
 
-from engine.catalog.catalog import Key, Revision
-from engine.errors import Ambiguous, Busy, GraftworkError, NotFound
+from engine.catalog.catalog import Key
+from engine.errors import GraftworkError
 from engine.ledger.spool import Spool
+from engine.serving.gateway.asgi import (
+    App,
+    Message,
+    Receive,
+    Refused,
+    Send,
+    parse,
+    read_body,
+    send_error,
+    unless_left,
+)
 from engine.serving.gateway.routing import Router, Target
 from engine.serving.residency.load_queue import BACKGROUND, INTERACTIVE
 from engine.serving.residency.residency import Residency
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Any, Receive, Send], Awaitable[None]]
-Done = TypeVar("Done")
+# Looks at the routes; returns who answers, and when the look began (epoch seconds).
+Admit = Callable[[], Awaitable[tuple[Target, float]]]
 
-OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/graftwork/marker"})
+GET, POST = frozenset({"GET"}), frozenset({"POST"})
+# What is served, by path and method; nothing else of vLLM's server can be reached. These need no key.
+OPEN_PATHS = {
+    "/health": GET,
+    "/ping": GET | POST,
+    "/version": GET,
+    "/metrics": GET,
+    "/graftwork/marker": GET,
+}
 GENERATING = {
     "/v1/completions": "cmpl-",
     "/v1/chat/completions": "chatcmpl-",
     "/graftwork/rollouts": "rollouts-",
 }
-# One request of this asks for thousands of samples.
+# A single rollout request asks for thousands of samples.
 NOT_FOR_USERS = frozenset({"/graftwork/rollouts"})
-# vLLM's server has more routes, some of which load adapters or generate past every gate of ours.
-PASSED_PATHS = frozenset(
-    {
-        "/v1/models",
-        "/v1/feedback",
-        "/v1/prewarm",
-        "/tokenize",
-        "/detokenize",
-        "/graftwork/residency",
-        "/graftwork/loads",
-    }
-)
+# These need a key, and answer without a revision. Some of vLLM's other routes load adapters or generate
+# without any of our checks.
+PASSED_PATHS = {
+    "/v1/models": GET,
+    "/v1/feedback": POST,
+    "/v1/prewarm": POST,
+    "/tokenize": POST,
+    "/detokenize": POST,
+    "/graftwork/residency": GET,
+    "/graftwork/loads": GET,
+}
+# Followed by a model's name.
+MODEL_PATH = "/v1/models/"
+METHODS = OPEN_PATHS | PASSED_PATHS | dict.fromkeys(GENERATING, POST)
+POLICY_VIOLATION = 1008
 PURPOSES = frozenset({"user", "score", "rollout", "probe"})
-MAX_BODY = 8 << 20
-CLIENT_LEFT = 499
-
-
-class Refused(GraftworkError):
-    """A request that is answered here, with this status."""
-
-    def __init__(self, status: int, message: str):
-        super().__init__(status, message)
-        self.status = status
-
-    def __str__(self) -> str:
-        return str(self.args[1])
+UNOBSERVED = Counter("graftwork_observations_lost", "Requests whose observation could not be spooled.")
+# The `model` of a request that the base answers, for its answer to carry.
+ASKED: ContextVar[str | None] = ContextVar("asked", default=None)
+log = logging.getLogger("graftwork.gateway")
 
 
 @dataclass
 class GatewayState:
-    """What the server gives the gateway once the engine is up."""
+    """What the gateway needs of the server; set once the engine is up."""
 
     router: Router
     residency: Residency
@@ -77,7 +89,10 @@ class GatewayState:
 
 @dataclass
 class Exchange:
-    """One request under way and what is observed of it."""
+    """A request in flight and its measurements; times in seconds.
+
+    `admitted_at` (epoch seconds) is when the look at the routes began that chose `target`.
+    """
 
     id: str
     key: Key
@@ -91,6 +106,7 @@ class Exchange:
     usage: dict[str, int] | None = None
 
     def observation(self, gateway: str) -> dict[str, Any]:
+        """Return the row for the ledger's table `observations`; `gateway` is this gateway's name."""
         usage = self.usage or {}
         return {
             "id": self.id,
@@ -112,13 +128,18 @@ class Exchange:
 
 
 class Gateway:
-    """ASGI middleware; its state is `app.state.graftwork`, set when the engine is up."""
+    """The ASGI middleware; it reads its `GatewayState` from `app.state.graftwork`."""
 
     def __init__(self, app: App):
         self._app = app
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+        if scope["type"] == "lifespan":
+            return await self._app(scope, receive, send)
+        if scope["type"] != "http":
+            # A WebSocket: refused before it is accepted, which its client sees as a 403.
+            return await send({"type": "websocket.close", "code": POLICY_VIOLATION})
+        if scope["method"] in OPEN_PATHS.get(scope["path"], ()):
             return await self._app(scope, receive, send)
         headers = {
             name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]
@@ -129,12 +150,13 @@ class Gateway:
                 raise Refused(503, "The engine is starting.")
             key = authenticate(state.router, headers)
             scope.setdefault("state", {})["graftwork_key"] = key
-            if scope["path"] in PASSED_PATHS:
+            refuse_unserved(scope["path"], scope["method"])
+            if scope["path"] in PASSED_PATHS or scope["path"].startswith(MODEL_PATH):
                 return await self._app(scope, receive, send)
-            if scope["path"] not in GENERATING:
-                raise Refused(404, f"{scope['path']} is not served; ask {' or '.join(GENERATING)}.")
             if scope["path"] in NOT_FOR_USERS and key.scope == "user":
-                raise Refused(403, f"{scope['path']} needs a key of scope 'score' or 'admin'.")
+                raise Refused(
+                    403, f"{scope['path']} requires a key of scope 'score' or 'admin'; this key's is 'user'."
+                )
             await self._generate(state, key, headers, scope, receive, send)
         except GraftworkError as error:
             await send_error(send, error)
@@ -142,12 +164,14 @@ class Gateway:
     async def _generate(
         self, state: GatewayState, key: Key, headers: dict[str, str], scope: Any, receive: Receive, send: Send
     ) -> None:
-        started, admitted_at = time.perf_counter(), time.time()
+        started = time.perf_counter()
         body = parse(await read_body(receive))
         purpose = purpose_of(headers, key)
         request_id = uuid.uuid4().hex
         unit = body.get("user") or headers.get("x-session-id")
-        target = state.router.resolve(str(body.get("model") or ""), str(unit or request_id), purpose)
+        model = str(body.get("model") or "")
+        admit = partial(state.router.admit, model, str(unit or request_id), purpose)
+        target, admitted_at = await admit()
         exchange = Exchange(
             id=GENERATING[scope["path"]] + request_id,
             key=key,
@@ -158,46 +182,53 @@ class Gateway:
             started=started,
         )
         try:
-            if target.digest is None or target.policy is None:
+            name = await self._hold(state, exchange, admit, receive)
+            if name is None:
+                ASKED.set(model)
                 body["model"] = state.router.base_name
                 await self._forward(exchange, body, scope, receive, send)
             else:
-                revision = state.router.revision(target.policy, target.digest)
-                body["model"] = name = await self._hold(state, revision, purpose, receive)
-                entered = partial(state.residency.entered, name)
+                body["model"] = name
                 try:
-                    await self._forward(exchange, body, scope, receive, send, entered)
+                    await self._forward(exchange, body, scope, receive, send)
                 finally:
                     state.residency.release(name)
         except GraftworkError as error:
             exchange.status = error.status
             raise
         finally:
-            state.spool.emit("observations", **exchange.observation(state.name))
+            record(state, exchange)
 
-    async def _hold(self, state: GatewayState, revision: Revision, purpose: str, receive: Receive) -> str:
-        """Wait until the revision's adapter is there; a client that leaves meanwhile waits no longer."""
-        name = state.residency.hold_warm(revision)
-        if name is None:
-            priority = INTERACTIVE if purpose == "user" else BACKGROUND
-            name = await unless_left(
-                receive, state.residency.hold(revision, priority), state.residency.release
-            )
-        return name
+    async def _hold(
+        self, state: GatewayState, exchange: Exchange, admit: Admit, receive: Receive
+    ) -> str | None:
+        """Hold the target's adapter in the host tier; return its served name, or None for the base.
+
+        A cold adapter may take a minute. After each such wait the request is admitted again and follows the
+        routes as they are then: it never reaches a revision that was rolled back, retired, purged or
+        quarantined meanwhile. The wait ends when the client leaves.
+        """
+        residency, priority = state.residency, INTERACTIVE if exchange.purpose == "user" else BACKGROUND
+        while True:
+            policy, digest = exchange.target.policy, exchange.target.digest
+            if policy is None or digest is None:
+                return None
+            revision = state.router.revision(policy, digest)
+            if (warm := residency.hold_warm(revision)) is not None:
+                return warm
+            name = await unless_left(receive, residency.hold(revision, priority), residency.release)
+            with ExitStack() as otherwise:
+                otherwise.callback(residency.release, name, is_use=False)
+                residency.refuse_quarantined(revision)
+                exchange.target, exchange.admitted_at = await admit()
+                if exchange.target.digest == digest:
+                    otherwise.pop_all()
+                    return name
 
     async def _forward(
-        self,
-        exchange: Exchange,
-        body: dict[str, Any],
-        scope: Any,
-        receive: Receive,
-        send: Send,
-        entered: Callable[[], object] = lambda: None,
+        self, exchange: Exchange, body: dict[str, Any], scope: Any, receive: Receive, send: Send
     ) -> None:
-        """Pass the request on with the new body; mark the response and note what it says of itself.
-
-        `entered` is called at its first token, or its answer.
-        """
+        """Forward the request with the new body, mark the response and record its status and times."""
         raw = orjson.dumps(body)
         replaced = {b"content-length", b"x-request-id"}
         scope["headers"] = [header for header in scope["headers"] if header[0] not in replaced] + [
@@ -220,7 +251,6 @@ class Gateway:
                 message["headers"] = [*message.get("headers", ()), (b"x-graftwork-revision", revision)]
             elif exchange.ttft_s is None:
                 exchange.ttft_s = time.perf_counter() - exchange.started
-                entered()
                 if not message.get("more_body") and not body.get("stream"):
                     exchange.usage = usage_of(message.get("body", b""))
             await send(message)
@@ -228,32 +258,58 @@ class Gateway:
         await self._app(scope, replay, observe)
 
 
+def refuse_unserved(path: str, method: str) -> None:
+    """Raise `Refused` for a path that is not served (404), and for another method than its own (405)."""
+    allowed = GET if path.startswith(MODEL_PATH) else METHODS.get(path)
+    if allowed is None:
+        raise Refused(404, f"{path} is not served. Use {' or '.join(GENERATING)}.")
+    if method not in allowed:
+        raise Refused(405, f"{path} does not take {method}. Use {' or '.join(sorted(allowed))}.", allowed)
+
+
 def authenticate(router: Router, headers: dict[str, str]) -> Key:
-    """Return the request's key; `Refused` (401) without one in force."""
+    """Return the request's key. Raises `Refused` (401) when it has none or an invalid one."""
     scheme, _, plaintext = headers.get("authorization", "").partition(" ")
     key = router.key(plaintext) if scheme.lower() == "bearer" else None
     if key is None:
-        raise Refused(401, "Give a key in force: `Authorization: Bearer gw-...` (`graftwork key create`).")
+        raise Refused(
+            401,
+            "No valid API key was sent. Send `Authorization: Bearer gw-...`; "
+            "`graftwork key create` makes a key.",
+        )
     return key
 
 
 def purpose_of(headers: dict[str, str], key: Key) -> str:
-    """Return what the request is for; anything but `user` needs a key of scope admin or score."""
+    """Return the request's purpose; any but `user` requires a key of scope `admin` or `score`."""
     purpose = headers.get("x-graftwork-purpose", "user")
     if purpose not in PURPOSES:
-        raise Refused(400, f"x-graftwork-purpose is one of {', '.join(sorted(PURPOSES))}, not {purpose!r}.")
+        raise Refused(
+            400, f"x-graftwork-purpose must be one of {', '.join(sorted(PURPOSES))}, not {purpose!r}."
+        )
     if purpose != "user" and key.scope == "user":
-        raise Refused(403, f"A key of scope 'user' may not ask for the purpose {purpose!r}.")
+        raise Refused(
+            403, f"x-graftwork-purpose {purpose!r} requires a key of scope 'score' or 'admin', not 'user'."
+        )
     return purpose
 
 
+def record(state: GatewayState, exchange: Exchange) -> None:
+    """Spool a request's observation. A full disk is counted and logged, and never changes the answer."""
+    try:
+        state.spool.emit("observations", **exchange.observation(state.name))
+    except OSError as error:
+        UNOBSERVED.inc()
+        log.warning("The observation of %s could not be spooled: %s", exchange.id, error)
+
+
 def hash_unit(target: Target, unit: str) -> str:
-    """Return the name under which a unit is counted; the ledger never holds the unit itself."""
+    """Return a hash of the unit (24 hex digits): the ledger never stores the unit itself."""
     return hashlib.sha256(f"{target.policy}\0{unit}".encode()).hexdigest()[:24]
 
 
 def usage_of(body: bytes) -> dict[str, int] | None:
-    """Return a response's token counts, if it has any."""
+    """Return the `usage` object of a response body, or None."""
     start = body.rfind(b'"usage":{')
     if start < 0:
         return None
@@ -261,69 +317,3 @@ def usage_of(body: bytes) -> dict[str, int] | None:
         return orjson.loads(body)["usage"]
     except (orjson.JSONDecodeError, KeyError, TypeError):
         return None
-
-
-async def read_body(receive: Receive) -> bytes:
-    """Return the whole request body; `Refused` (413) over 8 MiB."""
-    chunks: list[bytes] = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise Refused(400, "The client went away before its request was complete.")
-        chunks.append(message.get("body", b""))
-        size += len(chunks[-1])
-        if size > MAX_BODY:
-            raise Refused(413, f"The request is over {MAX_BODY >> 20} MiB.")
-        if not message.get("more_body"):
-            return b"".join(chunks)
-
-
-async def unless_left(
-    receive: Receive, work: Coroutine[Any, Any, Done], give_back: Callable[[Done], object]
-) -> Done:
-    """Return what `work` does; cancel it and raise `Refused` (499) when the client goes away first.
-
-    `give_back` gets what it did for a caller that is cancelled in the moment in which it ends.
-    """
-    taken = False
-    working: asyncio.Task[Done] = asyncio.create_task(work)
-    # The body has been read: all that can still come is that the client goes.
-    left: asyncio.Future[Message] = asyncio.ensure_future(receive())
-    try:
-        await asyncio.wait((working, left), return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            taken = True
-            return working.result()
-        raise Refused(CLIENT_LEFT, "The client went away before its adapter was loaded.")
-    finally:
-        left.cancel()
-        if not working.done():
-            working.cancel()
-            await asyncio.wait((working,))
-        if not taken and not working.cancelled() and working.exception() is None:
-            give_back(working.result())
-
-
-def parse(raw: bytes) -> dict[str, Any]:
-    try:
-        body = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise Refused(400, f"The request is not valid JSON: {error}.") from None
-    if not isinstance(body, dict):
-        raise Refused(400, "The request must be a JSON object.")
-    return body
-
-
-async def send_error(send: Send, error: GraftworkError) -> None:
-    """Answer in the form of OpenAI's API."""
-    headers = [(b"content-type", b"application/json")]
-    if isinstance(error, Busy):
-        headers.append((b"retry-after", str(max(1, round(error.retry_after_s))).encode()))
-    fault: dict[str, Any] = {"message": str(error), "type": type(error).__name__, "code": error.status}
-    if isinstance(error, NotFound):
-        fault["nearest"] = error.nearest
-    elif isinstance(error, Ambiguous):
-        fault["candidates"] = error.candidates
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": orjson.dumps({"error": fault})})

@@ -1,7 +1,8 @@
-"""What is loaded before anybody asks: who was popular when the engine last ran, and what a release brings.
+"""Prewarming: load adapters before the first request for them.
 
-Notes who is popular, in a small file for each engine, and lets go what is gone from the catalog. All of it
-is in the background: people's requests go first. Knows served revisions and when they were used; no HTTP.
+After a restart it loads the adapters that were popular before, from a small file for each engine; while the
+engine runs it loads the revisions under release. It also drops adapters that are gone from the catalog. All
+its loads have background priority: requests of users go first.
 """
 
 import asyncio
@@ -19,17 +20,17 @@ from engine.settings.params import served_name
 
 LOOK_S = 0.25
 NOTE_S = 15.0
-# Loads under way at once: what waits longer than a load may take is called off, and people's background
-# work, as scoring, waits behind them.
+# Most prewarms in the queue at once: a load that waits past its timeout is cancelled, and other background
+# work, such as scoring, queues behind prewarms.
 AHEAD = 32
-# Who was used within this is loaded at the start, as far as half of the tier goes.
+# A start loads adapters that were used within this time, up to half of the host tier.
 RECENT_S = 3600.0
 START_SHARE = 0.5
 log = logging.getLogger("graftwork.prewarming")
 
 
 class Prewarmer:
-    """One engine's background loads; `run` goes on until it is cancelled."""
+    """The prewarming loop of one engine; `run` continues until it is cancelled."""
 
     def __init__(self, residency: Residency, router: Router, file: Path):
         self._residency = residency
@@ -38,17 +39,17 @@ class Prewarmer:
         self._pending: list[tuple[str, str]] = []
         self._seen: frozenset[tuple[str, str]] = frozenset()
         self._known: frozenset[tuple[str, str]] = frozenset()
-        # Served names that were asked for and may still be on their way.
+        # Served names whose prewarm may still be loading.
         self._asked: set[str] = set()
-        # Notes since something new came under release.
+        # How often popularity was written since a revision last came under release.
         self._notes = 0
-        # As they were noted before the restart, for those that nobody has used since.
+        # Popularity before the restart, of adapters without a request since.
         self._noted: dict[str, dict[str, Any]] = {}
-        # Policies of which something may be gone that is still here; None: any of them.
+        # Policies that may have residents without a catalog row; None: any policy.
         self._to_check: set[str] | None = set()
 
     async def run(self) -> None:
-        """Prewarm what was popular, then whatever a release brings; note who is popular every 15 s."""
+        """Prewarm popular adapters, then revisions under release; write popularity to disk every 15 s."""
         self._pending = self.popular(time.time())
         noted_at = time.monotonic()
         while True:
@@ -56,19 +57,19 @@ class Prewarmer:
                 self.look()
                 if time.monotonic() - noted_at >= NOTE_S:
                     noted_at = time.monotonic()
-                    # Those that did not come, as when the store was away, are asked for again after 15 s,
-                    # 30 s, a minute and so on.
+                    # Retry loads that failed, for instance while the store was down, after 15 s, 30 s,
+                    # 60 s and so on.
                     self._notes += 1
                     if self._notes & (self._notes - 1) == 0:
                         self._seen = frozenset()
                     rows = self.rows(time.time())
                     await asyncio.to_thread(self._write, rows)
             except (GraftworkError, OSError) as error:
-                log.warning("Nothing is prewarmed for the moment: %s", error)
+                log.warning("Prewarming failed and will be retried: %s", error)
             await asyncio.sleep(LOOK_S)
 
     def look(self) -> None:
-        """Prewarm what came under release since the last look, and as much of the rest as the queue takes."""
+        """Prewarm revisions that are newly under release, then pending ones, as far as the queue has room."""
         changed = self._router.take_changed()
         self._to_check = None if changed is None or self._to_check is None else self._to_check | changed
         if self._to_check is None or self._to_check:
@@ -83,21 +84,21 @@ class Prewarmer:
         while self._pending and len(self._asked) < AHEAD:
             policy, digest = self._pending[0]
             try:
-                # Nobody has asked for it: popularity must not feed on itself.
+                # Not a use: prewarming must not make an adapter more popular.
                 self._residency.prewarm(self._router.revision(policy, digest), is_use=False)
                 self._asked.add(served_name(policy, digest))
             except Busy:
                 return
             except GraftworkError as error:
-                # It may be gone, or of another base; whoever asks for it hears why.
-                log.info("%s is not prewarmed: %s", served_name(policy, digest), error)
+                # It may be gone or belong to another base; a request for it gets the error.
+                log.info("Cannot prewarm %s: %s", served_name(policy, digest), error)
             self._pending.pop(0)
 
     def _drop_what_is_gone(self, policies: set[str] | None) -> None:
-        """Let adapters go whose rows were purged or have expired: nobody can ask for them any more.
+        """Drop residents whose rows were purged or have expired, and those in quarantine.
 
-        Those in quarantine go too: a slot may be filled from damaged bytes. What cannot be read now, and
-        what a request still uses, is looked at again.
+        Quarantined ones must go because a slot may be filled from damaged bytes. Rows that cannot be read
+        now, and adapters still in use, are checked again at the next look.
         """
         self._residency.doubt(policies)
         rows = {
@@ -119,7 +120,7 @@ class Prewarmer:
         self._to_check = in_use
 
     def rows(self, now: float) -> list[dict[str, Any]]:
-        """Return the residents that were used within an hour, with the time and how often they were used."""
+        """Return residents used within an hour: bytes, hits and time of last use (epoch seconds)."""
         idle_since = now - time.monotonic()
         rows: list[dict[str, Any] | None] = [
             {
@@ -136,7 +137,7 @@ class Prewarmer:
         return [row for row in rows if row is not None and row["used_at"] > now - RECENT_S]
 
     def popular(self, now: float) -> list[tuple[str, str]]:
-        """Return (policy, digest) of the last hour's most used, as many as half of the tier holds."""
+        """Return (policy, digest) of the last hour's most used adapters that fit half of the host tier."""
         tier = self._residency.tier
         names: list[tuple[str, str]] = []
         size = 0
@@ -147,7 +148,7 @@ class Prewarmer:
                 break
             names.append((row["policy"], row["digest"]))
             self._noted[served_name(row["policy"], row["digest"])] = row
-            # So that a scan of cold names does not pass by what was warm before the restart.
+            # Restore its popularity, so that a scan of cold names does not evict it first.
             for _ in range(min(int(row["hits"]), 3)):
                 tier.popularity.add(served_name(row["policy"], row["digest"]))
         return names
@@ -158,7 +159,7 @@ class Prewarmer:
         except FileNotFoundError:
             return []
         except (OSError, ValueError, AttributeError, TypeError) as error:
-            log.warning("%s cannot be read, so nothing is prewarmed from it: %s", self._file, error)
+            log.warning("Cannot read %s; starting without prewarmed adapters: %s", self._file, error)
             return []
 
     def _write(self, rows: list[dict[str, Any]]) -> None:
@@ -167,7 +168,7 @@ class Prewarmer:
 
 
 def _is_note(row: dict[str, Any]) -> bool:
-    """Say whether a row of the file is one that `rows` made: anything may lie there."""
+    """Return whether a row has the fields that `rows` writes: the file may hold anything."""
     words, numbers = ("policy", "digest"), ("bytes", "hits", "used_at")
     return all(isinstance(row.get(name), str) for name in words) and all(
         isinstance(row.get(name), int | float) for name in numbers
@@ -175,5 +176,5 @@ def _is_note(row: dict[str, Any]) -> bool:
 
 
 def names_under_release(router: Router) -> frozenset[str]:
-    """Return the served names that must stay resident."""
+    """Return the served names that must stay resident: those of running releases."""
     return frozenset(served_name(policy, digest) for policy, digest in router.under_release())

@@ -1,9 +1,9 @@
-"""Rollouts: groups of samples for many prompts in one request, token ids in and out.
+"""The rollout endpoint: groups of samples for many prompts in one request, token ids in and out.
 
-Talks to vLLM's engine as its OpenAI routes do, without what a rollout has no use for: one request a prompt,
-top alternatives, each token's text, a message for each token. A prompt's group has a seed of its own, so that
-a request is the same whatever is asked beside it. A prompt that is refused, or a client that goes away, ends
-the whole request. Knows nothing of training.
+It calls vLLM's engine as the OpenAI routes do, but omits what a rollout does not need: an HTTP request for
+each prompt, top alternatives, each token's text, a message for each token. Each prompt's group has its own
+seed, so its samples do not depend on the rest of the batch. One refused prompt, or a client that
+disconnects, ends the whole request.
 """
 
 import asyncio
@@ -25,15 +25,15 @@ from vllm.utils.serial_utils import numpy2base64
 
 from engine.serving.vllm_plugin.extra_args import COALESCED, ROUTED_EXPERTS
 
-# Samples of one request: all of them are in the engine's queue, and in its answer, at once.
+# Most samples of one request: all of them are in the engine's queue, and then in one response, at once.
 MAX_SAMPLES = 1 << 14
-# Where policies that train side by side gain most on a CPU, by `bench concurrency`: more than with 48, and
-# far more than without a limit. Beside fewer rows, those that come next share too little.
+# Best on a CPU for policies that train in parallel, by `bench concurrency`: better than 48, and far better
+# than no limit. With fewer rows, the requests that start next share too few steps.
 FEW_ROWS = 96
 
 
 class Rollouts(BaseModel):
-    """What to sample: `n` completions of each prompt; the group of prompt i is seeded by seed + i * n."""
+    """Body of the request: `n` completions of each prompt (token ids); prompt i has seed `seed + i * n`."""
 
     model_config = ConfigDict(extra="forbid")
     model: str
@@ -47,17 +47,17 @@ class Rollouts(BaseModel):
     @model_validator(mode="after")
     def _bounded(self) -> Self:
         if (samples := len(self.prompts) * self.n) > MAX_SAMPLES:
-            raise ValueError(f"{samples} samples are asked for, and a request may have {MAX_SAMPLES}")
+            raise ValueError(f"{samples} samples were requested, but a request may have {MAX_SAMPLES}")
         return self
 
 
 class RolloutGate:
-    """Lets requests in together: those that come while others run begin when few of their samples are left.
+    """Admits rollout requests in batches: new ones wait until at most `few` running samples are left.
 
-    Where a step's time grows with its rows, requests that run side by side end side by side: every policy
-    samples, then every one learns, and the engine waits. So those that run come first, and their few long
-    samples share steps with those that come next. Nobody is passed: all that wait are let in at once. A
-    group ends as a whole, so its samples count until its last one; one group alone keeps nobody out.
+    Where a step's time grows with its rows, parallel requests end together: all policies sample, then all
+    train while the engine idles. With the gate, running requests finish first, and their few long samples
+    share steps with the next batch. No request starves: all that wait are admitted at once. A group's
+    samples count until the whole group has ended; a single group never keeps the gate closed.
     """
 
     def __init__(self, few: float):
@@ -65,12 +65,12 @@ class RolloutGate:
         self._open.set()
 
     async def enter(self, groups: int, each: int) -> None:
-        """Wait for one's turn and count so many groups of so many samples."""
+        """Wait for admission, then count `groups` groups of `each` samples as running."""
         await self._open.wait()
         self._count(groups, each)
 
     def leave(self, each: int) -> None:
-        """Count off a group that has ended."""
+        """Stop counting one group of `each` samples: it has ended."""
         self._count(-1, each)
 
     def _count(self, groups: int, each: int) -> None:
@@ -83,22 +83,22 @@ class RolloutGate:
 
 
 def gate_of_platform() -> RolloutGate:
-    """Return the gate of a CPU; a GPU's step takes as long for a few rows as for many, and holds all."""
+    """Return this platform's gate: limited on a CPU, open on a GPU, whose steps barely slow with rows."""
     return RolloutGate(FEW_ROWS if current_platform.is_cpu() else math.inf)
 
 
 @with_cancellation
 async def rollouts(body: Rollouts, raw_request: Request) -> Response:
-    """Answer each prompt's samples, in the prompts' order.
+    """Sample every prompt and return the groups in the prompts' order.
 
-    A prompt that the model cannot take is a 400, an adapter that the engine does not hold a 404, a sample
-    that it gave up a 500.
+    Responds 400 for a prompt that the model cannot take, 404 for an adapter that is not in the engine, and
+    500 when the engine aborted a sample.
     """
     state = raw_request.app.state
     models = state.openai_serving_models
     lora = models.lora_requests.get(body.model)
     if lora is None and not models.is_base_model(body.model):
-        return _refused(404, f"The engine holds no adapter {body.model!r}. Ask again, or for another one.")
+        return _refused(404, f"Adapter {body.model!r} is not in the engine. Repeat the request.")
     gate: RolloutGate = state.graftwork_gate
     await gate.enter(len(body.prompts), body.n)
     asked = [
@@ -112,12 +112,12 @@ async def rollouts(body: Rollouts, raw_request: Request) -> Response:
     except ValueError as error:
         return _refused(400, str(error))
     finally:
-        # What is still under way when one is refused would be drawn for nobody.
+        # When one prompt fails, the other groups are no longer needed.
         for task in asked:
             task.cancel()
     samples = [sample for group in groups for sample in group.outputs]
     if any(sample.finish_reason == "error" for sample in samples):
-        return _refused(500, f"The engine gave up a sample of {body.model}; its log says why.")
+        return _refused(500, f"The engine aborted a sample of {body.model}; its log has the cause.")
     tokenizer = state.engine_client.get_tokenizer()
     texts = tokenizer.batch_decode([sample.token_ids for sample in samples], skip_special_tokens=True)
     told = [_told(sample, text) for sample, text in zip(samples, texts, strict=True)]
@@ -134,7 +134,7 @@ async def _group(engine: Any, body: Rollouts, lora: LoRARequest | None, number: 
         n=body.n,
         max_tokens=body.max_tokens,
         temperature=body.temperature,
-        # vLLM adds a sample's number within the group to the seed.
+        # vLLM adds the sample's index in the group to the seed.
         seed=body.seed + number * body.n,
         logprobs=0,
         flat_logprobs=True,
@@ -149,7 +149,7 @@ async def _group(engine: Any, body: Rollouts, lora: LoRARequest | None, number: 
 
 
 def _told(sample: CompletionOutput, text: str) -> dict[str, Any]:
-    # Without alternatives there is one log-probability a token, the sampled one's.
+    # With logprobs=0 vLLM returns one log-probability for each token: that of the sampled one.
     assert isinstance(sample.logprobs, FlatLogprobs)
     told: dict[str, Any] = {
         "tokens": list(sample.token_ids),

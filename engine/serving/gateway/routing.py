@@ -1,15 +1,14 @@
-"""Which revision answers a request: the catalog's rows, read again when they may have changed.
+"""Routing: which revision answers a request, from cached rows of the catalog.
 
-A row is read when it is asked for and kept until anything in the catalog changes, so that neither start nor
-change costs more with a million policies than with one. The split between champion and canary is a hash of
-policy, unit and salt, so that any number of gateways agree without talking. Knows neither HTTP nor vLLM.
+Rows are read on demand and cached until a change to them is noticed, so start-up and changes cost the same
+with a million policies as with one. The split between champion and canary hashes policy, unit and salt:
+any number of gateways agree without coordination.
 """
 
 import hashlib
 import logging
 import time
 from collections.abc import Callable, Hashable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,20 +16,21 @@ from engine.catalog.catalog import Catalog, Key, Revision, Route
 from engine.catalog.keys import hash_key
 from engine.errors import AdapterError, Conflict, Gone, GraftworkError, NotFound, ServiceError
 from engine.serving.gateway.row_cache import LEAST_ROWS, RowCache
+from engine.serving.gateway.suggesting import SHOWN, Suggester
 from engine.settings.params import DIGEST12, POLICY_NAME, served_name, split_served_name
 
-# A gateway that could not read the catalog for this long answers from champions alone.
+# A gateway that could not read the catalog for this long drops every canary.
 STALE_S = 0.8
-# Characters of an unknown name that its refusal repeats.
-SHOWN = 100
-# Purposes that may still reach a revision with a tombstone: judging it is not serving it.
+# Names and keys that are known not to exist, so that asking again reads nothing.
+ABSENT_ROWS = 4096
+# Purposes that may reach a pinned revision despite a tombstone: scoring it is not serving it.
 JUDGING = frozenset({"score", "probe"})
 log = logging.getLogger("graftwork.routing")
 
 
 @dataclass(frozen=True)
 class Target:
-    """Who answers: `digest` None is the base; `arm` is champion, canary, base or pinned."""
+    """The revision that answers: `digest` None means the base; `arm` is champion, canary, base or pinned."""
 
     policy: str | None
     digest: str | None
@@ -44,7 +44,7 @@ class Target:
 
 
 class Router:
-    """Resolve model names. For one thread; every call sees the newest committed rows."""
+    """Resolve model names; every call sees the newest committed rows. Not thread-safe."""
 
     def __init__(
         self,
@@ -53,57 +53,54 @@ class Router:
         base_digest: str,
         clock: Callable[[], float] = time.monotonic,
         cached_rows: int = LEAST_ROWS,
+        configured: str | None = None,
     ):
         self.base_name = base_name
+        # Its directory or hub id in the settings names the base too.
+        self._base_names = {base_name, configured or base_name}
         self._base_digest = base_digest
         self._catalog = catalog
         self._clock = clock
-        # Of the whole catalog, and the last change to what is routed by.
+        # Of the whole catalog, and the number of the newest change that was read.
         self._version: int | None = None
         self._seen = 0
         self._read_at = clock()
         self._cached_rows = cached_rows
         self._rows = RowCache(cached_rows)
-        # None: anything may have changed.
+        self._absent = RowCache(ABSENT_ROWS)
+        self._suggester = Suggester(catalog, base_name)
+        # Policies with changes not taken yet; None: any policy may have changed.
         self._changed: set[str] | None = set()
         self._released: tuple[int | None, frozenset[tuple[str, str]]] = None, frozenset()
 
     def key(self, plaintext: str) -> Key | None:
-        """Return the key in force with this plaintext."""
+        """Return the valid key with this plaintext, or None."""
         self._look()
-
-        def read() -> Key:
-            found = self._catalog.keys.find(plaintext)
-            if found is None:
-                raise NotFound("There is no such key.")
-            return found
-
-        try:
-            key: Key = self._read(None, ("key", hash_key(plaintext)), read)
-        except NotFound:
-            return None
+        key: Key | None = self._find(
+            None, ("key", hash_key(plaintext)), lambda: self._catalog.keys.find(plaintext)
+        )
         return key
 
     def resolve(self, model: str, unit: str, purpose: str = "user") -> Target:
-        """Return who answers `model` for this unit.
+        """Return the revision that answers `model` for this unit.
 
-        Raises `NotFound` for an unknown policy or revision, `Ambiguous` for a prefix of several, and `Gone`
-        for a pinned revision that is retired or has a tombstone; `ServiceError` when it may have one by now.
+        Raises `NotFound` for an unknown policy or revision, `Ambiguous` for a prefix of several digests,
+        `Gone` for a pinned revision that is retired or has a tombstone, and `ServiceError` when the catalog
+        has been unreadable for so long that the pinned revision may have a tombstone by now.
         """
         self._look()
-        if model == self.base_name:
+        if model in self._base_names:
             return Target(None, None, "base")
         policy, digest = split_served_name(model)
         if not POLICY_NAME.fullmatch(policy):
-            raise self._unknown(model, policy)
+            raise NotFound(f"Unknown model {model[:SHOWN]!r}.")
         if digest is None:
-            try:
-                route = self._route(policy)
-            except NotFound:
-                raise self._unknown(model, policy) from None
+            route = self._route(policy)
+            if route is None:
+                raise self._purged(model, policy) or NotFound(f"Unknown model {model[:SHOWN]!r}.")
             return self._follow(route, unit)
         if not digest:
-            raise NotFound(f"{model!r} names no digest; ask for {policy!r} or {policy}@DIGEST.", [policy])
+            raise NotFound(f"{model!r} has no digest after '@'. Use {policy!r} or {policy}@DIGEST.", [policy])
         try:
             pinned = self._revision(policy, digest)
         except NotFound as missing:
@@ -112,77 +109,97 @@ class Router:
             reason = self._reason(pinned)
             if reason is not None:
                 raise Gone(f"{model} {reason}")
-            if self._is_stale(_stone_of(policy, pinned.digest)):
+            if self._is_stale(_tombstone_key(policy, pinned.digest)):
                 raise ServiceError(
-                    f"The catalog could not be read for {STALE_S:g} s, and {model} may have been rolled back "
-                    "meanwhile. Try again, or ask for the policy."
+                    f"The catalog has been unreadable for {STALE_S:g} s, and {model} may have been rolled "
+                    f"back since. Try again, or use the policy's name {policy!r}."
                 )
         return Target(policy, pinned.digest, "pinned")
+
+    async def admit(self, model: str, unit: str, purpose: str = "user") -> tuple[Target, float]:
+        """Return what `resolve` does, and when the look at the catalog behind it began (epoch seconds).
+
+        A tombstone that was committed before that time is respected. Only an unknown name lets other work
+        run meanwhile: its error then suggests known ones.
+        """
+        began = time.time()
+        try:
+            target = self.resolve(model, unit, purpose)
+        except NotFound as missing:
+            if missing.nearest:
+                raise
+            raise await self._suggester.unknown(model, self._seen) from None
+        # Requests may share a look: a server is asked five times a second.
+        return target, min(began, time.time() - (self._clock() - self._read_at))
 
     def revision(self, policy: str, digest: str, may_be_old: bool = True) -> Revision:
         """Return a revision by its digest or a prefix of it.
 
-        Raises `AdapterError` when it belongs to another base: the same shapes would load and be wrong; and
-        `ServiceError` when it has changed and cannot be read, unless its row `may_be_old`.
+        Raises `AdapterError` when the revision belongs to another base: equal shapes would load and give
+        wrong answers. Raises `ServiceError` when the row has changed and cannot be read, unless it
+        `may_be_old`.
         """
         self._look()
         found = self._revision(policy, digest)
         if not may_be_old and self._rows.unread_since(("revision", policy, digest)) is not None:
-            raise ServiceError(f"The row of {served_name(policy, digest)} cannot be read. Try again.")
+            raise ServiceError(f"The catalog row of {served_name(policy, digest)} is unreadable. Try again.")
         return found
 
     def in_quarantine(self, revisions: Iterable[Revision]) -> set[tuple[str, str]]:
-        """Return which of these revisions (policy, digest) are served to nobody: their bytes are damaged."""
+        """Return (policy, digest) of those revisions that are in quarantine: their bytes are damaged."""
         return self._catalog.quarantine.among([revision.digest for revision in revisions])
 
     def policies(self, limit: int) -> list[str]:
-        """Return the names of so many policies, in their order."""
+        """Return the first `limit` policy names in alphabetical order."""
         return self._catalog.routes.first_policies(limit)
 
     def take_changed(self) -> set[str] | None:
-        """Return the policies of which something has changed since the last call; None: any of them may."""
+        """Return the policies that changed since the last call; None: any policy may have changed."""
         self._look()
         changed, self._changed = self._changed, set()
         return changed
 
     def under_release(self) -> frozenset[tuple[str, str]]:
-        """Return (policy, digest) of what must stay resident: canaries, and champions and baselines beside.
+        """Return (policy, digest) that must stay resident: canary, champion and baseline of each release.
 
-        As many as releases run, whatever the number of routes. What it last was while it cannot be read.
+        Its size grows with the running releases, not with the routes. While the catalog is unreadable it
+        returns the last known set.
         """
         try:
             self._look()
             if self._released[0] != self._version:
                 self._released = self._version, self._read_released()
         except GraftworkError as error:
-            log.warning("What is under release cannot be read; it is taken to be as it was: %s", error)
+            log.warning("Cannot read the running releases; using the last known ones: %s", error)
         return self._released[1]
 
     def _read_released(self) -> frozenset[tuple[str, str]]:
         found = set()
         for release in self._catalog.releases.all(open_only=True):
-            with suppress(NotFound):
-                route = self._route(release.policy)
-                if self._rows.unread_since(("route", release.policy)) is not None:
-                    raise ServiceError(f"The route of {release.policy!r} cannot be read.")
-                # Before its canary a candidate is asked for by probe and scorer alone, who can wait.
-                digests = (route.canary, route.champion, release.baseline)
-                found |= {(release.policy, digest) for digest in digests if digest}
+            route = self._route(release.policy)
+            if route is None:
+                continue
+            if self._rows.unread_since(("route", release.policy)) is not None:
+                raise ServiceError(f"The route of {release.policy!r} is unreadable.")
+            # Before its canary only probe and scorer use a candidate, and they can wait.
+            digests = (route.canary, route.champion, release.baseline)
+            found |= {(release.policy, digest) for digest in digests if digest}
         return frozenset(found)
 
     def _look(self) -> None:
-        """Ask whether anything has changed: microseconds, so that every request can ask."""
+        """Check for changes in the catalog. Takes microseconds, so every request does it."""
         try:
             version = self._catalog.changes.version()
             if version != self._version:
                 self._seen, names = self._catalog.changes.since(self._seen)
                 self._rows.note(self._seen, names)
+                self._absent.note(self._seen, names)
                 self._note_changed(names)
                 self._version = version
             self._read_at = self._clock() - self._catalog.changes.age()
         except ServiceError as error:
             if self._version is None:
-                raise ServiceError(f"{error} Requests wait for it.") from None
+                raise ServiceError(f"{error} No request can be routed until it is readable.") from None
 
     def _note_changed(self, names: set[str | None] | None) -> None:
         if names is None or self._changed is None or len(self._changed) >= self._cached_rows:
@@ -191,14 +208,14 @@ class Router:
             self._changed |= {name for name in names if name is not None}
 
     def _read(self, whose: str | None, key: Hashable, read: Callable[[], Any]) -> Any:
-        """Return what is kept, or read it anew; what was last read holds while the catalog cannot be read."""
+        """Return the cached row, or a new read if it has changed; the old row while it is unreadable."""
         kept = self._rows.get(key)
         if kept is not None and self._rows.is_fresh(whose, kept[0]):
             return kept[1]
         try:
             value = read()
         except (NotFound, Conflict):
-            # An answer, not a failure: nobody has it, or several have.
+            # The catalog answered: no row has this name, or several do.
             self._rows.drop(key)
             raise
         except ServiceError as error:
@@ -209,80 +226,101 @@ class Router:
         self._rows.put(key, self._seen, value)
         return value
 
+    def _find(self, whose: str | None, key: Hashable, read: Callable[[], Any]) -> Any:
+        """Return a row as `_read` does, or None: that there is none is kept as well, apart from the rows.
+
+        Only for rows whose creation is a change that gateways are told of.
+        """
+
+        def read_there() -> Any:
+            found = read()
+            if found is None:
+                raise NotFound("The catalog has no such row.")
+            return found
+
+        absent = self._absent.get(key)
+        if absent is not None and self._absent.is_fresh(whose, absent[0]):
+            return None
+        try:
+            return self._read(whose, key, read_there)
+        except NotFound:
+            # A client can invent any number of names, so these must not push out rows.
+            self._absent.put(key, self._seen, None)
+            return None
+
     def _is_stale(self, *keys: Hashable) -> bool:
-        """Say whether the catalog, or one of these rows once it had changed, was unreadable for too long."""
+        """Return whether the catalog, or a changed row among `keys`, has been unreadable for `STALE_S`."""
         since = [at for key in keys if (at := self._rows.unread_since(key)) is not None]
         return self._clock() - min([self._read_at, *since]) > STALE_S
 
-    def _route(self, policy: str) -> Route:
-        # A name that is not there is not kept: anybody may make up as many as they like.
-        route: Route = self._read(policy, ("route", policy), lambda: self._catalog.routes.get(policy))
+    def _route(self, policy: str) -> Route | None:
+        route: Route | None = self._find(policy, ("route", policy), lambda: self._catalog.routes.get(policy))
         return route
 
     def _revision(self, policy: str, digest: str) -> Revision:
+        def read() -> Revision:
+            row = self._catalog.revisions.match(policy, digest)
+            if row is None:
+                raise NotFound(f"Policy {policy!r} has no revision {digest[:DIGEST12]!r} in the catalog.")
+            return row
+
         if len(digest) < DIGEST12:
-            # Any new revision may begin with so few digits, too.
-            found = self._catalog.revisions.get(policy, digest)
+            # Not cached: a new revision may make a short prefix ambiguous.
+            found = read()
         else:
-            key = ("revision", policy, digest)
-            found = self._read(policy, key, lambda: self._catalog.revisions.get(policy, digest))
+            found = self._read(policy, ("revision", policy, digest), read)
             if len(digest) < len(found.digest):
-                # Who asked by a prefix asks for its whole digest next.
+                # The gateway looks up the whole digest next.
                 whole = ("revision", policy, found.digest)
                 self._read(policy, whole, lambda: found)
         if found.base != self._base_digest:
             raise AdapterError(
-                f"{served_name(policy, found.digest)} belongs to base {found.base[:12]}, and this engine "
-                f"serves {self._base_digest[:12]}. Start an engine with that base, or train it again."
+                f"{served_name(policy, found.digest)} belongs to base {found.base[:12]}, but this engine "
+                f"serves base {self._base_digest[:12]}. Use an engine with that base, or train the policy "
+                "on this one."
             )
         return found
 
-    def _is_buried(self, policy: str, digest: str) -> bool:
-        return self._stone(policy, digest) is not None
+    def _has_tombstone(self, policy: str, digest: str) -> bool:
+        return self._tombstone(policy, digest) is not None
 
-    def _stone(self, policy: str, digest: str) -> Any:
-        key = _stone_of(policy, digest)
+    def _tombstone(self, policy: str, digest: str) -> Any:
+        key = _tombstone_key(policy, digest)
         return self._read(policy, key, lambda: self._catalog.tombstones.find(policy, digest))
 
     def _reason(self, revision: Revision) -> str | None:
-        """Return why a revision is served to nobody, None if it is served."""
-        stone = self._stone(revision.policy, revision.digest)
-        if stone is not None:
-            return f"was rolled back: {stone.reason} `graftwork lift` puts it back."
+        """Return why a revision is not served (rolled back or retired), or None if it is."""
+        tombstone = self._tombstone(revision.policy, revision.digest)
+        if tombstone is not None:
+            return f"was rolled back: {tombstone.reason} `graftwork lift` makes it available again."
         if revision.retired_at is not None:
-            return f"was retired: {revision.retired_reason} `graftwork adapters unretire` puts it back."
+            reason = revision.retired_reason
+            return f"was retired: {reason} `graftwork adapters unretire` makes it available again."
         return None
 
     def _purged(self, model: str, policy: str) -> Gone | None:
-        purged = self._catalog.purges.find(policy)
+        purged = self._find(policy, ("purged", policy), lambda: self._catalog.purges.find(policy))
         if purged is None:
             return None
-        return Gone(f"{model[:SHOWN]} was purged by {purged['by']}; its adapters are gone for good.")
-
-    def _unknown(self, model: str, policy: str) -> GraftworkError:
-        """Return why there is no such model: its name was purged, or never known."""
-        if POLICY_NAME.fullmatch(policy) and (gone := self._purged(model, policy)) is not None:
-            return gone
-        nearest = [self.base_name, *self._catalog.suggestions.policies(policy[:SHOWN])]
-        return NotFound(f"There is no model {model[:SHOWN]!r}. Known: {', '.join(nearest)}.", nearest)
+        return Gone(f"{model[:SHOWN]} was purged by {purged['by']}; its adapters are permanently deleted.")
 
     def _follow(self, route: Route, unit: str) -> Target:
         arms = [("canary", route.canary)] if in_canary(route, unit) else []
         for arm, digest in [*arms, ("champion", route.champion)]:
-            if digest and not self._is_buried(route.policy, digest):
-                read = ("route", route.policy), _stone_of(route.policy, digest)
+            if digest and not self._has_tombstone(route.policy, digest):
+                read = ("route", route.policy), _tombstone_key(route.policy, digest)
                 if arm == "canary" and self._is_stale(*read):
                     continue
                 return Target(route.policy, digest, arm, route.version)
         return Target(route.policy, None, "base", route.version)
 
 
-def _stone_of(policy: str, digest: str) -> Hashable:
+def _tombstone_key(policy: str, digest: str) -> Hashable:
     return "tombstone", policy, digest
 
 
 def in_canary(route: Route, unit: str) -> bool:
-    """Return whether a unit is in the share of `route.weight` that the canary answers."""
+    """Return whether the canary answers this unit: its hash falls into the share `route.weight`."""
     if route.canary is None:
         return False
     word = hashlib.sha256(f"{route.policy}\0{unit}\0{route.salt}".encode()).digest()[:8]

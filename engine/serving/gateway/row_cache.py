@@ -1,41 +1,40 @@
-"""Rows of the catalog that a gateway keeps: which have changed since, which could not be read again.
-
-Knows changes by number and by policy. Does not know what a row says.
-"""
+"""A bounded LRU cache of catalog rows, which tracks the rows that have changed and those now unreadable."""
 
 from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Any
 
-# Rows that are kept at least, some 2 kB each, and for each adapter of the host tier: its route, its revision
-# and its tombstone, and as many again of those that left.
+# Least rows to cache, about 2 kB each. Each adapter of the host tier needs three (route, revision,
+# tombstone); the other three are for adapters that have left it.
 LEAST_ROWS = 8192
 ROWS_PER_ADAPTER = 6
 
 
 def rows_to_cache(host_adapters: int) -> int:
-    """Return how many rows a router keeps beside a host tier of so many adapters."""
+    """Return how many rows a router caches for a host tier of `host_adapters`."""
     return max(LEAST_ROWS, ROWS_PER_ADAPTER * host_adapters)
 
 
 class RowCache:
-    """Rows of the catalog as they were read, each with the change that it was read after. Bounded."""
+    """Catalog rows, each with the number of the newest change when it was read. LRU eviction."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._rows: OrderedDict[Hashable, tuple[int, Any]] = OrderedDict()
-        # Since when a row that has changed could not be read again.
+        # Since when a changed row could not be read again.
         self._unread: dict[Hashable, float] = {}
-        # Whose rows were read too early: the change that made them old, and one for all who are not named.
+        # The newest change of each policy (None: keys), and a lower bound for policies dropped from it.
         self._changed: OrderedDict[str | None, int] = OrderedDict()
         self._all_changed = 0
 
     def get(self, key: Hashable) -> tuple[int, Any] | None:
+        """Return (change when read, row), or None when the row is not cached."""
         if key in self._rows:
             self._rows.move_to_end(key)
         return self._rows.get(key)
 
     def put(self, key: Hashable, seen: int, value: Any) -> None:
+        """Cache a row that was read when `seen` was the newest change."""
         self._rows[key] = seen, value
         self._rows.move_to_end(key)
         self._unread.pop(key, None)
@@ -43,23 +42,26 @@ class RowCache:
             self.drop(next(iter(self._rows)))
 
     def drop(self, key: Hashable) -> None:
+        """Remove a row, if it is cached."""
         self._rows.pop(key, None)
         self._unread.pop(key, None)
 
     def fail(self, key: Hashable, now: float) -> None:
-        """Note that a row that is kept could not be read again."""
+        """Record that a cached row could not be read again; the first such time counts."""
         self._unread.setdefault(key, now)
 
     def unread_since(self, key: Hashable) -> float | None:
+        """Return since when a changed row has been unreadable (the caller's clock), or None."""
         return self._unread.get(key)
 
     def is_fresh(self, whose: str | None, seen: int) -> bool:
+        """Return whether nothing of this policy (None: the keys) has changed since change `seen`."""
         return seen >= max(self._all_changed, self._changed.get(whose, 0))
 
     def note(self, change: int, names: set[str | None] | None) -> None:
-        """Take the rows of these names for old if they were read before this change; None: forget all.
+        """Mark rows of these policies as stale when they were read before `change`; None: drop every row.
 
-        Changes are then counted anew, since the catalog may be an older one that was restored.
+        After None, changes count from 0 again: the catalog may be a restored backup.
         """
         if names is None:
             self._rows.clear()

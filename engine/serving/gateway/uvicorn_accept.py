@@ -1,8 +1,7 @@
-"""Connections of a burst are taken up some at a time, not one in each turn of the event loop.
+"""Accept several connections in each iteration of uvicorn's event loop.
 
-libuv accepts one connection of a listening socket in each turn of its loop (its pull request 3696). A turn
-of a busy server takes some 7 ms, so that of 256 clients that come at once the last one waited for 1.8 s, and
-so did everybody who came between them. Knows uvicorn's server, nothing of what is served.
+libuv accepts one connection per listening socket and loop iteration (libuv pull request 3696). An iteration
+of a busy server takes about 7 ms, so in a burst of 256 clients the last one waited 1.8 s for its connection.
 """
 
 import socket
@@ -10,13 +9,13 @@ from collections.abc import Sequence
 from functools import wraps
 from typing import Any
 
-# Handles of each listening socket; each takes up one connection in a turn. A connection that comes alone
-# wakes all of them, for 5 us each: with 64 it costs twice as much as with one.
+# Handles per listening socket; each accepts one connection per iteration. A single connection wakes all of
+# them at 5 us each: with 64 handles it costs twice as much as with one.
 HANDLES = 8
 
 
 def accept_bursts() -> None:
-    """Have uvicorn's servers listen by `HANDLES` handles of each socket that they are given."""
+    """Make uvicorn's servers listen with `HANDLES` handles on each of their sockets. Idempotent."""
     import uvicorn
 
     plain = uvicorn.Server.startup

@@ -1,1 +1,1 @@
-"""Residency: where adapters are now, and the cold loads that move them."""
+"""Residency: which adapters are in the host tier and in slots, and the queue of cold loads."""

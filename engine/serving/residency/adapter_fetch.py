@@ -1,6 +1,7 @@
-"""Where a cold adapter comes from: its row, its bytes, and what is done when these are damaged or have moved.
+"""Fetch a cold adapter: read its row, get its bytes from the store, and have the engine prepare them.
 
-Knows catalog, store and engine. Knows neither who waits for a load nor its turn.
+Damaged or missing bytes are looked for once more, in case they have moved or a cached copy was bad. Bytes
+that are still damaged put the revision into quarantine.
 """
 
 import asyncio
@@ -15,24 +16,24 @@ from engine.publishing.publish import location
 from engine.settings.params import served_name
 from engine.store.segments import Store
 
-# Texts of a few kilobytes, one for each shape of adapter.
+# Cached layouts: one for each shape of adapter, a few kilobytes of text.
 LAYOUTS = 64
-# Threads that read the catalog and fetch for loads: fewer than the catalog has connections.
+# Threads that read the catalog and fetch bytes: fewer than the catalog has connections.
 THREADS = 8
 
 
 class Engine(Protocol):
-    """What loads ask of the engine."""
+    """What a load needs of the engine."""
 
     async def prepare(self, name: str, address: dict[str, Any]) -> None:
-        """Return when requests for this name may come. Raises `AdapterError` when it is refused."""
+        """Return once the engine takes requests for this name. Raises `AdapterError` if it refuses it."""
 
     async def forget(self, name: str) -> None:
-        """Drop every trace of a name, once the engine's last request for it has ended."""
+        """Remove every trace of a name once the engine's last request for it has ended."""
 
 
 class AdapterFetch:
-    """Brings revisions into one engine's host tier."""
+    """Fetches revisions and has one engine prepare them."""
 
     def __init__(self, engine: Engine, catalog: Catalog, store: Store):
         self._engine, self._catalog, self._store = engine, catalog, store
@@ -40,7 +41,11 @@ class AdapterFetch:
         self._layout = lru_cache(LAYOUTS)(catalog.layouts.get)
 
     async def bring(self, name: str, row: Revision) -> None:
-        """Fetch and prepare. Bytes that are damaged or not where their row said are looked for once more."""
+        """Fetch a revision and have the engine prepare it; retry damaged or missing bytes once.
+
+        Raises `DamagedBytes` after it has put the revision into quarantine, `MissingBytes`, and the errors
+        of the engine's `prepare`.
+        """
         for last in (False, True):
             try:
                 return await self._engine.prepare(name, await self._fetched(row))
@@ -56,18 +61,27 @@ class AdapterFetch:
                 row = better
 
     async def confirm(self, row: Revision) -> None:
-        """Raise unless the row is there still, and not in quarantine."""
+        """Raise `NotFound` when the row is gone by now, and `AdapterError` when it is in quarantine."""
         await self._in_thread(self._confirm, row)
 
+    def refuse_quarantined(self, row: Revision) -> None:
+        """Raise `AdapterError` with the reason when a revision is in quarantine."""
+        reason = self._catalog.quarantine.reason(row.policy, row.digest)
+        if reason is not None:
+            raise AdapterError(
+                f"{served_name(row.policy, row.digest)} is in quarantine: {reason} "
+                "Export the revision again to replace its bytes under the same name."
+            )
+
     async def _fetched(self, row: Revision) -> dict[str, Any]:
-        # A thread costs as much as the rest of a small load; without a network there is one short query.
+        # A thread costs as much as the rest of a small load, so a local catalog and store do without.
         if self._store.is_remote or not self._catalog.is_file:
             return await self._in_thread(self._fetch, row)
         return self._fetch(row)
 
     def _fetch(self, row: Revision) -> dict[str, Any]:
-        """Return where this machine has the bytes; they come from the store first if they must."""
-        self._refuse_quarantined(row)
+        """Return the bytes' local address, after downloading them if the store is remote."""
+        self.refuse_quarantined(row)
         path, offset = self._store.fetch(location(row))
         return {
             "path": str(path),
@@ -77,20 +91,12 @@ class AdapterFetch:
             "layout": self._layout(row.layout),
         }
 
-    def _refuse_quarantined(self, row: Revision) -> None:
-        reason = self._catalog.quarantine.reason(row.policy, row.digest)
-        if reason is not None:
-            raise AdapterError(
-                f"{served_name(row.policy, row.digest)} is in quarantine: {reason} "
-                "Export the revision again; its bytes then come back under this name."
-            )
-
     def _confirm(self, row: Revision) -> None:
         self._catalog.revisions.get(row.policy, row.digest)
-        self._refuse_quarantined(row)
+        self.refuse_quarantined(row)
 
     def _look_again(self, row: Revision) -> Revision | None:
-        """Return the row as it is now if its bytes may be better: they have moved, or a copy was dropped."""
+        """Return the current row if a retry may succeed: the bytes moved, or a cached copy was dropped."""
         now = self._catalog.revisions.get(row.policy, row.digest)
         was_copy = self._store.drop_cached(location(row))
         return now if was_copy or location(now) != location(row) else None

@@ -1,9 +1,9 @@
-"""Which adapters stay in the host tier: the least recently used leaves, but a newcomer must earn its place.
+"""The host tier's eviction policy: W-TinyLFU, that is LRU eviction with admission by popularity.
 
-Newcomers live in a window, a small share of the tier. What leaves the window stays only if it was asked for
-more often than the one it would push out of the main part (TinyLFU admission, Einziger, Friedman and Manes,
-2017), so that a scan of cold names passes through the window alone. Between equals the one used less recently
-goes. Who is in use never leaves. Knows names and sizes; knows no engine and no queue.
+New adapters enter a window, a small share of the tier. An adapter that leaves the window is admitted to the
+main part only if it was requested more often than the one it would evict there (TinyLFU: Einziger, Friedman
+and Manes, 2017), so a scan of cold names passes through the window alone. Ties evict the least recently
+used. Adapters in use are never evicted.
 """
 
 import time
@@ -13,23 +13,23 @@ from dataclasses import dataclass
 
 from engine.catalog.catalog import Revision
 
-# Of the tier, for newcomers.
+# The window's share of the tier.
 WINDOW = 0.1
-# Newcomers in use may take as much again as the whole tier before the warm ones make room for them.
+# New adapters in use may fill the tier to twice its size before warm ones are evicted for them.
 OVERSHOOT = 2.0
 ROWS, WIDTH = 4, 1 << 16
 MOST = 15
 HALVES = bytes(count // 2 for count in range(256))
 AGE_ASKS = 40_000
 AGE_S = 1800.0
-# Uses count half after so long; an hour has two halves.
+# Half-life of a use in `hits`, in seconds.
 HALF_LIFE_S = 1800.0
 
 
 class Popularity:
-    """How often each name was asked for of late, in constant memory: a count-min sketch that ages.
+    """How often each name was requested recently: a count-min sketch with aging, in constant memory.
 
-    Counts end at 15, and all of them are halved after 40,000 asks and every half hour.
+    Counts saturate at 15; all are halved after 40,000 requests or half an hour.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -38,6 +38,7 @@ class Popularity:
         self._asks, self._aged_at = 0, clock()
 
     def add(self, name: str) -> None:
+        """Count one request for a name."""
         cells = self._cells(name)
         least = min(row[cell] for row, cell in zip(self._rows, cells, strict=True))
         if least < MOST:
@@ -49,10 +50,11 @@ class Popularity:
             self._age()
 
     def of(self, name: str) -> int:
+        """Return the estimated count of a name, at most 15."""
         return min(row[cell] for row, cell in zip(self._rows, self._cells(name), strict=True))
 
     def _cells(self, name: str) -> list[int]:
-        # Python's own hash has 64 bits, salted anew in each process: enough for four rows.
+        # Python's hash has 64 bits, salted in each process: 16 bits for each of four rows.
         word = hash(name)
         return [(word >> 16 * row) & (WIDTH - 1) for row in range(ROWS)]
 
@@ -63,7 +65,7 @@ class Popularity:
 
 @dataclass(eq=False)
 class Resident:
-    """An adapter in the host tier; `users` counts the requests under way on it, `hits` fade with time."""
+    """An adapter in the host tier; `users` counts requests in flight, `hits` decays, times are in seconds."""
 
     revision: Revision
     users: int = 0
@@ -74,11 +76,12 @@ class Resident:
 
     @property
     def bytes(self) -> int:
+        """The size of its packed file."""
         return self.revision.length
 
 
 class HostTierCache:
-    """The residents of the host tier, bounded by bytes and by number."""
+    """The adapters in the host tier, bounded by bytes and by count."""
 
     def __init__(self, max_bytes: int, max_adapters: int, clock: Callable[[], float] = time.monotonic):
         self.residents: dict[str, Resident] = {}
@@ -87,12 +90,12 @@ class HostTierCache:
         self.popularity = Popularity(clock)
         self._clock = clock
         self._window_bytes = self._window_adapters = 0
-        # Who is not in use, the one used least recently first: newcomers, and the warm.
+        # Adapters not in use, least recently used first: of the window, and of the main part.
         self._idle_new: OrderedDict[str, Resident] = OrderedDict()
         self._idle_warm: OrderedDict[str, Resident] = OrderedDict()
 
     def add(self, name: str, revision: Revision) -> None:
-        """Take in a newcomer that is not in use yet."""
+        """Add an adapter, not in use yet, to the window."""
         now = self._clock()
         resident = self.residents[name] = Resident(revision, used_at=now, loaded_at=now)
         self._idle_new[name] = resident
@@ -101,7 +104,7 @@ class HostTierCache:
         self._window_adapters += 1
 
     def hold(self, name: str) -> Resident | None:
-        """Count one more user, if the adapter is here."""
+        """Count one more user of an adapter and return it; None when it is not in the tier."""
         resident = self.residents.get(name)
         if resident is not None:
             resident.users += 1
@@ -109,7 +112,7 @@ class HostTierCache:
         return resident
 
     def release(self, name: str, is_use: bool = True) -> None:
-        """Count one user less; who has none may leave from now on. Who was only brought here is no user."""
+        """Count one user less; without users the adapter may be evicted. A prewarm is no use (`is_use`)."""
         resident, now = self.residents[name], self._clock()
         assert resident.users > 0
         resident.users -= 1
@@ -120,12 +123,12 @@ class HostTierCache:
             (self._idle_warm if resident.is_warm else self._idle_new)[name] = resident
 
     def drop(self, name: str) -> Resident | None:
-        """Remove and return an adapter that nobody uses, whatever its merit."""
+        """Remove and return an adapter that is not in use, whatever its popularity; None if it is."""
         resident = self.residents.get(name)
         return self._remove(name) if resident is not None and resident.users == 0 else None
 
     def evict(self, pinned: Callable[[], Collection[str]]) -> list[tuple[str, Resident]]:
-        """Remove and return who has to go; those in `pinned` and those in use stay."""
+        """Evict adapters until the tier is within its limits; return them. Pinned and used ones stay."""
         while self._window_is_over() and not self._is_over() and self._idle_new:
             self._warm(next(iter(self._idle_new)))
         gone: list[tuple[str, Resident]] = []

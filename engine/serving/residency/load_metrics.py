@@ -1,4 +1,4 @@
-"""What Prometheus and the ledger are told of loads. No label names a revision: there may be a million."""
+"""Prometheus metrics and ledger events of cold loads. No label names a revision: there may be a million."""
 
 import logging
 import time
@@ -20,7 +20,7 @@ log = logging.getLogger("graftwork.loads")
 
 
 class LoadMetrics:
-    """Counters of loads, waits and evictions, and the sizes of tiers and queue; one for each registry."""
+    """Counters of loads, waits and evictions, and sizes of tiers and queue; one instance a registry."""
 
     def __init__(self, registry: CollectorRegistry):
         self._registry = registry
@@ -28,39 +28,37 @@ class LoadMetrics:
             "graftwork_loads", "Cold loads that ended.", ["priority", "outcome"], registry=registry
         )
         self.load_s = Histogram(
-            "graftwork_load_seconds", "A cold load, once begun.", ["priority"], buckets=BUCKETS,
-            registry=registry,
-        )  # fmt: skip
-        self.wait_s = Histogram(
-            "graftwork_load_wait_seconds", "A request's wait for its adapter, when it was cold.",
+            "graftwork_load_seconds", "Duration of a cold load, without its wait.",
             ["priority"], buckets=BUCKETS, registry=registry,
         )  # fmt: skip
-        self.hits = Counter("graftwork_warm_requests", "Requests whose adapter was there.", registry=registry)
+        self.wait_s = Histogram(
+            "graftwork_load_wait_seconds", "A request's wait for a cold adapter.",
+            ["priority"], buckets=BUCKETS, registry=registry,
+        )  # fmt: skip
+        self.hits = Counter("graftwork_warm_requests", "Requests with a warm adapter.", registry=registry)
         self.refused = Counter(
-            "graftwork_loads_refused", "Requests that found the queue full.", ["priority"], registry=registry
+            "graftwork_loads_refused", "Requests refused by a full queue.", ["priority"], registry=registry
         )
         self.untold = Counter(
             "graftwork_loads_untold",
-            "Loads and evictions that the ledger was not told of.",
+            "Loads and evictions missing in the ledger.",
             registry=registry,
         )
         self.evictions = Counter(
-            "graftwork_evictions", "Adapters that left the host tier.", registry=registry
+            "graftwork_evictions", "Adapters evicted from the host tier.", registry=registry
         )
         self.adapters = Gauge("graftwork_tier_adapters", "Adapters in a tier.", ["tier"], registry=registry)
         self.bytes = Gauge("graftwork_tier_bytes", "Bytes of a tier.", ["tier"], registry=registry)
-        self.slot_fills = Counter(
-            "graftwork_slot_fills", "Adapters that were copied into a slot.", registry=registry
-        )
+        self.slot_fills = Counter("graftwork_slot_fills", "Adapters copied into a slot.", registry=registry)
         self.slot_evictions = Counter(
-            "graftwork_slot_evictions", "Adapters that left their slot for another.", registry=registry
+            "graftwork_slot_evictions", "Adapters evicted from a slot.", registry=registry
         )
         self._counted = 0, 0
         self.queue = Gauge("graftwork_load_queue", "Cold loads that wait.", ["priority"], registry=registry)
         self.running = Gauge("graftwork_loads_running", "Cold loads that run.", registry=registry)
 
     def watch(self, tier: HostTierCache, queue: LoadQueue, states: AdapterStates) -> None:
-        """Read these whenever somebody looks."""
+        """Export tier, queue and states; they are read at each scrape."""
         self._registry.register(StatesCollector(states))
         self.adapters.labels("slot").set_function(lambda: len(states.in_slots))
         self.bytes.labels("slot").set_function(
@@ -73,28 +71,29 @@ class LoadMetrics:
             self.queue.labels(priority).set_function(partial(queue.waits, priority))
 
     def count_slots(self, report: SlotReport) -> None:
-        """Take over what a worker has counted since it started."""
+        """Add a worker's counts of slot fills and evictions since its last report."""
         self.slot_fills.inc(report.activations - self._counted[0])
         self.slot_evictions.inc(report.slot_evictions - self._counted[1])
         self._counted = report.activations, report.slot_evictions
 
 
 class StatesCollector(Collector):
-    """Tells Prometheus how many adapters are in each state, and how often each transition was made."""
+    """Exports the number of adapters in each state and the count of each transition."""
 
     def __init__(self, states: AdapterStates):
         self._states = states
 
     def collect(self) -> Iterator[Metric]:
+        """Yield both metrics, for Prometheus."""
         adapters = GaugeMetricFamily(
-            "graftwork_adapters", "Adapters that are not only stored.", labels=["state"]
+            "graftwork_adapters", "Adapters by state, without those only stored.", labels=["state"]
         )
         for state, count in self._states.counts().items():
             adapters.add_metric([state], count)
         yield adapters
         made = CounterMetricFamily(
             "graftwork_adapter_transitions",
-            "Changes of an adapter's state.",
+            "Transitions between adapter states.",
             labels=["before", "event", "after"],
         )
         for transition, count in list(self._states.transitions.items()):
@@ -103,13 +102,13 @@ class StatesCollector(Collector):
 
 
 class LoadLog:
-    """Counts what became of each load, and tells the ledger (its table `loads`) by `tell`. Never raises."""
+    """Counts each load's outcome and passes it to `tell`, for the ledger's table `loads`. Never raises."""
 
     def __init__(self, metrics: LoadMetrics, tell: Callable[..., object], tier: HostTierCache):
         self._metrics, self._tell, self._tier = metrics, tell, tier
 
     def ended(self, load: Load, outcome: str, error: str | None) -> None:
-        """A load is `ready`, `refused` or `cancelled`; `error` says why it is not ready."""
+        """Record a load's outcome: `ready`, `refused` or `cancelled`, the last two with an `error`."""
         now = time.monotonic()
         self._metrics.loads.labels(load.priority, outcome).inc()
         if load.started_at is not None:
@@ -120,7 +119,7 @@ class LoadLog:
         )  # fmt: skip
 
     def evicted(self, resident: Resident) -> None:
-        """An adapter has left the host tier; its row's seconds are how long it was there."""
+        """Record that an adapter left the host tier; `seconds` of its row is how long it was there."""
         self._metrics.evictions.inc()
         self._emit(resident.revision, "stored", time.monotonic() - resident.loaded_at)
 
@@ -137,6 +136,6 @@ class LoadLog:
                 **more,
             )
         except Exception as error:
-            # A full disk, say: who waits for an adapter does not wait for the ledger.
+            # For instance a full disk: the ledger must never fail a request.
             self._metrics.untold.inc()
-            log.warning("A load of %s is missing in the ledger: %s", revision.policy, error)
+            log.warning("A load of %s could not be recorded in the ledger: %s", revision.policy, error)

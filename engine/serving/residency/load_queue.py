@@ -1,7 +1,4 @@
-"""Cold loads that wait for their turn: bounded, the interactive before the background, neither for ever.
-
-Knows who waits, who runs and how long loads took of late. Does not know what a load does.
-"""
+"""The bounded queue of cold loads: two priorities without starvation, admission, pacing, estimates."""
 
 import asyncio
 import math
@@ -17,36 +14,34 @@ from engine.store.segments import PAGE_ALIGNED_FROM
 
 INTERACTIVE, BACKGROUND = "interactive", "background"
 PRIORITIES = (INTERACTIVE, BACKGROUND)
-# One background load starts after so many interactive ones, if one waits.
+# A waiting background load starts after this many interactive ones.
 SHARE = 4
-# Of the queue's places, for the background; the rest is kept for people.
+# The share of the queue's places that background loads may take; the rest is reserved for users.
 BACKGROUND_PLACES = 0.5
-# And of those that run: who comes next waits for all of them.
+# The share of concurrent loads that may be background: a new interactive load waits for all of them.
 BACKGROUND_RUNNING = 1 / 3
-# Loads at once, where nobody said how many, of small adapters and of large ones. A small one's load is mostly
-# Python, for which the steps wait; a large one's is checksums, outside Python's lock.
+# Default concurrency of loads of small and of large adapters. A small load is mostly Python, which delays
+# the engine's steps; a large one is mostly checksums, which release the GIL.
 AT_ONCE, LARGE_AT_ONCE = 6, 16
-# Of the sum of shares: a sixth six times is not quite one.
+# Tolerance for the sum of shares: six times 1/6 is not exactly 1.
 ROUNDING = 1e-9
-# For so long at most a paced load keeps its place once it is ready: an answer that does not stream is long.
-PACED_S = 2.0
-# A load is taken to last as long as the median of so many before it: a burst of thousands of clients holds up
-# the few loads under way by a hundredfold, and a mean of them would send the clients away for a minute.
+# A load's duration is estimated by the median of this many: a burst of thousands of clients slows the few
+# running loads a hundredfold, and a mean would send clients away for a minute.
 RECENT = 64
-# What the first ones are taken to last.
+# The estimate before any load has ended, in seconds.
 FIRST_S = 0.02
-# Nobody who is refused is asked to stay away for longer.
+# Upper bound of `Retry-After`, in seconds.
 AWAY_S = 60.0
 
 
 def at_once(revision: Revision) -> int:
-    """Return how many loads of such adapters go well beside each other."""
+    """Return the default concurrency for loads of adapters of this size."""
     return LARGE_AT_ONCE if revision.length >= PAGE_ALIGNED_FROM else AT_ONCE
 
 
 @dataclass(eq=False)
 class Load:
-    """One cold load, shared by everybody who waits for it."""
+    """One cold load, shared by all requests that wait for it; times are monotonic seconds."""
 
     name: str
     revision: Revision
@@ -55,34 +50,26 @@ class Load:
     started_at: float | None = None
     waiters: set["asyncio.Future[None]"] = field(default_factory=set)
     asked_by: int = 0
-    # Its row may be gone since it was read.
+    # Its catalog row may have gone since it was read.
     in_doubt: bool = False
-    has_entered: bool = False
     task: "asyncio.Task[None] | None" = None
 
     @property
     def waited_s(self) -> float:
-        """How long it has been in the queue, or was."""
+        """Seconds in the queue until the load started, or until now."""
         return (self.started_at or time.monotonic()) - self.asked_at
 
 
 class LoadQueue:
-    """What waits and what runs. Interactive loads start first; `SHARE` keeps the background going.
+    """Waiting and running loads. Interactive loads start first; `SHARE` keeps background loads going."""
 
-    Where loads are paced, so many at once in the mean, one that somebody waited for keeps its place until its
-    first token, and then for a rest.
-    """
-
-    def __init__(self, places: int, concurrency: int | None = None, paced: float = 0.0):
-        self.places, self._paced = places, paced
-        self._concurrency = math.ceil(paced) or concurrency
+    def __init__(self, places: int, concurrency: int | None = None):
+        self.places, self._concurrency = places, concurrency
         self.waiting: dict[str, OrderedDict[str, Load]] = {priority: OrderedDict() for priority in PRIORITIES}
-        # Before they may wait for their turn, the engine has to forget their adapters.
+        # Not yet in line: the engine must forget their adapters first.
         self.returning: dict[str, Load] = {}
         self.running: dict[str, Load] = {}
-        # Ready, and on the way to their first token, or at rest behind it.
-        self.entering: dict[str, Load] = {}
-        # When the last of those who were refused has a place, if all come back.
+        # When the last refused client will find a place, if all of them come back.
         self._promised = dict.fromkeys(PRIORITIES, 0.0)
         self._took_s = deque([FIRST_S] * RECENT, RECENT)
         self._in_a_row = 0
@@ -91,62 +78,63 @@ class LoadQueue:
         return sum(map(len, (*self.waiting.values(), self.returning, self.running)))
 
     def waits(self, priority: str) -> int:
-        """Return how many loads of a priority have not begun."""
+        """Return how many loads of a priority have not started."""
         returning = sum(load.priority == priority for load in self.returning.values())
         return len(self.waiting[priority]) + returning
 
     @property
     def concurrency(self) -> int:
-        """How many may run at once, of such as run now."""
+        """How many loads may run at once, for adapters of the sizes that run now."""
         if self._concurrency is not None:
             return self._concurrency
         return round(len(self.running) / self._taken(self.running.values())) if self.running else AT_ONCE
 
     @property
     def usual_s(self) -> float:
-        """For how long a load takes its place."""
+        """The median time in seconds for which a load takes a place."""
         return statistics.median(self._took_s)
 
     def _share(self, priority: str) -> int:
-        """Return how many of a priority may run at once."""
+        """Return how many loads of a priority may run at once."""
         most = self.concurrency
         return max(1, int(most * BACKGROUND_RUNNING)) if priority == BACKGROUND else most
 
     def loads(self) -> list[Load]:
-        """Return every load, those that run first."""
+        """Return every load, running ones first."""
         return [load for loads in self._all() for load in loads.values()]
 
     def find(self, name: str) -> Load | None:
+        """Return the waiting or running load of an adapter, or None."""
         return next((loads[name] for loads in self._all() if name in loads), None)
 
     def _all(self) -> "tuple[dict[str, Load], ...]":
         return (self.running, *self.waiting.values(), self.returning)
 
     def add(self, load: Load, is_returning: bool = False) -> None:
-        """Let a load wait. Raises `Busy`, with when to come again, if the queue has no place for it.
+        """Add a load to the queue. Raises `Busy` with a `Retry-After` when the queue is full.
 
-        One that `is_returning` has a place, and its turn once `line_up` has put it into the line.
+        A load that `is_returning` takes a place but cannot start until `line_up` is called.
         """
         background = load.priority == BACKGROUND
         taken = self.waits(BACKGROUND) if background else len(self)
         places = math.ceil(self.places * BACKGROUND_PLACES) if background else self.places
         if taken >= places or len(self) >= self.places:
             raise Busy(
-                f"{len(self)} cold loads wait or run; ask for {load.name} again later.",
+                f"The queue of cold loads is full: {len(self)} wait or run. Request {load.name} again later.",
                 self._away_s(load.priority),
                 {"waiting": len(self) - len(self.running), "running": len(self.running)},
             )
         (self.returning if is_returning else self.waiting[load.priority])[load.name] = load
 
     def line_up(self, name: str) -> None:
-        """Let a load that was returning wait for its turn."""
+        """Put a load that was returning into the line."""
         load = self.returning.pop(name)
         self.waiting[load.priority][name] = load
 
     def _away_s(self, priority: str) -> float:
-        """Return in how many seconds one who is refused has a place, behind those who were refused before.
+        """Return after how many seconds a refused client should retry: behind those refused before it.
 
-        All of them together keep the queue full. One answer for all would bring them back together, most of
+        The staggered times keep the queue full. With one time for all, they would return together, most of
         them in vain, and leave the queue empty until then.
         """
         now = time.monotonic()
@@ -156,14 +144,14 @@ class LoadQueue:
         return max(1.0, until - now)
 
     def raise_priority(self, load: Load) -> None:
-        """Let a background load that a person now waits for go with the interactive ones."""
+        """Make a background load interactive, because a user now waits for it."""
         if load.priority == BACKGROUND:
             load.priority = INTERACTIVE
             if self.waiting[BACKGROUND].pop(load.name, None):
                 self.waiting[INTERACTIVE][load.name] = load
 
     def next(self) -> Load | None:
-        """Return the load to start now, which then counts as running; None when none may start."""
+        """Return the next load and count it as running; None when none may start."""
         people, background = self.waiting[INTERACTIVE], self.waiting[BACKGROUND]
         held = [load for load in self.running.values() if load.priority == BACKGROUND]
         may = background and (not held or self._fits(background, held, BACKGROUND_RUNNING))
@@ -173,7 +161,7 @@ class LoadQueue:
             line = people
         else:
             return None
-        if not self._fits(line, [*self.running.values(), *self.entering.values()], 1.0):
+        if not self._fits(line, self.running.values(), 1.0):
             return None
         self._in_a_row = self._in_a_row + 1 if line is people and background else 0
         name, load = line.popitem(last=False)
@@ -182,57 +170,31 @@ class LoadQueue:
         return load
 
     def _fits(self, line: "OrderedDict[str, Load]", held: Collection[Load], most: float) -> bool:
-        """Say whether the first of a line may run beside those that hold places."""
+        """Return whether the first load of a line fits beside those in `held`, up to the share `most`."""
         return self._taken([*held, next(iter(line.values()))]) <= most + ROUNDING
 
     def _taken(self, loads: Iterable[Load]) -> float:
-        """Return the share of all places that these take."""
+        """Return the share of all places that these loads take."""
         return sum(1 / (self._concurrency or at_once(load.revision)) for load in loads)
 
     def discard(self, load: Load) -> None:
-        """Forget a load that waits, or one that runs and did not end well: it teaches nothing of times."""
+        """Remove a load that was cancelled or failed; its duration does not count for estimates."""
         for loads in self._all():
             loads.pop(load.name, None)
 
     def end(self, load: Load) -> None:
-        """Let a load that ended well go, or keep its place until `entered`: where a person waits for it."""
+        """Remove a load that succeeded, and add its duration to the estimate."""
+        assert load.started_at is not None
         del self.running[load.name]
-        waits = any(not waiter.done() for waiter in load.waiters)
-        if self._paced and waits and load.priority == INTERACTIVE:
-            self.entering[load.name] = load
-        else:
-            self._learn(load)
-
-    def entered(self, load: Load) -> bool:
-        """Note that a load's first token has come, or comes no more; False if that is not news."""
-        is_news = self.entering.get(load.name) is load and not load.has_entered
-        load.has_entered = True
-        return is_news
-
-    def rest_s(self, load: Load) -> float:
-        """Return for how long the place of a load that has just entered stays taken."""
-        assert load.started_at is not None
-        took_s = min(time.monotonic() - load.started_at, PACED_S)
-        return took_s * (self.concurrency / self._paced - 1)
-
-    def free(self, load: Load) -> None:
-        """Give the place of a load that has entered to others."""
-        if self.entering.get(load.name) is load:
-            del self.entering[load.name]
-        self._learn(load)
-
-    def _learn(self, load: Load) -> None:
-        """Learn how long places are taken."""
-        assert load.started_at is not None
         self._took_s.append(time.monotonic() - load.started_at)
 
     def estimate_s(self, load: Load | None = None) -> float:
-        """Return in how many seconds a load will be ready; by default a person's that joins the queue now."""
+        """Return in how many seconds a load will be ready; without one, an interactive load added now."""
         if load is not None and load.started_at is not None:
             return max(0.0, self.usual_s - (time.monotonic() - load.started_at))
         if load is None or load.priority == INTERACTIVE:
             return self.usual_s * (1 + len(self) / self.concurrency)
-        # The background has a share of the places, and of those that people want a smaller one.
+        # Background loads have a share of the places, and a smaller one while users wait.
         line = list(self.waiting[BACKGROUND])
         before = line.index(load.name) + 1 if load.name in self.waiting[BACKGROUND] else len(line) + 1
         running = sum(one.priority == BACKGROUND for one in self.running.values())
@@ -242,11 +204,10 @@ class LoadQueue:
         return self.usual_s * (1 + alone + behind)
 
     def told(self) -> dict[str, object]:
-        """Return the queue for people: how many wait and run, the limits, and every load by name."""
+        """Return the queue for `/graftwork/residency`: counts, limits and every load by served name."""
         return {
             **{priority: self.waits(priority) for priority in PRIORITIES},
             "running": len(self.running),
-            "entering": len(self.entering),
             "places": self.places,
             "concurrency": self.concurrency,
             "estimate_s": self.estimate_s(),

@@ -1,11 +1,9 @@
-"""Where adapters are now: a cold load is scheduled work with its own queue, never a request's side effect.
+"""Residency: bring cold adapters into the host tier, and evict unused ones when it is full.
 
-Each adapter is in one state of states.py, and every change of it is made here. A request waits, outside
-the engine, until its adapter is in the host tier: resolve, fetch, then the engine verifies, maps and
-validates. Identical misses share one load, which ends with its last waiter; the queue is bounded
-(load_queue.py); what nobody uses leaves when the tier is full (host_tier_cache.py); where bytes come from is
-adapter_fetch.py's.
-For one event loop. Knows nothing of HTTP; reaches the engine by the two calls of `Engine`, which reports.
+A cold load is scheduled work with its own bounded queue (load_queue.py); a request waits for it outside the
+engine. Concurrent misses of one adapter share a load, which is cancelled when its last waiter leaves. Each
+adapter is in one state of states.py, and only this module changes it. adapter_fetch.py gets the bytes,
+host_tier_cache.py chooses which adapters to evict. Everything runs in one event loop.
 """
 
 import asyncio
@@ -19,10 +17,11 @@ from prometheus_client import CollectorRegistry
 
 from engine.catalog.catalog import Catalog, Revision
 from engine.errors import Busy, Conflict, GraftworkError, ServiceError
+from engine.planning.tiers import host_tier_bytes
 from engine.serving.residency.adapter_fetch import AdapterFetch, Engine
 from engine.serving.residency.host_tier_cache import HostTierCache, Resident
 from engine.serving.residency.load_metrics import LoadLog, LoadMetrics
-from engine.serving.residency.load_queue import BACKGROUND, INTERACTIVE, PACED_S, Load, LoadQueue
+from engine.serving.residency.load_queue import BACKGROUND, INTERACTIVE, Load, LoadQueue
 from engine.serving.residency.states import AdapterEvent, AdapterState, AdapterStates
 from engine.serving.worker.load_channel import SlotReport
 from engine.settings.params import served_name
@@ -33,7 +32,7 @@ log = logging.getLogger("graftwork.residency")
 
 
 class Residency:
-    """The host tier as the gateway sees it."""
+    """The gateway's view of the host tier: hold, release, prewarm and drop adapters."""
 
     def __init__(
         self,
@@ -45,15 +44,15 @@ class Residency:
         pinned: Callable[[], Collection[str]] = frozenset,
         metrics: LoadMetrics | None = None,
     ):
-        self.tier = HostTierCache(config.host_bytes, config.host_adapters)
-        self.queue = LoadQueue(config.load_queue, config.load_concurrency, config.paced_loads)
+        self.tier = HostTierCache(host_tier_bytes(config), config.host_adapters)
+        self.queue = LoadQueue(config.load_queue, config.load_concurrency)
         self.states = AdapterStates()
         self.evictions = 0
         self._engine = engine
         self._fetch = AdapterFetch(engine, catalog, store)
         self._timeout_s = config.load_timeout_s
         self._pinned = pinned
-        # Prewarms, and departures; asyncio keeps only weak references to tasks.
+        # Prewarms and calls to forget; asyncio keeps only weak references to tasks.
         self._tasks: set[asyncio.Task[None]] = set()
         self._metrics = metrics or LoadMetrics(CollectorRegistry())
         self._metrics.watch(self.tier, self.queue, self.states)
@@ -61,27 +60,30 @@ class Residency:
 
     @property
     def residents(self) -> dict[str, Resident]:
+        """The adapters in the host tier by served name."""
         return self.tier.residents
 
     @property
     def loading(self) -> int:
-        """How many cold loads wait or run."""
+        """The number of cold loads that wait or run."""
         return len(self.queue)
 
     def is_loading(self, name: str) -> bool:
+        """Return whether a load of this adapter waits or runs."""
         return self.queue.find(name) is not None
 
     def hold_warm(self, revision: Revision) -> str | None:
         """Hold a revision that is in the host tier and return its served name; None when it is cold.
 
-        Raises `ServiceError` while it leaves since its bytes were lost, and `Conflict` for a twin.
+        Raises `ServiceError` while it is being removed because its bytes were lost, and `Conflict` when
+        another revision has the same served name.
         """
         name = served_name(revision.policy, revision.digest)
         resident = self.residents.get(name)
         if resident is None:
             return None
         if self.states.state(name) is AdapterState.LOST:
-            raise ServiceError(f"The engine has lost the bytes of {name}. Try again: it is loaded anew.")
+            raise ServiceError(f"The engine has lost the bytes of {name}. Try again: it will be reloaded.")
         refuse_twin(resident.revision, revision)
         self.states.move(name, AdapterEvent.ASK)
         self.tier.hold(name)
@@ -102,38 +104,28 @@ class Residency:
             name = load.name
         return name
 
+    def refuse_quarantined(self, revision: Revision) -> None:
+        """Raise `AdapterError` when a revision is in quarantine now."""
+        self._fetch.refuse_quarantined(revision)
+
     def release(self, name: str, is_use: bool = True) -> None:
-        """End what `hold` began; `is_use` says whether anybody computed with it."""
+        """End a hold; `is_use` says whether a request used the adapter."""
         self.tier.release(name, is_use)
         if self.states.state(name) is AdapterState.LOST:
             self._remove(name, AdapterEvent.RELEASE)
-        self.entered(name)
         self._evict()
 
-    def entered(self, name: str) -> None:
-        """Let the next load start, where they are paced: a request of this name has its first token."""
-        if (load := self.queue.entering.get(name)) is not None:
-            self._entered(load)
-
-    def _entered(self, load: Load) -> None:
-        if self.queue.entered(load):
-            asyncio.get_running_loop().call_later(self.queue.rest_s(load), self._go_on_after, load)
-
-    def _go_on_after(self, load: Load) -> None:
-        self.queue.free(load)
-        self._start()
-
     def drop(self, name: str) -> bool:
-        """Let an adapter go that is gone from the catalog; False while a request still runs on it."""
+        """Remove an adapter that is gone from the catalog; return False while a request still uses it."""
         return self._remove(name, AdapterEvent.EVICT)
 
     def lose(self, name: str) -> None:
-        """Let an adapter go whose bytes are lost or in quarantine; whoever asks next has it loaded anew."""
+        """Remove an adapter whose bytes are lost or in quarantine; the next request reloads it."""
         if self.states.move(name, AdapterEvent.LOSE) is AdapterState.LOST:
             self._remove(name, AdapterEvent.RELEASE)
 
     def take_report(self, in_slots: Collection[str], lost: Collection[str], report: SlotReport) -> None:
-        """Take over what the engine says: which adapters are in a slot now, and whose bytes are lost."""
+        """Apply a worker's report: which adapters are in a slot now, and which have lost their bytes."""
         self._metrics.count_slots(report)
         for name in lost:
             self.lose(name)
@@ -143,22 +135,22 @@ class Residency:
             self.states.move(name, AdapterEvent.FILL)
 
     def _remove(self, name: str, event: AdapterEvent) -> bool:
-        """Take an adapter without users out of the tier; False, and nothing happens, if it has some."""
+        """Remove an adapter from the tier if no request uses it; return whether it was removed."""
         resident = self.tier.drop(name)
         if resident is not None:
             self._take_out([(name, resident)], event)
         return resident is not None
 
     def doubt(self, policies: Collection[str] | None) -> None:
-        """Have loads of these policies (None: of all) look again whether their row is there."""
+        """Make loads of these policies (None: all) check their catalog row again before they end."""
         for load in self.queue.loads():
             load.in_doubt |= policies is None or load.revision.policy in policies
 
     def prewarm(self, revision: Revision, is_use: bool = True) -> float:
-        """Bring a revision into the host tier in the background; return in how many seconds it is there.
+        """Load a revision in the background; return the estimated time until it is ready, in seconds.
 
-        `is_use` says whether somebody asked for it, which makes it more popular. Raises `Busy` when the
-        queue has no place for it.
+        `is_use` says whether a client asked for it, which counts towards its popularity. Raises `Busy` when
+        the queue is full.
         """
         name = served_name(revision.policy, revision.digest)
         if not is_use and name in self.residents:
@@ -169,7 +161,7 @@ class Residency:
         load, waiter = self._join(revision, BACKGROUND, is_use)
 
         async def keep() -> None:
-            # Whoever asks for it hears what was wrong.
+            # A request for this adapter will get the error.
             with suppress(GraftworkError):
                 await self._wait(load, waiter)
                 self.release(load.name, is_use)
@@ -185,7 +177,7 @@ class Residency:
     def _join(
         self, revision: Revision, priority: str, is_use: bool = True
     ) -> "tuple[Load, asyncio.Future[None]]":
-        """Return the load of a revision, begun or in the queue, and this request's part in it."""
+        """Return the load of a revision, new or shared, and a future that ends with it."""
         name = served_name(revision.policy, revision.digest)
         if is_use:
             self.tier.popularity.add(name)
@@ -209,13 +201,13 @@ class Residency:
         return load, waiter
 
     async def _wait(self, load: Load, waiter: "asyncio.Future[None]") -> None:
-        """Wait until the load has ended; the adapter is then held for this waiter."""
+        """Wait until the load has ended; the adapter is then held once for this waiter."""
         began = time.monotonic()
         try:
             async with asyncio.timeout(self._timeout_s):
                 await waiter
         except BaseException as error:
-            # Whatever ended the wait, a client that left above all. The adapter may have been held for it.
+            # Mostly a client that left. The adapter may already be held for this waiter.
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
                 self.release(load.name)
             load.waiters.discard(waiter)
@@ -228,7 +220,7 @@ class Residency:
             self._metrics.wait_s.labels(load.priority).observe(time.monotonic() - began)
 
     def _call_off(self, load: Load) -> None:
-        """Nobody waits for a load any more: it leaves the queue, or ends where it is."""
+        """Cancel a load without waiters, queued or running."""
         if self.queue.find(load.name) is not load:
             return
         self.queue.discard(load)
@@ -236,7 +228,7 @@ class Residency:
         if load.task is not None:
             load.task.cancel()
             self._forget(load.name, load.task)
-        self._log.ended(load, "cancelled", "Nobody waited for it any more.")
+        self._log.ended(load, "cancelled", "Every client that waited for it has left.")
         self._start()
 
     def _start(self) -> None:
@@ -257,22 +249,20 @@ class Residency:
         except GraftworkError as error:
             fault = error
         except Exception as error:
-            # Whatever it is: who waits is told, or would wait for a load that is no more.
-            fault = ServiceError(f"{load.name} was not loaded: {error!r}. The engine's log says more.")
+            # Any error must reach the waiters, or they would wait until their timeout.
+            fault = ServiceError(f"{load.name} was not loaded: {error!r}. See the engine's log.")
         try:
             self._settle(load, fault)
         finally:
-            # Whatever went wrong: others wait for the place.
+            # The queue must move on after any error.
             self._start()
 
     def _settle(self, load: Load, fault: Exception | None) -> None:
-        """Take a load's adapter in, or let it go, and tell who waits for it."""
+        """Add a loaded adapter to the tier, or have a refused one forgotten; then wake the waiters."""
         if fault is None:
             self.queue.end(load)
             self.states.move(load.name, AdapterEvent.READY)
             self.tier.add(load.name, load.revision)
-            if load.name in self.queue.entering:
-                asyncio.get_running_loop().call_later(PACED_S, self._entered, load)
         else:
             self.queue.discard(load)
             self.states.move(load.name, AdapterEvent.REFUSE)
@@ -289,12 +279,12 @@ class Residency:
         self._evict()
 
     def _evict(self) -> None:
-        """Let those go that the tier has no room for."""
+        """Evict adapters until the tier is within its limits."""
         try:
             gone = self.tier.evict(self._pinned)
         except ServiceError:
-            # Who must stay is not known, so that nobody leaves; the next load or request tries again.
-            log.exception("Nothing leaves the host tier for the moment.")
+            # Without the list of pinned adapters none is evicted; the next load or request tries again.
+            log.exception("Eviction from the host tier is suspended: cannot read which adapters must stay.")
             return
         self._take_out(gone, AdapterEvent.EVICT)
 
@@ -307,7 +297,7 @@ class Residency:
             self._log.evicted(resident)
 
     def _forget(self, name: str, after: "asyncio.Task[None] | None" = None) -> None:
-        """Have the engine forget an adapter that is leaving, after a load of it has ended."""
+        """Have the engine forget an adapter that is leaving, once the task `after` (its load) has ended."""
 
         async def forget() -> None:
             if after is not None:
@@ -315,8 +305,8 @@ class Residency:
             try:
                 await self._engine.forget(name)
             except ServiceError as error:
-                # What the engine then still has under this name is prepared already, of the same bytes.
-                log.error("The engine did not forget %s: %s", name, error)
+                # Harmless: under this name the engine keeps the same bytes, already prepared.
+                log.error("The engine could not forget %s: %s", name, error)
             if self.states.move(name, AdapterEvent.FORGET) is AdapterState.QUEUED:
                 self.queue.line_up(name)
                 self._start()
@@ -325,14 +315,15 @@ class Residency:
 
     def _too_late(self, load: Load) -> ServiceError:
         return ServiceError(
-            f"{load.name} was not loaded within {self._timeout_s:g} s; {self.loading} others wait or run."
+            f"{load.name} was not loaded within {self._timeout_s:g} s (engine.load_timeout_s); "
+            f"{self.loading} other loads wait or run. Try again later."
         )
 
 
 def refuse_twin(held: Revision, asked: Revision) -> None:
-    """Raise `Conflict` unless two of one served name are one revision: names have 12 digits, digests 64."""
+    """Raise `Conflict` when two revisions share a served name: it holds 12 of a digest's 64 digits."""
     if held.digest != asked.digest:
         raise Conflict(
-            f"{served_name(asked.policy, asked.digest)} is the name of two revisions, and the other, "
+            f"{served_name(asked.policy, asked.digest)} is the name of two revisions, and the other one, "
             f"{held.digest}, is in the engine. Train one of them again, or let it expire."
         )

@@ -1,7 +1,7 @@
-"""The states of an adapter on this machine, and the events that lead from one to the next.
+"""The state machine of an adapter on this machine: states, events and transitions.
 
-A revision of which this process knows nothing else is `stored`, so that only the others have an entry.
-Knows neither engine nor queue: residency.py acts, and every change that it makes is an event here.
+`stored` is the default, so only adapters in another state have an entry. residency.py acts and reports each
+change as an event here.
 """
 
 from collections import Counter
@@ -12,43 +12,43 @@ class AdapterState(StrEnum):
     """Where an adapter is."""
 
     STORED = "stored"
-    # A load of it waits for its turn, or runs.
+    # Its load waits in the queue; its load runs.
     QUEUED = "queued"
     LOADING = "loading"
-    # In the host tier: ready for requests; and in a slot of the engine besides.
+    # Ready for requests: in the host tier; in the host tier and a slot of the engine.
     HOST = "host"
     SLOT = "slot"
-    # In the host tier without its bytes: requests under way fail, and it leaves with the last of them.
+    # In the host tier, but its bytes are gone: its requests fail, and it is removed after the last one.
     LOST = "lost"
-    # The engine is to forget it; and somebody has asked for it meanwhile.
+    # The engine is about to forget it; the same, and it was requested again meanwhile.
     LEAVING = "leaving"
     RETURNING = "returning"
 
 
 class AdapterEvent(StrEnum):
-    """What happens to an adapter; a transition is named by its event."""
+    """What happens to an adapter."""
 
-    # A request or a prewarm wants it; the queue starts its load; nobody waits for the load any more.
+    # A request or prewarm asks for it; its load starts; the last waiter of its load has left.
     ASK = "ask"
     START = "start"
     CANCEL = "cancel"
     # How a load ends.
     READY = "ready"
     REFUSE = "refuse"
-    # What the engine's worker reports: it is in a slot, in none, or its bytes are gone. Bytes in quarantine
-    # are lost, too.
+    # Reported by the engine's worker: it is in a slot; in none; its bytes are gone (or in quarantine).
     FILL = "fill"
     CLEAR = "clear"
     LOSE = "lose"
-    # Without users: it makes room or is gone from the catalog; its last request failed; the engine forgot it.
+    # It has no users and makes room, or its row is gone; the last request on lost bytes has ended; the
+    # engine has forgotten it.
     EVICT = "evict"
     RELEASE = "release"
     FORGET = "forget"
 
 
 S, E = AdapterState, AdapterEvent
-# An event that is missing at a state cannot happen there. A worker reports at its own time, also of adapters
-# that are leaving.
+# An event that is missing for a state cannot happen there. A worker's reports are asynchronous, so they may
+# concern adapters that are leaving.
 TRANSITIONS: dict[AdapterState, dict[AdapterEvent, AdapterState]] = {
     S.STORED: {E.ASK: S.QUEUED},
     S.QUEUED: {E.ASK: S.QUEUED, E.START: S.LOADING, E.CANCEL: S.STORED},
@@ -67,15 +67,16 @@ TRANSITIONS: dict[AdapterState, dict[AdapterEvent, AdapterState]] = {
 
 
 class AdapterStates:
-    """The state of every adapter by served name, and how often each transition to another state was made."""
+    """The state of each adapter by served name, and a count of each transition to another state."""
 
     def __init__(self) -> None:
         self._states: dict[str, AdapterState] = {}
-        # Names in a slot: the ones that a report may find missing.
+        # Served names in a slot; a report that lacks one of them clears it.
         self.in_slots: set[str] = set()
         self.transitions: Counter[tuple[AdapterState, AdapterEvent, AdapterState]] = Counter()
 
     def state(self, name: str) -> AdapterState:
+        """Return an adapter's state."""
         return self._states.get(name, AdapterState.STORED)
 
     def counts(self) -> dict[AdapterState, int]:
@@ -83,11 +84,13 @@ class AdapterStates:
         return dict(Counter(self._states.values()))
 
     def move(self, name: str, event: AdapterEvent) -> AdapterState:
-        """Return the state after an event. Raises `RuntimeError` where the event cannot happen."""
+        """Apply an event and return the new state. Raises `RuntimeError` where the event cannot happen."""
         before = self._states.get(name, AdapterState.STORED)
         after = TRANSITIONS[before].get(event)
         if after is None:
-            raise RuntimeError(f"{name} is {before}, where '{event}' cannot happen: a fault of Graftwork.")
+            raise RuntimeError(
+                f"{name} is {before}, where '{event}' cannot happen. This is a bug in Graftwork; report it."
+            )
         if after is not before:
             self._enter(name, before, after)
             self.transitions[before, event, after] += 1

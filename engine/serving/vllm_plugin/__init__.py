@@ -1,1 +1,1 @@
-"""vLLM's plugin: patches of vLLM, each with its reason and the version it was read against."""
+"""Our vLLM plugin: patches of vLLM, each with its reason, version bound and removal condition."""

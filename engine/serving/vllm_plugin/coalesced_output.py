@@ -1,8 +1,7 @@
-"""Answers that are told whole: what a request has sampled stays in the scheduler until its last token.
+"""Coalesced outputs: the scheduler keeps a request's tokens and sends them to the frontend at its end.
 
-vLLM tells its frontend every token of every request by itself, also of those whose client wants nothing
-before the end: the frontend then takes a quarter of the CPU that a rollout costs. Knows a scheduler's
-outputs (0.32), and nothing of who asks.
+vLLM sends every token of every request to its frontend, even when the client needs nothing before the end;
+that takes a quarter of a rollout's CPU time. Written for the scheduler outputs of vLLM 0.32.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,14 +13,14 @@ from vllm.v1.outputs import LogprobsLists
 
 from engine.serving.vllm_plugin.extra_args import COALESCED
 
-# What each request has sampled so far, by its id.
+# Outputs held back so far, by request id.
 Held = dict[str, list[EngineCoreOutput]]
 
 
 def coalesce(
     outputs: Iterable[EngineCoreOutput], held: Held, requests: Mapping[str, Any]
 ) -> list[EngineCoreOutput]:
-    """Return what of a step is to be told now; the rest is in `held` until its request ends."""
+    """Return the outputs of a step to send now; those of coalesced requests are kept in `held`."""
     told = []
     for output in outputs:
         if output.finished:
@@ -35,13 +34,13 @@ def coalesce(
 
 
 def merge(parts: list[EngineCoreOutput]) -> EngineCoreOutput:
-    """Return one output for several of a request; the last one says how it ended."""
+    """Merge a request's outputs, in order, into the last one, which holds the finish reason; return it."""
     first, last = parts[0], parts[-1]
     last.new_token_ids = [token for part in parts for token in part.new_token_ids]
     logprobs = [part.new_logprobs for part in parts if part.new_logprobs is not None]
     if logprobs:
         tokens, values, ranks = zip(*(one[:3] for one in logprobs), strict=True)
-        # A step has as many columns as the request of its batch that wants most.
+        # A step's width is that of the request in its batch with the most log-probabilities.
         width = min(one.shape[1] for one in tokens)
         last.new_logprobs = LogprobsLists(
             np.concatenate([one[:, :width] for one in tokens]),
@@ -52,7 +51,7 @@ def merge(parts: list[EngineCoreOutput]) -> EngineCoreOutput:
     if routes:
         last.routed_experts = np.concatenate(routes)
     last.events = [event for part in parts for event in part.events or ()] or None
-    # Said with the first token alone.
+    # These come with the first token only.
     last.prefill_stats = first.prefill_stats
     last.new_prompt_logprobs_tensors = first.new_prompt_logprobs_tensors
     last.prompt_token_id_logprobs = first.prompt_token_id_logprobs

@@ -1,12 +1,12 @@
-"""vLLM's executor for one worker on a CPU: in the engine's own process.
+"""A vLLM executor that runs a single CPU worker inside the engine's process.
 
-vLLM turns `uni` into `mp` on a CPU, since it binds threads through the worker's environment; ours is set
-before the engine starts. Over shared memory engine and worker spin for a second after every message:
-on 2 cores that is the trainer's time, and a third of a step.
+On a CPU vLLM replaces `uni` by `mp`, to bind threads through the worker's environment; we set that before
+the engine starts. With `mp`, engine and worker spin on shared memory for a second after each message: on
+2 cores that takes the trainer's CPU time, and a third of a step.
 """
 
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 
 class InProcessExecutor(UniProcExecutor):
-    """Called by its import path, which vLLM takes as it is."""
+    """vLLM's executor in one process, chosen by its import path so that vLLM does not replace it."""

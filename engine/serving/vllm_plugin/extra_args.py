@@ -1,4 +1,4 @@
-"""What our requests say to the patched vLLM, by keys of their `vllm_xargs`."""
+"""Keys of `vllm_xargs` by which requests use our patches of vLLM."""
 
-# Return the experts of the request's tokens; tell the frontend of it once, at its end.
+# Return the routed experts of the request's tokens; send its output to the frontend once, at its end.
 ROUTED_EXPERTS, COALESCED = "routed_experts", "coalesced"

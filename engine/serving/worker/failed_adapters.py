@@ -1,6 +1,7 @@
-"""Requests whose adapter's bytes were lost: ranks agree, the worker names them, the scheduler ends them.
+"""End the requests of an adapter whose bytes were lost.
 
-Knows the output of a vLLM step and its group of ranks (0.32), and nothing of adapters.
+The ranks agree on the loss, the worker lists the requests in the step's output, and the scheduler ends them
+with an error. Written for vLLM 0.32.
 """
 
 from typing import Any
@@ -8,14 +9,14 @@ from typing import Any
 import torch
 from vllm.distributed import parallel_state
 
-# Set on the output of a step, which keeps it across processes.
+# An attribute of a step's output; it survives the output's pickling.
 FAILED = "graftwork_failed"
 
 
 def has_failed_on_any_rank(failed: bool) -> bool:
-    """Agree with the other tensor-parallel ranks, which ask at the same time.
+    """Return whether any tensor-parallel rank `failed`; a collective call of all ranks.
 
-    vLLM returns one rank's output alone: a loss on another would leave an answer of adapter and base mixed.
+    vLLM returns one rank's output: an unnoticed loss on another would mix adapter and base in the answer.
     """
     group = parallel_state.get_tp_group()
     if group.world_size == 1:
@@ -26,7 +27,7 @@ def has_failed_on_any_rank(failed: bool) -> bool:
 
 
 def mark_failed(runner: Any, output: Any) -> Any:
-    """Write into a step's output which of its requests ran without their adapter."""
+    """Record in a step's output the requests that ran without their adapter; return the output."""
     manager = getattr(runner, "lora_manager", None)
     if manager is None or not manager.slots.failed:
         return output
@@ -36,13 +37,13 @@ def mark_failed(runner: Any, output: Any) -> Any:
         for request, lora_id in zip(batch.req_ids, batch.request_lora_mapping, strict=False)
         if int(lora_id) in manager.slots.failed
     ]
-    # With asynchronous scheduling (CUDA) the output is still to be copied from the device.
+    # With asynchronous scheduling (CUDA) the output is a wrapper whose copy from the device is pending.
     setattr(getattr(output, "_model_runner_output", output), FAILED, failed)
     return output
 
 
 def drop_failed(scheduler: Any, output: Any) -> None:
-    """Take back what a step sampled for such requests, and have the scheduler end them with an error."""
+    """Drop a step's samples for such requests and have the scheduler end them with an error."""
     for request in getattr(output, FAILED, ()):
         index = output.req_id_to_index.get(request)
         if index is not None and output.sampled_token_ids:

@@ -1,10 +1,9 @@
-"""The host tier: adapters that are verified and laid out for this engine's slots, by served name.
+"""The host tier: adapters by served name, verified and laid out for this engine's slots.
 
-The page cache holds the bytes, once for all workers of a machine: large ones are mapped, and small ones only
-open, many in a file. Both outlive their file's name but on NFS; a disk can still fail, and a file can be cut
-short by somebody, hence `Bytes.bring_in` before every copy. A small one alone in its file, as copies of what
-is behind a URL are, is read whole: thousands of open files would be too many. Knows the store's files and the
-packed layout, neither vLLM nor slots by number.
+The bytes live in the page cache, one copy for all workers of a machine. Large adapters are mapped; small
+ones, many in a file, are read from the open file. Both survive an unlink of the file (except on NFS), but not
+a failed disk or a truncated file, so `Bytes.bring_in` runs before every copy. A small adapter alone in its
+file (a local copy from a remote store) is read into memory: thousands of open files would be too many.
 """
 
 import errno
@@ -35,17 +34,17 @@ from engine.store.segments import PAGE_ALIGNED_FROM
 PREPARE_THREADS = 2
 # Kimi-K2 with a rank of its own for every expert takes about 10 MB.
 LAYOUT_LIMIT = 16 << 20
-# Adapters of one shape share a layout and a plan; more shapes than this are parsed again.
+# Cached layouts with their plans; adapters of one shape share one.
 LAYOUTS = 16
 MADV_POPULATE_READ = 22
-# Of errors at opening and reading, those by which a file is not there; any other is no word of its bytes.
+# Errors which mean that a file is missing; others (such as EMFILE) say nothing about its bytes.
 GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE)
 BYTE = torch.uint8
-# Of each thread that verifies.
+# A buffer for each verifying thread.
 SCRATCH = threading.local()
 READY = ("ready", "")
-FORGOTTEN = ("refused", "The engine has forgotten it.")
-# By kind; what fails otherwise says nothing of the adapter.
+FORGOTTEN = ("refused", "The engine was told to forget this adapter while it was loading. Try again.")
+# Kinds of refusal; `failed` is a fault of the machine, not of the adapter.
 REFUSED: dict[str, type[GraftworkError]] = {
     "damaged": DamagedBytes,
     "missing": MissingBytes,
@@ -55,14 +54,14 @@ REFUSED: dict[str, type[GraftworkError]] = {
 
 
 class Segment:
-    """A file open for reading, closed when nobody holds it any more.
+    """A file open for reading, closed when it is garbage-collected.
 
-    By `finalize`, which ends weak references before it closes: of an object that closes itself, as Python's
-    own files do, another thread can still get the closed one.
+    `finalize` clears weak references before it closes the descriptor. With an object that closes itself, as
+    Python's own files do, another thread could still get the closed object from the weak dictionary.
     """
 
     def __init__(self, path: str) -> None:
-        """Open no link, and at once, whatever the path has become since somebody looked."""
+        """Open the path; never follow a symbolic link, never block (it may have become a pipe)."""
         self.path = path
         self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         finalize(self, os.close, self.fd).atexit = False
@@ -70,9 +69,9 @@ class Segment:
 
 @dataclass(frozen=True)
 class Bytes:
-    """An adapter's payload: `length` bytes at `offset` of a segment that stays open, also without its name.
+    """An adapter's payload: `length` bytes at `offset` of a segment that stays open.
 
-    `payload` is a mapping of them, or where they are few a copy, which needs no `file`.
+    `payload` (uint8) is a mapping of the bytes, a copy of them (then `file` is None), or None.
     """
 
     file: Segment | None
@@ -83,9 +82,9 @@ class Bytes:
     mapped: mmap.mmap | None = None
 
     def kept(self, in_memory: bool) -> "Bytes":
-        """Map what is large; copy what is small where it must be `in_memory`, or is alone in its file.
+        """Return these bytes mapped if large; copied if small and either `in_memory` or alone in the file.
 
-        Mappings are counted as open files are.
+        Small ones are not mapped because the number of mappings is limited, like that of open files.
         """
         if self.length < PAGE_ALIGNED_FROM:
             if not (in_memory or self.is_alone):
@@ -94,29 +93,29 @@ class Bytes:
         assert self.file is not None
         start = self.offset - self.offset % mmap.ALLOCATIONGRANULARITY
         size = self.offset + self.length - start
-        # Private, so that torch may call the memory writable; nothing ever writes to it.
+        # A private mapping, because torch wants writable memory; nothing writes to it.
         mapped = mmap.mmap(self.file.fd, size, offset=start, access=mmap.ACCESS_COPY)
         payload = torch.frombuffer(mapped, dtype=BYTE, offset=self.offset - start, count=self.length)
         return replace(self, payload=payload, mapped=mapped)
 
     def look(self) -> Tensor:
-        """Return the bytes for this thread, until it looks at others. Raises `OSError` or `MissingBytes`."""
+        """Return the bytes (uint8); valid until this thread's next call. Raises `OSError`, `MissingBytes`."""
         if self.payload is not None:
             self.bring_in()
             return self.payload
-        # Memory that was touched before: fresh pages cost more than all the rest of a small load.
+        # A reused buffer: faulting in fresh pages costs more than the rest of a small load.
         if not hasattr(SCRATCH, "bytes"):
             SCRATCH.bytes = torch.empty(PAGE_ALIGNED_FROM, dtype=BYTE)
         return self._copy(SCRATCH.bytes[: self.length])
 
     def bring_in(self) -> None:
-        """Have every page in memory, or raise `OSError`; reading a lost page otherwise ends the process."""
+        """Load every mapped page, or raise `OSError`: touching a lost page would end the process (SIGBUS)."""
         if self.mapped is None:
             return
         try:
             self.mapped.madvise(MADV_POPULATE_READ)
         except OSError as error:
-            # Linux before 5.14 does not know it.
+            # Linux before 5.14 does not have this advice.
             if error.errno != errno.EINVAL:
                 raise
 
@@ -127,30 +126,33 @@ class Bytes:
         while done < self.length:
             read = os.preadv(self.file.fd, [view[done:]], self.offset + done)
             if not read:
-                raise MissingBytes(f"its bytes in {self.file.path} end early. Export the revision again.")
+                raise MissingBytes(
+                    f"its segment {self.file.path} ends after {done} of {self.length} bytes. "
+                    "Export the revision again."
+                )
             done += read
         return into
 
 
 class OpenSegments:
-    """Open segments by path, each for as long as an adapter of it is held. For several threads."""
+    """Open segments by path, each open as long as an adapter in it is held. Thread-safe."""
 
     def __init__(self) -> None:
         self._files: WeakValueDictionary[str, Segment] = WeakValueDictionary()
 
     def at(self, address: Mapping[str, Any]) -> Bytes:
-        """Return where an address points. Raises `MissingBytes` when the bytes are not there."""
+        """Return the bytes at an address. Raises `MissingBytes` when they are not there."""
         path, offset, length = address["path"], address["offset"], address["length"]
         file, size = self._open(path)
         if offset < 0 or offset % ALIGNMENT or size < offset + length:
             raise MissingBytes(
-                f"its {length} bytes at {offset} are not in {path}, which has {size}. "
+                f"its {length} bytes at offset {offset} are not in {path}, which has {size} bytes. "
                 "Export the revision again."
             )
         return Bytes(file, offset, length, is_alone=size == length)
 
     def _open(self, path: str) -> tuple[Segment, int]:
-        """Return a regular file and its size, by few system calls: for each, the step gets Python's lock."""
+        """Return a regular file and its size, with few system calls: each releases the GIL to the step."""
         known = self._files.get(path)
         try:
             now = os.lstat(path)
@@ -162,16 +164,16 @@ class OpenSegments:
                 raise
             file = None
         if file is None:
-            raise MissingBytes(f"its segment {path} is missing or not a regular file. Restore it.")
+            raise MissingBytes(f"its segment {path} is missing or not a regular file. Restore the file.")
         self._files[path] = file
         return file, now.st_size
 
 
 @dataclass(frozen=True)
 class PackedAdapter:
-    """An adapter of the host tier: its bytes, and how they get into a slot of this rank.
+    """An adapter of the host tier: its bytes, and the plan that copies them into a slot of this rank.
 
-    Where the plan can read, slots are filled from the file if it is open, without a look at a mapping.
+    Slots are filled straight from the open file if the plan can read, otherwise from memory.
     """
 
     name: str
@@ -180,55 +182,59 @@ class PackedAdapter:
 
     @cached_property
     def sources(self) -> list[Tensor]:
+        """The plan's regions as views of the payload, in the layout's dtype."""
         assert self.bytes.payload is not None
         return self.plan.sources(self.bytes.payload)
 
     @property
     def is_read_at_length(self) -> bool:
-        """Say whether `copy_to_slot` leaves Python's lock to others for most of its time: a large read."""
+        """Whether `copy_to_slot` is a large read, which releases the GIL for most of its time."""
         return self._file is not None and self.bytes.length >= PAGE_ALIGNED_FROM
 
     def bring_in(self) -> None:
-        """Have every page that `copy_to_slot` will map in memory, or raise `OSError`."""
+        """Load every page that `copy_to_slot` will touch, or raise `OSError`."""
         if self._file is None:
             self.bytes.bring_in()
 
     def copy_to_slot(self, slot: int, before: SlotCopyPlan | None) -> None:
-        """Put the adapter into a slot. Raises `OSError` when its bytes are lost; then the slot is clear."""
+        """Copy the adapter into a slot whose last occupant had the plan `before`.
+
+        Raises `OSError` when its bytes are lost; the slot is then clear.
+        """
         if self._file is not None:
             self.plan.read(slot, self._file.fd, self.bytes.offset, before)
         else:
             self.plan.copy_to_slot(slot, self.sources, before)
 
     def lay_out(self) -> None:
-        """Have ready what `copy_to_slot` copies from, rather than in the step that first uses it."""
+        """Prepare the sources of `copy_to_slot` now instead of in the first step that uses them."""
         if self._file is None:
             _ = self.sources
 
     @property
     def _file(self) -> Segment | None:
-        """Return the file that slots are filled from; None where it is memory."""
+        """The file from which slots are filled; None if they are filled from memory."""
         return self.bytes.file if self.plan.can_read else None
 
 
 class HostTier:
-    """Adapters that are mapped and verified, by served name. Filled by threads, read by the step."""
+    """Verified adapters by served name; threads fill it, the step reads it."""
 
     def __init__(self, modules: Mapping[str, Module], verifies: bool = True) -> None:
-        """`verifies` is false on all but one rank of a machine: the others read their slices only."""
+        """Create an empty tier; `verifies` is set on one rank of a machine, the others skip checksums."""
         self.adapters: dict[str, PackedAdapter] = {}
         self.validated_bytes = 0
         self.verified_bytes = 0
         self._verifies = verifies
         self._segments = OpenSegments()
         self._plan = lru_cache(LAYOUTS)(lambda layout: SlotCopyPlan(read_layout(layout), modules))
-        # Who is to be told of what is on its way.
+        # Callbacks of each adapter that is being prepared.
         self._loading: dict[str, list[Tell]] = {}
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(PREPARE_THREADS, thread_name_prefix="graftwork-prepare")
 
     def prepare(self, name: str, address: dict[str, Any], tell: Tell) -> None:
-        """Begin to map and verify an adapter; `tell` hears `READY`, or a kind of `REFUSED` and why."""
+        """Start to map and verify an adapter; `tell` gets `READY`, or a key of `REFUSED` and a message."""
         with self._lock:
             is_here = name in self.adapters
             if not is_here:
@@ -240,7 +246,7 @@ class HostTier:
             tell(READY)
 
     def forget(self, name: str) -> None:
-        """Drop an adapter, also one that is on its way."""
+        """Drop an adapter, also one that is being prepared."""
         with self._lock:
             self.adapters.pop(name, None)
             waiting = self._loading.pop(name, [])
@@ -248,9 +254,10 @@ class HostTier:
             tell(FORGOTTEN)
 
     def open(self, name: str, address: Mapping[str, Any]) -> PackedAdapter:
-        """Map a packed adapter and lay out its copies; its bytes are neither read nor verified.
+        """Open a packed adapter and plan its copies; its bytes are not verified.
 
-        `address` holds `path`, `offset`, `length` (bytes), `checksum` (hex) and `layout` (JSON).
+        `address` holds `path`, `offset` and `length` (bytes), `checksum` (hex) and `layout` (JSON). Raises
+        `AdapterError` when the layout does not fit, `MissingBytes` when the bytes are not there.
         """
         plan = self._plan(address["layout"])
         if address["length"] != plan.layout.nbytes:
@@ -258,15 +265,21 @@ class HostTier:
         return PackedAdapter(name, self._segments.at(address).kept(in_memory=not plan.can_read), plan)
 
     def verify(self, adapter: PackedAdapter, address: Mapping[str, Any]) -> None:
-        """Compare the checksum, on one rank, and refuse what is not finite; the error names the tensor."""
+        """Check the checksum (on one rank of a machine) and that every value is finite.
+
+        Raises `DamagedBytes`, or `AdapterError` with the tensor that holds NaN or Inf.
+        """
         plan, payload = adapter.plan, adapter.bytes.look()
         if self._verifies:
             if not is_whole(memoryview(payload.numpy()), address["checksum"]):  # type: ignore[arg-type]
-                raise DamagedBytes(f"its bytes in {address['path']} are damaged; export the revision again.")
+                raise DamagedBytes(
+                    f"its bytes in {address['path']} are damaged: their checksum differs from the catalog's. "
+                    "Export the revision again."
+                )
             with self._lock:
                 self.verified_bytes += payload.numel()
         adapter.lay_out()
-        # Where every byte is needed, one look at all of them is much less work than one at each region.
+        # If every byte is used, checking the whole payload is much cheaper than each region.
         if not (plan.can_read and is_finite(payload.view(plan.layout.dtype))):
             for region, values in zip(plan.regions, plan.sources(payload), strict=True):
                 if not is_finite(values):
@@ -276,14 +289,14 @@ class HostTier:
 
     def _prepare(self, name: str, address: dict[str, Any], waiting: list[Tell]) -> None:
         adapter, state = None, READY
-        # Forgotten meanwhile, and perhaps asked for again: then another list waits.
+        # Forgotten meanwhile; if it was requested again, another list waits.
         if self._loading.get(name) is not waiting:
             return
         try:
             adapter = self.open(name, address)
             self.verify(adapter, address)
         except Exception as error:
-            # Whatever it is: a name that nothing is told of would let its requests wait for nothing.
+            # Any error must be reported, or the adapter's requests would wait until their timeout.
             state = _kind(error), f"{name} cannot be loaded: {error}"
         with self._lock:
             if self._loading.get(name) is not waiting:
@@ -297,13 +310,13 @@ class HostTier:
 
 def _kind(error: Exception) -> str:
     if isinstance(error, OSError):
-        # On NFS another host may remove a segment between the look at it and the read.
+        # On NFS another host may remove a segment between lstat and read.
         return "missing" if error.errno in GONE else "failed"
     return next((kind for kind, of in REFUSED.items() if isinstance(error, of)), "refused")
 
 
 def read_layout(text: str) -> PackedLayout:
-    """Return a layout that is proven against itself."""
+    """Parse a packed layout (JSON) and check its consistency. Raises `AdapterError`."""
     if len(text) > LAYOUT_LIMIT:
         raise AdapterError(f"its layout has {len(text)} characters; the limit is {LAYOUT_LIMIT}.")
     layout = PackedLayout.from_json(text)

@@ -1,9 +1,8 @@
-"""What an API server and a worker say to each other of adapters, beside the engine's step loop.
+"""The load channel: messages about adapters between API server and worker, outside the engine's step loop.
 
-A call into the engine waits for the step that runs; what needs no slot need not. The worker listens on a
-socket of its own, with a thread for each server: a line asks for an adapter, a line tells how it fared, and
-after a step that changed the slots a line says what is in them. Knows names, addresses, ids and states. Does
-not know how an adapter is prepared.
+A call into the engine waits for the running step; work that needs no slot should not. The worker listens on
+a Unix socket, with a thread for each server. Messages are JSON lines: a server asks for an adapter, the
+worker answers with the outcome, and after a step that changed the slots it sends a report of them.
 """
 
 import asyncio
@@ -25,27 +24,27 @@ import orjson
 
 from engine.errors import ServiceError
 
-# Of a line: a refusal's sentence, or an address whose layout has a rank of its own for every expert.
+# Longest line: an address can hold a layout with its own rank for every expert.
 LINE_BYTES = 32 << 20
-# For an answer to be taken by the server that asked.
+# Send timeout in seconds, for a server that does not read.
 SEND_S = 10
-# What is to be told of an adapter: `ready` and nothing, or why not and a sentence.
+# A load's outcome: (`ready`, ""), or the kind of refusal and a message.
 LoadOutcome = tuple[str, str]
 Tell = Callable[[LoadOutcome], None]
 
 
 class Prepares(Protocol):
-    """What a worker does with what it is asked."""
+    """What the listener needs of a worker."""
 
     def prepare(self, name: str, address: dict[str, Any], tell: Tell) -> None:
-        """Begin to prepare an adapter, and tell once, from any thread, how that ended."""
+        """Start to prepare an adapter; call `tell` once, from any thread, with the outcome."""
 
 
 @dataclass(frozen=True)
 class SlotReport:
-    """A worker's slots after a step: ids in a slot, ids whose bytes are lost, and counts since it started.
+    """A worker's slots after a step: ids in a slot, ids whose bytes are lost, and counts since its start.
 
-    It is the whole state, so that one which nobody heard is made good by the next.
+    A report holds the whole state, so a lost one is made good by the next.
     """
 
     in_slots: tuple[int, ...]
@@ -55,17 +54,17 @@ class SlotReport:
 
 
 class LoadListener:
-    """A worker's end: a socket in Linux's abstract names, for processes of the same user with its `token`."""
+    """The worker's end: an abstract Unix socket for processes of the same user that send `token`."""
 
     def __init__(self, worker: Prepares):
-        # No file: nothing stays behind when the engine is killed.
+        # An abstract socket has no file that a killed engine could leave behind.
         self.address, self.token = f"graftwork-{uuid.uuid4().hex}", secrets.token_hex()
         self._server = _Server(f"\0{self.address}", self.token, worker)
         for work, name in ((self._server.serve_forever, "loads"), (self._send_reports, "reports")):
             threading.Thread(target=work, name=f"graftwork-{name}", daemon=True).start()
 
     def report(self, report: SlotReport) -> None:
-        """Have every server told, soon; only the newest report is, where steps are faster than servers."""
+        """Have another thread send the newest report to every server; older unsent ones are skipped."""
         self._server.newest = [None, asdict(report)]
         self._server.has_news.set()
 
@@ -82,20 +81,20 @@ class _Server(socketserver.ThreadingUnixStreamServer):
     def __init__(self, address: str, token: str, worker: Prepares):
         self.token, self.worker = token, worker
         self.handlers: set[_Handler] = set()
-        # The newest report, as it is sent, and whether somebody has not heard it.
+        # The newest report as a message, and whether it is still to be sent.
         self.newest: list[Any] = []
         self.has_news = threading.Event()
         super().__init__(address, _Handler)
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Abstract names have no permissions, so the kernel says who it is."""
+        """Accept peers of the same user only: abstract sockets have no file permissions."""
         credentials = request.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         _, user, _ = struct.unpack("3i", credentials)
         return bool(user == os.getuid())
 
 
 class _Handler(socketserver.StreamRequestHandler):
-    """One API server, until it goes."""
+    """The connection of one API server."""
 
     server: _Server
     rbufsize = 1 << 20
@@ -103,7 +102,7 @@ class _Handler(socketserver.StreamRequestHandler):
     def setup(self) -> None:
         super().setup()
         self._lock = threading.Lock()
-        # A server that reads nothing must not hold up those who prepare; reading waits without a limit.
+        # A server that does not read must not block the preparing threads; reads have no timeout.
         limit = struct.pack("ll", SEND_S, 0)
         self.request.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
@@ -112,7 +111,7 @@ class _Handler(socketserver.StreamRequestHandler):
             return
         self.server.handlers.add(self)
         if self.server.newest:
-            # Who connects hears what was reported before; to hear it twice does no harm.
+            # A new connection gets the last report; receiving it twice is harmless.
             self.server.has_news.set()
         try:
             for line in self.rfile:
@@ -131,26 +130,26 @@ class _Handler(socketserver.StreamRequestHandler):
             try:
                 self.wfile.write(line)
             except (OSError, ValueError):
-                # Part of a line may be out: who still listens is told that nothing more comes.
+                # Part of a line may have been sent, so end the connection.
                 with suppress(OSError):
                     self.request.shutdown(socket.SHUT_RDWR)
 
 
 class LoadChannel:
-    """An API server's end: one connection to one worker."""
+    """The API server's end: a connection to one worker."""
 
     def __init__(self, writer: asyncio.StreamWriter):
         self._writer = writer
         self._waiting: dict[int, tuple[str, asyncio.Future[LoadOutcome]]] = {}
         self._on_report: Callable[[SlotReport], None] = lambda report: None
         self._numbers = count()
-        # Why nothing is heard any more.
+        # Why the connection is broken, or None.
         self._fault: str | None = None
         self._hearing: asyncio.Task[None] | None = None
 
     @staticmethod
     async def connect(address: str, token: str) -> "LoadChannel":
-        """Connect to a worker's `LoadListener`. Raises `OSError` when nobody listens."""
+        """Connect to a worker's `LoadListener`. Raises `OSError` when nothing listens there."""
         end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         end.connect(f"\0{address}")
         end.setblocking(False)
@@ -161,7 +160,7 @@ class LoadChannel:
         return channel
 
     async def prepare(self, name: str, address: dict[str, Any]) -> LoadOutcome:
-        """Return how a name fared. Raises `ServiceError` when the worker does not answer any more."""
+        """Have the worker prepare an adapter; return the outcome. Raises `ServiceError` if it is gone."""
         if self._fault is not None:
             raise ServiceError(self._fault)
         number = next(self._numbers)
@@ -171,31 +170,31 @@ class LoadChannel:
         return await future
 
     def watch(self, on_report: Callable[[SlotReport], None]) -> None:
-        """Have the worker's reports told from now on."""
+        """Call `on_report` for each of the worker's reports from now on."""
         self._on_report = on_report
 
     @property
     def unanswered(self) -> set[str]:
-        """Return the names that were asked for and not told of yet, also those that nobody waits for."""
+        """The names without an outcome so far, including those whose caller has left."""
         return {name for name, _ in self._waiting.values()}
 
     async def _hear(self, reader: asyncio.StreamReader) -> None:
-        reason = "it has gone"
+        reason = "its process has ended"
         try:
             while line := await reader.readline():
                 number, told = orjson.loads(line)
                 if number is None:
-                    # A fault of whoever hears it is not the channel's.
+                    # Called from the loop, so that an error in the callback does not end the channel.
                     asyncio.get_running_loop().call_soon(self._on_report, SlotReport(**told))
                     continue
                 _, future = self._waiting.pop(number)
-                # Who asked may wait no longer.
+                # The caller may have left.
                 if not future.done():
                     future.set_result(tuple(told))
         except (OSError, ValueError, LookupError, TypeError) as error:
-            # A connection that breaks, or a line that is no message.
+            # A broken connection, or a malformed line.
             reason = repr(error)
-        self._fault = f"The engine does not answer: {reason}. Its log says more."
+        self._fault = f"The engine does not answer: {reason}. See its log."
         for _, future in self._waiting.values():
             if not future.done():
                 future.set_exception(ServiceError(self._fault))

@@ -1,12 +1,10 @@
-"""Adapters inside the engine's worker: prepared on a thread, copied into a slot inside the step.
+"""vLLM's LoRA managers over our host tier: adapters are prepared on a thread and copied inside the step.
 
-`prepare` (the host tier's) maps a packed adapter, verifies and validates it, and takes no slot.
-`activate` is the only work inside vLLM's step loop: a copy for each block, once the mapping's pages are
-known to be there. When they are lost (a failed disk, a segment cut short, or on NFS removed by another host)
-the slot stays free and clear, and the requests under way fail alone (failed_adapters.py).
-The gateway is told of every change of the slots, and whoever asks next has the adapter loaded anew.
-
-Knows vLLM's LoRA managers (0.26 to 0.32). Does not know names' meaning, routes or the catalog.
+The host tier's `prepare` maps, verifies and validates a packed adapter without taking a slot. Activation,
+the only work inside vLLM's step loop, copies its blocks into a slot after checking that its pages can be
+read. If they cannot (a failed disk, a truncated segment, a file removed on NFS), the slot stays clear, only
+the running requests of that adapter fail (failed_adapters.py), and the next request reloads it. Every
+change of the slots is reported to the gateway. Written for vLLM 0.26 to 0.32.
 """
 
 import logging
@@ -29,14 +27,14 @@ from engine.serving.worker.load_channel import LoadListener, SlotReport
 from engine.serving.worker.slot_copy import SlotCopyPlan
 from engine.serving.worker.slots import ModuleSlots, slots_of
 
-# That read large adapters into slots at a step's beginning: one does not fill the memory's bandwidth.
+# Threads that copy large adapters into slots: one alone does not saturate the memory bandwidth.
 COPY_THREADS = 2
 log = logging.getLogger("graftwork.loader")
 
 
 @dataclass
 class RegisteredAdapter:
-    """What vLLM's manager keeps for an adapter id; `adapter` is None for a warm-up dummy."""
+    """An entry of vLLM's adapter table; `adapter` is None for a warm-up dummy."""
 
     id: int
     adapter: PackedAdapter | None
@@ -50,9 +48,9 @@ class SlotManager(LRUCacheLoRAModelManager):
         self.buffers: dict[str, ModuleSlots] = {}
         for name, module in self.modules.items():
             self.buffers |= slots_of(name, module)
-        # What each slot's last occupant wrote, also after it left.
+        # The plan of each slot's last occupant, also after it left: what may need clearing.
         self._written: list[SlotCopyPlan | None] = [None] * self.lora_slots
-        # Ids whose bytes were lost, and their names.
+        # Adapters whose bytes were lost: id to name.
         self.failed: dict[int, str] = {}
         self._copiers = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="graftwork-slot-copy")
         self._lock = Lock()
@@ -61,10 +59,11 @@ class SlotManager(LRUCacheLoRAModelManager):
         self.activate_seconds = 0.0
 
     def create_dummy_lora(self, lora_id: int, rank: int, embedding_modules: Any = None) -> LoRAModel:
-        """Return the warm-up's adapter: it needs a slot and no factors."""
+        """Return an adapter without factors for vLLM's warm-up, which only needs a slot."""
         return LoRAModel(lora_id, rank, {})
 
     def add_adapter(self, adapter: Any) -> bool:
+        """Register an adapter without activating it; return False if its id is known."""
         known = adapter.id in self._registered_adapters
         if not known:
             registered: Any = RegisteredAdapter(adapter.id, getattr(adapter, "adapter", None))
@@ -72,9 +71,9 @@ class SlotManager(LRUCacheLoRAModelManager):
         return not known
 
     def activate_adapter(self, lora_id: int) -> bool:
-        """Copy a registered adapter into a slot; the least recently used occupant leaves.
+        """Copy a registered adapter into a slot, with LRU eviction; return False if it was in one.
 
-        Raises `OSError` when the adapter's bytes are lost; then it has no slot.
+        Raises `OSError` when its bytes are lost; it then has no slot.
         """
         if lora_id in self._active_adapters:
             self._active_adapters.touch(lora_id)
@@ -84,12 +83,12 @@ class SlotManager(LRUCacheLoRAModelManager):
         return True
 
     def activate_all(self, ids: Sequence[int]) -> dict[int, OSError]:
-        """Copy registered adapters that have no slot into slots; the least recently used occupants leave.
+        """Copy registered adapters without a slot into slots, with LRU eviction.
 
-        Returns those whose bytes are lost, which have no slot.
+        Returns the error of each adapter whose bytes are lost, by id; those have no slot.
         """
         started = time.perf_counter()
-        # First, so that every rank evicts the same adapters, also for those whose bytes are lost.
+        # Evict first, so that every rank evicts the same adapters even when bytes are lost on one rank.
         for _ in range(len(self._active_adapters) + len(ids) - self.lora_slots):
             self._active_adapters.remove_oldest()
             self.evictions += 1
@@ -104,7 +103,7 @@ class SlotManager(LRUCacheLoRAModelManager):
             if fault is not None:
                 lost[lora_id] = fault
                 continue
-            # Last, so that no step ever sees a slot that is half filled under this id.
+            # Last, so that no step sees a half-filled slot under this id.
             self.lora_index_to_id[slot] = lora_id
             self._active_adapters[lora_id] = None
         self.activate_seconds = time.perf_counter() - started
@@ -113,9 +112,9 @@ class SlotManager(LRUCacheLoRAModelManager):
     def _copy_all(
         self, slots: Sequence[int], adapters: Sequence[PackedAdapter | None]
     ) -> Iterable[OSError | None]:
-        """Fill slots, of which each is another; return what kept an adapter's bytes out of its own.
+        """Fill distinct slots; return the error for each, or None.
 
-        Every row of the step waits for it, so that several large ones are read by as many threads as help.
+        Every row of the step waits for this, so several large adapters are read by parallel threads.
         """
         if len(slots) > 1 and all(one is not None and one.is_read_at_length for one in adapters):
             return self._copiers.map(self._copy_to_slot, slots, adapters)
@@ -130,7 +129,7 @@ class SlotManager(LRUCacheLoRAModelManager):
             return None
         try:
             adapter.bring_in()
-            # Nothing is known of a slot whose filling fails but that it is clear.
+            # If the copy fails, the slot is clear.
             self._written[slot] = None
             adapter.copy_to_slot(slot, before)
         except OSError as error:
@@ -143,28 +142,31 @@ class SlotManager(LRUCacheLoRAModelManager):
 
 
 class PackedWorkerManager(LRUCacheWorkerLoRAManager):
-    """vLLM's worker manager over the host tier: registering takes no slot, a step only copies."""
+    """vLLM's worker manager over the host tier: registering takes no slot, the step only copies."""
 
     _manager_cls = SlotManager
     host: HostTier
 
     def create_lora_manager(self, *args: Any, **kwargs: Any) -> Any:
+        """Wrap the model's layers as stock does, and create the host tier for their slots."""
         model = super().create_lora_manager(*args, **kwargs)
         self.host = HostTier(self.slots.buffers, verifies=is_first_of_machine())
         return model
 
     @cached_property
     def listener(self) -> LoadListener:
+        """The socket on which this worker is asked to prepare adapters; opened at first use."""
         return LoadListener(self.host)
 
     def report(self) -> None:
-        """Tell the gateway what is in the slots now."""
+        """Send the state of the slots to the gateway."""
         slots = self.slots
         in_slots, lost = tuple(slots._active_adapters), tuple(slots.failed)
         self.listener.report(SlotReport(in_slots, lost, slots.activations, slots.evictions))
 
     @property
     def slots(self) -> SlotManager:
+        """The manager of this worker's slots."""
         manager = self._adapter_manager
         assert isinstance(manager, SlotManager)
         return manager
@@ -176,12 +178,12 @@ class PackedWorkerManager(LRUCacheWorkerLoRAManager):
         adapter = self.host.adapters.get(lora_request.lora_name)
         if adapter is None:
             raise AdapterError(
-                f"{lora_request.lora_name} is not in the host tier; ask for it through the gateway."
+                f"{lora_request.lora_name} is not in the host tier. Send the request through the gateway."
             )
         return self.slots.add_adapter(RegisteredAdapter(lora_request.lora_int_id, adapter))
 
     def forget(self, name: str, lora_id: int | None) -> bool:
-        """Drop every trace of a name that nobody computes with any more; say whether its bytes were lost."""
+        """Remove every trace of an adapter that no request uses; return whether its bytes were lost."""
         self.host.forget(name)
         if lora_id is None:
             return False
@@ -189,7 +191,7 @@ class PackedWorkerManager(LRUCacheWorkerLoRAManager):
         return self.slots.failed.pop(lora_id, None) is not None
 
     def set_active_adapters(self, requests: set[Any], mapping: Any | None) -> None:
-        """Activate a step's adapters. Rows of one whose bytes are lost run as the base's, and then fail."""
+        """Activate a step's adapters. Rows of an adapter with lost bytes run on the base and then fail."""
         self._apply_adapters(requests)
         if mapping is not None:
             lost = self.slots.failed
@@ -205,18 +207,18 @@ class PackedWorkerManager(LRUCacheWorkerLoRAManager):
         for request in lora_requests:
             if request and request.lora_int_id not in self.slots.failed:
                 self._register(request.lora_int_id, request.lora_name)
-        # By id: ranks activate in one order, and a set of requests has another in every process.
+        # Sorted by id, so that all ranks activate in the same order; a set's order differs by process.
         ids = sorted(lora_id for lora_id in names if lora_id not in self.slots.failed)
         cold = []
         for lora_id in ids:
             if lora_id in self.slots._active_adapters:
-                # Before others come, so that no adapter of this batch is evicted for another.
+                # Touched first, so that no adapter of this batch is evicted for another one of it.
                 self.slots.activate_adapter(lora_id)
             else:
                 cold.append(lora_id)
         faults = self.slots.activate_all(cold) if cold else {}
         for lora_id in cold:
-            # A loss on one rank is one on every rank.
+            # A loss on one rank counts on every rank.
             fault = faults.get(lora_id)
             if has_failed_on_any_rank(fault is not None):
                 self.slots.deactivate_adapter(lora_id)
@@ -226,30 +228,30 @@ class PackedWorkerManager(LRUCacheWorkerLoRAManager):
             self.report()
 
     def _register(self, lora_id: int, name: str) -> None:
-        """Register an adapter of the host tier, as on every other rank; one that is not there is lost."""
+        """Register an adapter of the host tier; one that is missing there counts as lost."""
         if lora_id in self.slots._registered_adapters:
             return
         adapter = self.host.adapters.get(name)
         if adapter is not None:
             self.slots.add_adapter(RegisteredAdapter(lora_id, adapter))
             return
-        # Forgotten under a request, which the gateway never does: an error here would end the engine.
-        self._fail(lora_id, name, "it left the host tier under a request")
+        # Forgotten while in use, which the gateway never does; an error here would end the engine.
+        self._fail(lora_id, name, "it was removed from the host tier during a request")
 
     def _fail(self, lora_id: int, name: str, reason: str) -> None:
-        """Let requests of this id fail until it is forgotten; its name may then come back with another."""
-        log.warning("The bytes of %s were lost: %s. Whoever asks next has it loaded anew.", name, reason)
+        """Fail requests of this id until it is forgotten; the name may then return under another id."""
+        log.warning("The bytes of %s were lost: %s. The next request for it reloads it.", name, reason)
         self.slots.failed[lora_id] = name
         self.host.forget(name)
 
 
 class LoaderExtension:
-    """Mixed into vLLM's worker; what the API server asks of it by `collective_rpc`."""
+    """Mixed into vLLM's worker; the API server calls these methods by `collective_rpc`."""
 
     model_runner: Any
 
     def graftwork_marker(self) -> dict[str, Any]:
-        """Return proof that our parts run in this worker."""
+        """Return the classes that this worker runs, and how many modules have our slots."""
         manager = getattr(self.model_runner, "lora_manager", None)
         wrappers = (
             manager.slots.punica_wrapper_mapping.values() if isinstance(manager, PackedWorkerManager) else ()
@@ -261,17 +263,17 @@ class LoaderExtension:
         }
 
     def graftwork_listen(self) -> tuple[str, str]:
-        """Return where, and with which token, this worker is asked to prepare adapters beside its steps."""
+        """Return address and token of this worker's `LoadListener`."""
         listener = self.model_runner.lora_manager.listener
         return listener.address, listener.token
 
     def graftwork_forget(self, leaving: dict[str, int | None]) -> list[str]:
-        """Forget names (name: id) between two steps, whose slots may change; return whose bytes were lost."""
+        """Forget adapters (name: id) between two steps; return the names whose bytes were lost."""
         manager = self.model_runner.lora_manager
         return [name for name, lora_id in leaving.items() if manager.forget(name, lora_id)]
 
     def graftwork_loads(self) -> dict[str, Any]:
-        """Return what this worker has read and copied since it started; bytes, and seconds of the last."""
+        """Return counts and bytes since the start, and the duration of the last activation in seconds."""
         manager = self.model_runner.lora_manager
         return {
             "activations": manager.slots.activations,
@@ -284,7 +286,7 @@ class LoaderExtension:
 
 
 def is_first_of_machine() -> bool:
-    """Say whether this worker is the one of its machine that verifies checksums."""
+    """Return whether this worker is the one of its machine that verifies checksums."""
     from vllm.distributed.parallel_state import get_world_group
 
     return get_world_group().local_rank == 0

@@ -1,7 +1,9 @@
-"""vLLM's LoRA operations on CPU, replaced by the grouped ones.
+"""Grouped LoRA operations for vLLM on CPU.
 
-Stock vLLM 0.32.0 indexes slots with -1 for rows without an adapter, which gives base rows of a
-mixed batch the last slot's adapter, and gathers a whole adapter for each row.
+They replace those of stock vLLM 0.32.0, which index slots with -1 for rows without an adapter, so that base
+rows of a mixed batch get the last slot's adapter, and which gather a whole adapter for each row.
+
+Shapes: T rows of a step, L rows with an adapter, H features.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,10 +21,10 @@ from kernels.dense import cpu as grouped
 
 @dataclass(frozen=True)
 class Split:
-    """A step's rows with an adapter, and the others.
+    """A step's rows divided by whether they have an adapter; all tensors are int64.
 
-    `tokens` (L) are rows with an adapter (None: all rows) and `slots` (L) their slots; `base` are the
-    other rows (None: there are none).
+    `tokens` (L,) are the rows with an adapter (None: all rows), `slots` (L,) their slots, and `base` (T - L,)
+    the other rows (None: there are none).
     """
 
     tokens: Tensor | None
@@ -30,12 +32,12 @@ class Split:
     base: Tensor | None
 
     def take(self, values: Tensor) -> Tensor:
-        """Return the rows with an adapter."""
+        """Return the rows (L, ...) of `values` (T, ...) that have an adapter."""
         return values if self.tokens is None else values[self.tokens]
 
 
 def split(slots: Sequence[int], idle: frozenset[int]) -> Split | None:
-    """Part rows by whether they have an adapter (slot >= 0) that is not `idle`. None when no row has one."""
+    """Divide rows by whether their slot is >= 0 and not in `idle`; None when no row has an adapter."""
     slots_T = torch.tensor([-1 if slot in idle else slot for slot in slots])
     has = slots_T >= 0
     if not has.any():
@@ -47,15 +49,15 @@ def split(slots: Sequence[int], idle: frozenset[int]) -> Split | None:
 
 
 class GroupedPunica(PunicaWrapperCPU):
-    """Group the step's rows by slot once; every layer then uses the same plan."""
+    """vLLM's CPU wrapper with grouped operations: rows are grouped by slot once a step, for all layers."""
 
     _plan: grouped.TilePlan | None = None
     _slots: Sequence[int] = ()
-    # The adapter of each slot that the step uses, by vLLM's id.
+    # The adapter id in each slot that the step uses.
     occupants: Mapping[int, int] = {}
 
     def split(self, idle: frozenset[int]) -> Split | None:
-        """Part the step's rows for a layer that the adapters in `idle` slots leave alone."""
+        """Divide the step's rows for a layer on which the adapters in `idle` slots have no effect; cached."""
         if idle not in self._splits:
             self._splits[idle] = split(self._slots, idle)
         return self._splits[idle]
@@ -63,6 +65,7 @@ class GroupedPunica(PunicaWrapperCPU):
     def update_metadata(
         self, mapping: Any, lora_index_to_id: list[int | None], max_loras: int, vocab_size: int, **kwargs: Any
     ) -> None:
+        """Plan a step: slots of its rows and their groups. vLLM calls it when the adapters change."""
         slot_of = {lora_id: slot for slot, lora_id in enumerate(lora_index_to_id) if lora_id is not None}
         self._slots = [slot_of[i] if i > 0 else -1 for i in mapping.index_mapping]
         self._plan = grouped.plan(self._slots)
@@ -71,14 +74,14 @@ class GroupedPunica(PunicaWrapperCPU):
         self._parts: dict[tuple[int, int], grouped.TilePlan | None] = {}
 
     def plan_of(self, first: int, end: int) -> grouped.TilePlan | None:
-        """Return the plan of some of the step's rows, made once a step."""
+        """Return the plan of the rows from `first` to `end`; made once a step."""
         if (first, end) not in self._parts:
             self._parts[first, end] = grouped.plan(self._slots[first:end])
         return self._parts[first, end]
 
     @contextmanager
     def only(self, first: int, end: int) -> Iterator[None]:
-        """Make linear layers within see some of the step's rows as the whole step."""
+        """Limit linear layers in this context to the rows from `first` to `end` as their whole input."""
         whole, self._plan = self._plan, self.plan_of(first, end)
         try:
             yield
@@ -97,6 +100,7 @@ class GroupedPunica(PunicaWrapperCPU):
         buffer: tuple[Tensor, ...] | None = None,
         **kwargs: Any,
     ) -> None:
+        """Add each row's LoRA product to y (T, sum of `output_slices`) in place, for x (T, H)."""
         if self._plan is None:
             return
         assert isinstance(lora_a_stacked, SlotViews), "a LoRA layer without our slot buffers"
@@ -112,7 +116,9 @@ class GroupedPunica(PunicaWrapperCPU):
         )
 
     def add_lora_embedding(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError("embeddings carry no LoRA here; --lora-target-modules leaves them out")
+        """Raise `NotImplementedError`: the embedding is never a target."""
+        raise NotImplementedError("LoRA on embeddings is not supported; --lora-target-modules excludes them")
 
     def add_lora_logits(self, *args: Any, **kwargs: Any) -> None:
-        raise NotImplementedError("the head carries no LoRA here; --lora-target-modules leaves it out")
+        """Raise `NotImplementedError`: the language model head is never a target."""
+        raise NotImplementedError("LoRA on the head is not supported; --lora-target-modules excludes it")

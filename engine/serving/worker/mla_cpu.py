@@ -1,8 +1,8 @@
-"""Latent attention (MLA) on CPU with adapters, which vLLM 0.32.0 serves wrong in two ways.
+"""Latent attention (MLA) with adapters on CPU: corrections of two faults in vLLM 0.32.0.
 
-Its rotary kernel misreads the heads' rank-3 tensors; `rotate` gives it the rank 2 that it expects. And its
-attention keeps `kv_b_proj` as it was before adapters came, so their part of it is dropped; here prefill
-takes the wrapped layer, and decode adds the absorbed form of the factors.
+Its rotary kernel misreads tensors of rank 3; `rotate` passes it rank 2. And its attention keeps the
+`kv_b_proj` from before LoRA was added, so it drops adapters on it; here prefill uses the wrapped layer, and
+decode adds the absorbed form of the factors.
 
 Shapes: T tokens, N decode rows, H heads, L latent, P query part without position, V value.
 """
@@ -26,7 +26,10 @@ stock_rotate = RotaryEmbedding.forward_cpu
 def rotate(
     self: RotaryEmbedding, positions: Tensor, query: Tensor, key: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Rotate (T, H * size), or (T, H, size); a query that is a slice of heads comes back as a copy."""
+    """Apply the rotary embedding to query and key (T, H * size) or (T, H, size), by positions (T,).
+
+    Returns tensors of the same shapes and dtypes; a query that is a slice of heads comes back as a copy.
+    """
     if query.dim() != 3:
         return stock_rotate(self, positions, query, key)
     flat_key = None if key is None else key.flatten(1)
@@ -37,10 +40,10 @@ def rotate(
 
 
 class LatentAttention(MLAAttention):
-    """vLLM's latent attention on CPU, with the adapters of `kv_b_proj`.
+    """vLLM's latent attention on CPU, with adapters on `kv_b_proj`.
 
-    `kv_b_proj` is vLLM's LoRA layer where the engine takes adapters on it. Prompts are computed whole:
-    vLLM switches chunked prefill and the prefix cache off.
+    `kv_b_proj` is vLLM's LoRA layer if it is a target. Prompts are computed whole: vLLM disables chunked
+    prefill and the prefix cache for latent attention on CPU.
     """
 
     impl: Any
@@ -59,9 +62,12 @@ class LatentAttention(MLAAttention):
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        """Attend; the step's first rows decode, the others are prompts. Writes `output` (T, H * V)."""
+        """Write the attention of q (T, H, P + rope) to `output` (T, H * V) and return it.
+
+        The step's first rows are decode rows, the others prompts.
+        """
         if attn_metadata is None:
-            # A dry run of vLLM's, before there is a cache.
+            # vLLM's dry run, before the cache exists.
             return output.zero_()
         first, end = attn_metadata.num_decode_tokens, attn_metadata.num_actual_tokens
         if first < end:
@@ -77,7 +83,7 @@ class LatentAttention(MLAAttention):
         return output
 
     def _decode(self, q: Tensor, kv_cache: Tensor, attn_metadata: Any, output: Tensor) -> None:
-        """Attend in the space of latents, with the adapters' part of both absorbed weights."""
+        """Attend in the latent space, with the adapters' part of both absorbed weights."""
         q_NHP, rope = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
         absorbed_NHL = latent.per_head(q_NHP, self.W_UK_T)
         self._add(latent.add_to_queries, absorbed_NHL, q_NHP)
@@ -99,7 +105,7 @@ class LatentAttention(MLAAttention):
 
     @property
     def _operations(self) -> GroupedPunica | None:
-        """Return the LoRA operations of `kv_b_proj`; None without adapters on it."""
+        """The LoRA operations of `kv_b_proj`; None if it is not a target."""
         if not isinstance(self.kv_b_proj, BaseLinearLayerWithLoRA):
             return None
         assert isinstance(self.kv_b_proj.punica_wrapper, GroupedPunica)

@@ -1,11 +1,10 @@
-"""LoRA on a mixture of experts on CPU: a LoRA layer over our slots, and experts that add them.
+"""LoRA on a mixture of experts on CPU: a LoRA layer over our slots, and experts that apply it.
 
-Stock vLLM 0.32.0 selects Triton for a MoE with LoRA, also on CPU, and dies at the first token. Here rows
-without an adapter go through vLLM's own fused CPU kernel, whatever else is in the step: it computes each
-row by itself, so their bits are those of a step without adapters. So do rows whose adapter leaves this
-layer's experts alone. Rows with an adapter need what the kernel keeps to itself (the values before the
-activation and before the sum over experts), and the kernel's weights are packed for it alone: a second,
-plain copy of the experts' weights serves them.
+Stock vLLM 0.32.0 selects Triton for a MoE with LoRA even on CPU and crashes at the first token. Here rows
+without an adapter, or whose adapter has no effect on this layer's experts, go through vLLM's fused CPU
+kernel. It computes each row independently, so their bits equal those of a step without adapters. Rows with an
+adapter need intermediate values that the kernel does not expose (before the activation, and before the sum
+over experts). Its weights are packed for it alone, so a second, plain copy of them serves these rows.
 
 Shapes: T tokens, L tokens with an adapter, K experts of a token, P = L * K pairs, H hidden, I inner
 (padded to J for the kernel), M slices (gate and up), S slots, E experts, R rank.
@@ -46,7 +45,7 @@ from kernels.experts import cpu as lora
 
 @dataclass
 class ExpertsContext:
-    """What a layer's experts read; vLLM's modular kernel leaves a step's hidden states in it, too."""
+    """What a layer's experts read; vLLM's modular kernel also stores a step's hidden states in it."""
 
     gate_up: ExpertSlots
     down: ExpertSlots
@@ -56,7 +55,7 @@ class ExpertsContext:
     _idle: frozenset[int] = frozenset()
 
     def idle(self) -> frozenset[int]:
-        """Return the step's slots whose adapters leave this layer's experts alone: B is zero."""
+        """Return the step's slots whose adapters have no effect on this layer's experts: B is zero."""
         occupants = self.punica.occupants
         if occupants != self._occupants:
             known = self._occupants.items()
@@ -67,18 +66,19 @@ class ExpertsContext:
         return self._idle
 
     def _has_effect(self, slot: int) -> bool:
-        # One expert tells nearly always, and reading all of them takes long.
+        # The first expert nearly always decides, and reading all of them is slow.
         factors = (self.down.b_SEMRO[slot], self.gate_up.b_SEMRO[slot])
         return any(bool(b[:1].any()) for b in factors) or any(bool(b.any()) for b in factors)
 
 
 class ExpertsWithLoRA(FusedMoEWithLoRA):
-    """vLLM's MoE LoRA layer over our slots, for per-expert and for fused (3-D) checkpoints alike.
+    """vLLM's MoE LoRA layer over our slots, for per-expert and fused (3-D) checkpoints.
 
-    Stock keeps a list of views for each slot and expert: millions at 48 layers of 128 experts.
+    Stock keeps a view for each slot and expert: millions at 48 layers of 128 experts.
     """
 
     def create_lora_weights(self, max_loras: int, lora_config: Any, model_config: Any = None) -> None:
+        """Allocate the slots of gate, up and down: zeros in the engine's LoRA dtype."""
         count, hidden, inner = self.local_num_experts, self.hidden_size, self.intermediate_size_per_partition
         rank, dtype = lora_config.max_lora_rank, lora_config.lora_dtype
         slices, tp = self._w13_slices, (self.tp_rank, self.tp_size)
@@ -86,17 +86,19 @@ class ExpertsWithLoRA(FusedMoEWithLoRA):
         self.down = ExpertSlots(max_loras, count, 1, rank, inner, hidden, dtype, tp, cut_inputs=True)
 
     def set_mapping(self, punica_wrapper: Any) -> None:
+        """Connect this layer's experts with its slots and with the step's rows."""
         self.punica_wrapper = punica_wrapper
         context: Any = ExpertsContext(self.gate_up, self.down, punica_wrapper)
         self._moe_kernel.fused_experts.set_lora_context(context)  # type: ignore[attr-defined]
 
     @classmethod
     def can_replace_layer(cls, source_layer: Any, *args: Any, **kwargs: Any) -> bool:
+        """Return whether vLLM should wrap `source_layer` with this class: any MoE layer."""
         return isinstance(source_layer, MoERunner)
 
 
 class _AddLoRA(LoRAExpertsMixin):
-    """Mixed into vLLM's CPU experts: rows with an adapter leave the fused kernel's path."""
+    """Mixed into vLLM's CPU experts: rows with an adapter bypass the fused kernel."""
 
     moe_config: Any
     quant_config: Any
@@ -110,7 +112,7 @@ class _AddLoRA(LoRAExpertsMixin):
         return not moe_parallel_config.use_ep
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Keep the plain weights, padded as the kernel wants them, beside the packed ones."""
+        """Keep the plain weights, padded as the kernel needs them, besides the packed ones."""
         self._pad_moe_intermediate(layer)
         self.w13_EOH, self.w2_EHJ = layer.w13_weight.data, layer.w2_weight.data
         for name in ("w13_weight", "w2_weight"):
@@ -128,6 +130,7 @@ class _AddLoRA(LoRAExpertsMixin):
         *args: Any,
         **kwargs: Any,
     ) -> None:
+        """Write the experts' sum to output (T, H) for hidden_states (T, H) and topk_ids (T, K)."""
         context: Any = self._lora_context
         split = context.punica.split(context.idle()) if context is not None else None
         apply_base: Any = super().apply  # type: ignore[misc]
@@ -155,7 +158,7 @@ class _AddLoRA(LoRAExpertsMixin):
         ids_LK: Tensor,
         activation: MoEActivation,
     ) -> Tensor:
-        """Return (L, H), the weighted sum over each token's experts."""
+        """Return (L, H) in x's dtype: the weighted sum over each token's experts."""
         groups, plan = routed.group(ids_LK, self.w13_EOH), lora.RoutingPlan(None, slots_L, ids_LK)
         y_PO = groups.product(x_LH, self.w13_EOH, self.w1_bias)
         self._add_gate_up(y_PO, x_LH, context.gate_up, plan, activation)
@@ -178,7 +181,7 @@ class _AddLoRA(LoRAExpertsMixin):
         plan: lora.RoutingPlan,
         activation: MoEActivation,
     ) -> None:
-        """Add gate's and up's LoRA to y (P, 2J) in place: one shrink and one expand for both."""
+        """Add the LoRA products of gate and up to y (P, 2 J) in place: one shrink and one expand for both."""
         _, _, slices, rank, inner = slots.b_SEMRO.shape
         pairs = plan.experts.shape
         if activation == MoEActivation.SWIGLUOAI:
@@ -192,24 +195,24 @@ class _AddLoRA(LoRAExpertsMixin):
 
 
 class CPUExpertsWithLoRA(_AddLoRA, CPUUnquantizedExperts):  # type: ignore[misc]
-    """On any CPU."""
+    """vLLM's experts for any CPU, with LoRA."""
 
 
 class X86ExpertsWithLoRA(_AddLoRA, X86CPUUnquantizedExperts):  # type: ignore[misc]
-    """On x86 with AMX."""
+    """vLLM's experts for x86 with AMX, with LoRA."""
 
 
 class ArmExpertsWithLoRA(_AddLoRA, ArmCPUUnquantizedExperts):  # type: ignore[misc]
-    """On Arm."""
+    """vLLM's experts for Arm, with LoRA."""
 
 
 WITH_LORA = (X86ExpertsWithLoRA, ArmExpertsWithLoRA, CPUExpertsWithLoRA)
 
 
 def select_backend(moe_config: Any) -> tuple[Any, Any]:
-    """Choose a layer's experts: vLLM's own choice, with LoRA where the engine has it.
+    """Return the backend and class of a layer's experts: vLLM's choice, or ours if the engine has LoRA.
 
-    Raises `ValueError` when none of ours can run this base.
+    Raises `ValueError` when none of ours supports this base.
     """
     if not moe_config.is_lora_enabled:
         return stock_select(moe_config)
@@ -221,4 +224,6 @@ def select_backend(moe_config: Any) -> tuple[Any, Any]:
         if supported:
             return UnquantizedMoeBackend.CPU, experts_cls
         reasons.append(f"{experts_cls.__name__}: {reason}")
-    raise ValueError(f"No experts for CPU can carry LoRA on this base ({'; '.join(reasons)}).")
+    raise ValueError(
+        f"LoRA on this base's experts is not supported on this CPU: {'; '.join(reasons)}. Use another base."
+    )

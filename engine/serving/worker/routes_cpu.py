@@ -1,9 +1,9 @@
-"""Which experts each token of a request took, recorded on a CPU as vLLM records them on a GPU.
+"""Record each token's routed experts on a CPU, as vLLM does on a GPU.
 
-vLLM captures the ids behind its routers, keeps those of cached blocks beside the KV cache, and returns them
+vLLM captures the ids after its routers, stores those of cached blocks with the KV cache, and returns them
 with a finished completion (`routed_experts`: (tokens - 1, layers, experts of a token), base64 of a `.npy`).
-Only its newer model runner does so, which needs Triton; here the older one, which is the CPU's, drives the
-same parts. Knows one step of that runner. Knows nothing of training.
+Only its newer model runner does so, which needs Triton. Here the older runner, which the CPU uses, drives
+the same parts.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 @dataclass(frozen=True)
 class StepRequests:
-    """A step's requests as the recorder reads them: where each starts in its text, and in the batch."""
+    """A step's N requests as the recorder reads them: computed tokens (N,), starts in the batch (N + 1,)."""
 
     req_ids: list[str]
     num_computed_tokens_np: np.ndarray
@@ -25,11 +25,12 @@ class StepRequests:
 
 
 class RecordingRunner(CPUModelRunner):
-    """The CPU's model runner; with `--enable-return-routed-experts` it records."""
+    """The CPU's model runner; it records experts with `--enable-return-routed-experts`."""
 
     recorder: AuxOutputWorkerConnector | None = None
 
     def initialize_kv_cache(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> None:
+        """Allocate the KV cache, and the recorder if it is enabled."""
         super().initialize_kv_cache(kv_cache_config, *args, **kwargs)
         if self.vllm_config.aux_output_config.enabled:
             self.recorder = get_aux_output_connector(self.get_model(), self.vllm_config, kv_cache_config)
@@ -37,11 +38,13 @@ class RecordingRunner(CPUModelRunner):
                 _keep_requests_whole(self.recorder, self.vllm_config)
 
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a step's forward pass and record its experts."""
         if self.recorder is not None:
             self.recorder.begin_step(scheduler_output.aux_output_connector_metadata)
         return super().execute_model(scheduler_output, *args, **kwargs)
 
     def sample_tokens(self, grammar_output: Any) -> Any:  # type: ignore[override]
+        """Sample the step's tokens and attach the recorded experts to the output."""
         if self.recorder is None or self.execute_model_state is None:
             return super().sample_tokens(grammar_output)
         drafted = self.execute_model_state.scheduler_output.scheduled_spec_decode_tokens
@@ -49,7 +52,7 @@ class RecordingRunner(CPUModelRunner):
         output = super().sample_tokens(grammar_output)
         if pending is not None:
             sampled = [len(tokens) for tokens in output.sampled_token_ids]
-            # Of n drafts and the token after them, as many are rejected as were not sampled.
+            # Of n drafts and the token after them, those not sampled were rejected.
             rejected = [
                 len(drafted.get(name, ())) + 1 - count if count and name in drafted else 0
                 for name, count in zip(pending.request_ids, sampled, strict=True)
@@ -65,9 +68,9 @@ class RecordingRunner(CPUModelRunner):
 
 
 def _keep_requests_whole(recorder: AuxOutputWorkerConnector, vllm_config: Any) -> None:
-    """Give each request one block: without prefix caching blocks have no keys, and would pile up."""
+    """Give each request a single block: without prefix caching, blocks have no keys and would accumulate."""
     if (buffer := recorder._buffer) is None:
-        # Another tensor-parallel rank returns the step's output.
+        # Only one tensor-parallel rank has the buffer: the one that returns the output.
         return
     scheduler = vllm_config.scheduler_config
     recorder._buffer = RoutedExpertsBuffer(

@@ -1,6 +1,6 @@
-"""How a packed adapter gets into a slot: which strided part of its payload goes where, made once a layout.
+"""Copy a packed adapter into a slot: a plan, made once for each layout, maps its payload to the slot.
 
-Knows blocks, strided views and copies. Knows neither vLLM's layers (slots.py does) nor files.
+slots.py says where a block belongs in vLLM's layers; this module turns that into strided copies or reads.
 """
 
 import ctypes
@@ -19,36 +19,36 @@ from torch import Tensor
 from engine.adapters.packed import Block, PackedLayout
 from engine.errors import AdapterError
 
-# What one preadv takes (Linux: UIO_MAXIOV), and bytes below its 0x7ffff000, past which it stops short.
+# Limits of one preadv on Linux: UIO_MAXIOV vectors, and fewer bytes than 0x7ffff000.
 IOVECS = 1024
 READ_BYTES = 1 << 30
-# Python's own preadv wants an object for every run.
+# Called by ctypes because Python's preadv needs an object for every run.
 LIBC = ctypes.CDLL(None, use_errno=True)
 LIBC.preadv.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64)
 LIBC.preadv.restype = ctypes.c_ssize_t
-# A place in every slot, and the part of the block that belongs there, of one shape but for the slots.
+# A place in every slot (S, ...), and the part of the block that belongs there (...).
 Place = tuple[Tensor, Tensor]
 
 
 class Module(Protocol):
-    """What a plan asks of an engine module's slots."""
+    """What a plan needs of an engine module's slots."""
 
-    # One flag a slot, where vLLM's kernel asks for it; modules of a layer may share them.
+    # One flag for each slot (S,), if vLLM's kernel reads one; modules of a layer may share them.
     enabled: Tensor | None
 
     def unsupported_reason(self, block: Block, dtype: torch.dtype) -> str | None:
-        """Say why a block does not fit this module, or None."""
+        """Return why a block does not fit this module, or None."""
 
     def places(self, block: Block, whole: Tensor) -> Iterable[Place]:
-        """Yield this rank's parts of a block; `whole` has the block's shape and no values.
+        """Yield this rank's parts of a block; `whole` is a meta tensor of the block's shape.
 
-        Places are (slots, ..., R, width): the rank is the last axis but one, whatever the memory.
+        Places are (S, ..., R, width): the rank is the last axis but one, whatever the memory layout.
         """
 
 
 @dataclass(frozen=True)
 class Region:
-    """A part of a block: its place in every slot, and where the payload holds it (elements)."""
+    """A part of a block: `target` in every slot (S, ...), and its place in the payload (in elements)."""
 
     block: Block
     target: Tensor
@@ -58,19 +58,19 @@ class Region:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Tell where a region lies, whatever its rank."""
+        """Identifies a region's place in a slot, independent of the adapter's rank."""
         block = self.block
         return (block.module, block.side, block.first_slice, block.slices, block.first_expert, block.experts)
 
 
 class SlotCopyPlan:
-    """The copies that put any adapter of one layout into a slot; made once a layout."""
+    """The copies that put any adapter of one layout into a slot."""
 
     def __init__(self, layout: PackedLayout, modules: Mapping[str, Module]):
-        """Raise `AdapterError`, naming the tensor, when the layout does not fit the modules."""
+        """Plan the copies. Raises `AdapterError` with the tensor that does not fit its module."""
         self.layout = layout
         self.regions = [region for block in layout.blocks for region in _regions(block, layout, modules)]
-        # All flags there are, and those of the modules that this layout has blocks for.
+        # The flags of all modules, and those of the modules with blocks in this layout.
         self._flags = [flags for module in modules.values() if (flags := module.enabled) is not None]
         used = [modules[name].enabled for name in {block.module for block in layout.blocks}]
         self._raised = [flags for flags in used if flags is not None]
@@ -80,26 +80,26 @@ class SlotCopyPlan:
 
     @property
     def bytes(self) -> int:
-        """How many bytes of the payload this rank needs."""
+        """The number of payload bytes that this rank copies."""
         return sum(region.shape.numel() for region in self.regions) * self.layout.dtype.itemsize
 
     def sources(self, payload: Tensor) -> list[Tensor]:
-        """Return the regions of a payload (bytes); no bytes move."""
+        """Return the regions of a payload (uint8) as views in the layout's dtype; copies nothing."""
         values = payload.view(self.layout.dtype)
         first = values.storage_offset()
         return [values.as_strided(r.shape, r.strides, first + r.offset) for r in self.regions]
 
     def copy_to_slot(self, slot: int, sources: Sequence[Tensor], before: "SlotCopyPlan | None") -> None:
-        """Copy an adapter into a slot whose last occupant had the plan `before`; its rest is cleared."""
+        """Copy `sources` into a slot; what its last occupant (plan `before`) wrote elsewhere is cleared."""
         if before is not self:
             self._prepare_slot(slot, before)
         for target, source in zip(self._targets_of(slot), sources, strict=True):
             target.copy_(source)
 
     def read(self, slot: int, descriptor: int, offset: int, before: "SlotCopyPlan | None") -> None:
-        """Fill a slot from a file when `can_read`: the kernel copies, and no page is mapped.
+        """Fill a slot from a file by `preadv`, without mapping a page; only when `can_read`.
 
-        Raises `OSError` when the file ends early or its disk fails; then the slot is clear.
+        Raises `OSError` when the file is truncated or its disk fails; the slot is then clear.
         """
         if before is not self:
             self._prepare_slot(slot, before)
@@ -111,7 +111,7 @@ class SlotCopyPlan:
             raise
 
     def _is_the_payload(self) -> bool:
-        """Say whether the regions in their order are the payload, every byte of it."""
+        """Return whether the regions in order cover the whole payload, contiguously and on the CPU."""
         ends = [region.offset + region.shape.numel() for region in self.regions]
         return (
             [region.offset for region in self.regions] == [0, *ends[:-1]]
@@ -121,7 +121,7 @@ class SlotCopyPlan:
         )
 
     def clear(self, slot: int) -> None:
-        """Leave nothing of this plan in a slot."""
+        """Zero everything that this plan writes into a slot."""
         for target in self._targets_of(slot):
             target.zero_()
         for flags in self._flags:
@@ -141,7 +141,7 @@ class SlotCopyPlan:
         return self._targets[slot]
 
     def _stale(self, before: "SlotCopyPlan | None", slot: int) -> Iterator[Tensor]:
-        """Yield what the last occupant wrote and this plan does not write again."""
+        """Yield the parts of a slot that the last occupant wrote and this plan does not overwrite."""
         ranks: dict[tuple[object, ...], int] = {region.key: region.block.rank for region in self.regions}
         for region in before.regions if before else ():
             rank = ranks.get(region.key, 0)
@@ -151,10 +151,11 @@ class SlotCopyPlan:
 
 @dataclass(frozen=True)
 class Runs:
-    """Where a payload goes, in its order: runs of contiguous memory, by address in slot 0 and size (bytes).
+    """A payload's destinations in order: N runs of contiguous memory, by address in slot 0 and size.
 
-    `steps` are the bytes from a slot to the next. A rank below the slots' has a run for every expert and
-    row, tens of thousands, which must not become as many objects. `cuts` part them as preadv takes them.
+    `addresses`, `sizes` and `steps` (bytes from one slot to the next) are uint64 arrays (N,); an adapter of
+    low rank has a run for every expert and row, tens of thousands, too many for Python objects. `cuts`
+    divides them into batches of one preadv each.
     """
 
     addresses: NDArray[np.uint64]
@@ -163,7 +164,7 @@ class Runs:
     cuts: tuple[int, ...]
 
     def read(self, slot: int, descriptor: int, offset: int) -> None:
-        """Scatter a file into a slot. Raises `OSError` when the file ends early or its disk fails."""
+        """Scatter a file into a slot. Raises `OSError` when the file is truncated or its disk fails."""
         vectors = np.stack([self.addresses + self.steps * np.uint64(slot), self.sizes], axis=1)
         done, wanted = 0, int(self.sizes.sum())
         for first, last in pairwise(self.cuts):
@@ -171,13 +172,13 @@ class Runs:
             while len(left):
                 found = _preadv(descriptor, left, offset + done)
                 if not found:
-                    raise OSError(errno.EIO, f"{done} of {wanted} bytes are left")
+                    raise OSError(errno.EIO, f"the file ends after {done} of {wanted} bytes")
                 done += found
                 left = _after(left, found)
 
 
 def _preadv(descriptor: int, vectors: NDArray[np.uint64], offset: int) -> int:
-    """Read into `vectors` (N, 2: address, bytes); return how many bytes came, 0 at the file's end."""
+    """Read into `vectors` (N, 2: address, bytes); return the number of bytes, 0 at the end of the file."""
     while True:
         found: int = LIBC.preadv(descriptor, vectors.ctypes.data, len(vectors), offset)
         if found >= 0:
@@ -187,7 +188,7 @@ def _preadv(descriptor: int, vectors: NDArray[np.uint64], offset: int) -> int:
 
 
 def _after(vectors: NDArray[np.uint64], found: int) -> NDArray[np.uint64]:
-    """Return what is left of `vectors` after `found` bytes; the one they end in is changed in place."""
+    """Return the rest of `vectors` after `found` bytes; a partly filled vector is changed in place."""
     ends = np.cumsum(vectors[:, 1])
     full = int(np.searchsorted(ends, np.uint64(found), side="right"))
     left = vectors[full:]
@@ -213,10 +214,10 @@ def _runs(regions: Sequence[Region]) -> Runs:
 
 
 def _cut(addresses: NDArray[np.uint64], sizes: NDArray[np.uint64], steps: NDArray[np.uint64]) -> Runs:
-    """Split runs over `READ_BYTES`, and cut them all into what one preadv takes."""
+    """Split runs longer than `READ_BYTES`, and divide all runs into batches of one preadv each."""
     limit = np.uint64(READ_BYTES)
     parts = -(-sizes.astype(np.int64) // READ_BYTES)
-    # Each part's place in its run.
+    # The index of each part in its run.
     nth = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
     before = nth.astype(np.uint64) * limit
     sizes = np.minimum(np.repeat(sizes, parts) - before, limit)
@@ -229,7 +230,7 @@ def _cut(addresses: NDArray[np.uint64], sizes: NDArray[np.uint64], steps: NDArra
 
 
 def _whole_axes(target: Tensor) -> int:
-    """Return how many leading axes to walk, so that what is left is contiguous."""
+    """Return the number of leading axes to iterate over so that the remaining ones are contiguous."""
     axis = target.dim()
     while axis and target.stride(axis - 1) == target.shape[axis:].numel():
         axis -= 1
@@ -244,7 +245,7 @@ def _regions(block: Block, layout: PackedLayout, modules: Mapping[str, Module]) 
     if reason is not None:
         raise AdapterError(f"{block.module}.lora_{block.side}: {reason}.")
     start = block.offset // layout.dtype.itemsize
-    # Slicing a tensor without memory gives the strides of each part.
+    # Slicing a meta tensor gives the strides of each part.
     whole = torch.empty(block.shape, dtype=layout.dtype, device="meta")
     for target, part in module.places(block, whole):
         yield Region(block, target, part.shape, part.stride(), start + int(part.storage_offset()))

@@ -1,7 +1,7 @@
-"""Slots: where the engine's layers keep the factors of the adapters that a step may use.
+"""Slots: the buffers in the engine's layers that hold the LoRA factors of a step's adapters.
 
-Knows the shapes of vLLM's LoRA layers (0.26 to 0.32), which slices of a module a tensor-parallel rank
-holds, and where a packed block belongs. Knows no adapter by name and no file.
+For each kind of LoRA layer of vLLM (0.26 to 0.32) a class maps a block of a packed file to its place in the
+slots, and to the slices that this tensor-parallel rank holds.
 
 Shapes: S slots, E experts, M slices of a fused module, R the engine's largest rank, I input features,
 O output features (of all slices for a linear module, of one for experts); I and O are this rank's.
@@ -38,20 +38,22 @@ class Cut:
 
     @staticmethod
     def of(width: int, rank: int, total: int) -> "Cut":
-        """Return the part of the rank when each holds `width`."""
+        """Return the part of rank `rank` when each rank holds `width` features."""
         return Cut(width * rank, width, total)
 
     @staticmethod
     def whole(width: int) -> "Cut":
+        """Return the cut of a rank that holds all features."""
         return Cut(0, width, width)
 
     @property
     def range(self) -> slice:
+        """The features as an index into the full axis."""
         return slice(self.start, self.start + self.width)
 
 
 class ModuleSlots:
-    """What the slots of every kind of module know of a block; `experts` is 0 for a linear module."""
+    """Base class: shapes of a module's slots and the check of a block; `experts` is 0 if it is linear."""
 
     enabled: Tensor | None = None
 
@@ -61,14 +63,15 @@ class ModuleSlots:
 
     @property
     def widths(self) -> tuple[int, ...]:
+        """This rank's output features of each slice."""
         return tuple(cut.width for cut in self.outputs)
 
     def places(self, block: Block, whole: Tensor) -> Iterator[Place]:
-        """Yield where this rank's parts of a block belong; see `fill.Module`."""
+        """Yield this rank's parts of a block and their places; see `slot_copy.Module`."""
         raise NotImplementedError
 
     def unsupported_reason(self, block: Block, dtype: torch.dtype) -> str | None:
-        """Say why a block does not fit this module, or None."""
+        """Return why a block does not fit this module, or None."""
         end = block.first_slice + block.slices
         totals = tuple(cut.total for cut in self.outputs[block.first_slice : end])
         if bool(block.experts) != bool(self.experts):
@@ -87,7 +90,7 @@ class ModuleSlots:
 
 
 class SlotViews(tuple[Tensor, ...]):
-    """The views of a module's slots in vLLM's own shapes, with the storage behind them."""
+    """Views of a module's slots in vLLM's shapes; `storage` holds the buffers behind them."""
 
     storage: "SlotBuffers"
 
@@ -114,6 +117,7 @@ class SlotBuffers(ModuleSlots):
         return views
 
     def places(self, block: Block, whole: Tensor) -> Iterator[Place]:
+        """Yield (S, slices, r, I) for A; for B (S, r, O) of all slices, or of each if the rank cuts them."""
         first, end = block.first_slice, block.first_slice + block.slices
         if block.side == "A":
             yield self.a_SMRI[:, first:end, : block.rank], whole[..., self.inputs.range]
@@ -127,7 +131,10 @@ class SlotBuffers(ModuleSlots):
 
 
 class StackedSlots(ModuleSlots):
-    """vLLM's own tensors of one module, for its Triton operations: they refuse views (`_get_lora_a_ptr`)."""
+    """vLLM's own tensors of one linear module: its Triton operations reject views (`_get_lora_a_ptr`).
+
+    One A (S, 1, R, I) and one B (S, 1, O, R) for each slice.
+    """
 
     def __init__(self, layer: BaseLinearLayerWithLoRA):
         self.a_stacked, self.b_stacked = layer.lora_a_stacked, layer.lora_b_stacked
@@ -135,6 +142,7 @@ class StackedSlots(ModuleSlots):
         super().__init__(rank, self.a_stacked[0].dtype, *_linear_cuts(layer))
 
     def places(self, block: Block, whole: Tensor) -> Iterator[Place]:
+        """Yield (S, r, I) of A, or rank-major (S, r, O) of B, for each slice of the block."""
         parts = whole if block.side == "A" else whole.split(block.widths, dim=1)
         for i, part in enumerate(parts, start=block.first_slice):
             if block.side == "A":
@@ -145,21 +153,22 @@ class StackedSlots(ModuleSlots):
 
 
 class DroppedSlots(StackedSlots):
-    """vLLM's own tensors of a module whose adapters its kernels do not read: no block fits it."""
+    """vLLM's own tensors of a module whose adapters its kernels ignore: every block is refused."""
 
     def __init__(self, layer: BaseLinearLayerWithLoRA, reason: str):
         super().__init__(layer)
         self.reason = reason
 
     def unsupported_reason(self, block: Block, dtype: torch.dtype) -> str:
+        """Return the reason why vLLM ignores adapters on this module."""
         return self.reason
 
 
 class ExpertSlots(ModuleSlots):
     """Every slot of a projection of a layer's experts: A (S, E, M, R, I), B rank-major (S, E, M, R, O).
 
-    `inputs` and `outputs` are those of this rank, of `tp` (rank, size): ranks cut the outputs of gate and
-    up, and the inputs of down (`cut_inputs`).
+    `inputs` and `outputs` are this rank's of `tp` (rank, size): ranks cut the outputs of gate and up, and
+    the inputs of down (`cut_inputs`).
     """
 
     def __init__(
@@ -185,6 +194,7 @@ class ExpertSlots(ModuleSlots):
         self.b_SEMRO = torch.zeros(slots, experts, slices, rank, outputs, dtype=dtype)
 
     def places(self, block: Block, whole: Tensor) -> Iterator[Place]:
+        """Yield the block's experts and slices of A (S, e, m, r, I) or B (S, e, m, r, O)."""
         experts = slice(block.first_expert, block.first_expert + block.experts)
         slices = slice(block.first_slice, block.first_slice + block.slices)
         target, cut = (self.a_SEMRI, self.inputs) if block.side == "A" else (self.b_SEMRO, self.outputs[0])
@@ -192,7 +202,7 @@ class ExpertSlots(ModuleSlots):
 
 
 class StackedExperts(ModuleSlots):
-    """A projection of vLLM's own expert tensors, one A (S, E, R, I) and one B (S, E, O, R) a slice."""
+    """A projection of vLLM's own expert tensors: one A (S, E, R, I) and one B (S, E, O, R) for each slice."""
 
     def __init__(
         self,
@@ -207,6 +217,7 @@ class StackedExperts(ModuleSlots):
         super().__init__(rank, a_stacked[0].dtype, inputs, [output] * len(b_stacked), experts)
 
     def places(self, block: Block, whole: Tensor) -> Iterator[Place]:
+        """Yield (S, e, r, I) of A, or rank-major (S, e, r, O) of B, for each slice of the block."""
         experts = slice(block.first_expert, block.first_expert + block.experts)
         for i, part in enumerate(whole.unbind(1), start=block.first_slice):
             if block.side == "A":
@@ -217,9 +228,9 @@ class StackedExperts(ModuleSlots):
 
 
 class FusedGateUp(ModuleSlots):
-    """gate and up of vLLM's 3-D experts, which have one A (S, E, R, I) and one B (S, E, 2 O, R).
+    """Gate and up of vLLM's 3-D experts, which share one A (S, E, R, I) and one B (S, E, 2 O, R).
 
-    Factors of gate and up differ, so each takes half of the rank: A is [A_gate; A_up] and B is
+    Gate and up have different factors, so each takes half of the rank: A is [A_gate; A_up] and B is
     block-diagonal. An adapter's rank is at most half of the engine's.
     """
 
@@ -229,15 +240,16 @@ class FusedGateUp(ModuleSlots):
         super().__init__(self.half, a_SERI.dtype, inputs, [output] * 2, a_SERI.shape[1])
 
     def unsupported_reason(self, block: Block, dtype: torch.dtype) -> str | None:
-        """Say why a block does not fit this module, or None."""
+        """Return why a block does not fit this module, or None."""
         if block.rank > self.half:
             return (
                 f"rank {block.rank} of gate and up needs {2 * block.rank} in this engine's fused experts, "
-                f"its maximum is {self.a_SERI.shape[2]}"
+                f"and its maximum is {self.a_SERI.shape[2]}"
             )
         return super().unsupported_reason(block, dtype)
 
     def places(self, block: Block, whole: Tensor) -> Iterator[Place]:
+        """Yield (S, e, r, I) of A, or rank-major (S, e, r, O) of B, for gate and up in their halves."""
         experts = slice(block.first_expert, block.first_expert + block.experts)
         width = self.outputs[0].width
         for i, part in enumerate(whole.unbind(1), start=block.first_slice):
@@ -250,14 +262,14 @@ class FusedGateUp(ModuleSlots):
 
 
 def slots_of(name: str, layer: Any) -> dict[str, ModuleSlots]:
-    """Return the slots of one of vLLM's LoRA layers by the name of the packed module."""
+    """Return the slots of one of vLLM's LoRA layers, by the name of the packed module."""
     if isinstance(layer, BaseLinearLayerWithLoRA):
         on_gpu = layer.lora_a_stacked[0].is_cuda
         dropped = DROPPED_ON_CUDA.get(name.rpartition(".")[2]) if on_gpu else None
         if dropped:
             return {name: DroppedSlots(layer, dropped)}
         return {name: StackedSlots(layer) if on_gpu else SlotBuffers(layer)}
-    # On a CPU the layer has slots of ours already.
+    # On a CPU the layer is ours (moe_cpu.py) and has made its slots.
     if "gate_up" in vars(layer):
         return {f"{name}.gate_up_proj": layer.gate_up, f"{name}.down_proj": layer.down}
     return {f"{name}.gate_up_proj": _gate_up(layer), f"{name}.down_proj": _down(layer)}
@@ -287,7 +299,7 @@ def _inner(layer: FusedMoEWithLoRA) -> Cut:
 
 
 def _linear_cuts(layer: Any) -> tuple[Cut, list[Cut]]:
-    """Return which inputs, and which outputs of each slice, this rank holds of a linear module."""
+    """Return this rank's inputs, and its outputs of each slice, of a linear module."""
     inputs = layer.lora_a_stacked[0].shape[-1]
     widths = [b.shape[2] for b in layer.lora_b_stacked]
     if isinstance(layer, RowParallelLinearWithLoRA):
@@ -297,7 +309,7 @@ def _linear_cuts(layer: Any) -> tuple[Cut, list[Cut]]:
         base: Any = layer.base_layer
         totals = base.output_sizes
         if isinstance(layer, MergedQKVParallelLinearWithLoRA):
-            # With more ranks than key heads vLLM's output_sizes count the copies; a file has one of each.
+            # With more ranks than key heads, vLLM's output_sizes count copies; a file has each head once.
             heads = (base.total_num_heads, base.total_num_kv_heads, base.total_num_kv_heads)
             totals = [count * base.head_size for count in heads]
         cuts = zip(widths, layer.output_ids, totals, strict=True)

@@ -1,1 +1,1 @@
-"""Losses of policies, their corrections, and what is measured of them."""
+"""Policy losses, off-policy corrections, and the metrics of a batch."""

@@ -1,7 +1,7 @@
-"""Policy losses as pure functions: a group's advantages, which groups teach, and every loss with its paper.
+"""Policy losses as pure functions: group advantages, and each loss with its paper.
 
-A loss returns a term for each token, and which tokens its clip holds back. What the mean is taken over is in
-`LOSSES`, since it needs the whole batch: `objective.py` weighs the terms by `Tokens.weight_T`.
+A loss returns a term for each token and the mask of clipped tokens. `LOSSES` says what the mean is taken
+over: it needs the whole batch, so `objective.py` weights the terms by `Tokens.weight_T`.
 
 Shape suffixes: _P problems, _G samples of one problem, _T completion tokens one after another, _N sequences.
 """
@@ -21,11 +21,11 @@ from engine.settings.own_functions import load_own
 
 @dataclass(frozen=True)
 class Tokens:
-    """Completion tokens of whole sequences, one sequence after another; log-probabilities in float32, (T).
+    """Completion tokens of whole sequences, one sequence after another; log-probabilities are float32 (T).
 
-    `new_T` under the adapter that learns, with gradient; `old_T` as sampled; `base_T` without any adapter,
-    or None where nobody asks; `advantage_T`; `sequence_T` the number of each token's sequence, from 0 to
-    `sequences` - 1; `weight_T` each token's share in the mean over the whole batch.
+    `new_T`: under the trained adapter, with gradient. `old_T`: as sampled. `base_T`: without an adapter, or
+    None. `advantage_T`: advantages. `sequence_T`: each token's sequence number, 0 to `sequences` - 1.
+    `weight_T`: each token's weight in the mean over the whole batch.
     """
 
     new_T: Tensor
@@ -41,7 +41,7 @@ class Tokens:
         return value_T.new_zeros(self.sequences).index_add(0, self.sequence_T, value_T)
 
     def means(self, value_T: Tensor) -> Tensor:
-        """Return, at each token, the mean over its sequence's tokens, (T)."""
+        """Return, for each token, the mean over its sequence's tokens, (T)."""
         return (self.sums(value_T) / self.sums(torch.ones_like(value_T)))[self.sequence_T]
 
 
@@ -50,12 +50,12 @@ Terms = tuple[Tensor, Tensor]
 
 
 def cross_entropy(tokens: Tokens, settings: Settings) -> Terms:
-    """Return the negative log-likelihood, for supervised fine-tuning; no samples and no advantages."""
+    """Return the negative log-likelihood, for supervised fine-tuning without samples and advantages."""
     return _free(-tokens.new_T)
 
 
 def importance_sampling(tokens: Tokens, settings: Settings) -> Terms:
-    """Return the policy gradient's surrogate, corrected for the sampler and not clipped.
+    """Return the unclipped policy-gradient surrogate with importance sampling.
 
     "Conservative policy iteration" in PPO (arXiv 1707.06347, equation 6).
     """
@@ -68,7 +68,7 @@ def ppo(tokens: Tokens, settings: Settings) -> Terms:
 
 
 def grpo(tokens: Tokens, settings: Settings) -> Terms:
-    """Return PPO's terms, to be averaged over each answer and then over answers.
+    """Return PPO's terms, averaged over each answer and then over answers.
 
     DeepSeekMath (arXiv 2402.03300), equation 3; its KL term is the setting `kl` here.
     """
@@ -76,16 +76,16 @@ def grpo(tokens: Tokens, settings: Settings) -> Terms:
 
 
 def dr_grpo(tokens: Tokens, settings: Settings) -> Terms:
-    """Return PPO's terms, to be summed over each answer, divided by one constant, averaged over answers.
+    """Return PPO's terms, summed over each answer, divided by a constant, averaged over answers.
 
-    "Understanding R1-Zero-like training" (arXiv 2503.20783), section 3.2: no answer's length and no group's
-    spread weighs its gradient. The constant is the budget of tokens (its listing 1).
+    "Understanding R1-Zero-like training" (arXiv 2503.20783), section 3.2: neither an answer's length nor a
+    group's spread weights its gradient. The constant is the token budget (its listing 1).
     """
     return ppo(tokens, settings)
 
 
 def dapo(tokens: Tokens, settings: Settings) -> Terms:
-    """Return PPO's terms with a higher upper bound, to be averaged over all tokens.
+    """Return PPO's terms with a higher upper clip bound, averaged over all tokens.
 
     DAPO (arXiv 2503.14476): clip-higher in section 3.1, token-level loss in section 3.3.
     """
@@ -93,10 +93,10 @@ def dapo(tokens: Tokens, settings: Settings) -> Terms:
 
 
 def gspo(tokens: Tokens, settings: Settings) -> Terms:
-    """Return the surrogate clipped by the ratio of whole sequences, averaged as `grpo`.
+    """Return the surrogate clipped by whole sequences' ratios, averaged as in `grpo`.
 
     GSPO (arXiv 2507.18071), equation 7, in the form of its section 4.3: each token has its sequence's ratio
-    as value and its own log-probability as gradient, which is the same where advantages are a sequence's.
+    as value and its own log-probability as gradient. Both forms are equal when a sequence has one advantage.
     """
     gap_T = tokens.means((tokens.new_T - tokens.old_T).detach())
     ratio_T = torch.exp(gap_T + tokens.new_T - tokens.new_T.detach())
@@ -104,9 +104,9 @@ def gspo(tokens: Tokens, settings: Settings) -> Terms:
 
 
 def cispo(tokens: Tokens, settings: Settings) -> Terms:
-    """Return REINFORCE weighted by the clipped ratio, so that clipped tokens still teach; a mean over tokens.
+    """Return REINFORCE weighted by the clipped ratio, a mean over tokens; clipped tokens keep a gradient.
 
-    MiniMax-M1 (arXiv 2506.13585), equations 4 and 5, without a lower bound. The upper bound of 5 is that of
+    MiniMax-M1 (arXiv 2506.13585), equations 4 and 5, without a lower bound. The upper bound of 5 is from
     ScaleRL (arXiv 2510.13786).
     """
     ratio_T = torch.exp(tokens.new_T - tokens.old_T).detach()
@@ -115,7 +115,7 @@ def cispo(tokens: Tokens, settings: Settings) -> Terms:
 
 
 def dpo(tokens: Tokens, settings: Settings) -> Terms:
-    """Return each pair's loss at all of its tokens; sequences 2k and 2k + 1 are chosen and rejected.
+    """Return each pair's loss at all its tokens; sequence 2k is chosen and 2k + 1 rejected.
 
     Direct preference optimisation (arXiv 2305.18290), equation 7; the reference is the base.
     """
@@ -126,7 +126,7 @@ def dpo(tokens: Tokens, settings: Settings) -> Terms:
 
 
 def kl_to_base(new_T: Tensor, base_T: Tensor) -> Tensor:
-    """Return an estimate of each token's KL divergence to the base: unbiased, never negative, differentiable.
+    """Estimate each token's KL divergence to the base (T), in nats: unbiased, non-negative, differentiable.
 
     DeepSeekMath (arXiv 2402.03300), equation 4; k3 of Schulman, "Approximating KL divergence" (2020).
     """
@@ -146,11 +146,11 @@ def _clipped(ratio_T: Tensor, advantage_T: Tensor, settings: Settings) -> Terms:
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss and what it is a mean over: all tokens, each unit's tokens and then units, or a fixed budget.
+    """A loss and its mean: over all tokens, over each unit's tokens and then units, or by a fixed budget.
 
-    `unit` consecutive sequences belong together. `sampled`: it needs log-probabilities as sampled and
-    advantages. `by_spread`: advantages are in units of their group's spread. `drops`: groups without spread
-    are left out, and do not count in the mean.
+    `unit` consecutive sequences belong together. `sampled`: it needs the sampler's log-probabilities and
+    advantages. `by_spread`: advantages are divided by their group's standard deviation. `drops`: groups
+    without spread are left out and do not count in the mean.
     """
 
     terms: Callable[[Tokens, Settings], Terms]
@@ -176,10 +176,10 @@ LOSSES = {
 
 
 def loss_of(name: str) -> Loss:
-    """Return a loss by its name, or of one's own by `python:MODULE:FUNC`; `ConfigError` when there is none.
+    """Return a loss by name, or a custom one by `python:MODULE:FUNC`; `ConfigError` when there is none.
 
-    One's own is called with `Tokens` and the setting `options`, and returns a term (T) for each token, of
-    which the mean over all tokens is taken.
+    A custom loss is called with `Tokens` and the setting `options`. It returns one term for each token (T);
+    the loss is their mean over all tokens.
     """
     if not name.startswith("python:"):
         return LOSSES[name]
@@ -189,26 +189,17 @@ def loss_of(name: str) -> Loss:
 def _own(function: Callable[[Tokens, Settings], Tensor], tokens: Tokens, settings: Settings) -> Terms:
     term_T = function(tokens, settings)
     if not isinstance(term_T, Tensor) or term_T.shape != tokens.new_T.shape or not term_T.requires_grad:
-        raise ConfigError("A loss of one's own must return a tensor that depends on new_T and has its shape.")
+        raise ConfigError("A custom loss must return a tensor of the shape of new_T that depends on new_T.")
     return _free(term_T)
 
 
 def group_advantages(rewards_PG: Tensor, by_spread: bool = True, eps: float = 1e-6) -> Tensor:
-    """Return each sample's reward over its group's mean, in units of the group's spread or not, (P, G).
+    """Return each sample's advantage (P, G): its reward minus its group's mean, and by the group's spread.
 
-    By the spread: DeepSeekMath (arXiv 2402.03300), section 4.1.2, outcome supervision. Not: Dr. GRPO
-    (arXiv 2503.20783), section 3.2.
+    With `by_spread` it is divided by the group's standard deviation plus `eps`: DeepSeekMath (arXiv
+    2402.03300), section 4.1.2, outcome supervision. Without: Dr. GRPO (arXiv 2503.20783), section 3.2.
     """
     centred_PG = rewards_PG - rewards_PG.mean(dim=1, keepdim=True)
     if not by_spread:
         return centred_PG
     return centred_PG / (rewards_PG.std(dim=1, keepdim=True, correction=0) + eps)
-
-
-def groups_that_teach(rewards_PG: Tensor) -> Tensor:
-    """Return a mask (P,) of the groups whose samples differ in reward; the others have no gradient.
-
-    The filter of DAPO's dynamic sampling (arXiv 2503.14476, section 3.2). The paper then samples until the
-    batch is full again; here a step learns from what is left.
-    """
-    return rewards_PG.amax(dim=1) > rewards_PG.amin(dim=1)

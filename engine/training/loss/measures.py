@@ -1,4 +1,4 @@
-"""What a batch showed of loss, ratios, entropy and masks. Knows no model.
+"""Metrics of a batch: loss, importance ratios, divergences, entropy, masks.
 
 Shape suffixes: _T completion tokens, one example after another.
 """
@@ -11,19 +11,19 @@ from torch import Tensor
 
 from engine.training.loss.grpo import kl_to_base
 
-# A ratio of e^60 says enough; JSON has no infinity.
+# Ratios are capped at e^60: JSON has no infinity.
 LARGEST_GAP = 60.0
 
 
 @dataclass(frozen=True)
 class BatchMetrics:
-    """Numbers of a batch; means are over its completion tokens, entropies and divergences in nats.
+    """Metrics of a batch; means are over its completion tokens, entropies and divergences in nats.
 
-    Ratios are trainer over sampler, `kl_old` the divergence between both, None where there are no samples;
-    `kl` is the divergence to the base, None where nobody asked. `masked` has tokens by the reason why they
-    taught nothing, `capped` tokens whose weight was cut, `correction_weight` the mean of what corrections
-    multiplied with; `learned_tokens` had a gradient. `out_of_route` is the share of tokens whose experts the
-    trainer would have chosen otherwise than the engine, None where the engine's were not given.
+    Ratios are trainer over sampler and `kl_old` is the divergence between both, None without samples. `kl` is
+    the divergence to the base, None when not computed. `masked` counts masked tokens by reason, `capped`
+    tokens whose weight was capped; `correction_weight` is the mean weight of corrections; `learned_tokens`
+    counts tokens with a gradient. `out_of_route` is the share of tokens for which the trainer's router would
+    choose other experts than the engine, None without the engine's choice.
     """
 
     loss: float
@@ -44,9 +44,9 @@ class BatchMetrics:
 
 @dataclass(frozen=True)
 class MicrobatchStats:
-    """What a microbatch left behind, (T) and without gradient; `base_T` is empty where nobody asked.
+    """Statistics of a microbatch, (T) and without gradient; `base_T` is empty when not computed.
 
-    `strayed` of the `routed` tokens, which came with the engine's experts, would have taken others.
+    `routed` counts tokens with the engine's experts, `strayed` those whose experts differ in the trainer.
     """
 
     new_T: Tensor
@@ -64,7 +64,7 @@ class MicrobatchStats:
 
 
 def measure(seen: Sequence[MicrobatchStats], sampled: bool) -> BatchMetrics:
-    """Return the metrics of all microbatches together; `sampled`: their `old_T` are a sampler's."""
+    """Return the metrics of all microbatches; `sampled`: `old_T` comes from a sampler."""
 
     def whole(name: str) -> Tensor:
         return torch.cat([getattr(one, name) for one in seen])
@@ -80,7 +80,7 @@ def measure(seen: Sequence[MicrobatchStats], sampled: bool) -> BatchMetrics:
         ratio_min=ratio_T.min().item() if sampled else None,
         ratio_max=ratio_T.max().item() if sampled else None,
         kl=kl_to_base(new_T, base_T).mean().item() if len(base_T) else None,
-        # k3 as to the base; these tokens were drawn by the sampler.
+        # The k3 estimator, as for the base; these tokens come from the sampler.
         kl_old=(ratio_T - 1 - gap_T).mean().item() if sampled else None,
         entropy=whole("entropy_T").mean().item(),
         clip_fraction=whole("clipped_T").float().mean().item(),

@@ -1,7 +1,6 @@
 """One policy's LoRA factors in float32 with their Adam moments, and their canonical form.
 
-The experts of a layer share two parameters a projection, so that 128 experts are not 768 parameters.
-Knows tensors and names of modules. Knows no base, no session and no files.
+All experts of a layer share two parameters for each projection: 128 experts are not 768 parameters.
 
 Shapes: E experts, R rank, I input features, O output features.
 """
@@ -23,7 +22,7 @@ Number = TypeVar("Number", int, float)
 
 @dataclass(frozen=True)
 class Site:
-    """Where factors may sit: a linear module, or one projection of all `experts` of a layer (0: linear)."""
+    """A place for factors: a linear module (`experts` 0), or one projection of all experts of a layer."""
 
     name: str
     inputs: int
@@ -31,7 +30,7 @@ class Site:
     experts: int = 0
 
     def keys(self, side: str) -> list[str]:
-        """Return the canonical names of one side's factors, one an expert."""
+        """Return the canonical names of the factors of one side, one for each expert."""
         parent, _, leaf = self.name.rpartition(".")
         if not self.experts:
             return [f"{self.name}.{side}"]
@@ -39,7 +38,7 @@ class Site:
 
 
 def sites_of(shapes: BaseShapes) -> dict[str, Site]:
-    """Return every site of a base by its name; experts' are called `<path of experts>.<projection>`."""
+    """Return every site of a base by name; a site of experts is `<path of experts>.<projection>`."""
     routed = [
         Site(f"{path}.{projection}", *experts.size(projection), experts.count)
         for path, experts in shapes.experts.items()
@@ -50,33 +49,38 @@ def sites_of(shapes: BaseShapes) -> dict[str, Site]:
 
 
 def chosen_sites(sites: Mapping[str, Site], targets: Iterable[str]) -> dict[str, Site]:
-    """Return the sites that targets name: a projection, or the end of a path such as `layers.2.mlp.up_proj`.
+    """Return the sites that match targets: projections, or ends of paths such as `layers.2.mlp.up_proj`.
 
-    As PEFT's `target_modules`. Raises `ConfigError` for targets that name nothing.
+    The rule of PEFT's `target_modules`. Raises `ConfigError` for targets that match nothing.
     """
     ends = {target: f".{target}" for target in targets}
     if unknown := sorted(
         target for target, end in ends.items() if not any(f".{name}".endswith(end) for name in sites)
     ):
         known = sorted({name.rpartition(".")[2] for name in sites})
-        raise ConfigError(f"The base has no projections {', '.join(unknown)}. Known: {', '.join(known)}.")
+        raise ConfigError(
+            f"The base has no projections {', '.join(unknown)}. Choose from {', '.join(known)}."
+        )
     return {name: site for name, site in sites.items() if f".{name}".endswith(tuple(ends.values()))}
 
 
 def by_pattern(names: Collection[str], default: Number, patterns: Mapping[str, Number]) -> dict[str, Number]:
-    """Return each name's value: that of the first pattern that covers the end of its path, or the default.
+    """Return each name's value: that of the first pattern that matches the end of its path, or the default.
 
-    As PEFT's `rank_pattern` and `alpha_pattern`. Raises `ConfigError` for a pattern that covers nothing.
+    The rule of PEFT's `rank_pattern` and `alpha_pattern`. Raises `ConfigError` for a pattern that matches
+    nothing.
     """
     for pattern in patterns:
         if not any(Patterns({pattern: True}).get(name, False) for name in names):
-            raise ConfigError(f"The pattern {pattern!r} covers no projection of the adapter; mend it.")
+            raise ConfigError(
+                f"The pattern {pattern!r} matches no projection of the adapter. Correct or remove it."
+            )
     chosen = Patterns(patterns)
     return {name: chosen.get(name, default) for name in names}
 
 
 def ranks_at(sites: Mapping[str, Site], tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the rank that canonical tensors need at each site that they have something for."""
+    """Return the rank of canonical tensors at each site that has any."""
     found = {
         name: max((len(tensors[key]) for key in site.keys("lora_A") if key in tensors), default=0)
         for name, site in sites.items()
@@ -86,17 +90,17 @@ def ranks_at(sites: Mapping[str, Site], tensors: Mapping[str, Tensor]) -> dict[s
 
 @dataclass(frozen=True)
 class Part:
-    """An adapter and the tokens that are its: `span` of those that go through the base together."""
+    """An adapter and its tokens: `span` of the tokens in one pass."""
 
     adapter: "Adapter"
     span: slice
 
 
 class Adapter:
-    """Factors at some sites; both sides are zero until they are drawn or loaded.
+    """Factors at some sites; both sides are zero until they are initialised or loaded.
 
-    `factors` are parameters by `<site>.lora_A` and `<site>.lora_B`: (R, I) and (O, R) of a linear module,
-    (E, R, I) and rank-major (E, R, O) of experts, which is how their products read them.
+    `factors` are float32 parameters by `<site>.lora_A` and `<site>.lora_B`: (R, I) and (O, R) for a linear
+    module, (E, R, I) and rank-major (E, R, O) for experts, the layout that their products read.
     """
 
     def __init__(
@@ -120,29 +124,29 @@ class Adapter:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """The projections that have factors in some layer."""
+        """Return the projections with factors in any layer."""
         return tuple(sorted({name.rpartition(".")[2] for name in self.sites}))
 
     @torch.no_grad()
     def draw(self, generator: torch.Generator) -> None:
-        """Draw every A by PEFT's default, Kaiming uniform with a = sqrt(5); with B zero it is the base."""
+        """Initialise every A as PEFT does: Kaiming uniform with a = sqrt(5)."""
         for name, site in self.sites.items():
             factor = self.factors[f"{name}.lora_A"]
-            # Drawn on the CPU, so that a seed means the same factors on every device.
+            # Drawn on the CPU, so that a seed gives the same factors on every device.
             uniform = torch.rand(factor.shape, generator=generator) * 2 - 1
             factor.copy_(uniform * (1 / math.sqrt(site.inputs)))
 
     def pair(self, name: str) -> tuple[Tensor, Tensor, float] | None:
-        """Return a site's A, B and scale, or None where this adapter has nothing."""
+        """Return a site's A, B and scale, or None when the adapter has no factors there."""
         if name not in self.sites:
             return None
         return self.factors[f"{name}.lora_A"], self.factors[f"{name}.lora_B"], self.scales[name]
 
     @torch.no_grad()
     def canonical(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Return a revision's tensors on the CPU: alpha folded into B so that it equals rank, in `dtype`.
+        """Return a revision's tensors on the CPU in `dtype`, with the scale folded into B (alpha = rank).
 
-        Experts' tensors are views on one copy of their stack.
+        A is (R, I) and B is (O, R) for each module; experts' tensors are views on one copy of their stack.
         """
         tensors: dict[str, Tensor] = {}
         for side, factor, site in self._stacks():
@@ -152,9 +156,9 @@ class Adapter:
         return tensors
 
     def place(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write canonical tensors into the first ranks of their places; what is not given stays.
+        """Copy canonical tensors into the first ranks of their sites; other values stay.
 
-        Raises `AdapterError` for a tensor of a larger rank than its place has.
+        Raises `AdapterError` for a tensor whose rank exceeds the site's.
         """
         places = [
             (key, part, site)
@@ -167,7 +171,8 @@ class Adapter:
             found, axis = tensors[key], 0 if key.endswith("lora_A") else 1
             if found.shape[axis] > part.shape[axis]:
                 raise AdapterError(
-                    f"The tensor {key} has rank {found.shape[axis]}, over the {part.shape[axis]} here."
+                    f"The tensor {key} has rank {found.shape[axis]}, but the session has "
+                    f"rank {part.shape[axis]} there. Raise `rank`."
                 )
             if axis == 0:
                 part[: len(found)] = found
@@ -175,7 +180,7 @@ class Adapter:
                 part[:, : found.shape[1]] = found.float() / self.scales[site.name]
 
     def _stacks(self) -> Iterator[tuple[str, Tensor, Site]]:
-        """Yield each factor's side, its values with the axes of the canonical form, and its site."""
+        """Yield each factor's side, its values in the canonical axis order, and its site."""
         for name, site in self.sites.items():
             a, b = (self.factors[f"{name}.{side}"].detach() for side in ("lora_A", "lora_B"))
             yield "lora_A", a, site
@@ -184,7 +189,7 @@ class Adapter:
     def step(
         self, lr: float, betas: tuple[float, float], eps: float, weight_decay: float, clip: float
     ) -> float:
-        """Apply and clear the gathered gradients by AdamW; return their norm before clipping to `clip`."""
+        """Take an AdamW step and clear the gradients; return their norm before clipping (`clip` 0: none)."""
         parameters = list(self.factors.values())
         norm = torch.nn.utils.clip_grad_norm_(parameters, clip if clip > 0 else math.inf)
         settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -194,10 +199,11 @@ class Adapter:
         return float(norm)
 
     def clear_gradients(self) -> None:
+        """Drop all gradients."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return factors and Adam moments on the CPU, so that a session goes on on any device."""
+        """Return factors and Adam moments on the CPU, so that a session can continue on any device."""
         factors = {key: factor.detach().cpu().clone() for key, factor in self.factors.items()}
         optimizer = self.optimizer.state_dict()
         moments = {
@@ -208,6 +214,7 @@ class Adapter:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned and drop all gradients."""
         for key, factor in self.factors.items():
             factor.copy_(state["factors"][key])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -215,5 +222,5 @@ class Adapter:
 
 
 def _by_key(side: str, factor: Tensor, site: Site) -> Iterator[tuple[str, Tensor]]:
-    """Yield a factor's canonical tensors, one an expert, as views with their names."""
+    """Yield the names and views of a factor's canonical tensors, one for each expert."""
     yield from zip(site.keys(side), factor if site.experts else (factor,), strict=True)

@@ -1,10 +1,10 @@
-"""The routed experts of a layer, frozen, with the factors of whichever adapter is switched on.
+"""The frozen routed experts of a layer plus the factors of the active adapters.
 
-Knows transformers' modules of experts (version 5: `gate_up_proj` (E, 2I, H), the rows of up after those of
-gate, and `down_proj` (E, H, I)). Chooses no expert: the router is the base's own.
+It wraps transformers' expert modules (version 5: `gate_up_proj` (E, 2I, H) with the rows of up after those of
+gate, and `down_proj` (E, H, I)). The base's own router chooses the experts.
 
 Shapes: T tokens, K experts of a token, P = T*K pairs, N rows of pairs and padding, E experts, H hidden size,
-I inner size, D width, O outputs.
+I inner size, D width, O outputs, S slots, R rank.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,10 +27,10 @@ from kernels.routed import LEAST_ROWS
 
 @dataclass(frozen=True)
 class SortedPairs:
-    """Pairs sorted by expert: the pair of each row, `order` (N), each pair's row, `place` (P), `ends` (E).
+    """Pairs sorted by expert: `order` (N), the pair of each row; `place` (P), each pair's row; `ends` (E).
 
-    On a CPU a row's bits do not depend on what else is in its batch: the BLAS sums in one order from four
-    rows on and in another for fewer, so an expert has at least four or none, some of them padding.
+    On a CPU a row's bits do not depend on its batch: the BLAS uses one summation order from four rows on and
+    another for fewer, so each used expert is padded to at least four rows.
     """
 
     order: Tensor
@@ -39,6 +39,7 @@ class SortedPairs:
 
     @staticmethod
     def of(experts_TK: Tensor, count: int) -> "SortedPairs":
+        """Sort the pairs of expert ids (T, K) among `count` experts."""
         experts = experts_TK.flatten()
         pairs, rows_E = len(experts), torch.bincount(experts, minlength=count)
         if not experts.is_cuda:
@@ -46,18 +47,19 @@ class SortedPairs:
             experts = torch.cat([experts, torch.arange(count).repeat_interleave(missing_E)])
             rows_E += missing_E
         order, ends = experts.argsort(stable=True), rows_E.cumsum(0, dtype=torch.int32)
-        # Padding has the numbers after all pairs'; its rows repeat the last of them.
+        # Padding is numbered after all pairs; its rows repeat the last pair.
         return SortedPairs(order.clamp(max=pairs - 1), order.argsort()[:pairs], ends)
 
 
 class ExpertMatmul(Function):
-    """Each pair's product (P, O) with its expert's frozen weight; the rows alone get a gradient.
+    """Each pair's product (P, O) with its expert's frozen weight; only the rows get a gradient.
 
-    `x` has a row for `each` pairs. On any device the same sums in the same order: no atomic additions.
+    `x` has one row for every `each` pairs. Deterministic on every device: no atomic additions.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_EOD: Tensor, groups: SortedPairs, each: int) -> Tensor:
+        """Return y (P, O) of x (P / each, D) and weight (E, O, D)."""
         ctx.each = each
         ctx.save_for_backward(weight_EOD, groups.order, groups.place, groups.ends)
         rows_ND = x.index_select(0, groups.order // each)
@@ -66,6 +68,7 @@ class ExpertMatmul(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of x (P / each, D)."""
         weight_EOD, order, place, ends = ctx.saved_tensors
         dy_NO = grads[0].index_select(0, order)
         dx_PD = grouped_mm(dy_NO, weight_EOD, offs=ends).index_select(0, place)
@@ -73,7 +76,7 @@ class ExpertMatmul(Function):
 
 
 class SlottedExperts(nn.Module):
-    """A layer's frozen experts that add the factors of whichever adapter is switched on."""
+    """A layer's frozen experts that add the products of the active adapters."""
 
     def __init__(self, base: Any):
         super().__init__()
@@ -81,11 +84,11 @@ class SlottedExperts(nn.Module):
         self.parts: Sequence[Part] = ()
         self.pairs: dict[str, dict[int, tuple[Tensor, Tensor, float]]] = {}
         name = "kernels.experts.triton" if base.down_proj.is_cuda else "kernels.experts.cpu_grouped"
-        # Triton is imported on a GPU alone.
+        # Triton is imported on a GPU only.
         self.ops = import_module(name)
 
     def switch(self, name: str, parts: Sequence[Part]) -> None:
-        """Switch adapters on for their parts; `name` is this module's path."""
+        """Activate the adapters of `parts`; `name` is this module's path."""
         self.parts = parts
         self.pairs = {
             projection: {
@@ -97,6 +100,7 @@ class SlottedExperts(nn.Module):
         }
 
     def forward(self, x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        """Return the weighted sum (T, H) over each token's experts (T, K) with weights (T, K)."""
         tokens, count = experts_TK.shape
         groups = SortedPairs.of(experts_TK, len(self.base.down_proj))
         slots = Slots(self.parts, experts_TK, self.ops)
@@ -112,7 +116,7 @@ class SlottedExperts(nn.Module):
 
 @dataclass(frozen=True)
 class Slots:
-    """Whose a layer's tokens are, given their `experts` (T, K). Adapters of one rank share products."""
+    """The adapter of each token of a layer, given `experts` (T, K). Adapters of equal rank share products."""
 
     parts: Sequence[Part]
     experts: Tensor
@@ -120,14 +124,14 @@ class Slots:
     _plans: dict[tuple[int, ...], tuple[Tensor, Any]] = field(default_factory=dict)
 
     def add(self, y_TKO: Tensor, x: Tensor, pairs: Mapping[int, tuple[Tensor, Tensor, float]]) -> Tensor:
-        """Add each part's product of one projection, given its factors; `x` is (T, D) or (T, K, D)."""
+        """Return y (T, K, O) plus each part's product of one projection; `x` is (T, D) or (T, K, D)."""
         by_rank: dict[int, list[int]] = {}
         for number, (a_ERD, _, _) in pairs.items():
             by_rank.setdefault(a_ERD.shape[1], []).append(number)
         for numbers in by_rank.values():
             slots_T, plan = self._plan(tuple(numbers))
             chosen = [pairs[number] for number in numbers]
-            # In the base's dtype, rounded as `Adapter.canonical` rounds them: what the engine serves.
+            # In the base's dtype, rounded as `Adapter.canonical` rounds what the engine serves.
             a_SERD = torch.stack([a.to(x.dtype) for a, _, _ in chosen])
             b_SERO = torch.stack([served(b, scale, x.dtype) for _, b, scale in chosen])
             b_SEOR = b_SERO.transpose(2, 3)
@@ -135,7 +139,7 @@ class Slots:
         return y_TKO
 
     def _plan(self, numbers: tuple[int, ...]) -> tuple[Tensor, Any]:
-        """Return the slot of each token, -1 where it is no part's of `numbers`, and the plan for them."""
+        """Return each token's slot, -1 outside the parts `numbers`, and the routing plan."""
         if numbers not in self._plans:
             slots_T = self.experts.new_full((len(self.experts),), -1)
             for slot, number in enumerate(numbers):
@@ -145,7 +149,7 @@ class Slots:
 
 
 def slotted_experts(base: Any) -> SlottedExperts:
-    """Wrap a layer's experts; `BaseModelError` when their parameters are laid out in another way."""
+    """Wrap a layer's experts; `BaseModelError` when their parameters have another layout."""
     if base.has_bias or base.is_transposed or not base.is_concatenated:
         raise BaseModelError(
             f"The trainer cannot train {type(base).__name__}: it has biases, transposed weights, or "

@@ -1,7 +1,6 @@
-"""A frozen projection with the factors of whichever adapters are switched on, each for its own tokens.
+"""A frozen projection plus the factors of the active adapters, each for its own tokens.
 
-The tokens of an adapter lie one after another, so each adapter is two plain products on its part, at its own
-rank. Knows tensors alone.
+An adapter's tokens are adjacent, so each adapter is two matrix products on its span, at its own rank.
 
 Shape suffixes: _T tokens, _R rank, _I input features, _O output features.
 """
@@ -18,9 +17,10 @@ from engine.training.model.adapter import Part
 
 
 class LoRAMatmul(Function):
-    """`x @ W.T + x @ A.T @ (scale * B).T` of each part's tokens; W is frozen, x and factors get gradients.
+    """`x @ W.T + x @ A.T @ (scale * B).T` for each span; W is frozen, x and the factors get gradients.
 
-    Written out because autograd would keep and add a whole output for each of the products.
+    LoRA (arXiv 2106.09685, equation 3). A custom backward, because autograd would keep and add a whole output
+    for each product.
     """
 
     @staticmethod
@@ -33,6 +33,7 @@ class LoRAMatmul(Function):
         scales: Any,
         *factors: Tensor,
     ) -> Tensor:
+        """Return y (T, O) of x (T, I) and weight (O, I); `factors` are A (R, I) and B (O, R) of each span."""
         y_TO = linear(x_TI, weight_OI, bias_O)
         hidden = []
         for span, scale, a_RI, b_OR in zip(spans, scales, factors[::2], factors[1::2], strict=True):
@@ -44,6 +45,7 @@ class LoRAMatmul(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        """Return the gradients of x, and of each A and B in float32."""
         x_TI, weight_OI, *saved = ctx.saved_tensors
         count = len(ctx.spans)
         factors, hidden = saved[: 2 * count], saved[2 * count :]
@@ -59,12 +61,12 @@ class LoRAMatmul(Function):
 
 
 def served(b: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Return B with alpha folded in, rounded as `Adapter.canonical` does: what the engine serves."""
+    """Return `scale * B` in `dtype`, rounded as `Adapter.canonical` rounds what the engine serves."""
     return (b * scale).to(dtype)
 
 
 class SlottedLinear(nn.Module):
-    """A frozen projection that adds the factors of the adapters that are switched on."""
+    """A frozen projection that adds the products of the active adapters."""
 
     def __init__(self, base: nn.Linear):
         super().__init__()
@@ -74,16 +76,14 @@ class SlottedLinear(nn.Module):
         self.factors: list[Tensor] = []
 
     def switch(self, name: str, parts: Sequence[Part]) -> None:
-        """Switch adapters on for their parts, or the plain base where none has factors here.
-
-        `name` is this module's path.
-        """
+        """Activate the adapters of `parts` that have factors at `name`, this module's path."""
         found = [(part.span, pair) for part in parts if (pair := part.adapter.pair(name))]
         self.spans = [span for span, _ in found]
         self.scales = [scale for _, (_, _, scale) in found]
         self.factors = [factor for _, (a, b, _) in found for factor in (a, b)]
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return y (..., O) of x (..., I) in the base's dtype."""
         if not self.factors:
             y: Tensor = self.base(x)
             return y

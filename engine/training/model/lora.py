@@ -1,11 +1,10 @@
 """LoRA on a resident base: the base is loaded once and frozen, each adapter is a small set of factors.
 
-`ResidentBase.using(adapter)` switches an adapter on, `using_many` several, each for its own tokens of a
-stream. The base may be in bfloat16 and on a GPU. Knows tensors, shapes and devices. Knows nothing of
-sessions, tasks or files of revisions.
+`ResidentBase.using(adapter)` applies one adapter, `using_many` several, each to its own tokens of a stream.
+The base may be in bfloat16 and on a GPU.
 
 Shape suffixes: _B rows, _S positions, _T completion tokens one after another, _R rank, _I input
-features, _O output features, _V vocabulary.
+features, _O output features, _H hidden size, _V vocabulary.
 """
 
 import sys
@@ -33,10 +32,10 @@ Slotted = SlottedLinear | SlottedExperts
 
 
 class ResidentBase:
-    """The frozen base in `dtype` on a device, shared by every adapter. One thread at a time may call it.
+    """The frozen base in `dtype` on a device, shared by all adapters. Not thread-safe.
 
-    With `checkpointing`, a layer's activations are computed again in the backward, and logits exist for
-    `HEAD_TOKENS` tokens at a time. `longest` is the most tokens that a row may have, within its context.
+    With `checkpointing`, the backward pass recomputes each layer's activations, and logits exist for
+    `HEAD_TOKENS` tokens at a time. `longest` limits the tokens of a row, within the base's context.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class ResidentBase:
         ranks: Mapping[str, int] | None = None,
         alphas: Mapping[str, float] | None = None,
     ) -> Adapter:
-        """Return a fresh adapter at `targets`, with PEFT's patterns where ranks and alphas differ.
+        """Return a fresh adapter at `targets`; `ranks` and `alphas` are PEFT's patterns for exceptions.
 
         Raises `ConfigError` that names unknown targets or patterns.
         """
@@ -103,9 +102,9 @@ class ResidentBase:
         return adapter
 
     def hold(self, tensors: dict[str, Tensor]) -> Adapter:
-        """Return an adapter with a revision's tensors, whose ranks may differ and whose experts be few.
+        """Return an adapter with a revision's tensors; ranks may differ, and experts may be missing.
 
-        Raises `AdapterError` that names the tensor that does not fit the base.
+        Raises `AdapterError` that names a tensor that does not fit the base.
         """
         validate(tensors, None, self.modules)
         ranks = ranks_at(self.sites, tensors)
@@ -115,11 +114,11 @@ class ResidentBase:
         return adapter
 
     def using(self, adapter: Adapter | None) -> AbstractContextManager[None]:
-        """Switch an adapter on, or the plain base with None, for the forwards and backwards inside."""
+        """Apply an adapter, or with None the plain base, to the passes inside the `with` block."""
         return self._switched([Part(adapter, slice(None))] if adapter else [])
 
     def using_many(self, counts: Sequence[tuple[Adapter, int]]) -> AbstractContextManager[None]:
-        """Switch adapters on for so many tokens of a stream each, one after another (`Stream.counts`)."""
+        """Apply adapters to consecutive spans of a stream, each with its token count (`Stream.counts`)."""
         ends = list(accumulate((count for _, count in counts), initial=0))
         spans = [slice(*pair) for pair in pairwise(ends)]
         parts = [Part(adapter, span) for (adapter, _), span in zip(counts, spans, strict=True)]
@@ -142,23 +141,20 @@ class ResidentBase:
         return pack(parts, self.device, self.model.dtype)
 
     def microbatches(self, rows: Sequence[TokenRow], unit: int = 1) -> list[list[int]]:
-        """Return indices in batches for `logprobs`; `unit` consecutive rows stay together."""
+        """Return row indices in batches for `logprobs`; `unit` consecutive rows stay together."""
         return microbatches(rows, self.microbatch_tokens, unit, shared=self.packs)
 
     def logprobs(self, rows: Sequence[TokenRow] | Stream) -> Tensor:
-        """Return log-probabilities (T,) in float32 of all rows' completion tokens, row after row."""
+        """Return the log-probabilities (T,) in float32 of all completion tokens, row after row."""
         return self._read(rows, entropy=False)[0]
 
     def logprobs_and_entropy(self, rows: Sequence[TokenRow] | Stream) -> tuple[Tensor, Tensor]:
-        """Return `logprobs`, and for each the entropy (nats, no gradient) of what could stand there."""
+        """Return `logprobs` and the predicted distributions' entropies (T,), in nats, without gradient."""
         logprob_T, entropy_T = self._read(rows, entropy=True)
         return logprob_T, entropy_T
 
     def _read(self, rows: Sequence[TokenRow] | Stream, entropy: bool) -> tuple[Tensor, ...]:
-        """Return the log-probabilities, and the entropies where they are asked for.
-
-        The vocabulary is only touched at those positions.
-        """
+        """Return log-probabilities and, with `entropy`, entropies; logits exist at those positions only."""
         hidden_TH, chosen_T = self._hidden(rows)
         if not self.checkpointing:
             return self._picked(hidden_TH, chosen_T, entropy)
@@ -167,7 +163,7 @@ class ResidentBase:
         return tuple(torch.cat(column) for column in zip(*found, strict=True))
 
     def _hidden(self, rows: Sequence[TokenRow] | Stream) -> tuple[Tensor, Tensor]:
-        """Return the hidden states before all completion tokens, and these tokens."""
+        """Return the hidden states (T, H) that predict the completion tokens, and these tokens (T,)."""
         if not isinstance(rows, Stream):
             return self._hidden(self.pack([rows])) if self.packs else self._padded(rows)
         stream = rows
@@ -182,7 +178,7 @@ class ResidentBase:
         return found.last_hidden_state[0].index_select(0, stream.before), stream.chosen
 
     def _padded(self, rows: Sequence[TokenRow]) -> tuple[Tensor, Tensor]:
-        """Return `_hidden` by rows that are padded on the right, where causal attention never looks."""
+        """Return `_hidden` for rows padded on the right, where causal attention ignores the padding."""
         width = max(len(row.tokens) for row in rows)
         tokens_BS = torch.zeros(len(rows), width, dtype=torch.long)
         for i, row in enumerate(rows):
@@ -191,7 +187,7 @@ class ResidentBase:
         start_B = torch.tensor([row.start for row in rows])
         end_B = torch.tensor([len(row.tokens) for row in rows])
         completion_BS = (position_S >= start_B[:, None]) & (position_S < end_B[:, None])
-        # Found on the CPU: a mask on a GPU would make both wait for each other.
+        # Computed on the CPU: a boolean mask on a GPU would synchronise the two.
         chosen_T = tokens_BS[completion_BS].to(self.device)
         before_T = completion_BS.flatten().nonzero()[:, 0].sub(1).to(self.device)
         decoder = self.model.get_decoder()
@@ -213,7 +209,7 @@ class ResidentBase:
     def score(
         self, adapter: Adapter | None, rows: Sequence[TokenRow], between: Callable[[], None] = lambda: None
     ) -> list[list[float]]:
-        """Return each row's completion log-probabilities under an adapter, or under the base.
+        """Return each row's completion log-probabilities under an adapter, or with None the base.
 
         `between` is called before each microbatch and may raise to end the call.
         """
@@ -233,7 +229,7 @@ class ResidentBase:
         limit: int,
         between: Callable[[], None] = lambda: None,
     ) -> list[TokenRow]:
-        """Return each prompt with its most likely completion, up to `limit` tokens or a token of `ends`.
+        """Return each prompt with its greedy completion, up to `limit` tokens or a token of `ends`.
 
         `between` is called after each token and may raise to end the call.
         """
@@ -243,7 +239,7 @@ class ResidentBase:
             between()
             return torch.zeros(len(tokens_BS), dtype=torch.bool, device=tokens_BS.device)
 
-        # What the base's own settings would say of sampling does not count here.
+        # Override the base's own generation settings.
         settings = GenerationConfig(
             do_sample=False,
             num_beams=1,
@@ -273,7 +269,7 @@ class ResidentBase:
 
     @contextmanager
     def _generating(self) -> Iterator[None]:
-        """Let the model read padded rows with a cache, which attention over a stream and checkpoints lack."""
+        """Let the model generate from padded rows with a KV cache, without packing and checkpointing."""
         if self.packs:
             self.model.set_attn_implementation("sdpa")
         if self.checkpointing:
@@ -288,10 +284,10 @@ class ResidentBase:
 
 
 def checkpoint_layers(model: Any) -> None:
-    """Let every decoder layer compute its activations again in the backward; dropout stays off.
+    """Enable gradient checkpointing (arXiv 1604.06174) in every decoder layer; dropout stays off.
 
-    Without transformers' hook that makes embeddings require gradients, which is for reentrant checkpoints,
-    the backward ends at the lowest adapter.
+    transformers' hook that makes embeddings require gradients is only for reentrant checkpoints. Without it
+    the backward pass ends at the lowest adapter.
     """
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.disable_input_require_grads()
@@ -299,10 +295,7 @@ def checkpoint_layers(model: Any) -> None:
 
 
 def switch_checkpoints(model: Any, on: bool) -> None:
-    """Switch checkpoints on or off: transformers makes them of layers in training mode, without a cache.
-
-    The layers alone are switched, not what is in them.
-    """
+    """Switch checkpointing on or off by the training mode of the layers alone, not of their children."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     for module in model.modules():

@@ -1,7 +1,4 @@
-"""Which rows go through the base together: within a budget of tokens, and so that samples share prompts.
-
-Knows how many tokens rows take. Knows no tensor.
-"""
+"""Which rows go through the base together: within a token budget, with samples of one prompt together."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -15,11 +12,11 @@ Piece = TypeVar("Piece")
 def microbatches(
     rows: Sequence[TokenRow], budget: int, unit: int = 1, shared: bool = True
 ) -> list[list[int]]:
-    """Return indices in batches of at most `budget` tokens of the stream; a larger unit is alone.
+    """Return row indices in batches of at most `budget` stream tokens; a larger unit is a batch of its own.
 
-    `unit` consecutive rows stay together. Rows with the same prompt do where they fit, so that they share
-    it; without `shared` every row counts its own. A prompt's keys are copied for each of its samples: a
-    token of the budget allows for `COPIES` of them.
+    `unit` consecutive rows stay together. Rows with the same prompt stay together where they fit, so that
+    they share it; without `shared` every row counts its own prompt. A prompt's keys are copied for each of
+    its samples: a token of the budget allows for `COPIES` copies.
     """
     groups: dict[Any, list[list[int]]] = {}
     for begin in range(0, len(rows), unit):
@@ -46,17 +43,17 @@ def microbatches(
 
 
 def stream_tokens(rows: Sequence[TokenRow]) -> int:
-    """Return how many tokens `pack` makes of one part's rows."""
+    """Return the number of stream tokens that `pack` makes of one part's rows."""
     return _prompt_tokens(rows) + sum(row.length - 1 for row in rows)
 
 
 def _prompt_tokens(rows: Sequence[TokenRow]) -> int:
-    """Return the tokens of the prompts that these rows share."""
+    """Return the number of tokens of the distinct prompts of these rows."""
     return sum({row.shared: row.start for row in rows}.values())
 
 
 def first_fit(pieces: Sequence[tuple[int, Piece]], budget: int) -> list[list[Piece]]:
-    """Fill batches with pieces of so many tokens up to the budget, the largest first."""
+    """Pack (size, piece) pairs into batches of at most `budget`, first-fit decreasing."""
     batches: list[list[Piece]] = []
     room: list[int] = []
     for size, piece in sorted(pieces, key=lambda sized: -sized[0]):

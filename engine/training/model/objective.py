@@ -1,7 +1,7 @@
-"""A loss with its settings, over the tokens of a microbatch: their weights, its gradient, what is no number.
+"""A loss with its settings over the tokens of a microbatch: weights, gradient, finiteness checks.
 
-The weights of all tokens come from the whole batch before anything runs, so the gradient does not depend on
-how the examples are cut into microbatches. Knows examples. Knows no base and no adapter.
+The weights of all tokens are computed from the whole batch first, so the gradient does not depend on how the
+examples are cut into microbatches.
 
 Shape suffixes: _T completion tokens, one example after another.
 """
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Objective:
-    """A loss with its settings: name and config as they were given, and the loss's own values."""
+    """A loss with its settings: name and config as given, and the loss's own values."""
 
     name: str
     loss: Loss
@@ -35,16 +35,17 @@ class Objective:
 
     @classmethod
     def of(cls, name: str, given: Mapping[str, Any]) -> "Objective":
-        """Raise `ConfigError` for an unknown loss, or a setting that is unknown or out of bounds."""
+        """Return the objective; `ConfigError` for an unknown loss, or an unknown or invalid setting."""
         config = loss_config(name, given)
         return cls(name, _in_time(name, config, partial(loss_of, name)), config, config.values(name))
 
     @property
     def needs_base(self) -> bool:
+        """Say whether the base's log-probabilities are needed."""
         return self.loss.needs_base or self.config.kl > 0
 
     def terms(self, tokens: Tokens) -> tuple[Tensor, Tensor, Corrected]:
-        """Return each token's part of the loss (T), which tokens are clipped (T), and the corrections."""
+        """Return each token's part of the loss (T), the mask of clipped tokens (T), and the corrections."""
         corrected = correct(tokens, self.config) if self.loss.sampled else uncorrected(tokens)
         term_T, clipped_T = self.loss.terms(corrected.tokens, self.values)
         if self.config.kl:
@@ -53,7 +54,7 @@ class Objective:
         return term_T * corrected.factor_T * tokens.weight_T, clipped_T, corrected
 
     def gradient(self, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor, Corrected]:
-        """Return the gradient for `new_T` (T), then `terms`; `ConfigError` when they take too long."""
+        """Return the gradient of `new_T` (T), then `terms`; `ConfigError` when they exceed the time limit."""
 
         def differentiated() -> tuple[Tensor, Tensor, Tensor, Corrected]:
             loss_T, clipped_T, corrected = self.terms(tokens)
@@ -63,7 +64,7 @@ class Objective:
         return _in_time(self.name, self.config, differentiated)
 
     def shares(self, lengths: Sequence[int]) -> list[float]:
-        """Return what share each example's tokens have in the whole batch's mean, given all lengths."""
+        """Return the weight of each example's tokens in the mean over the whole batch, given all lengths."""
         if self.loss.per == "token":
             return [1 / sum(lengths)] * len(lengths)
         if self.loss.per == "budget":
@@ -74,14 +75,14 @@ class Objective:
 
 
 def _in_time(name: str, config: LossConfig, call: Callable[[], T]) -> T:
-    """Return what a call returns; one's own loss may hang in it, and all sessions would wait."""
+    """Call a function; a custom loss has a time limit, since a hanging one would block all sessions."""
     return bounded(f"loss {name}", config.timeout_s, call) if name.startswith("python:") else call()
 
 
 def tokens_of(
     examples: Sequence[Example], shares: Sequence[float], new_T: Tensor, base_T: Tensor | None
 ) -> Tokens:
-    """Return a microbatch's tokens; without samples, the trainer's own log-probabilities stand for them."""
+    """Return a microbatch's tokens; without samples, `old_T` are the trainer's own log-probabilities."""
 
     def column(rows: Iterable[Sequence[float]], dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.tensor([value for row in rows for value in row], dtype=dtype, device=new_T.device)
@@ -100,7 +101,7 @@ def tokens_of(
 
 
 def refuse_broken(loss_T: Tensor, gradient_T: Tensor, tokens: Tokens, numbers: Sequence[int]) -> None:
-    """Raise `ConfigError` with the number of the first sample whose loss, or its gradient, is not finite."""
+    """Raise `ConfigError` with the number of the first sample whose loss or gradient is not finite."""
     broken_T = ~(loss_T.isfinite() & gradient_T.isfinite())
     if broken_T.any():
         places = broken_T.nonzero()[:, 0].tolist()
@@ -109,5 +110,5 @@ def refuse_broken(loss_T: Tensor, gradient_T: Tensor, tokens: Tokens, numbers: S
         raise ConfigError(
             f"The loss of sample {sample} is not a finite number (trainer {tokens.new_T[first].item():.4g}, "
             f"sampler {tokens.old_T[first].item():.4g}, advantage {tokens.advantage_T[first].item():.4g}). "
-            "Nothing was changed; leave the sample out, or look at its log-probabilities and advantages."
+            "Nothing was changed. Leave the sample out, or check its log-probabilities and advantages."
         )

@@ -1,11 +1,9 @@
-"""Sequences of many lengths as one stream of tokens: no padding, and a prompt that samples share only once.
+"""Packed sequences: rows of many lengths as one stream of tokens, without padding, each shared prompt once.
 
-Norms, projections, experts and head work on single tokens, so they see the stream as one row. Attention
-alone needs sequences: each run of queries takes its keys out of the stream, the prompt's before its own,
-and runs of about one length go through one product. Causal attention makes a prompt's states independent
-of what follows it, so the samples of a group share them, and their gradients meet there.
-
-Knows tokens, positions and attention. Knows no adapter and no loss.
+Norms, projections, experts and head work on single tokens, so they see the stream as one row. Only attention
+needs sequences: each run of queries gathers its keys from the stream, the prompt's before its own, and runs
+of similar length share one product. Causal attention makes a prompt's states independent of what follows, so
+the samples of a group share them and their gradients are summed there.
 
 Shape suffixes: _T tokens of the stream, _N completion tokens of all rows, _B runs of a bucket, _Q their
 queries, _K their keys, _P padded places of all buckets, _W width of a token.
@@ -22,20 +20,20 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn.functional import embedding_bag, scaled_dot_product_attention
 
-# Families whose attention is plain and causal over the whole sequence, and called through transformers'
-# interface. Others (sparse, windowed, with sinks) get rows that are padded on the right.
+# Families with plain causal attention over the whole sequence through transformers' attention interface.
+# Others (sparse, windowed, with sinks) use rows padded on the right.
 PACKED = ("deepseek_v3", "glm4_moe", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 IMPLEMENTATION = "packed"
-# A bucket may compute so many times the scores that its runs need; below the floor a call costs more.
+# A bucket may compute this many times the scores that its runs need, plus a floor that one call is worth.
 WASTE = 1.5
 FLOOR = 2**14
 
 
 @dataclass(frozen=True)
 class TokenRow:
-    """Token ids of a prompt and its completion; the completion begins at position `start`, at least 1.
+    """Token ids of a prompt and its completion, which begins at position `start` >= 1.
 
-    `routes` (P, layers, K) are the experts that the engine chose for the first P tokens, see replay.py.
+    `routes` (P, layers, K) are the experts that the engine chose for the first P tokens; see replay.py.
     """
 
     tokens: tuple[int, ...]
@@ -44,25 +42,26 @@ class TokenRow:
 
     @property
     def prompt(self) -> tuple[int, ...]:
+        """Return the prompt's tokens."""
         return self.tokens[: self.start]
 
     @property
     def shared(self) -> tuple[tuple[int, ...], bytes]:
-        """What rows with the same states of their prompts agree in: its tokens, and their experts if any."""
+        """Return the key of rows that can share prompt states: the prompt's tokens and experts."""
         return self.prompt, b"" if self.routes is None else self.routes[: self.start].numpy().tobytes()
 
     @property
     def length(self) -> int:
-        """The completion's tokens."""
+        """Return the number of completion tokens."""
         return len(self.tokens) - self.start
 
 
 @dataclass(frozen=True)
 class Example:
-    """A row with what its completion tokens were sampled at and are worth, one value a token.
+    """A row with the sampler's log-probability and the advantage of each completion token.
 
-    Both are empty where the loss needs no samples. `number` is what errors call it where others of its call
-    were left out.
+    Both are empty when the loss needs no samples. `number` is the sample's number in errors when others of
+    its call were left out.
     """
 
     row: TokenRow
@@ -73,7 +72,7 @@ class Example:
 
 @dataclass(frozen=True)
 class QueryRun:
-    """`count` queries from place `first` of the stream on, whose keys are a prompt's and then their own."""
+    """`count` queries from place `first` of the stream; their keys are a prompt's, then their own."""
 
     first: int
     count: int
@@ -82,12 +81,13 @@ class QueryRun:
 
     @property
     def keys(self) -> int:
+        """Return the number of keys."""
         return self.prompt_count + self.count
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """The sizes of one product of attention, and its additive mask (B, 1, Q, K), or None: plainly causal."""
+    """Sizes of one attention product, and its additive mask (B, 1, Q, K); None means causal."""
 
     rows: int
     queries: int
@@ -97,10 +97,11 @@ class Bucket:
 
 @dataclass(frozen=True)
 class AttentionLayout:
-    """Where attention finds the stream's tokens.
+    """Index tensors that map between the stream and the attention buckets.
 
-    `queries` and `keys` (P) are the stream's places in all buckets, one after another; `place` (T) is where
-    each token is a query; `users` are all places where tokens are keys, from `offsets` (T) on each token's.
+    `queries` and `keys` (P): the stream's place of each bucket entry, bucket after bucket. `place` (T): the
+    entry at which each token is a query. `users`: all entries at which tokens are keys; those of token t
+    start at `offsets[t]`, with `offsets` (T).
     """
 
     buckets: tuple[Bucket, ...]
@@ -113,11 +114,10 @@ class AttentionLayout:
 
 @dataclass(frozen=True)
 class Stream:
-    """Rows as one stream: `tokens` and `positions` (T), and how attention sees it.
+    """Rows as one stream: `tokens` and `positions` (T), and the attention layout.
 
-    `before` (N) is the place of the token before each completion token, row after row, and `chosen` (N)
-    these tokens; `counts` are the stream's tokens of each part. `routes` are its tokens' experts, piece by
-    piece, each with its number of tokens.
+    `chosen` (N) are the completion tokens, row after row, and `before` (N) the place of the token before
+    each; `counts` are the tokens of each part. `routes` are the tokens' experts as (ids, number of tokens).
     """
 
     tokens: Tensor
@@ -130,14 +130,14 @@ class Stream:
 
 
 def can_pack(config: Any) -> bool:
-    """Say whether a model's attention is one that `attend` computes; others need padded rows."""
+    """Say whether `attend` can compute a model's attention; others need padded rows."""
     windowed = getattr(config, "sliding_window", None) is not None
     kinds = set(getattr(config, "layer_types", None) or ())
     return config.model_type in PACKED and not windowed and kinds <= {"full_attention"}
 
 
 def use_packing(model: Any) -> None:
-    """Let a model's attention take the argument `layout`; without it, it is transformers' SDPA."""
+    """Install `attend` as a model's attention; without a `layout` it is transformers' SDPA."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(IMPLEMENTATION, attend)
@@ -145,9 +145,9 @@ def use_packing(model: Any) -> None:
 
 
 def pack(parts: Sequence[Sequence[TokenRow]], device: torch.device, dtype: torch.dtype) -> Stream:
-    """Return the parts' rows as one stream; rows of one part with the same prompt share it.
+    """Return the rows of all parts as one stream; rows of a part with the same prompt share it.
 
-    A row's last token predicts nothing, so it is left out.
+    `dtype` is that of the attention masks. A row's last token predicts nothing and is left out.
     """
     tokens: list[int] = []
     positions: list[int] = []
@@ -177,7 +177,7 @@ def pack(parts: Sequence[Sequence[TokenRow]], device: torch.device, dtype: torch
             if not alone and first < len(tokens):
                 runs.append(QueryRun(first, len(tokens) - first, prompts[prompt], row.start))
         ends.append(len(tokens))
-        # Of each part alone: attention then rounds as it does without the others.
+        # Buckets never mix parts, so attention rounds as it does for each part alone.
         buckets += _bucketed(runs)
     chosen = [token for rows in parts for row in rows for token in row.tokens[row.start :]]
     tokens_T, positions_T, before_N, chosen_N = (
@@ -189,7 +189,7 @@ def pack(parts: Sequence[Sequence[TokenRow]], device: torch.device, dtype: torch
 
 
 def _bucketed(runs: Sequence[QueryRun]) -> list[list[QueryRun]]:
-    """Return runs of about one length together; prompts and whole rows apart from those behind a prompt."""
+    """Group runs of similar length; prompts and whole rows apart from runs that follow a prompt."""
     buckets: list[list[QueryRun]] = []
     needed = queries = keys = 0
     for run in sorted(runs, key=lambda run: (run.prompt_count == 0, -run.keys, -run.count)):
@@ -203,7 +203,7 @@ def _bucketed(runs: Sequence[QueryRun]) -> list[list[QueryRun]]:
 
 
 def _places(runs: Sequence[QueryRun], dtype: torch.dtype) -> tuple[Bucket, Tensor, Tensor]:
-    """Return a bucket and the stream's places of its queries (B, Q) and keys (B, K); padding is -1."""
+    """Return a bucket and the stream places of its queries (B, Q) and keys (B, K); padding is -1."""
     numbers = [(run.first, run.count, run.prompt_first, run.prompt_count) for run in runs]
     first_B1, count_B1, prompt_first_B1, prompt_B1 = torch.tensor(numbers).T[:, :, None]
     query_Q = torch.arange(int(count_B1.max()))
@@ -221,7 +221,7 @@ def _places(runs: Sequence[QueryRun], dtype: torch.dtype) -> tuple[Bucket, Tenso
 def _layout(
     runs: Sequence[Sequence[QueryRun]], total: int, device: torch.device, dtype: torch.dtype
 ) -> AttentionLayout:
-    """Place runs in buckets. Everything is found on the CPU, so that a GPU does not wait."""
+    """Return the layout of bucketed runs; computed on the CPU, so that a GPU is not synchronised."""
     buckets, queries, keys = zip(*(_places(bucket, dtype) for bucket in runs), strict=True)
     query_P, key_P = (torch.cat([part.flatten() for part in parts]) for parts in (queries, keys))
     read = (query_P >= 0).nonzero()[:, 0]
@@ -237,29 +237,33 @@ def _layout(
 
 
 class Take(Function):
-    """The lines of `x` (T, W) at `index` (P); a line that is taken often sums its gradients, in one order."""
+    """Gather lines (P, W) of x (T, W) at `index` (P); gradients of repeated lines sum in a fixed order."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, users: Tensor, offsets: Tensor) -> Tensor:
+        """Return lines (P, W); `users` and `offsets` are as in `AttentionLayout`."""
         ctx.save_for_backward(users, offsets)
         return x.index_select(0, index)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of x (T, W)."""
         users, offsets = ctx.saved_tensors
         return embedding_bag(users, grads[0].contiguous(), offsets, mode="sum"), None, None, None
 
 
 class GatherUnique(Function):
-    """The lines of `x` at `index`, each of which is read once or not at all; `back` is where they went."""
+    """Gather lines of x at `index`, each read at most once; `back` is the inverse index."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, back: Tensor) -> Tensor:
+        """Return the lines at `index`."""
         ctx.save_for_backward(back)
         return x.index_select(0, index)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of x."""
         return grads[0].index_select(0, ctx.saved_tensors[0]), None, None
 
 
@@ -275,9 +279,10 @@ def attend(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend within the runs of a stream; transformers' attention function, (1, heads, T, D) in and out.
+    """Compute attention within the runs of a stream, as an attention function of transformers.
 
-    Without a layout it is transformers' own for whole rows.
+    `query`, `key` and `value` are (1, heads, T, D); returns (1, T, heads, D). Without a `layout` it is
+    transformers' SDPA on whole rows.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

@@ -1,11 +1,11 @@
 """Router replay: each token takes the experts in the trainer that the engine chose for it.
 
-Engine and trainer compute a router's scores in another order or dtype, so now and then another expert wins;
-the same token then passes through other weights, and its importance ratio is far from 1. With the engine's
-ids the choice is the sampler's, and the weights are the trainer's own scores at these ids: the router still
-sees what the adapter changed before it (rollout routing replay, arXiv 2510.11370).
+Engine and trainer compute a router's scores in a different order or dtype, so sometimes another expert wins.
+The same token then passes through other weights, and its importance ratio is far from 1. With the engine's
+ids the choice is the sampler's, and the weights are the trainer's own scores at these ids, so the router
+still sees the adapter's effect (rollout routing replay, arXiv 2510.11370).
 
-Knows transformers' routers (`gate` beside `experts`: logits, weights, ids). Knows no loss and no adapter.
+It hooks transformers' routers (`gate` beside `experts`, with the output logits, weights, ids).
 
 Shapes: T tokens of a forward, P positions of a row, L layers of the base, K experts of a token.
 """
@@ -30,9 +30,9 @@ UNKNOWN = -1
 
 
 def decode(text: str) -> Tensor:
-    """Return the ids (P, L, K) of a completion from vLLM's `routed_experts`, a `.npy` in base64.
+    """Return expert ids (P, L, K), int64, from vLLM's `routed_experts`, a `.npy` in base64.
 
-    They are those of its first P tokens, prompt included. Raises `ConfigError` when they are no such ids.
+    They belong to the first P tokens, prompt included. Raises `ConfigError` for anything else.
     """
     try:
         ids = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
@@ -44,10 +44,10 @@ def decode(text: str) -> Tensor:
 
 
 class Replay:
-    """Hooks behind a base's routers, and the ids of the forward under way; -1 where there are none.
+    """Hooks on a base's routers, and the expert ids of the current forward pass; -1 means unknown.
 
-    The ids stay until the next forward: a backward that computes activations again needs them. With
-    `follows` off, the trainer's own choice stands and is only compared with the engine's.
+    The ids stay until the next forward pass, because a recomputing backward pass needs them. With `follows`
+    off, the trainer's own choice is used and only compared with the engine's.
     """
 
     def __init__(self, model: Any, shapes: BaseShapes):
@@ -62,7 +62,7 @@ class Replay:
             gate.register_forward_hook(partial(self._choose, int(path.split(".")[2])))
 
     def check(self, routes_PLK: Tensor | None) -> None:
-        """Raise `ConfigError` unless the ids, if there are any, are of this base's layers and experts."""
+        """Raise `ConfigError` unless the ids, if any, fit this base's layers and experts."""
         if routes_PLK is None:
             return
         known = not routes_PLK.numel() or 0 <= int(routes_PLK.min()) <= int(routes_PLK.max()) < self.experts
@@ -74,7 +74,7 @@ class Replay:
             )
 
     def lay(self, pieces: Iterable[tuple[Tensor | None, int]], device: torch.device) -> None:
-        """Lay out the ids of the next forward, piece by piece of its tokens: ids of the first ones, count."""
+        """Set the ids of the next forward pass; a piece is (ids of its first tokens, number of tokens)."""
         found = list(pieces)
         self._routes_TLK = None
         if any(routes is not None for routes, _ in found):
@@ -85,24 +85,24 @@ class Replay:
             self._strayed_T = torch.zeros(len(self._routes_TLK), dtype=torch.bool, device=device)
 
     def count(self, at: Tensor) -> None:
-        """Count for which of the last forward's tokens `at` the trainer's router chose otherwise."""
+        """Count the tokens at the places `at` for which the trainer's router chose other experts."""
         if self._routes_TLK is not None:
             known = self._routes_TLK[at, 0, 0] != UNKNOWN
             counts = torch.stack([(self._strayed_T[at] & known).sum(), known.sum()])
             self._counts = self._counts.to(counts.device) + counts
 
     def forget(self) -> None:
-        """Begin to count anew: what was counted belongs to another adapter, or to a call that failed."""
+        """Reset the counts, which belong to another adapter or to a failed call."""
         self._counts = torch.zeros(2, dtype=torch.long)
 
     def take(self) -> tuple[int, int]:
-        """Return how many tokens went elsewhere under the last adapter, of how many with the engine's ids."""
+        """Return (tokens whose experts differ, tokens with the engine's ids) and reset the counts."""
         strayed, known = self._counts.tolist()
         self.forget()
         return strayed, known
 
     def _choose(self, layer: int, gate: nn.Module, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
-        """Return a router's output with the weights and ids (T, K) of the engine's choice."""
+        """Return a router's output with the engine's ids (T, K) and the trainer's weights for them."""
         logits, weights, own = output
         if self._routes_TLK is None:
             return output
@@ -113,10 +113,10 @@ class Replay:
 
 
 def weights_at(gate: Any, logits: Tensor, ids: Tensor) -> Tensor:
-    """Return a router's weights (T, K) of any experts, by the formula of its `forward` for the best.
+    """Return a router's weights (T, K) for given experts, by the formula of its own `forward`.
 
-    DeepSeek's routers (known by their correction of scores) use a sigmoid, the others a softmax; Mixtral's
-    has no switch for the normalisation, which is always on.
+    DeepSeek's routers (recognised by their score correction) use a sigmoid, the others a softmax. Mixtral's
+    router always normalises.
     """
     if hasattr(gate, "e_score_correction_bias"):
         weights = logits.sigmoid().gather(1, ids)
@@ -128,12 +128,12 @@ def weights_at(gate: Any, logits: Tensor, ids: Tensor) -> Tensor:
 
 
 def mask_unknown(data: Sequence[Example], unit: int = 1) -> tuple[list[Example], int]:
-    """Return the examples up to their last token with known experts, and how many tokens that leaves out.
+    """Cut examples after their last token with known experts; return them and the number of cut tokens.
 
-    A token is drawn from the states of all tokens before it, so what follows the first unknown one is left
-    out, and where nothing of an example is left, all the `unit` consecutive ones that it belongs to. What is
-    left out has no gradient and counts for no mean; what is kept has its number in `data`. Raises
-    `ConfigError` when nothing is left.
+    A token depends on the states of all tokens before it, so everything after the first unknown token is cut.
+    When nothing of an example is left, its whole unit of `unit` consecutive examples is dropped. Cut tokens
+    have no gradient and count in no mean; kept examples carry their number in `data`. Raises `ConfigError`
+    when nothing is left.
     """
     kept: list[Example] = []
     for begin in range(0, len(data), unit):
@@ -142,8 +142,8 @@ def mask_unknown(data: Sequence[Example], unit: int = 1) -> tuple[list[Example],
             kept += cut
     if not kept:
         raise ConfigError(
-            "None of these samples carries the experts that its tokens took. Set engine.routed_experts to "
-            "true and start the engine anew, or set the policy's router_replay to false."
+            "None of these samples has the experts of its tokens. Set engine.routed_experts to true and "
+            "restart the engine, or set the policy's router_replay to false."
         )
     return kept, sum(example.row.length for example in data) - sum(example.row.length for example in kept)
 

@@ -1,9 +1,9 @@
 """The training pass: gradients of losses over the examples of one or several sessions.
 
-It refuses what is wrong, runs microbatches, and measures. Several sessions' tokens lie one after another in
-a stream: each projection reads the base's weight once for all of them, and each adapter's factors for its
-own tokens, at its own rank. The losses stay apart: each session's terms see its own tokens alone. A pass
-that fails leaves all gathered gradients as they were. Knows no session and no HTTP.
+It validates calls, runs microbatches and measures. Tokens of several sessions are adjacent in one stream:
+each projection reads the base's weight once for all of them, and each adapter's factors for its own tokens,
+at its own rank. Losses stay separate: each session's terms see only its own tokens. A failed pass leaves all
+gathered gradients unchanged.
 
 Shape suffixes: _T completion tokens, one example after another.
 """
@@ -26,7 +26,7 @@ from engine.training.model.objective import Objective, refuse_broken, tokens_of
 from engine.training.model.packing import Example, Stream, TokenRow
 from engine.training.model.replay import mask_unknown
 
-# Tokens of one session's stream up to which sharing a pass wins clearly; see `is_worth_fusing`.
+# Stream tokens of one session up to which a shared pass is clearly faster; see `is_worth_fusing`.
 FEW_TOKENS = 320
 
 
@@ -34,7 +34,7 @@ FEW_TOKENS = 320
 class Call:
     """One session's part of a pass: the gradient of a loss over `data` is added to its adapter's.
 
-    With `router_replay` what has no known experts is left out, and counted as masked.
+    With `router_replay`, tokens without known experts are left out and counted as masked.
     """
 
     adapter: Adapter
@@ -46,51 +46,52 @@ class Call:
 
 @dataclass(frozen=True)
 class Backward:
-    """What a pass found of one call; `logprobs` are each example's, one a completion token."""
+    """A pass's result for one call; `logprobs` has one value for each completion token of each example."""
 
     metrics: BatchMetrics
     logprobs: tuple[tuple[float, ...], ...]
 
 
 def is_worth_fusing(base: ResidentBase, calls: Sequence[Call]) -> bool:
-    """Say whether these calls are clearly faster together than in turns; what replays experts takes turns.
+    """Say whether these calls are clearly faster in one pass than one by one; router replay runs alone.
 
-    `graftwork bench fused` on a CPU, CPU seconds of turns over those of one pass, for 3 and 9 policies
-    on tiny-dense: 1.30 and 1.34 with 8 samples each (about 130 tokens), 1.17 and 1.11 with 16 (260),
+    `graftwork bench fused` on a CPU measured CPU seconds one by one over those of one pass, for 3 and 9
+    policies on tiny-dense: 1.30 and 1.34 with 8 samples each (about 130 tokens), 1.17 and 1.11 with 16 (260),
     0.94 and 1.08 with 32 (510), 1.04 and 1.00 with 128 (2000); on tiny-moe 1.18 and 1.41, 1.10 and
-    1.08, 0.98 and 0.98, 1.03 and 0.98. What is saved is the cost of calls, which larger ones hide.
+    1.08, 0.98 and 0.98, 1.03 and 0.98. What is saved is the cost of calls, which large calls hide.
     """
     small = all(is_small([example.row for example in call.data]) for call in calls)
     return len(calls) > 1 and can_share(base, calls) and small
 
 
 def is_small(rows: Sequence[TokenRow]) -> bool:
-    """Say whether one session's rows are few enough tokens to go together with others."""
+    """Say whether one session's rows have few enough tokens for a shared pass."""
     return stream_tokens(rows) <= FEW_TOKENS
 
 
 def can_share(base: ResidentBase, calls: Sequence[Call]) -> bool:
-    """Say whether calls can share a pass: what strays from its route is counted for all of them together."""
+    """Say whether calls can share a pass; the counts of router replay cannot be split by call."""
     return base.packs and all(example.row.routes is None for call in calls for example in call.data)
 
 
 def forward_backward(
     base: ResidentBase, calls: Sequence[Call], between: Callable[[], None] = lambda: None
 ) -> list[Backward]:
-    """Add each call's gradients to its own adapter's; of several, those of each call alone, to rounding.
+    """Add each call's gradients to its adapter's; a shared pass gives those of each call alone, to rounding.
 
-    On a CPU in float32 they are equal to the last bit wherever matrix products treat rows alike (MKL as
-    `engine.settings.reproducible` asks it, from four rows on) and experts' widths are whole 32s: attention is
-    bucketed for each call, experts have at least four rows, and gradients are summed for each call.
+    On a CPU in float32 they are bit-identical wherever matrix products treat rows alike (MKL with the
+    settings of `engine.settings.reproducible`, from four rows on) and experts' widths are multiples of 32:
+    attention is bucketed for each call, experts have at least four rows, and gradients are summed for each
+    call.
 
     `between` is called before each microbatch and may raise to end the pass. Raises `ConfigError` for calls
-    that cannot share a pass, for a wrong loss, setting or example before anything is computed, and for a
-    sample whose loss is no number; whatever is raised, all gathered gradients stay as they were.
+    that cannot share a pass, for an invalid loss, setting or example before anything is computed, and for a
+    sample whose loss is not finite. After any error all gathered gradients are unchanged.
     """
     if len(calls) > 1 and not can_share(base, calls):
         raise ConfigError(
-            "These calls cannot share a pass: a sample has routed_experts, or the base's attention takes no "
-            "packed stream. Make them one after another."
+            "These calls cannot share a pass: a sample has routed_experts, or the base's attention cannot "
+            "be packed. Send them one by one."
         )
     states = [_CallState(base, call) for call in calls]
     with adding_gradients(call.adapter for call in calls):
@@ -101,7 +102,7 @@ def forward_backward(
 
 
 class _CallState:
-    """A call under way: its examples, what share each has in the loss, and what was seen so far."""
+    """A running call: its examples, their weights in the loss, and the statistics so far."""
 
     def __init__(self, base: ResidentBase, call: Call):
         self.adapter, self.data, self.left_out = call.adapter, call.data, dict[str, int]()
@@ -117,6 +118,7 @@ class _CallState:
         self.logprobs: dict[int, Tensor] = {}
 
     def rows(self, batch: Iterable[int]) -> list[TokenRow]:
+        """Return the token rows of a batch."""
         return [self.data[i].row for i in batch]
 
     def learn(
@@ -127,10 +129,10 @@ class _CallState:
         base_T: Tensor | None,
         routed: tuple[int, int],
     ) -> Tensor:
-        """Return the loss's gradient (T) for the log-probabilities of a microbatch, and note what was seen.
+        """Return the loss's gradient (T) for a microbatch's log-probabilities, and record its statistics.
 
-        `routed` is what `Replay.take` counted. Raises `ConfigError` when the loss is no number: before it
-        reaches any factor, since the pass is in two halves.
+        `routed` are the counts of `Replay.take`. Raises `ConfigError` when the loss is not finite, before the
+        gradient reaches any factor.
         """
         leaf_T, examples = new_T.detach().requires_grad_(), [self.data[i] for i in batch]
         tokens = tokens_of(examples, [self.shares[i] for i in batch], leaf_T, base_T)
@@ -159,30 +161,31 @@ class _CallState:
         return gradient_T
 
     def result(self) -> Backward:
+        """Return the metrics and log-probabilities of the whole call."""
         metrics = measure(self.seen, sampled=bool(self.data[0].old_logprobs))
         metrics = replace(metrics, masked=metrics.masked | self.left_out)
         return Backward(metrics, tuple(tuple(self.logprobs[i].tolist()) for i in range(len(self.data))))
 
 
 def _microbatches(base: ResidentBase, states: Sequence[_CallState]) -> list[list[tuple[int, list[int]]]]:
-    """Put small microbatches of several calls together; a piece is a call's number and its examples'."""
+    """Merge small microbatches of several calls; a piece is (call number, example numbers)."""
     pieces = [(number, batch) for number, one in enumerate(states) for batch in one.batches]
     if len(states) == 1:
-        # As full as they may be already, and the order of its sums.
+        # Already as full as possible, and this keeps the summation order.
         return [[piece] for piece in pieces]
     sized = [(stream_tokens(states[number].rows(batch)), (number, batch)) for number, batch in pieces]
     return [sorted(together) for together in first_fit(sized, base.microbatch_tokens)]
 
 
 def _learn(base: ResidentBase, pieces: Sequence[tuple[_CallState, list[int]]]) -> None:
-    """Add the gradients of one microbatch, whose pieces go through the base together."""
+    """Add the gradients of one microbatch; its pieces share one pass."""
     parts, adapters = [one.rows(batch) for one, batch in pieces], [one.adapter for one, _ in pieces]
     rows: Stream | list[TokenRow]
     if base.packs:
         rows = base.pack(parts)
         switched = base.using_many(list(zip(adapters, rows.counts, strict=True)))
     else:
-        # Rows are padded, and one call's alone.
+        # Padded rows belong to a single call.
         rows, switched = parts[0], base.using(*adapters)
     sizes = [sum(row.length for row in part) for part in parts]
     base_parts: Sequence[Tensor | None] = [None] * len(pieces)
@@ -197,14 +200,17 @@ def _learn(base: ResidentBase, pieces: Sequence[tuple[_CallState, list[int]]]) -
             one.learn(batch, new, entropy, base_T if one.objective.needs_base else None, routed)
             for (one, batch), new, entropy, base_T in found
         ]
-        new_T.backward(torch.cat(gradients))  # type: ignore[no-untyped-call]
+        gradient_T = torch.cat(gradients)
+        # Where no token teaches, the backward pass would add zeros.
+        if gradient_T.any():
+            new_T.backward(gradient_T)  # type: ignore[no-untyped-call]
 
 
 @contextmanager
 def adding_gradients(adapters: Iterable[Adapter]) -> Iterator[None]:
-    """Add what gradients come up inside to those from before, or put those back when something fails.
+    """Add the gradients computed inside to the earlier ones; restore the earlier ones after an error.
 
-    Raises `ConfigError` when an adapter's gradients are then too large to make a step of.
+    Raises `ConfigError` when the norm of an adapter's gradients is then not finite.
     """
     held = set(adapters)
     factors = [factor for adapter in held for factor in adapter.factors.values()]
@@ -214,35 +220,37 @@ def adding_gradients(adapters: Iterable[Adapter]) -> Iterator[None]:
     try:
         yield
         for factor, gradient in zip(factors, before, strict=True):
-            if gradient is not None:
-                factor.grad = gradient if factor.grad is None else factor.grad.add_(gradient)
+            if factor.grad is None:
+                factor.grad = torch.zeros_like(factor) if gradient is None else gradient
+            elif gradient is not None:
+                factor.grad.add_(gradient)
         for adapter in held:
             refuse_infinite(adapter)
     except BaseException:
-        # Whatever ends the pass, also a loss of one's own that exits: half of a sum is no gradient.
+        # Any end of the pass, even a custom loss that exits, must not leave a partial sum.
         for factor, gradient in zip(factors, before, strict=True):
             factor.grad = gradient
         raise
 
 
 def refuse_infinite(adapter: Adapter) -> None:
-    """Raise `ConfigError` unless the norm of the gathered gradients is finite, and so each of them.
+    """Raise `ConfigError` unless the norm of the gathered gradients is finite.
 
-    Clipped by an infinite one they would be nothing, and without a clip Adam would keep their squares.
+    An infinite norm would clip them to zero, and without clipping Adam would keep their squares.
     """
     gathered = [factor.grad for factor in adapter.factors.values() if factor.grad is not None]
     if not torch.nn.utils.get_total_norm(gathered).isfinite():
         raise ConfigError(
-            "The gradients with these samples are too large: their norm, with those gathered before, is no "
-            "finite number, though every loss is. Nothing was changed; look at the size of their advantages."
+            "The gradients of these samples are too large: their norm, with the gradients gathered before, "
+            "is not finite, although every loss is. Nothing was changed. Check the size of the advantages."
         )
 
 
 def check(base: ResidentBase, data: Sequence[Example], name: str, loss: Loss) -> None:
-    """Raise `ConfigError` that names the first example that the loss or the base cannot take."""
+    """Raise `ConfigError` that names the first example that the loss or the base does not accept."""
     check_rows(base, [example.row for example in data])
     if len(data) % loss.unit:
-        raise ConfigError(f"The loss {name} takes its samples {loss.unit} by {loss.unit}, not {len(data)}.")
+        raise ConfigError(f"The loss {name} needs samples in groups of {loss.unit}; there are {len(data)}.")
     sampled = loss.sampled or bool(data[0].old_logprobs)
     for i, example in enumerate(data):
         want = example.row.length if sampled else 0
@@ -255,7 +263,7 @@ def check(base: ResidentBase, data: Sequence[Example], name: str, loss: Loss) ->
 
 
 def check_rows(base: ResidentBase, rows: Sequence[TokenRow]) -> None:
-    """Raise `ConfigError` when there are no rows, or that names the first one that the base cannot take."""
+    """Raise `ConfigError` for no rows, or with the first row that the base does not accept."""
     if not rows:
         raise ConfigError("There are no samples. Send at least one.")
     for i, row in enumerate(rows):
@@ -263,11 +271,11 @@ def check_rows(base: ResidentBase, rows: Sequence[TokenRow]) -> None:
             raise ConfigError(f"Sample {i} needs a prompt and a completion of at least one token each.")
         if len(row.tokens) > base.longest:
             raise ConfigError(
-                f"Sample {i} has {len(row.tokens)} tokens; the trainer takes {base.longest}. Shorten it, or "
-                "raise trainer.microbatch_tokens where the base's context allows."
+                f"Sample {i} has {len(row.tokens)} tokens; the trainer accepts {base.longest}. Shorten it, "
+                "or raise trainer.microbatch_tokens where the base's context allows."
             )
         if wrong := [token for token in row.tokens if not 0 <= token < base.vocabulary]:
             raise ConfigError(
-                f"Sample {i} has the token {wrong[0]}; the base knows 0 to {base.vocabulary - 1}. "
+                f"Sample {i} has the token {wrong[0]}; the base's vocabulary is 0 to {base.vocabulary - 1}. "
                 "Was it made with another tokenizer?"
             )

@@ -1,10 +1,10 @@
-"""The trainer: one resident base, the sessions of many policies, operations that can be polled.
+"""The trainer's HTTP service: one resident base, sessions of many policies, operations that can be polled.
 
     python -m engine.training.service.app --params FILE
 
-Every mutating call answers at once with an operation, or with 503, when to come again and the queue's
-state. One thread carries operations out, sessions by turns. An operation's id is the client's request id,
-so a request that is sent again is not done again, also after a restart if it changed what is stored.
+Every mutating call answers at once with an operation's id, or with 503, `Retry-After` and the queue's state.
+One thread carries operations out and takes sessions in turns. An operation's id is the client's request id,
+so a repeated request is carried out once, also across a restart if its result was stored.
 """
 
 import argparse
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 LONGEST_WAIT_S = 30.0
 NICENESS = 10
-# Sessions that are listed unless more are asked for.
+# Default number of listed sessions.
 NEWEST = 100
 
 
 def make_app(trainer: "Trainer") -> FastAPI:
-    """Return the HTTP face of a trainer."""
+    """Return the HTTP application of a trainer."""
     app = FastAPI(title="Graftwork trainer")
     app.add_exception_handler(GraftworkError, _answer_error)  # type: ignore[arg-type]
     app.add_exception_handler(RequestValidationError, _answer_invalid)  # type: ignore[arg-type]
@@ -102,17 +102,17 @@ def make_app(trainer: "Trainer") -> FastAPI:
     @app.get("/operations/{id}")
     async def operation(id: str, wait_s: float = 0.0) -> dict[str, Any]:
         """Answer `pending`, `done` with the result, or `failed` with the error, after at most `wait_s`."""
-        # In a thread: one of before a restart is looked for in many files, and others poll meanwhile.
+        # In a thread: an operation from before a restart is searched for in many files.
         future = await asyncio.to_thread(trainer.operation, id)
         waiting = asyncio.wrap_future(future)
-        # Looked at, so that asyncio does not log an error that its client was told.
+        # Retrieve the error, so that asyncio does not log what the client is told.
         waiting.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         await asyncio.wait([waiting], timeout=min(wait_s, LONGEST_WAIT_S))
         return state_of(future) if future.done() else {"state": "pending", "queue": trainer.queue.place(id)}
 
     @app.delete("/operations/{id}")
     def cancel(id: str) -> dict[str, Any]:
-        """Call an operation off; one that runs stops between two microbatches, if it can at all."""
+        """Cancel an operation; a running one stops between two microbatches, if it can stop."""
         trainer.queue.cancel(id)
         return {"operation": id}
 
@@ -120,7 +120,7 @@ def make_app(trainer: "Trainer") -> FastAPI:
 
 
 def state_of(future: Future[Any]) -> dict[str, Any]:
-    """Return what an operation that has ended says."""
+    """Return the answer for a finished operation."""
     error = future.exception()
     if error is None:
         return {"state": "done", "result": future.result()}
@@ -138,23 +138,23 @@ def _said(error: GraftworkError) -> dict[str, Any]:
 
 
 async def _answer_error(_: Any, error: GraftworkError) -> JSONResponse:
-    # Full for every session: away for a while, where the gateway tells one client to ask less.
+    # 503, not 429: the queue is full for every session, not for one client.
     status = ServiceError.status if isinstance(error, Busy) else error.status
-    # In whole seconds, as HTTP has it (RFC 9110, section 10.2.3).
+    # Whole seconds (RFC 9110, section 10.2.3).
     headers = {"Retry-After": str(math.ceil(error.retry_after_s))} if isinstance(error, Busy) else None
     return JSONResponse(_said(error), status, headers)
 
 
 async def _answer_invalid(request: Any, error: RequestValidationError) -> JSONResponse:
-    """Say what is wrong with a body: FastAPI puts `body` before each field's path."""
+    """Answer an invalid body; FastAPI's field paths begin with `body`, which is left out."""
     faults = (f"`{'.'.join(map(str, one['loc'][1:]))}`: {one['msg']}." for one in error.errors())
     return await _answer_error(request, ConfigError(f"The request is not valid. {' '.join(faults)}"))
 
 
 def load_trainer(params: Params) -> "Trainer":
-    """Load the base, prepare the catalog, and return a trainer without sessions.
+    """Load the base, open the catalog, and return a trainer without sessions.
 
-    On a GPU the memory plan is printed first; `ConfigError` when it does not fit.
+    On a GPU it prints the memory plan first and raises `ConfigError` when the plan does not fit.
     """
     import torch
 
@@ -178,7 +178,7 @@ def load_trainer(params: Params) -> "Trainer":
 
 
 def load_base(params: Params, path: Path, plan: "MemoryPlan | None") -> "ResidentBase":
-    """Load the base where the settings want it: float32 on a CPU, the engine's dtype on a GPU."""
+    """Load the base on the configured device: float32 on a CPU, the engine's dtype on a GPU."""
     import torch
 
     from engine.planning.gpu import trainer_device
@@ -187,14 +187,14 @@ def load_base(params: Params, path: Path, plan: "MemoryPlan | None") -> "Residen
     trainer = params.trainer
     threads = trainer.threads or max(1, len(os.sched_getaffinity(0)) // 2)
     device = trainer_device(params, plan is not None)
-    # As the memory plan has it.
+    # The same value as in the memory plan.
     longest = max(trainer.microbatch_tokens, params.engine.max_model_len)
     if plan is None or device == "cpu":
         checkpointing = trainer.checkpoints_on(cuda=False)
         return ResidentBase(
             path, threads, trainer.microbatch_tokens, checkpointing=checkpointing, longest=longest
         )
-    # An error in the trainer, rather than an engine that finds no memory for its next step.
+    # The trainer fails before the engine runs out of memory.
     torch.cuda.set_per_process_memory_fraction(plan.trainer_share)
     dtype = getattr(torch, params.engine.dtype_on(cuda=True))
     checkpointing = trainer.checkpoints_on(cuda=True)
@@ -202,13 +202,14 @@ def load_base(params: Params, path: Path, plan: "MemoryPlan | None") -> "Residen
 
 
 def main() -> None:
+    """Run the trainer on 127.0.0.1 until it is stopped."""
     import uvicorn
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--params", required=True, type=Path, help="resolved settings (YAML or JSON)")
     params = load_params(parser.parse_args().params)
     os.environ.update(equal_bits(os.environ))
-    # Beside an engine on the same cores training waits, not those who ask: its steps are long, theirs short.
+    # On shared cores the engine's short requests go before long training steps.
     os.nice(NICENESS)
     trainer = load_trainer(params)
     uvicorn.run(make_app(trainer), host="127.0.0.1", port=params.trainer.port, access_log=False)

@@ -1,7 +1,7 @@
-"""The trainer's client: one method for each operation, waiting for its result.
+"""The trainer's client: one method for each operation; each call waits for its result.
 
-Connection errors are retried with the same request id, so that nothing is applied twice; a full trainer
-is asked again when it says so. What it refuses is raised as the error that it names.
+Connection errors are retried with the same request id, so nothing is applied twice. When the trainer is full,
+the client waits for as long as it says. A refused request raises the error that the trainer names.
 """
 
 import threading
@@ -25,21 +25,21 @@ from engine.training.service import protocol
 from engine.training.service.protocol import Exported, SessionInfo
 
 POLL_S = 20.0
-# Well within the trainer's lease.
+# Well below the trainer's lease.
 HEARTBEAT_S = 8.0
 Body = TypeVar("Body", bound=protocol.Request)
 
 
 class _Lost(ServiceError):
-    """The trainer was restarted and does not know the operation."""
+    """The trainer has restarted and does not know the operation."""
 
 
 class TrainerClient(ServiceClient):
-    """Talk to the trainer at `url`; a trainer that is away is waited for up to `patience_s`.
+    """A client of the trainer at `url`; it waits up to `patience_s` for an absent trainer.
 
-    Sessions that it opened keep their leases until they or the client are closed, also during long rollouts.
-    A full trainer is asked again for up to `busy_s`. `backpressure_s` are the seconds that each session has
-    waited so, all in all. Gradients are counted, so that a step whose trainer lost some is refused.
+    A heartbeat renews the leases of its sessions until they or the client are closed. It retries a full
+    trainer for up to `busy_s`; `backpressure_s` holds the seconds that each session has waited for that.
+    It counts gathered gradients, so that a step is refused when the trainer lost some.
     """
 
     def __init__(self, url: str, patience_s: float = 90.0, timeout_s: float = 600.0, busy_s: float = 600.0):
@@ -52,10 +52,11 @@ class TrainerClient(ServiceClient):
         self._heart = threading.Thread(target=self._beat, name="trainer-heartbeat", daemon=True)
 
     def health(self) -> dict[str, Any]:
+        """Return the trainer's base digest, pid, sessions and queue state."""
         return dict(self._ask("GET", "/health"))
 
     def create_session(self, session: str, policy: str, **settings: Any) -> SessionInfo:
-        """Open a session or go on with it; the fields are those of `protocol.CreateSession`."""
+        """Open or continue a session; the fields are those of `protocol.CreateSession`."""
         given = {"request_id": _new_id(), **settings}
         body = _body(protocol.CreateSession, session=session, policy=policy, **given)
         result = self._run("/sessions", body)
@@ -65,12 +66,23 @@ class TrainerClient(ServiceClient):
         return _info(result)
 
     def close_session(self, session: SessionInfo) -> None:
-        """Give the session up, so that another holder may write its policy at once."""
+        """Close the session, so that another writer may open its policy at once."""
         self._writing.pop(session.session, None)
         self._run("/close_session", protocol.CloseSession(**_who(session)))
 
+    def release(self) -> None:
+        """Ask the trainer once to close the sessions that this client has open, so that others may write.
+
+        A trainer that does not answer ends their leases by itself.
+        """
+        for session, fence in list(self._writing.items()):
+            body = protocol.CloseSession(request_id=_new_id(), session=session, fence=fence)
+            with suppress(httpx.TransportError):
+                self._http.post("/close_session", json=body.model_dump())
+        self._writing.clear()
+
     def sessions(self) -> list[dict[str, Any]]:
-        """Return what the trainer says of its sessions, those in memory and the newest stored ones."""
+        """Describe the trainer's sessions: those in memory and the newest stored ones."""
         return list(self._ask("GET", "/sessions")["sessions"])
 
     def forward(self, session: SessionInfo, data: Sequence[protocol.Datum]) -> list[list[float]]:
@@ -107,7 +119,7 @@ class TrainerClient(ServiceClient):
     ) -> dict[str, Any]:
         """Apply the gathered gradients; `fields` are `position`, `record`, `skip`. Durable on return.
 
-        Raises `ServiceError` when the trainer has lost some of them: open the session and repeat the step.
+        Raises `ServiceError` when the trainer has lost gradients: open the session and repeat the step.
         """
         who = {**_who(session, request_id), "gathered": self._gathered.get(session.session)}
         result = self._run("/optim_step", _body(protocol.OptimStep, **who, adam_params=adam, **fields))
@@ -115,9 +127,11 @@ class TrainerClient(ServiceClient):
         return result
 
     def save_state(self, session: SessionInfo, name: str) -> Path:
+        """Store the session under a name; return the state file's path."""
         return Path(self._run("/save_state", protocol.SaveState(**_who(session), name=name))["path"])
 
     def load_state(self, session: SessionInfo, name: str) -> SessionInfo:
+        """Load the session's state of a name; gathered gradients are dropped."""
         result = self._run("/load_state", protocol.LoadState(**_who(session), name=name))
         self._gathered[session.session] = 0
         return _info(result)
@@ -135,11 +149,11 @@ class TrainerClient(ServiceClient):
         tokens: int = 24,
         directory: Path | None = None,
     ) -> Probe:
-        """Let the trainer's base make the effect probe of a revision that it did not train.
+        """Compute the effect probe of a revision that the trainer did not train.
 
-        The revision is read from its `directory`, which needs no probe yet and is proven against its
-        manifest, or without one from catalog and store. `prompts` are token ids; each gets up to `tokens`
-        more. Raises `AdapterError` or `BaseModelError` when the revision does not fit the base.
+        The revision is read from `directory`, verified against its manifest, or without one from the store.
+        `prompts` are token ids; each gets up to `tokens` more. Raises `AdapterError` or `BaseModelError`
+        when the revision does not fit the base.
         """
         body = protocol.ProbeRevision(
             request_id=_new_id(),
@@ -152,15 +166,16 @@ class TrainerClient(ServiceClient):
         return from_json(self._run("/probe", body))
 
     def forget_policy(self, policy: str, only_ask: bool = False) -> dict[str, int]:
-        """Remove every session of a policy, or only ask; `Conflict` while one of them is open."""
+        """Remove every session of a policy, or only check; `Conflict` while one of them is open."""
         body = protocol.ForgetPolicy(request_id=_new_id(), policy=policy, only_ask=only_ask)
         return self._run("/forget_policy", body)
 
     def cancel(self, request_id: str) -> None:
-        """Call an operation off; `Conflict` when it has begun and cannot stop."""
+        """Cancel an operation; `Conflict` when it has begun and cannot stop."""
         self._ask("DELETE", f"/operations/{request_id}")
 
     def close(self) -> None:
+        """Stop the heartbeat and close the connection; open sessions keep their leases until they expire."""
         self._closed.set()
         if self._heart.ident:
             self._heart.join(HEARTBEAT_S)
@@ -170,7 +185,7 @@ class TrainerClient(ServiceClient):
         while not self._closed.wait(HEARTBEAT_S):
             for session, fence in list(self._writing.items()):
                 body = protocol.Heartbeat(session=session, fence=fence).model_dump()
-                # A trainer that is away is waited for by the next operation; a closed client raises too.
+                # The next operation waits for an absent trainer; a closed client raises RuntimeError.
                 with suppress(httpx.TransportError, RuntimeError):
                     self._http.post("/session_heartbeat", json=body)
 
@@ -194,13 +209,17 @@ class TrainerClient(ServiceClient):
         while time.monotonic() < until:
             response = self._http.get(f"/operations/{operation}", params={"wait_s": POLL_S})
             if response.status_code == 404:
-                raise _Lost(f"The trainer at {self.url} was restarted and does not know {operation}.")
+                raise _Lost(
+                    f"The trainer at {self.url} has restarted and does not know the operation {operation}."
+                )
             answer = self._told(response)
             if answer["state"] == "done":
                 return dict(answer["result"])
             if answer["state"] != "pending":
                 raise _error(answer)
-        raise ServiceError(f"The trainer did not finish {operation} within {self.timeout_s:.0f} s.")
+        raise ServiceError(
+            f"The trainer did not finish the operation {operation} within {self.timeout_s:.0f} s."
+        )
 
     def _fault(self, response: httpx.Response) -> GraftworkError:
         said = body_of(response)

@@ -1,6 +1,6 @@
-"""From a session's adapter to a published revision: canonical tensors, packed bytes, catalog row.
+"""Publish a session's adapter as a revision: canonical tensors, packed bytes, catalog row.
 
-A merged checkpoint is never written. Bytes come first and are fsynced, a revision's directory next; the
+A merged checkpoint is never written. Bytes are written and fsynced first, then the revision's directory; the
 catalog row is the commit point. Everything is idempotent by digest.
 """
 
@@ -27,7 +27,7 @@ from engine.training.service.session import Session
 
 
 class Exporter:
-    """Publish revisions in `dtype`, which is the engine's. One instance for the thread that trains."""
+    """Publish revisions in the engine's `dtype`. Used by the training thread only."""
 
     def __init__(self, params: Params, catalog: Catalog, dtype: torch.dtype, ends: Collection[int]):
         self.paths, self.catalog, self.dtype, self.ends = params.paths, catalog, dtype, ends
@@ -38,7 +38,7 @@ class Exporter:
     ) -> Exported:
         """Publish the session's adapter as it is now. Raises `AdapterError` when it holds NaN or Inf.
 
-        `between` is called before each pass of the base for the probe and may raise: nothing is published.
+        `between` is called before each pass of the base for the probe; if it raises, nothing is published.
         """
         began = time.monotonic()
         tensors = session.adapter.canonical(self.dtype)
@@ -67,10 +67,10 @@ class Exporter:
         request: ProbeRevision,
         between: Callable[[], None] = lambda: None,
     ) -> Probe:
-        """Make the effect probe of a revision in a directory, or in the store, on a base that is idle.
+        """Compute the effect probe of a revision from a directory or the store.
 
         `between` is called before each pass of the base and may raise to end the call.
-        Raises `AdapterError` when it is another revision than the asked one or does not fit the base.
+        Raises `AdapterError` when the directory holds another revision or the revision does not fit the base.
         """
         if request.directory is None:
             tensors = self.parent_tensors(request.policy, request.digest)
@@ -78,7 +78,8 @@ class Exporter:
             tensors, manifest = read_revision(Path(request.directory), base_digest)
             if manifest.digest != request.digest:
                 raise AdapterError(
-                    f"{request.directory} holds the revision {manifest.digest}, not {request.digest}."
+                    f"{request.directory} holds the revision {manifest.digest}, not {request.digest}. "
+                    "Give the directory of the right revision."
                 )
         adapter = base.hold(tensors)
         return self._probe(

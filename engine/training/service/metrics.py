@@ -1,7 +1,7 @@
-"""What Prometheus reads of the trainer: counts since its start, and the last step of every open policy.
+"""The trainer's Prometheus metrics: counts since its start, and the last step of every policy in memory.
 
-A policy is a label only while it has a session in memory, so that labels stay as few as sessions. Steps come
-with the record that their client gave: whatever of it is no number is passed over. Knows nothing of HTTP.
+A policy is a label only while it has a session in memory, which bounds the number of labels. Step rows come
+from clients: values that are not numbers are skipped.
 """
 
 import math
@@ -20,16 +20,16 @@ from engine.training.service.queue import Queue
 from engine.training.service.session import Session
 from engine.training.service.train_step import GAUGES, SECONDS
 
-# What a step's seconds were spent on: `<phase>_s` of its row.
+# Phases of a step: `<phase>_s` in its row.
 PHASES = tuple(name.removesuffix("_s") for name in SECONDS)
-# Why tokens are left out: `masks` of corrections.py, and answers without their experts. A record may hold
-# other names, but a client must not make labels.
+# Reasons for masked tokens: `masks` of corrections.py, and router replay. A client's record may hold other
+# names, which must not become labels.
 MASKS = ("outlier", "geometric", "icepop", "router_replay")
 BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
 class TrainerMetrics:
-    """Counts of one trainer's life; used by its thread, rendered by any."""
+    """Metrics of one trainer process; updated by its thread, rendered by any."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -51,14 +51,14 @@ class TrainerMetrics:
         self.phases = counter("step_seconds", "Seconds of training steps by what they went to.", "phase")
 
     def timed(self, work: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Return the same work, counted by its name and by how it ended: `done`, or the error's name."""
+        """Wrap `work` to count it by name and outcome: `done`, or the error's class."""
 
         def counted(request: Any) -> Any:
             began, outcome = time.monotonic(), "done"
             try:
                 return work(request)
             except BaseException as error:
-                # Counted whatever it is; it goes on to whoever asked.
+                # Every error is counted and raised again.
                 outcome = type(error).__name__
                 raise
             finally:
@@ -67,6 +67,7 @@ class TrainerMetrics:
         return counted
 
     def observe_operation(self, kind: str, seconds: float, outcome: str = "done") -> None:
+        """Count an operation and its seconds."""
         self.operations.labels(kind, outcome).inc()
         self.seconds.labels(kind).observe(seconds)
 
@@ -84,7 +85,7 @@ class TrainerMetrics:
             self.phases.labels(phase).inc(_count(row, f"{phase}_s"))
 
     def render(self, sessions: Iterable[Session], queue: Queue) -> bytes:
-        """Return all of it as Prometheus' text; of two sessions of one policy the later one speaks."""
+        """Return all metrics in Prometheus' text format; of two sessions of one policy the later counts."""
         held = list(sessions)
         now = CollectorRegistry()
 
@@ -98,7 +99,7 @@ class TrainerMetrics:
         refused = Counter("graftwork_trainer_refused", "Operations that a full queue refused.", registry=now)
         refused.inc(queue.refused)
         gauge("trainer_peak_memory_bytes", "Most memory that the trainer ever held.").set(peak_memory())
-        newest = {session.policy: session.history[-1] for session in held if session.history}
+        newest = {session.policy: session.row for session in held if session.row}
         for name, what in GAUGES.items():
             last = gauge(f"policy_{name}", what, "policy")
             for policy, row in newest.items():
@@ -108,15 +109,15 @@ class TrainerMetrics:
 
 
 def peak_memory() -> int:
-    """Return the most bytes that this process has held: of a GPU's memory where it uses one, else of RAM."""
+    """Return this process's peak memory in bytes: GPU memory when it uses one, else RAM."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return int(torch.cuda.max_memory_allocated())
-    # Linux counts in KiB.
+    # Linux reports KiB.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def adapter_bytes(adapter: Adapter) -> int:
-    """Return the bytes of an adapter's factors, and of the gradients and Adam moments that there are."""
+    """Return the bytes of an adapter's factors, gradients and Adam moments."""
     factors = list(adapter.factors.values())
     states = [list(adapter.optimizer.state.get(factor, {}).values()) for factor in factors]
     held = [*factors, *(factor.grad for factor in factors), *(value for state in states for value in state)]

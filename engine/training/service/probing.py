@@ -1,7 +1,7 @@
-"""The effect probe of an adapter that no session of ours trained: what our base makes of it.
+"""The effect probe of an adapter that no session trained, such as an imported one.
 
-A trainer that is up on the same base computes it; otherwise the base is loaded here for it. Its questions are
-fixed: an adapter from elsewhere has no task whose own could be asked.
+A running trainer on the same base computes it; otherwise the base is loaded in this process. The questions
+are fixed, because an imported adapter has no task of its own.
 """
 
 import uuid
@@ -38,9 +38,9 @@ TOKENS = 24
 
 
 def probe_by_base(params: Params, base: "BaseInfo", say: Callable[[str], object]) -> Callable[..., Probe]:
-    """Return what makes the probe of a revision in a directory; `say` is told who computes it.
+    """Return a function that computes the probe of a revision's directory; `say` receives progress.
 
-    It raises `AdapterError` when the revision does not fit the base.
+    The function raises `AdapterError` when the revision does not fit the base.
     """
 
     def probe(manifest: Manifest, directory: Path) -> Probe:
@@ -50,9 +50,9 @@ def probe_by_base(params: Params, base: "BaseInfo", say: Callable[[str], object]
         prompts = [prompt_ids(tokenizer, question) for question in QUESTIONS]
         with TrainerClient(params.url("trainer"), patience_s=0.0) as trainer:
             if _serves(trainer, base):
-                say("The trainer computes its effect probe.")
+                say("The trainer computes the effect probe.")
                 return trainer.probe_revision(manifest.policy, manifest.digest, prompts, TOKENS, directory)
-        say("No trainer is up on this base: it is loaded here, to compute the effect probe.")
+        say("No trainer runs on this base: loading the base here to compute the effect probe.")
         return _computed_here(params, base, manifest, directory, prompts)
 
     return probe

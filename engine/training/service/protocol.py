@@ -1,9 +1,9 @@
-"""What client and trainer say to each other. Names and fields follow Tinker's public types.
+"""Messages between client and trainer. Names and fields follow Tinker's public types.
 
-Every body carries the client's request id, which is the operation's id: the same request sent again is
-the same operation, another one under its id is refused, and what it changed durably is answered again after
-a restart. An export is done again then, which publishes the same digest; gradients are lost, and the step is
-to be repeated. `fence` is the number that the session was created with; an older one is refused.
+Every body carries the client's request id, which is the operation's id. The same request sent again is the
+same operation; a different request under its id is refused. Durable results are answered again after a
+restart. An export is repeated then, which publishes the same digest; gradients are lost, and the step must be
+repeated. `fence` is the number that the session was opened with; a request with an older fence is refused.
 """
 
 from collections.abc import Mapping
@@ -15,13 +15,14 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from engine.settings.params import PolicyName
 
-SESSION_NAME = r"^[a-z][a-z0-9.-]{0,127}$"
+# Names of sessions and of their states are parts of file paths.
+SessionName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9.-]{0,127}$")]
 Kind = Literal["snapshot", "revision"]
 
 
 @dataclass(frozen=True)
 class SessionInfo:
-    """An open session: the steps done, where its data goes on, each step's record, the writer's fence."""
+    """An open session: steps done, data position, each step's record, the writer's fence."""
 
     session: str
     policy: str
@@ -35,7 +36,7 @@ class SessionInfo:
 
 @dataclass(frozen=True)
 class Exported:
-    """A published revision; `directory` is None for a snapshot of a single step."""
+    """A published revision; `directory` is None for a snapshot."""
 
     digest: str
     served_name: str
@@ -47,50 +48,64 @@ class Exported:
 
 
 class Message(BaseModel):
+    """Base of all messages: immutable, unknown fields are refused."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class TensorData(Message):
+    """Values of a loss input, one for each position."""
+
     data: list[float]
     dtype: Literal["float32", "int64"] = "float32"
 
 
 class EncodedText(Message):
+    """A chunk of token ids."""
+
     type: Literal["encoded_text"] = "encoded_text"
     tokens: list[int]
 
 
 class ModelInput(Message):
+    """The input tokens of a sample, chunk after chunk."""
+
     chunks: list[EncodedText]
 
 
 class Datum(Message):
-    """`model_input` holds all tokens but the last; the loss inputs have one value for each of its positions.
+    """One sample: `model_input` holds all tokens but the last, each loss input one value for each of them.
 
-    `target_tokens` are the next tokens, `weights` is 1 where the target belongs to the completion, and
-    `logprobs` and `advantages`, which only losses on samples need, are read at those positions.
-    `routed_experts` is what the engine returned.
+    `target_tokens` are the next tokens and `weights` is 1 where the target belongs to the completion.
+    `logprobs` and `advantages` are read at those positions; only losses on samples need them.
+    `routed_experts` are the engine's.
     """
 
     model_input: ModelInput
     loss_fn_inputs: dict[Literal["target_tokens", "weights", "logprobs", "advantages"], TensorData]
     routed_experts: str | None = Field(
-        None, description="of the first tokens, (tokens, layers, experts of a token) as a .npy in base64"
+        None,
+        description="experts of the first tokens: (tokens, layers, experts of a token) as a .npy in base64",
     )
 
 
 class ForwardBackwardInput(Message):
+    """Samples, the loss and its settings."""
+
     data: list[Datum]
     loss_fn: str = "dapo"
     loss_fn_config: dict[str, Any] = Field(
         default_factory=dict, description="`engine.settings.losses.LossConfig`"
     )
     router_replay: bool = Field(
-        False, description="what has no routed_experts is left out, of the outputs too, and counted as masked"
+        False,
+        description="leave out tokens without routed_experts, in the outputs too, and count them as masked",
     )
 
 
 class AdamParams(Message):
+    """Settings of one AdamW step (arXiv 1711.05101)."""
+
     learning_rate: float = Field(1e-4, gt=0)
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.95, ge=0, lt=1)
@@ -100,121 +115,136 @@ class AdamParams(Message):
 
 
 class Request(Message):
+    """Base of all operations."""
+
     request_id: str = Field(min_length=1)
 
     def content(self) -> int:
-        """Return a hash of what is asked for, whoever writes now and whatever is there; of this process."""
+        """Return a hash of the request without `fence` and `gathered`; it is valid in this process only."""
         return hash((type(self), self.model_dump_json(exclude={"fence", "gathered"})))
 
 
 class CreateSession(Request):
-    """Open a session of a policy, or go on with it; gradients that were never applied are dropped.
+    """Open or continue a session of a policy; gradients that were never applied are dropped.
 
-    A new one begins at the base, or at one of `parent`, `adapter`, `fork` and `fork_session`; rank, alpha
-    and targets that are left out are then the source's. A larger rank than the source's begins with the
-    source's function, and what is beyond it as drawn.
+    A new session starts at the base, or at one of `parent`, `adapter`, `fork` and `fork_session`, whose rank,
+    alpha and targets it takes unless given. With a larger rank than the source's it starts with the source's
+    function: the added ranks are initialised, with B zero.
     """
 
-    session: str = Field(pattern=SESSION_NAME)
+    session: SessionName
     policy: PolicyName
     rank: int | None = Field(None, ge=1)
-    alpha: float | None = Field(None, gt=0, description="empty: as the rank")
+    alpha: float | None = Field(None, gt=0, description="empty: equal to the rank")
     targets: list[str] | None = Field(
-        None, min_length=1, description="projections, or ends of paths: `layers.2.mlp.up_proj`"
+        None, min_length=1, description="projections, or ends of module paths such as `layers.2.mlp.up_proj`"
     )
     ranks: dict[str, Annotated[int, Field(ge=1)]] | None = Field(
-        None, description="other ranks by PEFT's rank_pattern"
+        None, description="different ranks, as in PEFT's rank_pattern"
     )
     alphas: dict[str, Annotated[float, Field(gt=0)]] | None = Field(
-        None, description="other alphas by PEFT's alpha_pattern"
+        None, description="different alphas, as in PEFT's alpha_pattern"
     )
     seed: int = Field(ge=0)
     holder: str = Field(
         min_length=1,
-        description="who writes; while it is active any other is refused in all sessions of the policy",
+        description="the writer, unique for each run; while its lease lasts, all others are refused in every "
+        "session of the policy",
     )
     parent: str | None = Field(None, description="digest of the revision to start from")
     parent_policy: PolicyName | None = Field(
-        None, description="whose revision `parent` is; empty: `policy`'s"
+        None, description="policy of the revision `parent`; empty: `policy`"
     )
-    adapter: str | None = Field(None, description="directory of a PEFT adapter to start from, of any layout")
+    adapter: str | None = Field(
+        None, description="directory of a PEFT adapter to start from, in any supported layout"
+    )
     fork: PolicyName | None = Field(
-        None, description="policy to start from: at its champion, or else at its newest exported revision"
+        None, description="policy to start from: its champion, else its newest exported revision"
     )
-    fork_session: str | None = Field(
-        None, pattern=SESSION_NAME, description="session to start from: its last step, Adam moments included"
+    fork_session: SessionName | None = Field(
+        None, description="session to start from: its last step with its Adam moments"
     )
-    config: dict[str, Any] = Field(default_factory=dict, description="recorded in the revisions' manifests")
-    policy_config: dict[str, Any] | None = Field(None, description="recorded in the catalog's policy")
+    config: dict[str, Any] = Field(default_factory=dict, description="stored in the revisions' manifests")
+    policy_config: dict[str, Any] | None = Field(None, description="stored in the catalog's policy")
     owner: str = "local"
     snapshot_ttl_s: float = Field(3600, gt=0)
 
 
 class SessionRequest(Request):
-    session: str
+    """Base of the operations on a session."""
+
+    session: SessionName
     fence: int
 
 
 class Heartbeat(Message):
-    """Keep a session's lease while its writer does something else; no operation."""
+    """Renew a session's lease while its writer does something else; not an operation."""
 
-    session: str
+    session: SessionName
     fence: int
 
 
 class CloseSession(SessionRequest):
-    """Give a session up: it leaves memory, and other holders may write its policy at once."""
+    """Close a session: it is evicted, and other writers may open its policy at once."""
 
 
 class Forward(SessionRequest):
-    """Score data under the session's adapter; nothing is gathered."""
+    """Score data under the session's adapter without gradients."""
 
     forward_input: ForwardBackwardInput
 
 
 class Gathering(SessionRequest):
+    """Base of the operations that depend on gathered gradients."""
+
     gathered: int | None = Field(
-        None, ge=0, description="calls whose gradients must be here, or they were lost; empty: not checked"
+        None, ge=0, description="number of calls whose gradients the trainer must hold; empty: not checked"
     )
 
 
 class ForwardBackward(Gathering):
+    """Compute gradients of a loss and add them to the session's gathered ones."""
+
     forward_backward_input: ForwardBackwardInput
 
 
 class OptimStep(Gathering):
-    """Apply the gathered gradients and store the session, together with the caller's position and record."""
+    """Apply the gathered gradients and store the session with the caller's position and record."""
 
     adam_params: AdamParams = AdamParams()
-    skip: bool = Field(False, description="count a step that had nothing to learn from")
-    position: int = Field(0, ge=0, description="where the caller's data goes on")
-    record: dict[str, Any] = Field(default_factory=dict, description="kept in the session's history")
+    skip: bool = Field(False, description="count a step without applying gradients")
+    position: int = Field(0, ge=0, description="where the caller's data continues")
+    record: dict[str, Any] = Field(default_factory=dict, description="stored in the session's history")
 
 
 class NamedState(SessionRequest):
-    name: str = Field(pattern=SESSION_NAME)
+    """Base of the operations on a named state."""
+
+    name: SessionName
 
 
 class SaveState(NamedState):
-    """Store the session as it is also under a name of its own."""
+    """Store the session under a name."""
 
 
 class LoadState(NamedState):
-    """Go back to what was stored under a name."""
+    """Load the session's state of a name."""
 
 
 class Export(SessionRequest):
+    """Publish the session's adapter as a snapshot or a revision."""
+
     kind: Kind = "snapshot"
-    probe_prompts: list[list[int]] = Field(default_factory=list, description="needed for a revision")
+    probe_prompts: list[list[int]] = Field(default_factory=list, description="required for a revision")
     probe_tokens: int = Field(24, ge=1)
 
 
 class ProbeRevision(Request):
-    """Make the effect probe of a revision that no session trained, such as an imported one."""
+    """Compute the effect probe of a revision that no session trained, such as an imported one."""
 
     policy: PolicyName
     digest: str
-    directory: str | None = Field(None, description="where the revision lies; without it the store is read")
+    directory: str | None = Field(None, description="the revision's directory; empty: read from the store")
     prompts: list[list[int]] = Field(min_length=1)
     tokens: int = Field(24, ge=1)
 

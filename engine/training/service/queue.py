@@ -1,6 +1,6 @@
-"""The trainer's queue: one thread, a line for each session, a turn for each line, brief operations between.
+"""The trainer's queue: one thread, one line of operations a session, round robin between lines.
 
-Knows operations, their order, how many may wait and how one is called off. Knows nothing of what they do.
+Brief operations go first, within a limit. The queue bounds how many operations wait, and cancels them.
 """
 
 import threading
@@ -16,19 +16,19 @@ from typing import Any
 from engine.errors import Busy, Cancelled, Conflict, NotFound, ServiceError
 from engine.training.service.protocol import Request
 
-# Results that a client may still ask for: of each session, and of all.
+# Finished operations that stay known: of each session, and in total.
 KEPT = 16
 KEPT_OF_ALL = 512
 SHORTEST_WAIT_S, LONGEST_WAIT_S = 0.05, 30.0
-# Brief operations that may come, one after another, before a long one whose turn it is, whatever they take.
+# Brief operations that may overtake a long one in a row.
 BRIEF_IN_A_ROW = 8
-# How long a long operation waits for what ends the step of the session that was served before.
+# How long a long operation waits for the operation that ends the previous session's step.
 LINGER_S = 0.02
-# Where that was in vain, so often it is not tried again: a client may be slow, or only gather gradients.
+# After a wait in vain, so many are skipped: the client may be slow, or only gather gradients.
 SKIPPED = 8
-# Lines that this is remembered of.
+# Lines for which skips are remembered.
 REMEMBERED = 1024
-# How much of the mean duration the newest operation makes up.
+# Weight of the newest operation in the mean duration.
 NEWEST = 0.2
 
 Work = Callable[[Any], Any]
@@ -36,11 +36,11 @@ Work = Callable[[Any], Any]
 
 @dataclass(eq=False)
 class Operation:
-    """One request and its result to come; `line` is its session. One that `can_stop` looks at `stop`.
+    """One request and its future result; `line` is its session.
 
-    One that `can_join` may be carried out together with such of other lines. A `brief` one goes before the
-    long ones of other lines, one that `leads` is soon followed by another of its line. The request is given
-    up when the operation ends: its data may be large.
+    `can_stop`: it checks `stop` while it runs. `can_join`: it may run together with others of this kind from
+    other lines. `brief`: it goes before long operations of other lines. `leads`: another operation of its
+    line follows soon. The request is released when the operation ends, since its data may be large.
     """
 
     request: Request | None
@@ -59,30 +59,31 @@ class Operation:
         self.content = self.request.content()
 
     def go_on(self) -> None:
-        """Raise `Cancelled` once the operation was called off."""
+        """Raise `Cancelled` once the operation is cancelled."""
         if self.stop.is_set():
             raise Cancelled(f"The operation {self.id!r} was cancelled while it ran.")
 
     def perform(self) -> None:
-        """Do the work; its result or its error goes to whoever waits."""
+        """Do the work and set the future's result or error."""
         try:
             self.future.set_result(self.work(self.request))
         except BaseException as error:
-            # `SystemExit` too, which a loss of one's own may raise: the one thread goes on.
+            # A custom loss may raise even `SystemExit`; the queue's thread must survive.
             self.future.set_exception(error)
 
 
 def alone(first: Sequence[Operation]) -> Sequence[Operation]:
-    """Take turns: of the first operation of every line, in the order of their turns, the first one."""
+    """Choose the operation whose turn it is; `first` holds each line's first operation, in turn order."""
     return first[:1]
 
 
 def joined(first: Sequence[Operation]) -> Sequence[Operation]:
-    """Take the first one, and if it can join others, all that can: none waits for longer than in turns."""
+    """Choose the first operation and, if it can join, all others that can."""
     return [one for one in first if one.can_join] if first[0].can_join else first[:1]
 
 
 def perform_each(operations: Sequence[Operation]) -> None:
+    """Perform operations one after another."""
     for operation in operations:
         operation.perform()
 
@@ -90,13 +91,14 @@ def perform_each(operations: Sequence[Operation]) -> None:
 class Queue:
     """Operations of many sessions. Within a session first in, first out; between sessions round robin.
 
-    Brief operations are the end of a step, and its policy samples again once they are done: in turns they
-    would wait for the gradients of every other policy, and all of them would sample, then all learn. For what
-    follows one that `leads` the others wait a moment (anticipatory scheduling, Iyer & Druschel, SOSP 2001).
+    Brief operations end a step, after which the policy samples again. In plain round robin they would wait
+    for the gradients of every other policy: all policies would sample, then all learn. After an operation
+    that `leads`, others wait a moment for its successor (anticipatory scheduling, Iyer & Druschel, SOSP
+    2001).
 
-    `choose` gets the first operation of every line, in the order of turns, and says which of them `perform`
-    carries out together. A request's id is its operation's: one that waits, runs or is done stays as it is,
-    one that failed is tried again. At most `of_line` wait of one session and `of_all` altogether.
+    `choose` gets the first operation of every line in turn order and returns those that `perform` carries out
+    together. A request's id is its operation's id: a repeated request joins the operation that waits, runs or
+    is done, and restarts one that failed. At most `of_line` operations of a session wait, `of_all` in total.
     """
 
     def __init__(
@@ -107,13 +109,13 @@ class Queue:
         perform: Callable[[Sequence[Operation]], None] = perform_each,
     ):
         self.of_line, self.of_all, self.choose, self.perform = of_line, of_all, choose, perform
-        # In the order of their turns: the line that was served goes to the end.
+        # In turn order: a served line goes to the end.
         self._lines: dict[str, deque[Operation]] = {}
         self._brief_served = 0
         self._running: Sequence[Operation] = ()
         self._before: Sequence[Operation] = ()
         self._ended_at = 0.0
-        # How often not to linger again for a line, after its brief or its long ones.
+        # How often not to linger again, by line and by whether the last operation was brief.
         self._skips: dict[tuple[str, bool], int] = {}
         self._known: dict[str, Operation] = {}
         self._done: deque[Operation] = deque()
@@ -134,9 +136,10 @@ class Queue:
         brief: bool = False,
         leads: bool = False,
     ) -> str:
-        """Queue an operation and return its id; for its marks see `Operation`.
+        """Queue an operation and return its id; for the flags see `Operation`.
 
-        Raises `Busy` with the queue's state when it is full, `Conflict` when the id is another request's.
+        Raises `Busy` with the queue's state when it is full, `Conflict` when the id belongs to another
+        request.
         """
         operation = Operation(request, line, work, can_stop, can_join, brief, leads)
         with self._changed:
@@ -148,22 +151,23 @@ class Queue:
                 self._changed.notify()
             elif known.content != operation.content:
                 raise Conflict(
-                    f"The request {request.request_id!r} came before and asked for something else. "
-                    "Give each request an id of its own."
+                    f"The request id {request.request_id!r} was used before for a different request. "
+                    "Give each request its own id."
                 )
         return request.request_id
 
     def operation(self, id: str) -> Operation:
+        """Return a known operation; `NotFound` otherwise."""
         if id not in self._known:
             raise NotFound(
-                f"There is no operation {id!r}; the trainer may have been restarted. Send it again."
+                f"There is no operation {id!r}; the trainer may have restarted. Send the request again."
             )
         return self._known[id]
 
     def cancel(self, id: str) -> None:
-        """Call an operation off: one that waits at once, one that runs and can stop before its next part.
+        """Cancel an operation: at once while it waits, before its next part while it runs.
 
-        Raises `Conflict` for one that has begun and cannot stop; one that is done stays so.
+        Raises `Conflict` when it has begun and cannot stop. A finished operation stays finished.
         """
         operation = self.operation(id)
         with self._changed:
@@ -178,12 +182,12 @@ class Queue:
             operation.stop.set()
 
     def state(self, line: str) -> dict[str, Any]:
-        """Return how many operations wait, and how long a new one of this session would wait in seconds."""
+        """Return the number of waiting operations and the estimated wait, in seconds, of a new one."""
         with self._changed:
             return self._state(line, len(self._lines.get(line, ())))
 
     def place(self, id: str) -> dict[str, Any]:
-        """Return the queue's state as an operation that has not ended sees it; `position` 0 runs."""
+        """Return the queue's state for an unfinished operation; `position` 0 means that it runs."""
         with self._changed:
             operation = self.operation(id)
             line = self._lines.get(operation.line, deque())
@@ -197,14 +201,17 @@ class Queue:
         return sum(map(len, list(self._lines.values()))) + len(self._running)
 
     def waiting(self, line: str) -> int:
+        """Return the number of waiting operations of a session."""
         return len(self._lines.get(line, ()))
 
     def close(self) -> None:
-        """End after the operation that runs; those that wait fail, to be sent again."""
+        """Stop after the running operation; waiting ones fail and can be sent again."""
         with self._changed:
             self._closed = True
             for operation in [one for line in self._lines.values() for one in line]:
-                operation.future.set_exception(ServiceError("The trainer is stopping; send this again."))
+                operation.future.set_exception(
+                    ServiceError("The trainer is stopping. Send the request again when it is back.")
+                )
             self._lines.clear()
             self._changed.notify()
         self._thread.join()
@@ -218,7 +225,7 @@ class Queue:
         with self._changed:
             self._changed.wait_for(lambda: self._lines or self._closed)
             self._linger()
-            # What waited may have been cancelled meanwhile.
+            # Waiting operations may have been cancelled meanwhile.
             self._changed.wait_for(lambda: self._lines or self._closed)
             if self._closed:
                 return ()
@@ -235,7 +242,7 @@ class Queue:
             return chosen
 
     def _linger(self) -> None:
-        """Wait a moment for what follows the operations before, unless something brief or of theirs waits."""
+        """Wait a moment for the successor of the last operations, unless it or a brief one already waits."""
         left_s = self._ended_at + LINGER_S - time.monotonic()
         if left_s <= 0:
             return
@@ -281,20 +288,20 @@ class Queue:
         if mine < self.of_line and waiting < self.of_all:
             return
         self.refused += 1
-        # A place is free after this session's next turn, or after anybody's.
+        # A place becomes free after this session's next turn, or after any turn.
         turns = len(self._lines) if mine >= self.of_line else 1
         wait_s = min(max(turns * self._mean_s, SHORTEST_WAIT_S), LONGEST_WAIT_S)
         raise Busy(
-            f"The trainer's queue is full: {mine} operations of this session wait, at most {self.of_line}, "
-            f"and {waiting} of all, at most {self.of_all}. Send it again in {wait_s:.1f} s.",
+            f"The trainer's queue is full: {mine} operations of this session wait (at most {self.of_line}), "
+            f"{waiting} in total (at most {self.of_all}). Send the request again in {wait_s:.1f} s.",
             wait_s,
             {"queue_state": "paused_rate_limit", **self._state(line, mine)},
         )
 
     def _state(self, line: str, before: int) -> dict[str, Any]:
-        """Return counts, and the position of an operation with `before` others ahead of it in its line."""
+        """Return the state for an operation with `before` others ahead of it in its line."""
         waiting = {name: deque(one.brief for one in line) for name, line in self._lines.items()}
-        # A new one may be long.
+        # Assume that a new operation is long.
         waiting.setdefault(line, deque()).append(False)
         served = _turns(waiting, self._brief_served)
         mine = (place for place, name in enumerate(served, 1) if name == line)
@@ -309,9 +316,9 @@ class Queue:
 
 
 def turn(briefs: Collection[bool], served: int) -> tuple[bool, int]:
-    """Return whether a brief operation is next, and how many have then come before a long one that waits.
+    """Return whether a brief operation is next, and how many brief ones have then overtaken a long one.
 
-    `briefs` says of each line whether its first operation is brief, `served` how many brief ones came so.
+    `briefs` says for each line whether its first operation is brief; `served` is the count so far.
     """
     if all(briefs):
         return True, 0
@@ -320,7 +327,7 @@ def turn(briefs: Collection[bool], served: int) -> tuple[bool, int]:
 
 
 def _turns(lines: dict[str, deque[bool]], served: int) -> Iterator[str]:
-    """Yield the lines as they will be served one operation at a time; consumes `lines`."""
+    """Yield the lines in the order in which their operations will be served; consumes `lines`."""
     while lines:
         is_brief, served = turn([line[0] for line in lines.values()], served)
         first = next(name for name, line in lines.items() if line[0] == is_brief)

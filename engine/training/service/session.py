@@ -1,13 +1,12 @@
 """A session: one policy's line of training on the resident base, durable after every step.
 
-`optim_step` writes adapter, Adam moments, step, random state, data position, history, the writer's fence
-and the results of its requests to one file, atomically, before it answers. Killed at any moment, the
-session goes on from its last step bit for bit. Gradients are not stored: after a restart, or when the
-session had to leave memory, the step is to be repeated.
+`optim_step` stores adapter, Adam moments, step, random state, data position and the writer's fence atomically
+before it answers. The step's row and the request's result are appended to a journal, so a step costs the same
+however many came before. A killed session continues from its last step bit for bit. Gradients are not stored:
+after a restart or an eviction the step must be repeated.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +15,37 @@ import torch
 from engine.errors import BaseModelError, Conflict, NotFound, ServiceError
 from engine.training.model.lora import ResidentBase
 from engine.training.service import state
+from engine.training.service.journal import Journal, Row, add_earlier
 from engine.training.service.protocol import CreateSession, OptimStep, SessionInfo
 
-STATE_VERSION = 2
+STATE_VERSION = 3
 CURRENT = "current"
-# What gives an adapter its shape and scale.
+# The settings that determine an adapter's shape and scale.
 SHAPE = ("rank", "alpha", "targets", "ranks", "alphas")
 
 
 def state_file(directory: Path, name: str = CURRENT) -> Path:
-    """Return where a session in `directory` keeps what is stored under a name."""
+    """Return the state file of a name in a session's directory."""
     return directory / f"{name}.state"
 
 
 class Session:
     """Open or create a session in `directory`; used by one thread at a time.
 
-    `opened` is the request that opened it last, with rank, alpha and targets said; `done` are the results
-    of all requests that changed what is stored, so that none is ever done twice, however late it comes
-    again: a tenth of what the history takes. `calls` are the forward_backward calls whose gradients the
-    adapter has gathered; who makes them counts them.
+    `opened` is the request that opened it last, with rank, alpha and targets resolved. `journal` holds the
+    results of all requests that changed what is stored, so that none is ever done twice, however late it
+    comes again. `row` is that of the last step. `calls` counts the forward_backward calls whose gradients the
+    adapter has gathered; the caller maintains it.
     """
 
-    def __init__(self, directory: Path, base: ResidentBase, base_digest: str, opened: CreateSession):
+    def __init__(
+        self,
+        directory: Path,
+        base: ResidentBase,
+        base_digest: str,
+        opened: CreateSession,
+        journal: Journal | None = None,
+    ):
         assert opened.rank is not None
         assert opened.alpha is not None
         assert opened.targets is not None
@@ -57,47 +64,59 @@ class Session:
             opened.rank, opened.alpha, opened.targets, self.generator, opened.ranks, opened.alphas
         )
         self.step = self.position = self.fence = self.calls = 0
-        self.history: list[Mapping[str, Any]] = []
-        self.done: dict[str, dict[str, Any]] = {}
-
-    @property
-    def exists(self) -> bool:
-        return state_file(self.directory).exists()
+        self.journal = journal or Journal(directory)
+        self.row: Row | None = None
+        self._last: int | None = None
 
     def info(self) -> SessionInfo:
-        return SessionInfo(
-            self.name, self.policy, self.step, self.position, self.fence, self.base_digest, self.parent,
-            tuple(self.history),
-        )  # fmt: skip
+        """Describe the session for its client."""
+        return SessionInfo(**self._described(), history=tuple(self.history))
+
+    @property
+    def history(self) -> list[Row]:
+        """Return the row of each step, read from the journal."""
+        return self.journal.rows(self._last)
+
+    def _described(self) -> dict[str, Any]:
+        return {
+            "session": self.name,
+            "policy": self.policy,
+            "step": self.step,
+            "position": self.position,
+            "fence": self.fence,
+            "base": self.base_digest,
+            "parent": self.parent,
+        }
 
     def drop_gradients(self) -> None:
+        """Drop the gradients of an unfinished step."""
         self.adapter.clear_gradients()
         self.calls = 0
 
     def expect(self, gathered: int | None) -> None:
-        """Raise `ServiceError` unless the gradients of as many calls are here; None expects nothing."""
+        """Raise `ServiceError` unless the gradients of this many calls are present; None checks nothing."""
         if gathered is None or gathered == self.calls:
             return
         raise ServiceError(
             f"Session {self.name!r} has gradients of {self.calls} calls after step {self.step}, not of "
-            f"{gathered}; the trainer may have been restarted since. Open it again and repeat the step."
+            f"{gathered}; the trainer may have restarted since then. Open it again and repeat the step."
         )
 
     def optim_step(self, request: OptimStep) -> dict[str, Any]:
         """Apply the gathered gradients and store everything. The same request twice is applied once.
 
-        Raises `ServiceError` when gradients are missing: the trainer was restarted since they were gathered.
+        Raises `ServiceError` when gradients are missing, because the trainer restarted after gathering them.
         """
-        if request.request_id in self.done:
-            # Its first time may have been applied but not stored: the disk was full.
+        if self.is_done(request.request_id):
+            # The first call may have been applied but not stored, when the disk was full.
             self.save()
-            return self.answer(request.request_id)
+            return self.journal.answer(request.request_id)
         if not request.skip:
             self.expect(request.gathered)
         if not self.calls and not request.skip:
             raise ServiceError(
-                f"Session {self.name!r} has no gradients after step {self.step}; the trainer may have been "
-                "restarted since. Open the session again and repeat the step."
+                f"Session {self.name!r} has no gradients after step {self.step}; the trainer may have "
+                "restarted since then. Open the session again and repeat the step."
             )
         adam = request.adam_params
         betas = adam.beta1, adam.beta2
@@ -109,35 +128,40 @@ class Session:
         self.drop_gradients()
         self.step, self.position = self.step + 1, request.position
         result = {"step": self.step, "grad_norm": norm}
-        self.history.append({**request.record, **result})
-        self.remember(request.request_id, result)
+        self.row = {**request.record, **result}
+        self._last = self.journal.append(self._last, id=request.request_id, result=result, row=self.row)
         self.save()
         return result
 
-    def remember(self, request_id: str, result: dict[str, Any] | None = None) -> None:
-        """Keep a request's result, which is this session's description where none is given."""
-        if result is None:
-            result = {name: value for name, value in asdict(self.info()).items() if name != "history"}
-        self.done[request_id] = result
-
-    def answer(self, request_id: str) -> dict[str, Any]:
-        """Return the result of a request that is done."""
-        return answer(self.done[request_id], self.history)
+    def is_done(self, request_id: str) -> bool:
+        """Say whether a request has a result; `journal.answer` returns it."""
+        return request_id in self.journal.done
 
     def save(self, *names: str) -> Path:
-        """Store the session as it is now, also under other names; all or none of it is there."""
+        """Store the session atomically, under each name and as the current state."""
         paths = [state_file(self.directory, name) for name in (*names, CURRENT)]
-        state.write(self._state(), paths)
+        with state.storing(self.directory):
+            state.write(self._state(self.journal.flush()), paths)
+        self.journal.commit()
         return paths[0]
 
+    def save_answer(self, request_id: str, result: dict[str, Any] | None = None, *names: str) -> None:
+        """Store the session with a request's result, by default its description; both or none of them."""
+        line = self.journal.append(self._last, id=request_id, result=result or self._described())
+        try:
+            self.save(*names)
+        except ServiceError:
+            self.journal.withdraw(line, request_id)
+            raise
+
     def save_as(self, name: str, request_id: str) -> dict[str, Any]:
-        """Store the session under a name of its own, once for each request."""
-        if request_id not in self.done:
-            self._save_with(request_id, {"path": str(state_file(self.directory, name))}, name)
-        return self.answer(request_id)
+        """Store the session under a name, once for each request."""
+        if not self.is_done(request_id):
+            self.save_answer(request_id, {"path": str(state_file(self.directory, name))}, name)
+        return self.journal.answer(request_id)
 
     def load(self, name: str = CURRENT) -> None:
-        """Go back to what was stored under a name. Raises `NotFound`, or an error when it does not fit."""
+        """Load the state of a name. Raises `NotFound`, `Conflict` or `BaseModelError`."""
         path = state_file(self.directory, name)
         if not path.exists():
             raise NotFound(f"Session {self.name!r} has no state {name!r}.")
@@ -150,32 +174,28 @@ class Session:
         ]:
             raise Conflict(
                 f"Session {self.name!r} exists with {' and '.join(other)}. "
-                "Give the new line of training another session name, or leave out what it has already."
+                "Choose another session name, or leave these settings out."
             )
         self.adapter.load_state_dict(stored["adapter"])
         self.generator.set_state(stored["generator"])
-        self.step, self.position = stored["step"], stored["position"]
-        self.history, self.calls = stored["history"], 0
+        self.step, self.position, self.calls = stored["step"], stored["position"], 0
         if name == CURRENT:
-            self.done, self.fence = stored["done"], stored.get("fence", 0)
+            self.fence = stored.get("fence", 0)
+            self.journal.read(stored.get("journal", 0))
+        if "history" in stored:
+            history, done = stored["history"], stored["done"] if name == CURRENT else {}
+            self._last, self.row = add_earlier(self.journal, history, done), history[-1] if history else None
+        else:
+            self._last, self.row = stored["last"], stored["row"]
 
     def load_from(self, name: str, request_id: str) -> dict[str, Any]:
-        """Go back to what was stored under a name, once for each request."""
-        if request_id not in self.done:
+        """Load the state of a name, once for each request."""
+        if not self.is_done(request_id):
             self.load(name)
-            self._save_with(request_id)
-        return self.answer(request_id)
+            self.save_answer(request_id)
+        return self.journal.answer(request_id)
 
-    def _save_with(self, request_id: str, result: dict[str, Any] | None = None, *names: str) -> None:
-        """Remember a request's result and store it with the session; what is not stored was not done."""
-        self.remember(request_id, result)
-        try:
-            self.save(*names)
-        except ServiceError:
-            del self.done[request_id]
-            raise
-
-    def _state(self) -> dict[str, Any]:
+    def _state(self, journal: int) -> dict[str, Any]:
         return {
             "version": STATE_VERSION,
             "base": self.base_digest,
@@ -186,15 +206,16 @@ class Session:
             "parent": self.parent,
             "step": self.step,
             "position": self.position,
-            "history": self.history,
-            "done": self.done,
+            "journal": journal,
+            "last": self._last,
+            "row": self.row,
             "generator": self.generator.get_state(),
             "adapter": self.adapter.state_dict(),
         }
 
 
 def settings_of(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a stored state's settings; older states have one rank and one alpha everywhere."""
+    """Return a stored state's settings; version 1 states have one rank and one alpha everywhere."""
     return {"ranks": {}, "alphas": {}, **stored["settings"]}
 
 
@@ -205,8 +226,3 @@ def check_base(name: str, stored: Mapping[str, Any], base_digest: str) -> None:
             f"Session {name!r} was trained on the base {stored['base'][:12]}, not on the resident "
             f"base {base_digest[:12]}. Start another session, or the trainer with that base."
         )
-
-
-def answer(result: dict[str, Any], history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Complete a remembered result: a session's description gets its history up to that step."""
-    return {**result, "history": tuple(history[: result["step"]])} if "fence" in result else result

@@ -1,7 +1,7 @@
-"""A policy's stored sessions, found and removed: their states hold adapter, moments and what was sampled.
+"""Find and remove a policy's stored sessions: adapter, Adam moments and training history.
 
-Knows directories and headers. Whether a session is open is told by when its state was last touched; a
-running trainer knows better (`Sessions.delete`).
+Outside a trainer, a session counts as open when its state was written within the lease. A running trainer
+knows the leases themselves (`Sessions.delete`).
 """
 
 import re
@@ -21,7 +21,7 @@ GONE = ".purged-"
 
 
 def stored_sessions(directory: Path, policy: str) -> Iterator[Path]:
-    """Yield the directories of a policy's sessions, also one whose state is damaged but bears its name."""
+    """Yield the directories of a policy's sessions; a damaged one is recognised by its name."""
     line = re.compile(rf"{re.escape(policy)}-[0-9a-f]{{{DIGEST12}}}")
     for folder in directory.iterdir() if directory.is_dir() else ():
         if folder.is_dir() and not folder.name.startswith("."):
@@ -42,7 +42,7 @@ def _policy_of(folder: Path) -> str | None:
 
 
 def refuse_open(directory: Path, policy: str) -> list[Path]:
-    """Return a policy's stored sessions; `Conflict` while one of them was written within the lease."""
+    """Return a policy's stored sessions; `Conflict` when one of them was written within the lease."""
     found = list(stored_sessions(directory, policy))
     for folder in found:
         file = state_file(folder)
@@ -52,14 +52,14 @@ def refuse_open(directory: Path, policy: str) -> list[Path]:
 
 
 def remove_sessions(directory: Path, policy: str) -> dict[str, int]:
-    """Remove a policy's sessions and return how many, and their bytes; a kill leaves none half there.
+    """Remove a policy's sessions crash-safely and return their number and bytes.
 
-    Raises `Conflict` while a session was written within the lease; then nothing is removed. Raises
-    `ServiceError` that names what could not be removed.
+    Raises `Conflict` when a session was written within the lease; then nothing is removed. Raises
+    `ServiceError` with the paths that could not be removed.
     """
     gone = [_hidden(folder) for folder in refuse_open(directory, policy)]
     removed = sum(file.stat().st_size for folder in gone for file in folder.rglob("*") if file.is_file())
-    # Those that an earlier kill left go too.
+    # Directories that a killed removal left behind are removed too.
     hidden = [folder for folder in directory.glob(f"{GONE}*") if folder.is_dir()]
     for folder in hidden:
         shutil.rmtree(folder, ignore_errors=True)
@@ -69,7 +69,7 @@ def remove_sessions(directory: Path, policy: str) -> dict[str, int]:
 
 
 def _hidden(folder: Path) -> Path:
-    """Give a session's directory a name of its own under which nobody finds a session."""
+    """Rename a session's directory so that it no longer counts as a session."""
     try:
         return folder.rename(folder.with_name(f"{GONE}{folder.name}-{uuid.uuid4().hex}"))
     except OSError as error:
@@ -78,14 +78,14 @@ def _hidden(folder: Path) -> Path:
 
 def _stays(what: str, reason: str) -> ServiceError:
     return ServiceError(
-        f"Could not remove {what}: {reason}. Make it writable, or remove it, then purge again."
+        f"Could not remove {what}: {reason}. Make it writable or remove it, then run the purge again."
     )
 
 
 def open_sentence(policy: str, session: str, holder: str | None = None) -> str:
-    """Return why a policy cannot be purged now, and how its session ends."""
+    """Return why a policy cannot be purged now, and what to do."""
     whose = f" by {holder!r}" if holder else ""
     return (
         f"The session {session!r} of {policy!r} is open{whose}. Let its training end, or stop it (Ctrl-C, "
-        f"or Cancel in Prefect's UI); {LEASE_S:.0f} s after its last word it counts as closed."
+        f"or Cancel in Prefect's UI); {LEASE_S:.0f} s after its last call it counts as closed."
     )

@@ -1,7 +1,7 @@
-"""All sessions that the trainer knows: who writes each, which are in memory, and which leave it.
+"""All sessions of the trainer: their writers, which are in memory, and which are evicted.
 
-A session that is not needed lies in its state file alone and comes back at its next operation. Used by
-the trainer's one thread; other threads may look, and say that a holder was heard of.
+An idle session is only in its state files; its next operation loads it again. The trainer's one thread
+changes sessions. Other threads may read them and renew a writer's lease.
 """
 
 import os
@@ -18,6 +18,7 @@ from engine.training.model.adapter import by_pattern, chosen_sites
 from engine.training.model.lora import ResidentBase
 from engine.training.service import state
 from engine.training.service.capacity import bytes_of
+from engine.training.service.journal import Journal
 from engine.training.service.protocol import CreateSession, SessionRequest
 from engine.training.service.session import CURRENT, SHAPE, Session, settings_of, state_file
 from engine.training.service.session_deletion import LEASE_S, open_sentence, refuse_open, remove_sessions
@@ -27,9 +28,9 @@ NEVER = float("-inf")
 
 @dataclass
 class Known:
-    """One session: its writer's request and fence, when that writer was last heard of, and its bytes.
+    """One session: its writer's request and fence, the time of the writer's last call, and its bytes.
 
-    `heard` is in monotonic seconds. `session` is None while it lies on disk alone.
+    `heard` is in monotonic seconds. `session` is None while the session is only on disk.
     """
 
     opened: CreateSession
@@ -41,16 +42,19 @@ class Known:
 
     @property
     def is_active(self) -> bool:
+        """Say whether the writer's lease has not expired."""
         return time.monotonic() - self.heard < LEASE_S
 
     @property
     def can_leave(self) -> bool:
-        """Say whether leaving memory loses nothing that its writer still waits for."""
+        """Say whether the session can be evicted without losing gradients that its writer will apply."""
         return self.session is None or not (self.session.calls and self.is_active)
 
 
 class Sessions:
-    """Sessions under `directory`, at most `budget` bytes of them in memory; `waiting` counts operations."""
+    """Sessions under `directory`, at most `budget` bytes of them in memory.
+
+    `waiting` returns the number of queued operations of a session."""
 
     def __init__(
         self,
@@ -63,16 +67,18 @@ class Sessions:
         self.directory, self.base, self.base_digest = directory, base, base_digest
         self.budget, self.waiting = budget, waiting
         self._known: dict[str, Known] = {}
-        # Whoever wrote before a restart may still be there.
+        # Of every open session, also while it is evicted: a journal is indexed once.
+        self._journals: dict[str, Journal] = {}
+        # Writers from before a restart may still be active.
         for name, stored in self._newest():
             if not stored.is_active:
                 break
             self._known[name] = stored
 
     def find(self, name: str) -> Known | None:
-        """Return a session that is known or stored; None when there is none, or an older trainer's."""
+        """Return a known or stored session; None when there is none, or for a state of an older version."""
         if name not in self._known and (stored := self._stored(name)):
-            # Whoever opened it while the file was read is newer than the file.
+            # A writer that opened it while the file was read is newer than the file.
             self._known.setdefault(name, stored)
         return self._known.get(name)
 
@@ -88,7 +94,7 @@ class Sessions:
         return Known(opened, header["fence"], heard, self.bytes_of(opened), header["step"])
 
     def bytes_of(self, opened: CreateSession) -> int:
-        """Return what a session takes in memory: its factors, their gradients and their Adam moments."""
+        """Return a session's bytes in memory: factors, gradients and Adam moments."""
         assert opened.rank is not None
         assert opened.targets is not None
         chosen = chosen_sites(self.base.sites, opened.targets)
@@ -96,9 +102,9 @@ class Sessions:
         return sum(bytes_of(site, ranks[name]) for name, site in chosen.items())
 
     def hear(self, name: str, fence: int) -> bool:
-        """Note that the writer with this fence is there; say whether it still writes.
+        """Renew the lease of the writer with this fence; say whether it still holds the session.
 
-        It has its lease back unless it gave the session up, or another holder came meanwhile.
+        An expired lease is renewed unless the writer closed the session or another writer is active.
         """
         known = self.find(name)
         if known is None or known.fence != fence or known.heard == NEVER:
@@ -109,42 +115,43 @@ class Sessions:
         return True
 
     def _other_writer(self, opened: CreateSession) -> CreateSession | None:
-        """Return what another active holder of the same policy opened."""
+        """Return the request of another active writer of the same policy."""
         active = [one.opened for one in list(self._known.values()) if one.is_active]
         same = (one for one in active if one.policy == opened.policy and one.holder != opened.holder)
         return next(same, None)
 
     def refuse_other_writers(self, opened: CreateSession) -> None:
-        """Raise `Conflict` while another holder writes any session of this policy."""
+        """Raise `Conflict` while another writer holds any session of this policy."""
         if other := self._other_writer(opened):
             raise Conflict(
                 f"Policy {opened.policy!r} is being written by {other.holder!r} in the session "
-                f"{other.session!r}. Wait until it has closed it or been silent for {LEASE_S:.0f} s."
+                f"{other.session!r}. Wait until that writer closes the session or its lease of "
+                f"{LEASE_S:.0f} s ends."
             )
 
     def checked(self, request: SessionRequest) -> Known:
-        """Return the session of a request if its fence is the newest and nobody else writes the policy."""
+        """Return a request's session; `Conflict` for an old fence or while another writer is active."""
         known = self.find(request.session)
         if known is None:
             raise NotFound(f"There is no session {request.session!r}. Create it first.")
         if known.fence != request.fence:
-            raise Conflict(f"Session {request.session!r} has another writer now; this one must stop.")
+            raise Conflict(f"Session {request.session!r} has another writer now. Stop this run.")
         if not known.is_active:
             self.refuse_other_writers(known.opened)
         known.heard = time.monotonic()
         return known
 
     def writable(self, request: SessionRequest) -> Session:
-        """Return the session of a request in memory, as after its last step if it had left."""
+        """Return a request's session, loaded from its last step if it was evicted."""
         known = self.checked(request)
         session = known.session or self._bring(known.opened)
         self.keep(session)
         return session
 
     def resume(self, request: CreateSession) -> Session | None:
-        """Return a stored session in memory for the writer of this request; None when there is none.
+        """Load a stored session for this request's writer; None when there is none.
 
-        What the request leaves open is as it was. Raises `Conflict` when it says something else.
+        Fields that the request leaves out keep their stored values. Raises `Conflict` when others differ.
         """
         file = state_file(self.directory / request.session)
         if not file.is_file():
@@ -155,34 +162,36 @@ class Sessions:
         return self._bring(request.model_copy(update=left_open))
 
     def _bring(self, opened: CreateSession) -> Session:
-        session = self.fresh(opened)
+        session = self.fresh(opened, self._journals.get(opened.session))
         session.load(CURRENT)
         return session
 
-    def fresh(self, opened: CreateSession) -> Session:
-        """Return a session as it is before its first step, with room made for it."""
+    def fresh(self, opened: CreateSession, journal: Journal | None = None) -> Session:
+        """Return a session before its first step, after evicting others to make room."""
         self.make_room(opened)
-        return Session(self.directory / opened.session, self.base, self.base_digest, opened)
+        return Session(self.directory / opened.session, self.base, self.base_digest, opened, journal)
 
     def keep(self, session: Session) -> None:
-        """Hold a session in memory from now on; its writer was heard of."""
+        """Keep a session in memory and renew its writer's lease."""
         opened = session.opened
+        self._journals[session.name] = session.journal
         self._known[session.name] = Known(
             opened, session.fence, time.monotonic(), self.bytes_of(opened), session.step, session
         )
 
     def release(self, name: str) -> None:
-        """Let a session leave memory, and its policy to whoever comes, also after a restart."""
+        """Evict a session and end its writer's lease, also for after a restart."""
         self._known[name].heard = NEVER
-        # After a restart the file's time says when its writer was last heard of.
+        # After a restart the file's modification time stands for the writer's last call.
         long_ago = time.time() - LEASE_S
         os.utime(state_file(self.directory / name), (long_ago, long_ago))
         self._leave(self._known[name])
+        self._journals.pop(name, None)
 
     def delete(self, policy: str, only_ask: bool = False) -> dict[str, int]:
         """Remove every session of a policy, from memory and disk; `Conflict` while one is open.
 
-        Return how many there were on disk, and their bytes. With `only_ask` nothing is removed.
+        Returns the number of stored sessions and their bytes. With `only_ask` nothing is removed.
         """
         mine = [name for name, one in dict(self._known).items() if one.opened.policy == policy]
         for name in mine:
@@ -194,19 +203,21 @@ class Sessions:
         removed = remove_sessions(self.directory, policy)
         for name in mine:
             del self._known[name]
+            self._journals.pop(name, None)
         return removed
 
     def make_room(self, opened: CreateSession) -> None:
-        """Let the sessions leave that were idle for longest, until this one fits beside the others.
+        """Evict least recently used sessions until this one fits.
 
-        Raises `ConfigError` when it fits into no trainer with this budget, `Busy` while those in memory are
-        in the middle of a step.
+        Raises `ConfigError` when the session is larger than the whole budget, `Busy` while all sessions in
+        memory are in the middle of a step.
         """
         needed = self.bytes_of(opened)
         if needed > self.budget:
             raise ConfigError(
                 f"A session of rank {opened.rank} needs {needed:,} bytes with gradients and Adam moments; "
-                f"the trainer has {self.budget:,} for all. Lower `rank`, or raise trainer.session_bytes."
+                f"the trainer has {self.budget:,} for all sessions. Lower `rank`, or "
+                "raise trainer.session_bytes."
             )
         others = {name: one for name, one in self._known.items() if name != opened.session}
         leaving = iter(sorted((one for one in others.values() if one.session), key=self._idleness))
@@ -214,7 +225,7 @@ class Sessions:
             one = next(leaving)
             if not one.can_leave:
                 raise Busy(
-                    f"The {self.budget:,} bytes for sessions are full of policies in the middle of a step.",
+                    f"The {self.budget:,} bytes for sessions are taken by policies in the middle of a step.",
                     1.0,
                     {"queue_state": "paused_capacity"},
                 )
@@ -229,7 +240,7 @@ class Sessions:
         known.session = None
 
     def headers(self) -> Iterator[tuple[Path, dict[str, Any]]]:
-        """Yield what is stored of every session without its tensors, the newest first; damaged ones not."""
+        """Yield each stored session's file and header, newest first; damaged files are skipped."""
         files = self.directory.glob(f"*/{CURRENT}.state")
         for file in sorted(files, key=lambda file: file.stat().st_mtime, reverse=True):
             with suppress(ServiceError):
@@ -240,12 +251,12 @@ class Sessions:
         return ((file.parent.name, known) for file, known in read if known)
 
     def resident(self) -> list[Session]:
-        """Return the sessions in memory, the last heard of last."""
+        """Return the sessions in memory, the most recently used last."""
         held = [one for one in list(self._known.values()) if one.session]
         return [one.session for one in sorted(held, key=lambda one: one.heard) if one.session]
 
     def rows(self, stored: int = 0) -> list[dict[str, Any]]:
-        """Describe the known sessions and the newest `stored` ones, the last heard of first."""
+        """Describe the known sessions and the newest `stored` ones, the most recently used first."""
         known = dict(self._known)
         known |= {name: one for name, one in islice(self._newest(), stored) if name not in known}
         now = time.monotonic()

@@ -1,8 +1,8 @@
-"""Where a new session begins: at the base, at a revision, at an adapter from elsewhere, or at a fork.
+"""Where a new session starts: at the base, at a revision, at an imported adapter, or at a fork.
 
-A fork of a policy begins at what that policy serves: its champion, or without one its newest exported
-revision. A fork of a session begins at its last stored step, Adam moments included. Either has a history
-and random state of its own, and counts its steps from 0. Knows sources and fits; opens no session.
+A fork of a policy starts at its champion, or without one at its newest exported revision. A fork of a session
+starts at its last stored step with its Adam moments. Either fork has its own history and random state, and
+counts its steps from 0.
 """
 
 from collections.abc import Mapping
@@ -28,14 +28,14 @@ SOURCES = ("parent", "adapter", "fork", "fork_session")
 
 @dataclass(frozen=True)
 class Start:
-    """A request with its rank, alpha, targets and parent said, and what its adapter begins with."""
+    """A request with rank, alpha, targets and parent resolved, and the adapter's initial tensors."""
 
     opened: CreateSession
     tensors: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
     stored: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
     def fill(self, adapter: Adapter) -> None:
-        """Write the beginning into a fresh adapter; ranks beyond the source's stay as drawn, with B zero."""
+        """Initialise a fresh adapter; ranks beyond the source's keep their random A and zero B."""
         if self.stored:
             adapter.load_state_dict(self.stored["adapter"])
         adapter.place(self.tensors)
@@ -44,14 +44,14 @@ class Start:
 def start_of(
     request: CreateSession, base: ResidentBase, base_digest: str, exporter: Exporter, sessions: Path
 ) -> Start:
-    """Find what a new session begins with.
+    """Find where a new session starts.
 
-    Raises `ConfigError` for more than one source or for settings that are missing, `NotFound` for a source
-    that is not there, and `AdapterError` that names the tensor which the session has no room for.
+    Raises `ConfigError` for more than one source or missing settings, `NotFound` for a source that does not
+    exist, and `AdapterError` that names a tensor for which the session has no place.
     """
     given = [name for name in SOURCES if getattr(request, name)]
     if len(given) > 1:
-        raise ConfigError(f"A session begins at one place; {' and '.join(given)} are two.")
+        raise ConfigError(f"A session starts at one source, not at {' and '.join(given)}. Give one of them.")
     if request.fork_session:
         return _fork_of_session(request, base_digest, sessions / request.fork_session)
     if request.adapter:
@@ -63,7 +63,7 @@ def start_of(
         opened = request.model_copy(update={"parent": digest})
         return _fitted(opened, exporter.parent_tensors(policy, digest), base)
     if request.rank is None or not request.targets:
-        raise ConfigError("A session that begins at the base needs `rank` and `targets`.")
+        raise ConfigError("A session that starts at the base needs `rank` and `targets`.")
     return Start(request.model_copy(update={"alpha": request.alpha or float(request.rank)}))
 
 
@@ -76,12 +76,12 @@ def _newest(exporter: Exporter, policy: str) -> str:
     if newest := next(exported, None):
         return newest
     raise NotFound(
-        f"Policy {policy!r} has no exported revision to fork. Train it first, or begin at the base."
+        f"Policy {policy!r} has no exported revision to fork. Train it first, or start at the base."
     )
 
 
 def _fork_of_session(request: CreateSession, base_digest: str, directory: Path) -> Start:
-    """Begin at another session's last stored step; rank, alpha and targets are its own."""
+    """Start at another session's last stored step, with its rank, alpha and targets."""
     file = state_file(directory)
     if not file.exists():
         raise NotFound(f"There is no session {directory.name!r} to fork.")
@@ -92,13 +92,13 @@ def _fork_of_session(request: CreateSession, base_digest: str, directory: Path) 
         wanted = getattr(request, name)
         if wanted is not None and (sorted(wanted) if name == "targets" else wanted) != value:
             raise ConfigError(
-                f"A fork of the session {directory.name!r} has its {name}, {value}; leave {name} out."
+                f"A fork of the session {directory.name!r} keeps its {name}, {value}. Leave {name} out."
             )
     return Start(request.model_copy(update={**settings, "parent": stored["parent"]}), stored=stored)
 
 
 def _fitted(request: CreateSession, tensors: dict[str, Tensor], base: ResidentBase) -> Start:
-    """Begin at canonical tensors: what the request leaves open is theirs, what it says must hold them."""
+    """Start at canonical tensors: omitted settings are taken from them, given ones must fit them."""
     validate(tensors, None, base.modules)
     modules = {split_key(key)[0] for key in tensors}
     found = largest_rank(tensors)
@@ -118,7 +118,7 @@ def _fitted(request: CreateSession, tensors: dict[str, Tensor], base: ResidentBa
     alpha = request.alpha or float(rank)
     update = {"rank": rank, "alpha": alpha, "targets": targets}
     if request.rank is None and request.ranks is None and request.alphas is None:
-        # Its own ranks, each at its own scale: no module is padded to the largest.
+        # Each module keeps its own rank and scale: none is padded to the largest.
         other = {f"^{name}": own for name, own in ranks_at(chosen, tensors).items() if own != rank}
         update |= {"ranks": other, "alphas": {name: own * alpha / rank for name, own in other.items()}}
     return Start(request.model_copy(update=update), tensors)

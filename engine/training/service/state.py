@@ -1,11 +1,12 @@
-"""A session's state file: written whole or not at all, its tensors as one.
+"""A session's state file: written atomically, with its tensors as one flat tensor.
 
-Hundreds of small tensors would each be an entry of torch's archive: one flat tensor is written six times
-as fast, and the rest is read without touching it. Knows nothing of what a state means.
+Hundreds of small tensors would each be an entry of torch's archive. One flat tensor is written six times as
+fast, and the header can be read without touching it.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -16,14 +17,14 @@ from torch import Tensor
 from engine.errors import ServiceError
 from engine.files import sync
 
-# Stands in a flattened tree where the tensor of this number belongs.
+# Marks a tensor's place, by its number, in a flattened tree.
 PLACE = "tensor"
 
 
 def write(state: Mapping[str, Any], paths: Sequence[Path]) -> None:
-    """Store a state under every path, the last one last: fsynced beside it, renamed, the names fsynced.
+    """Store a state at every path, the last path last: write a draft, fsync, rename, fsync the directory.
 
-    Raises `ServiceError` when the disk does not take it; what was stored before is then intact.
+    Use it within `storing`.
     """
     directory, last = paths[-1].parent, paths[-1]
     directory.mkdir(parents=True, exist_ok=True)
@@ -38,13 +39,22 @@ def write(state: Mapping[str, Any], paths: Sequence[Path]) -> None:
             link.hardlink_to(draft)
             link.replace(path)
         draft.replace(last)
-        # Without it a power cut could still take back a step that was answered.
-        sync(directory)
-    except OSError as error:
+    except OSError:
         draft.unlink(missing_ok=True)
+        raise
+    # Without this fsync a power failure could undo a step that was answered.
+    sync(directory)
+
+
+@contextmanager
+def storing(directory: Path) -> Iterator[None]:
+    """Raise `ServiceError` when writing inside fails; the previous state is then intact."""
+    try:
+        yield
+    except OSError as error:
         raise ServiceError(
             f"Could not store a session in {directory}: {error.strerror}. "
-            "Free some space and run the step again; the last stored step is intact."
+            "Free some disk space and repeat the step; the last stored step is intact."
         ) from None
 
 
@@ -60,7 +70,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """Return a stored state without its tensors, which are not read; `ServiceError` when it is damaged."""
+    """Return a stored state without reading its tensors; `ServiceError` when it is damaged."""
     stored = _load(path, mmap=True)
     return dict(stored.get("tree", stored))
 
@@ -70,13 +80,13 @@ def _load(path: Path, mmap: bool = False) -> dict[str, Any]:
         return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=mmap))
     except (RuntimeError, UnpicklingError, EOFError) as error:
         raise ServiceError(
-            f"The stored session {path} is damaged ({error}). Put a copy of it back, or remove it to "
-            "begin anew."
+            f"The stored session {path} is damaged ({error}). Restore the file from a copy, or remove it to "
+            "start over."
         ) from None
 
 
 def _flattened(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state as one flat float32 tensor, the shapes in it, and the tree of everything else."""
+    """Return a state as one flat float32 tensor, the tensors' shapes, and the tree of all other values."""
     found: list[Tensor] = []
 
     def planted(node: Any) -> Any:

@@ -1,7 +1,7 @@
-"""A training step's row. Its columns are said here, once.
+"""The row of a training step. This is the only place that lists its columns.
 
-The loop makes it. The trainer keeps it in the session's history, the spool brings it to the ledger's
-`train_steps`; MLflow, `/metrics`, the report and the terminal show what they need of it.
+The loop creates the row, the trainer stores it in the session's history, and the spool brings it to the
+ledger's `train_steps`. MLflow, `/metrics`, the report and the terminal show parts of it.
 """
 
 import json
@@ -9,22 +9,22 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Annotated, Any, get_type_hints
 
-# What a step spent on one phase.
+# Seconds of one phase of a step.
 Seconds = Annotated[float | None, "seconds"]
 Counts = Mapping[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainStep:
-    """One step of a policy's training; None is what was not recorded or is not known.
+    """One step of a policy's training; None means unknown.
 
-    A column with a text is a gauge of the trainer's `/metrics`, and the text is its help there. Rewards and
-    shares lie in [0, 1], ratios are trainer over engine, means over a step's tokens or answers.
+    A column with a text is a gauge of the trainer's `/metrics`, with the text as its help. Rewards and shares
+    are in [0, 1]; ratios are trainer over engine; means are over a step's tokens or answers.
     """
 
     policy: str | None = None
     session: str | None = None
-    # The revision that sampled; None is the base.
+    # Digest of the revision that sampled; None is the base.
     digest: str | None = None
     loss_fn: str | None = None
     step: Annotated[int, "Steps done."]
@@ -33,10 +33,10 @@ class TrainStep:
     zero_spread: Annotated[
         float | None, "Share of the last step's groups whose samples all got the same reward."
     ] = None
-    # Groups that teach: their number, and their share.
+    # Number and share of the groups that teach.
     groups_kept: int | None = None
     kept: float | None = None
-    # Answers that the verifier failed on: all, and by what it raised.
+    # Answers that the verifier failed on: their number, and by fault.
     verifier_errors: int | None = None
     verifier_faults: Counts = field(default_factory=dict)
     importance_ratio: Annotated[
@@ -45,7 +45,7 @@ class TrainStep:
     ratio_min: Annotated[float | None, "Smallest importance ratio of the last step."] = None
     ratio_max: Annotated[float | None, "Largest importance ratio of the last step."] = None
     clip_fraction: Annotated[float | None, "Share of the last step's tokens that the loss clipped."] = None
-    # Tokens that taught nothing, by reason.
+    # Tokens without effect on the gradient, by reason.
     masked: Counts = field(default_factory=dict)
     capped: Annotated[int | None, "Tokens of the last step whose weight a correction cut."] = None
     correction_weight: Annotated[
@@ -67,36 +67,36 @@ class TrainStep:
         float | None, "Steps between the revision that sampled and the one that learned."
     ] = None
     tokens: int | None = None
-    # Those that had a gradient.
+    # Tokens with a gradient.
     learned_tokens: int | None = None
     tokens_per_s: Annotated[float | None, "Tokens of the last step by its seconds."] = None
     rollout_s: Seconds = None
-    # Of the rollouts, those in which nothing else was left to do.
+    # Part of the rollouts during which the loop only waited.
     wait_s: Seconds = None
     reward_s: Seconds = None
-    # Gradients alone: the optimizer's step stores this row, so its own seconds cannot be in it.
+    # Gradients only: the optimizer's step stores this row, so its own seconds cannot be in it.
     update_s: Seconds = None
     handoff_s: Seconds = None
-    # What the trainer was full for since the last row, that row's own optimizer step among it.
+    # Seconds in which the trainer was full since the last row, that row's optimizer step included.
     backpressure_s: Seconds = None
-    # The most bytes that the trainer ever held.
+    # The trainer's peak memory in bytes.
     peak_memory: int | None = None
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> "TrainStep":
-        """Take a row of any version and place: what it lacks stays unknown, what is no column is left out."""
+        """Read a row of any version: missing columns stay None, unknown ones are ignored."""
         known = {item.name: row[item.name] for item in fields(cls) if row.get(item.name) is not None}
         # The ledger returns JSON as text.
         counts = {name: json.loads(known[name]) for name in COUNTS if isinstance(known.get(name), str)}
         return cls(**known | counts)
 
     def row(self) -> dict[str, Any]:
-        """Return every column by its name."""
+        """Return every column by name."""
         return asdict(self)
 
     @property
     def phases(self) -> dict[str, float]:
-        """Return the step's seconds by phase; before waiting was recorded, every rollout was waited for."""
+        """Return the step's seconds by phase; rows without `wait_s` count the whole rollout as waiting."""
         waited = self.wait_s if self.wait_s is not None else self.rollout_s
         return {
             "rollout wait": waited or 0.0,

@@ -1,7 +1,7 @@
-"""The trainer's operations: sessions on one base, each carried out by the queue's one thread.
+"""The trainer's operations on sessions of one base, carried out by the queue's one thread.
 
-Knows what an operation does. Who may write and what is in memory is known by `sessions`, order and turns
-by `queue`. Small `forward_backward` of several sessions share a pass. Knows nothing of HTTP.
+`sessions` decides who may write and what is in memory; `queue` decides the order. Small `forward_backward`
+calls of several sessions share one pass.
 """
 
 import time
@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any
 
 from engine.catalog.catalog import Policy
-from engine.errors import ConfigError, GraftworkError, NotFound
+from engine.errors import ConfigError, GraftworkError, NotFound, ServiceError
 from engine.settings.params import Params
 from engine.training.model.lora import ResidentBase
 from engine.training.model.packing import Example, TokenRow
@@ -22,15 +22,16 @@ from engine.training.model.replay import decode
 from engine.training.model.update import Call, check_rows, forward_backward, is_small, is_worth_fusing
 from engine.training.service import protocol
 from engine.training.service.export import Exporter
+from engine.training.service.journal import find_answer
 from engine.training.service.metrics import TrainerMetrics, peak_memory
 from engine.training.service.queue import Operation, Queue, joined
-from engine.training.service.session import Session, answer
+from engine.training.service.session import Session
 from engine.training.service.sessions import Sessions
 from engine.training.service.start import start_of
 
-# What goes through the base in parts, between which it may stop.
+# Operations that run in parts and can be cancelled between two of them.
 WITH_PASSES = protocol.Forward | protocol.ForwardBackward | protocol.Export | protocol.ProbeRevision
-# Stored sessions that are searched for a request's result.
+# How many stored sessions are searched for a request's result.
 SEARCHED = 256
 
 
@@ -41,19 +42,19 @@ class Trainer:
         self, params: Params, base: ResidentBase, base_digest: str, exporter: Exporter, session_bytes: int
     ):
         self.params, self.base, self.base_digest, self.exporter = params, base, base_digest, exporter
-        # Measured on a CPU alone.
+        # Shared passes were measured on CPU only.
         self.fuses = params.trainer.fuse == "auto" and base.packs and base.device.type == "cpu"
         self.queue = Queue(params.trainer.queue_of_session, params.trainer.queue, joined, self._perform)
         self.sessions = Sessions(params.paths.sessions, base, base_digest, session_bytes, self.queue.waiting)
         self.metrics = TrainerMetrics()
-        # Grows over restarts too, so that a fence of an earlier process is never accepted again.
+        # Grows across restarts too, so that the fence of an earlier process is never accepted again.
         self.fence = time.time_ns()
 
     def submit(self, request: protocol.Request, work: Callable[[Any], Any]) -> str:
         """Queue an operation and return its id; see `Queue`. Raises `Busy` when the queue is full."""
         if isinstance(request, protocol.SessionRequest):
             self.sessions.hear(request.session, request.fence)
-        # What belongs to no session stands in one line of its own.
+        # Operations without a session share one line.
         line = getattr(request, "session", "")
         can_stop = isinstance(request, WITH_PASSES) and not is_brief(request)
         can_join = self.fuses and isinstance(request, protocol.ForwardBackward) and is_joinable(request)
@@ -64,12 +65,12 @@ class Trainer:
             can_stop=can_stop,
             can_join=can_join,
             brief=is_brief(request),
-            # Gradients are applied, and what they made of the adapter is handed over.
+            # An optim_step follows gradients, and an export follows an optim_step.
             leads=isinstance(request, protocol.ForwardBackward | protocol.OptimStep),
         )
 
     def operation(self, id: str) -> "Future[Any]":
-        """Return an operation's result to come, also of one that was done and stored before a restart."""
+        """Return an operation's future; results that were stored before a restart are found too."""
         try:
             operation = self.queue.operation(id)
         except NotFound:
@@ -79,24 +80,27 @@ class Trainer:
         return operation.future
 
     def _done_before(self, id: str) -> "Future[Any]":
-        for _, stored in islice(self.sessions.headers(), SEARCHED):
-            if id in stored["done"]:
-                future: Future[Any] = Future()
-                future.set_result(answer(stored["done"][id], stored["history"]))
-                return future
-        raise NotFound(f"There is no operation {id!r}; the trainer may have been restarted. Send it again.")
+        for file, header in islice(self.sessions.headers(), SEARCHED):
+            # A damaged journal is an error of its own session only.
+            with suppress(ServiceError):
+                if result := find_answer(file.parent, header, id):
+                    future: Future[Any] = Future()
+                    future.set_result(result)
+                    return future
+        raise NotFound(
+            f"There is no operation {id!r}; the trainer may have restarted. Send the request again."
+        )
 
     def create_session(self, request: protocol.CreateSession) -> dict[str, Any]:
-        """Open a session, or go on with it from its last stored step."""
+        """Open a session, or continue it from its last stored step."""
         self.sessions.refuse_other_writers(request)
         session = self.sessions.resume(request) or self._begin(request)
-        if request.request_id not in session.done:
+        if not session.is_done(request.request_id):
             self.fence += 1
             session.fence = self.fence
-            session.remember(request.request_id)
-            session.save()
+            session.save_answer(request.request_id)
         self.sessions.keep(session)
-        return session.answer(request.request_id)
+        return session.journal.answer(request.request_id)
 
     def _begin(self, request: protocol.CreateSession) -> Session:
         start = start_of(request, self.base, self.base_digest, self.exporter, self.params.paths.sessions)
@@ -108,12 +112,13 @@ class Trainer:
     def _add_policy(self, request: protocol.CreateSession) -> None:
         config, catalog = request.policy_config, self.exporter.catalog
         if config is None:
-            # Raises for a policy that nobody has described: its revisions could never be released.
+            # Raises for an unknown policy: its revisions could never be released.
             catalog.policies.get(request.policy)
             return
         catalog.policies.add(Policy(request.policy, self.base_digest, config, request.owner, time.time()))
 
     def close_session(self, request: protocol.CloseSession) -> dict[str, Any]:
+        """Close a session, so that other writers may open its policy at once."""
         self.sessions.checked(request)
         self.sessions.release(request.session)
         return {"closed": request.session}
@@ -138,7 +143,7 @@ class Trainer:
         return session, call
 
     def _gather(self, called: Mapping[Operation, tuple[Session, Call]]) -> list[dict[str, Any]]:
-        """Gather gradients in one pass and return the results; whatever is raised, nothing was gathered."""
+        """Gather gradients in one pass and return the results; after an error nothing is gathered."""
         found = forward_backward(
             self.base, [call for _, call in called.values()], partial(_all_go_on, list(called))
         )
@@ -153,11 +158,11 @@ class Trainer:
         ]
 
     def _between(self, request: protocol.Request) -> Callable[[], None]:
-        """Return what ends a request's operation between two parts once it was called off."""
+        """Return a callback that raises `Cancelled` once the request's operation is cancelled."""
         return self.queue.operation(request.request_id).go_on
 
     def _perform(self, operations: Sequence[Operation]) -> None:
-        """Carry out operations of different sessions: in one pass what can, the others by turns."""
+        """Carry out operations of different sessions: in one pass where possible, else one by one."""
         found = self._in_one_pass(operations) if len(operations) > 1 else {}
         for operation in operations:
             if operation in found:
@@ -166,9 +171,9 @@ class Trainer:
                 operation.perform()
 
     def _in_one_pass(self, operations: Sequence[Operation]) -> dict[Operation, dict[str, Any]]:
-        """Return the results of those that shared a pass: none if anything is wrong or one is cancelled.
+        """Return the results of a shared pass; empty after any error or cancellation.
 
-        The pass has then changed nothing, and in its own turn each operation is told its own fault alone.
+        A failed pass changes nothing. Each operation then runs alone and gets only its own error.
         """
         began = time.monotonic()
         try:
@@ -177,7 +182,7 @@ class Trainer:
                 return {}
             results = self._gather(called)
         except BaseException:
-            # A loss by import path may raise anything, `SystemExit` too: the trainer's one thread goes on.
+            # A custom loss may raise anything, even `SystemExit`; the trainer's thread must survive.
             self.metrics.unfused.inc()
             return {}
         for _ in results:
@@ -186,13 +191,13 @@ class Trainer:
         return dict(zip(called, results, strict=True))
 
     def _at_hand(self, operations: Sequence[Operation]) -> dict[Operation, tuple[Session, Call]]:
-        """Return what can share a pass now: writable, and in memory, so that none leaves for another."""
+        """Return the operations that can share a pass: valid, with their sessions in memory."""
         called = {}
         for operation in operations:
             known, request = self.sessions.find(operation.line), operation.request
             assert isinstance(request, protocol.ForwardBackward)
             if known and known.session:
-                # Its own turn says what is wrong.
+                # An invalid call gets its error when it runs alone.
                 with suppress(GraftworkError):
                     called[operation] = self._called(request)
         return called
@@ -204,34 +209,39 @@ class Trainer:
         return examples
 
     def optim_step(self, request: protocol.OptimStep) -> dict[str, Any]:
+        """Apply the gathered gradients, store the session and count the step in the metrics."""
         session = self.sessions.writable(request)
         before = session.step
         result = session.optim_step(request)
-        if session.step > before:
-            self.metrics.observe_step(session.history[-1])
+        if session.step > before and session.row:
+            self.metrics.observe_step(session.row)
         return result
 
     def save_state(self, request: protocol.SaveState) -> dict[str, Any]:
+        """Store a session under a name."""
         return self.sessions.writable(request).save_as(request.name, request.request_id)
 
     def load_state(self, request: protocol.LoadState) -> dict[str, Any]:
+        """Load a session's state of a name."""
         return self.sessions.writable(request).load_from(request.name, request.request_id)
 
     def export(self, request: protocol.Export) -> dict[str, Any]:
+        """Publish a session's adapter as a snapshot or a revision."""
         session = self.sessions.writable(request)
         exported = asdict(self.exporter.export(session, request, self._between(request)))
         return {**exported, "directory": str(exported["directory"]) if exported["directory"] else None}
 
     def forget_policy(self, request: protocol.ForgetPolicy) -> dict[str, int]:
-        """Remove every session of a policy, from memory and disk; or only say whether one is open."""
+        """Remove every session of a policy, or with `only_ask` just check that none is open."""
         return self.sessions.delete(request.policy, request.only_ask)
 
     def probe(self, request: protocol.ProbeRevision) -> dict[str, Any]:
+        """Compute the effect probe of a revision that no session trained."""
         between = self._between(request)
         return self.exporter.probe_revision(self.base, self.base_digest, request, between).to_json()
 
     def health(self) -> dict[str, Any]:
-        """Return the known sessions' steps, the bytes of those in memory and the limit, and the queue."""
+        """Return the known sessions' steps, the bytes in memory and their limit, and the queue's state."""
         rows = self.sessions.rows()
         return {
             "sessions": {row["session"]: row["step"] for row in rows},
@@ -241,10 +251,11 @@ class Trainer:
         }
 
     def render_metrics(self) -> bytes:
-        """Return what Prometheus reads."""
+        """Return the metrics in Prometheus' text format."""
         return self.metrics.render(self.sessions.resident(), self.queue)
 
     def close(self) -> None:
+        """Stop the queue's thread after the running operation."""
         self.queue.close()
 
 
@@ -254,15 +265,15 @@ def _all_go_on(operations: Sequence[Operation]) -> None:
 
 
 def is_brief(request: protocol.Request) -> bool:
-    """Say whether an operation only ends a step: no pass through the model."""
+    """Say whether an operation needs no pass through the model."""
     snapshot = isinstance(request, protocol.Export) and request.kind == "snapshot"
     return snapshot or isinstance(request, protocol.OptimStep | protocol.CloseSession)
 
 
 def is_joinable(request: protocol.ForwardBackward) -> bool:
-    """Say whether a call may share a pass with others': small, and the first of its step.
+    """Say whether a call may share a pass with others: small, and the first of its step.
 
-    Gradients from before would be in memory twice, for all sessions at once. Bad data take a turn.
+    Earlier gradients would be held twice for all sessions at once. Invalid data run alone.
     """
     given = request.forward_backward_input
     if request.gathered or given.router_replay or any(datum.routed_experts for datum in given.data):
@@ -279,8 +290,8 @@ def _outputs(logprobs: Sequence[Sequence[float]]) -> list[dict[str, Any]]:
 def example_of(datum: protocol.Datum) -> Example:
     """Turn a datum into a row with its completion's log-probabilities and advantages, where it has them.
 
-    Raises `ConfigError` when the completion is not one run at the end, the lengths differ, or its last token
-    is none.
+    Raises `ConfigError` when the completion is not one run at the end, when lengths differ, or when the last
+    target is not a token id.
     """
     inputs = {name: tensor.data for name, tensor in datum.loss_fn_inputs.items()}
     tokens = [token for chunk in datum.model_input.chunks for token in chunk.tokens]
@@ -295,7 +306,9 @@ def example_of(datum: protocol.Datum) -> Example:
         raise ConfigError("A datum's weights must be 0 over the prompt and then 1 to the end.")
     last = inputs["target_tokens"][-1]
     if not last.is_integer():
-        raise ConfigError(f"A datum's target_tokens are token ids; {last} is none.")
+        raise ConfigError(
+            f"A datum's target_tokens must be token ids (whole numbers); the last one is {last}."
+        )
     whole = (*tokens, int(last))
     routes = decode(datum.routed_experts) if datum.routed_experts else None
     old, advantages = (tuple(inputs.get(name, ())[first:]) for name in ("logprobs", "advantages"))

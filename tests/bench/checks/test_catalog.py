@@ -1,5 +1,6 @@
 """The benchmark of a large catalog at small sizes: what it makes, registers, finds and compares is right."""
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -91,6 +92,59 @@ def test_what_is_registered_is_found(streamed: bool, tmp_path: Path, monkeypatch
     assert found["lookups"] == 60
     assert 0 < found["p50_us"] <= found["p99_us"]
     assert 0 < found["import_s"] < found["restart_s"]
+    assert 0 < found["floor_p50_us"] <= found["floor_p99_us"]
+    read = load("_catalog_floor", monkeypatch).reader(tmp_path / "catalog.db")
+    for _, policy, digest in names:
+        row = read(served_name(policy, digest))
+        assert (row[1].hex(), row[2]) == (digest, policy)
+
+
+def test_the_floor_registers_as_many_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    module = load("_catalog_floor", monkeypatch)
+    monkeypatch.setattr(module, "BATCH", 64)
+    synced, kept = [], []
+    monkeypatch.setattr(module.os, "fdatasync", synced.append)
+    monkeypatch.setattr(module.shutil, "rmtree", kept.append)
+    found = module.register(str(tmp_path), 300, 7680, 3)
+    (folder,) = kept
+    assert (found["rows"], len(synced)) == (300, 5)
+    assert found["seconds"] > 0
+    data, catalog = (folder / "floor.seg").read_bytes(), Catalog(f"sqlite:///{folder / 'catalog.db'}")
+    rows = catalog._access.quick('SELECT digest, checksum, "offset", length FROM revisions', ())
+    # Every adapter is another, where its row says, under its own hash.
+    assert len({digest for digest, *_ in rows}) == 300
+    for digest, checksum, offset, length in rows:
+        assert digest == checksum == hashlib.sha256(data[offset : offset + length]).digest()
+    catalog.close()
+    monkeypatch.undo()
+    part("floor", state=str(tmp_path / "part"), entries=10, nbytes=7680, policies=3)
+    assert list((tmp_path / "part").iterdir()) == []
+
+
+def test_a_size_is_measured_by_turns_with_its_floor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    module = load("_catalog_sizes", monkeypatch)
+    seconds, turns = iter([1.0, 2.0, 1.0, 6.0, 1.0, 3.0]), []
+
+    def floor_s(root, base, entries, kind, policies):
+        turns.append("floor")
+        return next(seconds)
+
+    def size_of(state, base, entries, url):
+        turns.append("ours")
+        state.mkdir()
+        return {"register_per_s": entries / next(seconds)}, [len(turns)], []
+
+    monkeypatch.setattr(module, "floor_s", floor_s)
+    monkeypatch.setattr(module, "size_of", size_of)
+    figures, spreads, sample, faults = module.repeated(tmp_path, None, 600, 3)
+    assert turns == ["floor", "ours"] * 3
+    assert (figures["register_per_s"], figures["register_floor_per_s"]) == (200, 600)
+    assert (figures["register_over_floor"], spreads["register_over_floor"]) == (3, "2..6")
+    assert (sample, faults) == ([6], [])
+    assert module.over_floor({"p50_us": 30.0, "p99_us": 80.0}) == {}
+    found = {"p50_us": 30.0, "p99_us": 80.0, "floor_p50_us": 10.0, "floor_p99_us": 20.0}
+    assert module.over_floor(found)["resolve_over_floor"] == 4
+    assert module.over_floor(found)["resolve_p50_over_floor"] == 3
 
 
 def test_bytes_are_only_written(tmp_path: Path):

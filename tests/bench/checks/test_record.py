@@ -1,7 +1,9 @@
 """Every benchmark takes what `graftwork bench` gives it, and a figure counts only when its check is green."""
 
 import json
+import math
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -27,6 +29,95 @@ def test_the_command_finds_what_a_benchmark_shares_with_the_tests(capfd: pytest.
     assert (found.exit_code, "invalid" in capfd.readouterr().err) == (2, True)
 
 
+@pytest.mark.parametrize("name", sorted(path.stem for path in BENCH.glob("[a-z]*.py")))
+def test_the_bounds_of_a_benchmark_are_typed(name: str, monkeypatch: pytest.MonkeyPatch):
+    module, record = load(name, monkeypatch), sys.modules["_record"]
+    bounds = [bound for names in ("BOUNDS", "TARGETS") for bound in getattr(module, names, {}).values()]
+    assert all(isinstance(bound, record.Bound) for bound in bounds)
+
+
+def test_a_missed_bound_is_named_and_ends_a_benchmark_with_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    record = load("_record", monkeypatch)
+    bounds = {"ratio": record.at_most(1.15), "speed": record.at_least(2), "left_out": record.at_least(1)}
+    with pytest.raises(SystemExit) as ended:
+        record.report("one", {"ratio.a": 1.1, "ratio.b": 1.2, "speed": 1.5}, bounds, {}, True, tmp_path)
+    said = ["ratio.b is 1.2, and its bound is <= 1.15.", "speed is 1.5, and its bound is >= 2."]
+    # Python prints a text and exits with 1.
+    assert ended.value.code == "\n".join(f"bench one: {sentence}" for sentence in said)
+    written = json.loads((tmp_path / "one.json").read_text())
+    assert (written["ratio"], written["ratio.a"], written["missed"]) == (1.2, 1.1, said)
+    assert "not measured" in capsys.readouterr().out
+    record.report("one", {"ratio.a": 1.1, "speed": 2}, bounds, {}, True, tmp_path)
+    assert json.loads((tmp_path / "one.json").read_text())["missed"] == []
+
+
+def test_all_benchmarks_end_with_what_falls_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    every = load("_all", monkeypatch)
+    (tmp_path / "p.yaml").write_text(f"state_dir: {tmp_path}")
+    (tmp_path / "bench").mkdir()
+    stale = {"missed": ["speed is 1, and its bound is >= 2."]}
+    for name in ("storm", "load"):
+        file = tmp_path / "bench" / f"{name}.json"
+        file.write_text(json.dumps(stale))
+        os.utime(file, (0, 0))
+
+    def graftwork(words, params) -> int:
+        if words[1] == "storm":
+            (tmp_path / "bench" / "storm.json").write_text(json.dumps({"missed": ["a.", "b."]}))
+        return int(words[1] in ("storm", "wave") or words[-1] == "tiny-mla")
+
+    monkeypatch.setattr(every, "graftwork", graftwork)
+    monkeypatch.setattr(sys, "argv", ["all", "--params", str(tmp_path / "p.yaml")])
+    with pytest.raises(SystemExit) as ended:
+        every.main()
+    assert str(ended.value.code).splitlines() == [
+        "These fall short:",
+        "graftwork bench storm: a.",
+        "graftwork bench storm: b.",
+        "graftwork bench wave: it ended with 1, and no figure counts.",
+        "graftwork run --base tiny-mla: it ended with 1, and no figure counts.",
+    ]
+    monkeypatch.setattr(every, "graftwork", lambda words, params: 0)
+    every.main()
+
+
+def test_nothing_is_written_while_the_check_is_red(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(SystemExit, match="correctness check failed"):
+        load("_record", monkeypatch).report("one", {"a": 1.0}, {}, {}, False, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plain_name_holds_the_worst_and_shares_its_bound(monkeypatch: pytest.MonkeyPatch):
+    record = load("_record", monkeypatch)
+    figures = {"slow.a.n1": 1.0, "slow.b-0.6": 3.0, "fast.a": 4.0, "fast.b": 2.0, "off.a": 0.9, "off.b": 1.3}
+    bounds = {
+        "slow": record.at_most(2), "slow.b-0.6": record.at_most(), "fast": record.at_least(3),
+        "off": record.within(1, 0.2), "other": record.at_least(),
+    }  # fmt: skip
+    assert record.worst(figures, bounds) == {"slow": 3.0, "fast": 2.0, "off": 1.3}
+    assert [sentence.split()[0] for sentence in record.missed(figures, bounds)] == ["fast.b", "off.b"]
+    # A plain name that was measured is one figure, and its bound is no other's.
+    assert record.missed({"fast": 5.0, "fast.n10": 1.0}, bounds) == []
+    assert record.worst({"fast": 5.0, "fast.n10": 1.0}, bounds) == {}
+    texts = [str(bounds[name]) for name in ("slow", "slow.b-0.6", "fast", "off")]
+    assert texts == ["<= 2", "reported", ">= 3", ">= 0.8 and <= 1.2"]
+    assert str(record.within(0)) == "== 0"
+
+
+def test_no_number_is_within_a_bound(monkeypatch: pytest.MonkeyPatch):
+    record = load("_record", monkeypatch)
+    bounds = (record.at_most(1), record.at_least(1), record.within(1), record.at_most())
+    assert not any(bound.holds(math.nan) for bound in bounds)
+
+
+def test_each_figure_has_its_median_and_its_range(monkeypatch: pytest.MonkeyPatch):
+    figures = load("_record", monkeypatch).Figures()
+    figures.add({"a": [3.0, 1.0, 2.0], "once": [5.0]}, ".base")
+    assert (figures.values, figures.spreads) == ({"a.base": 2.0, "once.base": 5.0}, {"a.base": "1..3"})
+
+
 def test_a_result_says_what_mkl_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     load("_record", monkeypatch).report("one", {"a": 1.0}, {}, {}, True, tmp_path)
     assert json.loads((tmp_path / "one.json").read_text())["MKL_CBWR"] == os.environ["MKL_CBWR"]
@@ -48,20 +139,23 @@ def test_modes_that_do_other_work_are_not_compared(monkeypatch: pytest.MonkeyPat
 
 
 def test_every_other_round_begins_with_the_other_mode(monkeypatch: pytest.MonkeyPatch):
-    bench = load("concurrency", monkeypatch)
+    record = load("_record", monkeypatch)
     modes = {"one": 1, "other": 2}
-    assert [bench.in_turn(modes, n) for n in range(3)] == [
+    assert [record.in_turn(modes, n) for n in range(3)] == [
         ["one", "other"],
         ["other", "one"],
         ["one", "other"],
     ]
-    figures = {"speedup.b.n3": 1.5, "speedup.b.n9": 1.8}
-    figures |= {f"share_of_bound.b.n{n}": n / 10 for n in (3, 9)}
-    assert bench.overall(figures, "b", [3, 9]) == {
-        "speedup": 1.5,
-        "share_of_bound": 0.3,
-        "speedup_n9_over_n3": pytest.approx(1.2),
-    }
+
+
+def test_a_speed_up_is_bounded_where_the_machine_does_not_bound_it(monkeypatch: pytest.MonkeyPatch):
+    bench, record = load("concurrency", monkeypatch), load("_record", monkeypatch)
+    figures = {"speedup.tiny-dense.n3": 1.2, "speedup.tiny-dense.n9": 1.2}
+    figures |= {"share_of_bound.tiny-dense.n3": 0.8, "share_of_bound.tiny-dense.n9": 0.95}
+    bounds = bench.bounds_of(figures, [3, 9])
+    assert record.missed(figures, bounds) == ["speedup.tiny-dense.n3 is 1.2, and its bound is >= 1.5."]
+    gain = bench.gain_of_many(figures, "tiny-dense", [3, 9])
+    assert gain == {"speedup_n9_over_n3.tiny-dense": pytest.approx(1.0)}
 
 
 def test_looking_at_processes_is_no_work_of_the_flows(monkeypatch: pytest.MonkeyPatch):

@@ -20,6 +20,7 @@ from rows import make_release, make_revision
 from sqlalchemy import column, table
 
 from engine.catalog import places as catalog_places
+from engine.catalog import tables
 from engine.catalog.batches import RevisionBatch
 from engine.catalog.catalog import Catalog, Policy, Revision, Route, migrate
 from engine.catalog.database import open_engine
@@ -361,6 +362,28 @@ def test_a_catalog_of_schema_0003_keeps_its_rows_in_the_order_of_lists(
         catalog.policies.add(Policy("sorting", "base", {"rank": 1}, "me", 1.0))
         assert catalog.revisions.add_many([row(3), row(99)]) == [False, True]
         assert catalog.revisions.get("sorting", digest(99)) == row(99)
+
+
+def test_a_canary_that_ran_under_schema_0005_knows_the_version_of_its_route(
+    empty_catalog_url: str, tmp_path: Path
+) -> None:
+    (tmp_path / "new").mkdir(exist_ok=True)
+    upgrade_to(empty_catalog_url, "0005")
+
+    def old(id: str, policy: str, **changes: Any) -> dict[str, Any]:
+        row = vars(make_release(id, digest(1), policy)) | changes
+        return {name: value for name, value in row.items() if name != "canary_version"}
+
+    served = Route("sorting", canary=digest(1), weight=0.2, version=7)
+    ended = old("r0", "sorting", state="held", canary_started_at=2.0)
+    releases = [ended, old("r1", "sorting", canary_started_at=5.0), old("r2", "other")]
+    with open_engine(empty_catalog_url).execution_options(write=True).begin() as connection:
+        connection.execute(tables.routes.insert(), [vars(served), vars(Route("other", version=4))])
+        connection.execute(tables.releases.insert(), releases)
+    migrate(empty_catalog_url)
+    with closing(Catalog(empty_catalog_url)) as catalog:
+        versions = {release.id: release.canary_version for release in catalog.releases.all()}
+    assert versions == {"r0": None, "r1": 7, "r2": None}
 
 
 def test_policies_come_by_the_thousand(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:

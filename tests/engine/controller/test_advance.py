@@ -89,8 +89,9 @@ def test_the_score_gate(score: str, kind: str) -> None:
 )
 def test_the_canary_gate(result: str, early: str, late: str) -> None:
     route = Route("p", champion="old", canary="new")
-    for now, kind in ((649.9, early), (650.0, late)):
-        assert advance(running_canary(), Evidence(now, route, canary=CANARIES[result])).kind == kind
+    for step_s, kind in ((599.9, early), (600.0, late)):
+        seen = Evidence(100.0, route, canary=CANARIES[result], step_s=step_s)
+        assert advance(running_canary(), seen).kind == kind
 
 
 def test_a_canary_is_started_once() -> None:
@@ -127,7 +128,8 @@ def test_a_changed_champion_supersedes() -> None:
 def test_a_decision_stands_whatever_is_seen_later(verdict: str) -> None:
     row = release(step="done", reason="why", evidence={"verdict": verdict})
     for champion, result in itertools.product(("old", "new"), CANARIES):
-        action = advance(row, Evidence(9e9, Route("p", champion=champion), canary=CANARIES[result]))
+        seen = Evidence(9e9, Route("p", champion=champion), canary=CANARIES[result], step_s=9e9)
+        action = advance(row, seen)
         assert action == Action(verdict, "why")
 
 
@@ -140,8 +142,8 @@ def all_cases() -> list[tuple[Release, Evidence]]:
         for skipped in ((), ("score",), ("canary",), ("score", "canary"))
     ]
     seen = [
-        Evidence(now, Route("p", champion, None, canary), probe, score, result, tombstone, frozen)
-        for now in (100.0, 9e9)
+        Evidence(0.0, Route("p", champion, None, canary), probe, score, result, tombstone, frozen, step_s)
+        for step_s in (100.0, 9e9)
         for champion in ("old", "other")
         for canary in (None, "new")
         for probe in PROBES.values()

@@ -20,15 +20,15 @@ DRIFTING = {
 @pytest.mark.parametrize(
     ("changes", "due", "reason"),
     [
-        ({}, False, "Nothing is new: its newest revision is 1.0 days old."),
+        ({}, False, "Nothing has changed; its newest revision is 1.0 days old."),
         ({"config": CONFIG.model_copy(update={"scheduled": False})}, False, "It is not scheduled"),
         ({"blocked": "Releases are frozen.", "newest_at": None}, False, "Releases are frozen."),
         ({"newest_at": None}, True, "It has no revision yet."),
-        ({"newest_data": "old"}, True, "Its data is new"),
-        ({"newest_data": None}, True, "Its data is new"),
+        ({"newest_data": "old"}, True, "Its data has changed"),
+        ({"newest_data": None}, True, "Its data has changed"),
         ({"newest_at": 90 * DAY_S}, True, "is 10.0 days old, more than 7.0 days"),
-        ({"newest_at": 93 * DAY_S}, False, "Nothing is new"),
-        (DRIFTING, True, "Users rate its champion at most"),
+        ({"newest_at": 93 * DAY_S}, False, "Nothing has changed"),
+        (DRIFTING, True, "users rate its champion"),
     ],
 )
 def test_what_is_due_and_why(changes: dict, due: bool, reason: str) -> None:

@@ -210,7 +210,7 @@ def test_a_version_that_is_no_revision_is_refused(
     controller: Controller, mirror: AliasMirror, mlflow: Mlflow
 ) -> None:
     foreign, unknown = mlflow.register(None), mlflow.register("dd" * 32)
-    for version, says in ((foreign, "names no revision"), (unknown, "no revision")):
+    for version, says in ((foreign, "is not a revision"), (unknown, "no revision")):
         mlflow.move("champion", version)
         mirror.mirror()
         assert mlflow.aliases() == {"champion": "1"}
@@ -278,7 +278,7 @@ def test_a_registered_model_that_is_gone_is_an_alarm(
         "DELETE", f"{API}/registered-models/delete", json={"name": "sorting"}
     ).raise_for_status()
     mirror.mirror()
-    assert "gone" in mirror._alarms["sorting"]
+    assert "missing in MLflow" in mirror._alarms["sorting"]
     assert controller.catalog.routes.get("sorting").champion == OLD
 
 

@@ -136,7 +136,7 @@ def test_restore_goes_back_to_the_champion_before(controller: Controller, web: T
 
 
 def test_restore_without_an_earlier_champion_is_a_sentence(controller: Controller) -> None:
-    with pytest.raises(NotFound, match="no earlier champion"):
+    with pytest.raises(NotFound, match="no previous champion"):
         controller.decisions.restore("sorting", None, "ada", "back")
 
 

@@ -16,9 +16,11 @@ from repository import ROOT
 from training_pass import one_pass
 
 from engine.adapters import packed
-from engine.base.families import FUSED
+from engine.adapters.sizes import slot_bytes
+from engine.base.families import FUSED, BaseShapes
 from engine.base.resident import BaseInfo
 from engine.errors import BaseModelError, ConfigError
+from engine.planning import tiers
 from engine.planning.memory import GIB, MemoryPlan, plan
 from engine.settings.losses import CORRECTIONS
 from engine.settings.params import Params
@@ -179,7 +181,7 @@ def test_a_base_of_an_unknown_family_is_refused_before_its_weights_are_read(tmp_
     from transformers import GPT2Config
 
     GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2).save_pretrained(tmp_path)
-    with pytest.raises(BaseModelError, match=r"of the type 'gpt2'.*Set base\.name to .*qwen3_moe"):
+    with pytest.raises(BaseModelError, match=r"model type 'gpt2'.*Set base\.name to .*qwen3_moe"):
         ResidentBase(tmp_path, 1, 64)
 
 
@@ -258,12 +260,16 @@ def test_the_engine_gets_its_share_of_the_plan(tmp_path: Path):
     assert given["kv_cache_memory_bytes"] == found.engine_kv_cache
     assert given["dtype"] == "bfloat16"
     assert given["max_num_batched_tokens"] == 2048
+    assert given["max_loras"] == 8
     assert given["trust_remote_code"] is False
     assert given["hf_token"] is None
 
 
-def test_on_a_cpu_the_engine_is_as_before(tmp_path: Path):
+def test_on_a_cpu_the_engine_is_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tiers, "memory_bytes", lambda: 4 * GIB)
     given = arguments(Params(), None, tmp_path)
+    # 20 MB each in float32 at rank 8, a quarter of 4 GiB.
+    assert given["max_loras"] == GIB // slot_bytes(BaseShapes.of(QWEN3_06B), 8, 4) > 8
     assert given["kv_cache_memory_bytes"] == 1 << 28
     assert given["dtype"] == "float32"
     assert given["max_num_batched_tokens"] is None

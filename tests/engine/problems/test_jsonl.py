@@ -25,14 +25,17 @@ def questions(count: int) -> list[dict]:
     ("line", "fault"),
     [
         ("{not json", "is not valid JSON"),
+        ("question,answer", 'Give one line for each problem: {"question": '),
         ('["a"]', "must be an object with question and answer, not list"),
         ('{"answer": "1"}', "needs a `question`"),
         ('{"question": "  ", "answer": "1"}', "needs a `question`"),
         ('{"question": 3, "answer": "1"}', "needs a `question`"),
         ('{"question": "q"}', "needs an `answer`"),
+        ('{"instruction": "q", "output": "1"}', "It has `instruction`, `output`."),
+        ('{"prompt": "q", "completion": "1"}', "needs an `answer`. It has `prompt`, `completion`."),
         ('{"question": "What is 3?", "answer": "4"}', "contradicts line 4: the same question"),
         ('{"question": " What is 3? ", "answer": "4"}', "contradicts line 4: the same question"),
-        ('{"question": "half \\ud800", "answer": "4"}', "half of a character"),
+        ('{"question": "half \\ud800", "answer": "4"}', "half a character"),
         ('{"question": "q", "answer": ' + "[" * 100_000 + "}", "is not valid JSON"),
     ],
 )

@@ -69,7 +69,7 @@ def test_an_adapter_from_elsewhere_becomes_a_revision_by_the_command(tiny_base, 
     (digest,) = {line.split()[1] for run in runs for line in run.splitlines() if "digest" in line}
     assert "layout          plain" in runs[0]
     assert "Nothing was imported" in runs[0]
-    assert "it is loaded here, to compute the effect probe" in runs[1]
+    assert "loading the base here to compute the effect probe" in runs[1]
     assert f"imported as afar@{digest[:12]}" in runs[1]
     assert f"`graftwork serve --revision afar@{digest[:12]}`" in runs[1]
     params = load_params(tmp_path / "params.yaml")
@@ -254,7 +254,7 @@ def test_what_the_engine_cannot_serve_is_refused_before_anything_is_written(tiny
     foreign, info = inspect(params, wide)
     with pytest.raises(AdapterError, match="rank 64, over the engine's"):
         publish(params, wide, foreign, info, "afar", "local", refuse)
-    with pytest.raises(ConfigError, match="is no policy's name"):
+    with pytest.raises(ConfigError, match="is not a policy name"):
         publish(params, wide, foreign, info, "A Far", "local", refuse)
     assert not (tmp_path / "state").exists()
 
@@ -278,7 +278,7 @@ def test_a_target_that_vllm_drops_on_cuda_is_refused_there_alone(tmp_path, monke
     monkeypatch.setattr(importing, "cuda_bytes", lambda: 80 << 30)
     params = params.model_copy(update={"engine": EngineConfig(dtype="float32")})
     check(kept)
-    with pytest.raises(AdapterError, match=r"the target kv_b_proj: vLLM's.* train one without this target\."):
+    with pytest.raises(AdapterError, match=r"the target kv_b_proj: vLLM's.* train without this target\."):
         check(tensors)
     assert set(base.targets_on(cuda=False)) - set(base.targets_on(cuda=True)) == {"kv_b_proj"}
 

@@ -35,7 +35,7 @@ def test_what_was_shipped_is_accepted():
         (base(), base(), "serves the plain base"),
         ([[-0.5, -1.05], [-2.15]], base(), "does not reproduce"),
         ([[0.5, -0.9], [-1.7]], base(), "does not reproduce"),
-        (adapter(), [[-1.4, -1.1], [-2.3]], "base is another one"),
+        (adapter(), [[-1.4, -1.1], [-2.3]], "a different base"),
         ([[-0.5, math.nan], [-2.0]], base(), "does not reproduce"),
     ],
     ids=["missing", "partial", "doubled", "other base", "NaN"],
@@ -109,7 +109,7 @@ def test_in_bfloat16_a_wrong_effect_is_refused_however_still_the_other_tokens_ar
 
 
 def test_in_bfloat16_another_base_and_no_number_are_refused():
-    assert "base is another one" in narrow(rounded(SHIFTED, 0.01), rounded(PLAIN, 0.06)).reason
+    assert "a different base" in narrow(rounded(SHIFTED, 0.01), rounded(PLAIN, 0.06)).reason
     broken = rounded(SHIFTED, 0.0)
     broken[0][-1] = math.nan
     assert not narrow(broken, rounded(PLAIN, 0.0)).accepted

@@ -63,6 +63,14 @@ def test_the_timeline_ends_where_the_controller_stands(world):
     )
 
 
+def test_a_task_is_shown_without_the_place_of_its_file(world, tmp_path):
+    own = {"suite": "s", "task": "/srv/somewhere/sums/train.jsonl"}
+    world[0].policies.add(Policy("sums", BASE, own, "me", NOW))
+    page = write_report(gather(world), tmp_path / "report.html").read_text()
+    assert "sums/train.jsonl" in page
+    assert "/srv/somewhere" not in page
+
+
 def test_scores_carry_exact_intervals_and_curves_start_at_since(world, tmp_path):
     # The manifest says which training made a revision; the other training exported nothing.
     manifest = tmp_path / "sums" / GOOD[:12] / "manifest.json"

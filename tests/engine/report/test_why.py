@@ -106,7 +106,7 @@ def test_an_answer_leads_back_to_the_commit(params: Params) -> None:
     assert (facts["run"]["session"], facts["run"]["steps"], facts["run"]["tokens"]) == ("line-1", 1, 100)
     assert facts["run"]["seconds"] == {"rollout wait": 1.0, "reward": 0.0, "update": 2.0, "handoff": 0.5}
     assert said(chain)["run"] == (
-        "Training line-1: 1 step, mean reward 50% to 50%, 3.5 s a step; 4 s in all."
+        "Training line-1: 1 step, mean reward 50% to 50%, 3.5 s a step; 4 s in total."
     )
     assert facts["data"]["suite_versions"] == {"sorting-json": "2"}
     assert facts["data"]["judged_by"] == "json"
@@ -124,8 +124,8 @@ def test_what_is_not_known_is_said(params: Params) -> None:
     known = {link.name: link.known for link in chain.links}
     assert known == dict.fromkeys(NAMES, False) | {"revision": True}
     says = said(chain)
-    assert "Buried by ann: It shouts." in says["revision"]
-    assert says["verdict"] == "No release of it has ended."
+    assert "It has a tombstone by ann: It shouts." in says["revision"]
+    assert says["verdict"] == "It has no verdict yet."
     assert says["scores"] == "It was not scored on sorting-json."
     assert says["run"] == "This machine has no manifest of it."
 
@@ -138,7 +138,7 @@ def test_an_answer_of_the_base_and_one_of_an_expired_step_are_explained(params: 
     gone = why(params, "chat-gone")
     assert gone.digest == GONE
     assert "no longer in the catalog" in said(gone)["revision"]
-    assert "step 1 of training line-1" in said(gone)["run"]
+    assert "Step 1 of training line-1" in said(gone)["run"]
 
 
 def test_a_running_release_is_the_verdict_so_far(params: Params) -> None:
@@ -149,7 +149,7 @@ def test_a_running_release_is_the_verdict_so_far(params: Params) -> None:
     catalog.notices.add(Notice("n", "graftwork.engine.down", "", None, "It is away.", "/", 1.0))
     catalog.switches.set("freeze", True)
     catalog.close()
-    assert said(why(params, "sorting"))["verdict"] == "A release of it runs, at its canary. Wait."
+    assert said(why(params, "sorting"))["verdict"] == "Its release is running, at step 'canary'. Wait."
     standing = look.standing(params)
     assert standing["frozen"]
     assert standing["releases"] == [{"revision": f"sorting@{NEW[:12]}", "step": "canary", "reason": "Wait."}]
@@ -164,7 +164,7 @@ def test_unknown_and_ambiguous_names_are_sentences(params: Params) -> None:
     catalog = Catalog(params.paths.catalog_url)
     catalog.revisions.add_many([replace(catalog.revisions.get("sorting", NEW), digest=NEW[:10] + "c" * 54)])
     catalog.close()
-    with pytest.raises(Conflict, match="Several revisions begin with 'bbbbbb'"):
+    with pytest.raises(Conflict, match="Several digests start with 'bbbbbb'"):
         why(params, "bbbbbb")
 
 
@@ -190,15 +190,33 @@ def test_lists_show_scores_roles_and_what_users_said(params: Params) -> None:
     )  # fmt: skip
     rows, total = look.revisions(params, "sorting", limit=3)
     assert (len(rows), total) == (3, 4)
-    shown = {row.digest: look.shown_revision(row) for row in look.revisions(params, "sorting", limit=9)[0]}
+    newest_first = look.revisions(params, "sorting", limit=9)[0]
+    assert newest_first[0].parent == NEW
+    shown = {row.digest: look.shown_revision(row, now=3601.0) for row in newest_first}
     assert shown[NEW]["role"] == "champion"
     assert shown[NEW]["score"].startswith("90.0% [")
     assert shown[NEW]["users"] == "50.0% of 1"
     assert shown[NEW]["verdict"] == "promote"
     assert (shown[OLD]["role"], shown[THIRD]["role"]) == ("previous", "buried")
-    assert shown["ab" * 32]["parent"] == NEW[:12]
+    assert shown[NEW]["age"] == "1h"
     with pytest.raises(NotFound, match="Known policies: sorting"):
         look.revisions(params, "poems", limit=9)
+
+
+def test_a_task_of_ones_own_is_shown_without_its_path(params: Params) -> None:
+    own = {"suite": "sorting-json", "task": "/home/ada/project/eval_suites/sorting/train.jsonl"}
+    catalog = Catalog(params.paths.catalog_url)
+    catalog.policies.add(replace(catalog.policies.get("sorting"), config=own))
+    catalog.close()
+    manifest = params.paths.revisions / "sorting" / NEW[:12] / "manifest.json"
+    body = json.loads(manifest.read_text())
+    body["config"]["task"] = own["task"]
+    manifest.write_text(json.dumps(body))
+    assert said(why(params, "sorting"))["data"].startswith("Task sorting/train.jsonl, ")
+    assert look.policies(params, limit=5)[0][0].task == "sorting/train.jsonl"
+    page = Path(json.loads(graftwork(params, "report", "--json").stdout)["path"]).read_text()
+    assert "sorting/train.jsonl" in page
+    assert "/home/ada" not in page
 
 
 def test_it_says_how_old_it_is(params: Params) -> None:
@@ -287,9 +305,9 @@ def test_the_commands_speak_json_while_nothing_runs(params: Params) -> None:
 
 def test_the_commands_speak_tables_and_sentences(params: Params) -> None:
     shown = graftwork(params, "why", f"sorting@{THIRD[:6]}")
-    assert "not known: No release of it has ended." in shown.stdout
+    assert "not known: It has no verdict yet." in shown.stdout
     assert "The controller is not running" in shown.stdout
-    assert "90.0% [55.5%, 99.7%]" in graftwork(params, "ls", "sorting").stdout
+    assert "90.0% [55.5, 99.7]" in graftwork(params, "ls", "sorting").stdout
     unknown = graftwork(params, "why", "poems")
     assert (unknown.returncode, unknown.stderr.count("\n")) == (5, 1)
 

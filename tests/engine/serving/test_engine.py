@@ -1,10 +1,12 @@
 """The live engine: adapters served equal PEFT's, base rows stay the base's, bad adapters hurt nobody."""
 
 import asyncio
+import json
 import time
 from contextlib import closing, suppress
 from dataclasses import replace
 from http.client import HTTPConnection
+from itertools import product
 from pathlib import Path
 
 import httpx
@@ -14,6 +16,7 @@ from live import RunningEngine, StockServer
 from parity import RANK, Reference, ask, base_rows, prompts, random_adapter
 
 from engine.base.families import BaseShapes
+from engine.catalog.catalog import Policy
 from engine.publishing.publish import location
 from engine.serving.gateway.uvicorn_accept import HANDLES
 from engine.settings.params import load_params
@@ -222,6 +225,40 @@ def test_other_ways_in_are_closed(engine: RunningEngine):
         assert names[0] == engine.base_name
         assert not any("@" in name for name in names)
     assert httpx.post(f"{engine.url}/v1/completions", json={}).status_code == 401
+
+
+def test_answers_of_the_base_carry_the_model_that_was_asked_for(engine: RunningEngine):
+    """A policy without a champion and the base itself, by each endpoint, whole and streamed."""
+    engine.catalog.policies.add(Policy("unproven", engine.base_digest, {}, "test", time.time()))
+    asked = {
+        "/v1/completions": {"prompt": [7, 8]},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "1 + 2 ="}]},
+    }
+    with engine.client() as client:
+        for model, (path, body) in product(("unproven", engine.base_name), asked.items()):
+            body = {"model": model, "max_tokens": 2, **body}
+            whole = client.post(path, json=body)
+            assert (whole.json()["model"], whole.headers["x-graftwork-revision"]) == (model, "base")
+            streamed = client.post(path, json=body | {"stream": True}).text
+            chunks = [
+                line.removeprefix("data: ") for line in streamed.splitlines() if line.startswith("data: {")
+            ]
+            assert {json.loads(chunk)["model"] for chunk in chunks} == {model}
+
+
+def test_a_model_is_retrieved_by_name_and_the_base_by_its_directory(engine: RunningEngine):
+    """As OpenAI's client does; the settings of this engine name the base by its directory."""
+    engine.catalog.policies.add(Policy("retrieved", engine.base_digest, {}, "test", time.time()))
+    directory = str(engine.base_path)
+    with engine.client() as client:
+        for name in ("retrieved", engine.base_name, directory):
+            assert client.get(f"/v1/models/{name}").json()["id"] == name
+        unknown = client.get("/v1/models/retrieve")
+        answer = client.post("/v1/completions", json={"model": directory, "prompt": [7], "max_tokens": 1})
+    assert unknown.status_code == 404
+    assert "retrieved" in unknown.json()["error"]["nearest"]
+    assert (answer.json()["model"], answer.headers["x-graftwork-revision"]) == (directory, "base")
+    assert httpx.get(f"{engine.url}/v1/models/retrieved").status_code == 401
 
 
 def test_chat_and_completion_see_the_same_tokens(engine: RunningEngine):

@@ -33,7 +33,7 @@ def test_one_rank_is_left_to_the_scheduler():
 
 def test_more_ranks_than_cores_are_refused():
     with pytest.raises(
-        ConfigError, match=r"tensor_parallel is 3, and this machine lends 2 cores.*Set it to 2"
+        ConfigError, match=r"tensor_parallel is 3, but only 2 cores are available.*Set it to 2"
     ):
         cores_of_ranks([0, 1], 3)
 
@@ -45,7 +45,7 @@ def test_on_cuda_ranks_need_no_cores_of_their_own(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     params = Params(engine=EngineConfig(tensor_parallel=4))
     monkeypatch.setattr("engine.planning.gpu.cuda_bytes", lambda: None)
-    with pytest.raises(ConfigError, match="each rank needs one of its own"):
+    with pytest.raises(ConfigError, match="each rank needs its own core"):
         set_environment(params)
     monkeypatch.setattr("engine.planning.gpu.cuda_bytes", lambda: 80 << 30)
     set_environment(params)

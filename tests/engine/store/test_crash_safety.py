@@ -1,7 +1,8 @@
 """kill -9 of register, import, compact, gc, repack and publish at random moments, several at once.
 
 Afterwards every revision that the catalog shows is whole by its tensors, none that was reported as
-committed is lost, and what no row names is gone after one gc.
+committed is lost, and what no row names is gone after one gc. Meanwhile an engine's own parts read the store:
+they serve no bytes but those of committed rows, and these whole.
 """
 
 import os
@@ -17,8 +18,9 @@ from dataclasses import dataclass, replace
 from typing import IO
 
 import pytest
+from engine_reader import reading
 from repository import ROOT
-from store_children import IMPORTED, OPERATIONS, POLICIES
+from store_children import IMPORTED, OPERATIONS, POLICIES, SEEDS
 from stored import Stored, opened, prepare
 
 from engine.publishing.maintenance import gc, pages, verify
@@ -180,15 +182,17 @@ def params(tmp_path_factory: pytest.TempPathFactory) -> Params:
     return found
 
 
-def survives(params: Params, kills: list[Kill]) -> tuple[Counter[str], int]:
-    """Carry out kills with a whole check in between now and then."""
+def survives(params: Params, kills: list[Kill]) -> tuple[Counter[str], int, Counter[str]]:
+    """Carry out kills while an engine reads, with a whole check in between now and then."""
     hits: Counter[str] = Counter()
-    with nursery(params) as children:
+    with nursery(params) as children, reading(params, POLICIES, 3 * SEEDS) as read:
         for first in range(0, len(kills), 10 * TOGETHER):
             hits += carry_out(children, kills[first : first + 10 * TOGETHER])
             with opened(params) as state:
                 rows = assert_whole(state)
-    return hits, rows
+    assert read["served"] >= len(kills), read
+    assert read["invisible"], read
+    return hits, rows, read
 
 
 def test_every_operation_can_be_killed() -> None:
@@ -199,7 +203,7 @@ def test_every_operation_can_be_killed() -> None:
 
 @pytest.mark.services
 def test_some_kills(params: Params) -> None:
-    hits, rows = survives(params, plan(SEED, 12))
+    hits, rows, _ = survives(params, plan(SEED, 12))
     assert hits.total() == 12
     assert rows
 
@@ -208,7 +212,8 @@ def test_some_kills(params: Params) -> None:
 @pytest.mark.timeout(1500)
 def test_two_hundred_kills(params: Params, capsys: pytest.CaptureFixture[str]) -> None:
     began = time.monotonic()
-    hits, rows = survives(params, plan(SEED + 1, 204))
+    hits, rows, read = survives(params, plan(SEED + 1, 204))
     with capsys.disabled():
         print(f"\n  {dict(hits)} killed in {time.monotonic() - began:.0f} s, {rows} revisions, all whole")
+        print(f"  An engine read meanwhile: {dict(read)}")
     assert min(hits.values()) >= 200 // len(KILLED)

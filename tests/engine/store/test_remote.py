@@ -4,16 +4,21 @@ import hashlib
 import multiprocessing
 import os
 import socket
+import threading
 import time
 from contextlib import closing, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from types import MethodType
 
 import pytest
+from fsspec import AbstractFileSystem
+from moto.s3.responses import S3Response
 from store_users import blob, die_after_append, fill_cache
 from stored import opened, prepare
 
-from engine.errors import AdapterError, ConfigError, MissingBytes, ServiceError
+from engine.errors import AdapterError, ConfigError, Conflict, MissingBytes, ServiceError
 from engine.publishing.maintenance import compact, gc, verify
 from engine.publishing.publish import location
 from engine.publishing.repacking import repack
@@ -24,6 +29,8 @@ from engine.store import remote
 from engine.store.cache import DRAFT, Cache
 from engine.store.open import open_store
 from engine.store.remote import RemoteStore
+from engine.store.segments import CATALOG_ID
+from engine.threads import in_parallel
 
 MIB = 1 << 20
 
@@ -146,6 +153,76 @@ def test_a_writer_holds_its_object_and_gc_takes_a_dead_writers(store, params, tm
         foreign._now += timedelta(seconds=remote.ABANDONED_S + 60)
         with foreign.claim(location.segment) as is_free:
             assert is_free
+
+
+def while_looking(store, action):
+    """Have `action` happen once, right after the store's look at its owner."""
+    look = store.catalog_id
+
+    def interrupted():
+        found = look()
+        del store.catalog_id
+        action()
+        return found
+
+    store.catalog_id = interrupted
+
+
+def test_of_two_claims_in_one_moment_one_wins(store, params):
+    with closing(open_store(params)) as other:
+        while_looking(store, lambda: other.belong_to("b" * 32))
+        assert store.belong_to("a" * 32) == "b" * 32
+        assert store.catalog_id() == other.catalog_id() == "b" * 32
+        # No probe object stays.
+        assert [name.rpartition("/")[2] for name in store._client.find(store._prefix)] == [CATALOG_ID]
+
+
+def test_of_many_claims_at_once_all_see_one_winner(store, params, monkeypatch):
+    put, turn = S3Response.put_object, threading.Lock()
+
+    def one_by_one(self):
+        # S3 checks the condition and writes in one step; moto does not.
+        with turn:
+            return put(self)
+
+    monkeypatch.setattr(S3Response, "put_object", one_by_one)
+    stores = [open_store(params) for _ in range(8)]
+    together = threading.Barrier(len(stores), timeout=60)
+    for one in stores:
+        while_looking(one, together.wait)
+    claims = [partial(one.belong_to, str(number)) for number, one in enumerate(stores)]
+    assert set(in_parallel(*claims)) == {store.catalog_id()}
+    for one in stores:
+        one.close()
+
+
+def test_the_loser_of_a_claim_publishes_nothing_and_removes_nothing(params, tmp_path):
+    """Two catalogs, each with a state directory of its own, on one empty prefix."""
+    theirs = Params(state_dir=tmp_path / "theirs", store=params.store)
+    prepare(params, "here")
+    prepare(theirs, "here")
+    with opened(params) as loser, opened(theirs) as winner:
+        while_looking(loser.store, lambda: winner.publish("here", 1))
+        for action in (partial(loser.publish, "here", 2), partial(gc, loser.catalog, loser.store)):
+            with pytest.raises(Conflict, match="belongs to another catalog"):
+                action()
+        assert len(objects(winner.store)) == 1
+        winner.publish("here", 3)
+
+
+@pytest.mark.parametrize("kind", ["ignored", "looked up"])
+def test_a_store_without_conditional_writes_is_claimed_by_hand(store, kind, monkeypatch):
+    client = store._client
+    if kind == "ignored":
+        write = client.pipe_file
+        monkeypatch.setattr(client, "pipe_file", lambda path, data, mode="overwrite": write(path, data))
+    else:
+        monkeypatch.setattr(client, "pipe_file", MethodType(AbstractFileSystem.pipe_file, client))
+    with pytest.raises(ConfigError, match=f"no conditional writes.*write {'a' * 32} into {CATALOG_ID}"):
+        store.belong_to("a" * 32)
+    assert store.catalog_id() is None
+    client.pipe_file(f"{store._prefix}/{CATALOG_ID}", b"a" * 32)
+    assert store.belong_to("a" * 32) == "a" * 32
 
 
 def test_a_service_that_is_away_is_one_sentence(tmp_path, monkeypatch):

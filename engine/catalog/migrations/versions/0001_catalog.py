@@ -1,4 +1,4 @@
-"""The first catalog."""
+"""The first schema of the catalog."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -8,6 +8,7 @@ down_revision = None
 
 
 def upgrade() -> None:
+    """Create the first tables."""
     op.create_table(
         "bases",
         sa.Column("digest", sa.String(), nullable=False),

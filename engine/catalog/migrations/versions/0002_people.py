@@ -1,4 +1,4 @@
-"""What people decide: approvals, aliases in MLflow, notices."""
+"""Approvals, notes of MLflow aliases, notices."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -8,6 +8,7 @@ down_revision = "0001"
 
 
 def upgrade() -> None:
+    """Add approvals to releases, and the tables of aliases and notices."""
     op.add_column("releases", sa.Column("approved", sa.JSON(), nullable=True))
     op.create_table(
         "aliases",

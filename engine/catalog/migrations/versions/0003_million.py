@@ -1,4 +1,4 @@
-"""Rows for a million adapters: short ones, retirement, quarantine, purged names, a feed of changes."""
+"""Room for a million adapters: short rows, retirement, quarantine, purged names, the change feed."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -16,6 +16,7 @@ CARRIED = (
 
 
 def upgrade() -> None:
+    """Add the tables of words, quarantine, purges and changes; copy the revisions into short rows."""
     op.create_table(
         "names",
         sa.Column("id", sa.Integer(), nullable=False),
@@ -47,7 +48,7 @@ def upgrade() -> None:
     op.create_index("routes_newest", "routes", ["updated_at"])
     connection = op.get_bind()
     if connection.dialect.name == "postgresql":
-        # Byte order, as SQLite has it, so that a range of names is what begins alike.
+        # Byte order, as in SQLite, so that names with one prefix are a range.
         op.alter_column("policies", "name", type_=sa.String(collation="C"))
     op.drop_index("revisions_newest", "revisions")
     op.drop_index("revisions_expiring", "revisions")

@@ -1,4 +1,4 @@
-"""Revisions in the order in which they came: in that of digests each new row changed a page of its own."""
+"""Revisions in insertion order: in the order of digests each new row changed a page of its own."""
 
 from typing import Any
 
@@ -12,6 +12,7 @@ INDEXES = ("revisions_newest", "revisions_expiring", "revisions_children")
 
 
 def upgrade() -> None:
+    """Copy the revisions into a table without digests as its key."""
     for index in INDEXES:
         op.drop_index(index, "revisions")
     op.rename_table("revisions", "revisions_0003")
@@ -57,7 +58,7 @@ def _columns() -> list[sa.Column[Any]]:
 
 
 def _carry_over() -> None:
-    """Copy the rows in the order that lists show: of one time, that of their digests."""
+    """Copy the rows in the order that lists show: by time, then by digest."""
     names = [column.name for column in _columns()]
     old, new = (sa.table(table, *map(sa.column, names)) for table in ("revisions_0003", "revisions"))
     rows = sa.select(*old.c).order_by(old.c.created_at, old.c.digest)

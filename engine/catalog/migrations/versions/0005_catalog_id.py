@@ -1,4 +1,4 @@
-"""A catalog's own id, by which a store knows whose it is."""
+"""The catalog's own id, by which a store names its owner."""
 
 import uuid
 
@@ -10,6 +10,7 @@ down_revision = "0004"
 
 
 def upgrade() -> None:
+    """Add the table with the catalog's id, and a random id."""
     table = op.create_table(
         "catalog",
         sa.Column("id", sa.String(), nullable=False),

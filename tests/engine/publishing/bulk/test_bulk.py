@@ -100,11 +100,11 @@ def test_an_unfit_entry_stops_no_other(catalog: Catalog, store: Store):
     unfit = {
         f"{q} holds NaN": Entry("one", nan),
         f"{q} has the shape": Entry("one", wide),
-        "no policy's name": Entry("../one", adapter(3)),
+        "not a policy name": Entry("../one", adapter(3)),
         "There is no policy 'three'": Entry("three", adapter(3)),
-        "is no digest": Entry("one", adapter(3), parent="abc"),
-        "The step -1 is no number of a step": Entry("one", adapter(3), step=-1),
-        f"The step {1 << 31} is no number of a step": Entry("one", adapter(3), step=1 << 31),
+        "is not a digest": Entry("one", adapter(3), parent="abc"),
+        "The step -1 is not a step number": Entry("one", adapter(3), step=-1),
+        f"The step {1 << 31} is not a step number": Entry("one", adapter(3), step=1 << 31),
         "a dict of tensors": Entry("one", None),  # type: ignore[arg-type]
         "values cannot be read": Entry("one", {k: v.to("meta") for k, v in adapter(3).items()}),
         "serves float32": Entry("one", {k: v.numpy() for k, v in adapter(3, dtype=torch.float16).items()}),

@@ -1,6 +1,7 @@
 """The gateway in front of a fake server: who may ask, what is passed on, what is observed."""
 
 import asyncio
+import errno
 import hashlib
 import json
 import time
@@ -9,10 +10,12 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+from prometheus_client import REGISTRY
 
 from engine.catalog.catalog import Base, Catalog, Policy, Revision, migrate
 from engine.errors import DamagedBytes
-from engine.serving.gateway.gateway import Gateway, GatewayState, unless_left
+from engine.serving.gateway.asgi import unless_left
+from engine.serving.gateway.gateway import Gateway, GatewayState
 from engine.serving.gateway.routing import Router
 from engine.serving.residency.residency import Residency
 from engine.settings.services import EngineConfig
@@ -22,10 +25,14 @@ CHAMPION, CANARY = "a" * 64, "b" * 64
 
 
 class Events:
+    """A spool in memory; with a full disk it raises as the real one does."""
+
     def __init__(self):
-        self.rows = []
+        self.rows, self.is_full = [], False
 
     def emit(self, table, **fields):
+        if self.is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
         self.rows.append((table, fields))
 
 
@@ -48,7 +55,7 @@ class Server:
     """What stands behind the gateway: notes each body and answers like vLLM."""
 
     def __init__(self):
-        self.seen = []
+        self.seen, self.status = [], 200
 
     async def __call__(self, scope, receive, send):
         message = await receive()
@@ -62,7 +69,7 @@ class Server:
             "id": f"cmpl-{headers.get('x-request-id')}",
             "usage": {"prompt_tokens": 3, "completion_tokens": 2},
         }
-        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.start", "status": self.status, "headers": []})
         await send({"type": "http.response.body", "body": json.dumps(answer, separators=(",", ":")).encode()})
 
 
@@ -151,11 +158,11 @@ async def test_the_session_header_is_a_unit_and_nobody_is_none(world):
 @pytest.mark.parametrize(
     ("scope", "path", "body", "headers", "status", "sentence"),
     [
-        (None, "/v1/completions", {"model": "sums"}, {}, 401, "key in force"),
-        ("user", "/v1/completions", {"model": "nobody"}, {}, 404, "no model 'nobody'"),
+        (None, "/v1/completions", {"model": "sums"}, {}, 401, "No valid API key"),
+        ("user", "/v1/completions", {"model": "nobody"}, {}, 404, "Unknown model 'nobody'"),
         ("user", "/v1/completions", {"model": "sums@cccc"}, {}, 404, "no revision 'cccc'"),
         ("user", "/v1/completions", [1], {}, 400, "JSON object"),
-        ("user", "/v1/completions", {"model": "sums"}, {"x-graftwork-purpose": "score"}, 403, "scope 'user'"),
+        ("user", "/v1/completions", {"model": "sums"}, {"x-graftwork-purpose": "score"}, 403, "not 'user'"),
         ("user", "/graftwork/rollouts", {"model": "sums"}, {}, 403, "scope 'score' or 'admin'"),
         ("score", "/v1/completions", {"model": "sums"}, {"x-graftwork-purpose": "fun"}, 400, "not 'fun'"),
         ("admin", "/v1/load_lora_adapter", {}, {}, 404, "not served"),
@@ -167,6 +174,63 @@ async def test_refusals_say_why(world, scope, path, body, headers, status, sente
     assert response.status_code == status
     assert sentence in response.json()["error"]["message"]
     assert world.server.seen == []
+
+
+@pytest.mark.parametrize("path", ["/v1/realtime", "/v1/completions", "/health"])
+async def test_a_websocket_is_refused_with_or_without_a_key(world, path):
+    """vLLM has routes of this kind, which generate."""
+    keys = [(b"authorization", f"Bearer {world.keys['admin']}".encode())]
+    for headers in ([], keys):
+        sent = []
+
+        async def send(message, sent=sent):
+            sent.append(message)
+
+        async def receive():
+            return {"type": "websocket.connect"}
+
+        await world.call({"type": "websocket", "path": path, "headers": headers}, receive, send)
+        assert sent == [{"type": "websocket.close", "code": 1008}]
+    assert world.server.seen == []
+
+
+@pytest.mark.parametrize("method", ["DELETE", "GET", "PUT", "PATCH", "OPTIONS", "HEAD"])
+async def test_a_generating_path_takes_post_alone(world, method):
+    async with world.client("admin") as client:
+        response = await client.request(method, "/v1/completions", json=PINNED)
+    assert (response.status_code, response.headers["allow"]) == (405, "POST")
+    assert world.engine.prepared == []
+    assert world.server.seen == []
+
+
+@pytest.mark.parametrize(
+    ("scope", "method", "path", "status"),
+    [
+        (None, "GET", "/health", 200),
+        (None, "POST", "/ping", 200),
+        (None, "POST", "/health", 401),
+        ("user", "POST", "/health", 405),
+        ("user", "GET", "/v1/models", 200),
+        ("user", "DELETE", "/v1/models", 405),
+        ("user", "GET", "/v1/feedback", 405),
+        ("admin", "GET", "/v1/unload_lora_adapter", 404),
+    ],
+)
+async def test_a_path_takes_its_own_methods_alone(world, scope, method, path, status):
+    async with world.client(scope) as client:
+        response = await client.request(method, path)
+    assert response.status_code == status
+    assert len(world.server.seen) == (status == 200)
+
+
+async def test_the_servers_own_start_and_end_pass(world):
+    seen = []
+
+    async def server(scope, receive, send):
+        seen.append(scope["type"])
+
+    await Gateway(server)({"type": "lifespan"}, None, None)
+    assert seen == ["lifespan"]
 
 
 async def test_a_tombstone_answers_410_but_not_to_the_scorer(world):
@@ -277,6 +341,139 @@ async def test_a_damaged_adapter_is_a_422_until_its_bytes_come_again(world):
     assert "damaged" in first.json()["error"]["message"]
     assert "quarantine" in second.json()["error"]["message"]
     assert repaired.status_code == 200
+
+
+def add_revision(world, digest: str) -> dict[str, str]:
+    """Publish a revision that no route names; return a body that pins it."""
+    row = world.catalog.revisions.get("sums", CHAMPION)
+    world.catalog.revisions.add_many([replace(row, digest=digest)])
+    return {"model": f"sums@{digest[:12]}"}
+
+
+def unit_of(world, arm: str) -> str:
+    return next(unit for unit in map(str, range(1000)) if world.state.router.resolve("sums", unit).arm == arm)
+
+
+async def changed_while_loading(world, body, change, scope: str = "user", **headers: str) -> httpx.Response:
+    """Send a request for a cold adapter, and `change` something while its load runs."""
+    world.engine.seconds = 0.02
+    async with world.client(scope) as client:
+        asked = asyncio.create_task(client.post("/v1/completions", json=body, headers=headers))
+        async with asyncio.timeout(5):
+            while not world.engine.prepared:
+                await asyncio.sleep(0.001)
+        assert world.server.seen == []
+        change(world.catalog)
+        response = await asked
+    assert all(resident.users == 0 for resident in world.state.residency.residents.values())
+    return response
+
+
+def withdraw_canary(catalog: Catalog) -> None:
+    route = catalog.routes.get("sums")
+    catalog.routes.update(replace(route, canary=None, weight=0.0), route.version)
+
+
+UNROUTED = "c" * 64
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "sentence"),
+    [
+        (lambda catalog: catalog.tombstones.add("sums", UNROUTED, "Reward fell.", "me"), 410, "rolled back"),
+        (lambda catalog: catalog.lifecycle.retire("sums", UNROUTED, "ann", "Old."), 410, "was retired"),
+        (lambda catalog: catalog.purges.run("sums", "ann", 1.0), 410, "purged by ann"),
+        (lambda catalog: catalog.quarantine.add("sums", UNROUTED, "It is damaged."), 422, "in quarantine"),
+    ],
+    ids=["tombstone", "retirement", "purge", "quarantine"],
+)
+async def test_a_revision_that_is_withdrawn_during_its_load_answers_nothing(world, change, status, sentence):
+    response = await changed_while_loading(world, add_revision(world, UNROUTED), change)
+    assert response.status_code == status
+    assert sentence in response.json()["error"]["message"]
+    assert world.server.seen == []
+    assert world.events.rows[-1][1]["status"] == status
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda catalog: catalog.tombstones.add("sums", CANARY, "Reward fell.", "me"), withdraw_canary],
+    ids=["tombstone", "end of the canary"],
+)
+async def test_a_request_follows_a_route_that_changes_during_its_load(world, change):
+    began = time.time()
+    body = {"model": "sums", "user": unit_of(world, "canary")}
+    response = await changed_while_loading(world, body, change)
+    assert response.status_code == 200
+    assert response.headers["x-graftwork-revision"] == f"sums@{CHAMPION[:12]}"
+    assert [seen["model"] for _, seen, _ in world.server.seen] == [f"sums@{CHAMPION[:12]}"]
+    row = world.events.rows[-1][1]
+    assert (row["digest"], row["arm"]) == (CHAMPION, "champion")
+    assert began + world.engine.seconds < row["at"] < time.time()
+
+
+async def test_a_champion_that_is_rolled_back_during_its_load_leaves_the_base(world):
+    body = {"model": "sums", "user": unit_of(world, "champion")}
+    response = await changed_while_loading(
+        world, body, lambda catalog: catalog.tombstones.add("sums", CHAMPION, "It was bad.", "me")
+    )
+    assert response.headers["x-graftwork-revision"] == "base"
+    assert world.server.seen[0][1]["model"] == "tiny"
+
+
+async def test_the_scorer_may_wait_for_a_revision_with_a_tombstone(world):
+    pinned, purpose = add_revision(world, UNROUTED), {"x-graftwork-purpose": "score"}
+    response = await changed_while_loading(
+        world, pinned, lambda catalog: catalog.tombstones.add("sums", UNROUTED, "It fell.", "me"), "score",
+        **purpose,
+    )  # fmt: skip
+    assert response.status_code == 200
+    assert response.headers["x-graftwork-revision"] == pinned["model"]
+
+
+async def test_no_request_is_admitted_by_a_look_after_the_tombstone(world):
+    """Warm and cold requests without a pause, with a rollback in the middle and no second left out."""
+    route = world.catalog.routes.get("sums")
+    world.catalog.routes.update(replace(route, weight=0.999), route.version)
+    world.engine.seconds = 0.02
+    bad, pinned = f"sums@{CANARY[:12]}", [add_revision(world, f"{i:x}" * 64) for i in range(1, 4)]
+    bodies = [{"model": "sums"}, {"model": bad}, *pinned]
+    async with world.client() as client:
+        asked = []
+        for number in range(120):
+            asked.append(asyncio.create_task(client.post("/v1/completions", json=bodies[number % 5])))
+            await asyncio.sleep(0.001)
+            if number == 70:
+                # Its load starts again, so that requests wait for it when the tombstone comes.
+                world.state.residency.drop(bad)
+            if number == 75:
+                before = len(world.server.seen)
+                world.catalog.tombstones.add("sums", CANARY, "Reward fell.", "me")
+                committed = time.time()
+        responses = await asyncio.gather(*asked)
+    served = [body["model"] for _, body, _ in world.server.seen]
+    assert bad in served[:before]
+    assert served[before:].count(bad) == 0
+    assert len(served) - before > 20
+    rows = [row for _, row in world.events.rows if row["digest"] == CANARY and row["status"] == 200]
+    assert sum(row["at"] > committed for row in rows) == 0
+    assert {response.status_code for response in responses} == {200, 410}
+
+
+async def test_a_full_spool_disk_changes_no_answer(world):
+    """Refusals of the gateway, an answer of the engine, and an error of the engine."""
+    world.events.is_full = True
+    lost = REGISTRY.get_sample_value("graftwork_observations_lost_total")
+    world.engine.faults = [DamagedBytes("its bytes are damaged; export the revision again.")]
+    async with world.client() as client:
+        refused = await client.post("/v1/completions", json=PINNED)
+        answered = await client.post("/v1/completions", json={"model": "tiny"})
+        world.server.status = 400
+        failed = await client.post("/v1/completions", json={"model": "tiny"})
+    assert [refused.status_code, answered.status_code, failed.status_code] == [422, 200, 400]
+    assert "damaged" in refused.json()["error"]["message"]
+    assert answered.json()["id"].startswith("cmpl-")
+    assert REGISTRY.get_sample_value("graftwork_observations_lost_total") == lost + 3
 
 
 async def test_names_that_name_nothing_or_too_much_are_told_the_near_ones(world):

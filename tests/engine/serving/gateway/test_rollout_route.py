@@ -80,7 +80,7 @@ async def test_an_adapter_that_is_not_there_is_not_the_base() -> None:
     answer = await ask(engine, "sums@000000000000", [40, 41])
     assert answer is not None
     assert (answer.status_code, engine.asked) == (404, [])
-    assert b"holds no adapter 'sums@000000000000'" in answer.body
+    assert b"Adapter 'sums@000000000000' is not in the engine" in answer.body
     for model in (ADAPTER.lora_name, "tiny"):
         await ask(engine, model, [40, 41])
     assert engine.asked == [ADAPTER.lora_name, None]

@@ -1,5 +1,7 @@
 """Routing: sticky and fair splits, tombstones, and what a gateway does when it cannot read."""
 
+import asyncio
+import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -10,6 +12,7 @@ from engine.catalog.catalog import Base, Catalog, Policy, Release, Revision, Rou
 from engine.errors import AdapterError, Ambiguous, NotFound, ServiceError
 from engine.serving.gateway.routing import STALE_S, Gone, Router, in_canary
 from engine.serving.gateway.row_cache import rows_to_cache
+from engine.serving.gateway.suggesting import AT_ONCE
 from engine.settings.params import ReleaseConfig
 
 CHAMPION, CANARY = "a" * 64, "b" * 64
@@ -96,16 +99,95 @@ def test_a_tombstone_is_stronger_than_the_route(catalog):
     assert router.resolve(f"sums@{CANARY[:12]}", "ann").arm == "pinned"
 
 
-def test_unknown_names_are_told_the_known_ones(catalog):
+async def test_unknown_names_are_told_the_known_ones(catalog):
     router = Router(catalog, "tiny", "base")
-    with pytest.raises(NotFound, match="Known: tiny, sums"):
-        router.resolve("nobody", "ann")
+    with pytest.raises(NotFound, match="Known models: tiny, sums"):
+        await router.admit("nobody", "ann")
     with pytest.raises(NotFound, match="no revision 'cccc'"):
-        router.resolve("sums@cccc", "ann")
+        await router.admit("sums@cccc", "ann")
+
+
+async def test_suggestions_are_looked_for_in_a_thread_and_shared_until_something_changes(
+    catalog, monkeypatch
+):
+    router, threads, find = Router(catalog, "tiny", "base"), [], catalog.suggestions.policies
+
+    def suggests(name: str) -> list[str]:
+        threads.append(threading.get_ident())
+        return find(name)
+
+    monkeypatch.setattr(catalog.suggestions, "policies", suggests)
+    for _ in range(3):
+        with pytest.raises(NotFound) as missing:
+            await router.admit("sum", "ann")
+        assert missing.value.nearest == ("tiny", "sums")
+        with pytest.raises(NotFound):
+            router.revision("sums", "c" * 64)
+    assert len(threads) == 1
+    assert threading.get_ident() not in threads
+    catalog.purges.run("sums", "ann", 1.0)
+    with pytest.raises(NotFound) as missing:
+        await router.admit("sum", "ann")
+    assert missing.value.nearest == ("tiny",)
+
+
+async def test_a_flood_of_unknown_names_occupies_few_threads(catalog, monkeypatch):
+    router, running, most = Router(catalog, "tiny", "base"), [], []
+
+    def suggests(name: str) -> list[str]:
+        running.append(name)
+        most.append(len(running))
+        time.sleep(0.02)
+        running.remove(name)
+        return []
+
+    monkeypatch.setattr(catalog.suggestions, "policies", suggests)
+    asked = [router.admit(f"nobody-{number}", "ann") for number in range(50)]
+    refused = await asyncio.gather(*asked, return_exceptions=True)
+    assert all(type(error) is NotFound and "Unknown model" in str(error) for error in refused)
+    assert 1 <= max(most) <= AT_ONCE
+    assert len(most) == AT_ONCE
+    assert len(router._suggester._kept._rows) == AT_ONCE
+
+
+def test_what_nobody_has_is_read_once(catalog, monkeypatch):
+    """An unknown model and an invalid key, again and again; they may come into being at any time."""
+    monkeypatch.setattr("engine.catalog.keys.secrets.token_hex", lambda size: "0" * 2 * size)
+    router, reads = Router(catalog, "tiny", "base"), []
+    for part, name in ((catalog.routes, "get"), (catalog.purges, "find"), (catalog.keys, "find")):
+        read = getattr(part, name)
+        monkeypatch.setattr(part, name, lambda *args, read=read: (reads.append(args), read(*args))[1])
+    later = f"gw-{'0' * 40}"
+    for _ in range(10):
+        with pytest.raises(NotFound):
+            router.resolve("later", "ann")
+        assert router.key(later) is None
+        # Changes of others.
+        set_route(catalog, champion=CHAMPION)
+        reads = [args for args in reads if args != ("sums",)]
+    assert len(reads) == 3
+    catalog.policies.add(Policy("later", "base", {}, "me", 0.0))
+    assert catalog.keys.create("ann", "user") == later
+    assert router.resolve("later", "ann").arm == "base"
+    assert router.key(later).owner == "ann"
+    catalog.keys.revoke(later)
+    catalog.purges.run("later", "ann", 1.0)
+    assert router.key(later) is None
+    with pytest.raises(Gone, match="purged by ann"):
+        router.resolve("later", "ann")
+
+
+def test_a_new_revision_is_found_by_a_name_that_was_unknown(catalog):
+    """Gateways are not told of new revisions, so that a missing one is never remembered."""
+    router, digest = Router(catalog, "tiny", "base"), "d" * 64
+    with pytest.raises(NotFound):
+        router.resolve(f"sums@{digest[:12]}", "ann")
+    catalog.revisions.add_many([replace(catalog.revisions.get("sums", CANARY), digest=digest)])
+    assert router.resolve(f"sums@{digest[:12]}", "ann").digest == digest
 
 
 def test_a_revision_of_another_base_is_refused(catalog):
-    with pytest.raises(AdapterError, match="belongs to base base, and this engine serves other"):
+    with pytest.raises(AdapterError, match="belongs to base base, but this engine serves base other"):
         Router(catalog, "tiny", "other").resolve(f"sums@{CANARY[:12]}", "ann")
 
 
@@ -166,7 +248,7 @@ def test_a_purged_name_is_gone(catalog):
             router.resolve(model, "ann")
 
 
-def test_names_that_name_nothing_or_too_much_are_told_the_near_ones(catalog):
+async def test_names_that_name_nothing_or_too_much_are_told_the_near_ones(catalog):
     router = Router(catalog, "tiny", "base")
     other = CANARY[:20] + "f" * 44
     catalog.revisions.add_many([replace(catalog.revisions.get("sums", CANARY), digest=other)])
@@ -174,11 +256,13 @@ def test_names_that_name_nothing_or_too_much_are_told_the_near_ones(catalog):
         router.resolve(f"sums@{CANARY[:5]}", "ann")
     assert set(several.value.candidates) == {f"sums@{CANARY[:21]}", f"sums@{other[:21]}"}
     with pytest.raises(NotFound) as missing:
-        router.resolve("sums@bbbc", "ann")
+        await router.admit("sums@bbbc", "ann")
     assert missing.value.nearest[0].startswith("sums@bbb")
     for name in ("sum", "", "../sums", "sums@", "Sums@@", "x" * 500):
-        with pytest.raises((NotFound, Ambiguous)):
-            router.resolve(name, "ann")
+        with pytest.raises(NotFound) as refused:
+            await router.admit(name, "ann")
+        assert refused.value.nearest
+        assert len(str(refused.value)) < 1000
 
 
 def test_a_change_elsewhere_reads_nothing_again(catalog, monkeypatch):
@@ -316,7 +400,8 @@ def test_an_answer_that_the_catalog_kept_is_as_old_as_its_reading(catalog, monke
     assert router.resolve("sums", "ann").arm == "champion"
 
 
-def test_what_nobody_has_is_not_kept(catalog):
+def test_what_nobody_has_pushes_no_row_out(catalog, monkeypatch):
+    monkeypatch.setattr("engine.serving.gateway.routing.ABSENT_ROWS", 8)
     router = Router(catalog, "tiny", "base", cached_rows=4)
     assert router.resolve("sums", "ann").arm == "base"
     for number in range(20):
@@ -325,6 +410,7 @@ def test_what_nobody_has_is_not_kept(catalog):
                 router.resolve(model, "ann")
         assert router.key(f"gw-{number}") is None
     assert list(router._rows._rows) == [("route", "sums")]
+    assert len(router._absent._rows) == 8
 
 
 def test_a_name_of_megabytes_is_refused_in_a_line(catalog, monkeypatch):
@@ -372,7 +458,7 @@ def test_a_look_while_a_purge_runs_keeps_nothing_of_it(catalog, monkeypatch, bur
             router.resolve("sums", "ann")
         with suppress(NotFound):
             router.revision("sums", CANARY)
-            router._stone("sums", CHAMPION)
+            router._tombstone("sums", CHAMPION)
         return purge_some(policy)
 
     monkeypatch.setattr(catalog.purges, "_remove_revisions", looks)
@@ -381,5 +467,5 @@ def test_a_look_while_a_purge_runs_keeps_nothing_of_it(catalog, monkeypatch, bur
         router.revision("sums", CANARY)
     with pytest.raises(Gone, match="purged by ann"):
         router.resolve(pinned, "ann")
-    assert router._stone("sums", CHAMPION) is None
+    assert router._tombstone("sums", CHAMPION) is None
     assert router.take_changed() == {"sums"}

@@ -17,7 +17,6 @@ from adapters_cold import (
     revision,
     settle,
     use,
-    using,
 )
 
 from engine.errors import AdapterError, Busy, Conflict, DamagedBytes, MissingBytes, NotFound, ServiceError
@@ -231,7 +230,7 @@ async def test_a_load_ends_with_its_last_waiter():
     assert (engine.running, tier.loading, tier.residents) == (0, 0, {})
     # The one that was still in the queue has never reached the engine.
     assert engine.prepared == engine.forgotten == [name_of(1)]
-    assert [event["error"] for event in events] == ["Nobody waited for it any more."] * 2
+    assert [event["error"] for event in events] == ["Every client that waited for it has left."] * 2
     engine.seconds = 0
     assert await use(tier, revision(1))
 
@@ -424,79 +423,3 @@ async def test_what_is_brought_unasked_is_no_use():
     assert (tier.tier.popularity.of(name_of(1)), hits.get()) == (0, 0)
     await use(tier, revision(1))
     assert (resident.hits, tier.tier.popularity.of(name_of(1)), hits.get()) == (1, 1, 1)
-
-
-async def test_a_paced_load_keeps_its_place_until_its_first_token():
-    engine = FakeEngine(0)
-    tier = residency(engine, paced_loads=2)
-    waiting = [asyncio.create_task(tier.hold(revision(i))) for i in range(5)]
-    await settle(lambda: sum(task.done() for task in waiting) == 2)
-    await asyncio.sleep(0.02)
-    assert engine.prepared == [name_of(0), name_of(1)]
-    assert (tier.queue.told()["entering"], len(tier.queue)) == (2, 3)
-    # A first token; a request that ends without one; a second token, which frees nobody's place.
-    tier.entered(name_of(0))
-    tier.release(name_of(1))
-    tier.entered(name_of(0))
-    await settle(lambda: sum(task.done() for task in waiting) == 4)
-    await asyncio.sleep(0.02)
-    assert len(engine.prepared) == 4
-    for i in (2, 3):
-        tier.entered(name_of(i))
-    await waiting[4]
-
-
-async def test_no_paced_place_is_lost_with_its_client(monkeypatch):
-    """Who leaves in the very turn in which the load ends has no first token; nor has who never asks on."""
-    monkeypatch.setattr("engine.serving.residency.residency.PACED_S", 0.05)
-    engine, ended = FakeEngine(0), asyncio.Event()
-    tier = residency(engine, paced_loads=1)
-    plain = engine.prepare
-
-    async def prepare(name, address):
-        await plain(name, address)
-        if name == name_of(0):
-            ended.set()
-            first.cancel()
-
-    engine.prepare = prepare
-    first = asyncio.create_task(tier.hold(revision(0)))
-    await ended.wait()
-    await asyncio.gather(first, return_exceptions=True)
-    async with asyncio.timeout(1):
-        # Each of these is held on, and none says that it has entered.
-        for i in range(1, 4):
-            await tier.hold(revision(i))
-
-
-async def test_the_background_takes_no_paced_place():
-    """Its answers come whole, after minutes."""
-    engine = FakeEngine(0)
-    tier = residency(engine, paced_loads=0.5)
-    async with asyncio.timeout(1):
-        for i in range(4):
-            await tier.hold(revision(i), BACKGROUND)
-    assert tier.queue.entering == {}
-
-
-async def test_nobody_paces_what_nobody_waits_for():
-    """Prewarmed adapters have no first token."""
-    engine = FakeEngine(0)
-    tier = residency(engine, paced_loads=1)
-    for i in range(4):
-        tier.prewarm(revision(i))
-    await settle(lambda: len(engine.held) == 4)
-    assert tier.queue.entering == {}
-
-
-async def test_a_pace_below_one_rests_between_two_loads():
-    """A half: as long as a load took until its first token."""
-    engine = FakeEngine(0.03)
-    tier = residency(engine, paced_loads=0.5)
-    began = time.monotonic()
-    for i in range(3):
-        async with using(tier, revision(i)) as name:
-            tier.entered(name)
-    # Three loads, and the two rests between them.
-    assert 0.15 <= time.monotonic() - began < 0.3
-    assert tier.queue.concurrency == 1

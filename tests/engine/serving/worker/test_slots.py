@@ -264,7 +264,7 @@ def test_a_removed_file_still_serves(tmp_path, rank, mapped):
 
 
 @pytest.mark.parametrize(
-    ("mapped", "reason"), [(False, "4096 of 3145728 bytes are left"), (True, "Bad address")]
+    ("mapped", "reason"), [(False, "ends after 4096 of 3145728 bytes"), (True, "Bad address")]
 )
 def test_a_file_cut_short_takes_no_slot(tmp_path, mapped, reason):
     """Touching the lost pages of a mapping would end this process."""

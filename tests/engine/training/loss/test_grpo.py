@@ -2,6 +2,7 @@
 
 import math
 import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -12,11 +13,11 @@ from engine.training.loss.grpo import (
     LOSSES,
     Tokens,
     group_advantages,
-    groups_that_teach,
     kl_to_base,
     loss_of,
 )
 from engine.training.model.objective import Objective
+from engine.training.rollout_data import Judged
 
 # A group of two answers of two tokens each. Ratios trainer/sampler 1.5, 0.9 and 0.5, 1.1; advantages 1, -1.
 RATIO = torch.tensor([1.5, 0.9, 0.5, 1.1])
@@ -52,9 +53,9 @@ def test_advantages_of_a_group_by_hand():
 
 
 def test_a_group_that_agrees_teaches_nothing():
-    rewards = torch.tensor([[1.0, 1.0], [0.0, 0.0], [0.0, 1.0]])
-    assert groups_that_teach(rewards).tolist() == [False, False, True]
-    assert torch.equal(group_advantages(rewards)[:2], torch.zeros(2, 2))
+    rewards = [[1.0, 1.0], [0.0, 0.0], [0.0, 1.0]]
+    assert Judged(rewards, Counter()).teaching == [False, False, True]
+    assert torch.equal(group_advantages(torch.tensor(rewards))[:2], torch.zeros(2, 2))
 
 
 def test_dapo_by_hand():

@@ -157,7 +157,8 @@ def test_each_loss_gets_the_groups_and_advantages_of_its_paper():
         "gspo": [1, -1, 0, 0],
         "dr_grpo": [0.5, -0.5, 0, 0],
     }.items():
-        data, teaching = build_data(drawn, judged, loss)
+        config = PolicyConfig(task="addition", suite="s", loss=loss)
+        data, teaching = build_data(drawn, judged, config)
         found = [datum.loss_fn_inputs["advantages"].data[-1] for datum in data]
         assert found == pytest.approx(want, abs=1e-5)
         assert teaching == 1

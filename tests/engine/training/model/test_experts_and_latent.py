@@ -261,7 +261,7 @@ def test_a_fresh_adapter_is_the_base_and_a_parent_is_continued(bases, kind):
     assert base.score(fresh, ROWS) == base.score(parent, ROWS)
     stored = packed.unpack(packed.pack(tensors, torch.float32, base.shapes.fused))
     assert same(stored, tensors)
-    with pytest.raises(AdapterError, match=r"down_proj\.lora_A has rank .*, over the 2 here"):
+    with pytest.raises(AdapterError, match=r"down_proj\.lora_A has rank .*, but the session has rank 2"):
         base.new_adapter(2, 8.0, ("down_proj",), torch.Generator()).place(tensors)
 
 

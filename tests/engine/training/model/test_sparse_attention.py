@@ -106,12 +106,12 @@ def refuse_to_build() -> None:
 
 def test_serving_it_on_a_cpu_is_refused_before_anything_is_built(tmp_path, monkeypatch):
     params = own_ports(state_dir=tmp_path, base={"name": "tiny-dsa"})
-    with pytest.raises(ConfigError, match=r"'tiny-dsa' cannot be served on a CPU: vLLM .* CUDA alone"):
+    with pytest.raises(ConfigError, match=r"'tiny-dsa' cannot be served on a CPU: vLLM .* only for CUDA"):
         services.up(params, refuse_to_build, lambda name, state: None)
     monkeypatch.setattr(gpu, "cuda_bytes", lambda: 80 << 30)
     gpu.refuse_unless_served(params)
 
 
 def test_a_service_that_there_is_not_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="no service 'trainr'"):
+    with pytest.raises(ConfigError, match="Unknown service 'trainr'"):
         services.up(own_ports(state_dir=tmp_path), refuse_to_build, lambda name, state: None, ["trainr"])

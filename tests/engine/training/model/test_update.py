@@ -60,6 +60,32 @@ def data(base, adapter) -> list[Example]:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("before", [False, True])
+def test_a_batch_without_gradient_costs_no_backward_pass(base, data, monkeypatch, before):
+    """Its log-probabilities are measured all the same, and the gradients gathered before stay."""
+    trained = base.new_adapter(4, 8.0, TARGETS, torch.Generator().manual_seed(1))
+    silent = [replace(example, advantages=(0.0,) * len(example.advantages)) for example in data]
+    if before:
+        one_pass(base, trained, data, "dapo", {})
+    want = {key: factor.grad.clone() for key, factor in trained.factors.items() if before}
+    passes: list[object] = []
+    backward = torch.Tensor.backward
+
+    def counted(tensor, *args, **kwargs):
+        passes.append(tensor)
+        return backward(tensor, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "backward", counted)
+    found = one_pass(base, trained, silent, "dapo", {})
+    assert passes == []
+    assert (found.metrics.learned_tokens, found.metrics.loss) == (0, 0.0)
+    assert found.metrics.importance_ratio != 1.0
+    for key, factor in trained.factors.items():
+        assert torch.equal(factor.grad, want[key] if before else torch.zeros_like(factor))
+    one_pass(base, trained, data, "dapo", {})
+    assert passes
+
+
 def bare(data: list[Example]) -> list[Example]:
     return [Example(example.row) for example in data]
 
@@ -224,7 +250,7 @@ def test_a_gradient_that_overflows_in_the_base_is_refused(base, adapter, data):
     one_pass(base, adapter, data[:2], "dapo", {})
     before = {key: factor.grad.clone() for key, factor in adapter.factors.items()}
     huge = broken(data, 0, advantages=(-3e38, 3e38, -3e38))
-    with pytest.raises(ConfigError, match="gradients with these samples are too large"):
+    with pytest.raises(ConfigError, match="gradients of these samples are too large"):
         one_pass(base, adapter, huge[:1], "importance_sampling", {})
     assert all(torch.equal(before[key], factor.grad) for key, factor in adapter.factors.items())
     adapter.clear_gradients()
@@ -239,7 +265,7 @@ def of_norm(base, adapter, data: list[Example], norm: float) -> list[Example]:
 
 def test_gradients_of_which_only_the_norm_overflows_are_refused(base, adapter, data):
     """The clip would make nothing of them, and AdamW's second moment would be infinite for ever."""
-    with pytest.raises(ConfigError, match="gradients with these samples are too large"):
+    with pytest.raises(ConfigError, match="gradients of these samples are too large"):
         one_pass(base, adapter, of_norm(base, adapter, data, 1e20), "importance_sampling", {})
     assert all(factor.grad is None for factor in adapter.factors.values())
 
@@ -257,7 +283,7 @@ def test_gradients_that_overflow_only_together_are_refused(base, adapter, data, 
     before = [factor.grad.clone() for factor in factors]
     one = calls[1]
     again = partial(one_pass, base, one.adapter, one.data, one.loss, one.config)
-    with pytest.raises(ConfigError, match="gradients with these samples are too large"):
+    with pytest.raises(ConfigError, match="gradients of these samples are too large"):
         forward_backward(base, calls) if shared else again()
     assert all(torch.equal(*pair) for pair in zip(before, [factor.grad for factor in factors], strict=True))
     adapter.clear_gradients()
@@ -307,7 +333,7 @@ def test_a_call_that_is_ended_between_microbatches_leaves_the_gradients(base, ad
         ),
         (lambda data: broken(data, 3, advantages=()), "grpo", {}, "2 log-probabilities and 0 advantages"),
         (bare, "gspo", {}, "Sample 0 has 3 completion tokens, 0 log-probabilities"),
-        (lambda data: bare(data)[:5], "dpo", {}, "The loss dpo takes its samples 2 by 2, not 5"),
+        (lambda data: bare(data)[:5], "dpo", {}, "The loss dpo needs samples in groups of 2; there are 5"),
     ],
 )
 def test_what_is_wrong_is_refused_before_anything_runs(base, adapter, data, change, loss, config, sentence):
@@ -325,7 +351,7 @@ def test_the_limit_is_the_base_s_context_or_what_is_configured(base, tiny_base):
     short = ResidentBase(tiny_base, threads=1, microbatch_tokens=64, longest=6)
     check_rows(short, ROWS[:2])
     assert short.score(None, ROWS[:2]) == base.score(None, ROWS[:2])
-    with pytest.raises(ConfigError, match="Sample 2 has 7 tokens; the trainer takes 6"):
+    with pytest.raises(ConfigError, match="Sample 2 has 7 tokens; the trainer accepts 6"):
         check_rows(short, ROWS)
 
 

@@ -3,6 +3,7 @@
 import os
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from training_sessions import ADAM, BASE, factors, opening, same, train_one
 from engine.errors import BaseModelError, Conflict, NotFound, ServiceError
 from engine.training.model.lora import ResidentBase
 from engine.training.model.packing import Example, TokenRow
+from engine.training.service import state
+from engine.training.service.journal import NAME, find_answer
 from engine.training.service.protocol import OptimStep
-from engine.training.service.session import CURRENT, Session
+from engine.training.service.session import CURRENT, Session, state_file
 from engine.training.service.sessions import Sessions
 from engine.training.service.start import start_of
 
@@ -124,7 +127,7 @@ def test_a_save_that_is_cut_off_anywhere_is_done_again_or_not_at_all(base, tmp_p
             session.save_as("best", "save")
         again = Session(tmp_path / str(survives), base, BASE, opening())
         again.load()
-        assert (again.step, "save" in again.done) == (1, survives == 2)
+        assert (again.step, again.is_done("save")) == (1, survives == 2)
         assert again.save_as("best", "save") == {"path": str(tmp_path / str(survives) / "best.state")}
         train_one(again, 2)
         # Answered, not done again: it would store the second step under that name.
@@ -134,10 +137,19 @@ def test_a_save_that_is_cut_off_anywhere_is_done_again_or_not_at_all(base, tmp_p
         assert again.load_from("best", "load")["history"][-1]["step"] == 1
 
 
-def test_a_state_of_the_version_before_is_read(base, tmp_path):
+def version_2(session: Session) -> dict[str, Any]:
+    """What version 2 stored: history and results within the state, no journal."""
+    kept = {
+        name: value for name, value in session._state(0).items() if name not in ("journal", "last", "row")
+    }
+    done = {id: result for id, (result, _) in session.journal.done.items()}
+    return {**kept, "version": 2, "history": session.history, "done": done}
+
+
+def test_a_state_of_version_1_is_read(base, tmp_path):
     session = Session(tmp_path, base, BASE, opening())
     train_one(session, 1)
-    kept = {name: value for name, value in session._state().items() if name not in ("opened", "fence")}
+    kept = {name: value for name, value in version_2(session).items() if name not in ("opened", "fence")}
     torch.save({**kept, "version": 1}, tmp_path / "current.state")
     again = Session(tmp_path, base, BASE, opening())
     again.load()
@@ -149,7 +161,7 @@ def test_a_state_of_the_version_before_is_read(base, tmp_path):
 def test_a_state_from_before_ranks_could_differ_is_read(base, tmp_path, opened_again):
     session = Session(tmp_path / "sums-1", base, BASE, opening())
     train_one(session, 1)
-    kept = session._state()
+    kept = version_2(session)
     kept["settings"] = {
         name: value for name, value in kept["settings"].items() if name not in ("ranks", "alphas")
     }
@@ -165,6 +177,112 @@ def test_a_state_from_before_ranks_could_differ_is_read(base, tmp_path, opened_a
         start.fill(again.adapter)
     assert again.settings["ranks"] == again.settings["alphas"] == {}
     assert same(factors(again), factors(session))
+
+
+def test_a_state_of_version_2_continues_with_its_history_and_results(base, tmp_path):
+    old = Session(tmp_path / "old", base, BASE, opening("old"))
+    train_one(old, 1)
+    old.save_answer("opened")
+    named = version_2(old)
+    train_one(old, 2)
+    stored = version_2(old)
+    for file in (tmp_path / "old").iterdir():
+        file.unlink()
+    state.write(named, [state_file(tmp_path / "old", "best")])
+    state.write(stored, [state_file(tmp_path / "old")])
+
+    trained = Session(tmp_path / "old", base, BASE, opening("old"))
+    trained.load()
+    train_one(trained, 3)
+    again = Session(tmp_path / "old", base, BASE, opening("old"))
+    again.load()
+    assert again.history == trained.history
+    assert [row["reward"] for row in again.history] == [0.1, 0.2, 0.3]
+    assert [row["step"] for row in again.journal.answer("opened")["history"]] == [1]
+    assert again.journal.answer("step-2") == {"step": 2, "grad_norm": stored["history"][1]["grad_norm"]}
+    again.load("best")
+    assert again.row == again.history[-1] == stored["history"][0]
+    header = state.read_header(state_file(tmp_path / "old"))
+    assert find_answer(tmp_path / "old", header, "opened") == again.journal.answer("opened")
+    # Before its next step is stored, too.
+    assert find_answer(tmp_path / "old", stored, "opened") == again.journal.answer("opened")
+    assert find_answer(tmp_path / "old", header, "never") is None
+
+
+def test_a_late_step_costs_what_an_early_one_costs(base, tmp_path, monkeypatch):
+    """In bytes written, which do not depend on the machine; a step used to write all steps before it."""
+    session = Session(tmp_path, base, BASE, opening())
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    record = {"reward": 0.5, "masked": {"outlier": 3}, "text": "x" * 500}
+
+    def written(step: int) -> int:
+        before = {path.name: path.stat().st_size for path in tmp_path.iterdir()}
+        request = OptimStep(request_id=f"{step:06d}", session="s", fence=0, skip=True, record=record)
+        session.optim_step(request)
+        grown = {path.name: path.stat().st_size - before.get(path.name, 0) for path in tmp_path.iterdir()}
+        # The state is written whole, a journal at its end.
+        return state_file(tmp_path).stat().st_size + sum(max(0, size) for size in grown.values())
+
+    train_one(session, 1)
+    sizes = [written(step) for step in range(2, 1002)]
+    # Numbers of more digits.
+    assert max(sizes[10:]) <= sizes[8] + 256
+    assert len(session.history) == 1001
+
+
+def test_a_step_is_stored_by_its_state_alone(base, tmp_path, monkeypatch):
+    """A kill between journal and state: the step was not taken, and its line is written over."""
+    session = Session(tmp_path, base, BASE, opening())
+    train_one(session, 1)
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+        patch.setattr(state, "write", killed)
+        train_one(session, 2, "never")
+    whole = (tmp_path / NAME).stat().st_size
+    again = Session(tmp_path, base, BASE, opening())
+    again.load()
+    assert (again.step, again.journal.size < whole, again.is_done("never")) == (1, True, False)
+    train_one(again, 3)
+    last = Session(tmp_path, base, BASE, opening())
+    last.load()
+    assert [row["reward"] for row in last.history] == [0.1, 0.3]
+    assert same(factors(last), factors(again))
+
+
+def test_steps_after_going_back_follow_the_named_state(base, tmp_path):
+    session = Session(tmp_path, base, BASE, opening())
+    for step in (1, 2):
+        train_one(session, step)
+    session.save_as("best", "save")
+    train_one(session, 3)
+    session.load_from("best", "load")
+    train_one(session, 4)
+    session.save_as("other", "save-other")
+    session.load_from("best", "load-again")
+    session.load_from("other", "load-other")
+    again = Session(tmp_path, base, BASE, opening())
+    again.load()
+    for held in (session, again):
+        assert [row["reward"] for row in held.history] == [0.1, 0.2, 0.4]
+        assert [row["step"] for row in held.journal.answer("load")["history"]] == [1, 2]
+        assert held.row == held.history[-1]
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone", "scrambled"])
+def test_a_damaged_journal_is_a_sentence(base, tmp_path, damage):
+    session = Session(tmp_path, base, BASE, opening())
+    train_one(session, 1)
+    file = tmp_path / NAME
+    content = file.read_bytes()
+    file.unlink()
+    if damage != "gone":
+        file.write_bytes(content[:-5] if damage == "cut" else b"#" + content[1:])
+    again = Session(tmp_path, base, BASE, opening())
+    with pytest.raises(ServiceError, match=r"journal\.jsonl is damaged .* Restore the session's directory"):
+        again.load()
 
 
 def _full(*_: object) -> None:
@@ -224,7 +342,7 @@ def test_naming_and_going_back_are_done_when_repeated_after_a_full_disk(base, tm
         request("best", request_id)
         stored = Session(tmp_path, base, BASE, opening())
         stored.load()
-        assert (stored.step, request_id in stored.done) == (1, True)
+        assert (stored.step, stored.is_done(request_id)) == (1, True)
         assert same(factors(stored), want)
         assert (tmp_path / "best.state").is_file()
         train_one(session, 2)

@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +12,13 @@ import pytest
 from fastapi.testclient import TestClient
 from history import step_row
 
+from engine.errors import Conflict
 from engine.ledger.ledger import Ledger, Spool
 from engine.settings.losses import LossConfig
 from engine.settings.params import Params, PolicyConfig
+from engine.training import loop
 from engine.training.lineage import Line
-from engine.training.loop import grpo_step
+from engine.training.loop import grpo_step, open_session
 from engine.training.rollout_data import Drawn, Sampler
 from engine.training.rollouts import Sample
 from engine.training.run import Run
@@ -28,7 +30,14 @@ from flows.display import step_note
 from tasks.register import numbers
 
 CONFIG = PolicyConfig(
-    task="addition", suite="s", verifier="exact", groups=2, group_size=2, steps=2, loss_config={"kl": 0.01}
+    task="addition",
+    suite="s",
+    verifier="exact",
+    groups=2,
+    group_size=2,
+    steps=2,
+    refills=0,
+    loss_config={"kl": 0.01},
 )
 REWARDS = [1.0, 0.0, 0.25, 0.25]
 BY_REASON = {"masked", "verifier_faults"}
@@ -72,7 +81,17 @@ def run(tiny_base: Path, tmp_path: Path):
     client._http = TestClient(make_app(trainer))
     line = Line("sums-1", None, 3, ("q_proj", "down_proj"))
     spool = Spool(params.paths.spool, "train-sums")
-    yield Run(params, "sums", CONFIG, line, SimpleNamespace(replays=False), Draws(), client, spool, Judge())
+    yield Run(
+        params,
+        "sums",
+        CONFIG,
+        line,
+        SimpleNamespace(replays=False, config=CONFIG),
+        Draws(),
+        client,
+        spool,
+        Judge(),
+    )
     client.close()
     trainer.close()
 
@@ -82,6 +101,22 @@ def opened(run: Run) -> SessionInfo:
         "sums-1", "sums", holder="me", rank=4, alpha=8.0, targets=["q_proj", "down_proj"], seed=3,
         policy_config=CONFIG.model_dump(mode="json"),
     )  # fmt: skip
+
+
+def test_of_two_runs_in_one_process_one_is_refused(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "TAKE_OVER_S", 0.0)
+    shared = {item.name: getattr(run, item.name) for item in fields(run) if item.name != "holder"}
+    first, second = Run(**shared), Run(**shared)
+    opened = open_session(first)
+    with pytest.raises(Conflict, match="Policy 'sums' is being written by"):
+        open_session(second)
+    # The first one may open it again, as it does where a step broke off.
+    assert open_session(first).fence > opened.fence
+    # What a run does at its end, however it ends.
+    first.client.release()
+    assert open_session(second).step == 0
+    with pytest.raises(Conflict, match="Policy 'sums' is being written by"):
+        open_session(first)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +145,10 @@ def test_every_metric_of_the_loops_steps_is_in_every_place(run: Run) -> None:
     run.client.backpressure_s["sums-1"] = 0.75
     for _ in range(2):
         session = grpo_step(run, session)
-    rows = [{name: value for name, value in row.items() if name != "handed"} for row in session.history]
+    rows = [
+        {name: value for name, value in row.items() if name not in loop.FOR_RESTARTS}
+        for row in session.history
+    ]
     assert [row["step"] for row in rows] == [1, 2]
     assert [row["backpressure_s"] for row in rows] == [0.75, 0.0]
     assert set(step_row(1)) == set(rows[0])

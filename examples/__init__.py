@@ -1,0 +1,1 @@
+"""Examples that run: see README.md."""

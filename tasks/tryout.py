@@ -1,0 +1,36 @@
+"""Try a policy before training: what the base earns, and whether GRPO can learn from it."""
+
+from pathlib import Path
+
+from engine.base.resident import ensure_base
+from engine.clients.engine import EngineClient
+from engine.problems.procedural import check_task
+from engine.problems.verifiers import Verifier
+from engine.settings.params import Params
+from engine.training.lineage import Line
+from engine.training.reward_signal import Trial
+from engine.training.rollout_data import Sampler, Source, draw, judge
+
+ANSWERS = 32
+
+
+def try_policy(params: Params, policy: str, key: str) -> Trial:
+    """Sample `ANSWERS` answers of the base to the policy's first training problems, and score them.
+
+    Raises `ServiceError` when the engine does not run, and the errors of the policy's task and verifier.
+    """
+    from transformers import AutoTokenizer
+
+    config = params.policy(policy)
+    config = config.model_copy(update={"groups": max(1, ANSWERS // config.group_size)})
+    check_task(config.task)
+    with Verifier(config) as verifier:
+        with EngineClient(params.url("engine")) as engine:
+            engine.marker()
+        base = ensure_base(params.base, params.paths)
+        tokenizer, name = AutoTokenizer.from_pretrained(base.path), Path(params.base.name).name
+        source = Source(
+            policy, config, Line("", None, config.seed, ()), tokenizer, params.url("engine"), key, name
+        )
+        drawn = draw(source, 0, Sampler(0, None), *source.problems(0))
+        return Trial.of(policy, config, drawn, judge(verifier, drawn))

@@ -1,0 +1,337 @@
+"""Steps without a gradient: they cost little and end the training with a reason; DAPO's refill; a trial."""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from command_line import graftwork
+from live import free_port
+
+from engine.clients.engine import EngineClient
+from engine.errors import ConfigError
+from engine.problems.procedural import Problem
+from engine.settings.params import Params, PolicyConfig
+from engine.training import loop, rollout_data
+from engine.training.lineage import Line
+from engine.training.loop import Trained, train
+from engine.training.reward_signal import Trial
+from engine.training.rollout_data import Drawn, Judged, Sampler, Source, build_data, draw, judge, refill
+from engine.training.rollouts import Sample, Sampling
+from engine.training.run import Run
+from engine.training.service.protocol import Datum, Exported, SessionInfo
+from tasks import tryout
+
+CONFIG = PolicyConfig(task="addition", suite="s", groups=4, group_size=2, steps=6, refills=0)
+FLAT, SPREAD = (0.0, 0.0), (1.0, 0.0)
+
+
+class Tokenizer:
+    """A token for each character."""
+
+    chat_template, bos_token, bos_token_id = None, "", None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [ord(character) for character in text]
+
+
+class Judge:
+    """Gives each group the next rewards, whatever was answered; None fails."""
+
+    def __init__(self, *rewards: Sequence[float] | None, otherwise: Sequence[float] | None = None) -> None:
+        self.left, self.otherwise = iter(rewards), otherwise
+
+    def judge(self, answers: Any, whole: bool = False) -> Any:
+        scores = next(self.left, self.otherwise)
+        if scores is None:
+            return SimpleNamespace(scores=[], errors=Counter({"raised KeyError": 1}))
+        assert len(list(answers)) == len(scores)
+        return SimpleNamespace(scores=list(scores), errors=Counter())
+
+    def close(self) -> None:
+        pass
+
+
+class Client:
+    """A trainer whose gradients are those of the advantages that it is sent."""
+
+    def __init__(self) -> None:
+        self.history: list[dict[str, Any]] = []
+        self.sent: list[list[Datum]] = []
+        self.backpressure_s: dict[str, float] = {}
+
+    def create_session(self, session: str, policy: str, **_: Any) -> SessionInfo:
+        return SessionInfo(session, policy, len(self.history), 0, 1, "base", None, tuple(self.history))
+
+    def export(self, session: SessionInfo, kind: str = "snapshot", **_: Any) -> Exported:
+        return Exported(f"{session.step:064d}", "x", Path("x"), 4, session.step, 1, 0.0)
+
+    def forward_backward(self, session: SessionInfo, data: list[Datum], *_: Any, **__: Any) -> dict[str, Any]:
+        self.sent.append(data)
+        learned = sum(any(datum.loss_fn_inputs["advantages"].data) for datum in data)
+        return {"metrics": {"tokens": len(data), "learned_tokens": learned, "importance_ratio": 1.0}}
+
+    def optim_step(
+        self, session: SessionInfo, adam: Any, *, position: int, record: dict[str, Any], skip: bool
+    ) -> dict[str, Any]:
+        done = {"step": session.step + 1, "grad_norm": 0.0 if skip else 1.0}
+        self.history.append(record | done)
+        return done
+
+    def close_session(self, session: SessionInfo) -> None:
+        pass
+
+    release = close = lambda self: None
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[Any], Sampling]]:
+    """What the engine is asked for; each answer is its group's and sample's number."""
+    asked: list[tuple[str, list[Any], Sampling]] = []
+
+    def sampled(url: str, key: str, model: str, prompts: Any, sampling: Sampling) -> list[list[Sample]]:
+        asked.append((model, prompts, sampling))
+        return [
+            [Sample((7, 1), (-1.0, -0.5), f"answer {p}.{g}") for g in range(sampling.group_size)]
+            for p in range(len(prompts))
+        ]
+
+    monkeypatch.setattr(rollout_data, "sample_groups", sampled)
+    return asked
+
+
+def source(config: PolicyConfig) -> Source:
+    line = Line("sums-1", None, 3, ("q_proj",))
+    return Source("sums", config, line, Tokenizer(), "http://engine", "key", "tiny")
+
+
+@pytest.fixture
+def trained(
+    asked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Judge, PolicyConfig], tuple[Trained, Client]]:
+    """Train on a verifier's rewards."""
+
+    def trained(verifier: Judge, config: PolicyConfig = CONFIG) -> tuple[Trained, Client]:
+        params, drawn_from, client = (
+            Params(policies={"sums": config}, state_dir=tmp_path),
+            source(config),
+            Client(),
+        )
+        spool: Any = SimpleNamespace(emit=lambda *_, **__: None, close=lambda: None)
+        ahead = rollout_data.Ahead(drawn_from)
+        parts: Any = (params, "sums", config, drawn_from.line, drawn_from, ahead, client, spool, verifier)
+        monkeypatch.setattr(loop, "prepare", lambda *_: Run(*parts))
+        return train(params, "sums", config, "key"), client
+
+    return trained
+
+
+# A step that teaches nothing
+
+
+@pytest.mark.parametrize(
+    ("loss", "kl", "sent"), [("dapo", 0, 2), ("grpo", 0, 2), ("grpo", 0.1, 6), ("dapo", 0.1, 6)]
+)
+def test_without_spread_one_group_is_enough_to_measure_the_ratio(loss: str, kl: float, sent: int) -> None:
+    """Unless a KL term pulls without any spread. The first group is not sound."""
+    sample = Sample((7, 1), (-1.0, -0.5), "x")
+    drawn = Drawn(
+        Sampler(0, None), [Problem("t", "q", "a")] * 4, [[5], [6], [7], [8]], [[sample] * 2] * 4, 9, 0.1
+    )
+    config = CONFIG.model_copy(
+        update={"loss": loss, "loss_config": CONFIG.loss_config.model_copy(update={"kl": kl})}
+    )
+    judged = Judged([None, FLAT, (1.0, 1.0), FLAT], Counter())
+    data, teaching = build_data(drawn, judged, config)
+    assert (len(data), teaching) == (sent, 0)
+    assert data[0].model_input.chunks[0].tokens[0] == 6
+    data, teaching = build_data(drawn, replace(judged, rewards=[None, FLAT, SPREAD, FLAT]), config)
+    assert (len(data), teaching) == (2 if loss == "dapo" else 6, 1)
+
+
+def test_training_stops_after_steps_without_a_gradient(trained: Any) -> None:
+    with pytest.raises(ConfigError) as stopped:
+        trained(Judge(*[SPREAD] * 4, *[FLAT] * 12, otherwise=SPREAD))
+    said = str(stopped.value)
+    assert "'sums' stopped after step 4: its last 3 steps had no gradient" in said
+    assert "100% of their groups had no spread, at a mean reward of 0.00" in said
+    # Three answers, each beside what the verifier wanted.
+    assert said.count("was answered with 'answer ") == said.count("expected '") == 3
+    assert all(remedy in said for remedy in ("another verifier or contract", "grades", "more groups", "SFT"))
+    assert "`graftwork policy try sums`" in said
+    assert "To export what it learned before, set steps to 4" in said
+
+
+def test_a_step_that_teaches_begins_the_count_anew(trained: Any) -> None:
+    flat = [FLAT] * 4
+    done, client = trained(Judge(*flat, *flat, SPREAD, *[FLAT] * 3, *flat, *flat, otherwise=SPREAD))
+    assert (done.step, len(client.sent)) == (6, 6)
+    assert [len(data) for data in client.sent] == [2, 2, 2, 2, 2, 8]
+
+
+def test_the_number_of_steps_is_a_setting(trained: Any) -> None:
+    config = CONFIG.model_copy(update={"no_signal_steps": 1})
+    with pytest.raises(ConfigError, match="stopped after step 1: its last 1 steps"):
+        trained(Judge(otherwise=FLAT), config)
+    assert trained(Judge(*[FLAT] * 20, otherwise=SPREAD), CONFIG.model_copy(update={"no_signal_steps": 6}))
+
+
+def test_a_policy_that_is_always_right_trains_to_its_end(trained: Any) -> None:
+    done, _ = trained(Judge(otherwise=(1.0, 1.0)))
+    assert done.step == CONFIG.steps
+
+
+def test_a_verifier_that_always_fails_is_named(trained: Any) -> None:
+    with pytest.raises(ConfigError, match="No group could be scored, and the verifier failed on 12 answers"):
+        trained(Judge(otherwise=None))
+
+
+# Dynamic sampling
+
+
+def filled(config: PolicyConfig, verifier: Judge, position: int = 0) -> tuple[Drawn, Judged, int]:
+    given: Any = verifier
+    drawn = draw(source(config), 2, Sampler(2, "d" * 64), *source(config).problems(0))
+    return refill(source(config), given, 2, drawn, judge(given, drawn), position)
+
+
+def test_groups_without_spread_are_replaced_by_other_problems(asked: Any) -> None:
+    """Half of four groups teach, so two are missing and four are asked for; more than the batch is cut."""
+    config = CONFIG.model_copy(update={"refills": 1})
+    drawn, judged, position = filled(config, Judge(SPREAD, FLAT, SPREAD, FLAT, *[SPREAD] * 4))
+    assert [len(prompts) for _, prompts, _ in asked] == [4, 4]
+    assert {model for model, _, _ in asked} == {f"sums@{'d' * 12}"}
+    assert asked[0][2].seed != asked[1][2].seed
+    assert not {problem.question for problem in drawn.problems[:4]} & {
+        one.question for one in drawn.problems[4:]
+    }
+    assert (len(judged.rewards), sum(judged.teaching), drawn.position) == (
+        8,
+        6,
+        source(config).problems(0)[1],
+    )
+    data, teaching = build_data(drawn, judged, config)
+    # Each of two samples, of the first four groups that teach.
+    assert (len(data), teaching) == (8, 6)
+    assert all(any(datum.loss_fn_inputs["advantages"].data) for datum in data)
+    # The next step's replacements are others, and a step that is repeated gets the same.
+    again = filled(config, Judge(SPREAD, FLAT, SPREAD, FLAT, *[SPREAD] * 4))
+    later = filled(config, Judge(SPREAD, FLAT, SPREAD, FLAT, *[SPREAD] * 4), position)
+    assert again[0].problems == drawn.problems
+    assert later[0].problems[4:] != drawn.problems[4:]
+    assert later[2] > position
+
+
+@pytest.mark.parametrize(
+    ("refills", "rewards", "more"),
+    [
+        (0, [FLAT] * 4, 0),
+        (1, [FLAT] * 4, 4),
+        (2, [FLAT] * 4, 8),
+        (2, [SPREAD, FLAT, FLAT, FLAT], 8),
+        (3, [SPREAD, FLAT, FLAT, None], 12),
+        (1, [SPREAD, SPREAD, SPREAD, FLAT], 2),
+        (1, [SPREAD] * 4, 0),
+    ],
+)
+def test_the_refill_has_a_bound(asked: Any, refills: int, rewards: list[Any], more: int) -> None:
+    config = CONFIG.model_copy(update={"refills": refills})
+    drawn, judged, _ = filled(config, Judge(*rewards, otherwise=FLAT))
+    assert (len(drawn.groups), len(judged.rewards)) == (4 + more, 4 + more)
+    assert len(asked) == 1 + bool(more)
+
+
+def test_only_losses_that_drop_groups_refill(trained: Any, asked: Any) -> None:
+    """A run's position in the stream of replacements is in its rows, where a restarted run finds it."""
+    rewards = [SPREAD, FLAT, FLAT, FLAT]
+    for loss, requests in (("grpo", 2), ("dapo", 4)):
+        asked.clear()
+        config = CONFIG.model_copy(update={"loss": loss, "refills": 1, "steps": 2})
+        done, _ = trained(Judge(*(rewards if loss == "grpo" else [*rewards, *rewards]) * 2), config)
+        assert len(asked) == requests
+        positions = [row["replaced"] for row in done.curve]
+        assert positions == [0, 0] if loss == "grpo" else 0 < positions[0] < positions[1]
+        assert [row["groups_kept"] for row in done.curve] == ([1, 1] if loss == "grpo" else [2, 2])
+        assert [row["kept"] for row in done.curve] == [0.25, 0.25]
+
+
+# Before training
+
+
+def tried(*rewards: Sequence[float] | None) -> Trial:
+    samples = [Sample((7,), (-1.0,), f"says {g}") for g in range(2)]
+    problems = [Problem("addition", f"{p} + 1 =", str(p + 1)) for p in range(len(rewards))]
+    drawn = Drawn(Sampler(0, None), problems, [[5]] * len(rewards), [samples] * len(rewards), 9, 0.1)
+    faults = Counter({"timeout": sum(reward is None for reward in rewards)})
+    config = CONFIG.model_copy(update={"contract": "boxed"})
+    return Trial.of("sums", config, drawn, Judged([*rewards], +faults))
+
+
+@pytest.mark.parametrize(
+    ("rewards", "can_learn", "sentence"),
+    [
+        ([SPREAD, FLAT], True, "GRPO can learn: 1 of 2 groups have spread (mean reward 0.25)."),
+        (
+            [FLAT, (1.0, 1.0)],
+            False,
+            "GRPO cannot learn: 0 of 2 groups have spread (mean reward 0.50). Choose",
+        ),
+        ([(1.0, 1.0)] * 2, False, "There is nothing to learn: the base earns the full reward"),
+        ([None, None], False, "GRPO cannot learn: the verifier failed on every group (timeout: 2)."),
+    ],
+)
+def test_a_trial_says_whether_grpo_can_learn(rewards: list[Any], can_learn: bool, sentence: str) -> None:
+    trial = tried(*rewards)
+    assert trial.can_learn is can_learn
+    assert trial.verdict.startswith(sentence)
+
+
+def test_a_trials_rows_show_the_best_answer_beside_the_expected_one() -> None:
+    rows = [group.row() for group in tried((0.0, 0.5), None).groups]
+    assert rows[0] == {
+        "question": "0 + 1 =", "expected": r"\boxed{1}", "best answer": "says 1", "rewards": "0 0.5",
+    }  # fmt: skip
+    assert rows[1]["rewards"] == "verifier failed"
+
+
+@pytest.fixture
+def settings(tiny_base: Path, tmp_path: Path) -> Iterator[Path]:
+    file = tmp_path / "params.json"
+    policy = {"task": "addition", "suite": "s", "group_size": 8}
+    given = {
+        "state_dir": str(tmp_path),
+        "base": {"name": str(tiny_base)},
+        "policies": {"sums": policy},
+        "engine": {"port": free_port()},
+    }
+    file.write_text(json.dumps(given))
+    (tmp_path / "local.key").write_text("secret")
+    return file
+
+
+def test_the_command_samples_32_answers_of_the_base(
+    settings: Path, asked: Any, monkeypatch: pytest.MonkeyPatch, tiny_base: Path
+) -> None:
+    monkeypatch.setattr(EngineClient, "marker", lambda self: {})
+    monkeypatch.setattr(
+        tryout, "judge", lambda verifier, drawn: Judged([(0.0, 1.0) * 4, *[(0.0,) * 8] * 3], Counter())
+    )
+    said = graftwork("policy", "try", "sums", "--params", str(settings))
+    assert said.returncode == 0, said.stderr
+    ((model, prompts, sampling),) = asked
+    assert (model, len(prompts) * sampling.group_size) == (tiny_base.name, 32)
+    assert "GRPO can learn: 1 of 4 groups have spread (mean reward 0.12)" in said.stdout
+    assert "0 1 0 1 0 1 0 1" in said.stdout
+    found = json.loads(graftwork("policy", "try", "sums", "--json", "--params", str(settings)).stdout)
+    assert (found["can_learn"], len(found["groups"]), len(found["groups"][0]["answers"])) == (True, 4, 8)
+
+
+def test_without_an_engine_the_command_says_so_at_once(settings: Path) -> None:
+    said = graftwork("policy", "try", "sums", "--params", str(settings))
+    assert said.returncode == 7
+    assert "engine" in said.stderr
+    assert graftwork("policy", "try", "nobody", "--params", str(settings)).returncode == 2

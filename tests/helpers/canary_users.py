@@ -1,0 +1,48 @@
+"""Users of a policy, as gateways spool their requests and ratings."""
+
+import itertools
+import time
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+from rows import NEW, OLD
+
+from engine.catalog.catalog import Catalog
+from engine.ledger.ledger import Spool
+from engine.settings.params import Params
+
+
+class Users:
+    """What gateways spool about users, and about others who must not count; `clock` is the gateways'."""
+
+    def __init__(self, params: Params, clock: Callable[[], float] = lambda: time.time()):
+        self.spool = Spool(params.paths.spool, "gateway")
+        self._number = itertools.count()
+        self._url, self._clock = params.paths.catalog_url, clock
+
+    def ask(self, digest: str | None, reward: float, arm: str, unit: str | None = "own", **more: Any) -> None:
+        """Spool one request under the route as it now is, and its rating."""
+        self._ask(digest, reward, arm, unit, self._route_version(), **more)
+
+    def crowd(self, canary: float, baseline: float, pairs: int, champion: str | None = OLD) -> None:
+        """Spool `pairs` users of the canary, and four of the baseline for each, with these rewards."""
+        version = self._route_version()
+        for _ in range(pairs):
+            self._ask(NEW, canary, "canary", "own", version)
+            for _ in range(4):
+                self._ask(champion, baseline, "champion" if champion else "base", "own", version)
+        self.spool.rotate()
+
+    def _route_version(self) -> int:
+        with closing(Catalog(self._url)) as catalog:
+            return catalog.routes.get("sorting").version
+
+    def _ask(
+        self, digest: str | None, reward: float, arm: str, unit: str | None, version: int, **more: Any
+    ) -> None:
+        id, at = f"request-{next(self._number)}", self._clock()
+        fields = {"policy": "sorting", "digest": digest, "arm": arm, "key": "k", "purpose": "user"} | more
+        unit = id if unit == "own" else unit
+        self.spool.emit("observations", id=id, unit=unit, at=at, route_version=version, **fields)
+        self.spool.emit("feedback", request_id=id, reward=reward, key="k", at=at)

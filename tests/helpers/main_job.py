@@ -1,0 +1,101 @@
+"""The main job, shortened, in a process of its own, and Ctrl-C in the middle of it."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+from live import left_behind
+from operated import write_settings
+from repository import ROOT
+
+from engine.catalog.catalog import Catalog
+from engine.settings.params import Paths, load_params
+
+# Fewer steps than the main job: enough to see the reward rise and users notice.
+STEPS = 16
+LONGEST_S = 1000
+
+
+def write_job(state: Path) -> Path:
+    """Write the settings of a job with a state directory of its own; the base is this checkout's."""
+    policies = yaml.safe_load((ROOT / "params.yaml").read_text())["policies"]
+    short = {name: policy | {"steps": STEPS} for name, policy in policies.items()}
+    return write_settings(state, policies=short, suites_dir=str(ROOT / "eval_suites"))
+
+
+@contextlib.contextmanager
+def graftwork(*arguments: str, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Run the command beside this test; killed at the end of the block if it still runs."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "flows.cli", *arguments], cwd=ROOT, stdout=output, stderr=output
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def run_job(params: Path) -> float:
+    """Run the job to its end; return its seconds."""
+    log, began = params.parent / "run.log", time.monotonic()
+    with graftwork("run", "--params", str(params), log=log) as process:
+        assert process.wait(timeout=LONGEST_S) == 0, log.read_text()[-6000:]
+    return time.monotonic() - began
+
+
+def eventually(condition: Callable[[], Any], seconds: float) -> bool:
+    """Wait until the condition holds; return whether it does."""
+    deadline = time.monotonic() + seconds
+    while not (met := condition()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return bool(met)
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """How a job ended after Ctrl-C: exit code as a shell says it, seconds, processes left behind."""
+
+    code: int
+    seconds: float
+    left: list[str]
+
+
+def interrupt(params: Path, now: Callable[[], object], log: Path) -> Interrupted:
+    """Start the job, press Ctrl-C once `now` holds, and wait for its end."""
+    with graftwork("run", "--params", str(params), log=log) as process:
+        met = eventually(lambda: process.poll() is not None or now(), LONGEST_S)
+        assert met, log.read_text()[-6000:]
+        assert process.poll() is None, log.read_text()[-6000:]
+        began = time.monotonic()
+        os.kill(process.pid, signal.SIGINT)
+        code = process.wait(timeout=120)
+    seconds = time.monotonic() - began
+    # The kernel takes a moment to end what died with its parent.
+    eventually(lambda: not left_behind(params.parent), 5)
+    return Interrupted(code if code >= 0 else 128 - code, seconds, left_behind(params.parent))
+
+
+def is_training(params: Path) -> bool:
+    """Return whether a policy has done three steps and has more to do."""
+    with contextlib.suppress(httpx.HTTPError):
+        health = httpx.get(f"{load_params(params).url('trainer')}/health", timeout=5).json()
+        return any(3 <= step < STEPS for step in health["sessions"].values())
+    return False
+
+
+def is_in_a_canary(params: Path) -> bool:
+    """Return whether users see a canary."""
+    with closing(Catalog(Paths(params.parent).catalog_url)) as catalog:
+        return any(route.canary for route in catalog.routes.page())

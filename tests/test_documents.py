@@ -1,0 +1,207 @@
+"""README.md, CONTRIBUTING.md, docs/ and examples/: links, paths and commands exist, marked blocks run."""
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+from bench_files import parsed
+from document_blocks import PORTS, RUN, marked, run, scratch, wrong_marks
+from documents import (
+    PAGES,
+    SHELLS,
+    Page,
+    broken_links,
+    commands,
+    fault_of,
+    missing_paths,
+    page,
+    program_of,
+    toctree,
+    unknown_in,
+    wrong_commands,
+)
+from live import free_port
+from repository import ROOT
+
+from engine import errors
+
+DOCS = ROOT / "docs"
+NAMES = [str(path.relative_to(ROOT)) for path in PAGES]
+
+
+@pytest.fixture(scope="module")
+def generate() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("path", PAGES, ids=NAMES)
+def test_links_and_anchors_exist(path: Path) -> None:
+    assert broken_links(path) == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=NAMES)
+def test_paths_of_the_repository_exist(path: Path) -> None:
+    assert missing_paths(path) == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=NAMES)
+def test_commands_can_be_given(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert wrong_commands(path) == []
+    for block in page(path).blocks:
+        for words in commands(block.text) if block.language in SHELLS else ():
+            if program_of(words) == "graftwork" and words[1:2] == ["bench"] and "--help" not in words:
+                parsed(words[2], words[3:], monkeypatch)
+
+
+def test_the_toctree_names_every_page_in_reading_order() -> None:
+    pages = {path.relative_to(DOCS) for path in DOCS.rglob("*.md")} - {Path("index.md")}
+    *named, rest = toctree()
+    assert rest == "benchmarks/[!R]*"
+    assert {path for path in pages if not path.match(rest)} == {Path(f"{name}.md") for name in named}
+    links = [str(one.attrs["href"]) for _, one in page(DOCS / "index.md").inline("link_open")]
+    assert links == [f"{name}.md" for name in named]
+
+
+@pytest.mark.parametrize("name", ["cli.md", "configuration.md"])
+def test_generated_pages_are_those_of_the_code(generate: ModuleType, name: str) -> None:
+    """`python docs/generate.py` writes them."""
+    assert (DOCS / name).read_text() == generate.pages()[name] + "\n"
+
+
+def test_every_setting_has_a_meaning(generate: ModuleType) -> None:
+    rows = re.findall(r"(?m)^\| `([\w.]+)` .* \| (.*) \|$", generate.configuration_page())
+    assert len(rows) > 80
+    assert [name for name, meaning in rows if not meaning] == []
+
+
+def test_the_exit_codes_are_those_of_the_errors(generate: ModuleType) -> None:
+    kinds = [one for one in vars(errors).values() if isinstance(one, type)]
+    raised = {one.exit_code for one in kinds if issubclass(one, errors.GraftworkError)}
+    assert raised == set(generate.EXIT_CODES) - {0, 130, 143}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=NAMES)
+def test_marks_of_blocks_are_known(path: Path) -> None:
+    assert wrong_marks(path) == []
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A directory that looks like this one, with a state and ports of its own."""
+    settings, state, suites = tmp_path / "settings.yaml", tmp_path / "state", tmp_path / "suites"
+    ports = {name: {"port": free_port()} for name in PORTS}
+    settings.write_text(yaml.safe_dump(yaml.safe_load((ROOT / "params.yaml").read_text()) | ports))
+    return scratch(tmp_path / "checkout", settings, state, suites)
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if marked(path, RUN)])
+def test_marked_blocks_run(path: Path, checkout: Path) -> None:
+    run(marked(path, RUN), checkout, {}, timeout_s=120)
+
+
+# What the checks themselves find
+
+
+def written(directory: Path, text: str) -> Path:
+    path = directory / "page.md"
+    path.write_text(text)
+    return path
+
+
+def test_a_broken_link_and_a_missing_path_are_found(tmp_path: Path) -> None:
+    text = """# One `two`, three
+[here](#one-two-three) [gone](#gone) [page](nowhere.md) [far](https://example.org/x)
+`engine/errors.py`, `gateway/gateway.py`, `engine/nowhere.py`, `gateway/nowhere.py`, `eval_suites/NAME/x`
+"""
+    path = written(tmp_path, text)
+    assert broken_links(path) == ["page.md:2 #gone", "page.md:2 nowhere.md"]
+    assert missing_paths(path) == ["page.md:2 engine/nowhere.py", "page.md:2 gateway/nowhere.py"]
+
+
+def test_shell_text_is_split_into_commands() -> None:
+    text = """KEY=$(graftwork key ls | head -1) graftwork ls --json > out.json  # a comment
+$ .venv/bin/graftwork release "sums@$(cat digest)" \\
+    --by me && make up
+cat > data.jsonl <<'DATA'
+graftwork in a file
+DATA
+make lint
+"""
+    found = commands(text)
+    assert ["graftwork", "key", "ls"] in found
+    assert [".venv/bin/graftwork", "release", "sums@SUBSTITUTED", "--by", "me"] in found
+    assert ["make", "up"] in found
+    assert ["make", "lint"] in found
+    assert not [one for one in found if "in" in one]
+
+
+@pytest.mark.parametrize(
+    ("command", "fault"),
+    [
+        ("graftwork fly", "there is no command fly"),
+        ("graftwork adapters fly", "there is no command fly"),
+        ("graftwork ls --wings", "there is no option --wings"),
+        ("graftwork ls --limit many", "a valid integer"),
+        ("graftwork purge sums --yes", "Missing parameter: by"),
+        ("graftwork bench nothing", "there is no benchmark nothing"),
+        ("make wings", "there is no target wings"),
+        ("make test WORKERS=1", None),
+        ("graftwork adapters --help", None),
+        ("graftwork bench storm --base tiny-dense", None),
+        (".venv/bin/graftwork rollback sums@3f9c --reason 'It is bad.'", None),
+        ("curl --wings", None),
+    ],
+)
+def test_a_command_that_cannot_be_given_is_found(command: str, fault: str | None) -> None:
+    (words,) = commands(command)
+    found = fault_of(words)
+    assert (found is None) == (fault is None), found
+    assert (fault or "") in str(found)
+
+
+def test_inline_commands_may_be_short() -> None:
+    assert unknown_in(["graftwork", "purge", "POLICY"]) is None
+    assert unknown_in(["graftwork", "store", "verify", "|", "gc"]) is None
+    assert unknown_in(["graftwork", "purge", "--wings"]) == "there is no option --wings"
+
+
+def test_marked_blocks_share_a_shell_and_a_failure_names_its_line(tmp_path: Path, checkout: Path) -> None:
+    text = """
+```bash run
+NAME=sums
+echo "$NAME" > name.txt
+```
+
+```python run
+assert open("name.txt").read() == "sums\\n"
+```
+
+```bash run
+test "$NAME" = sums
+false
+```
+"""
+    blocks = Page(written(tmp_path, text)).blocks
+    run(blocks[:2], checkout, {}, timeout_s=20)
+    assert (checkout / "name.txt").read_text() == "sums\n"
+    with pytest.raises(AssertionError, match=r"(?s)--- line 7.*--- line 11"):
+        run(blocks, checkout, {}, timeout_s=20)
+
+
+def test_a_block_runs_with_the_ports_of_its_services(tmp_path: Path, checkout: Path) -> None:
+    path = written(tmp_path, "```bash run up\necho http://127.0.0.1:8460/v1 8460 > url.txt\n```\n")
+    run(Page(path).blocks, checkout, {"engine": 9999}, timeout_s=20)
+    assert (checkout / "url.txt").read_text() == "http://127.0.0.1:9999/v1 8460\n"
+
+
+def test_an_unknown_mark_is_found(tmp_path: Path) -> None:
+    path = written(tmp_path, "```bash runs\nls\n```\n\n```yaml run\na: 1\n```\n\n```{toctree} run\n```\n")
+    assert [fault.partition(" ")[2] for fault in wrong_marks(path)] == ["bash runs", "yaml run"]
