@@ -90,7 +90,7 @@ def policy(seed: int, steps: int, loss: str = "ppo") -> PolicyConfig:
     """Return the settings of both sides: the main job's recipe, with room for long answers."""
     return PolicyConfig(
         task="addition", contract="terse", suite="addition-terse", seed=seed, steps=steps,
-        max_tokens=lengthy.LIMIT, lr=LEARNING_RATE, loss=loss,
+        max_tokens=lengthy.LIMIT, lr=LEARNING_RATE, loss=loss, refills=0,
         loss_config=LossConfig(clip_low=0.2, clip_high=0.28),
     )  # fmt: skip
 
