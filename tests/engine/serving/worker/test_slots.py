@@ -263,13 +263,9 @@ def test_a_removed_file_still_serves(tmp_path, rank, mapped):
     assert not layer.lora_b_stacked[0][1].any()
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize(
     ("mapped", "reason"), [(False, "ends after 4096 of 3145728 bytes"), (True, "Bad address")]
 )
-=======
-@pytest.mark.parametrize(("mapped", "reason"), [(False, "4096 of 3145728 bytes"), (True, "Bad address")])
->>>>>>> h5d
 def test_a_file_cut_short_takes_no_slot(tmp_path, mapped, reason):
     """Touching the lost pages of a mapping would end this process."""
     manager, tier, address, _ = open_tier(tmp_path)
