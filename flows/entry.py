@@ -17,6 +17,7 @@ from engine.services.lifecycle import PARAMS_VARIABLE, environment
 from engine.settings.forms import Form
 from engine.settings.model import explain
 from engine.settings.params import Params, load_params, split_served_name
+from engine.settings.reproducible import VALUE, VARIABLE
 
 PARAMS = Path("params.yaml")
 FormModel = TypeVar("FormModel", bound=Form)
@@ -44,6 +45,11 @@ def variables_with(folder: Path) -> dict[str, str]:
     """Return this process's environment for a child that also imports modules from `folder`."""
     search = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(search)}
+
+
+def prefer_equal_bits() -> None:
+    """Set the variable of bit-identical results unless the environment has it; call before torch is imported."""
+    os.environ.setdefault(VARIABLE, VALUE)
 
 
 def enter(params: Path, base: str | None = None) -> Params:

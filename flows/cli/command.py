@@ -19,11 +19,20 @@ import typer
 from engine.errors import ConfigError, GraftworkError
 from engine.services import lifecycle as services
 from engine.settings.forms import AdaptForm
-from engine.settings.reproducible import VALUE, VARIABLE
 from engine.threads import background, in_parallel
 from engine.version import code_version
 from flows.cli import adapters, admin, decide, look, plan, policy, purge, residency, score, serve, store
-from flows.entry import PARAMS, Again, ParamsFile, ReuseName, check, enter, filled, require_services
+from flows.entry import (
+    PARAMS,
+    Again,
+    ParamsFile,
+    ReuseName,
+    check,
+    enter,
+    filled,
+    prefer_equal_bits,
+    require_services,
+)
 from tasks.deployments import install
 from tasks.outcome import Stages, shortcomings
 from tasks.purged_names import reuse_purged_name
@@ -203,7 +212,7 @@ def main() -> None:
         signal.signal(number, lambda received, frame: sys.exit(128 + received))
     sys.unraisablehook = interrupt_again
     # MKL reads it at its first product: before any command imports torch.
-    os.environ.setdefault(VARIABLE, VALUE)
+    prefer_equal_bits()
     try:
         app()
     except GraftworkError as error:
