@@ -48,7 +48,7 @@ def variables_with(folder: Path) -> dict[str, str]:
 
 
 def prefer_equal_bits() -> None:
-    """Set the variable of bit-identical results unless the environment has it; call before torch is imported."""
+    """Set the variable of equal bits unless the environment has it; call before torch is imported."""
     os.environ.setdefault(VARIABLE, VALUE)
 
 
