@@ -16,7 +16,7 @@ from engine.services import lifecycle as services
 from engine.services.lifecycle import PARAMS_VARIABLE, environment
 from engine.settings.forms import Form
 from engine.settings.model import explain
-from engine.settings.params import Params, load_params, split_served_name
+from engine.settings.params import Params, known_policies, load_params, split_served_name
 from engine.settings.reproducible import VALUE, VARIABLE
 
 PARAMS = Path("params.yaml")
@@ -48,7 +48,7 @@ def variables_with(folder: Path) -> dict[str, str]:
 
 
 def prefer_equal_bits() -> None:
-    """Set the variable of bit-identical results unless the environment has it; call before torch is imported."""
+    """Set the variable of equal bits unless the environment has it; call before torch is imported."""
     os.environ.setdefault(VARIABLE, VALUE)
 
 
@@ -110,9 +110,25 @@ def check(settings: Params, policies: list[str]) -> None:
     from tasks.suites import load_suite
 
     for name in policies:
+        if is_imported(settings, name):
+            raise ConfigError(
+                f"The policy {name!r} was imported, so it has no suite to score on. Release it with "
+                "--skip-score and a reason, or import the adapter into a policy that has a suite "
+                "(`graftwork policy create`)."
+            )
         policy = settings.policy(name)
         check_task(policy.task)
         load_suite(policy.suite, settings.suites_dir)
+
+
+def is_imported(settings: Params, policy: str) -> bool:
+    """Say whether only the catalog knows the policy: an import gives it neither settings nor a suite."""
+    if policy in known_policies(settings) or not settings.paths.has_catalog:
+        return False
+    from engine.catalog.catalog import open_catalog
+
+    with open_catalog(settings.paths) as index:
+        return bool(index.policies.owners([policy]))
 
 
 def require_services(settings: Params) -> None:
