@@ -110,19 +110,19 @@ def check(settings: Params, policies: list[str]) -> None:
     from tasks.suites import load_suite
 
     for name in policies:
-        if is_imported(settings, name):
+        if is_in_catalog_alone(settings, name):
             raise ConfigError(
-                f"The policy {name!r} was imported, so it has no suite to score on. Release it with "
-                "--skip-score and a reason, or import the adapter into a policy that has a suite "
-                "(`graftwork policy create`)."
+                f"The policy {name!r} is in the catalog alone, as an import leaves it, and has no suite to "
+                "score on. Release it with --skip-score and a reason, or import the adapter into a policy "
+                "that has a suite (`graftwork policy create`)."
             )
         policy = settings.policy(name)
         check_task(policy.task)
         load_suite(policy.suite, settings.suites_dir)
 
 
-def is_imported(settings: Params, policy: str) -> bool:
-    """Say whether only the catalog knows the policy: an import gives it neither settings nor a suite."""
+def is_in_catalog_alone(settings: Params, policy: str) -> bool:
+    """Say whether a policy has a catalog row but no settings, and so no suite: an import makes such a one."""
     if policy in known_policies(settings) or not settings.paths.has_catalog:
         return False
     from engine.catalog.catalog import open_catalog
