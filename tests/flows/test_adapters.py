@@ -47,6 +47,17 @@ def ask(file: Path, *arguments: str):
     return found.output
 
 
+def test_a_policy_that_an_import_made_is_released_without_a_score_alone(file, catalog):
+    """It is known to the catalog, not to the settings. No services run here."""
+
+    def release(policy: str, *options: str):
+        return CliRunner().invoke(app, ["release", policy, *options, "--params", str(file)]).exception
+
+    assert "is in the catalog alone, as an import leaves it, and has no suite" in str(release("sums"))
+    assert isinstance(release("sums", "--skip-score", "made with peft"), ServiceError)
+    assert "There is no policy 'ghost'" in str(release("ghost", "--skip-score", "made with peft"))
+
+
 def asked(file: Path, *arguments: str):
     return json.loads(ask(file, *arguments, "--json"))
 
