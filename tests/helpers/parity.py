@@ -131,6 +131,20 @@ def differences(requests: Sequence[Request], answers: list[dict], references: di
     return torch.stack(found)
 
 
+def own_differences(
+    requests: Sequence[Request], answers: list[dict], references: dict, rounded: dict
+) -> torch.Tensor:
+    """Return the largest difference of each answer's log-probabilities between two sets of references."""
+    return torch.stack(
+        [
+            (references[name].logprobs(prompt, a["ids"]) - rounded[name].logprobs(prompt, a["ids"]))
+            .abs()
+            .max()
+            for (name, prompt), a in zip(requests, answers, strict=True)
+        ]
+    )
+
+
 def mixed(names: Sequence[str], count: int, shift: int = 0) -> list[Request]:
     """Requests that go round all names, the base among them."""
     return [(names[(i + shift) % len(names)], prompt) for i, prompt in enumerate(prompts(count))]

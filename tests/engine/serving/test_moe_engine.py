@@ -19,6 +19,7 @@ from parity import (
     kinds_of,
     mixed,
     out_of_route,
+    own_differences,
     prompts,
     publish_all,
     random_adapter,
@@ -168,12 +169,7 @@ def test_bfloat16_is_as_near_as_the_reference_in_bfloat16(
         stop_engine(running)
     exact, half = (references_of(base, names, rounded, dtype) for dtype in (torch.float32, torch.bfloat16))
     ours = differences(requests, together, exact)
-    theirs = torch.stack(
-        [
-            (exact[name].logprobs(prompt, a["ids"]) - half[name].logprobs(prompt, a["ids"])).abs().max()
-            for (name, prompt), a in zip(requests, together, strict=True)
-        ]
-    )
+    theirs = own_differences(requests, together, exact, half)
     assert ours.mean() < 1.5 * theirs.mean()
     assert ours.median() < 1.5 * theirs.median()
     ours_alone = differences(requests, alone, exact)
