@@ -68,9 +68,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def minutes_of(item: pytest.Item) -> float:
-    """Return the minutes that a heavy test's file takes, 0 for others."""
+    """Return the minutes that a heavy test's file takes, 1 unless it says; 0 for others."""
     heavy = item.get_closest_marker("heavy")
-    return heavy.kwargs["minutes"] if heavy else 0
+    return heavy.kwargs.get("minutes", 1) if heavy else 0
 
 
 @pytest.hookimpl(optionalhook=True)
