@@ -119,17 +119,17 @@ def test_a_list_goes_on_after_a_name_and_ends(file, catalog):
         ask(file, "ls", "sorting", "--after", newest[0])
 
 
-@pytest.mark.parametrize("policy", ["sums", None])
-def test_a_hundred_thousand_rows_never_lie_in_memory(catalog, policy):
-    for start in range(0, 100_000, 10_000):
+def test_many_rows_never_lie_in_memory(catalog):
+    for start in range(0, 30_000, 10_000):
         catalog.revisions.add_many([bare("sums", number) for number in range(start, start + 10_000)])
-    tracemalloc.start()
-    count = sum(1 for page in adapters.pages(catalog, policy) for _ in page)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert count == 100_000
-    # A page of 500 rows; all of them would be over 100 MB.
-    assert peak < 8 << 20, peak
+    for policy in ("sums", None):
+        tracemalloc.start()
+        count = sum(1 for page in adapters.pages(catalog, policy) for _ in page)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert count == 30_000
+        # A page of 500 rows; all of them would be over 30 MB.
+        assert peak < 8 << 20, peak
 
 
 def test_show_says_roles_tombstone_and_where_the_bytes_are(file, params, catalog):
