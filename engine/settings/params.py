@@ -298,6 +298,13 @@ class Params(Settings):
         """Return a policy's settings as given, without those that fit the base; see `resolve_policy`."""
         return resolve_policy(self, name).config
 
+    def to_json(self) -> str:
+        """Return the text of a settings file; what a policy does not set is left to what fits the base."""
+        policies = {
+            name: policy.model_dump(mode="json", exclude_unset=True) for name, policy in self.policies.items()
+        }
+        return json.dumps(self.model_dump(mode="json") | {"policies": policies}, indent=2)
+
     def url(self, service: str) -> str:
         """Return the local address of `engine`, `trainer`, `controller`, `mlflow` or `prefect`."""
         return f"http://127.0.0.1:{getattr(self, service).port}"

@@ -9,7 +9,7 @@ import yaml
 
 from engine.base.fitting import fitted_policy, fitting_settings
 from engine.base.recipes import RECIPES
-from engine.settings.params import BaseConfig, Params, PolicyConfig
+from engine.settings.params import BaseConfig, Params, PolicyConfig, load_params
 from engine.training.loop import learning_rate
 from tasks.policies import create_policy
 
@@ -53,6 +53,19 @@ def test_a_wide_base_decides_what_nobody_gave(params: Params) -> None:
     assert (config.loss_config.clip_high, config.loss_config.kl) == (0.5, 0.04)
     named = {name: sources[name] for name in ("lr", "rank", "alpha", "groups")}
     assert named == {"lr": "params.yaml", "rank": "request", "alpha": "the base", "groups": "default"}
+
+
+def test_settings_that_services_and_flows_read_leave_open_what_nobody_gave(
+    params: Params, tmp_path: Path
+) -> None:
+    given = PolicyConfig(task="addition", suite="s", steps=7)
+    settings = params.model_copy(update={"policies": {"sums": given}})
+    file = tmp_path / "params.json"
+    file.write_text(settings.to_json())
+    read = load_params(file)
+    assert read.model_dump() == settings.model_dump()
+    assert fitted_policy(read, "sums").config == fitted_policy(settings, "sums").config
+    assert fitted_policy(read, "sums").config.lr == 2.8e-4
 
 
 def test_what_policy_create_is_given_stands_against_the_base_even_where_it_is_a_default(
