@@ -43,6 +43,7 @@ ON_ONE_ENGINE = {
     "tests/engine/serving/test_parity.py",
     "tests/engine/training/test_loop.py",
     "tests/engine/verification/test_probe_gate.py",
+    "tests/tasks/test_general.py",
     "tests/tasks/test_score.py",
 }
 # Programs that only a test marked `services` may start.
