@@ -330,14 +330,19 @@ def _check_ports(params: Params, chosen: Sequence[Service]) -> None:
 def _check_base(params: Params, chosen: Sequence[Service]) -> None:
     """Print the memory plan if trainer and engine share a GPU.
 
-    Raises `ConfigError` when they do not fit, or when the engine cannot serve the base on this machine.
+    Raises `ConfigError` when they do not fit, there or in main memory, or when the engine cannot serve the
+    base on this machine.
     """
-    if any(service.needs_base for service in chosen):
+    names = {service.name for service in chosen if service.needs_base}
+    if names:
+        from engine.base.resident import base_config
         from engine.planning.gpu import planned, refuse_unless_served
+        from engine.planning.host import refuse_unless_memory
 
-        if any(service.name == "engine" for service in chosen):
+        if "engine" in names:
             refuse_unless_served(params)
-        planned(params)
+        if not planned(params):
+            refuse_unless_memory(base_config(params.base, params.paths), params, names)
 
 
 def _databases(paths: Paths) -> tuple[Path, ...]:
