@@ -113,9 +113,12 @@ def open_session(run: Run) -> SessionInfo:
 
 
 def next_step(run: Run, session: SessionInfo) -> SessionInfo:
-    """Return the session after its next step; repeat the step when the trainer or the engine fails."""
+    """Return the session after its next step; repeat the step when the trainer or the engine fails.
+
+    Also when the revision that sampled expires before the step's refill: all of it is drawn again.
+    """
     retrying = Retrying(
-        retry=retry_if_exception_type(ServiceError),
+        retry=retry_if_exception_type((ServiceError, NotFound)),
         stop=stop_after_attempt(STEP_ATTEMPTS),
         wait=wait_fixed(1),
         reraise=True,

@@ -39,7 +39,8 @@ def server(tmp_path_factory):
     command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port),
                "--workers", "1", "--backend-store-uri", f"sqlite:///{root}/mlflow.db",
                "--artifacts-destination", str(root / "artifacts"), "--serve-artifacts"]  # fmt: skip
-    quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "DO_NOT_TRACK": "1"}
+    # As in engine/services/lifecycle.py: without jobs, whose processes would import MLflow one by one.
+    quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     with (root / "server.log").open("w") as log:
         process = subprocess.Popen(
             command, env=os.environ | quiet, stdout=log, stderr=log, start_new_session=True

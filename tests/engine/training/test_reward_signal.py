@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from command_line import graftwork
 from live import free_port
+from tenacity import wait_none
 
 from engine.clients.engine import EngineClient
-from engine.errors import ConfigError
+from engine.errors import ConfigError, NotFound
 from engine.problems.procedural import Problem
 from engine.settings.params import Params, PolicyConfig
 from engine.training import loop, rollout_data
@@ -68,7 +69,7 @@ class Client:
         return SessionInfo(session, policy, len(self.history), 0, 1, "base", None, tuple(self.history))
 
     def export(self, session: SessionInfo, kind: str = "snapshot", **_: Any) -> Exported:
-        return Exported(f"{session.step:064d}", "x", Path("x"), 4, session.step, 1, 0.0)
+        return Exported(f"{session.step:012d}{0:052d}", "x", Path("x"), 4, session.step, 1, 0.0)
 
     def forward_backward(self, session: SessionInfo, data: list[Datum], *_: Any, **__: Any) -> dict[str, Any]:
         self.sent.append(data)
@@ -257,6 +258,27 @@ def test_only_losses_that_drop_groups_refill(trained: Any, asked: Any) -> None:
         assert positions == [0, 0] if loss == "grpo" else 0 < positions[0] < positions[1]
         assert [row["groups_kept"] for row in done.curve] == ([1, 1] if loss == "grpo" else [2, 2])
         assert [row["kept"] for row in done.curve] == [0.25, 0.25]
+
+
+def test_a_sampler_that_expires_before_the_refill_is_replaced(
+    trained: Any, asked: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first step's revision is to sample the fourth step; it answers the draw, and not its refill."""
+    sampled, old = rollout_data.sample_groups, f"sums@{1:012d}"
+
+    def expiring(url: str, key: str, model: str, prompts: Any, sampling: Sampling) -> list[list[Sample]]:
+        if model == old and any(one == old for one, _, _ in asked):
+            raise NotFound(f"Unknown model {model!r}.")
+        return sampled(url, key, model, prompts, sampling)
+
+    monkeypatch.setattr(rollout_data, "sample_groups", expiring)
+    monkeypatch.setattr(loop, "wait_fixed", lambda seconds: wait_none())
+    config = CONFIG.model_copy(update={"refills": 1, "staleness": 2})
+    done, _ = trained(Judge(*[SPREAD, FLAT] * 50), config)
+    # Groups of one step have one sampler: the fourth step was drawn again by the newest revision.
+    assert [row["staleness"] for row in done.curve] == [0, 1, 2, 0, 2, 2]
+    assert done.curve[3]["digest"] == done.curve[3]["handed"]
+    assert [model for model, _, _ in asked].count(old) == 1
 
 
 # Before training
