@@ -16,7 +16,7 @@ from engine.services import lifecycle as services
 from engine.services.lifecycle import PARAMS_VARIABLE, environment
 from engine.settings.forms import Form
 from engine.settings.model import explain
-from engine.settings.params import Params, load_params, split_served_name
+from engine.settings.params import Params, load_params, read_mapping, split_served_name
 from engine.settings.reproducible import VALUE, VARIABLE
 
 PARAMS = Path("params.yaml")
@@ -68,7 +68,8 @@ def on_base(settings: Params, name: str) -> Params:
     """Return the settings for another built-in base, with a state directory of its own.
 
     Revisions, routes and scores belong to one base, so bases do not share a state directory. Flows and
-    services read these settings from its params.json. Raises `ConfigError` for a base that cannot be trained.
+    services read these settings from its params.json. A file `params.NAME.yaml` beside the settings' own file
+    replaces what it sets, such as the policies. Raises `ConfigError` for a base that cannot be trained.
     """
     known = ", ".join(name for name, recipe in RECIPES.items() if recipe.learns)
     if name not in RECIPES:
@@ -82,8 +83,12 @@ def on_base(settings: Params, name: str) -> Params:
         )
     if name == settings.base.name:
         return settings
+    state_dir, source = settings.state_dir / name, settings.source or PARAMS
+    own = source.with_name(f"params.{name}.yaml")
+    if own.is_file():
+        settings = load_params(source, **read_mapping(own))
     base = settings.base.model_copy(update={"name": name, "revision": None})
-    changed: dict[str, Any] = {"base": base, "state_dir": settings.state_dir / name, "source": None}
+    changed: dict[str, Any] = {"base": base, "state_dir": state_dir, "source": None}
     if settings.store.url and not settings.catalog.url:
         # The state directory has a catalog of its own, so the store must be its own too.
         url = f"{settings.store.url.rstrip('/')}/{name}"

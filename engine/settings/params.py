@@ -196,7 +196,13 @@ class DemoConfig(Settings):
     max_users: int = Field(4000, ge=1, description="Start at most this many users a release.")
     bad_policy: PolicyName = Field("arithmetic", description="Train the bad revision of this policy.")
     bad_contract: Contract = Field("json", description="Train it towards this wrong answer format.")
+    bad_verifier: Verifier | None = Field(
+        None, description="Train it towards the rule of this verifier. Empty: the policy's verifier."
+    )
     bad_steps: int = Field(12, ge=1, description="Train it for this many steps.")
+    bad_lr: float | None = Field(
+        None, gt=0, description="Train it with this learning rate. Empty: the policy's."
+    )
 
 
 class NightlyConfig(Settings):
@@ -315,7 +321,7 @@ def resolve_policy(params: Params, name: str, changes: Mapping[str, Any] | None 
     if name in params.policies:
         layers["params.yaml"] = params.policies[name].model_dump(exclude_unset=True)
     if POLICY_NAME.fullmatch(name) and file.is_file():
-        own = _read_mapping(file)
+        own = read_mapping(file)
         # Its data lies beside it.
         layers[f"{name}/policy.yaml"] = own | {"task": str(file.parent / str(own.get("task", "")))}
     if not layers:
@@ -389,18 +395,27 @@ def load_params(path: Path | str = "params.yaml", **overrides: Any) -> Params:
             f"The settings file {path} does not exist. Run from the checkout, or give its path with --params."
         )
     here = path.absolute().parent
-    data = {"state_dir": ".graftwork", **_read_mapping(path), **overrides, "source": path.absolute()}
+    data = {"state_dir": ".graftwork", **read_mapping(path), **overrides, "source": path.absolute()}
     if "suites_dir" not in data and (here / "eval_suites").is_dir():
         data["suites_dir"] = "eval_suites"
     # Paths in a file of settings are relative to that file.
     data |= {key: here / str(data[key]) for key in ("state_dir", "suites_dir") if key in data}
     try:
-        return Params.model_validate(data)
+        params = Params.model_validate(data)
     except ValidationError as error:
         raise ConfigError(f"{path} is not valid. {explain(error, Params)}") from None
+    policies = {name: _beside(here, policy) for name, policy in params.policies.items()}
+    return params.model_copy(update={"policies": policies})
 
 
-def _read_mapping(path: Path) -> dict[str, Any]:
+def _beside(here: Path, policy: PolicyConfig) -> PolicyConfig:
+    if not policy.task.endswith(".jsonl"):
+        return policy
+    return policy.model_copy(update={"task": str(here / policy.task)})
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """Return the settings of a YAML file as they are written; `ConfigError` unless it holds a mapping."""
     try:
         data = yaml.safe_load(path.read_text()) or {}
     except yaml.YAMLError as error:

@@ -263,6 +263,27 @@ def test_what_people_wrote_is_escaped(world, tmp_path):
     assert "<b>in a hurry</b>" not in text
 
 
+def test_answers_of_the_base_and_the_revision_are_side_by_side(world, tmp_path):
+    (sample,) = gather(world).answers
+    assert (sample.policy, sample.digest) == ("sums", GOOD)
+    assert [pair.question for pair in sample.pairs] == [f"<b>{item}</b>?" for item in range(6)]
+    fourth = sample.pairs[3]
+    assert (fourth.before, fourth.before_score, fourth.after, fourth.after_score) == (
+        "before <3>", 0.0, "after <3>", 1.0,
+    )  # fmt: skip
+    text = write_report(gather(world), tmp_path / "report.html").read_text()
+    row = r"&lt;b&gt;3&lt;/b&gt;\?.*before &lt;3&gt;.*0\.00.*after &lt;3&gt;.*1\.00"
+    assert re.search(row, text, re.DOTALL)
+    assert "<b>3</b>" not in text
+
+
+def test_a_revision_without_known_questions_shows_no_answers(world):
+    _, ledger, _, snapshot = world
+    ledger.connection.execute("UPDATE scores SET question = NULL; CHECKPOINT")
+    ledger.snapshot(snapshot)
+    assert gather(world).answers == ()
+
+
 def test_a_report_of_nothing_is_a_page(tmp_path):
     text = write_report(ReportData("Empty", NOW), tmp_path / "report.html").read_text()
     assert "<h1>Empty</h1>" in text
