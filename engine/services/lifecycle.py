@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 from filelock import FileLock, Timeout
 
-from engine.base.recipes import RECIPES
+from engine.base.recipes import PACKAGED, RECIPES
 from engine.errors import ConfigError, Conflict, PortInUse, ServiceError
 from engine.services.supervisor import Supervisor, undisturbed
 from engine.settings.params import Params, Paths, content_hash
@@ -128,7 +128,7 @@ def environment(params: Params) -> dict[str, str]:
         PARAMS_VARIABLE: str(params.source or params.paths.root / "params.json"),
     }
     # Only a hub id may need the network, until the base is in the local cache.
-    local = params.base.name in RECIPES or Path(params.base.name).expanduser().exists()
+    local = params.base.name in {**RECIPES, **PACKAGED} or Path(params.base.name).expanduser().exists()
     offline = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE") if local else ()
     return quiet | places | dict.fromkeys(offline, "1") | equal_bits(os.environ)
 

@@ -38,18 +38,20 @@ OpenFraction = Annotated[float, Field(gt=0.0, lt=1.0)]
 
 
 class BaseConfig(Settings):
-    """The resident base model: one that is built here, a local directory, or a hub id."""
+    """The resident base model: one that is made here, a GGUF file, a local directory, or a hub id."""
 
     name: str = Field(
         "tiny-dense",
-        description="Keep this base resident: tiny-dense, tiny-moe, tiny-mla or tiny-dsa (built here), a "
-        "local directory, or a hub id.",
+        description="Keep this base resident: tiny-dense, tiny-moe, tiny-mla or tiny-dsa (built here), "
+        "smollm2-135m (converted here, after `make real`), a GGUF file of a dense Llama or Qwen3, a local "
+        "directory, or a hub id.",
     )
     seed: int = Field(20260513, ge=0, description="Build a tiny base from this random seed.")
     revision: str | None = Field(
         None,
-        pattern=r"^[0-9a-f]{40}$",
-        description="Load this commit of a hub id. Required for a hub id, because branches move.",
+        pattern=r"^([0-9a-f]{40}|[0-9a-f]{64})$",
+        description="Load this commit of a hub id (40 digits, required, because branches move), or refuse a "
+        "GGUF file with another sha256 (64 digits).",
     )
 
 

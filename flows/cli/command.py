@@ -68,8 +68,8 @@ def run(
     base: Annotated[
         str | None,
         typer.Option(
-            help="Run on tiny-dense, tiny-moe, tiny-mla or (GPU) tiny-dsa, in a state directory of its own. "
-            "Default: base.name."
+            help="Run on tiny-dense, tiny-moe, tiny-mla, (GPU) tiny-dsa or (`make real` first) smollm2-135m, "
+            "in a state directory of its own. Default: base.name."
         ),
     ] = None,
     params: ParamsFile = PARAMS,
