@@ -16,7 +16,7 @@ from engine.services import lifecycle as services
 from engine.services.lifecycle import PARAMS_VARIABLE, environment
 from engine.settings.forms import Form
 from engine.settings.model import explain
-from engine.settings.params import Params, load_params, read_mapping, split_served_name
+from engine.settings.params import Params, load_params, split_served_name
 from engine.settings.reproducible import VALUE, VARIABLE
 
 PARAMS = Path("params.yaml")
@@ -83,12 +83,13 @@ def on_base(settings: Params, name: str) -> Params:
         )
     if name == settings.base.name:
         return settings
-    state_dir, source = settings.state_dir / name, settings.source or PARAMS
-    own = source.with_name(f"params.{name}.yaml")
-    if own.is_file():
-        settings = load_params(source, **read_mapping(own))
+    changed: dict[str, Any] = {}
+    file = (settings.source or PARAMS).with_name(f"params.{name}.yaml")
+    if file.is_file():
+        own = load_params(file)
+        changed = {field: getattr(own, field) for field in own.model_fields_set}
     base = settings.base.model_copy(update={"name": name, "revision": None})
-    changed: dict[str, Any] = {"base": base, "state_dir": state_dir, "source": None}
+    changed |= {"base": base, "state_dir": settings.state_dir / name, "source": None}
     if settings.store.url and not settings.catalog.url:
         # The state directory has a catalog of its own, so the store must be its own too.
         url = f"{settings.store.url.rstrip('/')}/{name}"

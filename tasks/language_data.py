@@ -86,7 +86,8 @@ def extraction(data: Path, frozen: bool) -> Iterator[JsonlRow]:
         schema = {"type": "object", "properties": {name: {"type": kind} for name, kind in types.items()}}
         asked = draw.choice(known["asks"]).format(
             text=draw.choice(kind["texts"]).format(**values),
-            schema=json.dumps(draw.choice((schema, types))),
+            # The base copies a whole schema instead of filling it in.
+            schema=json.dumps(draw.choice((schema, types, types))),
             typed=", ".join(f'"{name}" ({kind})' for name, kind in types.items()),
         )
         # Not from a city to itself.

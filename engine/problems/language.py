@@ -13,8 +13,10 @@ from typing import Any
 HALF = 0.5
 # A word of a sentence: letters and digits, with the marks that occur inside names.
 WORD = re.compile(r"[^\W_]+(?:['.’-][^\W_]+)*")
-# An answer of more words than this is no short one.
-BRIEF = 12
+# The most words of a bare answer, and of a sentence that gives a short one.
+BARE, BRIEF = 3, 12
+# The reward of a wrong answer in the right form.
+WRONG = 0.1
 # Chemical symbols are this short: their case counts, and inside a sentence they may be words of English.
 SYMBOL = 2
 
@@ -22,6 +24,7 @@ SYMBOL = 2
 def short_answer(_question: str, expected: str, text: str) -> float:
     """Return 1 for the bare answer, 0.5 within a sentence of at most `BRIEF` words, 0.25 in a longer text.
 
+    A wrong answer of at most `BARE` words earns 0.1: groups without a right answer then teach the form.
     `expected` lists accepted answers, separated by `|`. Case, accents and punctuation do not count.
     """
     return max(_share(answer, text) for answer in expected.split("|"))
@@ -42,7 +45,7 @@ def _share(answer: str, text: str) -> float:
     # Only the last word of a sentence is surely a symbol: "I" and "He" also begin sentences.
     places = starts[:1] if is_symbol else starts
     if not any(found[at : at + size] == wanted for at in places):
-        return 0.0
+        return WRONG if 0 < len(found) <= BARE else 0.0
     return HALF if len(found) <= BRIEF else HALF / 2
 
 

@@ -323,7 +323,7 @@ def resolve_policy(params: Params, name: str, changes: Mapping[str, Any] | None 
     if name in params.policies:
         layers["params.yaml"] = params.policies[name].model_dump(exclude_unset=True)
     if POLICY_NAME.fullmatch(name) and file.is_file():
-        own = read_mapping(file)
+        own = _read_mapping(file)
         # Its data lies beside it.
         layers[f"{name}/policy.yaml"] = own | {"task": str(file.parent / str(own.get("task", "")))}
     if not layers:
@@ -397,7 +397,7 @@ def load_params(path: Path | str = "params.yaml", **overrides: Any) -> Params:
             f"The settings file {path} does not exist. Run from the checkout, or give its path with --params."
         )
     here = path.absolute().parent
-    data = {"state_dir": ".graftwork", **read_mapping(path), **overrides, "source": path.absolute()}
+    data = {"state_dir": ".graftwork", **_read_mapping(path), **overrides, "source": path.absolute()}
     if "suites_dir" not in data and (here / "eval_suites").is_dir():
         data["suites_dir"] = "eval_suites"
     # Paths in a file of settings are relative to that file.
@@ -407,7 +407,7 @@ def load_params(path: Path | str = "params.yaml", **overrides: Any) -> Params:
     except ValidationError as error:
         raise ConfigError(f"{path} is not valid. {explain(error, Params)}") from None
     policies = {name: _beside(here, policy) for name, policy in params.policies.items()}
-    return params.model_copy(update={"policies": policies})
+    return params.model_copy(update={"policies": policies}) if policies else params
 
 
 def _beside(here: Path, policy: PolicyConfig) -> PolicyConfig:
@@ -416,8 +416,7 @@ def _beside(here: Path, policy: PolicyConfig) -> PolicyConfig:
     return policy.model_copy(update={"task": str(here / policy.task)})
 
 
-def read_mapping(path: Path) -> dict[str, Any]:
-    """Return the settings of a YAML file as they are written; `ConfigError` unless it holds a mapping."""
+def _read_mapping(path: Path) -> dict[str, Any]:
     try:
         data = yaml.safe_load(path.read_text()) or {}
     except yaml.YAMLError as error:

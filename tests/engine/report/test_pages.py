@@ -277,11 +277,13 @@ def test_answers_of_the_base_and_the_revision_are_side_by_side(world, tmp_path):
     assert "<b>3</b>" not in text
 
 
-def test_a_revision_without_known_questions_shows_no_answers(world):
-    _, ledger, _, snapshot = world
-    ledger.connection.execute("UPDATE scores SET question = NULL; CHECKPOINT")
-    ledger.snapshot(snapshot)
-    assert gather(world).answers == ()
+@pytest.mark.parametrize("change", ["UPDATE scores SET question = NULL", "ALTER TABLE scores DROP question"])
+def test_scores_from_before_questions_were_kept_show_no_answers(world, change):
+    catalog, ledger, release, snapshot = world
+    ledger.connection.execute(change)
+    older = snapshot.with_name("older.duckdb")
+    ledger.snapshot(older)
+    assert gather((catalog, ledger, release, older)).answers == ()
 
 
 def test_a_report_of_nothing_is_a_page(tmp_path):
