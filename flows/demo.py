@@ -48,7 +48,7 @@ def demo(params: Params, stages: dict[str, float], began: float) -> Outcome:
     clock = Stages(stages)
     names = list(params.policies)
     with clock("adapt"):
-        print_stage(f"Adapting {', '.join(names[:-1])} and {names[-1]} on the resident base.")
+        print_stage(f"Adapting on the resident base: {', '.join(names)}.")
         adapted = in_parallel(*(partial(adapt, AdaptForm(policy=name)) for name in names))
     with clock("release"):
         print_stage(f"Releasing them: {params.release.weight:.0%} of users on the canary.")
