@@ -17,11 +17,12 @@ PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # A full check runs on the real engine, so it has hours; a fast test has pytest's default.
 LONG := --timeout 7200
 
-.PHONY: help run test test-fast up down repro lint chaos bench docs real clean
+.PHONY: help run run-real test test-fast up down repro lint chaos bench docs real clean
 
 help:
 	@echo 'Every target first sets up $(VENV) with the pinned packages.'
-	@echo 'make run        run the main job: adapt and release two policies, then roll back a bad revision'
+	@echo 'make run        run the main job: adapt and release the policies, then roll back a bad revision'
+	@echo 'make run-real   run the main job on a real language model, smollm2-135m (93 MB more; within an hour)'
 	@echo 'make up         start the services in the background; make down stops them'
 	@echo 'make repro      reproduce the evaluation of params.yaml with dvc repro'
 	@echo 'make test       run every test of CI; make test-fast leaves out those that start services'
@@ -33,6 +34,9 @@ help:
 
 run: $(STAMP)
 	@$(BIN)/graftwork run
+
+run-real: $(REAL_STAMP)
+	@$(BIN)/graftwork run --base smollm2-135m
 
 test: $(STAMP)
 	@$(BIN)/python -m pytest $(PARALLEL) -m 'not slow and not gpu'

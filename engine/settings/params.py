@@ -198,7 +198,13 @@ class DemoConfig(Settings):
     max_users: int = Field(4000, ge=1, description="Start at most this many users a release.")
     bad_policy: PolicyName = Field("arithmetic", description="Train the bad revision of this policy.")
     bad_contract: Contract = Field("json", description="Train it towards this wrong answer format.")
+    bad_verifier: Verifier | None = Field(
+        None, description="Train it towards the rule of this verifier. Empty: the policy's verifier."
+    )
     bad_steps: int = Field(12, ge=1, description="Train it for this many steps.")
+    bad_lr: float | None = Field(
+        None, gt=0, description="Train it with this learning rate. Empty: the policy's."
+    )
 
 
 class NightlyConfig(Settings):
@@ -397,9 +403,17 @@ def load_params(path: Path | str = "params.yaml", **overrides: Any) -> Params:
     # Paths in a file of settings are relative to that file.
     data |= {key: here / str(data[key]) for key in ("state_dir", "suites_dir") if key in data}
     try:
-        return Params.model_validate(data)
+        params = Params.model_validate(data)
     except ValidationError as error:
         raise ConfigError(f"{path} is not valid. {explain(error, Params)}") from None
+    policies = {name: _beside(here, policy) for name, policy in params.policies.items()}
+    return params.model_copy(update={"policies": policies}) if policies else params
+
+
+def _beside(here: Path, policy: PolicyConfig) -> PolicyConfig:
+    if not policy.task.endswith(".jsonl"):
+        return policy
+    return policy.model_copy(update={"task": str(here / policy.task)})
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def run(
     ] = None,
     params: ParamsFile = PARAMS,
 ) -> None:
-    """Run the main job: adapt and release two policies, then roll back a bad revision."""
+    """Run the main job: adapt and release the policies, then roll back a bad revision."""
     settings = enter(params, base)
     check(settings, [*settings.policies, settings.demo.bad_policy])
     from flows import display
