@@ -12,9 +12,11 @@ from statistics import fmean
 import numpy as np
 
 from engine.catalog.catalog import Catalog, Release
-from engine.controller.advance import CanaryResult, Evidence, OfflineScore
+from engine.controller.advance import CanaryResult, Evidence, LanguageScore, OfflineScore
 from engine.ledger.ledger import Ledger
 from engine.ledger.queries import canary_rewards, latest_scores
+from engine.problems.general_text import GENERAL
+from engine.quality.estimate import perplexity
 from engine.quality.sequential import CanaryComparison
 from engine.settings.params import ReleaseConfig
 
@@ -49,6 +51,7 @@ class EvidenceReader:
             route=self._catalog.routes.get(release.policy),
             probe=revision.probe,
             score=self._score(release, revision.base, ledger) if release.step == "score" else None,
+            language=self._language(release, revision.base, ledger) if release.step == "score" else None,
             canary=self._canary(release, ledger),
             tombstone=stone.reason if stone else None,
             frozen=self._catalog.switches.is_on("freeze"),
@@ -74,18 +77,18 @@ class EvidenceReader:
 
     def _score(self, release: Release, base: str, ledger: Ledger) -> OfflineScore | None:
         suite = self._catalog.policies.get(release.policy).config.get("suite", "")
-        mine, theirs = (
-            {
-                (one.version, one.item): one.score
-                for one in latest_scores(ledger.connection, base, release.policy, suite, digest)
-            }
-            for digest in (release.revision, release.baseline)
-        )
-        common = mine.keys() & theirs.keys()
-        if not common or release.revision == release.baseline:
+        mine, theirs = _common_scores(ledger, base, release, suite, release.baseline)
+        if not mine or release.revision == release.baseline:
             return None
-        revision, baseline = (fmean(scores[item] for item in common) for scores in (mine, theirs))
-        return OfflineScore(len(common), revision, baseline)
+        return OfflineScore(len(mine), fmean(mine), fmean(theirs))
+
+    def _language(self, release: Release, base: str, ledger: Ledger) -> LanguageScore | None:
+        if not self._catalog.policies.get(release.policy).config.get("general"):
+            return None
+        mine, theirs = _common_scores(ledger, base, release, GENERAL, None)
+        if not mine:
+            return LanguageScore(0, 0.0, 0.0)
+        return LanguageScore(len(mine), perplexity(mine), perplexity(theirs))
 
     def _canary(self, release: Release, ledger: Ledger) -> CanaryResult:
         if release.canary_started_at is None:
@@ -101,6 +104,21 @@ class EvidenceReader:
         if len(state.units) > before:
             state.result = _compare(state)
         return state.result
+
+
+def _common_scores(
+    ledger: Ledger, base: str, release: Release, suite: str, other: str | None
+) -> tuple[list[float], list[float]]:
+    """Return the scores of a release's revision and of `other` (None: the base) on the items of both."""
+    mine, theirs = (
+        {
+            (one.version, one.item): one.score
+            for one in latest_scores(ledger.connection, base, release.policy, suite, digest)
+        }
+        for digest in (release.revision, other)
+    )
+    common = sorted(mine.keys() & theirs.keys())
+    return [mine[item] for item in common], [theirs[item] for item in common]
 
 
 def _compare(state: _Canary) -> CanaryResult:

@@ -5,7 +5,6 @@ when it is killed.
 """
 
 import contextlib
-import json
 import os
 import socket
 import time
@@ -373,8 +372,7 @@ def _start_programs(
     report: Report,
     owner: int | None,
 ) -> None:
-    settings = json.dumps(params.model_dump(mode="json"), indent=2)
-    (params.paths.root / "params.json").write_text(settings)
+    (params.paths.root / "params.json").write_text(params.to_json())
     programs = {service.name: service.command for service in chosen}
     supervisor.spawn(programs, os.environ | environment(params), owner, settings_hash(params))
     for service in chosen:

@@ -106,8 +106,14 @@ class PolicyConfig(Settings):
     no_signal_steps: int = Field(
         3, ge=1, description="Stop the training after this many steps in a row without a gradient."
     )
+    collapse: Literal["ignore", "warn", "stop"] = Field(
+        "ignore", description="Warn when the answers seem to collapse, or stop the training there."
+    )
     group_size: int = Field(8, ge=2, description="Sample this many answers a problem.")
     lr: float = Field(2e-3, gt=0, description="Use this learning rate of Adam.")
+    warmup_steps: int = Field(
+        0, ge=0, le=1000, description="Raise the learning rate linearly to `lr` over this many first steps."
+    )
     loss: LossName = "dapo"
     loss_config: LossConfig = Field(LossConfig(), description="Change settings of the loss.")
     max_tokens: int = Field(24, ge=1, description="End an answer after this many tokens.")
@@ -123,6 +129,10 @@ class PolicyConfig(Settings):
     )
     seed: int = Field(1, ge=0, description="Draw problems and samples from this random seed.")
     suite: str = Field(description="Score on this suite, a directory under eval_suites/.")
+    general: bool = Field(
+        False,
+        description="Also score the perplexity on general text, and hold a revision that loses too much.",
+    )
     snapshot_ttl_s: float = Field(
         3600, gt=0, description="Keep the adapter of a training step for this many seconds."
     )
@@ -182,6 +192,13 @@ class ReleaseConfig(Settings):
         0.05,
         description="Hold a revision whose offline score is more than this below its parent's. The default "
         "is three standard errors of 200 paired items.",
+    )
+    general_margin: float = Field(
+        0.05,
+        ge=0,
+        le=1,
+        description="With a policy's `general`: hold a revision whose perplexity on general text is more "
+        "than this share above the base's.",
     )
     approval_s: float = Field(
         0,
@@ -286,8 +303,15 @@ class Params(Settings):
         return Paths(self.state_dir, self.catalog.url)
 
     def policy(self, name: str) -> PolicyConfig:
-        """Return a policy's resolved settings; see `resolve_policy`, also for errors."""
+        """Return a policy's settings as given, without those that fit the base; see `resolve_policy`."""
         return resolve_policy(self, name).config
+
+    def to_json(self) -> str:
+        """Return the text of a settings file; what a policy does not set is left to what fits the base."""
+        policies = {
+            name: policy.model_dump(mode="json", exclude_unset=True) for name, policy in self.policies.items()
+        }
+        return json.dumps(self.model_dump(mode="json") | {"policies": policies}, indent=2)
 
     def url(self, service: str) -> str:
         """Return the local address of `engine`, `trainer`, `controller`, `mlflow` or `prefect`."""
@@ -313,10 +337,16 @@ def known_policies(params: Params) -> list[str]:
     return sorted({name for name in own if POLICY_NAME.fullmatch(name)} | set(params.policies))
 
 
-def resolve_policy(params: Params, name: str, changes: Mapping[str, Any] | None = None) -> Resolved:
-    """Merge a policy's settings: defaults, then `params.yaml`, then its own file, then `changes`.
+def resolve_policy(
+    params: Params,
+    name: str,
+    changes: Mapping[str, Any] | None = None,
+    fitting: Mapping[str, Any] | None = None,
+) -> Resolved:
+    """Merge a policy's settings: defaults, `fitting`, `params.yaml`, its own file, then `changes`.
 
-    A change of None means "as configured". Raises `ConfigError` for an unknown policy or invalid settings.
+    `fitting` are settings that fit the base. Settings of the loss are merged one by one. A change of None
+    means "as configured". Raises `ConfigError` for an unknown policy or invalid settings.
     """
     file = policy_file(params, name)
     layers: dict[str, Mapping[str, Any]] = {}
@@ -329,8 +359,12 @@ def resolve_policy(params: Params, name: str, changes: Mapping[str, Any] | None 
     if not layers:
         known = ", ".join(known_policies(params)) or "none"
         raise ConfigError(f"There is no policy {name!r}. Known policies: {known}.")
+    layers = {"the base": fitting or {}, **layers}
     layers["request"] = {key: value for key, value in (changes or {}).items() if value is not None}
     values = {key: value for layer in layers.values() for key, value in layer.items()}
+    losses = [layer["loss_config"] for layer in layers.values() if isinstance(layer.get("loss_config"), dict)]
+    if isinstance(values.get("loss_config"), dict):
+        values["loss_config"] = {key: value for loss in losses for key, value in loss.items()}
     try:
         config = PolicyConfig.model_validate(values)
     except ValidationError as error:

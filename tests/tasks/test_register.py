@@ -130,7 +130,7 @@ def test_every_number_of_every_step_is_a_point_of_the_runs_metrics(params, base,
     version = register(params, "curve", directory, curve)
     client = MlflowClient(params.url("mlflow"), params.url("mlflow"))
     run_id = client.get_model_version("curve", str(version)).run_id
-    words = {"policy", "session", "step", "digest", "loss_fn", "masked", "verifier_faults"}
+    words = {"policy", "session", "step", "digest", "loss_fn", "collapse", "masked", "verifier_faults"}
     expected = {name: [row[name] for row in curve] for name in curve[0] if name not in words}
     for name in ("masked", "verifier_faults"):
         expected |= {

@@ -6,7 +6,14 @@ from dataclasses import replace
 import pytest
 
 from engine.catalog.catalog import Release, Route
-from engine.controller.advance import Action, CanaryResult, Evidence, OfflineScore, advance
+from engine.controller.advance import (
+    Action,
+    CanaryResult,
+    Evidence,
+    LanguageScore,
+    OfflineScore,
+    advance,
+)
 from engine.settings.params import ReleaseConfig
 
 SETTINGS = ReleaseConfig(weight=0.2, alpha=0.05, margin=0.1, min_units=20, max_seconds=600, score_margin=0.02)
@@ -74,6 +81,37 @@ def test_the_score_gate(score: str, kind: str) -> None:
     assert advance(row, evidence(score=SCORES[score])).kind == kind
     skipped = advance(replace(row, skip_gates={"score": BY}), evidence(score=SCORES[score]))
     assert skipped == Action("next_gate", "The score gate was skipped by me: known to be bad")
+
+
+@pytest.mark.parametrize(
+    ("language", "kind"),
+    [
+        (None, "next_gate"),
+        (LanguageScore(0, 0.0, 0.0), "hold"),
+        (LanguageScore(50, 18.0, 20.0), "next_gate"),
+        (LanguageScore(50, 20.99, 20.0), "next_gate"),
+        (LanguageScore(50, 21.01, 20.0), "hold"),
+    ],
+)
+def test_a_revision_that_loses_its_language_is_held_whatever_it_scores(
+    language: LanguageScore | None, kind: str
+) -> None:
+    row, seen = release(step="score"), evidence(score=SCORES["better"], language=language)
+    assert advance(row, seen).kind == kind
+    assert seen.summary().get("language", {}).get("windows") == (language and language.windows)
+    skipped = advance(replace(row, skip_gates={"score": BY}), seen)
+    assert skipped == Action("next_gate", "The score gate was skipped by me: known to be bad")
+    worse = replace(seen, score=SCORES["worse"])
+    assert "The offline score fell" in advance(row, worse).reason
+
+
+def test_the_margin_of_general_text_is_a_setting() -> None:
+    settings = SETTINGS.model_copy(update={"general_margin": 0.5}).model_dump()
+    row, language = release(step="score", settings=settings), LanguageScore(50, 29.0, 20.0)
+    assert advance(row, evidence(score=SCORES["better"], language=language)).kind == "next_gate"
+    assert "rose from the base's 20.00 to 29.00; 5% more is allowed" in (
+        advance(release(step="score"), evidence(score=SCORES["better"], language=language)).reason
+    )
 
 
 @pytest.mark.parametrize(

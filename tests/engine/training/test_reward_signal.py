@@ -1,6 +1,7 @@
 """Steps without a gradient: they cost little and end the training with a reason; DAPO's refill; a trial."""
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -357,3 +358,45 @@ def test_without_an_engine_the_command_says_so_at_once(settings: Path) -> None:
     assert said.returncode == 7
     assert "engine" in said.stderr
     assert graftwork("policy", "try", "nobody", "--params", str(settings)).returncode == 2
+
+
+# A collapse
+
+
+class Collapsing(Client):
+    """A trainer whose tokens lose their entropy from the fourth step on."""
+
+    def forward_backward(self, session: SessionInfo, *given: Any, **named: Any) -> dict[str, Any]:
+        found = super().forward_backward(session, *given, **named)
+        return {"metrics": found["metrics"] | {"entropy": 2.0 if session.step < 3 else 0.1}}
+
+
+@pytest.mark.parametrize("collapse", ["ignore", "warn", "stop"])
+def test_a_collapse_is_told_once_and_stops_a_run_that_says_so(
+    trained: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, collapse: str
+) -> None:
+    """The mean of three steps falls below 60% of the first three's at the fifth: (2 + 0.1 + 0.1) / 3."""
+    client = Collapsing()
+    monkeypatch.setattr(sys.modules[__name__], "Client", lambda: client)
+    config = CONFIG.model_copy(update={"collapse": collapse, "steps": 7})
+    verifier = Judge(otherwise=SPREAD)
+    if collapse == "stop":
+        with pytest.raises(ConfigError, match=r"^The training of 'sums' stopped after step 5\. Step 5: The "):
+            trained(verifier, config)
+    else:
+        trained(verifier, config)
+    told = [row.get("collapse") for row in client.history]
+    if collapse == "ignore":
+        assert told == [None] * 7
+        return
+    assert told[:4] == [None] * 4
+    assert "entropy fell from 2.00 to 0.73 nats a token" in told[4]
+    assert told[4].count("'answer ") == 2
+    # The same sign is not told again.
+    assert told[5:] == ([] if collapse == "stop" else [None, None])
+    if collapse == "stop":
+        # Started again it stops again, and goes on once it only warns.
+        with pytest.raises(ConfigError, match="Step 5: "):
+            trained(verifier, config)
+        trained(verifier, config.model_copy(update={"collapse": "warn"}))
+        assert len(client.history) == 7
