@@ -8,7 +8,7 @@ from operator import itemgetter
 import duckdb
 
 from engine.catalog.records import Release
-from engine.ledger.queries import Rating, canary_answers, canary_feedback, canary_ratings
+from engine.ledger.queries import AnswerRow, Rating, canary_answers, canary_feedback, canary_ratings
 from engine.quality.canary import Answer, CanaryJudge, CanaryResult, FeedbackCounts
 from engine.settings.params import ReleaseConfig
 
@@ -30,9 +30,9 @@ class CanaryReader:
         self._follow(release)
         answers = canary_answers(ledger, release, self._answers_until)
         ratings = [rating for rating in canary_ratings(ledger, release) if rating.seq not in self._rated]
-        for number, _, version, *seen in answers:
-            self.judge.observe(Answer(self._step_of(version), *seen))
-            self._answers_until = number
+        for answer in answers:
+            self.judge.observe(self._answer(answer))
+            self._answers_until = answer[0]
         for rating in ratings:
             self.rate(rating)
             self._rated.add(rating.seq)
@@ -43,8 +43,8 @@ class CanaryReader:
     def replay(self, ledger: duckdb.DuckDBPyConnection, release: Release) -> Iterator[float]:
         """Take one answer or rating after the other by their times; yield each time, in epoch seconds."""
         events: list[tuple[float, Callable[[], None]]] = [
-            (at, partial(self.judge.observe, Answer(self._step_of(version), *seen)))
-            for _, at, version, *seen in canary_answers(ledger, release)
+            (answer[1], partial(self.judge.observe, self._answer(answer)))
+            for answer in canary_answers(ledger, release)
         ]
         events += [(rating.at, partial(self.rate, rating)) for rating in canary_ratings(ledger, release)]
         for at, take in sorted(events, key=itemgetter(0)):
@@ -59,6 +59,9 @@ class CanaryReader:
     def _feedback(self, ledger: duckdb.DuckDBPyConnection, release: Release) -> FeedbackCounts:
         answers, rated, own, foreign, refused = canary_feedback(ledger, release)
         return FeedbackCounts(answers, rated, self.judge.rewards.late, own - rated, foreign, refused)
+
+    def _answer(self, row: AnswerRow) -> Answer:
+        return Answer(self._step_of(row[2]), *row[3:])
 
     def _follow(self, release: Release) -> None:
         """Note the steps so far; the judge shares this mapping."""

@@ -85,6 +85,11 @@ def latest_scores(
     return list(starmap(LatestScore, ledger.execute(SCORES, named).fetchall()))
 
 
+# Row number, epoch seconds, route version, key, unit, whether of the canary, status, outcome, seconds to the
+# first token, seconds for each further token.
+AnswerRow = tuple[int, float, int, str, str, bool, int, str | None, float | None, float | None]
+
+
 class Rating(NamedTuple):
     """The first rating of an answer, `at` epoch seconds; `version` is the route's at the answer."""
 
@@ -107,14 +112,8 @@ def canary_ratings(ledger: duckdb.DuckDBPyConnection, release: Release) -> list[
     return list(starmap(Rating, ledger.execute(RATINGS, _of_canary(release)).fetchall()))
 
 
-def canary_answers(
-    ledger: duckdb.DuckDBPyConnection, release: Release, after: int = -1
-) -> list[tuple[int, float, int, str, str, bool, int, str | None, float | None, float | None]]:
-    """Return the answers of a canary and its baseline, in order, after row number `after`.
-
-    Each is (row number, epoch seconds, route version, key, unit, whether of the canary, status, outcome,
-    seconds to the first token, seconds for each further token).
-    """
+def canary_answers(ledger: duckdb.DuckDBPyConnection, release: Release, after: int = -1) -> list[AnswerRow]:
+    """Return the answers of a canary and its baseline, in order, after row number `after`."""
     return ledger.execute(ANSWERS, _of_canary(release) | {"after": after}).fetchall()
 
 
