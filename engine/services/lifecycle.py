@@ -17,6 +17,7 @@ from filelock import FileLock, Timeout
 
 from engine.base.recipes import PACKAGED, RECIPES
 from engine.errors import ConfigError, Conflict, PortInUse, ServiceError
+from engine.planning.host import refuse_unless_memory
 from engine.services.supervisor import Supervisor, undisturbed
 from engine.settings.params import Params, Paths, content_hash
 from engine.settings.reproducible import VARIABLE, equal_bits
@@ -336,7 +337,6 @@ def _check_base(params: Params, chosen: Sequence[Service]) -> None:
     if names:
         from engine.base.resident import base_config
         from engine.planning.gpu import planned, refuse_unless_served
-        from engine.planning.host import refuse_unless_memory
 
         if "engine" in names:
             refuse_unless_served(params)

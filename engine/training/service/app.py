@@ -23,6 +23,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 
 from engine.base.prompts import end_tokens
 from engine.errors import Busy, Cancelled, ConfigError, GraftworkError, ServiceError
+from engine.planning.host import free_bytes, microbatch_tokens
 from engine.settings.params import Params, load_params
 from engine.settings.reproducible import equal_bits
 from engine.training.service import protocol
@@ -162,7 +163,6 @@ def load_trainer(params: Params) -> "Trainer":
     from engine.base.resident import ensure_base
     from engine.catalog.catalog import Base, open_catalog
     from engine.planning.gpu import planned
-    from engine.planning.host import free_bytes
     from engine.training.service.capacity import FREE_SHARE
     from engine.training.service.export import Exporter
     from engine.training.service.trainer import Trainer
@@ -184,7 +184,6 @@ def load_base(params: Params, path: Path, plan: "MemoryPlan | None") -> "Residen
     import torch
 
     from engine.planning.gpu import trainer_device
-    from engine.planning.host import microbatch_tokens
     from engine.training.model.lora import ResidentBase
 
     trainer = params.trainer
