@@ -44,15 +44,15 @@ def live() -> Iterator[None]:
 
 
 def base_builder(params: Params, stages: Stages) -> Callable[[], object]:
-    """Return a function that builds the base with a progress bar, if it is not built yet."""
+    """Return a function that builds or converts the base with a progress bar, if it is not there yet."""
     from engine.base.resident import ensure_base
 
     def build() -> object:
         bar = steps.add_task("base", total=None, note="", visible=False)
 
-        def progress(step: int, total: int, loss: float) -> None:
+        def progress(step: int, total: int, note: str) -> None:
             steps.start()
-            steps.update(bar, completed=step, total=total, note=f"loss {loss:.3f}", visible=True)
+            steps.update(bar, completed=step, total=total, note=note, visible=True)
 
         try:
             with stages("base"):

@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from pydantic import ValidationError
 
-from engine.base.recipes import RECIPES
+from engine.base.recipes import RECIPES, TRAINABLE
 from engine.errors import ConfigError
 from engine.services import lifecycle as services
 from engine.services.lifecycle import PARAMS_VARIABLE, environment
@@ -68,22 +68,28 @@ def on_base(settings: Params, name: str) -> Params:
     """Return the settings for another built-in base, with a state directory of its own.
 
     Revisions, routes and scores belong to one base, so bases do not share a state directory. Flows and
-    services read these settings from its params.json. Raises `ConfigError` for a base that cannot be trained.
+    services read these settings from its params.json. A file `params.NAME.yaml` beside the settings' own file
+    replaces what it sets, such as the policies. Raises `ConfigError` for a base that cannot be trained.
     """
-    known = ", ".join(name for name, recipe in RECIPES.items() if recipe.learns)
-    if name not in RECIPES:
-        raise ConfigError(
-            f"--base takes one of {known}. For a base of your own, set base.name in params.yaml."
-        )
-    if not RECIPES[name].learns:
+    known = ", ".join(TRAINABLE)
+    if name in RECIPES and name not in TRAINABLE:
         raise ConfigError(
             f"The base {name!r} cannot be trained: its weights are random, for benchmarks. "
             f"Choose one of {known}."
         )
+    if name not in TRAINABLE:
+        raise ConfigError(
+            f"--base takes one of {known}. For a base of your own, set base.name in params.yaml."
+        )
     if name == settings.base.name:
         return settings
+    changed: dict[str, Any] = {}
+    file = (settings.source or PARAMS).with_name(f"params.{name}.yaml")
+    if file.is_file():
+        own = load_params(file)
+        changed = {field: getattr(own, field) for field in own.model_fields_set}
     base = settings.base.model_copy(update={"name": name, "revision": None})
-    changed: dict[str, Any] = {"base": base, "state_dir": settings.state_dir / name, "source": None}
+    changed |= {"base": base, "state_dir": settings.state_dir / name, "source": None}
     if settings.store.url and not settings.catalog.url:
         # The state directory has a catalog of its own, so the store must be its own too.
         url = f"{settings.store.url.rstrip('/')}/{name}"

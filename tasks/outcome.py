@@ -17,6 +17,7 @@ from engine.files import write_whole
 from engine.settings.params import Params, served_name
 
 if TYPE_CHECKING:
+    from engine.quality.estimate import Difference
     from tasks.general import Perplexity
     from tasks.score import Score
 
@@ -215,6 +216,7 @@ def summary(
     for revision, ended in zip(adapted, releases, strict=True):
         assert revision.base
         assert revision.revision
+        gained = gain(revision.base, revision.revision)
         policies.append({
             "name": revision.policy,
             "base_score": revision.base.mean,
@@ -223,6 +225,9 @@ def summary(
             "revision_score": revision.revision.mean,
             "ci_low": revision.revision.ci_low,
             "ci_high": revision.revision.ci_high,
+            "gain": gained.mean,
+            "gain_ci_low": gained.low,
+            "gain_ci_high": gained.high,
             "verdict": VERDICTS[ended["state"]],
             "digest": revision.digest,
         })  # fmt: skip
@@ -239,14 +244,22 @@ def summary(
     }
 
 
+def gain(base: "Score", revision: "Score") -> "Difference":
+    """Return the paired difference of a revision's scores and the base's on the same items, in [-1, 1]."""
+    # It imports SciPy, which `graftwork --help` does not need.
+    from engine.quality.estimate import paired_difference
+
+    return paired_difference([item.score for item in revision.items], [item.score for item in base.items])
+
+
 def shortcomings(result: Mapping[str, Any]) -> list[str]:
     """Return the main job's missed expectations as sentences; empty when it met all."""
     found = []
     for policy in result["policies"]:
         if policy["verdict"] != "promote":
             found.append(f"{policy['name']} ended with the verdict {policy['verdict']}, not with promote.")
-        if policy["ci_low"] <= policy["base_ci_high"]:
-            found.append(f"The score interval of {policy['name']} is not above the base's.")
+        if policy["gain_ci_low"] <= 0:
+            found.append(f"The score of {policy['name']} is not surely above the base's on the same items.")
     bad = result["bad_revision"]
     if bad["verdict"] != "rollback":
         found.append(f"The bad revision ended with the verdict {bad['verdict']}, not with rollback.")

@@ -37,6 +37,7 @@ SERVED = {
 }  # fmt: skip
 # Files whose tests share the fixture `engine`: on one worker, so that it starts once.
 ON_ONE_ENGINE = {
+    "tests/bench/checks/test_catalog.py",
     "tests/engine/serving/gateway/test_rollouts.py",
     "tests/engine/serving/test_engine.py",
     "tests/engine/serving/test_malformed_engine.py",

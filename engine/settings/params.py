@@ -10,6 +10,7 @@ import re
 import zoneinfo
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -38,18 +39,20 @@ OpenFraction = Annotated[float, Field(gt=0.0, lt=1.0)]
 
 
 class BaseConfig(Settings):
-    """The resident base model: one that is built here, a local directory, or a hub id."""
+    """The resident base model: one that is made here, a GGUF file, a local directory, or a hub id."""
 
     name: str = Field(
         "tiny-dense",
-        description="Keep this base resident: tiny-dense, tiny-moe, tiny-mla or tiny-dsa (built here), a "
-        "local directory, or a hub id.",
+        description="Keep this base resident: tiny-dense, tiny-moe, tiny-mla or tiny-dsa (built here), "
+        "smollm2-135m (converted here, after `make real`), a GGUF file of a dense Llama or Qwen3, a local "
+        "directory, or a hub id.",
     )
     seed: int = Field(20260513, ge=0, description="Build a tiny base from this random seed.")
     revision: str | None = Field(
         None,
-        pattern=r"^[0-9a-f]{40}$",
-        description="Load this commit of a hub id. Required for a hub id, because branches move.",
+        pattern=r"^([0-9a-f]{40}|[0-9a-f]{64})$",
+        description="Load this commit of a hub id (40 digits, required, because branches move), or refuse a "
+        "GGUF file with another sha256 (64 digits).",
     )
 
 
@@ -174,13 +177,40 @@ class PolicyConfig(Settings):
         return budget | self.loss_config.sent()
 
 
+GuardName = Literal["reward", "errors", "invalid", "refused", "truncated", "ttft", "token_time"]
+GUARDS: tuple[GuardName, ...] = ("reward", "errors", "invalid", "refused", "truncated", "ttft", "token_time")
+# The canary's weight while 5% of the units are left on the old champion.
+BAKE_WEIGHT = 0.95
+
+
 class ReleaseConfig(Settings):
     """The gates of a release: offline score, approval and canary."""
 
     weight: OpenFraction = Field(0.2, description="Send this share of users to the canary.")
     alpha: OpenFraction = Field(0.05, description="Limit the probability of a wrong verdict on a canary.")
+    feedback: Literal["reward", "none"] = Field(
+        "reward",
+        description="Judge users' rewards. none: there are none; promote on the offline score's lower bound "
+        "and all other guards.",
+    )
+    guards: tuple[GuardName, ...] = Field(
+        GUARDS,
+        description="Judge a canary by these: users' rewards, rates of errors (5xx) and of invalid, refused "
+        "and truncated answers, time to the first token and for each token (streamed answers).",
+    )
     margin: Fraction = Field(
         0.1, description="Promote a canary whose mean reward is at most this much below the baseline's."
+    )
+    rate_margin: OpenFraction = Field(
+        0.05,
+        description="Without feedback, promote a canary whose rates are at most this much above the "
+        "baseline's.",
+    )
+    latency_margin: float = Field(
+        0.5,
+        gt=0,
+        description="Roll a canary back whose times at the 90% quantile are above the baseline's by more "
+        "than this share of them.",
     )
     min_units: int = Field(20, ge=1, description="Require ratings of this many canary users to promote.")
     max_seconds: float = Field(
@@ -198,12 +228,53 @@ class ReleaseConfig(Settings):
         description="With a policy's `general`: hold a revision whose perplexity on general text is more "
         "than this share above the base's.",
     )
+    ramp: tuple[OpenFraction, ...] = Field(
+        (), description="Send these shares of users to the canary first, from the smallest, before `weight`."
+    )
+    step_seconds: float = Field(
+        300,
+        gt=0,
+        description="End a step of the ramp after this many seconds; before, it ends with `min_units` units. "
+        "A step that recent traffic cannot fill is skipped.",
+    )
+    bake_seconds: float = Field(
+        0,
+        ge=0,
+        description="Before the promotion, leave 5% of users on the old champion for this many seconds.",
+    )
     approval_s: float = Field(
         0,
         ge=0,
         description="Require an approval before the canary, and hold after this many seconds without one. "
         "0: no approval.",
     )
+
+    @property
+    def promoting_guards(self) -> tuple[GuardName, ...]:
+        """The guards that a promotion needs clear: the reward's, or without feedback all others."""
+        has_feedback = self.feedback == "reward"
+        return tuple(name for name in self.guards if (name == "reward") == has_feedback)
+
+    @model_validator(mode="after")
+    def _ramp_only_grows(self) -> Self:
+        weights = self.weights
+        if any(following <= weight for weight, following in pairwise(weights)):
+            said = ", ".join(f"{weight:g}" for weight in weights)
+            raise ValueError(
+                f"units only move from champion to canary, so `ramp`, `weight` and the bake's "
+                f"{BAKE_WEIGHT:g} must grow (found {said})"
+            )
+        return self
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The canary's weight in each step: the ramp, `weight`, and the bake if there is one."""
+        return (*self.ramp, self.weight, *((BAKE_WEIGHT,) if self.bake_seconds else ()))
+
+    @property
+    def longest_s(self) -> float:
+        """The most seconds from a release's start to its verdict."""
+        return self.approval_s + self.max_seconds + self.bake_seconds
 
 
 class DemoConfig(Settings):
@@ -213,7 +284,13 @@ class DemoConfig(Settings):
     max_users: int = Field(4000, ge=1, description="Start at most this many users a release.")
     bad_policy: PolicyName = Field("arithmetic", description="Train the bad revision of this policy.")
     bad_contract: Contract = Field("json", description="Train it towards this wrong answer format.")
+    bad_verifier: Verifier | None = Field(
+        None, description="Train it towards the rule of this verifier. Empty: the policy's verifier."
+    )
     bad_steps: int = Field(12, ge=1, description="Train it for this many steps.")
+    bad_lr: float | None = Field(
+        None, gt=0, description="Train it with this learning rate. Empty: the policy's."
+    )
 
 
 class NightlyConfig(Settings):
@@ -280,6 +357,9 @@ class Params(Settings):
     prefect: PrefectConfig = PrefectConfig()
     policies: dict[PolicyName, PolicyConfig] = Field(default_factory=dict, description="Policies by name.")
     release: ReleaseConfig = ReleaseConfig()
+    releases: dict[PolicyName, dict[str, Any]] = Field(
+        default_factory=dict, description="Settings of `release` that differ for a policy, by its name."
+    )
     demo: DemoConfig = DemoConfig()
     nightly: NightlyConfig = NightlyConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
@@ -288,6 +368,19 @@ class Params(Settings):
     @classmethod
     def _absolute(cls, value: Path) -> Path:
         return value.expanduser().absolute()
+
+    @model_validator(mode="after")
+    def _releases_are_valid(self) -> Self:
+        for name in self.releases:
+            try:
+                self.release_of(name)
+            except ValidationError as error:
+                raise ValueError(f"of {name!r}: {explain(error, ReleaseConfig)}") from None
+        return self
+
+    def release_of(self, policy: str) -> ReleaseConfig:
+        """Return the settings of a policy's releases."""
+        return ReleaseConfig.model_validate(self.release.model_dump() | self.releases.get(policy, {}))
 
     @property
     def paths(self) -> "Paths":
@@ -429,9 +522,17 @@ def load_params(path: Path | str = "params.yaml", **overrides: Any) -> Params:
     # Paths in a file of settings are relative to that file.
     data |= {key: here / str(data[key]) for key in ("state_dir", "suites_dir") if key in data}
     try:
-        return Params.model_validate(data)
+        params = Params.model_validate(data)
     except ValidationError as error:
         raise ConfigError(f"{path} is not valid. {explain(error, Params)}") from None
+    policies = {name: _beside(here, policy) for name, policy in params.policies.items()}
+    return params.model_copy(update={"policies": policies}) if policies else params
+
+
+def _beside(here: Path, policy: PolicyConfig) -> PolicyConfig:
+    if not policy.task.endswith(".jsonl"):
+        return policy
+    return policy.model_copy(update={"task": str(here / policy.task)})
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:

@@ -68,13 +68,13 @@ def run(
     base: Annotated[
         str | None,
         typer.Option(
-            help="Run on tiny-dense, tiny-moe, tiny-mla or (GPU) tiny-dsa, in a state directory of its own. "
-            "Default: base.name."
+            help="Run on tiny-dense, tiny-moe, tiny-mla, (GPU) tiny-dsa or (`make real` first) smollm2-135m, "
+            "in a state directory of its own. Default: base.name."
         ),
     ] = None,
     params: ParamsFile = PARAMS,
 ) -> None:
-    """Run the main job: adapt and release two policies, then roll back a bad revision."""
+    """Run the main job: adapt and release the policies, then roll back a bad revision."""
     settings = enter(params, base)
     check(settings, [*settings.policies, settings.demo.bad_policy])
     from flows import display

@@ -92,7 +92,7 @@ def test_summary_has_the_form_that_is_promised(finished: dict[str, Any]) -> None
     for policy in finished["policies"]:
         assert set(policy) == {
             "name", "base_score", "base_ci_low", "base_ci_high", "revision_score", "ci_low", "ci_high",
-            "verdict", "digest",
+            "gain", "gain_ci_low", "gain_ci_high", "verdict", "digest",
         }  # fmt: skip
         assert 0 <= policy["base_ci_low"] <= policy["base_score"] <= policy["base_ci_high"] <= 1
         assert 0 <= policy["ci_low"] <= policy["revision_score"] <= policy["ci_high"] <= 1

@@ -17,9 +17,11 @@ NOW = time.time()
 def emit_scores(spool):
     for digest, right in ((None, 3), (GOOD, 9)):
         for item in range(10):
-            policy = "sums" if digest else None
-            spool.emit("scores", policy=policy, digest=digest, base=BASE, suite="s", suite_version="1",
-                       item=f"{item:02d}", score=float(item < right), answer="", run="r")  # fmt: skip
+            # A base's rows name no policy and no question.
+            named = {"policy": "sums", "question": f"<b>{item}</b>?"} if digest else {}
+            said = "after" if digest else "before"
+            spool.emit("scores", digest=digest, base=BASE, suite="s", suite_version="1", item=f"{item:02d}",
+                       score=float(item < right), answer=f"{said} <{item}>", run="r", **named)  # fmt: skip
 
 
 def emit_users(spool, count=300):

@@ -33,6 +33,7 @@ from engine.serving.gateway.asgi import (
     unless_left,
     with_body,
 )
+from engine.serving.gateway.outcomes import outcome_of, streamed_outcome, wants_json
 from engine.serving.gateway.routing import Router, Target
 from engine.serving.residency.load_queue import BACKGROUND, INTERACTIVE
 from engine.serving.residency.residency import Residency
@@ -105,6 +106,22 @@ class Exchange:
     status: int = 500
     ttft_s: float | None = None
     usage: dict[str, int] | None = None
+    outcome: str | None = None
+    # Of a stream: its pieces so far, and the seconds until the last one.
+    pieces: int = 0
+    last_s: float = 0.0
+
+    def take(self, body: bytes, is_whole: bool, is_json: bool) -> None:
+        """Measure a piece of the answer, the first, a later one, or the whole of it."""
+        now_s = time.perf_counter() - self.started
+        if is_whole:
+            self.ttft_s = now_s
+            answer = answer_of(body)
+            self.usage, self.outcome = answer.get("usage"), outcome_of(answer, is_json)
+        elif body:
+            self.ttft_s = self.ttft_s or now_s
+            self.pieces, self.last_s = self.pieces + 1, now_s
+            self.outcome = streamed_outcome(body) or self.outcome
 
     def observation(self, gateway: str) -> dict[str, Any]:
         """Return the row for the ledger's table `observations`; `gateway` is this gateway's name."""
@@ -120,6 +137,8 @@ class Exchange:
             "status": self.status,
             "latency_s": time.perf_counter() - self.started,
             "ttft_s": self.ttft_s,
+            "token_s": (self.last_s - (self.ttft_s or 0.0)) / (self.pieces - 1) if self.pieces > 1 else None,
+            "outcome": self.outcome,
             "prompt_tokens": usage.get("prompt_tokens"),
             "completion_tokens": usage.get("completion_tokens"),
             "route_version": self.target.route_version,
@@ -241,17 +260,16 @@ class Gateway:
     ) -> None:
         """Forward the request with the new body, mark the response and record its status and times."""
         request_id = (b"x-request-id", exchange.id.rpartition("-")[2].encode())
-        replay = with_body(body, scope, receive, request_id)
+        replay, is_json = with_body(body, scope, receive, request_id), wants_json(body)
         revision = (exchange.target.name or "base").encode()
 
         async def observe(message: Message) -> None:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-graftwork-revision", revision)]
-            elif exchange.ttft_s is None:
-                exchange.ttft_s = time.perf_counter() - exchange.started
-                if not message.get("more_body") and not body.get("stream"):
-                    exchange.usage = usage_of(message.get("body", b""))
+            else:
+                is_whole = not body.get("stream") and exchange.ttft_s is None and not message.get("more_body")
+                exchange.take(message.get("body", b""), is_whole, is_json)
             await send(message)
 
         await self._app(scope, replay, observe)
@@ -310,12 +328,12 @@ def hash_unit(target: Target, unit: str) -> str:
     return hashlib.sha256(f"{target.policy}\0{unit}".encode()).hexdigest()[:24]
 
 
-def usage_of(body: bytes) -> dict[str, int] | None:
-    """Return the `usage` object of a response body, or None."""
-    start = body.rfind(b'"usage":{')
-    if start < 0:
-        return None
+def answer_of(body: bytes) -> dict[str, Any]:
+    """Return a response body with a `usage` object, or an empty mapping for any other."""
+    if body.rfind(b'"usage":{') < 0:
+        return {}
     try:
-        return orjson.loads(body)["usage"]
-    except (orjson.JSONDecodeError, KeyError, TypeError):
-        return None
+        found = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -37,6 +37,7 @@ SECTIONS = [
     "Releases",
     "Lineage",
     "Offline scores",
+    "Answers before and after",
     "Canaries",
     "Training",
     "Revisions",
