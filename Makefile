@@ -59,7 +59,7 @@ lint: $(STAMP)
 chaos: $(STAMP)
 	@$(BIN)/python -m pytest -m slow $(LONG) --durations 0
 
-bench: $(STAMP)
+bench: $(STAMP) $(REAL_STAMP)
 	@$(BIN)/python tests/bench/_all.py
 
 docs: $(DOCS_STAMP)

@@ -16,7 +16,7 @@ from engine.services import lifecycle as services
 from engine.services.lifecycle import PARAMS_VARIABLE, environment
 from engine.settings.forms import Form
 from engine.settings.model import Settings, explain
-from engine.settings.params import Params, load_params, split_served_name
+from engine.settings.params import Params, known_policies, load_params, split_served_name
 from engine.settings.reproducible import VALUE, VARIABLE
 
 PARAMS = Path("params.yaml")
@@ -126,9 +126,25 @@ def check(settings: Params, policies: list[str]) -> None:
     from tasks.suites import load_suite
 
     for name in policies:
+        if is_in_catalog_alone(settings, name):
+            raise ConfigError(
+                f"The policy {name!r} is in the catalog alone, as an import leaves it, and has no suite to "
+                "score on. Release it with --skip-score and a reason, or import the adapter into a policy "
+                "that has a suite (`graftwork policy create`)."
+            )
         policy = settings.policy(name)
         check_task(policy.task)
         load_suite(policy.suite, settings.suites_dir)
+
+
+def is_in_catalog_alone(settings: Params, policy: str) -> bool:
+    """Say whether a policy has a catalog row but no settings, and so no suite: an import makes such a one."""
+    if policy in known_policies(settings) or not settings.paths.has_catalog:
+        return False
+    from engine.catalog.catalog import open_catalog
+
+    with open_catalog(settings.paths) as index:
+        return bool(index.policies.owners([policy]))
 
 
 def require_services(settings: Params) -> None:

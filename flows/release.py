@@ -5,7 +5,7 @@ from typing import Any
 from prefect import flow
 
 from engine.settings.forms import ReleaseForm
-from engine.settings.params import served_name
+from engine.settings.params import ReleaseConfig, served_name
 from flows.entry import flow_settings
 from tasks import steps
 from tasks.approval import ask_for_approval
@@ -25,7 +25,7 @@ def release(form: ReleaseForm) -> dict[str, Any]:
     settings = started["settings"]
     if settings["approval_s"]:
         ask_for_approval(params, started["id"])
-    ended = steps.wait_for_verdict(params, started["id"], settings["approval_s"] + settings["max_seconds"])
+    ended = steps.wait_for_verdict(params, started["id"], ReleaseConfig.model_validate(settings).longest_s)
     show_table([release_row(ended)], f"verdict-{policy}", ended["reason"])
     steps.update_page(params, policy, ended["revision"])
     return ended

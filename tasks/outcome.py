@@ -18,6 +18,7 @@ from engine.settings.params import Params, served_name
 
 if TYPE_CHECKING:
     from engine.quality.estimate import Difference
+    from tasks.general import Perplexity
     from tasks.score import Score
 
 SETTLE_S = 15.0
@@ -42,7 +43,10 @@ class Stages:
 
 @dataclass(frozen=True)
 class Adapted:
-    """One policy's new revision: its directory, its version in MLflow, the scores of base and revision."""
+    """One policy's new revision: its directory, its version in MLflow, the scores of base and revision.
+
+    `general` are the perplexities of base and revision on general text, where the policy has them measured.
+    """
 
     policy: str
     digest: str
@@ -51,6 +55,12 @@ class Adapted:
     base: "Score | None"
     revision: "Score | None"
     seconds: Mapping[str, float]
+    general: "Sequence[Perplexity]" = ()
+
+    @property
+    def perplexities(self) -> dict[str, str]:
+        """Return the cell on general text; nothing where it was not measured."""
+        return {"perplexity": " to ".join(f"{one.value:.2f}" for one in self.general)} if self.general else {}
 
     def row(self) -> dict[str, Any]:
         """Return a table row."""
@@ -59,6 +69,7 @@ class Adapted:
             "version": self.version,
             "base score": interval_text(self.base),
             "revision score": interval_text(self.revision),
+            **self.perplexities,
             **{f"{name} (s)": seconds for name, seconds in self.seconds.items()},
         }
 
@@ -114,6 +125,7 @@ def policy_row(adapted: Adapted, ended: Mapping[str, Any]) -> dict[str, Any]:
         "revision": served_name(adapted.policy, adapted.digest),
         "base score": interval_text(adapted.base),
         "revision score": interval_text(adapted.revision),
+        **adapted.perplexities,
         "verdict": VERDICTS[ended["state"]],
         **{f"{name} (s)": f"{seconds:.1f}" for name, seconds in adapted.seconds.items()},
         "release (s)": f"{release_s:.1f}",
@@ -129,6 +141,18 @@ def score_row(score: "Score") -> dict[str, Any]:
         "score": interval_text(score),
         "items": len(score.items),
         "seconds": round(score.seconds, 1),
+    }
+
+
+def perplexity_row(found: "Perplexity") -> dict[str, Any]:
+    """Return the table row of a perplexity on general text."""
+    model = served_name(found.policy, found.digest) if found.digest else "base"
+    return {
+        "model": model,
+        "suite": f"general version {found.version}",
+        "perplexity": f"{found.value:.2f}",
+        "items": found.windows,
+        "seconds": round(found.seconds, 1),
     }
 
 

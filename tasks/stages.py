@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from engine.base.fitting import fitted_policy
 from engine.base.progress import Progress
 from engine.base.prompts import prompt_text
 from engine.base.resident import ensure_base, made_path
@@ -65,7 +66,7 @@ def prepare_suites(params: Params) -> None:
     `ConfigError` otherwise, and for an unknown policy or task.
     """
     files, name = files_of(params), params.evaluate.policy
-    config = params.policy(name)
+    config = fitted_policy(params, name).config
     check_task(config.task)
     suite = load_suite(config.suite, params.suites_dir)
     _check_prompts(params, config, suite)

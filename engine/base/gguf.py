@@ -142,7 +142,7 @@ def _config(file: Path, metadata: Mapping[str, Any], names: set[str]) -> dict[st
 def _ends(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return the ids of special tokens; a chat's end of turn ends an answer too."""
     ids = {name: metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "eot", "padding")}
-    ends = sorted({ids[name] for name in ("eos", "eot")} - {None})
+    ends = sorted({one for name in ("eos", "eot") if (one := ids[name]) is not None})
     return {
         "bos_token_id": ids["bos"],
         "eos_token_id": ends[0] if len(ends) == 1 else ends or None,
@@ -164,11 +164,11 @@ def _tensors(file: Path, config: Mapping[str, Any], header: Any) -> tuple[tuple[
     if not config["tie_word_embeddings"]:
         wanted["output.weight"] = ("lm_head.weight", (vocabulary, hidden))
     for path, (inputs, outputs) in BaseShapes.of(config).linear.items():
-        _, _, layer, module = path.split(".", 3)
-        wanted[f"blk.{layer}.{MODULES[module]}.weight"] = (f"{path}.weight", (outputs, inputs))
+        _, _, number, module = path.split(".", 3)
+        wanted[f"blk.{number}.{MODULES[module]}.weight"] = (f"{path}.weight", (outputs, inputs))
     for layer in range(config["num_hidden_layers"]):
-        for module, (leaf, width) in norms.items():
-            wanted[f"blk.{layer}.{leaf}.weight"] = (f"model.layers.{layer}.{module}.weight", (width,))
+        for norm, (leaf, width) in norms.items():
+            wanted[f"blk.{layer}.{leaf}.weight"] = (f"model.layers.{layer}.{norm}.weight", (width,))
     found = {one.name: one.shape for one in header.tensors}
     faults = [f"it lacks {name}" for name in wanted.keys() - found.keys()]
     faults += [f"it has {name}, which is unknown" for name in found.keys() - wanted.keys()]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 # The newest file of engine/catalog/migrations/versions.
-SCHEMA_VERSION = "0006"
+SCHEMA_VERSION = "0007"
 # Values of `Revision.state`; a row holds the index.
 STATES = ("snapshot", "exported")
 # A release's verdicts, each with its final state; and the reverse.
@@ -88,7 +88,8 @@ class Release:
     `rolled_back` or `held`. `skip_gates` maps a gate to {"by", "reason"}; `settings` is a `ReleaseConfig`;
     `approval` is who ended it, if a person did; `evidence` is what its verdict was based on;
     `approved` is {"by", "reason", "at"} once a person has approved it for users. `canary_version` is the
-    route's version at the canary's start.
+    route's version at the canary's start. `ramp` has [version of the route, weight] of each step of the
+    canary so far; a canary that started before this was recorded has none, and one step.
     """
 
     id: str
@@ -109,6 +110,7 @@ class Release:
     evidence: dict[str, Any] = field(default_factory=dict)
     approved: dict[str, Any] | None = None
     canary_version: int | None = None
+    ramp: list[list[float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -159,6 +159,7 @@ releases = Table(
     Column("evidence", JSON, nullable=False),
     Column("approved", JSON(none_as_null=True)),
     Column("canary_version", Integer),
+    Column("ramp", JSON, nullable=False, server_default="[]"),
     Index("releases_newest", "policy", "created_at"),
     # A lock: at most one release of a policy runs.
     partial_index("releases_running", "policy", where="state = 'running'", unique=True),

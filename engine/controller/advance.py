@@ -4,37 +4,42 @@ The gates in order: effect probe, offline score, approval, canary, promotion. A 
 closed.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from engine.catalog.records import Release, Route
+from engine.quality.canary import CanaryResult
+from engine.quality.sequential import least_pairs
 from engine.settings.params import ReleaseConfig
 
-Kind = Literal["wait", "next_gate", "start_canary", "promote", "rollback", "hold"]
+Kind = Literal["wait", "next_gate", "start_canary", "next_step", "promote", "rollback", "hold"]
 # Nobody may skip the effect probe.
 SKIPPABLE = ("score", "canary")
 
 
 @dataclass(frozen=True)
 class OfflineScore:
-    """Mean scores of revision and baseline, in [0, 1], on the `items` that both have answered."""
+    """Mean scores of revision and baseline, in [0, 1], on the `items` that both have answered.
+
+    `low` is the lower bound of the paired difference's 95% interval.
+    """
 
     items: int
     revision: float
     baseline: float
+    low: float = -1.0
 
 
 @dataclass(frozen=True)
-class CanaryResult:
-    """Rated units and mean rewards of both arms, and the confidence bounds of their difference."""
+class LanguageScore:
+    """Perplexities of revision and base on the `windows` of general text that both were scored on.
 
-    canary_units: int = 0
-    baseline_units: int = 0
-    canary_reward: float | None = None
-    baseline_reward: float | None = None
-    pairs: int = 0
-    lower: float = -1.0
-    upper: float = 1.0
+    Without windows in common both are 0.
+    """
+
+    windows: int
+    revision: float
+    base: float
 
 
 @dataclass(frozen=True)
@@ -42,31 +47,38 @@ class Evidence:
     """The evidence for a release at the time `now` (epoch seconds), `step_s` seconds into its step.
 
     `probe` is the effect probe's result, `score` the offline score, `tombstone` the reason of the revision's
-    tombstone; each is None when there is none. `frozen` is whether releases are frozen. A running canary's
-    `step_s` counts from the canary's start.
+    tombstone; each is None when there is none. `language` is None for a policy without the suite `general`.
+    `frozen` is whether releases are frozen. A running canary's `step_s` counts from the canary's start, its
+    `weight_s` from that of its newest weight. `units_per_s` is the recent traffic before the canary's start,
+    None where too little is known.
     """
 
     now: float
     route: Route
     probe: dict[str, Any] | None = None
     score: OfflineScore | None = None
-    canary: CanaryResult = CanaryResult()
+    canary: CanaryResult = field(default_factory=CanaryResult)
     tombstone: str | None = None
     frozen: bool = False
     step_s: float = 0.0
+    language: LanguageScore | None = None
+    weight_s: float = 0.0
+    units_per_s: float | None = None
 
     def summary(self) -> dict[str, Any]:
         """Return the evidence that a verdict's row stores."""
         score = asdict(self.score) if self.score else None
-        return {"probe": self.probe, "score": score, "canary": asdict(self.canary)}
+        language = {"language": asdict(self.language)} if self.language else {}
+        return {"probe": self.probe, "score": score, **language, "canary": self.canary.summary()}
 
 
 @dataclass(frozen=True)
 class Action:
-    """What to do, and the reason in a sentence."""
+    """What to do, and the reason in a sentence; `weight` is the canary's in a next step."""
 
     kind: Kind
     reason: str = ""
+    weight: float = 0.0
 
 
 def advance(release: Release, evidence: Evidence) -> Action:
@@ -108,9 +120,29 @@ def _score(release: Release, evidence: Evidence) -> Action:
         return Action("hold", "Revision and baseline have no scored items in common. Score both first.")
     change = score.revision - score.baseline
     figures = f"{score.baseline:.3f} to {score.revision:.3f} on {score.items} items"
+    if settings.feedback == "none" and score.low < -settings.score_margin:
+        return Action(
+            "hold",
+            f"The offline score went from {figures}, and may have fallen by {-score.low:.3f}. Without "
+            f"feedback it decides, and {settings.score_margin:g} is allowed: score more items.",
+        )
     if change < -settings.score_margin:
         return Action("hold", f"The offline score fell from {figures}; {settings.score_margin:g} is allowed.")
-    return Action("next_gate", f"The offline score went from {figures}.")
+    return _language(evidence.language, settings, f"The offline score went from {figures}.")
+
+
+def _language(language: LanguageScore | None, settings: ReleaseConfig, so_far: str) -> Action:
+    if language is None:
+        return Action("next_gate", so_far)
+    if language.windows == 0:
+        return Action("hold", "Revision and base have no perplexity on general text. Score both first.")
+    figures = f"from the base's {language.base:.2f} to {language.revision:.2f}"
+    if language.revision > language.base * (1 + settings.general_margin):
+        return Action(
+            "hold",
+            f"The perplexity on general text rose {figures}; {settings.general_margin:.0%} more is allowed.",
+        )
+    return Action("next_gate", f"{so_far} The perplexity on general text went {figures}.")
 
 
 def _approval(release: Release, evidence: Evidence) -> Action:
@@ -127,42 +159,90 @@ def _approval(release: Release, evidence: Evidence) -> Action:
 def _canary(release: Release, evidence: Evidence) -> Action:
     settings = ReleaseConfig.model_validate(release.settings)
     if evidence.frozen:
-        return _guard(release, evidence, settings) or Action("wait", "Releases are frozen.")
+        return _guard(release, evidence) or Action("wait", "Releases are frozen.")
     if "canary" in release.skip_gates:
         return Action("promote", _skipped(release, "canary"))
-    if release.canary_started_at is None or evidence.route.canary != release.revision:
-        return Action("start_canary", f"{settings.weight:.0%} of the units go to the canary.")
-    return _guard(release, evidence, settings) or _reach_verdict(release, evidence, settings)
+    if release.canary_started_at is None:
+        return (
+            _refuse_canary(settings, evidence) or _skip_steps(release, settings, evidence) or _send(release)
+        )
+    if harm := _guard(release, evidence):
+        return harm
+    # After a crash right before the route was changed.
+    if evidence.route.canary != release.revision or evidence.route.weight != release.weight:
+        return _send(release)
+    return _next_step(release, settings, evidence)
 
 
-def _guard(release: Release, evidence: Evidence, settings: ReleaseConfig) -> Action | None:
-    canary = evidence.canary
-    if release.canary_started_at is None or canary.upper > 0:
+def _send(release: Release) -> Action:
+    return Action("start_canary", f"{release.weight:.0%} of the units go to the canary.")
+
+
+def _refuse_canary(settings: ReleaseConfig, evidence: Evidence) -> Action | None:
+    """Return why a canary with these settings could never be promoted, or None."""
+    if not settings.promoting_guards:
+        return Action("hold", "No guard is configured that could promote the canary; see `release.guards`.")
+    if evidence.units_per_s is None:
+        return None
+    name = "margin" if settings.feedback == "reward" else "rate_margin"
+    needed = least_pairs(settings.alpha, getattr(settings, name))
+    reached = evidence.units_per_s * settings.weight * settings.max_seconds
+    if needed <= reached:
         return None
     return Action(
-        "rollback",
-        f"The canary's reward is below the baseline's: {_figures(canary)} at level {settings.alpha:g}.",
+        "hold",
+        f"The {name} {getattr(settings, name):g} cannot be met: even if no two users ever differ it takes "
+        f"{needed:g} canary units, and {evidence.units_per_s:.2g} units a second give {reached:.0f} within "
+        f"{settings.max_seconds:g} s. Widen `release.{name}`, `release.weight` or `release.max_seconds`.",
     )
 
 
-def _reach_verdict(release: Release, evidence: Evidence, settings: ReleaseConfig) -> Action:
+def _skip_steps(release: Release, settings: ReleaseConfig, evidence: Evidence) -> Action | None:
+    """Return the jump over the steps that recent traffic cannot fill in time, or None."""
+    if evidence.units_per_s is None:
+        return None
+    enough = settings.min_units / (settings.step_seconds * evidence.units_per_s)
+    weight = next((one for one in settings.weights if one >= min(enough, settings.weight)), settings.weight)
+    if weight <= release.weight:
+        return None
+    why = f"{evidence.units_per_s:.2g} units a second do not fill them within {settings.step_seconds:g} s"
+    return Action("next_step", f"Steps below {weight:.0%} are skipped: {why}.", weight)
+
+
+def _guard(release: Release, evidence: Evidence) -> Action | None:
+    harm = evidence.canary.harm
+    if release.canary_started_at is None or harm is None:
+        return None
+    return Action(
+        "rollback", f"The canary does harm. {harm.sentence()} {evidence.canary.feedback.sentence()}"
+    )
+
+
+def _next_step(release: Release, settings: ReleaseConfig, evidence: Evidence) -> Action:
+    """Return the next step of the ramp, the verdict at its end, or `wait`."""
     canary = evidence.canary
-    if canary.lower >= -settings.margin and canary.canary_units >= settings.min_units:
-        return Action(
-            "promote",
-            f"The canary's reward is within {settings.margin:g} of the baseline's or above it: "
-            f"{_figures(canary)} at level {settings.alpha:g}.",
-        )
+    said = " ".join(guard.sentence() for guard in canary.required) + f" {canary.feedback.sentence()}"
+    following = next((weight for weight in settings.weights if weight > release.weight), None)
+    if release.weight > settings.weight:
+        is_baked = evidence.weight_s >= settings.bake_seconds
+        baked = f"The canary did no harm in {settings.bake_seconds:g} s at {release.weight:.0%}. {said}"
+        return Action("promote", baked) if is_baked else Action("wait")
+    if release.weight < settings.weight and following:
+        is_full = canary.step_units >= settings.min_units
+        if is_full or evidence.weight_s >= settings.step_seconds:
+            why = f"{canary.step_units} units at {release.weight:.0%} within {evidence.weight_s:.0f} s"
+            return Action(
+                "next_step", f"{following:.0%} of the units go to the canary after {why}.", following
+            )
+    elif canary.is_clear and canary.canary_units >= settings.min_units:
+        if following:
+            return Action(
+                "next_step", f"The canary is clear; {1 - following:.0%} stay behind. {said}", following
+            )
+        return Action("promote", f"The canary is within its margins or better. {said}")
     if evidence.step_s >= settings.max_seconds:
-        return Action("hold", f"No verdict within {settings.max_seconds:g} s: {_figures(canary)}.")
+        return Action("hold", f"No verdict within {settings.max_seconds:g} s. {said}")
     return Action("wait")
-
-
-def _figures(canary: CanaryResult) -> str:
-    return (
-        f"the difference lies between {canary.lower:+.3f} and {canary.upper:+.3f} after "
-        f"{canary.canary_units} canary and {canary.baseline_units} baseline units"
-    )
 
 
 def _skipped(release: Release, gate: str) -> str:

@@ -35,6 +35,8 @@ class Applier:
             return self._update(release, step=NEXT_STEP[release.step], reason=action.reason)
         if action.kind == "start_canary":
             return self._start_canary(release, action, evidence)
+        if action.kind == "next_step":
+            return self._next_step(release, action, evidence)
         return self._end(release, action, evidence, by)
 
     def say_verdict(self, release: Release) -> None:
@@ -72,8 +74,22 @@ class Applier:
             release,
             canary_started_at=release.canary_started_at or routed.updated_at,
             canary_version=release.canary_version or routed.version,
+            ramp=release.ramp or [[routed.version, release.weight]],
             reason=action.reason,
         )
+
+    def _next_step(self, release: Release, action: Action, evidence: Evidence) -> Release:
+        """Write the step into the row first: `advance` sees a route that lags behind it, and repeats it.
+
+        Before the canary's start there is no step to write yet, only its weight.
+        """
+        if release.canary_started_at is None:
+            return self._update(release, weight=action.weight, reason=action.reason)
+        so_far = release.ramp or [[release.canary_version or 0, release.weight]]
+        ramp = [*so_far, [evidence.route.version + 1, action.weight]]
+        release = self._update(release, weight=action.weight, ramp=ramp, reason=action.reason)
+        self.changes.start_canary(evidence.route, release.revision, action.weight, action.reason)
+        return release
 
     def _end(self, release: Release, action: Action, evidence: Evidence, by: str) -> Release:
         if action.kind == "rollback":

@@ -66,7 +66,7 @@ class Controller:
         self.spool = Spool(params.paths.spool, "controller")
         self.applier = Applier(self.catalog, self.spool, params.url("controller"))
         self.latest: dict[str, Evidence] = {}
-        self.decisions = ReleaseDecisions(self.catalog, self.applier, params.release, self.latest)
+        self.decisions = ReleaseDecisions(self.catalog, self.applier, params.release_of, self.latest)
         self.faults: dict[str, str] = {}
         self.last_tick = time.monotonic()
         # Serializes the loop's decisions and people's requests.

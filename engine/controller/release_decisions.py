@@ -6,6 +6,7 @@ rollbacks.
 
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -25,11 +26,15 @@ class ReleaseDecisions:
     """Checks and carries out people's decisions; `latest` holds each running release's newest evidence."""
 
     def __init__(
-        self, catalog: Catalog, applier: Applier, defaults: ReleaseConfig, latest: dict[str, Evidence]
+        self,
+        catalog: Catalog,
+        applier: Applier,
+        configured: Callable[[str], ReleaseConfig],
+        latest: dict[str, Evidence],
     ):
         self._catalog = catalog
         self._applier, self._changes = applier, applier.changes
-        self._defaults = defaults
+        self._configured = configured
         self._latest = latest
 
     def start(
@@ -49,7 +54,7 @@ class ReleaseDecisions:
         champion = self._catalog.routes.get(policy).champion
         if champion == revision.digest:
             raise Conflict(f"Revision {champion[:12]} is already the champion of {policy!r}.")
-        config = self._settings(settings)
+        config = self._settings(policy, settings)
         now = time.time()
         release = Release(
             id=str(uuid.uuid4()),
@@ -57,7 +62,7 @@ class ReleaseDecisions:
             revision=revision.digest,
             baseline=champion,
             step="probe",
-            weight=config.weight,
+            weight=config.weights[0],
             state="running",
             settings=config.model_dump(mode="json"),
             created_at=now,
@@ -190,9 +195,9 @@ class ReleaseDecisions:
                 "Lift it first with `graftwork lift`, your name and a reason."
             )
 
-    def _settings(self, changes: dict[str, Any]) -> ReleaseConfig:
+    def _settings(self, policy: str, changes: dict[str, Any]) -> ReleaseConfig:
         try:
-            return ReleaseConfig.model_validate(self._defaults.model_dump() | changes)
+            return ReleaseConfig.model_validate(self._configured(policy).model_dump() | changes)
         except ValidationError as error:
             raise ConfigError(
                 f"The release's settings are not valid. {explain(error, ReleaseConfig)}"

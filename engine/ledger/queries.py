@@ -1,4 +1,4 @@
-"""Queries that several readers share: a revision's latest scores, and a canary's rewards.
+"""Queries that several readers share: a revision's latest scores, a canary's answers and ratings.
 
 They run on the ledger or on its snapshot.
 """
@@ -18,21 +18,52 @@ SCORES = """
         AND (digest IS NULL OR policy = $policy) AND score IS NOT NULL
     GROUP BY suite_version, item ORDER BY suite_version, item
 """
-REWARDS = """
-    WITH answers AS (
-        SELECT id, key, unit, arm FROM observations
-        WHERE policy = $policy AND purpose = 'user' AND unit IS NOT NULL
-            AND (route_version >= $version OR ($version IS NULL AND "at" >= $started))
-            AND ((arm = 'canary' AND digest = $revision)
-                OR (arm IN ('champion', 'base') AND digest IS NOT DISTINCT FROM $baseline))
-    ), first AS (
+# Users' requests with a unit, answered by one of the two arms since the canary's start.
+ANSWERED = """
+    FROM observations
+    WHERE policy = $policy AND purpose = 'user' AND unit IS NOT NULL
+        AND (route_version >= $version OR ($version IS NULL AND "at" >= $started))
+        AND ((arm = 'canary' AND digest = $revision)
+            OR (arm IN ('champion', 'base') AND digest IS NOT DISTINCT FROM $baseline))
+"""
+RATINGS = f"""
+    WITH answers AS (SELECT id, key, unit, arm, coalesce(route_version, 0) AS version {ANSWERED}),
+    first AS (
         SELECT request_id, key, arg_min(reward, rowid) AS reward, arg_min("at", rowid) AS rated_at,
             min(rowid) AS seq
         FROM feedback WHERE request_id IN (SELECT id FROM answers) AND reward BETWEEN 0 AND 1 GROUP BY ALL
     )
-    SELECT rated_at, unit, arm = 'canary', reward
+    SELECT rated_at, version, first.key, unit, arm = 'canary', reward, seq
     FROM answers JOIN first ON request_id = answers.id AND first.key = answers.key
     WHERE rated_at <= $ended ORDER BY seq
+"""
+# Where the tokens were counted the answer was not streamed, and `ttft_s` is the time of the whole answer.
+ANSWERS = f"""
+    SELECT rowid, "at", coalesce(route_version, 0), key, unit, arm = 'canary', coalesce(status, 200), outcome,
+        CASE WHEN completion_tokens IS NULL AND status = 200 THEN ttft_s END, token_s
+    {ANSWERED} AND rowid > $after AND "at" <= $ended ORDER BY rowid
+"""
+FEEDBACK = f"""
+    WITH answers AS (SELECT id, key, status {ANSWERED} AND "at" <= $ended), said AS (
+        SELECT request_id, feedback.key = answers.key AS is_own,
+            coalesce(reward BETWEEN 0 AND 1, false) AS is_valid
+        FROM feedback JOIN answers ON request_id = answers.id WHERE feedback."at" <= $ended
+    )
+    SELECT (SELECT count(*) FROM answers WHERE coalesce(status, 200) < 400),
+        count(DISTINCT request_id) FILTER (is_own AND is_valid),
+        count(*) FILTER (is_own AND is_valid),
+        count(*) FILTER (NOT is_own),
+        count(*) FILTER (is_own AND NOT is_valid)
+    FROM said
+"""
+
+
+# Traffic of less than `TRAFFIC_LEAST_S` says nothing about a rate.
+TRAFFIC_S, TRAFFIC_LEAST_S, TRAFFIC_UNITS = 300.0, 60.0, 20
+TRAFFIC = """
+    SELECT count(DISTINCT unit), max("at") - min("at") FROM observations
+    WHERE policy = $policy AND purpose = 'user' AND unit IS NOT NULL AND "at" >= $since
+        AND arm IN ('champion', 'base')
 """
 
 
@@ -54,23 +85,66 @@ def latest_scores(
     return list(starmap(LatestScore, ledger.execute(SCORES, named).fetchall()))
 
 
-def canary_rewards(
-    ledger: duckdb.DuckDBPyConnection, release: Release
-) -> list[tuple[float, str, bool, float]]:
-    """Return a canary's rewards in order of arrival: (rated at, unit, whether of the canary, reward).
+# Row number, epoch seconds, route version, key, unit, whether of the canary, status, outcome, seconds to the
+# first token, seconds for each further token.
+AnswerRow = tuple[int, float, int, str, str, bool, int, str | None, float | None, float | None]
+
+
+class Rating(NamedTuple):
+    """The first rating of an answer, `at` epoch seconds; `version` is the route's at the answer."""
+
+    at: float
+    version: int
+    key: str
+    unit: str
+    is_canary: bool
+    reward: float
+    seq: int
+
+
+def canary_ratings(ledger: duckdb.DuckDBPyConnection, release: Release) -> list[Rating]:
+    """Return the ratings of a canary's and its baseline's answers in order of arrival.
 
     Counts users' requests with a unit, routed since the canary's start; of each its first rating, until the
     release's end. The route's version tells the start, since clocks may jump; only releases that ended
     before versions were recorded have the time alone.
     """
-    named: dict[str, Any] = {
+    return list(starmap(Rating, ledger.execute(RATINGS, _of_canary(release)).fetchall()))
+
+
+def canary_answers(ledger: duckdb.DuckDBPyConnection, release: Release, after: int = -1) -> list[AnswerRow]:
+    """Return the answers of a canary and its baseline, in order, after row number `after`."""
+    return ledger.execute(ANSWERS, _of_canary(release) | {"after": after}).fetchall()
+
+
+def canary_feedback(ledger: duckdb.DuckDBPyConnection, release: Release) -> tuple[int, int, int, int, int]:
+    """Return counts of a canary's feedback.
+
+    They are: answers, rated answers, valid ratings by the answer's own key, ratings by other keys, and
+    rewards outside [0, 1].
+    """
+    answers, rated, own, foreign, refused = ledger.execute(FEEDBACK, _of_canary(release)).fetchall()[0]
+    return answers, rated, own, foreign, refused
+
+
+def _of_canary(release: Release) -> dict[str, Any]:
+    ended = release.updated_at if release.state != "running" else float("inf")
+    return {
         "policy": release.policy,
         "revision": release.revision,
         "baseline": release.baseline,
+        "version": release.canary_version,
+        "started": release.canary_started_at,
+        "ended": ended,
     }
-    named |= {"version": release.canary_version, "started": release.canary_started_at}
-    ended = release.updated_at if release.state != "running" else float("inf")
-    return ledger.execute(REWARDS, named | {"ended": ended}).fetchall()
+
+
+def recent_units_per_s(ledger: duckdb.DuckDBPyConnection, policy: str, now: float) -> float | None:
+    """Return how many units a second a policy's route had in the last minutes; None with too few to tell."""
+    units, span_s = ledger.execute(TRAFFIC, {"policy": policy, "since": now - TRAFFIC_S}).fetchall()[0]
+    if units < TRAFFIC_UNITS or span_s < TRAFFIC_LEAST_S:
+        return None
+    return float(units / span_s)
 
 
 def named_rows(found: duckdb.DuckDBPyConnection) -> list[dict[str, Any]]:

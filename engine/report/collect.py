@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import duckdb
-import numpy as np
 
 from engine.adapters.manifests import stored_manifest
 from engine.catalog.catalog import Catalog, Release
+from engine.ledger.canaries import CanaryReader
 from engine.ledger.ledger import open_snapshot
-from engine.ledger.queries import canary_rewards, named_rows
-from engine.quality.sequential import CanaryComparison
+from engine.ledger.queries import canary_ratings, named_rows
+from engine.quality.guards import RewardGuard
 from engine.report.answers import sample_answers
 from engine.report.data import (
     CanaryPoint,
@@ -165,30 +165,21 @@ def timeline(ledger: duckdb.DuckDBPyConnection, release: Release) -> tuple[Canar
     started = release.canary_started_at
     if started is None:
         return ()
-    seen: set[str] = set()
-    rows, latest = [], started
-    for at, unit, is_canary, reward in canary_rewards(ledger, release):
-        if unit not in seen:
-            seen.add(unit)
-            # Evidence is in order of arrival; the clocks of two gateways may disagree with it.
-            latest = max(latest, at)
-            rows.append((latest - started, is_canary, reward))
-    settings = ReleaseConfig.model_validate(release.settings)
-    return _points(rows, CanaryComparison(release.weight, settings.alpha, settings.margin))
-
-
-def _points(rows: list[tuple[float, bool, float]], comparison: CanaryComparison) -> tuple[CanaryPoint, ...]:
-    stride = max(1, -(-len(rows) // MAX_POINTS))
-    arms: dict[bool, list[float]] = {True: [], False: []}
-    points = []
-    for number, (seconds, is_canary, reward) in enumerate(rows, start=1):
-        arms[is_canary].append(reward)
-        if number % stride and number != len(rows):
-            continue
-        canary, baseline = np.array(arms[True], dtype=float), np.array(arms[False], dtype=float)
-        comparison.update(canary, baseline)
-        mean, other = (float(arm.mean()) if len(arm) else None for arm in (canary, baseline))
-        points.append(
-            CanaryPoint(seconds, len(canary), len(baseline), mean, other, comparison.lower, comparison.upper)
-        )
+    reader = CanaryReader(release)
+    ratings, latest, points = canary_ratings(ledger, release), started, []
+    stride = max(1, -(-len(ratings) // MAX_POINTS))
+    for number, rating in enumerate(ratings, start=1):
+        reader.rate(rating)
+        # Evidence is in order of arrival; the clocks of two gateways may disagree with it.
+        latest = max(latest, rating.at)
+        if number % stride == 0 or number == len(ratings):
+            points.append(_point(latest - started, reader.judge.rewards))
     return tuple(points)
+
+
+def _point(seconds: float, rewards: RewardGuard) -> CanaryPoint:
+    counts, comparison = rewards.counts, rewards.comparison
+    means = rewards.mean(True), rewards.mean(False)
+    return CanaryPoint(
+        seconds, counts[True], counts[False], *means, lower=comparison.lower, upper=comparison.upper
+    )

@@ -175,6 +175,7 @@ class CreatePolicyForm(Form):
     steps: int | None = Field(None, ge=1, le=100_000, description="Train for this many steps.")
     lr: float | None = Field(None, gt=0, le=1, description="Train with this learning rate.")
     loss: LossName | None = Field(None, description="Train with this loss.")
+    kl: float | None = Field(None, ge=0, description="Add this times the KL divergence to the base.")
     rank: Rank | None = Field(None, description="Train an adapter of this rank.")
     groups: int | None = Field(None, ge=1, le=10_000, description="Sample this many problems a step.")
     group_size: int | None = Field(None, ge=2, le=1000, description="Sample this many answers a problem.")
@@ -202,4 +203,6 @@ class CreatePolicyForm(Form):
         for name, hours in (("max_age_s", self.max_age_hours), ("drift_after_s", self.drift_after_hours)):
             if hours:
                 given[name] = hours * 3600
+        if self.kl is not None:
+            given["loss_config"] = {"kl": self.kl}
         return given

@@ -10,6 +10,7 @@ import re
 import zoneinfo
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -106,8 +107,14 @@ class PolicyConfig(Settings):
     no_signal_steps: int = Field(
         3, ge=1, description="Stop the training after this many steps in a row without a gradient."
     )
+    collapse: Literal["ignore", "warn", "stop"] = Field(
+        "ignore", description="Warn when the answers seem to collapse, or stop the training there."
+    )
     group_size: int = Field(8, ge=2, description="Sample this many answers a problem.")
     lr: float = Field(2e-3, gt=0, description="Use this learning rate of Adam.")
+    warmup_steps: int = Field(
+        0, ge=0, le=1000, description="Raise the learning rate linearly to `lr` over this many first steps."
+    )
     loss: LossName = "dapo"
     loss_config: LossConfig = Field(LossConfig(), description="Change settings of the loss.")
     max_tokens: int = Field(24, ge=1, description="End an answer after this many tokens.")
@@ -123,6 +130,10 @@ class PolicyConfig(Settings):
     )
     seed: int = Field(1, ge=0, description="Draw problems and samples from this random seed.")
     suite: str = Field(description="Score on this suite, a directory under eval_suites/.")
+    general: bool = Field(
+        False,
+        description="Also score the perplexity on general text, and hold a revision that loses too much.",
+    )
     snapshot_ttl_s: float = Field(
         3600, gt=0, description="Keep the adapter of a training step for this many seconds."
     )
@@ -166,13 +177,40 @@ class PolicyConfig(Settings):
         return budget | self.loss_config.sent()
 
 
+GuardName = Literal["reward", "errors", "invalid", "refused", "truncated", "ttft", "token_time"]
+GUARDS: tuple[GuardName, ...] = ("reward", "errors", "invalid", "refused", "truncated", "ttft", "token_time")
+# The canary's weight while 5% of the units are left on the old champion.
+BAKE_WEIGHT = 0.95
+
+
 class ReleaseConfig(Settings):
     """The gates of a release: offline score, approval and canary."""
 
     weight: OpenFraction = Field(0.2, description="Send this share of users to the canary.")
     alpha: OpenFraction = Field(0.05, description="Limit the probability of a wrong verdict on a canary.")
+    feedback: Literal["reward", "none"] = Field(
+        "reward",
+        description="Judge users' rewards. none: there are none; promote on the offline score's lower bound "
+        "and all other guards.",
+    )
+    guards: tuple[GuardName, ...] = Field(
+        GUARDS,
+        description="Judge a canary by these: users' rewards, rates of errors (5xx) and of invalid, refused "
+        "and truncated answers, time to the first token and for each token (streamed answers).",
+    )
     margin: Fraction = Field(
         0.1, description="Promote a canary whose mean reward is at most this much below the baseline's."
+    )
+    rate_margin: OpenFraction = Field(
+        0.05,
+        description="Without feedback, promote a canary whose rates are at most this much above the "
+        "baseline's.",
+    )
+    latency_margin: float = Field(
+        0.5,
+        gt=0,
+        description="Roll a canary back whose times at the 90% quantile are above the baseline's by more "
+        "than this share of them.",
     )
     min_units: int = Field(20, ge=1, description="Require ratings of this many canary users to promote.")
     max_seconds: float = Field(
@@ -183,12 +221,60 @@ class ReleaseConfig(Settings):
         description="Hold a revision whose offline score is more than this below its parent's. The default "
         "is three standard errors of 200 paired items.",
     )
+    general_margin: float = Field(
+        0.05,
+        ge=0,
+        le=1,
+        description="With a policy's `general`: hold a revision whose perplexity on general text is more "
+        "than this share above the base's.",
+    )
+    ramp: tuple[OpenFraction, ...] = Field(
+        (), description="Send these shares of users to the canary first, from the smallest, before `weight`."
+    )
+    step_seconds: float = Field(
+        300,
+        gt=0,
+        description="End a step of the ramp after this many seconds; before, it ends with `min_units` units. "
+        "A step that recent traffic cannot fill is skipped.",
+    )
+    bake_seconds: float = Field(
+        0,
+        ge=0,
+        description="Before the promotion, leave 5% of users on the old champion for this many seconds.",
+    )
     approval_s: float = Field(
         0,
         ge=0,
         description="Require an approval before the canary, and hold after this many seconds without one. "
         "0: no approval.",
     )
+
+    @property
+    def promoting_guards(self) -> tuple[GuardName, ...]:
+        """The guards that a promotion needs clear: the reward's, or without feedback all others."""
+        has_feedback = self.feedback == "reward"
+        return tuple(name for name in self.guards if (name == "reward") == has_feedback)
+
+    @model_validator(mode="after")
+    def _ramp_only_grows(self) -> Self:
+        weights = self.weights
+        if any(following <= weight for weight, following in pairwise(weights)):
+            said = ", ".join(f"{weight:g}" for weight in weights)
+            raise ValueError(
+                f"units only move from champion to canary, so `ramp`, `weight` and the bake's "
+                f"{BAKE_WEIGHT:g} must grow (found {said})"
+            )
+        return self
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The canary's weight in each step: the ramp, `weight`, and the bake if there is one."""
+        return (*self.ramp, self.weight, *((BAKE_WEIGHT,) if self.bake_seconds else ()))
+
+    @property
+    def longest_s(self) -> float:
+        """The most seconds from a release's start to its verdict."""
+        return self.approval_s + self.max_seconds + self.bake_seconds
 
 
 class DemoConfig(Settings):
@@ -271,6 +357,9 @@ class Params(Settings):
     prefect: PrefectConfig = PrefectConfig()
     policies: dict[PolicyName, PolicyConfig] = Field(default_factory=dict, description="Policies by name.")
     release: ReleaseConfig = ReleaseConfig()
+    releases: dict[PolicyName, dict[str, Any]] = Field(
+        default_factory=dict, description="Settings of `release` that differ for a policy, by its name."
+    )
     demo: DemoConfig = DemoConfig()
     nightly: NightlyConfig = NightlyConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
@@ -280,14 +369,34 @@ class Params(Settings):
     def _absolute(cls, value: Path) -> Path:
         return value.expanduser().absolute()
 
+    @model_validator(mode="after")
+    def _releases_are_valid(self) -> Self:
+        for name in self.releases:
+            try:
+                self.release_of(name)
+            except ValidationError as error:
+                raise ValueError(f"of {name!r}: {explain(error, ReleaseConfig)}") from None
+        return self
+
+    def release_of(self, policy: str) -> ReleaseConfig:
+        """Return the settings of a policy's releases."""
+        return ReleaseConfig.model_validate(self.release.model_dump() | self.releases.get(policy, {}))
+
     @property
     def paths(self) -> "Paths":
         """The files and directories of the state directory."""
         return Paths(self.state_dir, self.catalog.url)
 
     def policy(self, name: str) -> PolicyConfig:
-        """Return a policy's resolved settings; see `resolve_policy`, also for errors."""
+        """Return a policy's settings as given, without those that fit the base; see `resolve_policy`."""
         return resolve_policy(self, name).config
+
+    def to_json(self) -> str:
+        """Return the text of a settings file; what a policy does not set is left to what fits the base."""
+        policies = {
+            name: policy.model_dump(mode="json", exclude_unset=True) for name, policy in self.policies.items()
+        }
+        return json.dumps(self.model_dump(mode="json") | {"policies": policies}, indent=2)
 
     def url(self, service: str) -> str:
         """Return the local address of `engine`, `trainer`, `controller`, `mlflow` or `prefect`."""
@@ -313,10 +422,16 @@ def known_policies(params: Params) -> list[str]:
     return sorted({name for name in own if POLICY_NAME.fullmatch(name)} | set(params.policies))
 
 
-def resolve_policy(params: Params, name: str, changes: Mapping[str, Any] | None = None) -> Resolved:
-    """Merge a policy's settings: defaults, then `params.yaml`, then its own file, then `changes`.
+def resolve_policy(
+    params: Params,
+    name: str,
+    changes: Mapping[str, Any] | None = None,
+    fitting: Mapping[str, Any] | None = None,
+) -> Resolved:
+    """Merge a policy's settings: defaults, `fitting`, `params.yaml`, its own file, then `changes`.
 
-    A change of None means "as configured". Raises `ConfigError` for an unknown policy or invalid settings.
+    `fitting` are settings that fit the base. Settings of the loss are merged one by one. A change of None
+    means "as configured". Raises `ConfigError` for an unknown policy or invalid settings.
     """
     file = policy_file(params, name)
     layers: dict[str, Mapping[str, Any]] = {}
@@ -329,8 +444,12 @@ def resolve_policy(params: Params, name: str, changes: Mapping[str, Any] | None 
     if not layers:
         known = ", ".join(known_policies(params)) or "none"
         raise ConfigError(f"There is no policy {name!r}. Known policies: {known}.")
+    layers = {"the base": fitting or {}, **layers}
     layers["request"] = {key: value for key, value in (changes or {}).items() if value is not None}
     values = {key: value for layer in layers.values() for key, value in layer.items()}
+    losses = [layer["loss_config"] for layer in layers.values() if isinstance(layer.get("loss_config"), dict)]
+    if isinstance(values.get("loss_config"), dict):
+        values["loss_config"] = {key: value for loss in losses for key, value in loss.items()}
     try:
         config = PolicyConfig.model_validate(values)
     except ValidationError as error:

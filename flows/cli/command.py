@@ -21,7 +21,7 @@ from engine.services import lifecycle as services
 from engine.settings.forms import AdaptForm
 from engine.threads import background, in_parallel
 from engine.version import code_version
-from flows.cli import adapters, admin, decide, look, plan, policy, purge, residency, score, serve, store
+from flows.cli import adapters, admin, chat, decide, look, plan, policy, purge, residency, score, serve, store
 from flows.entry import (
     PARAMS,
     Again,
@@ -194,6 +194,7 @@ GROUPS = (
     look,
     residency,
     serve,
+    chat,
     plan,
     adapters,
     purge,

@@ -1,4 +1,4 @@
-"""Read-only commands: status, sessions, ls, why, report.
+"""Read-only commands: status, sessions, ls, why, replay, report.
 
 `status` asks the services' supervisor and `sessions` the trainer; the others read the catalog and the
 ledger's snapshot, so they also work while nothing runs.
@@ -103,6 +103,32 @@ def why(
 
     print_links(chain.links)
     say(look.note(fresh))
+
+
+@app.command()
+def replay(
+    release: Annotated[str, typer.Argument(help="Release id; or POLICY, POLICY@DIGEST: its newest.")],
+    alpha: Annotated[
+        float | None, typer.Option(min=1e-9, max=0.5, help="Level. Default: the release's own.")
+    ] = None,
+    margin: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Margin of the reward. Default: the release's own.")
+    ] = None,
+    as_json: Json = False,
+    params: ParamsFile = PARAMS,
+) -> None:
+    """Judge a release's canary again from the ledger, with another level or margin; changes nothing."""
+    settings = enter(params)
+    from tasks.replay import replay as judge_again
+
+    found = judge_again(settings, release, alpha, margin)
+    if as_json:
+        return print_json(found.row())
+    judged = f"at level {found.alpha:g} and margin {found.margin:g}"
+    units = f"{found.canary_units} canary and {found.baseline_units} baseline units"
+    say(f"{found.revision} {judged}: {found.verdict} after {found.seconds:.1f} s, {units}.")
+    say(f"  {found.reason}")
+    say(f"Recorded: {found.recorded}. {found.recorded_reason}")
 
 
 @app.command()

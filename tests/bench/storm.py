@@ -181,7 +181,7 @@ def of_stock(
     result: Result,
 ) -> None:
     """Run the same storms on vLLM's own loader, with as many slots as they need."""
-    from engine.base import ensure_base
+    from engine.base.resident import ensure_base
 
     shape, most = _served.SHAPES[base], max(cold)
     info = ensure_base(given.base.model_copy(update={"name": base}), given.paths)

@@ -31,7 +31,9 @@ from engine.serving.gateway.asgi import (
     read_body,
     send_error,
     unless_left,
+    with_body,
 )
+from engine.serving.gateway.outcomes import outcome_of, streamed_outcome, wants_json
 from engine.serving.gateway.routing import Router, Target
 from engine.serving.residency.load_queue import BACKGROUND, INTERACTIVE
 from engine.serving.residency.residency import Residency
@@ -48,27 +50,27 @@ OPEN_PATHS = {
     "/metrics": GET,
     "/graftwork/marker": GET,
 }
+# Not for keys of users: a single request asks for thousands of samples.
+ROLLOUTS = "/graftwork/rollouts"
 GENERATING = {
     "/v1/completions": "cmpl-",
     "/v1/chat/completions": "chatcmpl-",
-    "/graftwork/rollouts": "rollouts-",
+    ROLLOUTS: "rollouts-",
 }
-# A single rollout request asks for thousands of samples.
-NOT_FOR_USERS = frozenset({"/graftwork/rollouts"})
+# All adapters have their base's tokenizer, so no adapter is loaded.
+TOKENIZING = frozenset({"/tokenize", "/detokenize"})
 # These need a key, and answer without a revision. Some of vLLM's other routes load adapters or generate
 # without any of our checks.
 PASSED_PATHS = {
     "/v1/models": GET,
     "/v1/feedback": POST,
     "/v1/prewarm": POST,
-    "/tokenize": POST,
-    "/detokenize": POST,
     "/graftwork/residency": GET,
     "/graftwork/loads": GET,
 }
 # Followed by a model's name.
 MODEL_PATH = "/v1/models/"
-METHODS = OPEN_PATHS | PASSED_PATHS | dict.fromkeys(GENERATING, POST)
+METHODS = OPEN_PATHS | PASSED_PATHS | dict.fromkeys([*GENERATING, *TOKENIZING], POST)
 POLICY_VIOLATION = 1008
 PURPOSES = frozenset({"user", "score", "rollout", "probe"})
 UNOBSERVED = Counter("graftwork_observations_lost", "Requests whose observation could not be spooled.")
@@ -104,6 +106,22 @@ class Exchange:
     status: int = 500
     ttft_s: float | None = None
     usage: dict[str, int] | None = None
+    outcome: str | None = None
+    # Of a stream: its pieces so far, and the seconds until the last one.
+    pieces: int = 0
+    last_s: float = 0.0
+
+    def take(self, body: bytes, is_whole: bool, is_json: bool) -> None:
+        """Measure a piece of the answer, the first, a later one, or the whole of it."""
+        now_s = time.perf_counter() - self.started
+        if is_whole:
+            self.ttft_s = now_s
+            answer = answer_of(body)
+            self.usage, self.outcome = answer.get("usage"), outcome_of(answer, is_json)
+        elif body:
+            self.ttft_s = self.ttft_s or now_s
+            self.pieces, self.last_s = self.pieces + 1, now_s
+            self.outcome = streamed_outcome(body) or self.outcome
 
     def observation(self, gateway: str) -> dict[str, Any]:
         """Return the row for the ledger's table `observations`; `gateway` is this gateway's name."""
@@ -119,6 +137,8 @@ class Exchange:
             "status": self.status,
             "latency_s": time.perf_counter() - self.started,
             "ttft_s": self.ttft_s,
+            "token_s": (self.last_s - (self.ttft_s or 0.0)) / (self.pieces - 1) if self.pieces > 1 else None,
+            "outcome": self.outcome,
             "prompt_tokens": usage.get("prompt_tokens"),
             "completion_tokens": usage.get("completion_tokens"),
             "route_version": self.target.route_version,
@@ -153,20 +173,30 @@ class Gateway:
             refuse_unserved(scope["path"], scope["method"])
             if scope["path"] in PASSED_PATHS or scope["path"].startswith(MODEL_PATH):
                 return await self._app(scope, receive, send)
-            if scope["path"] in NOT_FOR_USERS and key.scope == "user":
+            if scope["path"] in TOKENIZING:
+                return await self._tokenize(state, scope, receive, send)
+            if scope["path"] == ROLLOUTS and key.scope == "user":
                 raise Refused(
-                    403, f"{scope['path']} requires a key of scope 'score' or 'admin'; this key's is 'user'."
+                    403, f"{ROLLOUTS} requires a key of scope 'score' or 'admin'; this key's is 'user'."
                 )
             await self._generate(state, key, headers, scope, receive, send)
         except GraftworkError as error:
             await send_error(send, error)
+
+    async def _tokenize(self, state: GatewayState, scope: Any, receive: Receive, send: Send) -> None:
+        """Forward the request to the base, whichever model that may be asked for it names."""
+        body = parse(await read_body(receive))
+        if body.get("model") is not None:
+            await state.router.admit(str(body["model"]), "")
+            body["model"] = state.router.base_name
+        await self._app(scope, with_body(body, scope, receive), send)
 
     async def _generate(
         self, state: GatewayState, key: Key, headers: dict[str, str], scope: Any, receive: Receive, send: Send
     ) -> None:
         started = time.perf_counter()
         body = parse(await read_body(receive))
-        purpose = purpose_of(headers, key)
+        purpose = purpose_of(scope["path"], headers, key)
         request_id = uuid.uuid4().hex
         unit = body.get("user") or headers.get("x-session-id")
         model = str(body.get("model") or "")
@@ -229,30 +259,17 @@ class Gateway:
         self, exchange: Exchange, body: dict[str, Any], scope: Any, receive: Receive, send: Send
     ) -> None:
         """Forward the request with the new body, mark the response and record its status and times."""
-        raw = orjson.dumps(body)
-        replaced = {b"content-length", b"x-request-id"}
-        scope["headers"] = [header for header in scope["headers"] if header[0] not in replaced] + [
-            (b"content-length", str(len(raw)).encode()),
-            (b"x-request-id", exchange.id.rpartition("-")[2].encode()),
-        ]
+        request_id = (b"x-request-id", exchange.id.rpartition("-")[2].encode())
+        replay, is_json = with_body(body, scope, receive, request_id), wants_json(body)
         revision = (exchange.target.name or "base").encode()
-        sent = False
-
-        async def replay() -> Message:
-            nonlocal sent
-            if sent:
-                return await receive()
-            sent = True
-            return {"type": "http.request", "body": raw, "more_body": False}
 
         async def observe(message: Message) -> None:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-graftwork-revision", revision)]
-            elif exchange.ttft_s is None:
-                exchange.ttft_s = time.perf_counter() - exchange.started
-                if not message.get("more_body") and not body.get("stream"):
-                    exchange.usage = usage_of(message.get("body", b""))
+            else:
+                is_whole = not body.get("stream") and exchange.ttft_s is None and not message.get("more_body")
+                exchange.take(message.get("body", b""), is_whole, is_json)
             await send(message)
 
         await self._app(scope, replay, observe)
@@ -280,9 +297,12 @@ def authenticate(router: Router, headers: dict[str, str]) -> Key:
     return key
 
 
-def purpose_of(headers: dict[str, str], key: Key) -> str:
-    """Return the request's purpose; any but `user` requires a key of scope `admin` or `score`."""
-    purpose = headers.get("x-graftwork-purpose", "user")
+def purpose_of(path: str, headers: dict[str, str], key: Key) -> str:
+    """Return the request's purpose; any but `user` requires a key of scope `admin` or `score`.
+
+    Without the header it is `rollout` for the path of rollouts, else `user`.
+    """
+    purpose = headers.get("x-graftwork-purpose", "rollout" if path == ROLLOUTS else "user")
     if purpose not in PURPOSES:
         raise Refused(
             400, f"x-graftwork-purpose must be one of {', '.join(sorted(PURPOSES))}, not {purpose!r}."
@@ -308,12 +328,12 @@ def hash_unit(target: Target, unit: str) -> str:
     return hashlib.sha256(f"{target.policy}\0{unit}".encode()).hexdigest()[:24]
 
 
-def usage_of(body: bytes) -> dict[str, int] | None:
-    """Return the `usage` object of a response body, or None."""
-    start = body.rfind(b'"usage":{')
-    if start < 0:
-        return None
+def answer_of(body: bytes) -> dict[str, Any]:
+    """Return a response body with a `usage` object, or an empty mapping for any other."""
+    if body.rfind(b'"usage":{') < 0:
+        return {}
     try:
-        return orjson.loads(body)["usage"]
-    except (orjson.JSONDecodeError, KeyError, TypeError):
-        return None
+        found = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -372,7 +372,7 @@ def test_a_canary_that_ran_under_schema_0005_knows_the_version_of_its_route(
 
     def old(id: str, policy: str, **changes: Any) -> dict[str, Any]:
         row = vars(make_release(id, digest(1), policy)) | changes
-        return {name: value for name, value in row.items() if name != "canary_version"}
+        return {name: value for name, value in row.items() if name not in ("canary_version", "ramp")}
 
     served = Route("sorting", canary=digest(1), weight=0.2, version=7)
     ended = old("r0", "sorting", state="held", canary_started_at=2.0)
@@ -382,8 +382,10 @@ def test_a_canary_that_ran_under_schema_0005_knows_the_version_of_its_route(
         connection.execute(tables.releases.insert(), releases)
     migrate(empty_catalog_url)
     with closing(Catalog(empty_catalog_url)) as catalog:
-        versions = {release.id: release.canary_version for release in catalog.releases.all()}
-    assert versions == {"r0": None, "r1": 7, "r2": None}
+        releases = catalog.releases.all()
+    assert {release.id: release.canary_version for release in releases} == {"r0": None, "r1": 7, "r2": None}
+    # Schema 0007: what ran before has one step, and no entry for it.
+    assert [release.ramp for release in releases] == [[], [], []]
 
 
 def test_policies_come_by_the_thousand(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:

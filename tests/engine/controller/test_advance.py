@@ -1,13 +1,17 @@
 """`advance` as a table: every state of the row against every kind of evidence."""
 
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
+from canary_results import judged
 
 from engine.catalog.catalog import Release, Route
-from engine.controller.advance import Action, CanaryResult, Evidence, OfflineScore, advance
-from engine.settings.params import ReleaseConfig
+from engine.controller.advance import Action, Evidence, LanguageScore, OfflineScore, advance
+from engine.quality.canary import CanaryResult, FeedbackCounts
+from engine.quality.guards import GuardResult
+from engine.settings.params import BAKE_WEIGHT, ReleaseConfig
 
 SETTINGS = ReleaseConfig(weight=0.2, alpha=0.05, margin=0.1, min_units=20, max_seconds=600, score_margin=0.02)
 ACCEPTED = {"accepted": True, "reason": "ok"}
@@ -28,11 +32,11 @@ SCORES = {
 }
 CANARIES = {
     "nothing": CanaryResult(),
-    "open": CanaryResult(30, 120, 0.9, 0.9, 30, -0.2, 0.2),
-    "bad": CanaryResult(8, 32, 0.0, 1.0, 8, -1.0, 0.0),
-    "good": CanaryResult(20, 80, 0.9, 0.9, 20, -0.1, 0.3),
-    "good, few": CanaryResult(19, 80, 0.9, 0.9, 19, -0.1, 0.3),
-    "a little worse, surely": CanaryResult(900, 3600, 0.9, 0.95, 900, -0.09, -0.01),
+    "open": judged(30, 120, (0.9, 0.9), -0.2, 0.2),
+    "bad": judged(8, 32, (0.0, 1.0), -1.0, 0.0),
+    "good": judged(20, 80, (0.9, 0.9), -0.1, 0.3),
+    "good, few": judged(19, 80, (0.9, 0.9), -0.1, 0.3),
+    "a little worse, surely": judged(900, 3600, (0.9, 0.95), -0.09, -0.01),
 }
 
 
@@ -44,7 +48,7 @@ def release(**changes: object) -> Release:
 def evidence(
     now: float = 100.0, canary: str | None = None, champion: str | None = "old", **more: object
 ) -> Evidence:
-    return Evidence(now=now, route=Route("p", champion=champion, canary=canary), **more)
+    return Evidence(now=now, route=Route("p", champion=champion, canary=canary, weight=0.2), **more)
 
 
 def running_canary(**changes: object) -> Release:
@@ -77,6 +81,37 @@ def test_the_score_gate(score: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("language", "kind"),
+    [
+        (None, "next_gate"),
+        (LanguageScore(0, 0.0, 0.0), "hold"),
+        (LanguageScore(50, 18.0, 20.0), "next_gate"),
+        (LanguageScore(50, 20.99, 20.0), "next_gate"),
+        (LanguageScore(50, 21.01, 20.0), "hold"),
+    ],
+)
+def test_a_revision_that_loses_its_language_is_held_whatever_it_scores(
+    language: LanguageScore | None, kind: str
+) -> None:
+    row, seen = release(step="score"), evidence(score=SCORES["better"], language=language)
+    assert advance(row, seen).kind == kind
+    assert seen.summary().get("language", {}).get("windows") == (language and language.windows)
+    skipped = advance(replace(row, skip_gates={"score": BY}), seen)
+    assert skipped == Action("next_gate", "The score gate was skipped by me: known to be bad")
+    worse = replace(seen, score=SCORES["worse"])
+    assert "The offline score fell" in advance(row, worse).reason
+
+
+def test_the_margin_of_general_text_is_a_setting() -> None:
+    settings = SETTINGS.model_copy(update={"general_margin": 0.5}).model_dump()
+    row, language = release(step="score", settings=settings), LanguageScore(50, 29.0, 20.0)
+    assert advance(row, evidence(score=SCORES["better"], language=language)).kind == "next_gate"
+    assert "rose from the base's 20.00 to 29.00; 5% more is allowed" in (
+        advance(release(step="score"), evidence(score=SCORES["better"], language=language)).reason
+    )
+
+
+@pytest.mark.parametrize(
     ("result", "early", "late"),
     [
         ("nothing", "wait", "hold"),
@@ -88,7 +123,7 @@ def test_the_score_gate(score: str, kind: str) -> None:
     ],
 )
 def test_the_canary_gate(result: str, early: str, late: str) -> None:
-    route = Route("p", champion="old", canary="new")
+    route = Route("p", champion="old", canary="new", weight=0.2)
     for step_s, kind in ((599.9, early), (600.0, late)):
         seen = Evidence(100.0, route, canary=CANARIES[result], step_s=step_s)
         assert advance(running_canary(), seen).kind == kind
@@ -108,13 +143,126 @@ def test_a_skipped_canary_promotes_with_the_reason() -> None:
 
 
 def test_a_freeze_stops_promotions_but_not_rollbacks() -> None:
-    route = Route("p", champion="old", canary="new")
+    route = Route("p", champion="old", canary="new", weight=0.2)
     kinds = {}
     for name, result in CANARIES.items():
         kinds[name] = advance(running_canary(), Evidence(100.0, route, canary=result, frozen=True)).kind
     assert {name for name, kind in kinds.items() if kind == "rollback"} == {"bad", "a little worse, surely"}
     assert set(kinds.values()) == {"wait", "rollback"}
     assert advance(release(step="canary", skip_gates={"canary": BY}), evidence(frozen=True)).kind == "wait"
+
+
+def test_harm_that_any_guard_finds_rolls_back_and_says_which() -> None:
+    errors = GuardResult("errors", "harm", 0.1, 0.9, 12, 48, "mixture of binomials at level 0.004")
+    good = CANARIES["good"]
+    seen = Evidence(
+        100.0,
+        Route("p", champion="old", canary="new", weight=0.2),
+        canary=replace(good, guards=(*good.guards, errors), feedback=FeedbackCounts(60, 45, doubled=3)),
+    )
+    action = advance(running_canary(), seen)
+    assert action.kind == "rollback"
+    for said in ("errors", "+0.100 and +0.900", "12 canary and 48", "binomials", "45 of 60", "3 doubled"):
+        assert said in action.reason
+
+
+def test_a_guard_that_is_not_required_need_not_be_clear_but_each_required_one() -> None:
+    route, good = Route("p", champion="old", canary="new", weight=0.2), CANARIES["good"]
+    for required, kind in ((False, "promote"), (True, "wait")):
+        times = GuardResult("ttft", "open", 0.0, math.inf, 0, 0, "ranks", required=required)
+        seen = Evidence(100.0, route, canary=replace(good, guards=(*good.guards, times)))
+        assert advance(running_canary(), seen).kind == kind
+
+
+def ramped(weight: float, **changes: object) -> Release:
+    """A release that ramps over 1, 5 and 20% and bakes for 60 s, at this weight."""
+    settings = SETTINGS.model_dump() | {"ramp": (0.01, 0.05), "bake_seconds": 60, "step_seconds": 100}
+    return replace(running_canary(weight=weight, settings=settings), **changes)
+
+
+def at(weight: float, result: CanaryResult, **more: object) -> Evidence:
+    route = Route("p", champion="old", canary="new", weight=weight)
+    return Evidence(100.0, route, canary=result, **more)
+
+
+@pytest.mark.parametrize(
+    ("weight", "result", "units", "seconds", "kind", "following"),
+    [
+        (0.01, "open", 19, 10, "wait", 0.0),
+        (0.01, "open", 20, 10, "next_step", 0.05),
+        (0.01, "open", 0, 100, "next_step", 0.05),
+        (0.01, "good", 19, 10, "wait", 0.0),
+        (0.05, "good", 20, 10, "next_step", 0.2),
+        (0.05, "bad", 0, 10, "rollback", 0.0),
+        (0.2, "open", 90, 500, "wait", 0.0),
+        (0.2, "good", 20, 10, "next_step", BAKE_WEIGHT),
+        (BAKE_WEIGHT, "good", 90, 59, "wait", 0.0),
+        (BAKE_WEIGHT, "bad", 90, 59, "rollback", 0.0),
+        (BAKE_WEIGHT, "good", 0, 60, "promote", 0.0),
+    ],
+)
+def test_a_ramp_goes_up_by_exposure_or_time_and_bakes_before_the_promotion(
+    weight: float, result: str, units: int, seconds: float, kind: str, following: float
+) -> None:
+    seen = at(weight, replace(CANARIES[result], step_units=units), weight_s=seconds)
+    action = advance(ramped(weight), seen)
+    assert (action.kind, action.weight) == (kind, following)
+
+
+def test_a_bake_is_not_held_for_its_time() -> None:
+    seen = at(BAKE_WEIGHT, CANARIES["good"], step_s=9e9, weight_s=10.0)
+    assert advance(ramped(BAKE_WEIGHT), seen).kind == "wait"
+
+
+def test_a_route_that_lags_behind_its_row_is_sent_again() -> None:
+    assert advance(ramped(0.05), at(0.01, CANARIES["open"])).kind == "start_canary"
+    assert advance(ramped(0.05), at(0.01, CANARIES["bad"])).kind == "rollback"
+
+
+@pytest.mark.parametrize(
+    ("units_per_s", "weight"), [(None, 0.01), (30.0, 0.01), (19.0, 0.05), (3.0, 0.2), (1.0, 0.2)]
+)
+def test_steps_that_traffic_cannot_fill_are_skipped_with_the_reason(
+    units_per_s: float | None, weight: float
+) -> None:
+    row = ramped(0.01, canary_started_at=None)
+    action = advance(row, evidence(units_per_s=units_per_s))
+    if weight == 0.01:
+        assert action.kind == "start_canary"
+    else:
+        assert (action.kind, action.weight) == ("next_step", weight)
+        assert "skipped" in action.reason
+        row = replace(row, weight=weight)
+        assert advance(row, evidence(units_per_s=units_per_s)).kind == "start_canary"
+
+
+@pytest.mark.parametrize(("margin", "needed"), [(0.01, "489"), (0.0, "inf")])
+def test_a_margin_that_can_never_be_met_is_refused_with_the_exposure_that_it_needs(
+    margin: float, needed: str
+) -> None:
+    row = release(step="canary", settings=SETTINGS.model_dump() | {"margin": margin})
+    action = advance(row, evidence(units_per_s=2.0))
+    assert action.kind == "hold"
+    assert f"takes {needed} canary units" in action.reason
+    assert "240 within 600 s" in action.reason
+    assert advance(row, evidence(units_per_s=None)).kind == "start_canary"
+    assert advance(release(step="canary"), evidence(units_per_s=2.0)).kind == "start_canary"
+
+
+@pytest.mark.parametrize("guards", [(), ("errors", "ttft")])
+def test_without_a_guard_that_can_promote_no_user_sees_the_canary(guards: tuple[str, ...]) -> None:
+    settings = SETTINGS.model_dump() | {"guards": guards}
+    action = advance(release(step="canary", settings=settings), evidence())
+    assert action.kind == "hold"
+    assert "release.guards" in action.reason
+
+
+def test_without_feedback_the_offline_scores_lower_bound_decides() -> None:
+    row = release(step="score", settings=SETTINGS.model_dump() | {"feedback": "none"})
+    for low, kind in ((-0.02, "next_gate"), (-0.021, "hold")):
+        score = OfflineScore(100, 0.9, 0.9, low)
+        assert advance(row, evidence(score=score)).kind == kind
+        assert advance(release(step="score"), evidence(score=score)).kind == "next_gate"
 
 
 def test_a_changed_champion_supersedes() -> None:
@@ -142,7 +290,9 @@ def all_cases() -> list[tuple[Release, Evidence]]:
         for skipped in ((), ("score",), ("canary",), ("score", "canary"))
     ]
     seen = [
-        Evidence(0.0, Route("p", champion, None, canary), probe, score, result, tombstone, frozen, step_s)
+        Evidence(
+            0.0, Route("p", champion, None, canary, 0.2), probe, score, result, tombstone, frozen, step_s
+        )
         for step_s in (100.0, 9e9)
         for champion in ("old", "other")
         for canary in (None, "new")

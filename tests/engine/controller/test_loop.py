@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from canary_results import judged
 from canary_users import Users
 from fastapi.testclient import TestClient
 from live import free_port
@@ -21,9 +22,10 @@ from rows import ACCEPTED, NEW, OLD, THIRD, fill
 from engine.catalog.catalog import Catalog, Release, migrate
 from engine.clients.controller import ControllerClient
 from engine.controller import trusted_clock
-from engine.controller.advance import Action, CanaryResult, Evidence, advance
+from engine.controller.advance import Action, Evidence, advance
 from engine.controller.api import build_app
 from engine.controller.apply import Applier
+from engine.controller.evidence import EvidenceReader
 from engine.controller.loop import Controller
 from engine.controller.mlflow_aliases import AliasMirror
 from engine.controller.mlflow_registry import Registry
@@ -31,6 +33,8 @@ from engine.controller.route_changes import take_lease
 from engine.controller.trusted_clock import TrustedClock
 from engine.errors import Conflict, NotFound, ServiceError
 from engine.ledger.ledger import Ledger, Spool, open_snapshot
+from engine.quality.canary import CanaryResult, FeedbackCounts
+from engine.quality.guards import ONE_KEY
 from engine.settings.params import Params, ReleaseConfig
 
 SETTINGS = ReleaseConfig(min_units=10).model_dump(mode="json")
@@ -133,6 +137,117 @@ def test_only_users_with_a_unit_and_only_their_first_reward_count(
     assert controller.catalog.releases.get(release.id).state == "running"
 
 
+def test_a_ramp_moves_users_step_by_step_and_bakes(controller: Controller, users: Users) -> None:
+    moment = 0.0
+    controller._reader = EvidenceReader(controller.catalog, lambda: moment)
+    release = start(controller, ramp=[0.05, 0.1], bake_seconds=100)
+    routes, weights = controller.catalog.routes, []
+    for pairs in (10, 10, 60, 0):
+        controller.tick()
+        weights.append(routes.get("sorting").weight)
+        users.crowd(canary=1.0, baseline=1.0, pairs=pairs)
+    moment = 99.0
+    controller.tick()
+    assert controller.catalog.releases.get(release.id).state == "running"
+    moment = 101.0
+    controller.tick()
+    ended = controller.catalog.releases.get(release.id)
+    assert (ended.state, weights) == ("promoted", [0.05, 0.1, 0.2, 0.95])
+    assert [weight for _, weight in ended.ramp] == weights
+    versions = [version for version, _ in ended.ramp]
+    assert versions == list(range(versions[0], versions[0] + 4))
+    assert routes.get("sorting").champion == NEW
+    assert ended.evidence["canary"]["canary_units"] == 80
+
+
+def test_a_ramp_goes_on_after_a_kill_between_row_and_route(
+    controller: Controller, users: Users, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = start(controller, ramp=[0.05])
+    controller.tick()
+    users.crowd(canary=1.0, baseline=1.0, pairs=10)
+
+    def killed(*_: Any) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(controller.applier.changes, "start_canary", killed)
+        with pytest.raises(Killed):
+            controller.tick()
+    row, route = controller.catalog.releases.get(release.id), controller.catalog.routes.get("sorting")
+    assert (row.weight, route.weight) == (0.2, 0.05)
+    controller.tick()
+    route = controller.catalog.routes.get("sorting")
+    assert route.weight == 0.2
+    assert controller.catalog.releases.get(release.id).ramp == [
+        [route.version - 1, 0.05],
+        [route.version, 0.2],
+    ]
+
+
+def test_feedback_that_does_not_count_is_counted(controller: Controller, users: Users) -> None:
+    release = start(controller)
+    controller.tick()
+    users.ask(NEW, 1.0, "canary")
+    users.ask(NEW, 2.0, "canary")
+    for key, reward in (("k", 0.0), ("k", 0.0), ("another", 0.0)):
+        users.spool.emit("feedback", request_id="request-0", reward=reward, key=key)
+    users.spool.rotate()
+    controller.tick()
+    seen = controller.latest[release.id].canary
+    assert seen.feedback == FeedbackCounts(answers=2, rated=1, doubled=2, foreign=1, refused=1)
+    assert seen.canary_reward == 1.0
+
+
+def test_a_canary_that_fails_is_rolled_back_without_any_rating(controller: Controller, users: Users) -> None:
+    release = start(controller)
+    controller.tick()
+    for number in range(50):
+        is_canary = number % 5 == 0
+        digest, arm, status = (NEW, "canary", 500) if is_canary else (OLD, "champion", 200)
+        fields = {
+            "policy": "sorting",
+            "key": "k",
+            "purpose": "user",
+            "route_version": 2,
+            "unit": f"u{number}",
+        }
+        users.spool.emit("observations", digest=digest, arm=arm, status=status, **fields)
+    users.spool.rotate()
+    controller.tick()
+    ended = controller.catalog.releases.get(release.id)
+    assert ended.state == "rolled_back"
+    assert "errors: canary - baseline" in ended.reason
+    assert "0 of 40 answers were rated" in ended.reason
+
+
+def test_without_feedback_scores_and_the_other_guards_promote(controller: Controller, users: Users) -> None:
+    for digest in (OLD, NEW):
+        for item in range(150):
+            fields = {"policy": "sorting", "base": "base", "suite": "sorting-json", "suite_version": "1"}
+            users.spool.emit("scores", digest=digest, item=str(item), score=1.0, **fields)
+    users.spool.rotate()
+    settings = {"feedback": "none", "guards": ["errors", "invalid"]}
+    release = controller.decisions.start("sorting", NEW, settings, {}, "me")
+    controller.tick()
+    for number in range(600):
+        digest, arm = (NEW, "canary") if number % 5 == 0 else (OLD, "champion")
+        fields = {
+            "policy": "sorting",
+            "key": "k",
+            "purpose": "user",
+            "route_version": 2,
+            "unit": f"u{number}",
+        }
+        users.spool.emit("observations", digest=digest, arm=arm, status=200, outcome="ok", **fields)
+    users.spool.rotate()
+    controller.tick()
+    ended = controller.catalog.releases.get(release.id)
+    assert ended.state == "promoted", ended.reason
+    assert "invalid: canary - baseline" in ended.reason
+    assert ONE_KEY in ended.reason
+
+
 def test_evidence_grows_the_same_after_a_restart(
     controller: Controller, params: Params, users: Users
 ) -> None:
@@ -182,8 +297,42 @@ def test_the_offline_score_is_paired_by_item(controller: Controller, users: User
     worse = controller.decisions.start("sorting", THIRD, {}, {}, "me")
     controller.tick()
     ended = controller.catalog.releases.get(worse.id)
-    assert (ended.state, ended.evidence["score"]) == ("held", {"items": 2, "revision": 0.0, "baseline": 1.0})
+    score = {"items": 2, "revision": 0.0, "baseline": 1.0, "low": -1.0}
+    assert (ended.state, ended.evidence["score"]) == ("held", score)
     assert controller.catalog.routes.get("sorting").canary is None
+
+
+def test_the_language_gate_compares_the_windows_of_revision_and_base(
+    controller: Controller, users: Users
+) -> None:
+    policy = controller.catalog.policies.get("sorting")
+    controller.catalog.policies.add(replace(policy, config={**policy.config, "general": True}))
+
+    def score(digest: str | None, suite: str, item: str, value: float) -> None:
+        fields = {"policy": digest and "sorting", "base": "base", "suite_version": "1", "suite": suite}
+        users.spool.emit("scores", digest=digest, item=item, score=value, **fields)
+
+    for digest in (OLD, NEW):
+        score(digest, "sorting-json", "a", 1.0)
+    users.spool.rotate()
+    unscored = controller.decisions.start("sorting", NEW, {}, {}, "me")
+    controller.tick()
+    ended = controller.catalog.releases.get(unscored.id)
+    assert (ended.state, ended.evidence["language"]["windows"]) == ("held", 0)
+    # Perplexities: the base's 1 / sqrt(0.2 * 0.05) = 10, the revision's 1 / sqrt(0.1 * 0.05).
+    for item, base, revision in (("0", 0.2, 0.1), ("1", 0.05, 0.05)):
+        score(None, "general", item, base)
+        score(NEW, "general", item, revision)
+    score(None, "general", "2", 1.0)
+    users.spool.rotate()
+    for margin, state in ((0.41, "held"), (0.42, "running")):
+        release = controller.decisions.start("sorting", NEW, {"general_margin": margin}, {}, "me")
+        controller.tick()
+        ended = controller.catalog.releases.get(release.id)
+        assert ended.state == state
+        if state == "held":
+            found = {"windows": 2, "revision": pytest.approx(200**0.5), "base": pytest.approx(10)}
+            assert ended.evidence["language"] == found
 
 
 def test_a_release_waits_for_what_was_spooled_before_it(controller: Controller, users: Users) -> None:
@@ -228,9 +377,9 @@ class Boundary:
 
 
 CANARIES = {
-    "promote": CanaryResult(50, 200, 1.0, 1.0, 50, -0.1, 0.2),
-    "rollback": CanaryResult(8, 32, 0.0, 1.0, 8, -1.0, -0.2),
-    "hold": CanaryResult(5, 20, 1.0, 1.0, 5, -0.5, 0.5),
+    "promote": judged(50, 200, (1.0, 1.0), -0.1, 0.2),
+    "rollback": judged(8, 32, (0.0, 1.0), -1.0, -0.2),
+    "hold": judged(5, 20, (1.0, 1.0), -0.5, 0.5),
 }
 
 

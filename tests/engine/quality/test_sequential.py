@@ -9,9 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.quality.sequential import (
+    AHEAD,
     TRUNCATION,
     CanaryComparison,
     MeanSequence,
+    Pairing,
+    Unit,
+    group_sizes,
     log_growth,
     plug_in_bet,
 )
@@ -138,15 +142,25 @@ def test_the_interval_closes_in_on_the_mean() -> None:
     assert sequence.upper - sequence.lower < 0.02
 
 
+def units(rewards: np.ndarray, is_canary: bool, step: int = 0) -> list[Unit]:
+    return [Unit(step, "k", is_canary, float(reward)) for reward in rewards]
+
+
+def mixed(canary_N: np.ndarray, baseline_N: np.ndarray, group: int = 4) -> list[Unit]:
+    """A unit of the canary, then `group` of the baseline, and so on."""
+    canary, baseline = units(canary_N, True), units(baseline_N, False)
+    return [unit for n, one in enumerate(canary) for unit in (one, *baseline[n * group : (n + 1) * group])]
+
+
 def pairs_until(canary: float, baseline: float, verdict: str) -> list[int]:
     chance = np.random.default_rng(6)
     found = []
     for _ in range(60):
-        comparison = CanaryComparison(weight=0.2, alpha=ALPHA, margin=0.1)
+        comparison = CanaryComparison({0: 0.2}, alpha=ALPHA, margin=0.1)
         canary_N = (chance.random(400) < canary).astype(float)
         baseline_N = (chance.random(1600) < baseline).astype(float)
-        for n in range(1, 401):
-            comparison.update(canary_N[:n], baseline_N[: 4 * n])
+        for unit in mixed(canary_N, baseline_N):
+            comparison.update([unit])
             if comparison.upper <= 0 if verdict == "rollback" else comparison.lower >= -0.1:
                 found.append(comparison.pairs)
                 break
@@ -169,17 +183,83 @@ def test_a_clearly_better_canary_is_cleared_at_once() -> None:
 
 
 def test_pairing_follows_the_weight() -> None:
-    groups = {0.05: 19, 0.1: 9, 0.2: 4, 0.25: 3, 0.5: 1, 0.9: 1}
-    assert {weight: CanaryComparison(weight, ALPHA, 0.1).group for weight in groups} == groups
+    sizes = {0.05: (1, 19), 0.1: (1, 9), 0.2: (1, 4), 0.25: (1, 3), 0.5: (1, 1), 0.9: (9, 1), 0.95: (19, 1)}
+    found = {weight: group_sizes(weight) for weight in sizes}
+    assert {weight: (size[True], size[False]) for weight, size in found.items()} == sizes
 
 
 def test_only_whole_pairs_count_and_each_once() -> None:
-    comparison = CanaryComparison(0.2, ALPHA, 0.1)
-    canary_N, baseline_N = np.array([1.0, 0.0, 1.0]), np.ones(11)
-    comparison.update(canary_N, baseline_N)
+    comparison = CanaryComparison({0: 0.2}, ALPHA, 0.1)
+    comparison.update(mixed(np.array([1.0, 0.0, 1.0]), np.ones(11)))
     assert comparison.pairs == 2
-    comparison.update(canary_N, baseline_N)
-    assert comparison.pairs == 2
-    by_hand = MeanSequence(ALPHA, also=(0.45, 0.5))
+    by_hand = MeanSequence(ALPHA, also=(0.45, 0.5, 0.55))
     by_hand.update(np.array([0.5, 0.0]))
-    assert (comparison.lower, comparison.upper) == (2 * by_hand.lower - 1, 2 * by_hand.upper - 1)
+    bounds = 2 * by_hand.lower - 1, 2 * by_hand.upper - 1
+    assert (comparison.lower, comparison.upper) == pytest.approx(bounds)
+
+
+def test_a_unit_counts_with_its_mean_when_its_pair_is_complete() -> None:
+    pairing, one = Pairing({0: 0.5}), Unit(0, "k", True, 1.0)
+    assert pairing.add(one) is None
+    one.total, one.count = 1.5, 3
+    assert pairing.add(Unit(0, "k", False, 0.25)) == 0.25
+
+
+def test_an_arm_that_is_ahead_is_compared_with_its_newest_units() -> None:
+    """The canary is rated only after 1,000 units of the baseline, which has meanwhile become worse."""
+    pairing = Pairing({0: 0.2})
+    assert not any(map(pairing.add, units(np.ones(1000), False)))
+    assert not any(map(pairing.add, units(np.zeros(4 * AHEAD), False)))
+    assert pairing.add(Unit(0, "k", True, 0.0)) == 0.0
+
+
+def test_units_of_two_steps_are_never_compared() -> None:
+    pairing = Pairing({1: 0.5, 2: 0.5})
+    assert pairing.add(Unit(1, "k", True, 1.0)) is None
+    assert pairing.add(Unit(2, "k", False, 0.0)) is None
+    assert pairing.add(Unit(2, "k", True, 0.5)) == 0.5
+
+
+def test_the_capital_multiplies_over_steps() -> None:
+    """Two steps of five pairs each show what neither shows alone."""
+    arms = [unit for step in (1, 2) for _ in range(5) for unit in _pair(step)]
+    comparison = CanaryComparison({1: 0.5, 2: 0.5}, ALPHA, 0.1)
+    comparison.update(arms[:10])
+    assert comparison.upper > 0
+    comparison.update(arms[10:])
+    assert comparison.upper <= 0
+
+
+def _pair(step: int) -> tuple[Unit, Unit]:
+    return Unit(step, "k", True, 0.0), Unit(step, "k", False, 1.0)
+
+
+def test_the_limits_alone_give_the_same_verdicts() -> None:
+    chance = np.random.default_rng(7)
+    for canary in (0.2, 0.8, 0.95):
+        full = CanaryComparison({0: 0.5}, ALPHA, 0.1)
+        limits = CanaryComparison({0: 0.5}, ALPHA, 0.1, only_limits=True)
+        for _ in range(300):
+            pair = Unit(0, "k", True, chance.random() < canary), Unit(0, "k", False, chance.random() < 0.8)
+            full.update(pair)
+            limits.update(pair)
+            assert (full.upper <= 0, full.lower >= -0.1, full.upper <= 0.1) == (
+                limits.upper <= 0,
+                limits.lower >= -0.1,
+                limits.upper <= 0.1,
+            )
+
+
+@pytest.mark.parametrize("margin", [0.02, 0.05, 0.1, 0.3, 0.7])
+def test_a_limit_that_is_met_exactly_is_met(margin: float) -> None:
+    for canary, baseline, bound in ((1.0, 0.0, "lower"), (0.0, 1.0, "upper")):
+        comparison = CanaryComparison({0: 0.5}, ALPHA, margin, only_limits=True)
+        for _ in range(100):
+            comparison.update([Unit(0, "k", True, canary), Unit(0, "k", False, baseline)])
+        assert getattr(comparison, bound) == (margin if bound == "lower" else -margin)
+
+
+@pytest.mark.parametrize("value", [-0.01, 1.01, math.nan])
+def test_values_outside_zero_and_one_are_refused(value: float) -> None:
+    with pytest.raises(ValueError, match="lie in"):
+        MeanSequence(ALPHA).update(np.array([0.5, value]))

@@ -257,6 +257,16 @@ def test_the_page_loads_nothing_and_speaks_every_figure(world, tmp_path):
         ElementTree.fromstring(drawing)
 
 
+def test_a_warning_of_a_collapse_is_on_the_page_once_and_escaped(world, tmp_path):
+    data = gather(world)
+    steps = tuple(replace(step, collapse=None) for step in data.curves[0].steps)
+    warned = (replace(steps[0], collapse="It says '<b>me me</b>'."), *steps[1:])
+    found = replace(data, curves=(replace(data.curves[0], steps=warned),))
+    page = write_report(found, tmp_path / "report.html").read_text()
+    assert page.count("&lt;b&gt;me me&lt;/b&gt;") == 1
+    assert f"sums, step {steps[0].step}: It says" in page
+
+
 def test_what_people_wrote_is_escaped(world, tmp_path):
     text = write_report(gather(world), tmp_path / "report.html").read_text()
     assert "&lt;b&gt;in a hurry&lt;/b&gt;" in text

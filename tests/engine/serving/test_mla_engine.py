@@ -85,7 +85,6 @@ def test_every_target_alone_and_all_together_equals_the_reference(engine: Runnin
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_bfloat16_is_as_near_as_the_reference_in_bfloat16(
     base: Path, kinds, tmp_path_factory: pytest.TempPathFactory
 ):
@@ -109,6 +108,7 @@ def test_bfloat16_is_as_near_as_the_reference_in_bfloat16(
     assert ours.median() < 1.5 * theirs.median()
 
 
+@pytest.mark.slow
 def test_a_base_whose_queries_are_not_compressed(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory):
     """`q_lora_rank` None: `q_proj` and `kv_a_proj_with_mqa` are modules of their own; all layers dense."""
     directory = tmp_path_factory.mktemp("bases") / "wide"

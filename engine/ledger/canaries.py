@@ -1,0 +1,73 @@
+"""Feeds a canary's judge from the ledger: for the controller, and again for reports."""
+
+from bisect import bisect
+from collections.abc import Callable, Iterator
+from functools import partial
+from operator import itemgetter
+
+import duckdb
+
+from engine.catalog.records import Release
+from engine.ledger.queries import AnswerRow, Rating, canary_answers, canary_feedback, canary_ratings
+from engine.quality.canary import Answer, CanaryJudge, CanaryResult, FeedbackCounts
+from engine.settings.params import ReleaseConfig
+
+
+class CanaryReader:
+    """Feeds one canary's judge; `settings` replaces the release's own ones."""
+
+    def __init__(self, release: Release, settings: ReleaseConfig | None = None):
+        self._steps: dict[int, float] = {}
+        self._follow(release)
+        settings = settings or ReleaseConfig.model_validate(release.settings)
+        self.judge = CanaryJudge(settings, self._steps, release.baseline is None)
+        self._counts = FeedbackCounts()
+        self._answers_until = -1
+        self._rated: set[int] = set()
+
+    def read(self, ledger: duckdb.DuckDBPyConnection, release: Release) -> CanaryResult:
+        """Take the answers and ratings that are new, and return what all say."""
+        self._follow(release)
+        answers = canary_answers(ledger, release, self._answers_until)
+        ratings = [rating for rating in canary_ratings(ledger, release) if rating.seq not in self._rated]
+        for answer in answers:
+            self.judge.observe(self._answer(answer))
+            self._answers_until = answer[0]
+        for rating in ratings:
+            self.rate(rating)
+            self._rated.add(rating.seq)
+        if answers or ratings:
+            self._counts = self._feedback(ledger, release)
+        return self.judge.result(self._counts)
+
+    def replay(self, ledger: duckdb.DuckDBPyConnection, release: Release) -> Iterator[float]:
+        """Take one answer or rating after the other by their times; yield each time, in epoch seconds."""
+        events: list[tuple[float, Callable[[], None]]] = [
+            (answer[1], partial(self.judge.observe, self._answer(answer)))
+            for answer in canary_answers(ledger, release)
+        ]
+        events += [(rating.at, partial(self.rate, rating)) for rating in canary_ratings(ledger, release)]
+        for at, take in sorted(events, key=itemgetter(0)):
+            take()
+            yield at
+
+    def rate(self, rating: Rating) -> None:
+        """Give the judge one rating."""
+        step = self._step_of(rating.version)
+        self.judge.rate(step, rating.key, rating.unit, rating.is_canary, rating.reward)
+
+    def _feedback(self, ledger: duckdb.DuckDBPyConnection, release: Release) -> FeedbackCounts:
+        answers, rated, own, foreign, refused = canary_feedback(ledger, release)
+        return FeedbackCounts(answers, rated, self.judge.rewards.late, own - rated, foreign, refused)
+
+    def _answer(self, row: AnswerRow) -> Answer:
+        return Answer(self._step_of(row[2]), *row[3:])
+
+    def _follow(self, release: Release) -> None:
+        """Note the steps so far; the judge shares this mapping."""
+        self._steps |= {int(version): weight for version, weight in release.ramp or [[0, release.weight]]}
+
+    def _step_of(self, version: int) -> int:
+        """Return the step during which a route had this version."""
+        starts = list(self._steps)
+        return starts[max(0, bisect(starts, version) - 1)]

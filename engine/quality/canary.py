@@ -1,0 +1,165 @@
+"""A canary's evidence: every answer and rating of both arms, and what the guards say about them.
+
+The error budget: a canary that is no worse is rolled back with probability at most `alpha`, over all guards
+and looks. The reward's guard has half of it, the others share the rest; without feedback they share all of
+it. A promotion needs every required guard clear, so that none of its errors adds to another's.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from engine.quality.guards import Guard, GuardResult, LatencyGuard, RateGuard, RewardGuard
+from engine.settings.params import GuardName, ReleaseConfig
+
+# Statuses from here on are errors of engine or adapter; below, the user's own.
+SERVER_ERROR = 500
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One observed answer. `outcome` is `ok`, `invalid`, `refused` or `truncated`, None where nobody looked.
+
+    Times in seconds; None where the answer was not streamed.
+    """
+
+    step: int
+    key: str
+    unit: str
+    is_canary: bool
+    status: int = 200
+    outcome: str | None = None
+    ttft_s: float | None = None
+    token_s: float | None = None
+
+
+@dataclass(frozen=True)
+class FeedbackCounts:
+    """Answers of both arms and their ratings; `late` came after the step of their answer had ended.
+
+    `doubled` are further ratings of an answer, `foreign` those by another key, `refused` those outside
+    [0, 1]: none of them counts.
+    """
+
+    answers: int = 0
+    rated: int = 0
+    late: int = 0
+    doubled: int = 0
+    foreign: int = 0
+    refused: int = 0
+
+    def sentence(self) -> str:
+        """Return the counts in words."""
+        share = f" ({self.rated / self.answers:.0%})" if self.answers else ""
+        ignored = {name: getattr(self, name) for name in ("late", "doubled", "foreign", "refused")}
+        said = ", ".join(f"{count} {name}" for name, count in ignored.items() if count)
+        return (
+            f"{self.rated} of {self.answers} answers were rated{share}{'; ignored: ' if said else ''}{said}."
+        )
+
+
+@dataclass(frozen=True)
+class CanaryResult:
+    """Judged units and mean rewards of both arms, the bounds of the rewards' difference, and the guards.
+
+    Units are rated ones, or without feedback answered ones; `step_units` are the canary's in its newest step.
+    """
+
+    canary_units: int = 0
+    baseline_units: int = 0
+    canary_reward: float | None = None
+    baseline_reward: float | None = None
+    pairs: int = 0
+    lower: float = -1.0
+    upper: float = 1.0
+    step_units: int = 0
+    guards: tuple[GuardResult, ...] = ()
+    feedback: FeedbackCounts = field(default_factory=FeedbackCounts)
+
+    @property
+    def harm(self) -> GuardResult | None:
+        """The first guard that found harm."""
+        return next((guard for guard in self.guards if guard.state == "harm"), None)
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether there are guards that a promotion needs clear, and all of them are."""
+        return bool(self.required) and all(guard.state == "clear" for guard in self.required)
+
+    @property
+    def required(self) -> list[GuardResult]:
+        """The guards that a promotion needs clear."""
+        return [guard for guard in self.guards if guard.required]
+
+    def summary(self) -> dict[str, Any]:
+        """Return the result for a row of JSON, which knows no infinity: a bound that is not known is None."""
+        row = asdict(self)
+        for guard in row["guards"]:
+            guard["upper"] = guard["upper"] if guard["upper"] < float("inf") else None
+        return row
+
+
+class CanaryJudge:
+    """Takes a canary's answers and ratings in order of arrival; `result` is what they say so far.
+
+    `weights` maps each step of the canary, the version of its route, to the canary's share of units in it; it
+    may grow. Against the bare base (`is_against_base`) times are reported only: an adapter always costs time.
+    """
+
+    def __init__(self, settings: ReleaseConfig, weights: dict[int, float], is_against_base: bool):
+        self._settings = settings
+        self._is_against_base = is_against_base
+        self._weights = weights
+        self.rewards = RewardGuard(weights, settings.alpha, settings.margin)
+        has_rewards = settings.feedback == "reward" and "reward" in settings.guards
+        others = [name for name in settings.guards if name != "reward"]
+        budget = settings.alpha / 2 if has_rewards else settings.alpha
+        share = budget / max(1, len(others))
+        self._others: dict[GuardName, Guard] = {name: self._guard(name, share) for name in others}
+        self._guards = [*([self.rewards] if has_rewards else []), *self._others.values()]
+
+    def _guard(self, name: GuardName, share: float) -> Guard:
+        settings, required = self._settings, self._settings.feedback == "none"
+        if name in ("ttft", "token_time"):
+            share /= len(settings.weights)
+            return LatencyGuard(name, required, share, settings.latency_margin, not self._is_against_base)
+        return RateGuard(name, required, self._weights, settings.alpha, share, settings.rate_margin)
+
+    def rate(self, step: int, key: str, unit: str, is_canary: bool, reward: float) -> None:
+        """Take a rating in [0, 1]; raises `ValueError` for another one."""
+        if not 0 <= reward <= 1:
+            raise ValueError(f"Rewards lie in [0, 1]; found {reward:g}.")
+        self.rewards.add(step, key, unit, is_canary, reward)
+
+    def observe(self, answer: Answer) -> None:
+        """Take an answer; each guard counts what it can judge by it."""
+        for name, value in _figures(answer).items():
+            if value is not None and name in self._others:
+                at = answer.step, answer.key, answer.unit, answer.is_canary
+                self._others[name].add(*at, value)
+
+    def result(self, feedback: FeedbackCounts | None = None) -> CanaryResult:
+        """Return what all guards say now, with counts of the feedback."""
+        results = tuple(guard.judge() for guard in self._guards)
+        rewards, counted = self.rewards, self._guards[0] if self._guards else self.rewards
+        return CanaryResult(
+            canary_units=counted.counts[True],
+            baseline_units=counted.counts[False],
+            canary_reward=rewards.mean(True),
+            baseline_reward=rewards.mean(False),
+            pairs=rewards.comparison.pairs,
+            lower=rewards.comparison.lower,
+            upper=rewards.comparison.upper,
+            step_units=counted.canary_units(max(self._weights)),
+            guards=results,
+            feedback=feedback or FeedbackCounts(),
+        )
+
+
+def _figures(answer: Answer) -> Mapping[GuardName, float | None]:
+    """Return the value of an answer for each guard; None where the answer does not say."""
+    failed = answer.status >= SERVER_ERROR
+    outcome = None if failed else answer.outcome
+    faults: Sequence[GuardName] = ("invalid", "refused", "truncated")
+    rates = {name: None if outcome is None else float(outcome == name) for name in faults}
+    return {"errors": float(failed), **rates, "ttft": answer.ttft_s, "token_time": answer.token_s}

@@ -1,0 +1,53 @@
+"""`bench canary` in short: the rates of wrong verdicts, the rules beside ours, and the traffic itself."""
+
+import numpy as np
+import pytest
+from bench_files import load
+
+ALL = frozenset({"drift", "clusters", "feedback"})
+
+
+def test_the_decision_code_is_seldom_wrong_and_a_peeking_test_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = load("canary", monkeypatch)
+    chance = np.random.default_rng(1)
+    equal = [bench.requests(chance, 800, 0.0, ALL) for _ in range(40)]
+    worse = [bench.requests(chance, 800, -0.1, ALL) for _ in range(40)]
+    wrong = [bench.ours(one, 0.05, 0.1)[0] for one in equal].count("rollback")
+    wrong += [bench.ours(one, 0.05, 0.1)[0] for one in worse].count("promote")
+    assert wrong / 80 <= 0.05
+    # The same looks with a test for one fixed sample.
+    peeking = [bench.fixed_sample(one, 0.05, 0.1)[0] for one in equal].count("rollback")
+    assert peeking / 40 > 0.05
+
+
+def test_a_dead_canary_is_rolled_back_within_a_hundred_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = load("canary", monkeypatch)
+    chance = np.random.default_rng(2)
+    found = [bench.ours(bench.requests(chance, 400, -0.9, frozenset()), 0.05, 0.1) for _ in range(10)]
+    assert {verdict for verdict, _ in found} == {"rollback"}
+    assert max(asked for _, asked in found) <= 100
+
+
+def test_the_traffic_has_the_effect_that_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = load("canary", monkeypatch)
+    for kinds in bench.KINDS.values():
+        traffic = bench.requests(np.random.default_rng(3), 200_000, -0.1, kinds)
+        users, first = np.unique(traffic.user_N, return_index=True)
+        arm, reward = traffic.canary_N[first], traffic.reward_N[first]
+        spread = 4 * 0.5 / np.sqrt(arm.sum())
+        assert reward[arm].mean() - reward[~arm].mean() == pytest.approx(-0.1, abs=spread)
+        rated = bench.events(traffic)
+        late = "feedback" in kinds
+        assert (sum(is_rating for _, is_rating in rated) < 0.72 * 200_000) == late
+        assert (len(users) < 100_000) == ("clusters" in kinds)
+
+
+def test_the_other_rules_promote_a_better_and_roll_back_a_worse_canary(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = load("canary", monkeypatch)
+    chance = np.random.default_rng(4)
+    for rule in (bench.fixed_sample, bench.bonferroni):
+        for effect, verdict in ((0.1, "promote"), (-0.4, "rollback")):
+            traffic = bench.requests(chance, 3000, effect, frozenset())
+            assert rule(traffic, 0.05, 0.1)[0] == verdict

@@ -1,0 +1,224 @@
+"""The guards: who counts as one, what each finds, and that no single key decides."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from engine.quality.canary import Answer, CanaryJudge, FeedbackCounts
+from engine.quality.guards import LARGEST_KEYS, ONE_KEY, WARM_UNITS, GuardResult, key_groups
+from engine.settings.params import GUARDS, ReleaseConfig
+
+SETTINGS = ReleaseConfig()
+
+
+def judge(is_against_base: bool = False, **settings: Any) -> CanaryJudge:
+    return CanaryJudge(SETTINGS.model_copy(update=settings), {0: 0.2, 1: 0.2, 2: 0.5}, is_against_base)
+
+
+def guard(judged: CanaryJudge, name: str) -> GuardResult:
+    return next(found for found in judged.result().guards if found.guard == name)
+
+
+def users(count: int, prefix: str = "u") -> Iterator[tuple[str, bool]]:
+    """Users of whom every fifth is on the canary."""
+    return ((f"{prefix}{number}", number % 5 == 0) for number in range(count))
+
+
+def rate(
+    judged: CanaryJudge, count: int, canary: float, baseline: float, key: str = "k", step: int = 0
+) -> None:
+    for unit, is_canary in users(count, f"{key}-"):
+        judged.rate(step, key, unit, is_canary, canary if is_canary else baseline)
+
+
+def test_a_user_who_sends_a_thousand_requests_counts_as_one() -> None:
+    judged = judge()
+    for _ in range(1000):
+        judged.rate(0, "k", "busy", True, 0.0)
+        judged.rate(0, "k", "other", False, 1.0)
+    result = judged.result()
+    assert (result.canary_units, result.baseline_units) == (1, 1)
+    assert result.harm is None
+    assert (result.lower, result.upper) == (-1.0, 1.0)
+
+
+def test_a_unit_has_the_mean_of_its_ratings() -> None:
+    judged = judge()
+    for reward in (1.0, 0.0, 0.5):
+        judged.rate(0, "k", "u", True, reward)
+    judged.rate(0, "k", "v", True, 1.0)
+    assert judged.result().canary_reward == 0.75
+
+
+@pytest.mark.parametrize("reward", [-0.1, 1.1, math.nan])
+def test_rewards_outside_zero_and_one_are_refused(reward: float) -> None:
+    with pytest.raises(ValueError, match="Rewards lie in"):
+        judge().rate(0, "k", "u", True, reward)
+
+
+def test_a_bad_and_a_good_canary() -> None:
+    bad, good = judge(), judge()
+    rate(bad, 60, 0.0, 1.0)
+    harm = bad.result().harm
+    assert harm is not None
+    assert (harm.guard, harm.note) == ("reward", ONE_KEY)
+    rate(good, 400, 1.0, 1.0)
+    assert good.result().is_clear
+    assert good.result().harm is None
+
+
+@pytest.mark.parametrize("count", [1, 10_000])
+@pytest.mark.parametrize("reward", [0.0, 1.0])
+def test_one_key_among_several_neither_promotes_nor_rolls_back(count: int, reward: float) -> None:
+    """It sends 10,000 rewards, as one user and as 10,000, and only to the canary's answers."""
+    judged = judge()
+    for number in range(10_000):
+        judged.rate(0, "poison", f"p{number % count}", True, reward)
+        if number < 100:
+            # Honest users see a canary that is neither clearly worse nor clearly within the margin.
+            judged.rate(0, f"honest{number % 2}", f"h{number}", number % 5 == 0, float(number % 4 > 0))
+    result = judged.result()
+    assert result.harm is None
+    assert not result.is_clear
+
+
+def test_a_verdict_that_hangs_on_one_key_says_so() -> None:
+    judged = judge()
+    rate(judged, 100, 0.0, 1.0, key="loud")
+    rate(judged, 10, 1.0, 1.0, key="quiet")
+    found = guard(judged, "reward")
+    assert found.state == "open"
+    assert found.upper <= 0
+    assert "key loud alone" in found.note
+    rate(judged, 100, 0.0, 1.0, key="third")
+    assert guard(judged, "reward").state == "harm"
+    assert guard(judged, "reward").note == ""
+
+
+def test_the_largest_keys_are_left_out_singly_and_the_others_together() -> None:
+    groups = key_groups(Counter({f"k{key}": 40 - key for key in range(30)}))
+    assert groups[:LARGEST_KEYS] == [{f"k{key}"} for key in range(LARGEST_KEYS)]
+    assert groups[LARGEST_KEYS:] == [{f"k{key}" for key in range(LARGEST_KEYS, 30)}]
+
+
+def test_ratings_of_an_earlier_step_are_late_and_a_moved_unit_counts_in_its_new_arm() -> None:
+    judged = judge()
+    judged.rate(1, "k", "moved", False, 1.0)
+    judged.rate(2, "k", "moved", True, 0.0)
+    judged.rate(1, "k", "late", True, 0.0)
+    result = judged.result()
+    assert (result.canary_units, result.baseline_units, result.step_units) == (1, 1, 1)
+    assert judged.rewards.late == 1
+
+
+def answers(judged: CanaryJudge, count: int, canary: dict[str, Any], baseline: dict[str, Any]) -> None:
+    for unit, is_canary in users(count):
+        judged.observe(replace(Answer(0, "k", unit, is_canary), **(canary if is_canary else baseline)))
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("errors", {"status": 500}),
+        ("invalid", {"outcome": "invalid"}),
+        ("refused", {"outcome": "refused"}),
+        ("truncated", {"outcome": "truncated"}),
+    ],
+)
+def test_faults_of_the_canary_alone_roll_back_within_eight_of_its_units(name: str, fault: dict) -> None:
+    judged = judge()
+    answers(judged, 40, fault, {"outcome": "ok"})
+    assert guard(judged, name).state == "harm"
+    for other in set(GUARDS) - {name}:
+        assert guard(judged, other).state == "open"
+
+
+def test_faults_of_both_arms_and_the_users_own_are_no_harm() -> None:
+    for fault in ({"status": 503, "outcome": None}, {"status": 404}):
+        judged = judge()
+        answers(judged, 2000, fault, fault)
+        assert judged.result().harm is None
+    assert guard(judged, "errors").canary_units == 400
+
+
+def test_a_unit_counts_with_its_first_fault_only() -> None:
+    judged = judge()
+    for _ in range(1000):
+        judged.observe(Answer(0, "k", "u", True, status=500))
+    assert guard(judged, "errors").state == "open"
+
+
+def test_faults_that_one_key_alone_meets_do_not_decide() -> None:
+    judged = judge()
+    for number in range(50):
+        judged.observe(Answer(0, "crash", f"c{number}", True, status=500))
+        judged.observe(Answer(0, "honest", f"h{number}", number % 5 == 0))
+    found = guard(judged, "errors")
+    assert found.state == "open"
+    assert "key crash alone" in found.note
+
+
+def times(judged: CanaryJudge, slower: float, count: int = 1500) -> None:
+    chance = np.random.default_rng(1)
+    for unit, is_canary in users(count):
+        seconds = chance.lognormal(-3, 0.5) * (slower if is_canary else 1.0)
+        judged.observe(Answer(0, "k", unit, is_canary, ttft_s=seconds, token_s=seconds / 10))
+
+
+def test_a_slow_canary_is_rolled_back_and_an_equal_one_is_not() -> None:
+    slow, equal, on_base = judge(), judge(), judge(is_against_base=True)
+    times(slow, 3.0)
+    times(equal, 1.0)
+    times(on_base, 3.0)
+    for name in ("ttft", "token_time"):
+        assert guard(slow, name).state == "harm"
+        assert guard(slow, name).lower > 1.5
+        assert guard(equal, name).state != "harm"
+        assert guard(on_base, name).state == "open"
+        assert "reported only" in guard(on_base, name).rule
+
+
+def test_the_canarys_first_answers_are_not_timed() -> None:
+    judged = judge()
+    for number in range(WARM_UNITS):
+        judged.observe(Answer(0, "k", f"cold{number}", True, ttft_s=60.0))
+    times(judged, 1.0)
+    assert guard(judged, "ttft").upper < 10
+
+
+def test_without_feedback_all_other_guards_must_be_clear() -> None:
+    judged = judge(feedback="none", guards=("errors", "invalid", "ttft"))
+    for unit, is_canary in users(1000):
+        judged.observe(Answer(0, "k", unit, is_canary, outcome="ok"))
+    result = judged.result()
+    assert [found.state for found in result.required] == ["clear", "clear", "open"]
+    assert not result.is_clear
+    assert result.canary_units == 200
+    times(judged, 1.0, 6000)
+    assert judged.result().is_clear
+
+
+def test_the_level_is_split_so_that_all_guards_together_keep_alpha() -> None:
+    """The reward's lower side has half of it; each other guard's rule names its share."""
+    shares = [found._share for found in judge()._others.values()]
+    assert len(shares) == 6
+    assert sum(shares) == pytest.approx(0.025)
+    assert sum(found._share for found in judge(feedback="none")._others.values()) == pytest.approx(0.05)
+    ramped = [found._share for name, found in judge(ramp=(0.01,))._others.items() if name == "ttft"]
+    assert ramped == [pytest.approx(0.025 / 6 / 2)]
+
+
+def test_bounds_that_are_not_known_are_none_in_a_row() -> None:
+    rows = judge().result().summary()["guards"]
+    assert [row["upper"] for row in rows if row["guard"] == "ttft"] == [None]
+
+
+def test_the_counts_of_feedback_are_a_sentence() -> None:
+    assert FeedbackCounts().sentence() == "0 of 0 answers were rated."
+    said = FeedbackCounts(200, 50, late=3, foreign=1).sentence()
+    assert said == "50 of 200 answers were rated (25%); ignored: 3 late, 1 foreign."

@@ -1,0 +1,37 @@
+"""Settings of releases: the ramp, and what differs for a policy."""
+
+import pytest
+from pydantic import ValidationError
+
+from engine.settings.model import explain
+from engine.settings.params import BAKE_WEIGHT, Params, ReleaseConfig
+
+
+def test_the_ramp_leads_to_the_weight_and_then_to_the_bake() -> None:
+    assert ReleaseConfig().weights == (0.2,)
+    ramped = ReleaseConfig(ramp=(0.01, 0.05), weight=0.5, bake_seconds=60, max_seconds=100, approval_s=7)
+    assert ramped.weights == (0.01, 0.05, 0.5, BAKE_WEIGHT)
+    assert ramped.longest_s == 167
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"ramp": (0.3,)}, {"ramp": (0.1, 0.05)}, {"ramp": (0.2,)}, {"weight": 0.96, "bake_seconds": 1}],
+)
+def test_weights_that_do_not_grow_are_refused(wrong: dict) -> None:
+    with pytest.raises(ValidationError, match="must grow"):
+        ReleaseConfig.model_validate(wrong)
+
+
+def test_a_policys_own_settings_replace_the_common_ones() -> None:
+    params = Params(release={"alpha": 0.01}, releases={"sorting": {"margin": 0.02, "ramp": [0.01]}})
+    assert params.release_of("arithmetic") == ReleaseConfig(alpha=0.01)
+    assert params.release_of("sorting") == ReleaseConfig(alpha=0.01, margin=0.02, ramp=(0.01,))
+
+
+def test_a_fault_of_a_policys_settings_names_policy_and_setting() -> None:
+    with pytest.raises(ValidationError) as refused:
+        Params(releases={"sorting": {"marjin": 0.02}})
+    said = explain(refused.value, Params)
+    assert "'sorting'" in said
+    assert "marjin" in said

@@ -1,0 +1,64 @@
+"""`graftwork replay`: a canary's verdict again from the ledger, as recorded and with other settings."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import command_line
+import pytest
+import yaml
+from canary_users import Users
+from rows import NEW, THIRD, fill
+
+from engine.catalog.catalog import Catalog, migrate
+from engine.controller.loop import Controller
+from engine.errors import NotFound
+from engine.settings.params import Params, ReleaseConfig
+from tasks.replay import replay
+
+SKIPPED = {"score": "not scored here"}
+
+
+@pytest.fixture
+def params(tmp_path: Path) -> Iterator[Params]:
+    """A promoted canary that is a little worse, in a ledger whose controller has ended."""
+    params = Params(state_dir=tmp_path / "state", release=ReleaseConfig(margin=0.3))
+    migrate(params.paths.catalog_url)
+    fill(Catalog(params.paths.catalog_url))
+    controller, users = Controller(params, "test"), Users(params)
+    controller.decisions.start("sorting", NEW, {}, SKIPPED, "me")
+    controller.tick()
+    users.crowd(canary=0.9, baseline=1.0, pairs=25)
+    controller.tick()
+    controller.close()
+    return params
+
+
+def test_the_recorded_verdict_comes_again(params: Params) -> None:
+    found = replay(params, f"sorting@{NEW[:12]}", None, None)
+    assert (found.verdict, found.recorded, found.margin) == ("promote", "promote", 0.3)
+    assert 20 <= found.canary_units <= 25
+    assert replay(params, found.release, None, None) == found
+
+
+def test_another_margin_and_another_level_decide_otherwise(params: Params) -> None:
+    assert replay(params, "sorting", None, 0.1).verdict == "hold"
+    assert replay(params, "sorting", 0.5, 0.01).verdict == "rollback"
+
+
+def test_what_cannot_be_replayed_is_a_sentence(params: Params) -> None:
+    with pytest.raises(NotFound, match="no release of 'poems'"):
+        replay(params, "poems", None, None)
+    controller = Controller(params, "test")
+    controller.decisions.start("sorting", THIRD, {}, {}, "me")
+    controller.tick()
+    controller.close()
+    with pytest.raises(NotFound, match="had no canary"):
+        replay(params, f"sorting@{THIRD}", None, None)
+
+
+def test_the_command_says_both_verdicts(params: Params, tmp_path: Path) -> None:
+    file = tmp_path / "params.yaml"
+    file.write_text(yaml.safe_dump({"state_dir": str(params.state_dir)}))
+    said = command_line.graftwork("replay", "sorting", "--margin", "0.1", "--params", str(file)).stdout
+    assert "at level 0.05 and margin 0.1: hold" in said
+    assert "Recorded: promote." in said
