@@ -44,8 +44,8 @@ release:
 An unknown key is an error. A policy's settings are merged in this order: defaults, on a real base those
 that [follow from its width](real-model.md#4-your-data), `policies.NAME` in `params.yaml`,
 `eval_suites/NAME/policy.yaml` (written by `graftwork policy create`), flow parameters. `graftwork policy show
-NAME` prints each value with its source. With `--base NAME`, each key of a file `params.NAME.yaml` beside the
-settings replaces that key."""
+NAME` prints each value with its source. With `--base NAME`, what a file `params.NAME.yaml` beside the
+settings sets takes precedence over them."""
 
 
 def pages() -> dict[str, str]:

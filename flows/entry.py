@@ -15,7 +15,7 @@ from engine.errors import ConfigError
 from engine.services import lifecycle as services
 from engine.services.lifecycle import PARAMS_VARIABLE, environment
 from engine.settings.forms import Form
-from engine.settings.model import explain
+from engine.settings.model import Settings, explain
 from engine.settings.params import Params, known_policies, load_params, split_served_name
 from engine.settings.reproducible import VALUE, VARIABLE
 
@@ -86,8 +86,7 @@ def on_base(settings: Params, name: str) -> Params:
     changed: dict[str, Any] = {}
     file = (settings.source or PARAMS).with_name(f"params.{name}.yaml")
     if file.is_file():
-        own = load_params(file)
-        changed = {field: getattr(own, field) for field in own.model_fields_set}
+        changed = merged(settings, load_params(file))
     base = settings.base.model_copy(update={"name": name, "revision": None})
     changed |= {"base": base, "state_dir": settings.state_dir / name, "source": None}
     if settings.store.url and not settings.catalog.url:
@@ -95,6 +94,17 @@ def on_base(settings: Params, name: str) -> Params:
         url = f"{settings.store.url.rstrip('/')}/{name}"
         changed["store"] = settings.store.model_copy(update={"url": url})
     return settings.model_copy(update=changed)
+
+
+def merged(settings: Settings, own: Settings) -> dict[str, Any]:
+    """Return what `own` sets, as fields for `settings`: a section keeps what `own` does not set in it."""
+    changed = {}
+    for field in own.model_fields_set:
+        before, value = getattr(settings, field), getattr(own, field)
+        if isinstance(value, Settings):
+            value = before.model_copy(update=merged(before, value))
+        changed[field] = value
+    return changed
 
 
 def flow_settings() -> Params:

@@ -15,7 +15,7 @@ HALF = 0.5
 WORD = re.compile(r"[^\W_]+(?:['.’-][^\W_]+)*")
 # The most words of a bare answer, and of a sentence that gives a short one.
 BARE, BRIEF = 3, 12
-# The reward of a wrong answer in the right form.
+# The most that a wrong answer earns for its form.
 WRONG = 0.1
 # Chemical symbols are this short: their case counts, and inside a sentence they may be words of English.
 SYMBOL = 2
@@ -64,10 +64,11 @@ def fields(_question: str, expected: str, text: str) -> float:
 
     A quarter is for exactly its keys, the rest for its values, an equal share each. A string's case and outer
     white space do not count, its type does. An object inside other text, such as a code fence, earns half.
+    Text without a whole object earns 0.1 for its share of the pairs, so that groups without one teach too.
     """
     wanted, (found, is_bare) = json.loads(expected), _object_in(text)
     if found is None:
-        return 0.0
+        return WRONG * sum(_is_written(key, value, text) for key, value in wanted.items()) / len(wanted)
     right = sum(key in found and _same(found[key], value) for key, value in wanted.items())
     score = 0.25 * (found.keys() == wanted.keys()) + 0.75 * right / len(wanted)
     return score if is_bare else HALF * score
@@ -83,6 +84,11 @@ def _object_in(text: str) -> tuple[dict[str, Any] | None, bool]:
     except (ValueError, RecursionError):
         return None, False
     return found, not text[:start].strip() and not text[end:].strip()
+
+
+def _is_written(key: str, value: Any, text: str) -> bool:
+    pair = rf"{re.escape(json.dumps(key))}\s*:\s*{re.escape(json.dumps(value))}(?!\d)"
+    return re.search(pair, text) is not None
 
 
 def _same(found: Any, wanted: Any) -> bool:
