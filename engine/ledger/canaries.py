@@ -8,7 +8,7 @@ from operator import itemgetter
 import duckdb
 
 from engine.catalog.records import Release
-from engine.ledger.queries import Rating, canary_answers, canary_feedback, canary_ratings
+from engine.ledger.queries import Observed, Rating, canary_answers, canary_feedback, canary_ratings
 from engine.quality.canary import Answer, CanaryJudge, CanaryResult, FeedbackCounts
 from engine.settings.params import ReleaseConfig
 
@@ -30,9 +30,9 @@ class CanaryReader:
         self._follow(release)
         answers = canary_answers(ledger, release, self._answers_until)
         ratings = [rating for rating in canary_ratings(ledger, release) if rating.seq not in self._rated]
-        for number, _, version, *seen in answers:
-            self.judge.observe(Answer(self._step_of(version), *seen))
-            self._answers_until = number
+        for observed in answers:
+            self.judge.observe(self._answer(observed))
+            self._answers_until = observed.number
         for rating in ratings:
             self.rate(rating)
             self._rated.add(rating.seq)
@@ -43,8 +43,8 @@ class CanaryReader:
     def replay(self, ledger: duckdb.DuckDBPyConnection, release: Release) -> Iterator[float]:
         """Take one answer or rating after the other by their times; yield each time, in epoch seconds."""
         events: list[tuple[float, Callable[[], None]]] = [
-            (at, partial(self.judge.observe, Answer(self._step_of(version), *seen)))
-            for _, at, version, *seen in canary_answers(ledger, release)
+            (observed.at, partial(self.judge.observe, self._answer(observed)))
+            for observed in canary_answers(ledger, release)
         ]
         events += [(rating.at, partial(self.rate, rating)) for rating in canary_ratings(ledger, release)]
         for at, take in sorted(events, key=itemgetter(0)):
@@ -55,6 +55,18 @@ class CanaryReader:
         """Give the judge one rating."""
         step = self._step_of(rating.version)
         self.judge.rate(step, rating.key, rating.unit, rating.is_canary, rating.reward)
+
+    def _answer(self, seen: Observed) -> Answer:
+        return Answer(
+            self._step_of(seen.version),
+            seen.key,
+            seen.unit,
+            seen.is_canary,
+            seen.status,
+            seen.outcome,
+            seen.ttft_s,
+            seen.token_s,
+        )
 
     def _feedback(self, ledger: duckdb.DuckDBPyConnection, release: Release) -> FeedbackCounts:
         answers, rated, own, foreign, refused = canary_feedback(ledger, release)
