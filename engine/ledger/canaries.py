@@ -9,7 +9,7 @@ import duckdb
 
 from engine.catalog.records import Release
 from engine.ledger.queries import Observed, Rating, canary_answers, canary_feedback, canary_ratings
-from engine.quality.canary import Answer, CanaryJudge, CanaryResult, FeedbackCounts
+from engine.quality.canary import CanaryAnswer, CanaryJudge, CanaryResult, FeedbackCounts
 from engine.settings.params import ReleaseConfig
 
 
@@ -56,8 +56,8 @@ class CanaryReader:
         step = self._step_of(rating.version)
         self.judge.rate(step, rating.key, rating.unit, rating.is_canary, rating.reward)
 
-    def _answer(self, seen: Observed) -> Answer:
-        return Answer(
+    def _answer(self, seen: Observed) -> CanaryAnswer:
+        return CanaryAnswer(
             self._step_of(seen.version),
             seen.key,
             seen.unit,
