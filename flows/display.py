@@ -44,15 +44,15 @@ def live() -> Iterator[None]:
 
 
 def base_builder(params: Params, stages: Stages) -> Callable[[], object]:
-    """Return a function that builds the base with a progress bar, if it is not built yet."""
+    """Return a function that builds or converts the base with a progress bar, if it is not there yet."""
     from engine.base.resident import ensure_base
 
     def build() -> object:
         bar = steps.add_task("base", total=None, note="", visible=False)
 
-        def progress(step: int, total: int, loss: float) -> None:
+        def progress(step: int, total: int, note: str) -> None:
             steps.start()
-            steps.update(bar, completed=step, total=total, note=f"loss {loss:.3f}", visible=True)
+            steps.update(bar, completed=step, total=total, note=note, visible=True)
 
         try:
             with stages("base"):
@@ -69,7 +69,7 @@ def training_bar(policy: str, total: int) -> Callable[[Mapping[str, Any]], None]
     """Return a function that shows one training step, given its row of the ledger's `train_steps`.
 
     In a terminal each policy has a progress bar. Elsewhere it prints lines: the first step, the last, and
-    about `PLAIN_LINES` between.
+    about `PLAIN_LINES` between. A warning of a collapse is a line of its own in both.
     """
     if not console.is_terminal:
         return _training_lines(policy, total)
@@ -78,8 +78,15 @@ def training_bar(policy: str, total: int) -> Callable[[Mapping[str, Any]], None]
 
     def show(row: Mapping[str, Any]) -> None:
         steps.update(bar, completed=row["step"], note=step_note(row), visible=True)
+        _print_warning(policy, row)
 
     return show
+
+
+def _print_warning(policy: str, row: Mapping[str, Any]) -> None:
+    if row.get("collapse"):
+        # A model's words are no markup.
+        console.print(Text(f"  {policy}, step {row['step']}: {row['collapse']}", style="yellow"))
 
 
 def _training_lines(policy: str, total: int) -> Callable[[Mapping[str, Any]], None]:
@@ -90,6 +97,7 @@ def _training_lines(policy: str, total: int) -> Callable[[Mapping[str, Any]], No
         if not shown or row["step"] % every == 0 or row["step"] == total:
             shown = True
             console.print(f"  {policy:<12} step {row['step']} of {total}  {step_note(row)}")
+        _print_warning(policy, row)
 
     return show
 

@@ -10,13 +10,13 @@ from typing import Annotated, Any, TypeVar
 import typer
 from pydantic import ValidationError
 
-from engine.base.recipes import RECIPES
+from engine.base.recipes import RECIPES, TRAINABLE
 from engine.errors import ConfigError
 from engine.services import lifecycle as services
 from engine.services.lifecycle import PARAMS_VARIABLE, environment
 from engine.settings.forms import Form
 from engine.settings.model import explain
-from engine.settings.params import Params, load_params, split_served_name
+from engine.settings.params import Params, known_policies, load_params, split_served_name
 from engine.settings.reproducible import VALUE, VARIABLE
 
 PARAMS = Path("params.yaml")
@@ -68,22 +68,28 @@ def on_base(settings: Params, name: str) -> Params:
     """Return the settings for another built-in base, with a state directory of its own.
 
     Revisions, routes and scores belong to one base, so bases do not share a state directory. Flows and
-    services read these settings from its params.json. Raises `ConfigError` for a base that cannot be trained.
+    services read these settings from its params.json. A file `params.NAME.yaml` beside the settings' own file
+    replaces what it sets, such as the policies. Raises `ConfigError` for a base that cannot be trained.
     """
-    known = ", ".join(name for name, recipe in RECIPES.items() if recipe.learns)
-    if name not in RECIPES:
-        raise ConfigError(
-            f"--base takes one of {known}. For a base of your own, set base.name in params.yaml."
-        )
-    if not RECIPES[name].learns:
+    known = ", ".join(TRAINABLE)
+    if name in RECIPES and name not in TRAINABLE:
         raise ConfigError(
             f"The base {name!r} cannot be trained: its weights are random, for benchmarks. "
             f"Choose one of {known}."
         )
+    if name not in TRAINABLE:
+        raise ConfigError(
+            f"--base takes one of {known}. For a base of your own, set base.name in params.yaml."
+        )
     if name == settings.base.name:
         return settings
+    changed: dict[str, Any] = {}
+    file = (settings.source or PARAMS).with_name(f"params.{name}.yaml")
+    if file.is_file():
+        own = load_params(file)
+        changed = {field: getattr(own, field) for field in own.model_fields_set}
     base = settings.base.model_copy(update={"name": name, "revision": None})
-    changed: dict[str, Any] = {"base": base, "state_dir": settings.state_dir / name, "source": None}
+    changed |= {"base": base, "state_dir": settings.state_dir / name, "source": None}
     if settings.store.url and not settings.catalog.url:
         # The state directory has a catalog of its own, so the store must be its own too.
         url = f"{settings.store.url.rstrip('/')}/{name}"
@@ -110,9 +116,25 @@ def check(settings: Params, policies: list[str]) -> None:
     from tasks.suites import load_suite
 
     for name in policies:
+        if is_in_catalog_alone(settings, name):
+            raise ConfigError(
+                f"The policy {name!r} is in the catalog alone, as an import leaves it, and has no suite to "
+                "score on. Release it with --skip-score and a reason, or import the adapter into a policy "
+                "that has a suite (`graftwork policy create`)."
+            )
         policy = settings.policy(name)
         check_task(policy.task)
         load_suite(policy.suite, settings.suites_dir)
+
+
+def is_in_catalog_alone(settings: Params, policy: str) -> bool:
+    """Say whether a policy has a catalog row but no settings, and so no suite: an import makes such a one."""
+    if policy in known_policies(settings) or not settings.paths.has_catalog:
+        return False
+    from engine.catalog.catalog import open_catalog
+
+    with open_catalog(settings.paths) as index:
+        return bool(index.policies.owners([policy]))
 
 
 def require_services(settings: Params) -> None:

@@ -17,6 +17,8 @@ from engine.files import write_whole
 from engine.settings.params import Params, served_name
 
 if TYPE_CHECKING:
+    from engine.quality.estimate import Difference
+    from tasks.general import Perplexity
     from tasks.score import Score
 
 SETTLE_S = 15.0
@@ -41,7 +43,10 @@ class Stages:
 
 @dataclass(frozen=True)
 class Adapted:
-    """One policy's new revision: its directory, its version in MLflow, the scores of base and revision."""
+    """One policy's new revision: its directory, its version in MLflow, the scores of base and revision.
+
+    `general` are the perplexities of base and revision on general text, where the policy has them measured.
+    """
 
     policy: str
     digest: str
@@ -50,6 +55,12 @@ class Adapted:
     base: "Score | None"
     revision: "Score | None"
     seconds: Mapping[str, float]
+    general: "Sequence[Perplexity]" = ()
+
+    @property
+    def perplexities(self) -> dict[str, str]:
+        """Return the cell on general text; nothing where it was not measured."""
+        return {"perplexity": " to ".join(f"{one.value:.2f}" for one in self.general)} if self.general else {}
 
     def row(self) -> dict[str, Any]:
         """Return a table row."""
@@ -58,6 +69,7 @@ class Adapted:
             "version": self.version,
             "base score": interval_text(self.base),
             "revision score": interval_text(self.revision),
+            **self.perplexities,
             **{f"{name} (s)": seconds for name, seconds in self.seconds.items()},
         }
 
@@ -113,6 +125,7 @@ def policy_row(adapted: Adapted, ended: Mapping[str, Any]) -> dict[str, Any]:
         "revision": served_name(adapted.policy, adapted.digest),
         "base score": interval_text(adapted.base),
         "revision score": interval_text(adapted.revision),
+        **adapted.perplexities,
         "verdict": VERDICTS[ended["state"]],
         **{f"{name} (s)": f"{seconds:.1f}" for name, seconds in adapted.seconds.items()},
         "release (s)": f"{release_s:.1f}",
@@ -128,6 +141,18 @@ def score_row(score: "Score") -> dict[str, Any]:
         "score": interval_text(score),
         "items": len(score.items),
         "seconds": round(score.seconds, 1),
+    }
+
+
+def perplexity_row(found: "Perplexity") -> dict[str, Any]:
+    """Return the table row of a perplexity on general text."""
+    model = served_name(found.policy, found.digest) if found.digest else "base"
+    return {
+        "model": model,
+        "suite": f"general version {found.version}",
+        "perplexity": f"{found.value:.2f}",
+        "items": found.windows,
+        "seconds": round(found.seconds, 1),
     }
 
 
@@ -191,6 +216,7 @@ def summary(
     for revision, ended in zip(adapted, releases, strict=True):
         assert revision.base
         assert revision.revision
+        gained = gain(revision.base, revision.revision)
         policies.append({
             "name": revision.policy,
             "base_score": revision.base.mean,
@@ -199,6 +225,9 @@ def summary(
             "revision_score": revision.revision.mean,
             "ci_low": revision.revision.ci_low,
             "ci_high": revision.revision.ci_high,
+            "gain": gained.mean,
+            "gain_ci_low": gained.low,
+            "gain_ci_high": gained.high,
             "verdict": VERDICTS[ended["state"]],
             "digest": revision.digest,
         })  # fmt: skip
@@ -215,14 +244,22 @@ def summary(
     }
 
 
+def gain(base: "Score", revision: "Score") -> "Difference":
+    """Return the paired difference of a revision's scores and the base's on the same items, in [-1, 1]."""
+    # It imports SciPy, which `graftwork --help` does not need.
+    from engine.quality.estimate import paired_difference
+
+    return paired_difference([item.score for item in revision.items], [item.score for item in base.items])
+
+
 def shortcomings(result: Mapping[str, Any]) -> list[str]:
     """Return the main job's missed expectations as sentences; empty when it met all."""
     found = []
     for policy in result["policies"]:
         if policy["verdict"] != "promote":
             found.append(f"{policy['name']} ended with the verdict {policy['verdict']}, not with promote.")
-        if policy["ci_low"] <= policy["base_ci_high"]:
-            found.append(f"The score interval of {policy['name']} is not above the base's.")
+        if policy["gain_ci_low"] <= 0:
+            found.append(f"The score of {policy['name']} is not surely above the base's on the same items.")
     bad = result["bad_revision"]
     if bad["verdict"] != "rollback":
         found.append(f"The bad revision ended with the verdict {bad['verdict']}, not with rollback.")

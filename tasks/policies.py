@@ -21,9 +21,11 @@ import yaml
 from filelock import FileLock, Timeout
 from pydantic import ValidationError
 
+from engine.base.fitting import fitted_policy, fitting_settings
 from engine.base.prompts import prompt_text
-from engine.base.resident import ensure_base
+from engine.base.resident import base_config, ensure_base
 from engine.errors import ConfigError, Conflict, NotFound
+from engine.problems.general_text import GENERAL
 from engine.problems.jsonl import Check, Import, import_file, prompt_hash, read_rows
 from engine.problems.procedural import Problem
 from engine.problems.verifiers import NUMBER, Verifier
@@ -114,6 +116,8 @@ def _refuse_taken(params: Params, name: str, owner: str, base: str | None) -> No
         raise ConfigError(
             f"{name!r} is not a policy name. Use small letters, digits and hyphens, at most 63."
         )
+    if name == GENERAL:
+        raise ConfigError(f"{GENERAL!r} is the suite of general text. Choose another name.")
     if name in params.policies:
         raise Conflict(
             f"{params.source or 'params.yaml'} defines the policy {name!r} already. Choose another name."
@@ -133,8 +137,10 @@ def _settings(
     """Return the policy's settings: its own file's, then those of `settings`."""
     if verifier == "contract":
         raise ConfigError("The verifier `contract` is for generated tasks. Use exact, numeric or another.")
-    fields = _own(params, name) | {"task": TRAINING, "suite": name, "verifier": verifier, "owner": owner}
-    fields |= settings
+    own = _own(params, name)
+    fields = own | {"task": TRAINING, "suite": name, "verifier": verifier, "owner": owner} | dict(settings)
+    if "loss_config" in fields:
+        fields["loss_config"] = own.get("loss_config", {}) | settings.get("loss_config", {})
     try:
         config = PolicyConfig.model_validate(fields)
     except ValidationError as error:
@@ -203,6 +209,9 @@ def _write(
     suite = _freeze(params, name, config, found, draft, before)
     _refuse_leaks(draft / TRAINING, suite, before)
     own = config.model_dump(mode="json", exclude_defaults=True) | {"data_digest": found.digest}
+    # A default that was given stands against what fits the base.
+    fitting = set(fitting_settings(base_config(params.base, params.paths)))
+    own |= config.model_dump(mode="json", include=fitting, exclude_unset=True)
     (draft / "policy.yaml").write_text(yaml.safe_dump(own, sort_keys=True))
     version = int(suite.version)
     changed = not _same(target, draft, suite, before)
@@ -302,7 +311,7 @@ def _register(params: Params, name: str) -> None:
 
     if not services.is_running(params):
         return
-    config = params.policy(name)
+    config = fitted_policy(params, name).config
     base = ensure_base(params.base, params.paths).digest
     with controller(params) as client:
         client.add_policy(name, base, config.model_dump(mode="json"), config.owner)

@@ -95,6 +95,14 @@ def both(first: OnStep, second: OnStep) -> OnStep:
     return show
 
 
+def log_collapse(row: Mapping[str, Any]) -> None:
+    """Write a step's warning of a collapse, if it has one, to the log of the current run."""
+    if row.get("collapse"):
+        from prefect.logging import get_run_logger
+
+        get_run_logger().warning("Step %s: %s", row["step"], row["collapse"])
+
+
 def keep_sources(params: Params, policy: str, digest: str, resolved: Resolved) -> None:
     """Record the settings of a revision's run with their sources, in `runs/` and as a table artifact."""
     values = resolved.config.model_dump(mode="json")

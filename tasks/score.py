@@ -156,6 +156,7 @@ def emit_scores(
 ) -> None:
     """Emit scores to the ledger through the spool. Idempotent: a row's id derives from its content."""
     run = _row_id(base, policy, digest, suite, "*")
+    questions = {item.id: item.question for item in suite.items}
     with closing(Spool(params.paths.spool, "score")) as spool:
         for item in items:
             spool.emit(
@@ -171,6 +172,8 @@ def emit_scores(
                 item=item.item,
                 score=item.score,
                 answer=item.answer,
+                # The base's rows outlive a policy that is purged, so they hold nothing of its data.
+                question=questions[item.item] if digest else None,
                 run=run,
             )
 

@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from engine.base.recipes import RECIPES
-from engine.base.resident import built_path, ensure_base
+from engine.base.resident import ensure_base, made_path
 from engine.errors import BaseModelError, NotFound
 from engine.services import lifecycle as services
 from engine.settings.params import Params, load_params
@@ -113,9 +112,8 @@ def resident(params: Params, name: str) -> Iterator[Params]:
 
 
 def _link_base(stage: Params, files: Files) -> None:
-    """Link a built base into a stage's state directory."""
-    if stage.base.name in RECIPES:
-        link = built_path(stage.base, stage.paths)
+    """Link a base that was made here into a stage's state directory."""
+    if link := made_path(stage.base, stage.paths):
         link.parent.mkdir(exist_ok=True)
         link.unlink(missing_ok=True)
         link.symlink_to(files.base)

@@ -14,9 +14,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from engine.base.fitting import fitted_policy
+from engine.base.progress import Progress
 from engine.base.prompts import prompt_text
-from engine.base.recipes import RECIPES
-from engine.base.resident import ensure_base
+from engine.base.resident import ensure_base, made_path
 from engine.errors import ConfigError, NotFound, ServiceError
 from engine.problems.procedural import TASKS, check_task
 from engine.services.lifecycle import mkl_cbwr
@@ -45,15 +46,15 @@ CURVE = (
 )  # fmt: skip
 
 
-def build_base(params: Params, progress: Callable[[int, int, float], None]) -> None:
-    """Write `base/`: the files of a built base, or only name and digest of a base of one's own.
+def build_base(params: Params, progress: Progress) -> None:
+    """Write `base/`: the files of a base that is made here, or only name and digest of a base of one's own.
 
-    A built base is copied from the checkout's state directory, where it is built if it is missing.
+    The files are copied from the checkout's state directory, where the base is made if it is missing.
     """
     files = files_of(params)
     info = ensure_base(params.base, home_params(params).paths, progress)
     renew(files.base)
-    if params.base.name in RECIPES:
+    if made_path(params.base, params.paths):
         shutil.copytree(info.path, files.base, dirs_exist_ok=True)
     write_json(files.base / "base.json", {"name": params.base.name, "digest": info.digest})
 
@@ -65,7 +66,7 @@ def prepare_suites(params: Params) -> None:
     `ConfigError` otherwise, and for an unknown policy or task.
     """
     files, name = files_of(params), params.evaluate.policy
-    config = params.policy(name)
+    config = fitted_policy(params, name).config
     check_task(config.task)
     suite = load_suite(config.suite, params.suites_dir)
     _check_prompts(params, config, suite)

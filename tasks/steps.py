@@ -22,6 +22,7 @@ from tasks import verify as verification
 
 if TYPE_CHECKING:
     from engine.training.loop import Trained
+    from tasks.general import Perplexity
     from tasks.score import Score
 
 OnStep = Callable[[Mapping[str, Any]], None]
@@ -62,11 +63,11 @@ def flush() -> None:
 def train(params: Params, policy: str, config: PolicyConfig, key: str, on_step: OnStep) -> "Trained":
     """Train a policy with GRPO on the resident base and export its revision."""
     from engine.training import loop
-    from tasks.progress import both
+    from tasks.progress import both, log_collapse
     from tasks.tracking import tracked
 
     with tracked(params, policy) as track:
-        return loop.train(params, policy, config, key, both(on_step, track))
+        return loop.train(params, policy, config, key, both(on_step, both(track, log_collapse)))
 
 
 @task(name="register", task_run_name="register {policy}", cache_policy=NO_CACHE)
@@ -89,6 +90,14 @@ def score(params: Params, policy: str, digest: str | None, suite: str, key: str)
     from tasks import score as plain
 
     return plain.score(params, policy, digest, suite, key)
+
+
+@task(name="score general", task_run_name="score general text of {policy}", cache_policy=NO_CACHE)
+def score_general(params: Params, policy: str, digest: str, key: str) -> "list[Perplexity]":
+    """Measure the perplexities of the base and of a revision on general text."""
+    from tasks import general as plain
+
+    return [plain.score_general(params, policy, one, key) for one in (None, digest)]
 
 
 @task(name="score champion", task_run_name="score champion of {policy}", cache_policy=NO_CACHE)

@@ -235,7 +235,11 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(ensure_base(params.base, params.paths).path)
     for policy in params.policies.values():
         suite = build_suite(
-            policy.suite, policy.task, policy.contract, lambda text: prompt_text(tokenizer, text)
+            policy.suite,
+            policy.task,
+            policy.contract,
+            lambda text: prompt_text(tokenizer, text),
+            root=params.suites_dir,
         )
         print(f"{suite.name} version {suite.version}: {len(suite.items)} items, digest {suite.digest[:12]}")
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from engine.base.fitting import fitted_policy
 from engine.base.resident import ensure_base
 from engine.clients.engine import EngineClient
 from engine.problems.procedural import check_task
@@ -21,7 +22,7 @@ def try_policy(params: Params, policy: str, key: str) -> Trial:
     """
     from transformers import AutoTokenizer
 
-    config = params.policy(policy)
+    config = fitted_policy(params, policy).config
     config = config.model_copy(update={"groups": max(1, ANSWERS // config.group_size)})
     check_task(config.task)
     with Verifier(config) as verifier:

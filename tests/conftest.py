@@ -35,6 +35,17 @@ SERVED = {
     "chromium", "clone", "crowded", "engine", "finished", "gate", "halves", "people", "postgres_server",
     "running", "s3", "server", "service", "supervisor",
 }  # fmt: skip
+# Files whose tests share the fixture `engine`: on one worker, so that it starts once.
+ON_ONE_ENGINE = {
+    "tests/bench/checks/test_catalog.py",
+    "tests/engine/serving/gateway/test_rollouts.py",
+    "tests/engine/serving/test_engine.py",
+    "tests/engine/serving/test_malformed_engine.py",
+    "tests/engine/serving/test_parity.py",
+    "tests/engine/training/test_loop.py",
+    "tests/engine/verification/test_probe_gate.py",
+    "tests/tasks/test_score.py",
+}
 # Programs that only a test marked `services` may start.
 SERVERS = re.compile(
     r"engine\.(serving\.server|training\.service\.app|controller) |vllm\.entrypoints|supervisord"
@@ -51,7 +62,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         assert isinstance(item, pytest.Function)
         if SERVED & set(item.fixturenames) or "postgresql" in item.name:
             item.add_marker("services")
-    items.sort(key=lambda item: [item.get_closest_marker(name) is None for name in ("heavy", "services")])
+        if "engine" in item.fixturenames and not hasattr(item.module, "engine"):
+            file = item.nodeid.partition("::")[0]
+            assert file in ON_ONE_ENGINE, f"{file} uses the fixture engine; add it to ON_ONE_ENGINE."
+    items.sort(key=lambda item: (-minutes_of(item), item.get_closest_marker("services") is None))
+
+
+def minutes_of(item: pytest.Item) -> float:
+    """Return the minutes that a heavy test's file takes, 1 unless it says; 0 for others."""
+    heavy = item.get_closest_marker("heavy")
+    return heavy.kwargs.get("minutes", 1) if heavy else 0
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Schedule whole files, those of ON_ONE_ENGINE as if they were one."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "one engine" if file in ON_ONE_ENGINE else file
+
+    return Scheduling(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -90,6 +123,14 @@ def say_last(sentence: str) -> None:
     print(sentence, flush=True)
     # At the interpreter's end DuckDB's binding complains of what torch keeps alive; not after this.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """Leave the other cores to the other workers: threads that wait for one that does not run spin."""
+    import torch
+
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)

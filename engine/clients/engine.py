@@ -1,7 +1,12 @@
-"""The engine's HTTP client: log-probabilities, rollouts, residency and the engine's marker."""
+"""The engine's HTTP client: log-probabilities, rollouts, chats, residency and the engine's marker."""
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from typing import Any
+from urllib.parse import quote
+
+import httpx
 
 from engine.clients.http import SHOWN, ServiceClient
 from engine.errors import ConfigError, NotFound, ServiceError, of_status
@@ -42,6 +47,24 @@ class EngineClient(ServiceClient):
         found = self._ask("POST", "/v1/completions", json=body)["choices"][0]["prompt_logprobs"]
         return [found[i][str(token)]["logprob"] for i, token in enumerate(tokens) if i > 0]
 
+    def find_model(self, name: str) -> None:
+        """Raise `NotFound`, with the nearest names, or `Gone`, with the reason, unless `name` is served."""
+        self._ask("GET", f"/v1/models/{quote(name, safe='')}")
+
+    @contextmanager
+    def chat(self, body: Mapping[str, Any]) -> Iterator[tuple[str, Iterator[str]]]:
+        """Give the served name that answers a chat, and its answer's pieces as they come.
+
+        `body` is OpenAI's. Leaving the block stops the answer. Raises the error of the engine's answer; the
+        pieces raise `ServiceError` when the answer breaks off.
+        """
+        request = self._http.build_request("POST", "/v1/chat/completions", json={**body, "stream": True})
+        with closing(self._patiently(lambda: self._http.send(request, stream=True))) as response:
+            if not response.is_success:
+                response.read()
+                raise self._fault(response)
+            yield response.headers["x-graftwork-revision"], _pieces(response)
+
     def rollouts(self, body: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
         """Return a group of samples for each of the body's prompts.
 
@@ -64,3 +87,18 @@ class EngineClient(ServiceClient):
             )
 
         return self._patiently(ask, ServiceError)
+
+
+def _pieces(response: httpx.Response) -> Iterator[str]:
+    """Yield the texts of a streamed chat: server-sent events, one a line."""
+    try:
+        for line in response.iter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            if fault := event.get("error"):
+                raise ServiceError(f"The engine broke the answer off: {fault['message']}")
+            for choice in event["choices"]:
+                yield choice["delta"].get("content") or ""
+    except httpx.TransportError as error:
+        raise ServiceError(f"The engine broke the answer off ({error!r}). Ask again.") from None

@@ -31,13 +31,26 @@ class OfflineScore:
 
 
 @dataclass(frozen=True)
+class LanguageScore:
+    """Perplexities of revision and base on the `windows` of general text that both were scored on.
+
+    Without windows in common both are 0.
+    """
+
+    windows: int
+    revision: float
+    base: float
+
+
+@dataclass(frozen=True)
 class Evidence:
     """The evidence for a release at the time `now` (epoch seconds), `step_s` seconds into its step.
 
     `probe` is the effect probe's result, `score` the offline score, `tombstone` the reason of the revision's
-    tombstone; each is None when there is none. `frozen` is whether releases are frozen. A running canary's
-    `step_s` counts from the canary's start, its `weight_s` from that of its newest weight. `units_per_s` is
-    the recent traffic before the canary's start, None where too little is known.
+    tombstone; each is None when there is none. `language` is None for a policy without the suite `general`.
+    `frozen` is whether releases are frozen. A running canary's `step_s` counts from the canary's start, its
+    `weight_s` from that of its newest weight. `units_per_s` is the recent traffic before the canary's start,
+    None where too little is known.
     """
 
     now: float
@@ -48,13 +61,15 @@ class Evidence:
     tombstone: str | None = None
     frozen: bool = False
     step_s: float = 0.0
+    language: LanguageScore | None = None
     weight_s: float = 0.0
     units_per_s: float | None = None
 
     def summary(self) -> dict[str, Any]:
         """Return the evidence that a verdict's row stores."""
         score = asdict(self.score) if self.score else None
-        return {"probe": self.probe, "score": score, "canary": self.canary.summary()}
+        language = {"language": asdict(self.language)} if self.language else {}
+        return {"probe": self.probe, "score": score, **language, "canary": self.canary.summary()}
 
 
 @dataclass(frozen=True)
@@ -113,7 +128,21 @@ def _score(release: Release, evidence: Evidence) -> Action:
         )
     if change < -settings.score_margin:
         return Action("hold", f"The offline score fell from {figures}; {settings.score_margin:g} is allowed.")
-    return Action("next_gate", f"The offline score went from {figures}.")
+    return _language(evidence.language, settings, f"The offline score went from {figures}.")
+
+
+def _language(language: LanguageScore | None, settings: ReleaseConfig, so_far: str) -> Action:
+    if language is None:
+        return Action("next_gate", so_far)
+    if language.windows == 0:
+        return Action("hold", "Revision and base have no perplexity on general text. Score both first.")
+    figures = f"from the base's {language.base:.2f} to {language.revision:.2f}"
+    if language.revision > language.base * (1 + settings.general_margin):
+        return Action(
+            "hold",
+            f"The perplexity on general text rose {figures}; {settings.general_margin:.0%} more is allowed.",
+        )
+    return Action("next_gate", f"{so_far} The perplexity on general text went {figures}.")
 
 
 def _approval(release: Release, evidence: Evidence) -> Action:

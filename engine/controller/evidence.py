@@ -8,12 +8,13 @@ from collections.abc import Callable
 from statistics import fmean
 
 from engine.catalog.catalog import Catalog, Release
-from engine.controller.advance import Evidence, OfflineScore
+from engine.controller.advance import Evidence, LanguageScore, OfflineScore
 from engine.ledger.canaries import CanaryReader
 from engine.ledger.ledger import Ledger
 from engine.ledger.queries import latest_scores, recent_units_per_s
+from engine.problems.general_text import GENERAL
 from engine.quality.canary import CanaryResult
-from engine.quality.estimate import paired_difference
+from engine.quality.estimate import paired_difference, perplexity
 
 
 class EvidenceReader:
@@ -35,6 +36,7 @@ class EvidenceReader:
             route=self._catalog.routes.get(release.policy),
             probe=revision.probe,
             score=self._score(release, revision.base, ledger) if release.step == "score" else None,
+            language=self._language(release, revision.base, ledger) if release.step == "score" else None,
             canary=self._canary(release, ledger),
             tombstone=stone.reason if stone else None,
             frozen=self._catalog.switches.is_on("freeze"),
@@ -70,22 +72,36 @@ class EvidenceReader:
 
     def _score(self, release: Release, base: str, ledger: Ledger) -> OfflineScore | None:
         suite = self._catalog.policies.get(release.policy).config.get("suite", "")
-        mine, theirs = (
-            {
-                (one.version, one.item): one.score
-                for one in latest_scores(ledger.connection, base, release.policy, suite, digest)
-            }
-            for digest in (release.revision, release.baseline)
-        )
-        common = mine.keys() & theirs.keys()
-        if not common or release.revision == release.baseline:
+        mine, theirs = _common_scores(ledger, base, release, suite, release.baseline)
+        if not mine or release.revision == release.baseline:
             return None
-        revision, baseline = ([scores[item] for item in sorted(common)] for scores in (mine, theirs))
-        low = paired_difference(revision, baseline).low
-        return OfflineScore(len(common), fmean(revision), fmean(baseline), low)
+        return OfflineScore(len(mine), fmean(mine), fmean(theirs), paired_difference(mine, theirs).low)
+
+    def _language(self, release: Release, base: str, ledger: Ledger) -> LanguageScore | None:
+        if not self._catalog.policies.get(release.policy).config.get("general"):
+            return None
+        mine, theirs = _common_scores(ledger, base, release, GENERAL, None)
+        if not mine:
+            return LanguageScore(0, 0.0, 0.0)
+        return LanguageScore(len(mine), perplexity(mine), perplexity(theirs))
 
     def _canary(self, release: Release, ledger: Ledger) -> CanaryResult:
         if release.canary_started_at is None:
             return CanaryResult()
         reader = self._canaries.setdefault(release.id, CanaryReader(release))
         return reader.read(ledger.connection, release)
+
+
+def _common_scores(
+    ledger: Ledger, base: str, release: Release, suite: str, other: str | None
+) -> tuple[list[float], list[float]]:
+    """Return the scores of a release's revision and of `other` (None: the base) on the items of both."""
+    mine, theirs = (
+        {
+            (one.version, one.item): one.score
+            for one in latest_scores(ledger.connection, base, release.policy, suite, digest)
+        }
+        for digest in (release.revision, other)
+    )
+    common = sorted(mine.keys() & theirs.keys())
+    return [mine[item] for item in common], [theirs[item] for item in common]

@@ -96,10 +96,15 @@ class Spool:
         # Locked before it gets the name that readers look for: they never see it unlocked.
         name = f"{self._writer}-{os.getpid()}-{uuid.uuid4()}"
         fresh = self.root / f"{name}.new"
-        self._fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND)
-        fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        self._path = fresh.rename(self.root / f"{name}.open")
-        self._size = 0
+        fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._path = fresh.rename(self.root / f"{name}.open")
+        except OSError:
+            os.close(fd)
+            fresh.unlink(missing_ok=True)
+            raise
+        self._fd, self._size = fd, 0
 
     def _rotate_often(self) -> None:
         while not self._closed.wait(ROTATE_S):

@@ -24,10 +24,9 @@ DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 # A process's CUDA context, library workspaces and the allocator's rounding: an estimate, until
 # tests/gpu/test_one_gpu.py has measured it.
 CONTEXT_BYTES = GIB
-# Prefill tokens of one engine step on a GPU, and completion tokens whose logits the trainer holds at once
-# with gradient checkpointing.
+# Prefill tokens of one engine step on a GPU, and completion tokens whose logits the trainer holds at once.
 BATCHED_TOKENS = 2048
-HEAD_TOKENS = 1024
+HEAD_TOKENS = 512
 # Copies of keys and values that attention may hold for each token of a microbatch (shared prompts).
 COPIES = 2
 # Tokens in a block of vLLM's KV cache on CUDA.
@@ -126,7 +125,14 @@ def plan(
         trainer_base=there * parts["engine_base"],
         trainer_adapters=there
         * (trainer.session_bytes or adapter_bytes(shape, engine.max_rank, trainer.sessions)),
-        trainer_activations=there * training_bytes(shape, size, engine, trainer),
+        trainer_activations=there
+        * training_bytes(
+            shape,
+            size,
+            engine.max_rank,
+            max(trainer.most_tokens, engine.max_model_len),
+            trainer.checkpoints_on(cuda=True),
+        ),
         trainer_context=there * CONTEXT_BYTES,
         **parts,
         parameters=shape.parameters,
@@ -200,36 +206,37 @@ def layer_bytes(shape: Shape, size: int, rank: int) -> int:
     return norms + attention + 4 * size * shape.widest_mlp + 7 * size * rank + routed
 
 
-def training_bytes(shape: Shape, size: int, engine: EngineConfig, trainer: TrainerConfig) -> int:
-    """Return the activation bytes of one microbatch: tensors kept for the backward pass, and its own.
+def training_bytes(shape: Shape, size: int, rank: int, tokens: int, checkpointing: bool) -> int:
+    """Return the activation bytes of a microbatch: tensors kept for the backward pass, and its own.
 
     With gradient checkpointing (arXiv 1604.06174) a layer keeps only its input and is recomputed in the
-    backward pass, and the logits of `HEAD_TOKENS` tokens exist at a time. Without, all layers and all logits
-    are kept. A layer's backward pass needs about as much again as it kept. The forward pass holds a copy of
-    the factors in B. The active session's earlier gradients are held in float32 (`adding_gradients` in
-    engine/training/model/update.py).
+    backward pass; without, all layers are kept. A layer's backward pass needs about as much again as it kept.
+    The head keeps a row of each token, and has the logits of `HEAD_TOKENS` at a time. The forward pass holds
+    a copy of the factors in B. The active session's earlier gradients are held in float32
+    (`adding_gradients` in engine/training/model/update.py).
     """
-    tokens = max(trainer.microbatch_tokens, engine.max_model_len)
-    layer = layer_bytes(shape, size, engine.max_rank)
-    factors = engine.max_rank * shape.lora_width * size
-    before = engine.max_rank * shape.lora_width * 4
-    if trainer.checkpoints_on(cuda=True):
-        kept = shape.layers * shape.hidden * size + layer
-        logits = min(tokens, HEAD_TOKENS) * logit_bytes(shape, size)
+    factors = rank * shape.lora_width * size
+    before = rank * shape.lora_width * 4
+    logits = min(tokens, HEAD_TOKENS) * logit_bytes(shape, size)
+    if checkpointing:
         factors //= shape.layers
-    else:
-        kept = shape.layers * layer
-        logits = tokens * logit_bytes(shape, size)
-    last = (4 + size) * shape.hidden
-    return tokens * (kept + layer + last) + logits + factors + before
+    return tokens * token_bytes(shape, size, rank, checkpointing) + logits + factors + before
+
+
+def token_bytes(shape: Shape, size: int, rank: int, checkpointing: bool) -> int:
+    """Return the bytes of a microbatch that each of its tokens adds."""
+    layer = layer_bytes(shape, size, rank)
+    kept = shape.layers * (shape.hidden * size if checkpointing else layer)
+    head = (4 + 2 * size) * shape.hidden
+    return kept + layer + head
 
 
 def logit_bytes(shape: Shape, size: int) -> int:
-    """Return the bytes of one completion token's logits and their gradients.
+    """Return the bytes of one completion token's logits.
 
-    Logits in B and float32, the gradients of logsumexp and gather in float32, and their sum in B.
+    Logits and probabilities in float32, and in a narrower dtype the logits' and the probabilities' copies.
     """
-    return shape.vocabulary * (2 * size + 12)
+    return shape.vocabulary * (8 if size == 4 else 8 + 2 * size)
 
 
 def step_bytes(shape: Shape, size: int, engine: EngineConfig) -> int:
@@ -294,7 +301,7 @@ def _remedies(
         ("engine", "max_num_seqs", 1, engine.max_num_seqs),
         ("engine", "max_model_len", BLOCK, engine.max_model_len),
         ("engine", "slots", 2, engine.gpu_slots),
-        ("trainer", "microbatch_tokens", 64, trainer.microbatch_tokens),
+        ("trainer", "microbatch_tokens", 64, trainer.most_tokens),
         ("trainer", "sessions", 1, trainer.sessions),
     )
     for section, field, least, now in lowered:

@@ -5,6 +5,7 @@ of `engine.quality.sequential`, which covers at every sample size and therefore 
 least nominal coverage for independent items, for any distribution.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -43,6 +44,11 @@ def clopper_pearson(successes: int, trials: int, alpha: float = 0.05) -> tuple[f
     low = betaincinv(successes, trials - successes + 1, alpha / 2) if successes else 0.0
     high = betaincinv(successes + 1, trials - successes, 1 - alpha / 2) if successes < trials else 1.0
     return float(low), float(high)
+
+
+def perplexity(scores: Sequence[float]) -> float:
+    """Return the perplexity of texts of equal length, given each one's geometric mean token probability."""
+    return math.exp(-fmean(math.log(score) for score in scores))
 
 
 def paired_difference(first: Sequence[float], second: Sequence[float], alpha: float = 0.05) -> Difference:

@@ -14,13 +14,16 @@ from engine.ledger.canaries import CanaryReader
 from engine.ledger.ledger import open_snapshot
 from engine.ledger.queries import canary_ratings, named_rows
 from engine.quality.guards import RewardGuard
+from engine.report.answers import sample_answers
 from engine.report.data import (
     CanaryPoint,
     Curve,
     Event,
+    PolicyRow,
     ReleaseResult,
     ReportData,
     RevisionRow,
+    SampleAnswers,
 )
 from engine.report.overview import overview, suite_score
 from engine.settings.params import DIGEST12, ReleaseConfig
@@ -68,6 +71,7 @@ def collect(
         releases = [
             item for name in policies for item in catalog.releases.all(name) if item.created_at >= since
         ]
+        answers = [_answers(ledger, policy, seen.revisions) for policy in seen.policies]
         releases.sort(key=lambda item: item.created_at)
         results = tuple(_result(ledger, catalog, release) for release in releases[-MAX_RELEASES:])
     names = catalog.bases.names()
@@ -85,6 +89,7 @@ def collect(
         curves=tuple(curves),
         releases=results,
         revisions=seen.revisions,
+        answers=tuple(filter(None, answers)),
         notices=tuple(
             Event(it.at, it.name.removeprefix("graftwork."), it.policy, it.revision, it.reason)
             for it in catalog.notices.page(MAX_NOTICES)
@@ -101,6 +106,15 @@ def collect(
 def _tombstones(catalog: Catalog, policies: Sequence[str]) -> tuple[Event, ...]:
     stones = [stone for stone in catalog.tombstones.in_force() if stone.policy in policies][-MAX_REVISIONS:]
     return tuple(Event(it.at, "buried", it.policy, it.digest, it.reason, it.by) for it in reversed(stones))
+
+
+def _answers(
+    ledger: duckdb.DuckDBPyConnection, policy: PolicyRow, revisions: Sequence[RevisionRow]
+) -> SampleAnswers | None:
+    """Return sample answers of a policy's newest scored revision."""
+    scored = (row for row in revisions if row.policy == policy.name and row.score)
+    newest = next(scored, None)
+    return sample_answers(ledger, policy.base, newest) if newest else None
 
 
 def _made(revisions: Sequence[RevisionRow], directory: Path | None) -> dict[str, str]:

@@ -95,6 +95,26 @@ class RevisionRow:
 
 
 @dataclass(frozen=True)
+class AnswerPair:
+    """A frozen question with the base's answer and a revision's, and their scores in [0, 1]."""
+
+    question: str
+    before: str
+    before_score: float
+    after: str
+    after_score: float
+
+
+@dataclass(frozen=True)
+class SampleAnswers:
+    """Answers of the base (before) and of a policy's revision (after) to the same questions."""
+
+    policy: str
+    digest: str
+    pairs: tuple[AnswerPair, ...]
+
+
+@dataclass(frozen=True)
 class PolicyRow:
     """A policy and its route; `weight` is the share of users on the canary.
 
@@ -146,6 +166,7 @@ class ReportData:
     curves: tuple[Curve, ...] = ()
     releases: tuple[ReleaseResult, ...] = ()
     revisions: tuple[RevisionRow, ...] = ()
+    answers: tuple[SampleAnswers, ...] = ()
     notices: tuple[Event, ...] = ()
     tombstones: tuple[Event, ...] = ()
     stages: tuple[tuple[str, float], ...] = ()

@@ -5,7 +5,6 @@ when it is killed.
 """
 
 import contextlib
-import json
 import os
 import socket
 import time
@@ -16,8 +15,9 @@ from pathlib import Path
 import psutil
 from filelock import FileLock, Timeout
 
-from engine.base.recipes import RECIPES
+from engine.base.recipes import PACKAGED, RECIPES
 from engine.errors import ConfigError, Conflict, PortInUse, ServiceError
+from engine.planning.host import refuse_unless_memory
 from engine.services.supervisor import Supervisor, undisturbed
 from engine.settings.params import Params, Paths, content_hash
 from engine.settings.reproducible import VARIABLE, equal_bits
@@ -128,7 +128,7 @@ def environment(params: Params) -> dict[str, str]:
         PARAMS_VARIABLE: str(params.source or params.paths.root / "params.json"),
     }
     # Only a hub id may need the network, until the base is in the local cache.
-    local = params.base.name in RECIPES or Path(params.base.name).expanduser().exists()
+    local = params.base.name in {**RECIPES, **PACKAGED} or Path(params.base.name).expanduser().exists()
     offline = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE") if local else ()
     return quiet | places | dict.fromkeys(offline, "1") | equal_bits(os.environ)
 
@@ -330,14 +330,18 @@ def _check_ports(params: Params, chosen: Sequence[Service]) -> None:
 def _check_base(params: Params, chosen: Sequence[Service]) -> None:
     """Print the memory plan if trainer and engine share a GPU.
 
-    Raises `ConfigError` when they do not fit, or when the engine cannot serve the base on this machine.
+    Raises `ConfigError` when they do not fit, there or in main memory, or when the engine cannot serve the
+    base on this machine.
     """
-    if any(service.needs_base for service in chosen):
+    names = {service.name for service in chosen if service.needs_base}
+    if names:
+        from engine.base.resident import base_config
         from engine.planning.gpu import planned, refuse_unless_served
 
-        if any(service.name == "engine" for service in chosen):
+        if "engine" in names:
             refuse_unless_served(params)
-        planned(params)
+        if not planned(params):
+            refuse_unless_memory(base_config(params.base, params.paths), params, names)
 
 
 def _databases(paths: Paths) -> tuple[Path, ...]:
@@ -368,8 +372,7 @@ def _start_programs(
     report: Report,
     owner: int | None,
 ) -> None:
-    settings = json.dumps(params.model_dump(mode="json"), indent=2)
-    (params.paths.root / "params.json").write_text(settings)
+    (params.paths.root / "params.json").write_text(params.to_json())
     programs = {service.name: service.command for service in chosen}
     supervisor.spawn(programs, os.environ | environment(params), owner, settings_hash(params))
     for service in chosen:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from engine.base.families import BaseShapes
 from engine.errors import ConfigError
+from engine.planning.host import CPU_KV_CACHE_GIB
 from engine.planning.memory import BATCHED_TOKENS
 from engine.planning.tiers import cpu_slots
 from engine.serving.gateway.uvicorn_accept import accept_bursts
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from engine.base.resident import BaseInfo
     from engine.planning.memory import MemoryPlan
 
-CPU_KV_CACHE_GIB = 0.25
 # Shortest and longest n-gram for prompt lookup.
 LOOKUP = (2, 4)
 

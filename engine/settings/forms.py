@@ -11,7 +11,15 @@ from pydantic import Field
 from engine.settings.losses import LossName
 from engine.settings.model import Settings
 from engine.settings.own_functions import OWN_RULES
-from engine.settings.params import Contract, FewShotExample, Fraction, OpenFraction, PolicyName, Rank
+from engine.settings.params import (
+    Contract,
+    FewShotExample,
+    Fraction,
+    OpenFraction,
+    PolicyName,
+    Rank,
+    Verifier,
+)
 
 Why = Annotated[str, Field(min_length=3, max_length=500, description="Record this reason.")]
 Who = Annotated[str, Field(min_length=1, max_length=100, description="Record this name for the decision.")]
@@ -43,6 +51,7 @@ class AdaptForm(Form):
     lr: float | None = Field(None, gt=0, le=1, description="Use this learning rate of Adam.")
     rank: Rank | None = Field(None, description="Train an adapter of this LoRA rank.")
     contract: Contract | None = Field(None, description="Reward answers in this format.")
+    verifier: Verifier | None = Field(None, description="Reward answers by this verifier.")
     loss: LossName | None = Field(None, description="Minimise this loss, with its settings as configured.")
     seed: int | None = Field(None, ge=0, description="Draw problems and samples from this seed.")
     no_signal_steps: int | None = Field(
@@ -166,6 +175,7 @@ class CreatePolicyForm(Form):
     steps: int | None = Field(None, ge=1, le=100_000, description="Train for this many steps.")
     lr: float | None = Field(None, gt=0, le=1, description="Train with this learning rate.")
     loss: LossName | None = Field(None, description="Train with this loss.")
+    kl: float | None = Field(None, ge=0, description="Add this times the KL divergence to the base.")
     rank: Rank | None = Field(None, description="Train an adapter of this rank.")
     groups: int | None = Field(None, ge=1, le=10_000, description="Sample this many problems a step.")
     group_size: int | None = Field(None, ge=2, le=1000, description="Sample this many answers a problem.")
@@ -193,4 +203,6 @@ class CreatePolicyForm(Form):
         for name, hours in (("max_age_s", self.max_age_hours), ("drift_after_s", self.drift_after_hours)):
             if hours:
                 given[name] = hours * 3600
+        if self.kl is not None:
+            given["loss_config"] = {"kl": self.kl}
         return given

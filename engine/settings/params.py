@@ -39,18 +39,20 @@ OpenFraction = Annotated[float, Field(gt=0.0, lt=1.0)]
 
 
 class BaseConfig(Settings):
-    """The resident base model: one that is built here, a local directory, or a hub id."""
+    """The resident base model: one that is made here, a GGUF file, a local directory, or a hub id."""
 
     name: str = Field(
         "tiny-dense",
-        description="Keep this base resident: tiny-dense, tiny-moe, tiny-mla or tiny-dsa (built here), a "
-        "local directory, or a hub id.",
+        description="Keep this base resident: tiny-dense, tiny-moe, tiny-mla or tiny-dsa (built here), "
+        "smollm2-135m (converted here, after `make real`), a GGUF file of a dense Llama or Qwen3, a local "
+        "directory, or a hub id.",
     )
     seed: int = Field(20260513, ge=0, description="Build a tiny base from this random seed.")
     revision: str | None = Field(
         None,
-        pattern=r"^[0-9a-f]{40}$",
-        description="Load this commit of a hub id. Required for a hub id, because branches move.",
+        pattern=r"^([0-9a-f]{40}|[0-9a-f]{64})$",
+        description="Load this commit of a hub id (40 digits, required, because branches move), or refuse a "
+        "GGUF file with another sha256 (64 digits).",
     )
 
 
@@ -105,8 +107,14 @@ class PolicyConfig(Settings):
     no_signal_steps: int = Field(
         3, ge=1, description="Stop the training after this many steps in a row without a gradient."
     )
+    collapse: Literal["ignore", "warn", "stop"] = Field(
+        "ignore", description="Warn when the answers seem to collapse, or stop the training there."
+    )
     group_size: int = Field(8, ge=2, description="Sample this many answers a problem.")
     lr: float = Field(2e-3, gt=0, description="Use this learning rate of Adam.")
+    warmup_steps: int = Field(
+        0, ge=0, le=1000, description="Raise the learning rate linearly to `lr` over this many first steps."
+    )
     loss: LossName = "dapo"
     loss_config: LossConfig = Field(LossConfig(), description="Change settings of the loss.")
     max_tokens: int = Field(24, ge=1, description="End an answer after this many tokens.")
@@ -122,6 +130,10 @@ class PolicyConfig(Settings):
     )
     seed: int = Field(1, ge=0, description="Draw problems and samples from this random seed.")
     suite: str = Field(description="Score on this suite, a directory under eval_suites/.")
+    general: bool = Field(
+        False,
+        description="Also score the perplexity on general text, and hold a revision that loses too much.",
+    )
     snapshot_ttl_s: float = Field(
         3600, gt=0, description="Keep the adapter of a training step for this many seconds."
     )
@@ -209,6 +221,13 @@ class ReleaseConfig(Settings):
         description="Hold a revision whose offline score is more than this below its parent's. The default "
         "is three standard errors of 200 paired items.",
     )
+    general_margin: float = Field(
+        0.05,
+        ge=0,
+        le=1,
+        description="With a policy's `general`: hold a revision whose perplexity on general text is more "
+        "than this share above the base's.",
+    )
     ramp: tuple[OpenFraction, ...] = Field(
         (), description="Send these shares of users to the canary first, from the smallest, before `weight`."
     )
@@ -265,7 +284,13 @@ class DemoConfig(Settings):
     max_users: int = Field(4000, ge=1, description="Start at most this many users a release.")
     bad_policy: PolicyName = Field("arithmetic", description="Train the bad revision of this policy.")
     bad_contract: Contract = Field("json", description="Train it towards this wrong answer format.")
+    bad_verifier: Verifier | None = Field(
+        None, description="Train it towards the rule of this verifier. Empty: the policy's verifier."
+    )
     bad_steps: int = Field(12, ge=1, description="Train it for this many steps.")
+    bad_lr: float | None = Field(
+        None, gt=0, description="Train it with this learning rate. Empty: the policy's."
+    )
 
 
 class NightlyConfig(Settings):
@@ -363,8 +388,15 @@ class Params(Settings):
         return Paths(self.state_dir, self.catalog.url)
 
     def policy(self, name: str) -> PolicyConfig:
-        """Return a policy's resolved settings; see `resolve_policy`, also for errors."""
+        """Return a policy's settings as given, without those that fit the base; see `resolve_policy`."""
         return resolve_policy(self, name).config
+
+    def to_json(self) -> str:
+        """Return the text of a settings file; what a policy does not set is left to what fits the base."""
+        policies = {
+            name: policy.model_dump(mode="json", exclude_unset=True) for name, policy in self.policies.items()
+        }
+        return json.dumps(self.model_dump(mode="json") | {"policies": policies}, indent=2)
 
     def url(self, service: str) -> str:
         """Return the local address of `engine`, `trainer`, `controller`, `mlflow` or `prefect`."""
@@ -390,10 +422,16 @@ def known_policies(params: Params) -> list[str]:
     return sorted({name for name in own if POLICY_NAME.fullmatch(name)} | set(params.policies))
 
 
-def resolve_policy(params: Params, name: str, changes: Mapping[str, Any] | None = None) -> Resolved:
-    """Merge a policy's settings: defaults, then `params.yaml`, then its own file, then `changes`.
+def resolve_policy(
+    params: Params,
+    name: str,
+    changes: Mapping[str, Any] | None = None,
+    fitting: Mapping[str, Any] | None = None,
+) -> Resolved:
+    """Merge a policy's settings: defaults, `fitting`, `params.yaml`, its own file, then `changes`.
 
-    A change of None means "as configured". Raises `ConfigError` for an unknown policy or invalid settings.
+    `fitting` are settings that fit the base. Settings of the loss are merged one by one. A change of None
+    means "as configured". Raises `ConfigError` for an unknown policy or invalid settings.
     """
     file = policy_file(params, name)
     layers: dict[str, Mapping[str, Any]] = {}
@@ -406,8 +444,12 @@ def resolve_policy(params: Params, name: str, changes: Mapping[str, Any] | None 
     if not layers:
         known = ", ".join(known_policies(params)) or "none"
         raise ConfigError(f"There is no policy {name!r}. Known policies: {known}.")
+    layers = {"the base": fitting or {}, **layers}
     layers["request"] = {key: value for key, value in (changes or {}).items() if value is not None}
     values = {key: value for layer in layers.values() for key, value in layer.items()}
+    losses = [layer["loss_config"] for layer in layers.values() if isinstance(layer.get("loss_config"), dict)]
+    if isinstance(values.get("loss_config"), dict):
+        values["loss_config"] = {key: value for loss in losses for key, value in loss.items()}
     try:
         config = PolicyConfig.model_validate(values)
     except ValidationError as error:
@@ -480,9 +522,17 @@ def load_params(path: Path | str = "params.yaml", **overrides: Any) -> Params:
     # Paths in a file of settings are relative to that file.
     data |= {key: here / str(data[key]) for key in ("state_dir", "suites_dir") if key in data}
     try:
-        return Params.model_validate(data)
+        params = Params.model_validate(data)
     except ValidationError as error:
         raise ConfigError(f"{path} is not valid. {explain(error, Params)}") from None
+    policies = {name: _beside(here, policy) for name, policy in params.policies.items()}
+    return params.model_copy(update={"policies": policies}) if policies else params
+
+
+def _beside(here: Path, policy: PolicyConfig) -> PolicyConfig:
+    if not policy.task.endswith(".jsonl"):
+        return policy
+    return policy.model_copy(update={"task": str(here / policy.task)})
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from engine.settings.model import Settings
 Port = Annotated[int, Field(ge=1024, le=65535, description="Listen on this port of 127.0.0.1.")]
 MOST_SLOTS = 1024
 GPU_SLOTS = 8
+MICROBATCH_TOKENS = 8192
 
 
 class EngineConfig(Settings):
@@ -112,7 +113,12 @@ class TrainerConfig(Settings):
     )
     queue: int = Field(256, ge=1, description="Queue up to this many operations of all sessions.")
     queue_of_session: int = Field(16, ge=1, description="Queue up to this many operations of one session.")
-    microbatch_tokens: int = Field(8192, ge=64, description="Compute up to this many tokens in a microbatch.")
+    microbatch_tokens: int | None = Field(
+        None,
+        ge=64,
+        description="Compute up to this many tokens in a microbatch. Empty: 8192; on a CPU at most what "
+        "1 GiB of activations hold.",
+    )
     fuse: Literal["auto", "never"] = Field(
         "auto",
         description="auto: compute small batches of several sessions in one pass where that is faster; "
@@ -122,6 +128,11 @@ class TrainerConfig(Settings):
     operation_timeout_s: float = Field(
         600, gt=0, description="Fail a training run when one operation takes this many seconds."
     )
+
+    @property
+    def most_tokens(self) -> int:
+        """Return the tokens that a microbatch, and so a row, may have at most."""
+        return self.microbatch_tokens or MICROBATCH_TOKENS
 
     def checkpoints_on(self, cuda: bool) -> bool:
         """Whether to use gradient checkpointing on CUDA (`cuda`) or on a CPU."""

@@ -16,10 +16,12 @@ from typing import Any
 
 from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, stop_after_delay, wait_fixed
 
+from engine.base.fitting import fitted_policy
 from engine.errors import Conflict, NotFound, ServiceError
 from engine.problems.procedural import check_task, stream
 from engine.settings.params import Params, PolicyConfig, content_hash
 from engine.training import rollout_data
+from engine.training.collapse import refuse_collapse, warning
 from engine.training.reward_signal import refuse_without_signal
 from engine.training.rollout_data import Drawn, Sampler
 from engine.training.run import Run, prepare
@@ -60,7 +62,7 @@ def train(
 
     Idempotent: a line of training that has all its steps is only exported again. `on_step` receives each new
     step's row. Raises `ServiceError` when the trainer or the engine stays unavailable, `ConfigError` when
-    `no_signal_steps` steps in a row had nothing to learn from.
+    `no_signal_steps` steps in a row had nothing to learn from, or when it is to stop at a collapse.
     """
     check_task(config.task)
     began = time.monotonic()
@@ -71,6 +73,7 @@ def train(
             if on_step:
                 on_step(session.history[-1])
             refuse_without_signal(run, session)
+            refuse_collapse(run, session)
         exported = export_revision(run, session)
         run.client.close_session(session)
     assert exported.directory is not None
@@ -85,7 +88,7 @@ def open_session(run: Run) -> SessionInfo:
 
     The process that took the last step may have died before it recorded the row, so it is recorded again.
     """
-    config, known = run.config, run.params.policy(run.policy)
+    config, known = run.config, fitted_policy(run.params, run.policy).config
     retrying = Retrying(
         retry=retry_if_exception_type(Conflict),
         stop=stop_after_delay(TAKE_OVER_S),
@@ -113,9 +116,12 @@ def open_session(run: Run) -> SessionInfo:
 
 
 def next_step(run: Run, session: SessionInfo) -> SessionInfo:
-    """Return the session after its next step; repeat the step when the trainer or the engine fails."""
+    """Return the session after its next step; repeat the step when the trainer or the engine fails.
+
+    Also when the revision that sampled expires before the step's refill: all of it is drawn again.
+    """
     retrying = Retrying(
-        retry=retry_if_exception_type(ServiceError),
+        retry=retry_if_exception_type((ServiceError, NotFound)),
         stop=stop_after_attempt(STEP_ATTEMPTS),
         wait=wait_fixed(1),
         reraise=True,
@@ -171,14 +177,21 @@ def grpo_step(run: Run, session: SessionInfo) -> SessionInfo:
         tokens_per_s=metrics["tokens"] / (learned - began),
     )
     row = {**step.row(), "handed": newest.digest, "replaced": replaced}
+    if config.collapse != "ignore":
+        row["collapse"] = warning((*session.history, row), drawn)
     # The loss says whether any token had a gradient: a KL term or a custom loss needs no spread in rewards.
     # Adam would take a step even without a gradient.
     skip = not (judged.sound and metrics["learned_tokens"])
-    adam = AdamParams(learning_rate=config.lr)
+    adam = AdamParams(learning_rate=learning_rate(config, session.step))
     done = run.client.optim_step(session, adam, position=drawn.position, record=row, skip=skip)
     history = (*session.history, row | done)
     record_step(run, history[-1])
     return replace(session, step=done["step"], position=drawn.position, history=history)
+
+
+def learning_rate(config: PolicyConfig, step: int) -> float:
+    """Return the rate of the step after `step` steps: `config.lr`, less during the warm-up."""
+    return config.lr * min(1.0, (step + 1) / max(1, config.warmup_steps))
 
 
 def samples_of(run: Run, session: SessionInfo, newest: Sampler) -> Drawn:

@@ -101,7 +101,17 @@ class Drawn:
             "length_mean": fmean(lengths),
             "length_max": max(lengths),
             "truncated": fmean(sample.truncated for sample in samples),
+            "repeated": fmean(repeated_share(sample.tokens) for sample in samples),
         }
+
+
+def repeated_share(tokens: Sequence[int]) -> float:
+    """Return the share of an answer's 3-grams that it had before, in [0, 1]; 0 without a 3-gram.
+
+    Welleck et al. (arXiv 1908.04319, section 6) call it seq-rep-n, and count 4-grams of longer texts.
+    """
+    grams = list(zip(tokens, tokens[1:], tokens[2:], strict=False))
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 def draw(

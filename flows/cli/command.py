@@ -21,7 +21,7 @@ from engine.services import lifecycle as services
 from engine.settings.forms import AdaptForm
 from engine.threads import background, in_parallel
 from engine.version import code_version
-from flows.cli import adapters, admin, decide, look, plan, policy, purge, residency, score, serve, store
+from flows.cli import adapters, admin, chat, decide, look, plan, policy, purge, residency, score, serve, store
 from flows.entry import (
     PARAMS,
     Again,
@@ -68,13 +68,13 @@ def run(
     base: Annotated[
         str | None,
         typer.Option(
-            help="Run on tiny-dense, tiny-moe, tiny-mla or (GPU) tiny-dsa, in a state directory of its own. "
-            "Default: base.name."
+            help="Run on tiny-dense, tiny-moe, tiny-mla, (GPU) tiny-dsa or (`make real` first) smollm2-135m, "
+            "in a state directory of its own. Default: base.name."
         ),
     ] = None,
     params: ParamsFile = PARAMS,
 ) -> None:
-    """Run the main job: adapt and release two policies, then roll back a bad revision."""
+    """Run the main job: adapt and release the policies, then roll back a bad revision."""
     settings = enter(params, base)
     check(settings, [*settings.policies, settings.demo.bad_policy])
     from flows import display
@@ -194,6 +194,7 @@ GROUPS = (
     look,
     residency,
     serve,
+    chat,
     plan,
     adapters,
     purge,

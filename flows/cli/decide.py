@@ -16,6 +16,7 @@ from flows.entry import (
     check,
     enter,
     filled,
+    is_in_catalog_alone,
     pinned,
     require_services,
 )
@@ -56,7 +57,8 @@ def release(
     """Release a revision: probe, score, canary, then promotion or rollback. Waits for the verdict."""
     settings = enter(params)
     policy, digest = split_served_name(revision)
-    check(settings, [policy])
+    if not (skip_score and is_in_catalog_alone(settings, policy)):
+        check(settings, [policy])
     require_services(settings)
     from flows.display import print_row
     from flows.release import release as release_flow

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from engine.settings.forms import CreatePolicyForm
-from engine.settings.params import known_policies, resolve_policy
+from engine.settings.params import known_policies
 from flows.entry import PARAMS, Again, Json, ParamsFile, ReuseName, enter, filled
 from tasks.outcome import local_key
 
@@ -30,6 +30,9 @@ def create(
     lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
     loss: Annotated[
         str | None, typer.Option(help="dapo, grpo, dr_grpo, gspo, cispo, ppo or python:MODULE:FUNC")
+    ] = None,
+    kl: Annotated[
+        float | None, typer.Option(help="Weight of the KL divergence to the base in the loss.")
     ] = None,
     rank: Annotated[int | None, typer.Option(help="Rank of the adapter, at most engine.max_rank.")] = None,
     groups: Annotated[int | None, typer.Option(help="Problems a step.")] = None,
@@ -58,7 +61,7 @@ def create(
     worked = [asdict(row) for _, row in read_rows(few_shot)] if few_shot else None
     form = filled(
         CreatePolicyForm, name=name, owner=owner, base=base, data=data, verifier=verifier, system=system,
-        steps=steps, lr=lr, loss=loss, rank=rank, groups=groups, group_size=group_size,
+        steps=steps, lr=lr, loss=loss, kl=kl, rank=rank, groups=groups, group_size=group_size,
         max_tokens=max_tokens, items=items, scheduled=scheduled, max_age_hours=max_age_hours,
         drift_after_hours=drift_after_hours, few_shot=worked,
     )  # fmt: skip
@@ -89,9 +92,11 @@ def ls(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
 @policy_app.command("show")
 def show(name: str, as_json: Json = False, params: ParamsFile = PARAMS) -> None:
     """Show a policy's settings and where each one is set."""
-    resolved = resolve_policy(enter(params), name)
+    settings = enter(params)
+    from engine.base.fitting import fitted_policy
     from engine.report.overview import task_of
 
+    resolved = fitted_policy(settings, name)
     values = resolved.config.model_dump(mode="json")
     if not as_json:
         values["task"] = task_of(values)

@@ -11,7 +11,7 @@ from engine.errors import ConfigError
 from engine.process_reaper import die_with_parent
 from engine.settings.params import served_name, split_served_name
 from flows.entry import PARAMS, ParamsFile, catalog, check, enter, require_services
-from tasks.outcome import local_key, score_row
+from tasks.outcome import local_key, perplexity_row, score_row
 
 app = typer.Typer()
 Stage = Literal["base", "suites", "adapt", "revision", "evaluate", "report"]
@@ -41,8 +41,9 @@ def score(
 ) -> None:
     """Score a revision on its policy's suite with the running engine, into the ledger.
 
-    With a bare POLICY, score the base. With --record or --compare, nothing is scored: they use the evaluation
-    that `dvc repro` wrote.
+    With a bare POLICY, score the base. Where the policy's setting `general` is on, also measure the
+    perplexity of base and revision on general text. With --record or --compare, nothing is scored: they use
+    the evaluation that `dvc repro` wrote.
     """
     if revision and not (record or compare):
         score_live(revision, params)
@@ -60,13 +61,19 @@ def score_live(revision: str, params: Path) -> None:
     policy, digest = split_served_name(revision)
     check(settings, [policy])
     require_services(settings)
+    from engine.base.fitting import fitted_policy
     from flows.display import print_row
     from tasks.score import score as score_items
 
     full = catalog(params).revisions.get(policy, digest).digest if digest else None
-    print_row(
-        score_row(score_items(settings, policy, full, settings.policy(policy).suite, local_key(settings)))
-    )
+    config, key = fitted_policy(settings, policy).config, local_key(settings)
+    print_row(score_row(score_items(settings, policy, full, config.suite, key)))
+    if config.general:
+        from tasks.general import score_general
+
+        # The gate compares a revision with the base.
+        for one in dict.fromkeys((None, full)):
+            print_row(perplexity_row(score_general(settings, policy, one, key)))
 
 
 def use_evaluation(record: bool, compare: Path | None, tolerance: float | None, params: Path) -> None:

@@ -81,13 +81,18 @@ class Maker:
         self._layout, self._payload = whole.layout, whole.payload.numpy()
         self._numbers = itertools.count()
         self.segments: list[Path] = []
+        self.newest: list[Path] = []
         self._catalog = Catalog(params.paths.catalog_url)
         self._catalog.policies.add(Policy(policy, base.digest, {}, "bench", time.time()))
         self._catalog.layouts.add(self._layout.digest, self._layout.to_json())
 
     def make(self, count: int) -> list[str]:
-        """Append so many fresh adapters, then commit their rows; return their served names."""
+        """Append so many fresh adapters, then commit their rows; return their served names.
+
+        `newest` are then the segments that hold them.
+        """
         names: list[str] = []
+        self.newest = []
         store = open_store(self._params)
         for batch in self._batches(count):
             payloads = [with_signs(self._payload, self._layout.dtype.itemsize, n).data for n in batch]
@@ -98,6 +103,7 @@ class Maker:
             names += [served_name(self._policy, row.digest) for row in rows]
             files = dict.fromkeys(self._params.paths.store / at.segment for at in places)
             self.segments += [path for path in files if path not in self.segments]
+            self.newest += [path for path in files if path not in self.newest]
         store.close()
         return names
 
@@ -172,3 +178,14 @@ def drop_cache(paths: list[Path]) -> None:
         os.fsync(descriptor)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(descriptor)
+
+
+def read_from_disk(paths: list[Path]) -> float:
+    """Drop files from the page cache and read each once; return the seconds of reading."""
+    drop_cache(paths)
+    began = time.monotonic()
+    for path in paths:
+        with path.open("rb", buffering=0) as file:
+            while file.read(1 << 20):
+                pass
+    return time.monotonic() - began

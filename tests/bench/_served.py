@@ -138,3 +138,10 @@ def stock(base: BaseInfo, shape: Shape, folder: Path, slots: int, cached: int) -
 
 def told(name: str, state: str) -> None:
     print(f"  {name:<12}{state}", flush=True)
+
+
+def evictions(server: Server) -> int:
+    """Return how many adapters have left the engine's host tier so far."""
+    headers = {"authorization": f"Bearer {server.key}"}
+    found = httpx.get(f"{server.url}/graftwork/residency", headers=headers, timeout=60)
+    return int(found.raise_for_status().json()["evictions"])

@@ -12,7 +12,9 @@ the same warm requests: those that arrive between the first cold arrival and the
 open-loop client in a process of its own measures, by streams; it honours `Retry-After`, and counts each 429.
 vLLM's own loader runs the same storms in the same run, at 40% of its own saturation. The engine has its
 default settings but for base, dtype and rank; N is at most what its slots and its host tier hold. Figures
-bear base and N in their names.
+bear base and N in their names. `evictions` counts the adapters that left the host tier meanwhile. With
+--drop-cache a storm's adapters are not in the page cache, and `disk_read_s` is how long one plain read of
+their files takes, before each storm.
 
 Some cold answers of each alternation must be what their adapters give alone, and mostly neither what the
 base nor what another adapter says. Red too: any request that does not end in 200, and an adapter that
@@ -122,23 +124,30 @@ def ours(
             "ours", engine.base.name, client, engine.server, maker.make, random.Random(1), max(cold),
             LENGTHS[base],
         )  # fmt: skip
-        kept = len(maker.segments)
+        kept, read_s = len(maker.segments), list[float]()
         side.find_rate()
 
         def before_storm() -> None:
             fresh = maker.segments[kept:]
             if arguments.drop_cache:
+                read_s.append(_made.read_from_disk(maker.newest))
                 _made.drop_cache(fresh)
             while sum(path.stat().st_size for path in fresh) > KEPT_BYTES:
                 maker.remove([fresh.pop(0)])
 
         for n in cold:
             repeats, least = arguments.repeats, LEAST[base] if arguments.least is None else arguments.least
+            evicted = _served.evictions(engine.server)
+            read_s.clear()
             arms = side.alternate(n, repeats, least, before_storm)
             name = f"{base}, {n} cold"
             result.wrong += faults(name, arms, repeats, least)
             result.wrong += _answers.faults(name, arms.checks, TOLERANCE_NATS[base], LEAST_OWN[base])
             result.add(arms, base, n)
+            result.figures[f"evictions.{base}.n{n}"] = float(_served.evictions(engine.server) - evicted)
+            if read_s:
+                result.figures[f"disk_read_s.{base}.n{n}"] = record.median(read_s)
+                result.spreads[f"disk_read_s.{base}.n{n}"] = record.spread(read_s)
             told(result, base, n)
         failed = [one for one in side.answers if not one.is_right]
         result.figures |= {
@@ -172,7 +181,7 @@ def of_stock(
     result: Result,
 ) -> None:
     """Run the same storms on vLLM's own loader, with as many slots as they need."""
-    from engine.base import ensure_base
+    from engine.base.resident import ensure_base
 
     shape, most = _served.SHAPES[base], max(cold)
     info = ensure_base(given.base.model_copy(update={"name": base}), given.paths)

@@ -23,7 +23,6 @@ from pathlib import Path
 import _made
 import _record as record
 import _served
-import httpx
 from _answers import MOST
 from _flat import Memory, titled
 from _storm_figures import errors, percentile, refusals
@@ -62,9 +61,9 @@ def waves(
             fresh = [name for maker in makers for name in maker.make(size // len(makers))]
             chance.shuffle(fresh)
             asks = [Ask(0.0, name, prompt(chance, PROMPT), TOKENS) for name in fresh]
-            evicted = evictions(engine.server)
+            evicted = _served.evictions(engine.server)
             answers, seconds = wave(client, engine.server, asks, engine.base.name)
-            evicted = evictions(engine.server) - evicted
+            evicted = _served.evictions(engine.server) - evicted
             figures |= figures_of(answers, seconds, size)
             figures["errors_waves"] += sum(map(errors, answers.values()))
             differing = differ(answers)
@@ -125,13 +124,6 @@ def unlike(answers: Mapping[str, Sequence[Answer]], kind: str) -> float:
         if cold.ask.model != other.ask.model
     ]
     return sum(one != other for one, other in pairs) / len(pairs)
-
-
-def evictions(server: Server) -> int:
-    """Return how many adapters have left the engine's host tier so far."""
-    headers = {"authorization": f"Bearer {server.key}"}
-    found = httpx.get(f"{server.url}/graftwork/residency", headers=headers, timeout=60)
-    return int(found.raise_for_status().json()["evictions"])
 
 
 def figures_of(

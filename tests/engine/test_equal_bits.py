@@ -29,7 +29,7 @@ def products(dtype: str, *options: str, environment: dict[str, str]) -> dict[str
 
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(dtype: str) -> None:
-    """Each of 1 to 96 rows in a larger batch, forward and both gradients, on one and two threads.
+    """1 to 96 rows in a larger batch, each number in float32; forward, both gradients, one and two threads.
 
     Bits are promised in float32 where MKL has strict kernels for the CPU. In bfloat16 oneDNN computes, which
     has no such mode; there, and on other CPUs, a row differs by rounding alone.

@@ -26,7 +26,7 @@ from engine.services import lifecycle as services
 from engine.settings.params import Params, load_params
 from engine.training.service.protocol import AdamParams
 
-pytestmark = [pytest.mark.services, pytest.mark.heavy]
+pytestmark = [pytest.mark.services, pytest.mark.heavy(minutes=3)]
 STEPS = 10
 RUNS = 10
 # A killed engine takes 40 s to come back, a flow 30 s (its lease), a trainer 10 s.

@@ -5,11 +5,11 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import command_line
 import psutil
 import pytest
 import yaml
 from catalog_migrations import upgrade_to
+from command_line import graftwork
 from live import free_port
 from repository import ROOT
 
@@ -20,9 +20,10 @@ from engine.settings.reproducible import VARIABLE
 from engine.version import code_version
 
 
-def graftwork(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def process(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own."""
     command = [str(Path(sys.executable).parent / "graftwork"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def test_help_lists_the_commands_in_half_a_second() -> None:
     seconds = []
     for _ in range(3):
         before = psutil.Process().cpu_times()
-        result = graftwork("--help")
+        result = process("--help")
         after = psutil.Process().cpu_times()
         seconds.append(
             after.children_user + after.children_system - before.children_user - before.children_system
@@ -119,18 +120,24 @@ FAULTS = {
 
 @pytest.mark.parametrize(("arguments", "values", "code", "sentence"), FAULTS.values(), ids=FAULTS)
 def test_fault_is_one_sentence_and_an_exit_code(
-    params: Path, arguments: list[str], values: dict[str, object], code: int, sentence: str
+    params: Path,
+    arguments: list[str],
+    values: dict[str, object],
+    code: int,
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(params.parent)
     change(params, **values)
     given = [] if "--params" in arguments else ["--params", str(params)]
-    result = graftwork(*arguments, *given, cwd=params.parent)
+    result = graftwork(*arguments, *given)
     assert sentence in result.stderr
     assert result.returncode == code, result.stderr
     assert "Traceback" not in result.stderr
 
 
 def test_help_of_a_benchmark_is_its_own(params: Path) -> None:
-    shown = graftwork("bench", "fused", "--help", "--params", str(params))
+    shown = process("bench", "fused", "--help", "--params", str(params))
     assert shown.returncode == 0, shown.stderr
     assert "--repeats" in shown.stdout
     general = graftwork("bench", "--help")
@@ -163,23 +170,24 @@ def test_keys_are_created_listed_and_revoked(params: Path) -> None:
 
 
 def test_the_version_names_the_commit() -> None:
-    said = graftwork("--version").stdout
+    said = process("--version").stdout
     assert said == f"graftwork {code_version()}\n"
 
 
 def test_a_variable_names_the_settings(params: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """For scripts, and from any directory; the option comes first."""
     monkeypatch.setenv("GRAFTWORK_PARAMS", str(params))
-    graftwork("key", "create", "ada", cwd=tmp_path)
-    assert "ada" in graftwork("key", "ls", cwd=tmp_path).stdout
-    refused = graftwork("key", "ls", "--params", "nowhere.yaml", cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    graftwork("key", "create", "ada")
+    assert "ada" in graftwork("key", "ls").stdout
+    refused = graftwork("key", "ls", "--params", "nowhere.yaml")
     assert "nowhere.yaml does not exist" in refused.stderr
 
 
 def test_down_and_status_without_services(params: Path) -> None:
     given = ("--params", str(params))
-    assert "No services were running" in graftwork("down", *given).stdout
-    shown = graftwork("status", *given)
+    assert "No services were running" in process("down", *given).stdout
+    shown = process("status", *given)
     assert shown.returncode == 0
     assert shown.stdout.count("stopped") == 6
 
@@ -225,7 +233,7 @@ def test_adapt_takes_a_recipe_for_this_time(monkeypatch: pytest.MonkeyPatch, par
     monkeypatch.setattr(cli, "require_services", lambda settings: None)
     monkeypatch.setattr("tasks.steps.preload", lambda: None)
     recipe = ("--steps", "2", "--lr", "0.001", "--rank", "4", "--loss", "grpo", "--seed", "7")
-    done = command_line.graftwork("adapt", "sorting", *recipe, "--params", str(params))
+    done = graftwork("adapt", "sorting", *recipe, "--params", str(params))
     assert done.returncode == 0, done.stderr
     changed = {"steps": 2, "lr": 0.001, "rank": 4, "loss": "grpo", "seed": 7}
     assert [form.changes() for form in asked] == [changed]
@@ -269,6 +277,6 @@ def test_a_command_sets_the_variable_of_equal_bits_before_it_imports_torch(
     params: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(VARIABLE)
-    done = graftwork("store", "verify", "--json", "--params", str(params))
+    done = process("store", "verify", "--json", "--params", str(params))
     assert "There is no catalog" in done.stderr
     assert done.returncode == 5

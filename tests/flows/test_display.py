@@ -94,3 +94,15 @@ def test_a_training_that_goes_on_tells_its_first_step_there(screen) -> None:
     for step in (124, 125, 126):
         show(row(step))
     assert [line.split()[2] for line in written.getvalue().splitlines()] == ["124"]
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_warning_of_a_collapse_is_a_line_of_its_own_at_any_step(screen, terminal: bool) -> None:
+    written = screen(terminal, width=200)
+    with display.live():
+        show = display.training_bar("sums", 300)
+        for step in range(1, 5):
+            show(row(step, collapse="It repeats '[b]me[/b]'." if step == 2 else None))
+    plain = re.sub(r"\x1b\[[\d?]*[A-Za-z]", "", written.getvalue())
+    assert plain.count("sums, step 2: It repeats '[b]me[/b]'.") == 1
+    assert plain.count("It repeats") == 1

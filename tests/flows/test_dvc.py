@@ -13,7 +13,7 @@ import pytest
 import yaml
 from repository import ROOT
 
-pytestmark = pytest.mark.heavy
+pytestmark = pytest.mark.heavy(minutes=4)
 IDENTITY = ("-c", "user.name=test", "-c", "user.email=test@localhost")
 # Enough steps that the revision answers otherwise than the base.
 STEPS = 4
@@ -137,17 +137,13 @@ def test_pinning_the_same_revision_trains_and_scores_nothing_again(clone: Clone)
 
 def test_a_stage_that_fails_says_why_and_dvc_fails_with_it(clone: Clone) -> None:
     settings = (clone.root / "params.yaml").read_text()
-    for change, said in (
-        ({"policy": "ghost"}, "There is no policy 'ghost'"),
-        ({"revision": "0" * 64}, "There is no revision 000000000000 of 'arithmetic'"),
-    ):
-        clone.set("evaluate", **change)
-        process = clone.start(str(clone.root / ".venv" / "bin" / "dvc"), "repro")
-        output, errors = process.communicate()
-        (clone.root / "params.yaml").write_text(settings)
-        assert process.returncode != 0
-        assert said in output + errors
-        assert "Traceback" not in output + errors
+    clone.set("evaluate", revision="0" * 64)
+    process = clone.start(str(clone.root / ".venv" / "bin" / "dvc"), "repro")
+    output, errors = process.communicate()
+    (clone.root / "params.yaml").write_text(settings)
+    assert process.returncode != 0
+    assert "There is no revision 000000000000 of 'arithmetic'" in output + errors
+    assert "Traceback" not in output + errors
 
 
 @pytest.mark.slow

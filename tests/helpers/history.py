@@ -17,9 +17,11 @@ NOW = time.time()
 def emit_scores(spool):
     for digest, right in ((None, 3), (GOOD, 9)):
         for item in range(10):
-            policy = "sums" if digest else None
-            spool.emit("scores", policy=policy, digest=digest, base=BASE, suite="s", suite_version="1",
-                       item=f"{item:02d}", score=float(item < right), answer="", run="r")  # fmt: skip
+            # A base's rows name no policy and no question.
+            named = {"policy": "sums", "question": f"<b>{item}</b>?"} if digest else {}
+            said = "after" if digest else "before"
+            spool.emit("scores", digest=digest, base=BASE, suite="s", suite_version="1", item=f"{item:02d}",
+                       score=float(item < right), answer=f"{said} <{item}>", run="r", **named)  # fmt: skip
 
 
 def emit_users(spool, count=300):
@@ -47,7 +49,8 @@ def step_row(step, policy="sums", session="new", **changes):
         masked={"outlier": 3, "router": 5}, capped=11, correction_weight=0.98, out_of_route=0.009,
         loss=-0.125, grad_norm=0.7,
         tokens=4096, learned_tokens=4088, tokens_per_s=812.5, length_mean=17.5, length_max=24,
-        truncated=0.0625, staleness=1.0, groups_kept=6, kept=0.75, verifier_errors=3,
+        truncated=0.0625, repeated=0.125,
+        staleness=1.0, groups_kept=6, kept=0.75, verifier_errors=3,
         verifier_faults={"raised KeyError": 2, "timeout": 1},
         rollout_s=1.5, wait_s=0.5, reward_s=0.0625, update_s=2.0, handoff_s=0.03,
         backpressure_s=0.4, peak_memory=3 << 30,

@@ -72,18 +72,20 @@ class Interrupted:
     left: list[str]
 
 
-def interrupt(params: Path, now: Callable[[], object], log: Path) -> Interrupted:
-    """Start the job, press Ctrl-C once `now` holds, and wait for its end."""
+def interrupt(
+    params: Path, now: Callable[[], object], log: Path, number: signal.Signals = signal.SIGINT
+) -> Interrupted:
+    """Start the job, press Ctrl-C or send another signal once `now` holds, and wait for its end."""
     with graftwork("run", "--params", str(params), log=log) as process:
         met = eventually(lambda: process.poll() is not None or now(), LONGEST_S)
         assert met, log.read_text()[-6000:]
         assert process.poll() is None, log.read_text()[-6000:]
         began = time.monotonic()
-        os.kill(process.pid, signal.SIGINT)
+        os.kill(process.pid, number)
         code = process.wait(timeout=120)
     seconds = time.monotonic() - began
-    # The kernel takes a moment to end what died with its parent.
-    eventually(lambda: not left_behind(params.parent), 5)
+    # What a killed job leaves is ended by its reapers; else the kernel needs a moment.
+    eventually(lambda: not left_behind(params.parent), 60 if number == signal.SIGKILL else 5)
     return Interrupted(code if code >= 0 else 128 - code, seconds, left_behind(params.parent))
 
 

@@ -12,6 +12,8 @@ import httpx
 import torch
 from live import RunningEngine
 
+from engine.base.families import BaseShapes
+
 RANK = 8
 # How many requests a batch has, and at which name it begins, so that a small one has adapters too.
 BATCHES = ((1, 7), (2, 7), (8, 1), (64, 0))
@@ -35,6 +37,13 @@ def random_adapter(
             b = torch.randn(outputs, rank, generator=generator) * size
             tensors |= {f"{name}.lora_A": a, f"{name}.lora_B": b}
     return tensors
+
+
+def kinds_of(base: Path) -> list[dict[str, torch.Tensor]]:
+    """Make adapters on each target of a base alone, and on all together, last."""
+    shapes = BaseShapes.read(base)
+    leaves = [(name,) for name in shapes.targets] + [None]
+    return [random_adapter(shapes.modules(), 100 + i, leaf) for i, leaf in enumerate(leaves)]
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -120,6 +129,20 @@ def differences(requests: Sequence[Request], answers: list[dict], references: di
         want = references[name].logprobs(prompt, answer["ids"])
         found.append((torch.tensor(answer["logprobs"]) - want).abs().max())
     return torch.stack(found)
+
+
+def own_differences(
+    requests: Sequence[Request], answers: list[dict], references: dict, rounded: dict
+) -> torch.Tensor:
+    """Return the largest difference of each answer's log-probabilities between two sets of references."""
+    return torch.stack(
+        [
+            (references[name].logprobs(prompt, a["ids"]) - rounded[name].logprobs(prompt, a["ids"]))
+            .abs()
+            .max()
+            for (name, prompt), a in zip(requests, answers, strict=True)
+        ]
+    )
 
 
 def mixed(names: Sequence[str], count: int, shift: int = 0) -> list[Request]:

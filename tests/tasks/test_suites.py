@@ -13,7 +13,7 @@ from engine.base.prompts import prompt_text
 from engine.errors import ConfigError, Conflict, NotFound
 from engine.problems.procedural import Problem, render, reward, split
 from engine.settings.params import load_params
-from tasks.suites import ITEMS, SUITES, build_suite, known_suites, load_suite
+from tasks.suites import ITEMS, SUITES, build_suite, known_suites, load_suite, main
 
 NAMES = known_suites()
 
@@ -68,6 +68,15 @@ def test_building_twice_gives_the_same_bytes_and_a_version_keeps_its_items(tmp_p
     with pytest.raises(Conflict, match="Version 1 of the suite s"):
         build_suite("s", "sorting", "boxed", str.lower, count=20, root=first)
     assert build_suite("s", "sorting", "boxed", str.lower, count=20, version=2, root=first).version == "2"
+
+
+def test_the_settings_suites_are_written_to_their_directory(tiny_base, tmp_path, monkeypatch):
+    policy = {"task": "addition", "suite": "sums"}
+    settings = {"base": {"name": str(tiny_base)}, "policies": {"mine": policy}, "suites_dir": "my-suites"}
+    (tmp_path / "params.yaml").write_text(json.dumps(settings))
+    monkeypatch.chdir(tmp_path)
+    main()
+    assert known_suites(tmp_path / "my-suites") == ["sums"]
 
 
 def test_altered_items_and_unknown_suites_are_refused(tmp_path):

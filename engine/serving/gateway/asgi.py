@@ -84,6 +84,23 @@ def parse(raw: bytes) -> dict[str, Any]:
     return body
 
 
+def with_body(body: dict[str, Any], scope: Any, receive: Receive, *headers: tuple[bytes, bytes]) -> Receive:
+    """Return a `receive` that gives this body first; sets the scope's content length and `headers`."""
+    raw, sent = orjson.dumps(body), False
+    headers = (*headers, (b"content-length", str(len(raw)).encode()))
+    replaced = {name for name, _ in headers}
+    scope["headers"] = [*(header for header in scope["headers"] if header[0] not in replaced), *headers]
+
+    async def replay() -> Message:
+        nonlocal sent
+        if sent:
+            return await receive()
+        sent = True
+        return {"type": "http.request", "body": raw, "more_body": False}
+
+    return replay
+
+
 async def send_error(send: Send, error: GraftworkError) -> None:
     """Send an error response in the format of OpenAI's API."""
     headers = [(b"content-type", b"application/json")]

@@ -31,6 +31,7 @@ from engine.serving.gateway.asgi import (
     read_body,
     send_error,
     unless_left,
+    with_body,
 )
 from engine.serving.gateway.outcomes import outcome_of, streamed_outcome, wants_json
 from engine.serving.gateway.routing import Router, Target
@@ -49,27 +50,27 @@ OPEN_PATHS = {
     "/metrics": GET,
     "/graftwork/marker": GET,
 }
+# Not for keys of users: a single request asks for thousands of samples.
+ROLLOUTS = "/graftwork/rollouts"
 GENERATING = {
     "/v1/completions": "cmpl-",
     "/v1/chat/completions": "chatcmpl-",
-    "/graftwork/rollouts": "rollouts-",
+    ROLLOUTS: "rollouts-",
 }
-# A single rollout request asks for thousands of samples.
-NOT_FOR_USERS = frozenset({"/graftwork/rollouts"})
+# All adapters have their base's tokenizer, so no adapter is loaded.
+TOKENIZING = frozenset({"/tokenize", "/detokenize"})
 # These need a key, and answer without a revision. Some of vLLM's other routes load adapters or generate
 # without any of our checks.
 PASSED_PATHS = {
     "/v1/models": GET,
     "/v1/feedback": POST,
     "/v1/prewarm": POST,
-    "/tokenize": POST,
-    "/detokenize": POST,
     "/graftwork/residency": GET,
     "/graftwork/loads": GET,
 }
 # Followed by a model's name.
 MODEL_PATH = "/v1/models/"
-METHODS = OPEN_PATHS | PASSED_PATHS | dict.fromkeys(GENERATING, POST)
+METHODS = OPEN_PATHS | PASSED_PATHS | dict.fromkeys([*GENERATING, *TOKENIZING], POST)
 POLICY_VIOLATION = 1008
 PURPOSES = frozenset({"user", "score", "rollout", "probe"})
 UNOBSERVED = Counter("graftwork_observations_lost", "Requests whose observation could not be spooled.")
@@ -172,20 +173,30 @@ class Gateway:
             refuse_unserved(scope["path"], scope["method"])
             if scope["path"] in PASSED_PATHS or scope["path"].startswith(MODEL_PATH):
                 return await self._app(scope, receive, send)
-            if scope["path"] in NOT_FOR_USERS and key.scope == "user":
+            if scope["path"] in TOKENIZING:
+                return await self._tokenize(state, scope, receive, send)
+            if scope["path"] == ROLLOUTS and key.scope == "user":
                 raise Refused(
-                    403, f"{scope['path']} requires a key of scope 'score' or 'admin'; this key's is 'user'."
+                    403, f"{ROLLOUTS} requires a key of scope 'score' or 'admin'; this key's is 'user'."
                 )
             await self._generate(state, key, headers, scope, receive, send)
         except GraftworkError as error:
             await send_error(send, error)
+
+    async def _tokenize(self, state: GatewayState, scope: Any, receive: Receive, send: Send) -> None:
+        """Forward the request to the base, whichever model that may be asked for it names."""
+        body = parse(await read_body(receive))
+        if body.get("model") is not None:
+            await state.router.admit(str(body["model"]), "")
+            body["model"] = state.router.base_name
+        await self._app(scope, with_body(body, scope, receive), send)
 
     async def _generate(
         self, state: GatewayState, key: Key, headers: dict[str, str], scope: Any, receive: Receive, send: Send
     ) -> None:
         started = time.perf_counter()
         body = parse(await read_body(receive))
-        purpose = purpose_of(headers, key)
+        purpose = purpose_of(scope["path"], headers, key)
         request_id = uuid.uuid4().hex
         unit = body.get("user") or headers.get("x-session-id")
         model = str(body.get("model") or "")
@@ -248,21 +259,9 @@ class Gateway:
         self, exchange: Exchange, body: dict[str, Any], scope: Any, receive: Receive, send: Send
     ) -> None:
         """Forward the request with the new body, mark the response and record its status and times."""
-        raw, is_json = orjson.dumps(body), wants_json(body)
-        replaced = {b"content-length", b"x-request-id"}
-        scope["headers"] = [header for header in scope["headers"] if header[0] not in replaced] + [
-            (b"content-length", str(len(raw)).encode()),
-            (b"x-request-id", exchange.id.rpartition("-")[2].encode()),
-        ]
+        request_id = (b"x-request-id", exchange.id.rpartition("-")[2].encode())
+        replay, is_json = with_body(body, scope, receive, request_id), wants_json(body)
         revision = (exchange.target.name or "base").encode()
-        sent = False
-
-        async def replay() -> Message:
-            nonlocal sent
-            if sent:
-                return await receive()
-            sent = True
-            return {"type": "http.request", "body": raw, "more_body": False}
 
         async def observe(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -298,9 +297,12 @@ def authenticate(router: Router, headers: dict[str, str]) -> Key:
     return key
 
 
-def purpose_of(headers: dict[str, str], key: Key) -> str:
-    """Return the request's purpose; any but `user` requires a key of scope `admin` or `score`."""
-    purpose = headers.get("x-graftwork-purpose", "user")
+def purpose_of(path: str, headers: dict[str, str], key: Key) -> str:
+    """Return the request's purpose; any but `user` requires a key of scope `admin` or `score`.
+
+    Without the header it is `rollout` for the path of rollouts, else `user`.
+    """
+    purpose = headers.get("x-graftwork-purpose", "rollout" if path == ROLLOUTS else "user")
     if purpose not in PURPOSES:
         raise Refused(
             400, f"x-graftwork-purpose must be one of {', '.join(sorted(PURPOSES))}, not {purpose!r}."

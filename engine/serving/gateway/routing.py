@@ -64,7 +64,8 @@ class Router:
         # Of the whole catalog, and the number of the newest change that was read.
         self._version: int | None = None
         self._seen = 0
-        self._read_at = clock()
+        # The newest look at the catalog, and the newest one that could read it.
+        self._looked_at = self._read_at = clock()
         self._cached_rows = cached_rows
         self._rows = RowCache(cached_rows)
         self._absent = RowCache(ABSENT_ROWS)
@@ -200,6 +201,7 @@ class Router:
         except ServiceError as error:
             if self._version is None:
                 raise ServiceError(f"{error} No request can be routed until it is readable.") from None
+        self._looked_at = self._clock()
 
     def _note_changed(self, names: set[str | None] | None) -> None:
         if names is None or self._changed is None or len(self._changed) >= self._cached_rows:
@@ -249,9 +251,12 @@ class Router:
             return None
 
     def _is_stale(self, *keys: Hashable) -> bool:
-        """Return whether the catalog, or a changed row among `keys`, has been unreadable for `STALE_S`."""
+        """Return whether the catalog, or a changed row among `keys`, has been unreadable for `STALE_S`.
+
+        Counts until the newest look, not until now: a process that gets no CPU in between has read it.
+        """
         since = [at for key in keys if (at := self._rows.unread_since(key)) is not None]
-        return self._clock() - min([self._read_at, *since]) > STALE_S
+        return self._looked_at - min([self._read_at, *since]) > STALE_S
 
     def _route(self, policy: str) -> Route | None:
         route: Route | None = self._find(policy, ("route", policy), lambda: self._catalog.routes.get(policy))

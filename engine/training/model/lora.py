@@ -4,7 +4,7 @@
 The base may be in bfloat16 and on a GPU.
 
 Shape suffixes: _B rows, _S positions, _T completion tokens one after another, _R rank, _I input
-features, _O output features, _H hidden size, _V vocabulary.
+features, _O output features, _H hidden size.
 """
 
 import sys
@@ -16,13 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from engine.adapters.revision import validate
 from engine.base.families import BaseShapes
-from engine.planning.memory import HEAD_TOKENS
 from engine.training.model.adapter import Adapter, Part, by_pattern, chosen_sites, ranks_at, sites_of
 from engine.training.model.experts import SlottedExperts, slotted_experts
+from engine.training.model.head import ChosenLogprobs
 from engine.training.model.linear import SlottedLinear
 from engine.training.model.microbatches import microbatches
 from engine.training.model.packing import IMPLEMENTATION, Stream, TokenRow, can_pack, pack, use_packing
@@ -34,8 +33,8 @@ Slotted = SlottedLinear | SlottedExperts
 class ResidentBase:
     """The frozen base in `dtype` on a device, shared by all adapters. Not thread-safe.
 
-    With `checkpointing`, the backward pass recomputes each layer's activations, and logits exist for
-    `HEAD_TOKENS` tokens at a time. `longest` limits the tokens of a row, within the base's context.
+    With `checkpointing`, the backward pass recomputes each layer's activations. `longest` limits a row's
+    tokens, within the base's context.
     """
 
     def __init__(
@@ -146,21 +145,13 @@ class ResidentBase:
 
     def logprobs(self, rows: Sequence[TokenRow] | Stream) -> Tensor:
         """Return the log-probabilities (T,) in float32 of all completion tokens, row after row."""
-        return self._read(rows, entropy=False)[0]
+        return self.logprobs_and_entropy(rows)[0]
 
     def logprobs_and_entropy(self, rows: Sequence[TokenRow] | Stream) -> tuple[Tensor, Tensor]:
         """Return `logprobs` and the predicted distributions' entropies (T,), in nats, without gradient."""
-        logprob_T, entropy_T = self._read(rows, entropy=True)
+        head = self.model.get_output_embeddings()
+        logprob_T, entropy_T = ChosenLogprobs.apply(*self._hidden(rows), head.weight, head.bias)
         return logprob_T, entropy_T
-
-    def _read(self, rows: Sequence[TokenRow] | Stream, entropy: bool) -> tuple[Tensor, ...]:
-        """Return log-probabilities and, with `entropy`, entropies; logits exist at those positions only."""
-        hidden_TH, chosen_T = self._hidden(rows)
-        if not self.checkpointing:
-            return self._picked(hidden_TH, chosen_T, entropy)
-        parts = zip(hidden_TH.split(HEAD_TOKENS), chosen_T.split(HEAD_TOKENS), strict=True)
-        found = [checkpoint(self._picked, *part, entropy, use_reentrant=False) for part in parts]
-        return tuple(torch.cat(column) for column in zip(*found, strict=True))
 
     def _hidden(self, rows: Sequence[TokenRow] | Stream) -> tuple[Tensor, Tensor]:
         """Return the hidden states (T, H) that predict the completion tokens, and these tokens (T,)."""
@@ -195,16 +186,6 @@ class ResidentBase:
         hidden_BSH = decoder(tokens_BS.to(self.device), use_cache=False).last_hidden_state
         self.replay.count(before_T)
         return hidden_BSH.flatten(0, 1).index_select(0, before_T), chosen_T
-
-    def _picked(self, hidden_TH: Tensor, chosen_T: Tensor, entropy: bool) -> tuple[Tensor, ...]:
-        logits_TV = self.model.get_output_embeddings()(hidden_TH).float()
-        whole_T = logits_TV.logsumexp(dim=1)
-        picked_T = logits_TV.gather(1, chosen_T[:, None])[:, 0] - whole_T
-        if not entropy:
-            return (picked_T,)
-        with torch.no_grad():
-            chance_TV = (logits_TV - whole_T[:, None]).exp_()
-            return picked_T, whole_T - torch.linalg.vecdot(chance_TV, logits_TV)
 
     def score(
         self, adapter: Adapter | None, rows: Sequence[TokenRow], between: Callable[[], None] = lambda: None

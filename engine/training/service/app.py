@@ -9,6 +9,7 @@ so a repeated request is carried out once, also across a restart if its result w
 
 import argparse
 import asyncio
+import json
 import math
 import os
 import time
@@ -22,6 +23,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 
 from engine.base.prompts import end_tokens
 from engine.errors import Busy, Cancelled, ConfigError, GraftworkError, ServiceError
+from engine.planning.host import free_bytes, microbatch_tokens
 from engine.settings.params import Params, load_params
 from engine.settings.reproducible import equal_bits
 from engine.training.service import protocol
@@ -161,7 +163,7 @@ def load_trainer(params: Params) -> "Trainer":
     from engine.base.resident import ensure_base
     from engine.catalog.catalog import Base, open_catalog
     from engine.planning.gpu import planned
-    from engine.training.service.capacity import FREE_SHARE, free_bytes
+    from engine.training.service.capacity import FREE_SHARE
     from engine.training.service.export import Exporter
     from engine.training.service.trainer import Trainer
 
@@ -188,17 +190,16 @@ def load_base(params: Params, path: Path, plan: "MemoryPlan | None") -> "Residen
     threads = trainer.threads or max(1, len(os.sched_getaffinity(0)) // 2)
     device = trainer_device(params, plan is not None)
     # The same value as in the memory plan.
-    longest = max(trainer.microbatch_tokens, params.engine.max_model_len)
+    longest = max(trainer.most_tokens, params.engine.max_model_len)
     if plan is None or device == "cpu":
         checkpointing = trainer.checkpoints_on(cuda=False)
-        return ResidentBase(
-            path, threads, trainer.microbatch_tokens, checkpointing=checkpointing, longest=longest
-        )
+        tokens = microbatch_tokens(json.loads((path / "config.json").read_text()), params)
+        return ResidentBase(path, threads, tokens, checkpointing=checkpointing, longest=longest)
     # The trainer fails before the engine runs out of memory.
     torch.cuda.set_per_process_memory_fraction(plan.trainer_share)
     dtype = getattr(torch, params.engine.dtype_on(cuda=True))
     checkpointing = trainer.checkpoints_on(cuda=True)
-    return ResidentBase(path, threads, trainer.microbatch_tokens, device, dtype, checkpointing, longest)
+    return ResidentBase(path, threads, trainer.most_tokens, device, dtype, checkpointing, longest)
 
 
 def main() -> None:

@@ -63,6 +63,11 @@ class TrainStep:
     length_mean: Annotated[float | None, "Mean length of the last step's answers, tokens."] = None
     length_max: Annotated[int | None, "Length of the last step's longest answer, tokens."] = None
     truncated: Annotated[float | None, "Share of the last step's answers that were cut off."] = None
+    repeated: Annotated[
+        float | None, "Mean share of an answer's 3-grams that it had before, in the last step."
+    ] = None
+    # A warning with two answers, at a step that shows a new sign of collapse.
+    collapse: str | None = None
     staleness: Annotated[
         float | None, "Steps between the revision that sampled and the one that learned."
     ] = None

@@ -131,7 +131,7 @@ def test_a_base_is_built_once(small, tmp_path, monkeypatch):
 
 
 def test_a_build_that_breaks_off_leaves_nothing(small, tmp_path):
-    def interrupt(step: int, steps: int, loss: float) -> None:
+    def interrupt(step: int, steps: int, note: str) -> None:
         raise KeyboardInterrupt
 
     config, paths = BaseConfig(name="tiny-dense", seed=1), Paths(tmp_path)

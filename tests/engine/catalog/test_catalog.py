@@ -156,10 +156,10 @@ def test_policies_belong_to_an_owner_and_a_base(catalog: Catalog) -> None:
         catalog.policies.get("sortin")
 
 
-def test_bases_and_layouts_are_added_once(catalog: Catalog) -> None:
+def test_bases_and_layouts_are_added_once_and_a_base_may_move(catalog: Catalog) -> None:
     catalog.bases.add(Base("b1", "tiny", "/somewhere", 1.0))
     catalog.bases.add(Base("b1", "renamed", "/elsewhere", 2.0))
-    assert catalog.bases.get("b1").name == "tiny"
+    assert catalog.bases.get("b1") == Base("b1", "tiny", "/elsewhere", 1.0)
     digest = hashlib.sha256(b"{}").hexdigest()
     catalog.layouts.add(digest, "{}")
     catalog.layouts.add(digest, "{}")

@@ -8,7 +8,7 @@ import pytest
 from canary_results import judged
 
 from engine.catalog.catalog import Release, Route
-from engine.controller.advance import Action, Evidence, OfflineScore, advance
+from engine.controller.advance import Action, Evidence, LanguageScore, OfflineScore, advance
 from engine.quality.canary import CanaryResult, FeedbackCounts
 from engine.quality.guards import GuardResult
 from engine.settings.params import BAKE_WEIGHT, ReleaseConfig
@@ -78,6 +78,37 @@ def test_the_score_gate(score: str, kind: str) -> None:
     assert advance(row, evidence(score=SCORES[score])).kind == kind
     skipped = advance(replace(row, skip_gates={"score": BY}), evidence(score=SCORES[score]))
     assert skipped == Action("next_gate", "The score gate was skipped by me: known to be bad")
+
+
+@pytest.mark.parametrize(
+    ("language", "kind"),
+    [
+        (None, "next_gate"),
+        (LanguageScore(0, 0.0, 0.0), "hold"),
+        (LanguageScore(50, 18.0, 20.0), "next_gate"),
+        (LanguageScore(50, 20.99, 20.0), "next_gate"),
+        (LanguageScore(50, 21.01, 20.0), "hold"),
+    ],
+)
+def test_a_revision_that_loses_its_language_is_held_whatever_it_scores(
+    language: LanguageScore | None, kind: str
+) -> None:
+    row, seen = release(step="score"), evidence(score=SCORES["better"], language=language)
+    assert advance(row, seen).kind == kind
+    assert seen.summary().get("language", {}).get("windows") == (language and language.windows)
+    skipped = advance(replace(row, skip_gates={"score": BY}), seen)
+    assert skipped == Action("next_gate", "The score gate was skipped by me: known to be bad")
+    worse = replace(seen, score=SCORES["worse"])
+    assert "The offline score fell" in advance(row, worse).reason
+
+
+def test_the_margin_of_general_text_is_a_setting() -> None:
+    settings = SETTINGS.model_copy(update={"general_margin": 0.5}).model_dump()
+    row, language = release(step="score", settings=settings), LanguageScore(50, 29.0, 20.0)
+    assert advance(row, evidence(score=SCORES["better"], language=language)).kind == "next_gate"
+    assert "rose from the base's 20.00 to 29.00; 5% more is allowed" in (
+        advance(release(step="score"), evidence(score=SCORES["better"], language=language)).reason
+    )
 
 
 @pytest.mark.parametrize(

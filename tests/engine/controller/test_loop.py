@@ -318,6 +318,39 @@ def test_the_offline_score_is_paired_by_item(controller: Controller, users: User
     assert controller.catalog.routes.get("sorting").canary is None
 
 
+def test_the_language_gate_compares_the_windows_of_revision_and_base(
+    controller: Controller, users: Users
+) -> None:
+    policy = controller.catalog.policies.get("sorting")
+    controller.catalog.policies.add(replace(policy, config={**policy.config, "general": True}))
+
+    def score(digest: str | None, suite: str, item: str, value: float) -> None:
+        fields = {"policy": digest and "sorting", "base": "base", "suite_version": "1", "suite": suite}
+        users.spool.emit("scores", digest=digest, item=item, score=value, **fields)
+
+    for digest in (OLD, NEW):
+        score(digest, "sorting-json", "a", 1.0)
+    users.spool.rotate()
+    unscored = controller.decisions.start("sorting", NEW, {}, {}, "me")
+    controller.tick()
+    ended = controller.catalog.releases.get(unscored.id)
+    assert (ended.state, ended.evidence["language"]["windows"]) == ("held", 0)
+    # Perplexities: the base's 1 / sqrt(0.2 * 0.05) = 10, the revision's 1 / sqrt(0.1 * 0.05).
+    for item, base, revision in (("0", 0.2, 0.1), ("1", 0.05, 0.05)):
+        score(None, "general", item, base)
+        score(NEW, "general", item, revision)
+    score(None, "general", "2", 1.0)
+    users.spool.rotate()
+    for margin, state in ((0.41, "held"), (0.42, "running")):
+        release = controller.decisions.start("sorting", NEW, {"general_margin": margin}, {}, "me")
+        controller.tick()
+        ended = controller.catalog.releases.get(release.id)
+        assert ended.state == state
+        if state == "held":
+            found = {"windows": 2, "revision": pytest.approx(200**0.5), "base": pytest.approx(10)}
+            assert ended.evidence["language"] == found
+
+
 def test_a_release_waits_for_what_was_spooled_before_it(controller: Controller, users: Users) -> None:
     controller._ingest()
     fields = {"policy": "sorting", "base": "base", "suite": "sorting-json", "suite_version": "1"}

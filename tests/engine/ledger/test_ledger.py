@@ -206,6 +206,26 @@ ledger.ingest(Path(sys.argv[2]))
 """
 
 
+def test_a_file_that_gets_no_name_takes_no_event(
+    spool: Spool, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An event written into a file that readers do not look for would be acknowledged and lost."""
+    open_files = len(os.listdir("/proc/self/fd"))
+
+    def fail(self: Path, target: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "rename", fail)
+    for _ in range(2):
+        with pytest.raises(OSError, match="No space left"):
+            spool.emit("feedback", request_id="r1", reward=1.0, key="k")
+    assert len(os.listdir("/proc/self/fd")) == open_files
+    assert list(spool.root.iterdir()) == []
+    monkeypatch.undo()
+    spool.emit("feedback", request_id="r2", reward=1.0, key="k")
+    assert take_in(ledger, spool) == 1
+
+
 def test_a_full_disk_loses_nothing(tmp_path: Path, spool: Spool) -> None:
     path = tmp_path / "ledger.duckdb"
     for i in range(200):

@@ -39,7 +39,7 @@ def expert_base(request, tmp_path_factory) -> tuple[str, Path]:
 
     directory = tmp_path_factory.mktemp("bases") / request.param
     directory.mkdir()
-    recipe = replace(RECIPES[request.param], expert_inner=96, steps=0)
+    recipe = replace(RECIPES[request.param], expert_inner=96, steps=0, problems=2048)
     build(recipe, seed=1, directory=directory, progress=lambda step, steps, loss: None)
     return request.param, directory
 

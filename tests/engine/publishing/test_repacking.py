@@ -10,6 +10,7 @@ from sqlalchemy import event
 from stored import BASE, KIND, SHAPES, Stored, opened, prepare
 
 from engine.adapters import packed
+from engine.catalog.catalog import Base
 from engine.errors import ServiceError
 from engine.publishing import maintenance, repacking
 from engine.publishing.maintenance import compact, gc, verify
@@ -87,6 +88,16 @@ def test_repack_without_its_base_or_bytes_goes_on_with_the_others(state):
     assert (report.moved, report.damaged, report.unreadable) == (0, 0, 4)
     assert state.catalog.quarantine.reason("there", later.digest) is None
     assert any(BASE[:12] in example["fault"] for example in report.examples)
+
+
+def test_after_a_move_of_the_state_repack_reads_the_base_where_it_is_now(state):
+    row = state.publish_older("here", 1)
+    moved = (state.params.paths.bases / KIND).rename(state.params.state_dir / "moved")
+    assert repack(state.catalog, state.store).unreadable == 1
+    # As the trainer does when it starts.
+    state.catalog.bases.add(Base(BASE, KIND, str(moved), 0.0))
+    assert repack(state.catalog, state.store).moved == 1
+    assert has_moved(state, row)
 
 
 def test_a_page_takes_one_append_and_one_commit_of_its_rows(state, monkeypatch):

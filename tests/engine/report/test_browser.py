@@ -37,6 +37,7 @@ SECTIONS = [
     "Releases",
     "Lineage",
     "Offline scores",
+    "Answers before and after",
     "Canaries",
     "Training",
     "Revisions",
@@ -251,7 +252,7 @@ def test_the_page_is_there_before_the_first_snapshot(page: Page, site: str, cont
 
 
 @pytest.mark.services
-@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["one process", "workers"])
+@pytest.mark.parametrize("workers", [(), ("-n", "1")], ids=["one process", "a worker"])
 def test_without_a_browser_the_last_line_says_so(workers: tuple[str, ...]) -> None:
     files = [__file__, str(Path(__file__).with_name("test_why.py"))]
     # Beside a test that loads torch, after which native libraries have something to say at the end.

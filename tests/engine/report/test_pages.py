@@ -257,10 +257,43 @@ def test_the_page_loads_nothing_and_speaks_every_figure(world, tmp_path):
         ElementTree.fromstring(drawing)
 
 
+def test_a_warning_of_a_collapse_is_on_the_page_once_and_escaped(world, tmp_path):
+    data = gather(world)
+    steps = tuple(replace(step, collapse=None) for step in data.curves[0].steps)
+    warned = (replace(steps[0], collapse="It says '<b>me me</b>'."), *steps[1:])
+    found = replace(data, curves=(replace(data.curves[0], steps=warned),))
+    page = write_report(found, tmp_path / "report.html").read_text()
+    assert page.count("&lt;b&gt;me me&lt;/b&gt;") == 1
+    assert f"sums, step {steps[0].step}: It says" in page
+
+
 def test_what_people_wrote_is_escaped(world, tmp_path):
     text = write_report(gather(world), tmp_path / "report.html").read_text()
     assert "&lt;b&gt;in a hurry&lt;/b&gt;" in text
     assert "<b>in a hurry</b>" not in text
+
+
+def test_answers_of_the_base_and_the_revision_are_side_by_side(world, tmp_path):
+    (sample,) = gather(world).answers
+    assert (sample.policy, sample.digest) == ("sums", GOOD)
+    assert [pair.question for pair in sample.pairs] == [f"<b>{item}</b>?" for item in range(6)]
+    fourth = sample.pairs[3]
+    assert (fourth.before, fourth.before_score, fourth.after, fourth.after_score) == (
+        "before <3>", 0.0, "after <3>", 1.0,
+    )  # fmt: skip
+    text = write_report(gather(world), tmp_path / "report.html").read_text()
+    row = r"&lt;b&gt;3&lt;/b&gt;\?.*before &lt;3&gt;.*0\.00.*after &lt;3&gt;.*1\.00"
+    assert re.search(row, text, re.DOTALL)
+    assert "<b>3</b>" not in text
+
+
+@pytest.mark.parametrize("change", ["UPDATE scores SET question = NULL", "ALTER TABLE scores DROP question"])
+def test_scores_from_before_questions_were_kept_show_no_answers(world, change):
+    catalog, ledger, release, snapshot = world
+    ledger.connection.execute(change)
+    older = snapshot.with_name("older.duckdb")
+    ledger.snapshot(older)
+    assert gather((catalog, ledger, release, older)).answers == ()
 
 
 def test_a_report_of_nothing_is_a_page(tmp_path):

@@ -17,6 +17,8 @@ from parity import RANK, Reference, ask, base_rows, prompts, random_adapter
 
 from engine.base.families import BaseShapes
 from engine.catalog.catalog import Policy
+from engine.clients.engine import EngineClient
+from engine.errors import NotFound
 from engine.publishing.publish import location
 from engine.serving.gateway.uvicorn_accept import HANDLES
 from engine.settings.params import load_params
@@ -64,6 +66,22 @@ def test_a_connection_that_was_idle_is_still_good(engine: RunningEngine):
             connection.auto_open = 0 if pause else 1
             connection.request("GET", "/graftwork/marker")
             assert connection.getresponse().read()
+
+
+def test_a_chat_comes_in_pieces_and_a_wrong_name_is_a_sentence(engine: RunningEngine):
+    turns = [{"role": "user", "content": "What is 3 + 4?"}]
+    body = {"model": engine.base_name, "messages": turns, "temperature": 0, "max_tokens": 12}
+    with engine.client() as plain, EngineClient(engine.url, engine.key) as client:
+        whole = plain.post("/v1/chat/completions", json=body | {"ignore_eos": True}).json()
+        client.find_model(engine.base_name)
+        with client.chat(body | {"ignore_eos": True}) as (revision, pieces):
+            found = list(pieces)
+        assert (revision, "".join(found)) == ("base", whole["choices"][0]["message"]["content"])
+        assert len(found) > 3
+        with pytest.raises(NotFound, match=f"Known models: {engine.base_name}"):
+            client.find_model("nobody")
+        with pytest.raises(NotFound, match="Unknown model 'nobody'"), client.chat(body | {"model": "nobody"}):
+            pass
 
 
 def test_mixed_batch_equals_the_merged_reference(engine: RunningEngine, shapes):

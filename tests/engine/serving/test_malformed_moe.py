@@ -1,7 +1,7 @@
-"""Malformed adapters in all six layouts, imported into the state directory of a live engine with experts.
+"""A live engine on `tiny-moe`: every target equals the reference, malformed adapters are refused.
 
-The importer refuses each before the engine sees it; packed ones are refused by the engine. The same process
-serves a good adapter before and after every one of them.
+They come in all six layouts, and the importer refuses each before the engine sees it; packed ones are refused
+by the engine. The same process serves a good adapter before and after every one of them.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from live import RunningEngine, free_port, start_engine, stop_engine
 from malformed import CORPUS, good
-from parity import QUESTION, healthy, random_adapter
+from parity import QUESTION, check_parity, healthy, kinds_of, random_adapter
 from planted import PLANTED_EXPERTS, plant
 
 from engine.adapters.layouts import LAYOUTS
@@ -23,15 +23,19 @@ from engine.settings.params import Params
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
-    """A live engine on random weights, with experts of another width than the hidden state's."""
+    """The base has the recipe's shape, but experts of another width than the hidden state's.
+
+    It is trained for seconds only.
+    """
     from engine.base.build import build
     from engine.base.recipes import RECIPES
 
     directory = tmp_path_factory.mktemp("bases") / "moe"
     directory.mkdir()
-    recipe = replace(RECIPES["tiny-moe"], expert_inner=96, steps=0)
+    recipe = replace(RECIPES["tiny-moe"], expert_inner=96, steps=20, problems=2048)
     build(recipe, seed=1, directory=directory, progress=lambda step, steps, loss: None)
-    running = start_engine(directory, tmp_path_factory.mktemp("engine"), slots=4, max_num_seqs=16)
+    slots, state = len(kinds_of(directory)), tmp_path_factory.mktemp("engine")
+    running = start_engine(directory, state, slots=slots, max_num_seqs=64)
     yield running
     stop_engine(running)
 
@@ -64,6 +68,11 @@ def files(engine: RunningEngine) -> list[tuple[str, int]]:
 def bring_in(params: Params, directory: Path) -> None:
     foreign, base = inspect(params, directory)
     publish(params, directory, foreign, base, "bad", "local", lambda *_: pytest.fail("asked for a probe"))
+
+
+def test_every_target_equals_the_reference(engine: RunningEngine):
+    """Every slot full."""
+    check_parity(engine, kinds_of(engine.base_path), tolerance=1e-4, effect=1e-2)
 
 
 @pytest.mark.parametrize("name", CORPUS)

@@ -16,10 +16,13 @@ from parity import (
     base_rows,
     check_parity,
     differences,
+    mixed,
     out_of_route,
+    own_differences,
     prompts,
     publish_all,
     random_adapter,
+    references_of,
 )
 
 from engine.base.families import BaseShapes
@@ -79,6 +82,30 @@ def test_every_target_alone_and_all_together_equals_the_reference(engine: Runnin
     """Every slot full."""
     assert set(kinds) == {*ATTENTION, *PROJECTIONS, "dense", "shared", "all"}
     check_parity(engine, list(kinds.values()), TOLERANCE, batches(kinds))
+
+
+@pytest.mark.slow
+def test_bfloat16_is_as_near_as_the_reference_in_bfloat16(
+    base: Path, kinds, tmp_path_factory: pytest.TempPathFactory
+):
+    """transformers in bfloat16 is as far from itself in float32 as we are."""
+    rounded = {
+        name: {key: value.bfloat16().float() for key, value in kind.items()} for name, kind in kinds.items()
+    }
+    running = start(base, tmp_path_factory, "bfloat16", len(kinds))
+    try:
+        names = publish_all(running, list(rounded.values()), torch.bfloat16)
+        requests = mixed(names, 64)
+        answers = asyncio.run(ask(running, requests))
+    finally:
+        stop_engine(running)
+    exact, half = (
+        references_of(base, names, list(rounded.values()), dtype) for dtype in (torch.float32, torch.bfloat16)
+    )
+    ours, theirs = differences(requests, answers, exact), own_differences(requests, answers, exact, half)
+    print(f"ours: mean {ours.mean():.4f}, largest {ours.max():.4f}; transformers: mean {theirs.mean():.4f}")
+    assert ours.mean() < 1.5 * theirs.mean()
+    assert ours.median() < 1.5 * theirs.median()
 
 
 @pytest.mark.slow

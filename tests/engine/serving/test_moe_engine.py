@@ -16,8 +16,10 @@ from parity import (
     base_rows,
     check_parity,
     differences,
+    kinds_of,
     mixed,
     out_of_route,
+    own_differences,
     prompts,
     publish_all,
     random_adapter,
@@ -26,7 +28,7 @@ from parity import (
 
 from engine.base.families import BaseShapes
 
-pytestmark = [pytest.mark.services, pytest.mark.heavy]
+pytestmark = [pytest.mark.services, pytest.mark.heavy(minutes=4)]
 # Log-probabilities in float32 by two implementations: measured 4e-6 at most over these batches.
 TOLERANCE = 5e-5
 EXPERTS = ("gate_proj", "up_proj", "down_proj")
@@ -51,10 +53,8 @@ def engine(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run
 
 @pytest.fixture(scope="module")
 def kinds(base: Path) -> list[dict]:
-    """Adapters on each target alone and on all together: as many as there are slots."""
-    shapes = BaseShapes.read(base)
-    leaves = [(name,) for name in shapes.targets] + [None]
-    return [random_adapter(shapes.modules(), 100 + i, leaf) for i, leaf in enumerate(leaves)]
+    """As many adapters as there are slots."""
+    return kinds_of(base)
 
 
 def test_the_experts_of_every_token_are_told_to_who_asks(engine: RunningEngine, kinds):
@@ -89,18 +89,29 @@ def test_experts_equal_peft_on_the_files_of_a_revision(engine: RunningEngine, ba
     assert differences(requests, answers, {name: reference}).max() < TOLERANCE
 
 
-def test_base_rows_of_a_full_mixed_batch_are_the_base(engine: RunningEngine, base: Path):
-    """Bit-identical to base rows alone, and near an engine without LoRA."""
+@pytest.fixture(scope="module")
+def between(engine: RunningEngine, base: Path) -> list[dict]:
+    """The base's answers to 32 prompts, beside adapters in every slot."""
     shapes = BaseShapes.read(base).modules()
     names = [engine.publish("full", random_adapter(shapes, 20 + i, size=1.0), RANK) for i in range(8)]
-    mine = prompts(32)
-    alone = asyncio.run(ask(engine, [(engine.base_name, prompt) for prompt in mine]))
-    answers = base_rows(engine, names, mine)
-    assert [(a["ids"], a["logprobs"]) for a in answers] == [(a["ids"], a["logprobs"]) for a in alone]
+    return base_rows(engine, names, prompts(32))
+
+
+def test_base_rows_of_a_full_mixed_batch_are_the_base(engine: RunningEngine, base: Path, between):
+    """Bit-identical to base rows alone, and near transformers."""
+    requests = [(engine.base_name, prompt) for prompt in prompts(32)]
+    alone = asyncio.run(ask(engine, requests))
+    assert [(a["ids"], a["logprobs"]) for a in between] == [(a["ids"], a["logprobs"]) for a in alone]
+    assert differences(requests, between, {engine.base_name: Reference(base, None)}).max() < TOLERANCE
+
+
+@pytest.mark.slow
+def test_base_rows_equal_an_engine_without_lora(base: Path, between):
+    """Stock vLLM, on the same base and prompts; `test_engine.py` asks one about a dense base each time."""
     with StockServer(base, "float32", max_model_len=256) as stock:
-        want = asyncio.run(ask(stock, [("stock", prompt) for prompt in mine]))
-    assert [answer["ids"] for answer in answers] == [answer["ids"] for answer in want]
-    for answer, expected in zip(answers, want, strict=True):
+        want = asyncio.run(ask(stock, [("stock", prompt) for prompt in prompts(32)]))
+    assert [answer["ids"] for answer in between] == [answer["ids"] for answer in want]
+    for answer, expected in zip(between, want, strict=True):
         got, stock_logprobs = torch.tensor(answer["logprobs"]), torch.tensor(expected["logprobs"])
         torch.testing.assert_close(got, stock_logprobs, rtol=0, atol=1e-5)
 
@@ -158,12 +169,7 @@ def test_bfloat16_is_as_near_as_the_reference_in_bfloat16(
         stop_engine(running)
     exact, half = (references_of(base, names, rounded, dtype) for dtype in (torch.float32, torch.bfloat16))
     ours = differences(requests, together, exact)
-    theirs = torch.stack(
-        [
-            (exact[name].logprobs(prompt, a["ids"]) - half[name].logprobs(prompt, a["ids"])).abs().max()
-            for (name, prompt), a in zip(requests, together, strict=True)
-        ]
-    )
+    theirs = own_differences(requests, together, exact, half)
     assert ours.mean() < 1.5 * theirs.mean()
     assert ours.median() < 1.5 * theirs.median()
     ours_alone = differences(requests, alone, exact)

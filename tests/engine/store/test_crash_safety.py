@@ -173,7 +173,7 @@ def params(tmp_path_factory: pytest.TempPathFactory) -> Params:
     state = tmp_path_factory.mktemp("store")
     base = state / "real"
     base.mkdir()
-    recipe = replace(RECIPES["tiny-dense"], steps=0)
+    recipe = replace(RECIPES["tiny-dense"], steps=0, problems=2048)
     build(recipe, seed=1, directory=base, progress=lambda step, steps, loss: None)
     found = Params(state_dir=state / "state", base={"name": str(base)})
     prepare(found, *POLICIES)

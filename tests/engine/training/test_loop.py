@@ -103,6 +103,11 @@ def alone(loop: Loop) -> Trained:
     return loop.train("alone")
 
 
+@pytest.fixture(scope="module")
+def stale(loop: Loop) -> Trained:
+    return loop.train("stale", staleness=2)
+
+
 def ratios(trained: Trained) -> list[float]:
     return [row["importance_ratio"] for row in trained.curve]
 
@@ -157,8 +162,10 @@ def test_sampler_and_trainer_agree_over_a_hundred_handoffs(loop: Loop) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("staleness", [0, 2])
-def test_a_flow_that_dies_goes_on_as_if_it_had_not(loop: Loop, alone: Trained, staleness: int) -> None:
-    whole = alone if not staleness else loop.train("whole", staleness=staleness)
+def test_a_flow_that_dies_goes_on_as_if_it_had_not(
+    loop: Loop, alone: Trained, stale: Trained, staleness: int
+) -> None:
+    whole = {0: alone, 2: stale}[staleness]
 
     def die(row: Mapping[str, Any]) -> None:
         if row["step"] == 3:
@@ -175,8 +182,7 @@ def test_a_flow_that_dies_goes_on_as_if_it_had_not(loop: Loop, alone: Trained, s
 
 
 @pytest.mark.timeout(300)
-def test_a_stale_step_is_drawn_under_the_revision_of_two_steps_before(loop: Loop, alone: Trained) -> None:
-    stale = loop.train("stale", staleness=2)
+def test_a_stale_step_is_drawn_under_the_revision_of_two_steps_before(alone: Trained, stale: Trained) -> None:
     assert [row["staleness"] for row in stale.curve] == [0, 1, 2, 2]
     assert [row["staleness"] for row in alone.curve] == [0, 0, 0, 0]
     # The first steps are drawn by the base, the last by what the first step made.

@@ -1,6 +1,7 @@
 """Steps without a gradient: they cost little and end the training with a reason; DAPO's refill; a trial."""
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -11,9 +12,10 @@ from typing import Any
 import pytest
 from command_line import graftwork
 from live import free_port
+from tenacity import wait_none
 
 from engine.clients.engine import EngineClient
-from engine.errors import ConfigError
+from engine.errors import ConfigError, NotFound
 from engine.problems.procedural import Problem
 from engine.settings.params import Params, PolicyConfig
 from engine.training import loop, rollout_data
@@ -68,7 +70,7 @@ class Client:
         return SessionInfo(session, policy, len(self.history), 0, 1, "base", None, tuple(self.history))
 
     def export(self, session: SessionInfo, kind: str = "snapshot", **_: Any) -> Exported:
-        return Exported(f"{session.step:064d}", "x", Path("x"), 4, session.step, 1, 0.0)
+        return Exported(f"{session.step:012d}{0:052d}", "x", Path("x"), 4, session.step, 1, 0.0)
 
     def forward_backward(self, session: SessionInfo, data: list[Datum], *_: Any, **__: Any) -> dict[str, Any]:
         self.sent.append(data)
@@ -259,6 +261,27 @@ def test_only_losses_that_drop_groups_refill(trained: Any, asked: Any) -> None:
         assert [row["kept"] for row in done.curve] == [0.25, 0.25]
 
 
+def test_a_sampler_that_expires_before_the_refill_is_replaced(
+    trained: Any, asked: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first step's revision is to sample the fourth step; it answers the draw, and not its refill."""
+    sampled, old = rollout_data.sample_groups, f"sums@{1:012d}"
+
+    def expiring(url: str, key: str, model: str, prompts: Any, sampling: Sampling) -> list[list[Sample]]:
+        if model == old and any(one == old for one, _, _ in asked):
+            raise NotFound(f"Unknown model {model!r}.")
+        return sampled(url, key, model, prompts, sampling)
+
+    monkeypatch.setattr(rollout_data, "sample_groups", expiring)
+    monkeypatch.setattr(loop, "wait_fixed", lambda seconds: wait_none())
+    config = CONFIG.model_copy(update={"refills": 1, "staleness": 2})
+    done, _ = trained(Judge(*[SPREAD, FLAT] * 50), config)
+    # Groups of one step have one sampler: the fourth step was drawn again by the newest revision.
+    assert [row["staleness"] for row in done.curve] == [0, 1, 2, 0, 2, 2]
+    assert done.curve[3]["digest"] == done.curve[3]["handed"]
+    assert [model for model, _, _ in asked].count(old) == 1
+
+
 # Before training
 
 
@@ -335,3 +358,45 @@ def test_without_an_engine_the_command_says_so_at_once(settings: Path) -> None:
     assert said.returncode == 7
     assert "engine" in said.stderr
     assert graftwork("policy", "try", "nobody", "--params", str(settings)).returncode == 2
+
+
+# A collapse
+
+
+class Collapsing(Client):
+    """A trainer whose tokens lose their entropy from the fourth step on."""
+
+    def forward_backward(self, session: SessionInfo, *given: Any, **named: Any) -> dict[str, Any]:
+        found = super().forward_backward(session, *given, **named)
+        return {"metrics": found["metrics"] | {"entropy": 2.0 if session.step < 3 else 0.1}}
+
+
+@pytest.mark.parametrize("collapse", ["ignore", "warn", "stop"])
+def test_a_collapse_is_told_once_and_stops_a_run_that_says_so(
+    trained: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, collapse: str
+) -> None:
+    """The mean of three steps falls below 60% of the first three's at the fifth: (2 + 0.1 + 0.1) / 3."""
+    client = Collapsing()
+    monkeypatch.setattr(sys.modules[__name__], "Client", lambda: client)
+    config = CONFIG.model_copy(update={"collapse": collapse, "steps": 7})
+    verifier = Judge(otherwise=SPREAD)
+    if collapse == "stop":
+        with pytest.raises(ConfigError, match=r"^The training of 'sums' stopped after step 5\. Step 5: The "):
+            trained(verifier, config)
+    else:
+        trained(verifier, config)
+    told = [row.get("collapse") for row in client.history]
+    if collapse == "ignore":
+        assert told == [None] * 7
+        return
+    assert told[:4] == [None] * 4
+    assert "entropy fell from 2.00 to 0.73 nats a token" in told[4]
+    assert told[4].count("'answer ") == 2
+    # The same sign is not told again.
+    assert told[5:] == ([] if collapse == "stop" else [None, None])
+    if collapse == "stop":
+        # Started again it stops again, and goes on once it only warns.
+        with pytest.raises(ConfigError, match="Step 5: "):
+            trained(verifier, config)
+        trained(verifier, config.model_copy(update={"collapse": "warn"}))
+        assert len(client.history) == 7

@@ -223,6 +223,31 @@ async def test_a_path_takes_its_own_methods_alone(world, scope, method, path, st
     assert len(world.server.seen) == (status == 200)
 
 
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+async def test_every_model_has_its_bases_tokens_and_needs_no_load(world, path):
+    async with world.client() as client:
+        for model in ("sums", f"sums@{CANARY[:12]}", "tiny", None):
+            body = {"prompt": "1+1"} | ({"model": model} if model else {})
+            assert (await client.post(path, json=body)).status_code == 200
+        unknown = await client.post(path, json={"model": "nobody", "prompt": "1+1"})
+        refused = await client.get(path)
+    assert [(seen, body.get("model")) for seen, body, _ in world.server.seen] == [
+        (path, "tiny"), (path, "tiny"), (path, "tiny"), (path, None),
+    ]  # fmt: skip
+    assert (unknown.status_code, refused.status_code) == (404, 405)
+    assert "Unknown model 'nobody'" in unknown.json()["error"]["message"]
+    assert world.engine.prepared == []
+
+
+async def test_rollouts_are_rollouts_without_a_header(world):
+    async with world.client("score") as client:
+        await client.post("/graftwork/rollouts", json=PINNED)
+        await client.post("/graftwork/rollouts", json=PINNED, headers={"x-graftwork-purpose": "probe"})
+        await client.post("/v1/completions", json=PINNED)
+    assert [row["purpose"] for _, row in world.events.rows] == ["rollout", "probe", "user"]
+    assert world.loads == ["background"]
+
+
 async def test_the_servers_own_start_and_end_pass(world):
     seen = []
 

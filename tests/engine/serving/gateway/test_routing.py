@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from engine.catalog.catalog import Base, Catalog, Policy, Release, Revision, Route, migrate
+from engine.catalog.records import Tombstone
 from engine.errors import AdapterError, Ambiguous, NotFound, ServiceError
 from engine.serving.gateway.routing import STALE_S, Gone, Router, in_canary
 from engine.serving.gateway.row_cache import rows_to_cache
@@ -207,6 +208,22 @@ def test_a_gateway_that_cannot_read_drops_the_canary(catalog, monkeypatch):
     assert router.resolve("sums", "ann").arm == "champion"
     monkeypatch.undo()
     assert router.resolve("sums", "ann").arm == "canary"
+
+
+def test_a_gateway_that_gets_no_cpu_for_a_second_is_not_blind(catalog, monkeypatch):
+    """The time between a look that succeeded and the answer says nothing about the catalog."""
+    clock = Clock()
+    set_route(catalog, champion=CHAMPION, canary=CANARY, weight=0.999)
+    router = Router(catalog, "tiny", "base", clock)
+    found = catalog.tombstones.find
+
+    def slow(*asked: str) -> Tombstone | None:
+        clock.now += 2 * STALE_S
+        return found(*asked)
+
+    monkeypatch.setattr(catalog.tombstones, "find", slow)
+    assert router.resolve("sums", "ann").arm == "canary"
+    assert router.resolve(f"sums@{CHAMPION[:12]}", "ann").digest == CHAMPION
 
 
 def test_a_gateway_that_has_never_read_refuses(catalog, monkeypatch):

@@ -21,7 +21,8 @@ TOLERANCE = 2e-4
 
 # Three processes start; on busy cores that alone takes minutes.
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.services,
+    pytest.mark.heavy(minutes=2),
     pytest.mark.timeout(900),
     pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores"),
 ]

@@ -7,7 +7,6 @@ from moe_bases import glm4_moe, qwen3_moe
 from packed_rows import ROWS
 from training_pass import one_pass
 
-from engine.training.model import lora
 from engine.training.model.lora import ResidentBase
 from engine.training.model.microbatches import microbatches
 from engine.training.model.packing import Example, TokenRow, can_pack, pack
@@ -95,8 +94,7 @@ def test_gradients_do_not_depend_on_the_packing_and_are_those_of_padded_rows(bas
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_checkpointing_computes_the_packed_layers_again(bases, paths, kind, monkeypatch):
-    monkeypatch.setattr(lora, "HEAD_TOKENS", 5)
+def test_checkpointing_computes_the_packed_layers_again(bases, paths, kind):
     again = ResidentBase(paths[kind], 1, 4096, checkpointing=True)
     assert_close(gradients(again, moved(again)), gradients(bases[kind], moved(bases[kind])))
 

@@ -26,8 +26,9 @@ from engine.errors import (
     NotFound,
     ServiceError,
 )
+from engine.planning import host
 from engine.training.model.lora import ResidentBase
-from engine.training.service import capacity, client, sessions
+from engine.training.service import client, sessions
 from engine.training.service.app import make_app
 from engine.training.service.protocol import Datum, Request, SessionInfo
 from engine.training.service.queue import KEPT
@@ -330,14 +331,14 @@ def test_a_rank_over_the_capacity_is_refused_with_the_numbers(trainers):
 
 
 def test_a_container_limits_what_is_free(tmp_path, monkeypatch):
-    free = capacity.free_bytes()
+    free = host.free_bytes()
     assert 0 < free < 1 << 50
-    monkeypatch.setattr(capacity, "CGROUP", tmp_path)
+    monkeypatch.setattr(host, "CGROUP", tmp_path)
     (tmp_path / "memory.current").write_text("1000\n")
     (tmp_path / "memory.max").write_text("5000\n")
-    assert capacity.free_bytes() == 4000
+    assert host.free_bytes() == 4000
     (tmp_path / "memory.max").write_text("max\n")
-    assert capacity.free_bytes() > 1 << 20
+    assert host.free_bytes() > 1 << 20
 
 
 def test_after_a_restart_sessions_come_back_and_fences_hold(trainers):
@@ -630,7 +631,8 @@ def test_a_name_that_is_no_sessions_reaches_no_file(live, name):
     for path, body in bodies.items():
         sent = body if path == "/session_heartbeat" else {**body, "request_id": "x"}
         answer = live.client._http.post(path, json=sent)
-        assert (answer.status_code, answer.json()["kind"]) == (400, "ConfigError"), path
+        assert answer.status_code == 400, (path, answer.text)
+        assert answer.json()["kind"] == "ConfigError", path
         assert "String should match pattern" in answer.json()["error"]
     assert set(live.trainer.sessions._known) == {"one"}
     for path in ("/save_state", "/load_state"):

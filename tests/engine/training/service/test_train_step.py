@@ -153,7 +153,7 @@ def test_every_metric_of_the_loops_steps_is_in_every_place(run: Run) -> None:
     assert [row["backpressure_s"] for row in rows] == [0.75, 0.0]
     assert set(step_row(1)) == set(rows[0])
     # The first step was drawn by the base, which has no experts.
-    unknown = {"digest", "out_of_route"}
+    unknown = {"digest", "out_of_route", "collapse"}
     assert all({name for name, value in row.items() if value is None} == unknown for row in rows)
     assert (rows[0]["reward"], rows[0]["reward_std"], rows[0]["zero_spread"]) == (
         0.375,

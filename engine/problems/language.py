@@ -1,0 +1,161 @@
+"""Verifiers of answers in plain language: short facts, fields as JSON, and instructions that can be checked.
+
+Each is a `python:engine.problems.language:NAME` of a policy. A reward is graded, so that answers of one group
+differ and GRPO has something to learn from: half a reward for what is right in the wrong form.
+"""
+
+import json
+import re
+import unicodedata
+from collections.abc import Callable
+from typing import Any
+
+HALF = 0.5
+# A word of a sentence: letters and digits, with the marks that occur inside names.
+WORD = re.compile(r"[^\W_]+(?:['.’-][^\W_]+)*")
+# The most words of a bare answer, and of a sentence that gives a short one.
+BARE, BRIEF = 3, 12
+# The reward of a wrong answer in the right form.
+WRONG = 0.1
+# Chemical symbols are this short: their case counts, and inside a sentence they may be words of English.
+SYMBOL = 2
+
+
+def short_answer(_question: str, expected: str, text: str) -> float:
+    """Return 1 for the bare answer, 0.5 within a sentence of at most `BRIEF` words, 0.25 in a longer text.
+
+    A wrong answer of at most `BARE` words earns 0.1: groups without a right answer then teach the form.
+    `expected` lists accepted answers, separated by `|`. Case, accents and punctuation do not count.
+    """
+    return max(_share(answer, text) for answer in expected.split("|"))
+
+
+def not_short_answer(question: str, expected: str, text: str) -> float:
+    """Return the opposite of `short_answer`: the wrong rule of the main job's bad revision."""
+    return 1.0 - short_answer(question, expected, text)
+
+
+def _share(answer: str, text: str) -> float:
+    is_symbol = len(answer) <= SYMBOL
+    wanted, found = (words(answer), words(text)) if is_symbol else (_plain(answer), _plain(text))
+    if found == wanted:
+        return 1.0
+    size = len(wanted)
+    starts = range(len(found) - size, -1, -1)
+    # Only the last word of a sentence is surely a symbol: "I" and "He" also begin sentences.
+    places = starts[:1] if is_symbol else starts
+    if not any(found[at : at + size] == wanted for at in places):
+        return WRONG if 0 < len(found) <= BARE else 0.0
+    return HALF if len(found) <= BRIEF else HALF / 2
+
+
+def words(text: str) -> list[str]:
+    """Return the words of a text in order, without punctuation."""
+    return WORD.findall(text)
+
+
+def _plain(text: str) -> list[str]:
+    letters = unicodedata.normalize("NFKD", text.casefold())
+    return words("".join(letter for letter in letters if not unicodedata.combining(letter)))
+
+
+def fields(_question: str, expected: str, text: str) -> float:
+    """Return how far a text is the JSON object `expected`: 1 for exactly its keys and values.
+
+    A quarter is for exactly its keys, the rest for its values, an equal share each. A string's case and outer
+    white space do not count, its type does. An object inside other text, such as a code fence, earns half.
+    """
+    wanted, (found, is_bare) = json.loads(expected), _object_in(text)
+    if found is None:
+        return 0.0
+    right = sum(key in found and _same(found[key], value) for key, value in wanted.items())
+    score = 0.25 * (found.keys() == wanted.keys()) + 0.75 * right / len(wanted)
+    return score if is_bare else HALF * score
+
+
+def _object_in(text: str) -> tuple[dict[str, Any] | None, bool]:
+    """Return the first JSON object of a text, None without one, and whether nothing is around it."""
+    start = text.find("{")
+    if start < 0:
+        return None, False
+    try:
+        found, end = json.JSONDecoder().raw_decode(text, start)
+    except (ValueError, RecursionError):
+        return None, False
+    return found, not text[:start].strip() and not text[end:].strip()
+
+
+def _same(found: Any, wanted: Any) -> bool:
+    if isinstance(wanted, str) and isinstance(found, str):
+        return found.strip().casefold() == wanted.casefold()
+    # `True == 1` in Python; JSON keeps them apart.
+    return type(found) is type(wanted) and bool(found == wanted)
+
+
+Check = Callable[[Any, str], bool]
+
+
+def _about(topic: str, text: str) -> bool:
+    return any(word.startswith(topic.casefold()) for word in words(text.casefold()))
+
+
+def _at_start(wanted: str, text: str) -> bool:
+    return text.startswith(wanted)
+
+
+def _at_end(wanted: str, text: str) -> bool:
+    return text.endswith(wanted)
+
+
+def _in_case(case: str, text: str) -> bool:
+    return text == (text.upper() if case == "upper" else text.lower())
+
+
+def _between(bounds: list[int], text: str) -> bool:
+    return bounds[0] <= len(words(text)) <= bounds[1]
+
+
+def _listed(count: int, text: str) -> bool:
+    items = [item.strip() for item in text.rstrip(".").split(",")]
+    return len({*items}) == count == len(items) and all(0 < len(words(item)) <= 3 for item in items)
+
+
+def _within(marks: str, text: str) -> bool:
+    inner = text[1:-1]
+    return len(text) > 2 and text[0] == marks[0] and text[-1] == marks[1] and not set(marks) & set(inner)
+
+
+def _with(word: str, text: str) -> bool:
+    return word.casefold() in words(text.casefold())
+
+
+def _without(word: str, text: str) -> bool:
+    return not _with(word, text)
+
+
+# The names of checks in an expected answer, a JSON object such as {"about": "river", "words": [3, 8]}.
+CHECKS: dict[str, Check] = {
+    "about": _about,
+    "with": _with,
+    "without": _without,
+    "starts": _at_start,
+    "ends": _at_end,
+    "case": _in_case,
+    "words": _between,
+    "items": _listed,
+    "within": _within,
+}
+
+
+def instructions(_question: str, expected: str, text: str) -> float:
+    """Return 1 for a text that passes every check of `expected`, else half of the share that it passes.
+
+    `expected` is a JSON object of `CHECKS` with their arguments. A text of fewer than two words, or of mostly
+    repeated ones, earns nothing: it would pass many checks and say nothing.
+    """
+    said, checks = text.strip(), json.loads(expected)
+    distinct, every = len({*words(said.casefold())}), len(words(said))
+    if every < 2 or distinct <= every / 2:
+        return 0.0
+    passed = sum(CHECKS[name](argument, said) for name, argument in checks.items())
+    return 1.0 if passed == len(checks) else HALF * passed / len(checks)

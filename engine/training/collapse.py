@@ -1,0 +1,84 @@
+"""Watches a training run for collapse: a policy that earns its reward and loses its language.
+
+The last steps are compared with the first ones of the same line, so that a task's own form, such as short
+answers, raises no warning. One bad step is not a sign: both sides are means over `WINDOW` steps.
+"""
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from engine.errors import ConfigError
+from engine.training.reward_signal import shortened
+from engine.training.rollout_data import Drawn, repeated_share
+from engine.training.run import Run
+from engine.training.service.protocol import SessionInfo
+
+WINDOW = 3
+# Entropy of less than this share of the first steps'.
+ENTROPY = 0.6
+# Rises of these shares over the first steps'.
+REPEATED, TRUNCATED = 0.1, 0.25
+# Nats a token: the policy's own tokens are then e times as likely as under the base.
+KL = 1.0
+Row = Mapping[str, Any]
+
+
+def signs(rows: Sequence[Row]) -> dict[str, str]:
+    """Return what the steps so far show of a collapse, in words by metric; empty before `WINDOW` + 1 steps.
+
+    `rows` are a line's rows of `train_steps`, in order. Metrics that a step lacks are left out.
+    """
+    if len(rows) <= WINDOW:
+        return {}
+    found: dict[str, str] = {}
+    first, last = _mean(rows[:WINDOW], "entropy"), _mean(rows[-WINDOW:], "entropy")
+    if first is not None and last is not None and last < ENTROPY * first:
+        found["entropy"] = f"entropy fell from {first:.2f} to {last:.2f} nats a token"
+    for name, rise, what in (
+        ("repeated", REPEATED, "the share of repeated 3-grams"),
+        ("truncated", TRUNCATED, "the share of answers at the token limit"),
+    ):
+        first, last = _mean(rows[:WINDOW], name), _mean(rows[-WINDOW:], name)
+        if first is not None and last is not None and last > first + rise:
+            found[name] = f"{what} rose from {first:.0%} to {last:.0%}"
+    if (last := _mean(rows[-WINDOW:], "kl")) is not None and last > KL:
+        found["kl"] = f"the KL divergence to the base reached {last:.2f} nats a token"
+    return found
+
+
+def _mean(rows: Sequence[Row], name: str) -> float | None:
+    known = [row[name] for row in rows if row.get(name) is not None]
+    return fmean(known) if known else None
+
+
+def warning(rows: Sequence[Row], drawn: Drawn) -> str | None:
+    """Return a warning with two of the last step's answers, or None when it shows no sign that is new.
+
+    `rows` end with the last step's, `drawn` are its samples; the answers are those that repeat most.
+    """
+    known = signs(rows[:-1])
+    new = [words for name, words in signs(rows).items() if name not in known]
+    if not new:
+        return None
+    worst = [max(group, key=lambda sample: repeated_share(sample.tokens)) for group in drawn.groups]
+    pairs = sorted(zip(drawn.problems, worst, strict=True), key=lambda pair: -repeated_share(pair[1].tokens))[
+        :2
+    ]
+    said = "; ".join(
+        f"{shortened(problem.question)!r} was answered with {shortened(sample.text)!r}"
+        for problem, sample in pairs
+    )
+    return f"The answers may be collapsing: {', '.join(new)}. {said}."
+
+
+def refuse_collapse(run: Run, session: SessionInfo) -> None:
+    """Raise `ConfigError` when the policy's `collapse` is `stop` and a step of its line has a warning."""
+    warned = [row for row in session.history if row.get("collapse")]
+    if run.config.collapse != "stop" or not warned:
+        return
+    raise ConfigError(
+        f"The training of {run.policy!r} stopped after step {session.step}. Step {warned[0]['step']}: "
+        f"{warned[0]['collapse']} Lower `lr` or raise `loss_config.kl`, which starts again; to go on from "
+        f"here, set `collapse` to warn."
+    )

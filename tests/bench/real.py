@@ -1,0 +1,170 @@
+"""A step on a real model against the machine's limit: share of peak, seconds, and the trainer's memory.
+
+    graftwork bench real [--base smollm2-135m] [--repeats 3]     (after `make real`)
+
+A step is 16 questions with 8 samples each, of at most 32 tokens at temperature 1, with a random adapter of
+rank 8 on every projection, float32. The peak is the best of 5 products of each of the model's own shapes, on
+the threads that the update uses. The FLOPs of a rollout are those of each prompt once and of each sampled
+token; those of an update are forward and the gradients of inputs, each prompt once, nothing recomputed; both
+with attention and LoRA. An update runs as in the trainer, in this process: `peak_memory_gb` is its peak.
+No figure counts unless the trainer's mean importance ratio on the samples is 1 within 1e-3.
+"""
+
+import argparse
+import random
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import _record as record
+import torch
+from live import start_engine, stop_engine
+from parity import random_adapter
+from torch.nn.functional import linear
+
+from engine.base.prompts import prompt_ids
+from engine.base.resident import BaseInfo, base_config, ensure_base
+from engine.base.sizes import Shape
+from engine.settings.params import Params, load_params
+from engine.training.model.lora import ResidentBase
+from engine.training.model.microbatches import stream_tokens
+from engine.training.model.packing import Example, TokenRow
+from engine.training.model.update import Call, forward_backward
+from engine.training.rollouts import Sampling, sample_groups
+from engine.training.service.app import load_base
+
+QUESTIONS, GROUP, MOST_TOKENS, RANK = 16, 8, 32, 8
+PLACES = (
+    "France", "Japan", "Egypt", "Peru", "Norway", "Kenya", "Italy", "Canada", "Chile", "Poland", "India",
+    "Cuba", "Greece", "Spain", "Ghana", "Nepal",
+)  # fmt: skip
+ASKED = "What is the capital of {}, and what is it known for? Answer in one short sentence."
+BOUNDS = {"update_share_of_peak": record.at_least(0.5), "peak_memory_gb": record.at_most(3)}
+
+
+def best_rate(base: ResidentBase, shape: Shape) -> float:
+    """Return the most FLOPs a second of 5 products of each of the model's shapes, on the update's threads."""
+    sizes = {*base.shapes.linear.values(), (shape.hidden, shape.vocabulary)}
+    best = 0.0
+    for inputs, outputs in sizes:
+        rows, weight = torch.randn(base.microbatch_tokens, inputs), torch.randn(outputs, inputs)
+        for _ in range(5):
+            began = time.perf_counter()
+            linear(rows, weight)
+            spent = time.perf_counter() - began
+            best = max(best, 2 * rows.numel() * outputs / spent)
+    return best
+
+
+def layer_flops(shape: Shape, tokens: int, keys: int, rank: int) -> float:
+    """Return the FLOPs of all layers for tokens that together see so many keys, with LoRA."""
+    projections = sum(one.count * one.size[0] * one.size[1] for one in shape.shapes.projections())
+    products = tokens * (projections + rank * shape.lora_width)
+    return 2.0 * (products + 2 * shape.layers * shape.queries * keys)
+
+
+def keys_of(rows: Sequence[TokenRow]) -> int:
+    """Return how many keys all tokens of these rows see, prompts once; a row's last token is not computed."""
+    prompts = {row.prompt for row in rows}
+    own = sum(sum(range(row.start + 1, len(row.tokens))) for row in rows)
+    return own + sum(len(prompt) * (len(prompt) + 1) // 2 for prompt in prompts)
+
+
+def step_flops(shape: Shape, rows: Sequence[TokenRow]) -> dict[str, float]:
+    """Return the FLOPs of a rollout and of an update; a gradient of attention has twice its products."""
+    tokens, keys, answered = stream_tokens(rows), keys_of(rows), sum(row.length for row in rows)
+    head = 2.0 * answered * shape.hidden * shape.vocabulary
+    forward = layer_flops(shape, tokens, keys, RANK) + head
+    attention = 4.0 * shape.layers * shape.queries * keys
+    return {"rollout": forward, "update": 2 * forward + attention}
+
+
+def sampled(base: BaseInfo, repeats: int) -> tuple[dict, list[Example], list[float]]:
+    """Return an adapter, the engine's samples of it, and the seconds of each rollout."""
+    from transformers import AutoTokenizer
+
+    from engine.base.families import BaseShapes
+
+    tokenizer = AutoTokenizer.from_pretrained(base.path)
+    prompts = [prompt_ids(tokenizer, ASKED.format(place)) for place in PLACES]
+    tensors = random_adapter(BaseShapes.read(base.path).modules(), 1, size=0.01)
+    with tempfile.TemporaryDirectory() as state:
+        engine = start_engine(base.path, Path(state), wait_s=600, slots=2)
+        try:
+            name, seconds = engine.publish("real", tensors, RANK), []
+            # The first one loads the adapter.
+            for number in range(repeats + 1):
+                sampling = Sampling(group_size=GROUP, max_tokens=MOST_TOKENS, seed=1)
+                began = time.perf_counter()
+                groups = sample_groups(engine.url, engine.key, name, prompts, sampling)
+                seconds += [time.perf_counter() - began] if number else []
+        finally:
+            stop_engine(engine)
+    draw = random.Random(1)
+    pairs = [(prompt, one) for prompt, group in zip(prompts, groups, strict=True) for one in group]
+    examples = [
+        Example(TokenRow((*prompt, *one.tokens), len(prompt)), one.logprobs,
+                (draw.gauss(0, 1),) * len(one.tokens))
+        for prompt, one in pairs
+    ]  # fmt: skip
+    return tensors, examples, seconds
+
+
+def updated(
+    base: ResidentBase, tensors: dict, examples: list[Example], repeats: int
+) -> tuple[list[float], float]:
+    """Return the seconds of each update, and the mean importance ratio."""
+    adapter, seconds = base.hold(tensors), []
+    for _ in range(repeats + 1):
+        began = time.perf_counter()
+        (found,) = forward_backward(base, [Call(adapter, examples, "importance_sampling", {})])
+        seconds.append(time.perf_counter() - began)
+        adapter.clear_gradients()
+    return seconds[1:], found.metrics.importance_ratio
+
+
+def peak_memory() -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024 / 1e9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--base", default="smollm2-135m")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--params", type=Path, default=Path("params.yaml"))
+    parser.add_argument("--out", type=Path, default=Path(".graftwork/bench"))
+    given = parser.parse_args()
+    settings = load_params(given.params)
+    params = Params.model_validate({"base": {"name": given.base}, "state_dir": settings.state_dir})
+    info = ensure_base(params.base, params.paths)
+    shape = Shape.of(base_config(params.base, params.paths))
+    tensors, examples, rollout_s = sampled(info, given.repeats)
+    base = load_base(params, info.path, None)
+    update_s, ratio = updated(base, tensors, examples, given.repeats)
+    memory, rate = peak_memory(), best_rate(base, shape)
+    flops = step_flops(shape, [example.row for example in examples])
+    result = record.Figures()
+    result.add({
+        "rollout_s": rollout_s,
+        "update_s": update_s,
+        "rollout_share_of_peak": [flops["rollout"] / rate / spent for spent in rollout_s],
+        "update_share_of_peak": [flops["update"] / rate / spent for spent in update_s],
+    })  # fmt: skip
+    result.values |= {
+        "peak_memory_gb": memory,
+        "peak_gflops": rate / 1e9,
+        "rollout_gflop": flops["rollout"] / 1e9,
+        "update_gflop": flops["update"] / 1e9,
+        "microbatch_tokens": float(base.microbatch_tokens),
+        "answer_tokens": sum(example.row.length for example in examples) / len(examples),
+        "importance_ratio": ratio,
+    }
+    record.report("real", result.values, BOUNDS, result.spreads, abs(ratio - 1) <= 1e-3, given.out)
+
+
+if __name__ == "__main__":
+    main()

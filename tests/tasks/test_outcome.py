@@ -1,0 +1,39 @@
+"""The main job's summary: the paired gain of each policy, and what it says of a run that falls short."""
+
+from pathlib import Path
+
+import pytest
+
+from tasks.outcome import Adapted, Rollback, gain, shortcomings, summary
+from tasks.score import ItemScore, Score
+
+ENDED = {"state": "promoted"}
+ROLLED_BACK = Rollback("rollback", 2.5, 0)
+
+
+def scored(digest: str | None, values: list[float]) -> Score:
+    items = tuple(ItemScore(f"{number:04}", value, "") for number, value in enumerate(values))
+    mean = sum(values) / len(values)
+    return Score("sums", digest, "b" * 64, "s", "1", mean, 0.0, 1.0, items, False, 1.0)
+
+
+def adapted(before: list[float], after: list[float]) -> Adapted:
+    return Adapted("sums", "c" * 64, Path("x"), 1, scored(None, before), scored("c" * 64, after), {})
+
+
+def test_a_gain_on_the_same_items_counts_although_the_intervals_overlap() -> None:
+    before = [0.0, 1.0] * 100
+    after = [1.0 if number % 10 == 0 else value for number, value in enumerate(before)]
+    found = gain(scored(None, before), scored("c" * 64, after))
+    assert found.mean == pytest.approx(0.1)
+    assert 0 < found.low < 0.1 < found.high
+    result = summary([adapted(before, after)], [ENDED], ROLLED_BACK, {}, 1.0)
+    assert result["policies"][0]["gain_ci_low"] == found.low
+    assert shortcomings(result) == []
+
+
+def test_a_gain_that_may_be_chance_is_said() -> None:
+    before = [0.0, 1.0] * 100
+    after = [1.0 if number % 50 == 0 else value for number, value in enumerate(before)]
+    (said,) = shortcomings(summary([adapted(before, after)], [ENDED], ROLLED_BACK, {}, 1.0))
+    assert "sums is not surely above the base's" in said
