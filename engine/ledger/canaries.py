@@ -8,8 +8,8 @@ from operator import itemgetter
 import duckdb
 
 from engine.catalog.records import Release
-from engine.ledger.queries import AnswerRow, Rating, canary_answers, canary_feedback, canary_ratings
-from engine.quality.canary import Answer, CanaryJudge, CanaryResult, FeedbackCounts
+from engine.ledger.queries import Observed, Rating, canary_answers, canary_feedback, canary_ratings
+from engine.quality.canary import CanaryAnswer, CanaryJudge, CanaryResult, FeedbackCounts
 from engine.settings.params import ReleaseConfig
 
 
@@ -30,9 +30,9 @@ class CanaryReader:
         self._follow(release)
         answers = canary_answers(ledger, release, self._answers_until)
         ratings = [rating for rating in canary_ratings(ledger, release) if rating.seq not in self._rated]
-        for answer in answers:
-            self.judge.observe(self._answer(answer))
-            self._answers_until = answer[0]
+        for observed in answers:
+            self.judge.observe(self._answer(observed))
+            self._answers_until = observed.number
         for rating in ratings:
             self.rate(rating)
             self._rated.add(rating.seq)
@@ -43,8 +43,8 @@ class CanaryReader:
     def replay(self, ledger: duckdb.DuckDBPyConnection, release: Release) -> Iterator[float]:
         """Take one answer or rating after the other by their times; yield each time, in epoch seconds."""
         events: list[tuple[float, Callable[[], None]]] = [
-            (answer[1], partial(self.judge.observe, self._answer(answer)))
-            for answer in canary_answers(ledger, release)
+            (observed.at, partial(self.judge.observe, self._answer(observed)))
+            for observed in canary_answers(ledger, release)
         ]
         events += [(rating.at, partial(self.rate, rating)) for rating in canary_ratings(ledger, release)]
         for at, take in sorted(events, key=itemgetter(0)):
@@ -56,12 +56,21 @@ class CanaryReader:
         step = self._step_of(rating.version)
         self.judge.rate(step, rating.key, rating.unit, rating.is_canary, rating.reward)
 
+    def _answer(self, seen: Observed) -> CanaryAnswer:
+        return CanaryAnswer(
+            self._step_of(seen.version),
+            seen.key,
+            seen.unit,
+            seen.is_canary,
+            seen.status,
+            seen.outcome,
+            seen.ttft_s,
+            seen.token_s,
+        )
+
     def _feedback(self, ledger: duckdb.DuckDBPyConnection, release: Release) -> FeedbackCounts:
         answers, rated, own, foreign, refused = canary_feedback(ledger, release)
         return FeedbackCounts(answers, rated, self.judge.rewards.late, own - rated, foreign, refused)
-
-    def _answer(self, row: AnswerRow) -> Answer:
-        return Answer(self._step_of(row[2]), *row[3:])
 
     def _follow(self, release: Release) -> None:
         """Note the steps so far; the judge shares this mapping."""

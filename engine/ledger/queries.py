@@ -58,12 +58,15 @@ FEEDBACK = f"""
 """
 
 
-# Traffic of less than `TRAFFIC_LEAST_S` says nothing about a rate.
+# Fewer units, or a shorter time, say nothing about a rate.
 TRAFFIC_S, TRAFFIC_LEAST_S, TRAFFIC_UNITS = 300.0, 60.0, 20
+# The busiest minute: pauses between bursts of users are no reason to refuse a canary.
 TRAFFIC = """
-    SELECT count(DISTINCT unit), max("at") - min("at") FROM observations
-    WHERE policy = $policy AND purpose = 'user' AND unit IS NOT NULL AND "at" >= $since
-        AND arm IN ('champion', 'base')
+    WITH recent AS (
+        SELECT unit, "at" FROM observations
+        WHERE policy = $policy AND purpose = 'user' AND unit IS NOT NULL AND "at" >= $since
+    ), minutes AS (SELECT count(DISTINCT unit) AS units FROM recent GROUP BY floor("at" / 60))
+    SELECT (SELECT max(units) FROM minutes), count(DISTINCT unit), max("at") - min("at") FROM recent
 """
 
 
@@ -83,11 +86,6 @@ def latest_scores(
     """Return a revision's scores on every version of a suite, by version and item; None is the base."""
     named = {"base": base, "policy": policy, "suite": suite, "digest": digest}
     return list(starmap(LatestScore, ledger.execute(SCORES, named).fetchall()))
-
-
-# Row number, epoch seconds, route version, key, unit, whether of the canary, status, outcome, seconds to the
-# first token, seconds for each further token.
-AnswerRow = tuple[int, float, int, str, str, bool, int, str | None, float | None, float | None]
 
 
 class Rating(NamedTuple):
@@ -112,9 +110,28 @@ def canary_ratings(ledger: duckdb.DuckDBPyConnection, release: Release) -> list[
     return list(starmap(Rating, ledger.execute(RATINGS, _of_canary(release)).fetchall()))
 
 
-def canary_answers(ledger: duckdb.DuckDBPyConnection, release: Release, after: int = -1) -> list[AnswerRow]:
+class Observed(NamedTuple):
+    """An answer of a canary or its baseline, at `at` (epoch s); `number` is its row's, `version` the route's.
+
+    `outcome` is None where the gateway did not look, times (s) are None for an answer that was not streamed.
+    """
+
+    number: int
+    at: float
+    version: int
+    key: str
+    unit: str
+    is_canary: bool
+    status: int
+    outcome: str | None
+    ttft_s: float | None
+    token_s: float | None
+
+
+def canary_answers(ledger: duckdb.DuckDBPyConnection, release: Release, after: int = -1) -> list[Observed]:
     """Return the answers of a canary and its baseline, in order, after row number `after`."""
-    return ledger.execute(ANSWERS, _of_canary(release) | {"after": after}).fetchall()
+    found = ledger.execute(ANSWERS, _of_canary(release) | {"after": after}).fetchall()
+    return list(starmap(Observed, found))
 
 
 def canary_feedback(ledger: duckdb.DuckDBPyConnection, release: Release) -> tuple[int, int, int, int, int]:
@@ -140,11 +157,11 @@ def _of_canary(release: Release) -> dict[str, Any]:
 
 
 def recent_units_per_s(ledger: duckdb.DuckDBPyConnection, policy: str, now: float) -> float | None:
-    """Return how many units a second a policy's route had in the last minutes; None with too few to tell."""
-    units, span_s = ledger.execute(TRAFFIC, {"policy": policy, "since": now - TRAFFIC_S}).fetchall()[0]
-    if units < TRAFFIC_UNITS or span_s < TRAFFIC_LEAST_S:
-        return None
-    return float(units / span_s)
+    """Return how many units a second a policy had in its busiest recent minute; None with too few to tell."""
+    busiest, units, span_s = ledger.execute(TRAFFIC, {"policy": policy, "since": now - TRAFFIC_S}).fetchall()[
+        0
+    ]
+    return busiest / 60 if units >= TRAFFIC_UNITS and span_s >= TRAFFIC_LEAST_S else None
 
 
 def named_rows(found: duckdb.DuckDBPyConnection) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ SERVER_ERROR = 500
 
 
 @dataclass(frozen=True)
-class Answer:
+class CanaryAnswer:
     """One observed answer. `outcome` is `ok`, `invalid`, `refused` or `truncated`, None where nobody looked.
 
     Times in seconds; None where the answer was not streamed.
@@ -131,7 +131,7 @@ class CanaryJudge:
             raise ValueError(f"Rewards lie in [0, 1]; found {reward:g}.")
         self.rewards.add(step, key, unit, is_canary, reward)
 
-    def observe(self, answer: Answer) -> None:
+    def observe(self, answer: CanaryAnswer) -> None:
         """Take an answer; each guard counts what it can judge by it."""
         for name, value in _figures(answer).items():
             if value is not None and name in self._others:
@@ -156,7 +156,7 @@ class CanaryJudge:
         )
 
 
-def _figures(answer: Answer) -> Mapping[GuardName, float | None]:
+def _figures(answer: CanaryAnswer) -> Mapping[GuardName, float | None]:
     """Return the value of an answer for each guard; None where the answer does not say."""
     failed = answer.status >= SERVER_ERROR
     outcome = None if failed else answer.outcome

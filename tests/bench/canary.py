@@ -20,7 +20,7 @@ from _canary_traffic import WEIGHT, Requests, Rule, bonferroni, events, fixed_sa
 
 from engine.catalog.records import Release, Route
 from engine.controller.advance import Evidence, advance
-from engine.quality.canary import Answer, CanaryJudge
+from engine.quality.canary import CanaryAnswer, CanaryJudge
 from engine.settings.params import ReleaseConfig
 
 KINDS = {
@@ -55,7 +55,7 @@ def ours(traffic: Requests, alpha: float, margin: float) -> tuple[str, int]:
             judge.rate(0, "k", str(users[number]), arms[number], rewards[number])
         else:
             asked = number + 1
-            judge.observe(Answer(0, "k", str(users[number]), arms[number], statuses[number]))
+            judge.observe(CanaryAnswer(0, "k", str(users[number]), arms[number], statuses[number]))
         action = advance(release, Evidence(0.0, route, canary=judge.result()))
         if action.kind != "wait":
             return action.kind, asked

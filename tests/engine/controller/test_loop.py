@@ -185,6 +185,22 @@ def test_a_ramp_goes_on_after_a_kill_between_row_and_route(
     ]
 
 
+@pytest.mark.parametrize(("margin", "state"), [(0.01, "held"), (0.1, "running")])
+def test_a_margin_that_recent_traffic_cannot_meet_is_refused_before_any_user(
+    controller: Controller, users: Users, margin: float, state: str
+) -> None:
+    for number in range(200):
+        fields = {"policy": "sorting", "key": "k", "purpose": "user", "unit": f"u{number}", "arm": "champion"}
+        users.spool.emit("observations", digest=OLD, at=time.time() - 250 + number, status=200, **fields)
+    users.spool.rotate()
+    release = start(controller, margin=margin)
+    controller.tick()
+    row = controller.catalog.releases.get(release.id)
+    assert row.state == state
+    assert (row.canary_started_at is None) == (state == "held")
+    assert ("takes 489 canary units" in row.reason) == (state == "held")
+
+
 def test_feedback_that_does_not_count_is_counted(controller: Controller, users: Users) -> None:
     release = start(controller)
     controller.tick()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.quality.canary import Answer, CanaryJudge, FeedbackCounts
+from engine.quality.canary import CanaryAnswer, CanaryJudge, FeedbackCounts
 from engine.quality.guards import LARGEST_KEYS, ONE_KEY, WARM_UNITS, GuardResult, key_groups
 from engine.settings.params import GUARDS, ReleaseConfig
 
@@ -118,7 +118,7 @@ def test_ratings_of_an_earlier_step_are_late_and_a_moved_unit_counts_in_its_new_
 
 def answers(judged: CanaryJudge, count: int, canary: dict[str, Any], baseline: dict[str, Any]) -> None:
     for unit, is_canary in users(count):
-        judged.observe(replace(Answer(0, "k", unit, is_canary), **(canary if is_canary else baseline)))
+        judged.observe(replace(CanaryAnswer(0, "k", unit, is_canary), **(canary if is_canary else baseline)))
 
 
 @pytest.mark.parametrize(
@@ -149,15 +149,15 @@ def test_faults_of_both_arms_and_the_users_own_are_no_harm() -> None:
 def test_a_unit_counts_with_its_first_fault_only() -> None:
     judged = judge()
     for _ in range(1000):
-        judged.observe(Answer(0, "k", "u", True, status=500))
+        judged.observe(CanaryAnswer(0, "k", "u", True, status=500))
     assert guard(judged, "errors").state == "open"
 
 
 def test_faults_that_one_key_alone_meets_do_not_decide() -> None:
     judged = judge()
     for number in range(50):
-        judged.observe(Answer(0, "crash", f"c{number}", True, status=500))
-        judged.observe(Answer(0, "honest", f"h{number}", number % 5 == 0))
+        judged.observe(CanaryAnswer(0, "crash", f"c{number}", True, status=500))
+        judged.observe(CanaryAnswer(0, "honest", f"h{number}", number % 5 == 0))
     found = guard(judged, "errors")
     assert found.state == "open"
     assert "key crash alone" in found.note
@@ -167,7 +167,7 @@ def times(judged: CanaryJudge, slower: float, count: int = 1500) -> None:
     chance = np.random.default_rng(1)
     for unit, is_canary in users(count):
         seconds = chance.lognormal(-3, 0.5) * (slower if is_canary else 1.0)
-        judged.observe(Answer(0, "k", unit, is_canary, ttft_s=seconds, token_s=seconds / 10))
+        judged.observe(CanaryAnswer(0, "k", unit, is_canary, ttft_s=seconds, token_s=seconds / 10))
 
 
 def test_a_slow_canary_is_rolled_back_and_an_equal_one_is_not() -> None:
@@ -186,7 +186,7 @@ def test_a_slow_canary_is_rolled_back_and_an_equal_one_is_not() -> None:
 def test_the_canarys_first_answers_are_not_timed() -> None:
     judged = judge()
     for number in range(WARM_UNITS):
-        judged.observe(Answer(0, "k", f"cold{number}", True, ttft_s=60.0))
+        judged.observe(CanaryAnswer(0, "k", f"cold{number}", True, ttft_s=60.0))
     times(judged, 1.0)
     assert guard(judged, "ttft").upper < 10
 
@@ -194,7 +194,7 @@ def test_the_canarys_first_answers_are_not_timed() -> None:
 def test_without_feedback_all_other_guards_must_be_clear() -> None:
     judged = judge(feedback="none", guards=("errors", "invalid", "ttft"))
     for unit, is_canary in users(1000):
-        judged.observe(Answer(0, "k", unit, is_canary, outcome="ok"))
+        judged.observe(CanaryAnswer(0, "k", unit, is_canary, outcome="ok"))
     result = judged.result()
     assert [found.state for found in result.required] == ["clear", "clear", "open"]
     assert not result.is_clear
