@@ -4,12 +4,14 @@ Trainer and engine ask here before they load anything, and `graftwork up` before
 first GPU that CUDA shows is used (`CUDA_VISIBLE_DEVICES` chooses another).
 """
 
+from collections.abc import Collection
 from importlib.metadata import version
 from typing import Any
 
 from engine.base.families import CUDA_ONLY
 from engine.base.resident import base_config
 from engine.errors import ConfigError
+from engine.planning.host import refuse_unless_memory
 from engine.planning.memory import WHAT, MemoryPlan, gib, plan, print_plan, refuse_unless_it_fits
 from engine.settings.params import Params
 
@@ -49,6 +51,12 @@ def planned(params: Params) -> MemoryPlan | None:
     say(found)
     refuse_unless_it_fits(config, found, params.engine, params.trainer)
     return found
+
+
+def refuse_unless_room(params: Params, services: Collection[str]) -> None:
+    """Raise `ConfigError` with the numbers when these services do not fit on the GPU, or into main memory."""
+    if not planned(params):
+        refuse_unless_memory(base_config(params.base, params.paths), params, services)
 
 
 def refuse_unless_served(params: Params) -> None:

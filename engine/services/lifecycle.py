@@ -17,7 +17,6 @@ from filelock import FileLock, Timeout
 
 from engine.base.recipes import PACKAGED, RECIPES
 from engine.errors import ConfigError, Conflict, PortInUse, ServiceError
-from engine.planning.host import refuse_unless_memory
 from engine.services.supervisor import Supervisor, undisturbed
 from engine.settings.params import Params, Paths, content_hash
 from engine.settings.reproducible import VARIABLE, equal_bits
@@ -335,13 +334,11 @@ def _check_base(params: Params, chosen: Sequence[Service]) -> None:
     """
     names = {service.name for service in chosen if service.needs_base}
     if names:
-        from engine.base.resident import base_config
-        from engine.planning.gpu import planned, refuse_unless_served
+        from engine.planning.gpu import refuse_unless_room, refuse_unless_served
 
         if "engine" in names:
             refuse_unless_served(params)
-        if not planned(params):
-            refuse_unless_memory(base_config(params.base, params.paths), params, names)
+        refuse_unless_room(params, names)
 
 
 def _databases(paths: Paths) -> tuple[Path, ...]:

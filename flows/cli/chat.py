@@ -3,15 +3,17 @@
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from engine.clients.engine import EngineClient
 from engine.errors import GraftworkError
 from flows.entry import PARAMS, ParamsFile, enter
-from tasks.chat import Conversation, in_turns, opening_turns
 from tasks.outcome import local_key
+
+if TYPE_CHECKING:
+    from engine.clients.engine import EngineClient
+    from tasks.chat import Conversation
 
 app = typer.Typer()
 # A cold adapter is loaded first, and a slow machine needs its time for the first token.
@@ -36,6 +38,9 @@ def chat(
     follows one side of a canary.
     """
     settings = enter(params)
+    from engine.clients.engine import EngineClient
+    from tasks.chat import Conversation, opening_turns
+
     with EngineClient(settings.url("engine"), local_key(settings), timeout_s=TIMEOUT_S) as engine:
         other = against or (str(engine.marker()["base_name"]) if compare else None)
         names = [model, other] if other else [model]
@@ -69,7 +74,7 @@ def questions() -> Iterator[str]:
 
 
 def answer(
-    engine: EngineClient, conversations: list[Conversation], question: str, temperature: float
+    engine: "EngineClient", conversations: "list[Conversation]", question: str, temperature: float
 ) -> None:
     """Ask each conversation the question, and show the answers as they come."""
     with ExitStack() as opened:
@@ -87,6 +92,7 @@ def show(revisions: list[str], answers: list[Iterator[str]]) -> None:
     from rich.text import Text
 
     from flows.display import console
+    from tasks.chat import in_turns
 
     texts = [Text() for _ in answers]
     if not console.is_terminal:

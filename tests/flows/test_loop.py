@@ -222,7 +222,7 @@ def test_prefect_shows_what_the_job_did(finished: dict[str, Any], params: Path, 
         with graftwork("up", "--only", "prefect", "--params", str(params), log=log) as process:
             assert process.wait(timeout=300) == 0, log.read_text()
         flows = httpx.post(f"{api}/flows/filter", json={}, timeout=20).json()
-        assert {"demo", "adapt", "release", "report"} <= {flow["name"] for flow in flows}
+        assert {"demo", "adapt", "release"} <= {flow["name"] for flow in flows}
         artifacts = httpx.post(f"{api}/artifacts/filter", json={}, timeout=20).json()
         # Prefect stores a link as markdown.
         assert {"table", "markdown"} <= {artifact["type"] for artifact in artifacts}

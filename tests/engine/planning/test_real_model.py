@@ -461,15 +461,6 @@ def test_every_command_of_the_page_parses(tmp_path):
         assert command.make_context(line, words).params["params"] == Path("real.yaml")
 
 
-def test_the_policys_settings_of_the_page_are_valid():
-    from engine.settings.params import PolicyConfig
-
-    text = next(block for block in re.findall(r"```yaml\n(.*?)```", DOC, re.DOTALL) if "lr:" in block)
-    given = yaml.safe_load(text)
-    policy = PolicyConfig.model_validate({"task": "x.jsonl", "suite": "x", **given})
-    assert {key: getattr(policy, key) for key in given} == given
-
-
 def test_the_page_names_tests_that_exist():
     root = ROOT
     named = set(re.findall(r"`(tests/[\w/]+\.py)`", DOC))
