@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from real_model_page import DATA, DOC, QWEN3_06B, ROWS, doc_settings, flat
 from repository import ROOT
 from training_pass import one_pass
