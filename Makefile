@@ -22,7 +22,7 @@ LONG := --timeout 7200
 help:
 	@echo 'Every target first sets up $(VENV) with the pinned packages.'
 	@echo 'make run        run the main job: adapt and release the policies, then roll back a bad revision'
-	@echo 'make run-real   run the main job on a real language model, smollm2-135m (93 MB more; within an hour)'
+	@echo 'make run-real   run the main job on a real language model, smollm2-135m (93 MB more)'
 	@echo 'make up         start the services in the background; make down stops them'
 	@echo 'make repro      reproduce the evaluation of params.yaml with dvc repro'
 	@echo 'make test       run every test of CI; make test-fast leaves out those that start services'

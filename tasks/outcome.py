@@ -252,13 +252,19 @@ def gain(base: "Score", revision: "Score") -> "Difference":
     return paired_difference([item.score for item in revision.items], [item.score for item in base.items])
 
 
-def shortcomings(result: Mapping[str, Any]) -> list[str]:
-    """Return the main job's missed expectations as sentences; empty when it met all."""
+def shortcomings(result: Mapping[str, Any], apart: bool) -> list[str]:
+    """Return the main job's missed expectations as sentences; empty when it met all.
+
+    With `apart` the intervals of base and revision must not overlap, as on the bases that are built here;
+    otherwise the paired difference must be above 0.
+    """
     found = []
     for policy in result["policies"]:
         if policy["verdict"] != "promote":
             found.append(f"{policy['name']} ended with the verdict {policy['verdict']}, not with promote.")
-        if policy["gain_ci_low"] <= 0:
+        if apart and policy["ci_low"] <= policy["base_ci_high"]:
+            found.append(f"The score interval of {policy['name']} is not above the base's.")
+        elif policy["gain_ci_low"] <= 0:
             found.append(f"The score of {policy['name']} is not surely above the base's on the same items.")
     bad = result["bad_revision"]
     if bad["verdict"] != "rollback":
