@@ -8,12 +8,26 @@ import psutil
 
 from engine.base.sizes import FAMILIES, Shape
 from engine.errors import ConfigError
-from engine.planning.memory import DTYPE_BYTES, GIB, gib, step_bytes, token_bytes, training_bytes
+from engine.planning.memory import (
+    DTYPE_BYTES,
+    GIB,
+    gib,
+    sequence_bytes,
+    step_bytes,
+    token_bytes,
+    training_bytes,
+)
+from engine.planning.tiers import memory_bytes
 from engine.settings.params import Params
+from engine.settings.services import EngineConfig
 
 # What a microbatch of the trainer may keep for its backward pass. A CPU gains nothing from larger products.
 ACTIVATION_BYTES = GIB
-CPU_KV_CACHE_GIB = 0.25
+# Tokens in a block of vLLM's KV cache, the fewest that it takes on a CPU. Of a prompt each sample computes what
+# follows the last whole block: with vLLM's default of 128 all of a short one, 1.6 times a rollout's seconds.
+CPU_BLOCK = 32
+# A small base gets more than its longest batch needs, for prompts that come again. The share is of all memory.
+LEAST_KV_CACHE, KV_CACHE_SHARE = GIB // 4, 0.125
 # Processes and libraries on a base of a megabyte, less than measured, so that nothing is refused that fits.
 RUNTIME = {"trainer": GIB // 2, "engine": 3 * GIB // 2}
 # Linux's memory limit and usage of a container (cgroup v2).
@@ -27,6 +41,19 @@ def free_bytes() -> int:
     if not limit.is_file() or (allowed := limit.read_text().strip()) == "max":
         return free
     return min(free, int(allowed) - int((CGROUP / "memory.current").read_text()))
+
+
+def kv_cache_bytes(config: Mapping[str, Any], engine: EngineConfig) -> int:
+    """Return the bytes of the KV cache on a CPU: as set, else what the longest batch needs, or a share."""
+    if engine.kv_cache_gib is not None:
+        return int(engine.kv_cache_gib * GIB)
+    share = int(KV_CACHE_SHARE * memory_bytes())
+    if config.get("model_type") not in FAMILIES:
+        return share
+    shape, size = Shape.of(config), DTYPE_BYTES[engine.dtype_on(cuda=False)]
+    # Block 0 is vLLM's null block, which no sequence gets.
+    blocks = engine.max_num_seqs * -(-engine.max_model_len // CPU_BLOCK) + 1
+    return min(share, max(LEAST_KV_CACHE, blocks * sequence_bytes(shape, size, CPU_BLOCK)))
 
 
 def microbatch_tokens(config: Mapping[str, Any], params: Params) -> int:
@@ -56,7 +83,7 @@ def host_parts(config: Mapping[str, Any], params: Params, services: Collection[s
         },
         "engine": {
             "the base in the engine": (shape.parameters + routed) * size,
-            "KV cache": int((engine.kv_cache_gib or CPU_KV_CACHE_GIB) * GIB),
+            "KV cache": kv_cache_bytes(config, engine),
             "activations and logits of one step": step_bytes(shape, size, engine),
             "the engine's libraries": RUNTIME["engine"],
         },

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine.base.families import BaseShapes
 from engine.errors import ConfigError
-from engine.planning.host import CPU_KV_CACHE_GIB
+from engine.planning.host import CPU_BLOCK, kv_cache_bytes
 from engine.planning.memory import BATCHED_TOKENS
 from engine.planning.tiers import cpu_slots
 from engine.serving.gateway.uvicorn_accept import accept_bursts
@@ -118,7 +118,7 @@ def server_arguments(
         "--max-model-len", str(config.max_model_len),
         "--max-num-seqs", str(config.max_num_seqs),
         "--tensor-parallel-size", str(config.tensor_parallel),
-        *memory_arguments(config, plan),
+        *memory_arguments(config, base.path, plan),
         "--enforce-eager",
         "--enable-lora",
         "--max-loras", str(slots(config, base, plan)),
@@ -153,11 +153,13 @@ def lora_targets(base: "BaseInfo") -> tuple[str, ...]:
 
 def attention_arguments(base: "BaseInfo", plan: "MemoryPlan | None") -> list[str]:
     """Force the plain CPU backend for latent attention: the AMX backend drops adapters on `kv_b_proj`."""
-    return ["--attention-backend", "CPU_MLA"] if plan is None and _is_latent(base) else []
+    is_latent = model_config(base.path).get("kv_lora_rank")
+    return ["--attention-backend", "CPU_MLA"] if plan is None and is_latent else []
 
 
-def _is_latent(base: "BaseInfo") -> bool:
-    return bool(json.loads((base.path / "config.json").read_text()).get("kv_lora_rank"))
+def model_config(path: Path) -> dict[str, Any]:
+    """Return the `config.json` of a base's directory."""
+    return dict(json.loads((path / "config.json").read_text()))
 
 
 def executor_arguments(config: EngineConfig, plan: "MemoryPlan | None") -> list[str]:
@@ -194,15 +196,17 @@ def speculative_arguments(config: EngineConfig, plan: "MemoryPlan | None") -> li
     return ["--speculative-config", json.dumps(ngram)]
 
 
-def memory_arguments(config: EngineConfig, plan: "MemoryPlan | None") -> list[str]:
-    """Return vLLM's memory options: its share of the GPU and the size of the KV cache, as planned.
+def memory_arguments(config: EngineConfig, base: Path, plan: "MemoryPlan | None") -> list[str]:
+    """Return vLLM's memory options: its share of the GPU, and the size of the KV cache and of its blocks.
 
     vLLM refuses to start when its share is not free. The cache size is fixed in bytes: if vLLM measured
     it, the cache would shrink by whatever the trainer allocates at that time.
     """
     if plan is None:
-        size = int((config.kv_cache_gib or CPU_KV_CACHE_GIB) * 2**30)
-        return ["--kv-cache-memory-bytes", str(size)]
+        shape = model_config(base)
+        # vLLM's latent attention on a CPU has blocks of its own.
+        blocks = [] if shape.get("kv_lora_rank") else ["--block-size", str(CPU_BLOCK)]
+        return ["--kv-cache-memory-bytes", str(kv_cache_bytes(shape, config)), *blocks]
     return [
         "--kv-cache-memory-bytes", str(plan.engine_kv_cache),
         "--gpu-memory-utilization", f"{plan.gpu_memory_utilization:.4f}",

@@ -42,8 +42,8 @@ class EngineConfig(Settings):
     kv_cache_gib: float | None = Field(
         None,
         gt=0,
-        description="Reserve this many GiB for the KV cache. Empty: 0.25 on a CPU; on CUDA, what "
-        "max_num_seqs sequences of max_model_len need.",
+        description="Reserve this many GiB for the KV cache. Empty: what max_num_seqs sequences of "
+        "max_model_len need; on a CPU at least 0.25, at most an eighth of the memory.",
     )
     routed_experts: bool = Field(
         False,

@@ -19,6 +19,7 @@ from typing import IO, Any
 import httpx
 import psutil
 
+from engine.serving.server import memory_arguments
 from engine.settings.services import EngineConfig
 
 # Below what the kernel gives to connections. Each worker of pytest-xdist has a share of its own, so that no
@@ -204,10 +205,11 @@ class StockServer:
     ):
         self.port = free_port()
         self.url, self.key = f"http://127.0.0.1:{self.port}", "none"
+        limits = EngineConfig.model_validate({"dtype": dtype, "max_model_len": max_model_len})
         arguments = [
             "--model", str(checkpoint), "--served-model-name", "stock", "--port", str(self.port),
             "--host", "127.0.0.1", "--dtype", dtype, "--max-model-len", str(max_model_len), "--enforce-eager",
-            "--kv-cache-memory-bytes", str(1 << 28), "--max-num-seqs", str(DEFAULTS.max_num_seqs),
+            "--max-num-seqs", str(DEFAULTS.max_num_seqs), *memory_arguments(limits, checkpoint, None),
             "--no-enable-log-requests", "--disable-uvicorn-access-log", *more,
         ]  # fmt: skip
         environment = os.environ | {

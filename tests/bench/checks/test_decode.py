@@ -1,5 +1,6 @@
 """The benchmark of decoding compares engines in one environment, in turn."""
 
+import json
 import os
 from itertools import pairwise
 from pathlib import Path
@@ -9,14 +10,14 @@ import pytest
 import stock_server
 from bench_files import load
 
+from engine.base.recipes import RECIPES
+from engine.base.resident import BaseInfo
 from engine.serving import server
 from engine.settings.params import Params
 
-BASE = Path("base")
-
 
 def test_a_stock_server_has_the_environment_and_the_process_settings_of_ours(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     """The variables that ours sets for itself, the executor in the process, and the same limits."""
     started: list[tuple[list[str], dict[str, str]]] = []
@@ -27,7 +28,8 @@ def test_a_stock_server_has_the_environment_and_the_process_settings_of_ours(
     for name in ("OMP_NUM_THREADS", "VLLM_PLUGINS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(live, "start_reaped", start)
-    live.StockServer(BASE, "bfloat16").client.close()
+    (tmp_path / "config.json").write_text(json.dumps(RECIPES["tiny-dense"].config()))
+    live.StockServer(tmp_path, "bfloat16").client.close()
     (command, environment), params = started[0], Params()
     served: list[str] = []
     monkeypatch.setattr(stock_server, "serve", served.extend)
@@ -44,9 +46,11 @@ def test_a_stock_server_has_the_environment_and_the_process_settings_of_ours(
     assert {"OMP_WAIT_POLICY", "THP_MEM_ALLOC_ENABLE", "TORCH_COMPILE_DISABLE"} <= theirs.keys()
     assert command[0] == stock_server.__file__
     assert served[-2:] == server.executor_arguments(params.engine, None)
-    shared = ("--max-model-len", "--max-num-seqs", "--kv-cache-memory-bytes")
+    shared = ("--max-model-len", "--max-num-seqs", "--kv-cache-memory-bytes", "--block-size")
+    base = BaseInfo("base", tmp_path, "b" * 64)
+    line = dict(pairwise(server.server_arguments(params, Path("params.json"), base)))
     given = dict(pairwise(served))
-    assert [given[name] for name in shared] == ["256", "128", str(1 << 28)]
+    assert [given[name] for name in shared] == [line[name] for name in shared]
 
 
 def test_sides_take_turns_in_either_order(monkeypatch: pytest.MonkeyPatch):

@@ -40,6 +40,16 @@ def test_a_microbatch_holds_what_its_activations_may_take(params):
     assert host.microbatch_tokens(SMOLLM2, again) > 5 * tokens
 
 
+def test_the_kv_cache_holds_the_longest_batch(params, monkeypatch):
+    """128 sequences of 8 blocks and vLLM's null block: 2 x 192 numbers of 4 bytes a token and layer."""
+    block = 32 * 30 * 2 * 192 * 4
+    assert host.kv_cache_bytes(SMOLLM2, params.engine) == (128 * 8 + 1) * block
+    assert host.kv_cache_bytes(RECIPES["tiny-dense"].config(), params.engine) == host.LEAST_KV_CACHE
+    assert host.kv_cache_bytes(SMOLLM2, params.engine.model_copy(update={"kv_cache_gib": 0.5})) == GIB // 2
+    monkeypatch.setattr(host, "memory_bytes", lambda: 4 * GIB)
+    assert host.kv_cache_bytes(SMOLLM2, params.engine) == GIB // 2
+
+
 def test_a_small_base_and_a_setting_are_not_limited(params):
     assert host.microbatch_tokens(RECIPES["tiny-dense"].config(), params) == 8192
     assert host.microbatch_tokens(SMOLLM2, trainer(params, microbatch_tokens=5000)) == 5000
