@@ -23,8 +23,8 @@ from engine.settings.services import EngineConfig
 
 # What a microbatch of the trainer may keep for its backward pass. A CPU gains nothing from larger products.
 ACTIVATION_BYTES = GIB
-# Tokens in a block of vLLM's KV cache, the fewest that it takes on a CPU. Of a prompt each sample computes what
-# follows the last whole block: with vLLM's default of 128 all of a short one, in 1.6 times the seconds.
+# Tokens in a block of vLLM's KV cache, the fewest that it takes on a CPU. Each sample of a group computes what
+# follows the last whole block of its prompt: with vLLM's default of 128 often all of it.
 CPU_BLOCK = 32
 # A small base gets more than its longest batch needs, for prompts that come again. The share is of the memory.
 LEAST_KV_CACHE, KV_CACHE_SHARE = GIB // 4, 0.125
