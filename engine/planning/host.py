@@ -23,10 +23,10 @@ from engine.settings.services import EngineConfig
 
 # What a microbatch of the trainer may keep for its backward pass. A CPU gains nothing from larger products.
 ACTIVATION_BYTES = GIB
-# Tokens in a block of vLLM's KV cache, the fewest that it takes on a CPU. Each sample of a group computes what
+# Tokens in a block of vLLM's KV cache, the fewest that a CPU takes. Each sample of a group computes what
 # follows the last whole block of its prompt: with vLLM's default of 128 often all of it.
 CPU_BLOCK = 32
-# A small base gets more than its longest batch needs, for prompts that come again. The share is of the memory.
+# A small base gets more than its longest batch needs, for prompts that return. The share is of the memory.
 LEAST_KV_CACHE, KV_CACHE_SHARE = GIB // 4, 0.125
 # Processes and libraries on a base of a megabyte, less than measured, so that nothing is refused that fits.
 RUNTIME = {"trainer": GIB // 2, "engine": 3 * GIB // 2}

@@ -7,19 +7,24 @@ rank 8 on every projection, float32. The peak is the best of 5 products of each 
 the threads that the update uses. The FLOPs of a rollout are those of each prompt once and of each sampled
 token; those of an update are forward and the gradients of inputs, each prompt once, nothing recomputed; both
 with attention and LoRA. An update runs as in the trainer, in this process: `peak_memory_gb` is its peak.
+`rollout_over_plain` is a rollout over vLLM's own server without LoRA, with the same settings, on the same
+prompts for as many tokens of each; they take turns.
 No figure counts unless the trainer's mean importance ratio on the samples is 1 within 1e-3.
 """
 
 import argparse
+import asyncio
 import random
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import _record as record
+import httpx
 import torch
-from live import start_engine, stop_engine
+from live import RunningEngine, StockServer, start_engine, stop_engine
 from parity import random_adapter
 from torch.nn.functional import linear
 
@@ -31,7 +36,7 @@ from engine.training.model.lora import ResidentBase
 from engine.training.model.microbatches import stream_tokens
 from engine.training.model.packing import Example, TokenRow
 from engine.training.model.update import Call, forward_backward
-from engine.training.rollouts import Sampling, sample_groups
+from engine.training.rollouts import Sample, Sampling, sample_groups
 from engine.training.service.app import load_base
 
 QUESTIONS, GROUP, MOST_TOKENS, RANK = 16, 8, 32, 8
@@ -40,7 +45,12 @@ PLACES = (
     "Cuba", "Greece", "Spain", "Ghana", "Nepal",
 )  # fmt: skip
 ASKED = "What is the capital of {}, and what is it known for? Answer in one short sentence."
-BOUNDS = {"update_share_of_peak": record.at_least(0.5), "peak_memory_gb": record.at_most(3)}
+BOUNDS = {
+    "update_share_of_peak": record.at_least(0.5),
+    "rollout_over_plain": record.at_most(1.15),
+    "peak_memory_gb": record.at_most(3),
+}
+LIMIT_S = 600
 
 
 def best_rate(base: ResidentBase, shape: Shape) -> float:
@@ -80,8 +90,8 @@ def step_flops(shape: Shape, rows: Sequence[TokenRow]) -> dict[str, float]:
     return {"rollout": forward, "update": 2 * forward + attention}
 
 
-def sampled(base: BaseInfo, repeats: int) -> tuple[dict, list[Example], list[float]]:
-    """Return an adapter, the engine's samples of it, and the seconds of each rollout."""
+def sampled(base: BaseInfo, repeats: int) -> tuple[dict, list[Example], dict[str, list[float]]]:
+    """Return an adapter, the engine's samples of it, and the seconds of each rollout, ours and plain."""
     from transformers import AutoTokenizer
 
     from engine.base.families import BaseShapes
@@ -89,26 +99,49 @@ def sampled(base: BaseInfo, repeats: int) -> tuple[dict, list[Example], list[flo
     tokenizer = AutoTokenizer.from_pretrained(base.path)
     prompts = [prompt_ids(tokenizer, ASKED.format(place)) for place in PLACES]
     tensors = random_adapter(BaseShapes.read(base.path).modules(), 1, size=0.01)
-    with tempfile.TemporaryDirectory() as state:
-        engine = start_engine(base.path, Path(state), wait_s=600, slots=2)
-        try:
-            name, seconds = engine.publish("real", tensors, RANK), []
-            # The first one loads the adapter.
-            for number in range(repeats + 1):
-                sampling = Sampling(group_size=GROUP, max_tokens=MOST_TOKENS, seed=1)
+    sampling = Sampling(group_size=GROUP, max_tokens=MOST_TOKENS, seed=1)
+    with tempfile.TemporaryDirectory() as state, ExitStack() as stack:
+        engine = start_engine(base.path, Path(state), wait_s=LIMIT_S)
+        stack.callback(stop_engine, engine)
+        plain = stack.enter_context(StockServer(base.path, "float32"))
+        name = engine.publish("real", tensors, RANK)
+
+        def ours() -> list[list[Sample]]:
+            return sample_groups(engine.url, engine.key, name, prompts, sampling)
+
+        # The first ones load the adapter and warm up; a rollout's seed is the same each time.
+        examples = examples_of(prompts, ours())
+        sides = {"rollout_s": ours, "plain_rollout_s": lambda: asyncio.run(answered(plain, examples))}
+        seconds: dict[str, list[float]] = {side: [] for side in sides}
+        for repeat in range(repeats + 1):
+            for side in record.in_turn(sides, repeat):
                 began = time.perf_counter()
-                groups = sample_groups(engine.url, engine.key, name, prompts, sampling)
-                seconds += [time.perf_counter() - began] if number else []
-        finally:
-            stop_engine(engine)
+                sides[side]()
+                seconds[side] += [time.perf_counter() - began] if repeat else []
+    return tensors, examples, seconds
+
+
+def examples_of(prompts: Sequence[Sequence[int]], groups: Sequence[Sequence[Sample]]) -> list[Example]:
+    """Return the samples with random advantages."""
     draw = random.Random(1)
-    pairs = [(prompt, one) for prompt, group in zip(prompts, groups, strict=True) for one in group]
-    examples = [
+    return [
         Example(TokenRow((*prompt, *one.tokens), len(prompt)), one.logprobs,
                 (draw.gauss(0, 1),) * len(one.tokens))
-        for prompt, one in pairs
+        for prompt, group in zip(prompts, groups, strict=True) for one in group
     ]  # fmt: skip
-    return tensors, examples, seconds
+
+
+async def answered(server: RunningEngine | StockServer, examples: Sequence[Example]) -> None:
+    """Have the base sample as many tokens to each prompt, all at once."""
+    limits = httpx.Limits(max_connections=len(examples))
+    async with httpx.AsyncClient(base_url=server.url, timeout=LIMIT_S, limits=limits) as client:
+        bodies = [
+            {"model": "stock", "prompt": list(one.row.prompt), "max_tokens": one.row.length, "seed": i,
+             "temperature": 1, "ignore_eos": True}
+            for i, one in enumerate(examples)
+        ]  # fmt: skip
+        for answer in await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies)):
+            answer.raise_for_status()
 
 
 def updated(
@@ -142,16 +175,17 @@ def main() -> None:
     params = Params.model_validate({"base": {"name": given.base}, "state_dir": settings.state_dir})
     info = ensure_base(params.base, params.paths)
     shape = Shape.of(base_config(params.base, params.paths))
-    tensors, examples, rollout_s = sampled(info, given.repeats)
+    tensors, examples, rollouts = sampled(info, given.repeats)
     base = load_base(params, info.path, None)
     update_s, ratio = updated(base, tensors, examples, given.repeats)
     memory, rate = peak_memory(), best_rate(base, shape)
     flops = step_flops(shape, [example.row for example in examples])
     result = record.Figures()
     result.add({
-        "rollout_s": rollout_s,
+        **rollouts,
+        "rollout_over_plain": [ours / plain for ours, plain in zip(*rollouts.values(), strict=True)],
         "update_s": update_s,
-        "rollout_share_of_peak": [flops["rollout"] / rate / spent for spent in rollout_s],
+        "rollout_share_of_peak": [flops["rollout"] / rate / spent for spent in rollouts["rollout_s"]],
         "update_share_of_peak": [flops["update"] / rate / spent for spent in update_s],
     })  # fmt: skip
     result.values |= {
