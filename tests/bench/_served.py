@@ -39,7 +39,9 @@ class Shape:
         return found
 
 
-SHAPES = {"tiny-dense": Shape("float32", 8), "many-moe": Shape("bfloat16", 1)}
+SHAPES = {
+    "tiny-dense": Shape("float32", 8), "many-moe": Shape("bfloat16", 1), "smollm2-135m": Shape("float32", 8),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Many policies on one resident base: one after another against all at once, evaluation included.
 
-    graftwork bench concurrency [--base tiny-dense|tiny-moe|qwen3-4b|...] [--policies 3 5 9] [--repeats 5]
+    graftwork bench concurrency [--base tiny-dense|tiny-moe|smollm2-135m|qwen3-4b|...] [--policies 3 5 9]
+                                [--repeats 5]
 
 Real engine and trainer, started by the supervisor as `graftwork up` does, and the flow's own steps: `train`,
 then `score` on the policy's frozen suite. Both modes use the same processes, settings and code; they
@@ -9,6 +10,7 @@ are the same in both modes, so that both draw the same samples: in float32 on a 
 be equal. On every base the modes' scores must be, within what seeds or so few items do to them.
 
 The shapes of Qwen3 are random weights for a GPU. They know nothing, so their reward is `_shapes.by_length`.
+smollm2-135m (after `make real`) has the policies of its main job.
 """
 
 import argparse
@@ -29,12 +31,16 @@ from _rounds import Round, compared, faults, where_time_goes
 from _shapes import SHAPES, shaped_base
 from live import free_port
 
+from engine.base.recipes import PACKAGED
 from engine.base.resident import ensure_base
 from engine.services import lifecycle as services
 from engine.settings.params import BaseConfig, Params, PolicyConfig, load_params
 from engine.threads import in_parallel
 
-LEAST = {"tiny-dense": 1.5, "tiny-moe": 1.3, "qwen3-0.6b": 2.81, "qwen3-4b": 2.81, "qwen3-30b-a3b": 2.0}
+LEAST = {
+    "tiny-dense": 1.5, "tiny-moe": 1.3, "smollm2-135m": 1.5, "qwen3-0.6b": 2.81, "qwen3-4b": 2.81,
+    "qwen3-30b-a3b": 2.0,
+}  # fmt: skip
 TINY = ("tiny-dense", "tiny-moe")
 # Answers of a base that knows nothing go on to the limit.
 SHAPED = {"verifier": "python:_shapes:by_length", "max_tokens": 64}
@@ -51,7 +57,7 @@ class Bench:
         from engine.catalog.catalog import Catalog
 
         self.params, self.steps = params, steps
-        self.recipe: dict[str, Any] = {} if params.base.name in TINY else SHAPED
+        self.asked = asked_of(params.base.name)
         catalog = Catalog(params.paths.catalog_url)
         self.key = catalog.keys.ensure_local(params.paths.local_key)
         catalog.close()
@@ -76,12 +82,8 @@ class Bench:
         return Round(seconds, account, peak_bytes(self.resident), scores, digests)
 
     def config(self, number: int, repeat: int) -> PolicyConfig:
-        task, contract, suite = TASKS[number % len(TASKS)]
-        seed = 100 * (repeat + 1) + number
-        return PolicyConfig.model_validate(
-            {"task": task, "contract": contract, "suite": suite, "steps": self.steps, "seed": seed}
-            | self.recipe
-        )
+        asked, seed = self.asked[number % len(self.asked)], 100 * (repeat + 1) + number
+        return PolicyConfig.model_validate(asked | {"steps": self.steps, "seed": seed})
 
     def switch_seconds(self) -> list[float]:
         """Return by how much a call takes longer when another policy had the last one, of each round.
@@ -142,6 +144,15 @@ def watching(account: Account) -> Iterator[None]:
         yield
 
 
+def asked_of(base: str) -> list[dict[str, Any]]:
+    """Return what the policies of a base are asked: tasks of ours, or of its own main job."""
+    if base in PACKAGED:
+        policies = load_params(f"params.{base}.yaml").policies.values()
+        return [policy.model_dump(exclude_unset=True) for policy in policies]
+    asked = [{"task": task, "contract": contract, "suite": suite} for task, contract, suite in TASKS]
+    return asked if base in TINY else [one | SHAPED for one in asked]
+
+
 def one_by_one(*calls: Callable[[], Any]) -> list[Any]:
     return [call() for call in calls]
 
@@ -158,10 +169,12 @@ def settings(given: Params, base: str, state: Path) -> Params:
         tokenizer = ensure_base(BaseConfig(name="tiny-dense"), given.paths).path
         name = str(shaped_base(SHAPES[base], given.paths.bases / f"random-{base}", tokenizer))
     ports = {name: {"port": free_port()} for name in ("controller", "mlflow", "prefect")}
+    own = load_params(f"params.{base}.yaml") if base in PACKAGED else Params()
     return Params.model_validate(
         {
             "state_dir": state,
             "base": {"name": name},
+            "suites_dir": own.suites_dir,
             # A start beside other work is slow, and not what is measured.
             "engine": {"port": free_port(), "start_timeout_s": 900},
             "trainer": {"port": free_port()},

@@ -1,6 +1,7 @@
 """Decode with many adapters: our engine against one without LoRA, and against stock vLLM's LoRA.
 
-    graftwork bench decode [--base tiny-dense --base tiny-moe --base wide-moe] [--repeats 5]
+    graftwork bench decode [--base tiny-dense --base tiny-moe --base wide-moe | --base smollm2-135m]
+                           [--repeats 5]
 
 64 requests at once, each with an adapter of its own on every target, rank 8. Decode is what 128 more
 tokens a request cost, so prompts and connections drop out; prefill is what prompts of 96 tokens cost. All
@@ -28,7 +29,9 @@ from made_adapters import write
 from parity import ask, weight_of
 
 from engine.base.families import BaseShapes
-from engine.base.recipes import RECIPES
+from engine.base.recipes import PACKAGED, RECIPES
+from engine.base.resident import ensure_base
+from engine.settings.params import BaseConfig, load_params
 
 BATCH, RANK = 64, 8
 PROMPT, SHORT, LONG = 16, 4, 132
@@ -52,10 +55,12 @@ NEAR = 0.1
 Server = RunningEngine | StockServer
 
 
-def make_base(name: str, root: Path) -> Path:
-    """Build a base of the recipe's shape, trained for seconds only: speed does not depend on its weights."""
+def make_base(name: str, params: Path, root: Path) -> Path:
+    """Return a packaged model, or a base of a recipe's shape, trained for seconds: weights do not matter."""
     from engine.base.build import build
 
+    if name in PACKAGED:
+        return ensure_base(BaseConfig(name=name), load_params(params).paths).path
     recipe = RECIPES[name]
     directory = root / name
     directory.mkdir()
@@ -200,18 +205,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--base", choices=BASES, action="append")
+    parser.add_argument("--base", choices=[*BASES, *PACKAGED], action="append")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument(
-        "--params", help="taken from `graftwork bench`; this one has a state directory of its own"
-    )
+    parser.add_argument("--params", type=Path, default=Path("params.yaml"), help="whose built bases are used")
     parser.add_argument("--out", type=Path, default=Path(".graftwork/bench"))
     arguments = parser.parse_args()
     figures, correct = record.Figures(), True
     for base in arguments.base or BASES:
         for prefix, (dtype, threads) in VARIANTS.get(base, PLAIN).items():
             with tempfile.TemporaryDirectory(prefix="graftwork-decode-") as root:
-                built = make_base(base, Path(root))
+                built = make_base(base, arguments.params, Path(root))
                 runs, right = measure(built, dtype, threads, arguments.repeats, Path(root))
             found = {f"{prefix}{name}": values for name, values in figures_of(runs).items()}
             figures.add(found, f".{base}")

@@ -1,6 +1,6 @@
 """Adapter-only handoff against merged checkpoints, by the four definitions of docs/benchmarks/handoff.md.
 
-    graftwork bench handoff [--base tiny-dense|tiny-moe|wide-moe|qwen3-0.6b] [--repeats 5]
+    graftwork bench handoff [--base tiny-dense|tiny-moe|wide-moe|qwen3-0.6b|smollm2-135m] [--repeats 5]
 
 From an adapter in memory to tokens out. Adapter path: pack, append to the store, commit the row,
 ask the live engine. Merged path: add the adapter to the base's weights, write a checkpoint, start
@@ -28,6 +28,9 @@ from live import RunningEngine, StockServer, start_engine, stop_engine
 from safetensors.torch import load_file, save_file
 
 from engine.base.families import BaseShapes
+from engine.base.recipes import PACKAGED, RECIPES
+from engine.base.resident import ensure_base
+from engine.settings.params import BaseConfig, load_params
 
 LENGTHS = (1, 64, 305)
 # The longest answer does not fit into the default's 256 tokens.
@@ -40,8 +43,8 @@ RATIOS = {
 }  # fmt: skip
 BOUNDS = dict.fromkeys([*RATIOS, "tokens_agreed", "reload_tokens_agreed"], record.at_least())
 BOUNDS |= {
-    "ratio_first_token.tiny-dense": record.at_least(30.7),
-    "ratio_64.tiny-dense": record.at_least(18.3),
+    **{f"ratio_first_token.{base}": record.at_least(30.7) for base in ("tiny-dense", *PACKAGED)},
+    **{f"ratio_64.{base}": record.at_least(18.3) for base in ("tiny-dense", *PACKAGED)},
     "ratio_first_token.tiny-moe": record.at_least(3.41),
     "ratio_305.tiny-moe": record.at_least(10),
     "adapter_share_of_base": record.at_most(0.01),
@@ -51,11 +54,12 @@ PROMPT = [40, 41, 42, 43, 44, 45, 46, 47]
 RANK = 8
 
 
-def make_base(name: str, root: Path) -> tuple[Path, str]:
+def make_base(name: str, params: Path, root: Path) -> tuple[Path, str]:
     """Build the base once; return its directory and serving dtype."""
     from engine.base.build import build
-    from engine.base.recipes import RECIPES
 
+    if name in PACKAGED:
+        return ensure_base(BaseConfig(name=name), load_params(params).paths).path, "float32"
     chosen = name if name in RECIPES else "tiny-dense"
     built, recipe = root / chosen, RECIPES[chosen]
     built.mkdir()
@@ -208,9 +212,9 @@ def seeds(number: int) -> range:
     return range(each * (number + 1), each * (number + 2))
 
 
-def measure(base_name: str, repeats: int, root: Path) -> tuple[dict[str, list[float]], bool]:
+def measure(base_name: str, params: Path, repeats: int, root: Path) -> tuple[dict[str, list[float]], bool]:
     """Return each figure of a base with its repeats, and whether adapter and merged checkpoint agree."""
-    base, dtype = make_base(base_name, root)
+    base, dtype = make_base(base_name, params, root)
     shapes = BaseShapes.read(base).modules()
     with ExitStack() as stack:
         engine = start_engine(base, root / "state", wait_s=600, dtype=dtype, max_model_len=CONTEXT)
@@ -243,17 +247,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--base", choices=BASES, action="append")
+    parser.add_argument("--base", choices=[*BASES, *PACKAGED], action="append")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument(
-        "--params", help="taken from `graftwork bench`; this one has a state directory of its own"
-    )
+    parser.add_argument("--params", type=Path, default=Path("params.yaml"), help="whose built bases are used")
     parser.add_argument("--out", type=Path, default=Path(".graftwork/bench"))
     arguments = parser.parse_args()
     figures, correct = record.Figures(), True
     for base in arguments.base or BASES:
         with tempfile.TemporaryDirectory(prefix="graftwork-handoff-") as root:
-            found, right = measure(base, arguments.repeats, Path(root))
+            found, right = measure(base, arguments.params, arguments.repeats, Path(root))
         figures.add(found, f".{base}")
         correct &= right
     every = figures.values | adapter_shares()

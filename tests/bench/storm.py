@@ -1,7 +1,7 @@
 """Cold adapters that arrive while others are served: what warm requests feel of it.
 
-    graftwork bench storm [--base tiny-dense --base many-moe] [--cold 32 256] [--repeats 10] [--no-stock]
-                          [--no-density] [--drop-cache]
+    graftwork bench storm [--base tiny-dense --base many-moe | --base smollm2-135m] [--cold 32 256]
+                          [--repeats 10] [--no-stock] [--no-density] [--drop-cache]
 
 Warm requests arrive all the time (Poisson, at 40% of what the engine can do, which is found first). In a
 storm N requests arrive at once for N adapters that nobody ever asked for; in its control the same N requests
@@ -44,11 +44,12 @@ from engine.planning.tiers import cpu_slots, host_tier_bytes
 from engine.settings.params import Params, load_params
 from engine.settings.services import EngineConfig
 
+BASES = ("tiny-dense", "many-moe")
 # Tokens of a prompt and of its answer; a step of many-moe reads a gigabyte of experts.
-LENGTHS = {"tiny-dense": (24, 8), "many-moe": (8, 4)}
+LENGTHS = {"tiny-dense": (24, 8), "many-moe": (8, 4), "smollm2-135m": (24, 8)}
 # Warm requests to count in each arm: at 500 a ratio of their p95 is known to a third, and a window of
 # tiny-dense holds 20.
-LEAST, STOCK_REPEATS = {"tiny-dense": 1500, "many-moe": 500}, 3
+LEAST, STOCK_REPEATS = {"tiny-dense": 1500, "many-moe": 500, "smollm2-135m": 500}, 3
 # Of written adapters that stay on the disk; older ones are asked for no more.
 KEPT_BYTES = 12 << 30
 LIMITS = {32: 1.15, 256: 1.3}
@@ -65,8 +66,8 @@ BOUNDS = {
 }
 # How far answers may be off their adapters' alone, nats, and how many must not be. In float32 a dense base
 # says the same in any batch; bfloat16 rounds anew in each, and may choose other experts then.
-TOLERANCE_NATS = {"tiny-dense": 1e-3, "many-moe": 0.1}
-LEAST_OWN = {"tiny-dense": 1.0, "many-moe": 0.9}
+TOLERANCE_NATS = {"tiny-dense": 1e-3, "many-moe": 0.1, "smollm2-135m": 1e-3}
+LEAST_OWN = {"tiny-dense": 1.0, "many-moe": 0.9, "smollm2-135m": 1.0}
 
 
 @dataclass
@@ -250,7 +251,7 @@ def main() -> None:
     parser.add_argument("--params", type=Path, default=Path("params.yaml"), help="whose built bases are used")
     parser.add_argument("--out", type=Path, default=Path(".graftwork/bench"))
     arguments = parser.parse_args()
-    run(load_params(arguments.params), arguments.base or list(_served.SHAPES), arguments)
+    run(load_params(arguments.params), arguments.base or BASES, arguments)
 
 
 if __name__ == "__main__":
