@@ -1,5 +1,6 @@
 """What a run of TRL is given: our settings under its names, our questions, an environment of its own."""
 
+import importlib.util
 import json
 import subprocess
 import venv
@@ -9,6 +10,7 @@ from typing import Any
 
 from engine.settings.params import PolicyConfig, content_hash
 
+PYTHON = "python:"
 HERE = Path(__file__).parent
 
 
@@ -27,9 +29,21 @@ def job(config: PolicyConfig, base: Path, output: Path, batch: int) -> dict[str,
         "betas": [adam.beta1, adam.beta2],
         "clip_norm": adam.grad_clip_norm,
         "data": questions(config, base),
+        "reward": own_function(config.verifier),
         "output": str(output),
         "batch": batch,
     }
+
+
+def own_function(verifier: str) -> list[str] | None:
+    """Return file and name of a function that judges answers; None for the contract `terse`."""
+    if not verifier.startswith(PYTHON):
+        return None
+    module, name = verifier.removeprefix(PYTHON).split(":")
+    spec = importlib.util.find_spec(module)
+    assert spec
+    assert spec.origin
+    return [spec.origin, name]
 
 
 def questions(config: PolicyConfig, base: Path) -> list[dict[str, Any]]:
@@ -45,7 +59,8 @@ def questions(config: PolicyConfig, base: Path) -> list[dict[str, Any]]:
         {
             "prompt": prompt_text(tokenizer, problem.question),
             "ids": prompt_ids(tokenizer, problem.question),
-            "expected": render(config.contract, problem.answer),
+            "question": problem.question,
+            "expected": render(config.contract, problem.answer) if config.contract else problem.answer,
         }
         for _, problem in drawn
     ]

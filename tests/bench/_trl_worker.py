@@ -2,36 +2,55 @@
 
     python _trl_worker.py JOB.json
 
-Imports nothing of Graftwork. Reads the job that `trl.py` wrote, and writes `steps` beside it: for each
-step its seconds, its mean reward and the lengths of its completions.
+Imports nothing of Graftwork but the function that judges answers, from its file, where the job names one.
+Reads the job that `trl.py` wrote, and writes `steps` beside it: for each step its seconds, its mean reward
+and the lengths of its completions.
 """
 
+import importlib.util
 import json
 import sys
 import time
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 
-def reward(text: str, expected: str) -> float:
+def reward(_question: str, expected: str, text: str) -> float:
     """Earn what the contract `terse` earns: the answer alone, up to outer space."""
     return float(text.strip() == expected)
+
+
+def function(file: str, name: str) -> Callable[[str, str, str], float]:
+    """Return a function of a file."""
+    spec = importlib.util.spec_from_file_location("judge", file)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    found: Callable[[str, str, str], float] = getattr(module, name)
+    return found
 
 
 class Recorder:
     """Keeps what each step brought: TRL calls it with every completion of a step."""
 
     # TRL logs a reward function by its name.
-    __name__ = "terse"
+    __name__ = "reward"
 
-    def __init__(self) -> None:
-        self.steps: list[dict[str, Any]] = []
+    def __init__(self, judge: Callable[[str, str, str], float]) -> None:
+        self.judge, self.steps = judge, list[dict[str, Any]]()
 
     def __call__(
-        self, completions: list[str], completion_ids: list[list[int]], expected: list[str], **_: Any
+        self,
+        completions: list[str],
+        completion_ids: list[list[int]],
+        question: list[str],
+        expected: list[str],
+        **_: Any,
     ) -> list[float]:
-        rewards = [reward(*pair) for pair in zip(completions, expected, strict=True)]
+        rewards = [self.judge(*each) for each in zip(question, expected, completions, strict=True)]
         lengths = [len(tokens) for tokens in completion_ids]
         self.steps.append({"reward": sum(rewards) / len(rewards), "lengths": lengths})
         return rewards
@@ -96,7 +115,7 @@ def train(job: dict[str, Any]) -> list[dict[str, Any]]:
         def on_step_end(self, *_: Any, **__: Any) -> None:
             times.append(time.monotonic())
 
-    recorder = Recorder()
+    recorder = Recorder(function(*job["reward"]) if job["reward"] else reward)
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(job["base"]),
         args=GRPOConfig(**settings(job)),

@@ -1,6 +1,6 @@
 """Seconds a training step against TRL's `GRPOTrainer`, side by side on the same machine.
 
-    graftwork bench trl [--seeds 3] [--steps 24]
+    graftwork bench trl [--base smollm2-135m] [--seeds 3] [--steps 24]
 
 Both sides train LoRA of the same rank, alpha and targets on the same base, in float32: the same problems in
 the same order, group size, groups a step, learning rate, Adam settings, clipping of gradients and ratios,
@@ -19,6 +19,9 @@ division by three. `token_ratio_*` are the same ratios for each token that was d
 is `step_ratio_1` with our own `dapo`, which leaves samples of groups whose rewards are all equal out of the
 update: less work than TRL's, so no target is set on it. Rewards are means of the first or last `LAST` steps,
 of three policies over all three.
+
+With `--base smollm2-135m` (after `make real`) both sides train its policy `facts`, whose answers are short by
+themselves; figures then have the base's name as a suffix.
 
 The learning rate is smaller than the recipe's: nothing in the reward holds a tail, so its length goes on a
 random walk, with either side, as long as the learning rate is large (at 2e-3 within six steps to 7 tokens or
@@ -45,20 +48,23 @@ import _record as record
 from _trl_job import environment, job
 from live import free_port
 
+from engine.base.recipes import PACKAGED
 from engine.process_reaper import die_with_parent
 from engine.services import lifecycle as services
 from engine.settings.losses import LossConfig
-from engine.settings.params import Params, PolicyConfig, content_hash
+from engine.settings.params import Params, PolicyConfig, content_hash, load_params
 
 WARM, LAST = 2, 3
 LEARNING_RATE = 3e-4
 # Samples in one forward of TRL's.
 BATCHES = (128, 32)
 TRIAL_S = 900
-# Of both sides' mean length; tails are heavy, and training may move them a little.
-LENGTHS = (0.75 * lengthy.MEAN, 1.25 * lengthy.MEAN)
+# Each side's mean length over what it should be; tails are heavy, and training may move them a little.
+LENGTHS = (0.75, 1.25)
+LENGTHY = "lengthy"
 # Rewards and lengths are the correctness check's.
 BOUNDS = {"step_ratio_1": record.at_most(1.0), "step_ratio_3": record.at_most(0.5)}
+BOUNDS |= {f"step_ratio_3.{base}": record.at_most() for base in PACKAGED}
 
 
 @dataclass(frozen=True)
@@ -86,21 +92,26 @@ class Run:
         return mean(self.lengths[WARM:])
 
 
-def policy(seed: int, steps: int, loss: str = "ppo") -> PolicyConfig:
+def policy(seed: int, steps: int, loss: str = "ppo", base: str = LENGTHY) -> PolicyConfig:
     """Return the settings of both sides: the main job's recipe, with room for long answers."""
+    asked: dict[str, Any] = {"task": "addition", "contract": "terse", "suite": "addition-terse"}
+    asked |= {"max_tokens": lengthy.LIMIT}
+    if base in PACKAGED:
+        facts = load_params(f"params.{base}.yaml").policies["facts"]
+        asked = facts.model_dump(include={"task", "verifier", "suite", "max_tokens"})
     return PolicyConfig(
-        task="addition", contract="terse", suite="addition-terse", seed=seed, steps=steps,
-        max_tokens=lengthy.LIMIT, lr=LEARNING_RATE, loss=loss, refills=0,
-        loss_config=LossConfig(clip_low=0.2, clip_high=0.28),
+        **asked, seed=seed, steps=steps, lr=LEARNING_RATE, loss=loss, refills=0, alpha=16, warmup_steps=0,
+        loss_config=LossConfig(clip_low=0.2, clip_high=0.28, kl=0),
     )  # fmt: skip
 
 
-def ours(seed: int, steps: int) -> dict[str, dict[str, PolicyConfig]]:
+def ours(seed: int, steps: int, base: str = LENGTHY) -> dict[str, dict[str, PolicyConfig]]:
     """Return our runs of a seed, each with its policies by name; the first of each asks what TRL asks."""
+    seeds = (seed, seed + 100, seed + 200)
     return {
-        "one": {f"one-{seed}": policy(seed, steps)},
-        "dapo": {f"dapo-{seed}": policy(seed, steps, "dapo")},
-        "three": {f"three-{number}": policy(number, steps) for number in (seed, seed + 100, seed + 200)},
+        "one": {f"one-{seed}": policy(seed, steps, base=base)},
+        "dapo": {f"dapo-{seed}": policy(seed, steps, "dapo", base)},
+        "three": {f"three-{number}": policy(number, steps, base=base) for number in seeds},
     }
 
 
@@ -129,12 +140,12 @@ def run_theirs(python: Path, task: dict[str, Any], scratch: Path, limit_s: float
     return Run(ends, 1, tuple(step["reward"] for step in steps), lengths)
 
 
-def fastest(python: Path, base: Path, scratch: Path) -> int:
+def fastest(python: Path, name: str, base: Path, scratch: Path) -> int:
     """Return the batch with which TRL takes the fewest seconds a step; one that fails does not count."""
     found: dict[int, float] = {}
     for batch in BATCHES:
         with suppress(subprocess.SubprocessError):
-            task = job(policy(0, WARM + 2), base, scratch / "trial", batch)
+            task = job(policy(0, WARM + 2, base=name), base, scratch / "trial", batch)
             found[batch] = run_theirs(python, task, scratch, TRIAL_S).seconds()
             print(f"TRL, {batch} samples a forward: {found[batch]:.2f} s", flush=True)
     return min(found, key=lambda batch: found[batch])
@@ -167,11 +178,18 @@ def settings(base: Path, state: Path) -> Params:
     return Params.model_validate({"state_dir": state, "base": {"name": str(base)}, "engine": engine, **ports})
 
 
+def packaged_base(name: str, params: Path) -> Path:
+    from engine.base.resident import ensure_base
+    from engine.settings.params import BaseConfig
+
+    return ensure_base(BaseConfig(name=name), load_params(params).paths).path
+
+
 def lengthy_base(directory: Path, params: Path) -> Path:
     """Return the base of long answers, built once for each way of building it; about four minutes."""
     from engine.base.progress import progress_bar
     from engine.base.resident import ensure_base
-    from engine.settings.params import BaseConfig, load_params
+    from engine.settings.params import BaseConfig
 
     source = ensure_base(BaseConfig(name="tiny-dense"), load_params(params).paths).path
     name = content_hash([source.name, Path(lengthy.__file__).read_text()])
@@ -185,14 +203,15 @@ def lengthy_base(directory: Path, params: Path) -> Path:
 
 def measure(params: Params, base: Path, python: Path, given: argparse.Namespace) -> dict[str, list[Run]]:
     """Return each side's runs, one for each seed, in turns; TRL's while no service of ours runs."""
-    batch = fastest(python, base, params.state_dir)
+    name = given.base or LENGTHY
+    batch = fastest(python, name, base, params.state_dir)
     runs: dict[str, list[Run]] = {"trl": []}
     for seed in range(1, given.seeds + 1):
-        task = job(policy(seed, given.steps), base, params.state_dir / "trl", batch)
+        task = job(policy(seed, given.steps, base=name), base, params.state_dir / "trl", batch)
         runs["trl"].append(run_theirs(python, task, params.state_dir))
         with services.session(params, lambda: None, tell, ("engine", "trainer")):
             key = local_key(params)
-            for side, named in ours(seed, given.steps).items():
+            for side, named in ours(seed, given.steps, name).items():
                 runs.setdefault(side, []).append(run_ours(params, named, key))
         print(f"seed {seed}: " + ", ".join(f"{side} {found[-1]}" for side, found in runs.items()), flush=True)
     return runs
@@ -207,11 +226,11 @@ def local_key(params: Params) -> str:
     return key
 
 
-def faults(runs: Mapping[str, Sequence[Run]]) -> list[str]:
+def faults(runs: Mapping[str, Sequence[Run]], wanted: float = lengthy.MEAN) -> list[str]:
     """Return what makes the two sides incomparable, a sentence each.
 
     A side is worse when its rewards are lower by more than two standard errors of a difference of two shares
-    of so many answers, sqrt(2 p (1 - p) / n), at most sqrt(0.5 / n).
+    of so many answers, sqrt(2 p (1 - p) / n), at most sqrt(0.5 / n). `wanted` is the mean length, in tokens.
     """
     config = policy(0, 1)
     answers = len(runs["trl"]) * LAST * config.groups * config.group_size
@@ -225,12 +244,12 @@ def faults(runs: Mapping[str, Sequence[Run]]) -> list[str]:
             found.append(f"{side} has not learned: rewards went from {first:.3f} to {last:.3f}.")
         if last < theirs - noise:
             found.append(f"{side} has a reward of {last:.3f}, TRL one of {theirs:.3f}.")
-        if not LENGTHS[0] <= length <= LENGTHS[1]:
-            found.append(f"{side} drew a mean length of {length:.1f} tokens, not about {lengthy.MEAN}.")
+        if not LENGTHS[0] <= length / wanted <= LENGTHS[1]:
+            found.append(f"{side} drew a mean length of {length:.1f} tokens, not about {wanted:g}.")
     return found
 
 
-def report(runs: Mapping[str, Sequence[Run]], out: Path) -> None:
+def report(runs: Mapping[str, Sequence[Run]], base: str | None, out: Path) -> None:
     def ratios(side: str, factor: float = 1, per_token: bool = False) -> list[float]:
         pairs = [(mine, theirs) for mine, theirs in zip(runs[side], runs["trl"], strict=True)]
         factors = [factor * (theirs.length() / mine.length() if per_token else 1) for mine, theirs in pairs]
@@ -250,11 +269,13 @@ def report(runs: Mapping[str, Sequence[Run]], out: Path) -> None:
         **{f"reward_{side}": [run.reward() for run in each] for side, each in runs.items()},
         **{f"length_{side}": [run.length() for run in each] for side, each in runs.items()},
     }
+    suffix = f".{base}" if base else ""
     figures = {name: mean(found) for name, found in values.items()}
     figures["reward_gap"] = figures["reward_one"] - figures["reward_trl"]
     figures["reward_gap_3"] = figures["reward_three"] - figures["reward_trl"]
-    spreads = {name: record.spread(found) for name, found in values.items()}
-    wrong = faults(runs)
+    figures = {f"{name}{suffix}": value for name, value in figures.items()}
+    spreads = {f"{name}{suffix}": record.spread(found) for name, found in values.items()}
+    wrong = faults(runs, mean(run.length() for run in runs["trl"]) if base else lengthy.MEAN)
     print(*wrong, sep="\n")
     record.report("trl", figures, BOUNDS, spreads, not wrong, out)
 
@@ -267,6 +288,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--base", choices=list(PACKAGED))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--params", type=Path, default=Path("params.yaml"))
@@ -274,12 +296,13 @@ def main() -> None:
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     out = given.out.absolute()
-    python, base = environment(out), lengthy_base(out, given.params)
+    python = environment(out)
+    base = packaged_base(given.base, given.params) if given.base else lengthy_base(out, given.params)
     with tempfile.TemporaryDirectory(prefix="graftwork-trl-") as state:
         params = settings(base, Path(state))
         os.environ.update(services.environment(params))
         runs = measure(params, base, python, given)
-    report(runs, out)
+    report(runs, given.base, out)
 
 
 if __name__ == "__main__":

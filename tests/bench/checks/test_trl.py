@@ -10,6 +10,7 @@ import pytest
 from bench_files import load
 
 from engine.catalog.catalog import migrate
+from engine.problems import language
 from engine.problems.procedural import Problem, stream
 from engine.problems.procedural import reward as earned
 from engine.settings.params import Paths
@@ -38,7 +39,21 @@ def test_both_sides_ask_the_same_questions(tiny_base: Path, tmp_path: Path, monk
 @pytest.mark.parametrize("text", ["46", "\n\n\n46", "  46 ", "046", "46.", "4 6", "", "47", "46\n46"])
 def test_both_sides_earn_the_same(text: str, monkeypatch: pytest.MonkeyPatch):
     worker = load("_trl_worker", monkeypatch)
-    assert worker.reward(text, "46") == earned("terse", Problem("addition", "21 + 25 =", "46"), text)
+    assert worker.reward("21 + 25 =", "46", text) == earned(
+        "terse", Problem("addition", "21 + 25 =", "46"), text
+    )
+
+
+def test_both_sides_judge_a_real_model_by_one_function(monkeypatch: pytest.MonkeyPatch):
+    job, worker = load("_trl_job", monkeypatch), load("_trl_worker", monkeypatch)
+    config = load("trl", monkeypatch).policy(seed=1, steps=2, base="smollm2-135m")
+    judge = worker.function(*job.own_function(config.verifier))
+    recorder = worker.Recorder(judge)
+    texts = ["Vilnius", "It is Vilnius.", "Riga"]
+    earned_here = [language.short_answer("?", "Vilnius", text) for text in texts]
+    assert recorder(texts, [[1]] * 3, ["?"] * 3, ["Vilnius"] * 3) == earned_here == [1.0, 0.5, 0.1]
+    assert (config.alpha, config.warmup_steps, config.loss_config.kl) == (16, 0, 0)
+    assert {"alpha", "warmup_steps", "loss_config", "lr"} <= config.model_fields_set
 
 
 def test_both_sides_take_the_same_steps(tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
