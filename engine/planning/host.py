@@ -30,6 +30,8 @@ CPU_BLOCK = 32
 LEAST_KV_CACHE, KV_CACHE_SHARE = GIB // 4, 0.125
 # Processes and libraries on a base of a megabyte, less than measured, so that nothing is refused that fits.
 RUNTIME = {"trainer": GIB // 2, "engine": 3 * GIB // 2}
+# From this width on the products are so large that a second thread on shared cores pays.
+WIDE = 512
 # Linux's memory limit and usage of a container (cgroup v2).
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -54,6 +56,13 @@ def kv_cache_bytes(config: Mapping[str, Any], engine: EngineConfig) -> int:
     # Block 0 is vLLM's null block, which no sequence gets.
     blocks = engine.max_num_seqs * -(-engine.max_model_len // CPU_BLOCK) + 1
     return min(share, max(LEAST_KV_CACHE, blocks * sequence_bytes(shape, size, CPU_BLOCK)))
+
+
+def takes_all_cores(config: Mapping[str, Any], params: Params) -> bool:
+    """Say whether engine and trainer each take all cores while the other one does not compute."""
+    engine, trainer = params.engine, params.trainer
+    is_open = not engine.threads and not trainer.threads and engine.tensor_parallel == 1
+    return is_open and config["hidden_size"] >= WIDE
 
 
 def microbatch_tokens(config: Mapping[str, Any], params: Params) -> int:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.base.families import BaseShapes
 from engine.errors import ConfigError
-from engine.planning.host import CPU_BLOCK, kv_cache_bytes
+from engine.planning.host import CPU_BLOCK, kv_cache_bytes, takes_all_cores
 from engine.planning.memory import BATCHED_TOKENS
 from engine.planning.tiers import cpu_slots
 from engine.serving.gateway.uvicorn_accept import accept_bursts
@@ -59,8 +59,7 @@ def set_environment(params: Params) -> None:
     os.environ.update(equal_bits(os.environ))
     os.environ.setdefault("VLLM_PLUGINS", "graftwork")
     cores = sorted(os.sched_getaffinity(0))
-    threads = params.engine.threads or max(1, len(cores) - 1)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads_of(params)))
     # Waiting threads must sleep, not spin: the trainer shares these cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     # Reads of many adapters' slots are scattered: huge pages of 2 MiB save a sixth of a decode step.
@@ -108,6 +107,7 @@ def server_arguments(
         "base": base.digest,
         "base_name": base.name,
         "version": version("graftwork"),
+        "cores": core_settings(params, base.path, plan),
     }
     return [
         "--model", str(base.path),
@@ -138,6 +138,18 @@ def server_arguments(
         "--no-enable-log-requests",
         "--disable-uvicorn-access-log",
     ]  # fmt: skip
+
+
+def core_settings(params: Params, base: Path, plan: "MemoryPlan | None") -> dict[str, Any] | None:
+    """Return how the engine shares the CPU with the trainer; None where its threads are fixed."""
+    if plan is not None or not takes_all_cores(model_config(base), params):
+        return None
+    return {"folder": str(params.paths.cores), "share": threads_of(params)}
+
+
+def threads_of(params: Params) -> int:
+    """Return the engine's threads beside a trainer that computes: as set, or every core but one."""
+    return params.engine.threads or max(1, len(os.sched_getaffinity(0)) - 1)
 
 
 def slots(config: EngineConfig, base: "BaseInfo", plan: "MemoryPlan | None") -> int:

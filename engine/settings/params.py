@@ -489,6 +489,7 @@ class Paths:
         self.bench = root / "bench"
         self.local_key = root / "local.key"
         self.clock = root / "clock.json"
+        self.cores = root / "cores"
 
     def revision(self, policy: str, digest: str) -> Path:
         """Return the directory of an exported revision."""

@@ -28,7 +28,12 @@ class EngineConfig(Settings):
         256, ge=16, description="Serve sequences up to this many tokens, prompt and answer together."
     )
     max_num_seqs: int = Field(128, ge=1, description="Compute up to this many sequences in a batch.")
-    threads: int = Field(0, ge=0, description="Compute with this many CPU threads. 0: every core but one.")
+    threads: int = Field(
+        0,
+        ge=0,
+        description="Compute with this many CPU threads. 0: every core but one; on a base 512 wide or more "
+        "every core while the trainer does not compute.",
+    )
     tensor_parallel: int = Field(
         1,
         ge=1,
@@ -101,7 +106,12 @@ class TrainerConfig(Settings):
     gradient_checkpointing: bool | None = Field(
         None, description="Recompute activations in the backward pass. Empty: on CUDA only."
     )
-    threads: int = Field(0, ge=0, description="Compute with this many CPU threads. 0: half of the cores.")
+    threads: int = Field(
+        0,
+        ge=0,
+        description="Compute with this many CPU threads. 0: half of the cores; on a base 512 wide or more "
+        "every core while the engine does not compute.",
+    )
     sessions: int = Field(
         8, ge=1, description="Plan a GPU's memory for this many sessions of rank engine.max_rank."
     )

@@ -5,8 +5,28 @@ the engine starts. With `mp`, engine and worker spin on shared memory for a seco
 2 cores that takes the trainer's CPU time, and a third of a step.
 """
 
+from pathlib import Path
+from typing import Any
+
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+from engine.shared_cores import SharedCores
 
 
 class InProcessExecutor(UniProcExecutor):
     """vLLM's executor in one process, chosen by its import path so that vLLM does not replace it."""
+
+    cores: SharedCores | None = None
+
+    def _init_executor(self) -> None:
+        super()._init_executor()
+        settings = (self.vllm_config.additional_config or {}).get("graftwork", {}).get("cores")
+        if settings:
+            self.cores = SharedCores(Path(settings["folder"]), "engine", settings["share"])
+
+    def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
+        """Run one step of the model, on all cores while the trainer does not compute."""
+        if self.cores is None:
+            return super().execute_model(scheduler_output, non_block)
+        with self.cores.computing():
+            return super().execute_model(scheduler_output, non_block)

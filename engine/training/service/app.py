@@ -22,8 +22,9 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 
 from engine.base.prompts import end_tokens
+from engine.base.resident import base_config
 from engine.errors import Busy, Cancelled, ConfigError, GraftworkError, ServiceError
-from engine.planning.host import free_bytes, microbatch_tokens
+from engine.planning.host import free_bytes, microbatch_tokens, takes_all_cores
 from engine.settings.params import Params, load_params
 from engine.settings.reproducible import equal_bits
 from engine.training.service import protocol
@@ -163,6 +164,7 @@ def load_trainer(params: Params) -> "Trainer":
     from engine.base.resident import ensure_base
     from engine.catalog.catalog import Base, open_catalog
     from engine.planning.gpu import planned
+    from engine.shared_cores import SharedCores
     from engine.training.service.capacity import FREE_SHARE
     from engine.training.service.export import Exporter
     from engine.training.service.trainer import Trainer
@@ -176,7 +178,15 @@ def load_trainer(params: Params) -> "Trainer":
     base = load_base(params, info.path, plan)
     on_gpu = plan.trainer_adapters if plan else 0
     session_bytes = params.trainer.session_bytes or on_gpu or int(free_bytes() * FREE_SHARE)
-    return Trainer(params, base, info.digest, exporter, session_bytes)
+    share = threads_of(params)
+    shares = plan is None and takes_all_cores(base_config(params.base, params.paths), params)
+    cores = SharedCores(params.paths.cores, "trainer", share) if shares else None
+    return Trainer(params, base, info.digest, exporter, session_bytes, cores)
+
+
+def threads_of(params: Params) -> int:
+    """Return the threads of a pass beside an engine that computes: as set, or half of the cores."""
+    return params.trainer.threads or max(1, len(os.sched_getaffinity(0)) // 2)
 
 
 def load_base(params: Params, path: Path, plan: "MemoryPlan | None") -> "ResidentBase":
@@ -187,7 +197,7 @@ def load_base(params: Params, path: Path, plan: "MemoryPlan | None") -> "Residen
     from engine.training.model.lora import ResidentBase
 
     trainer = params.trainer
-    threads = trainer.threads or max(1, len(os.sched_getaffinity(0)) // 2)
+    threads = threads_of(params)
     device = trainer_device(params, plan is not None)
     # The same value as in the memory plan.
     longest = max(trainer.most_tokens, params.engine.max_model_len)

@@ -7,7 +7,7 @@ calls of several sessions share one pass.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
@@ -16,6 +16,7 @@ from typing import Any
 from engine.catalog.catalog import Policy
 from engine.errors import ConfigError, GraftworkError, NotFound, ServiceError
 from engine.settings.params import Params
+from engine.shared_cores import SharedCores
 from engine.training.model.lora import ResidentBase
 from engine.training.model.packing import Example, TokenRow
 from engine.training.model.replay import decode
@@ -39,8 +40,15 @@ class Trainer:
     """All sessions on one base. Its operations run on one thread; `submit` may be called from any."""
 
     def __init__(
-        self, params: Params, base: ResidentBase, base_digest: str, exporter: Exporter, session_bytes: int
+        self,
+        params: Params,
+        base: ResidentBase,
+        base_digest: str,
+        exporter: Exporter,
+        session_bytes: int,
+        cores: SharedCores | None = None,
     ):
+        self.cores = cores
         self.params, self.base, self.base_digest, self.exporter = params, base, base_digest, exporter
         # Shared passes were measured on CPU only.
         self.fuses = params.trainer.fuse == "auto" and base.packs and base.device.type == "cpu"
@@ -145,7 +153,7 @@ class Trainer:
     def _gather(self, called: Mapping[Operation, tuple[Session, Call]]) -> list[dict[str, Any]]:
         """Gather gradients in one pass and return the results; after an error nothing is gathered."""
         found = forward_backward(
-            self.base, [call for _, call in called.values()], partial(_all_go_on, list(called))
+            self.base, [call for _, call in called.values()], partial(self._go_on, list(called))
         )
         for session, _ in called.values():
             session.calls += 1
@@ -159,10 +167,20 @@ class Trainer:
 
     def _between(self, request: protocol.Request) -> Callable[[], None]:
         """Return a callback that raises `Cancelled` once the request's operation is cancelled."""
-        return self.queue.operation(request.request_id).go_on
+        return partial(self._go_on, [self.queue.operation(request.request_id)])
+
+    def _go_on(self, operations: Sequence[Operation]) -> None:
+        for operation in operations:
+            operation.go_on()
+        if self.cores:
+            self.cores.divide()
 
     def _perform(self, operations: Sequence[Operation]) -> None:
         """Carry out operations of different sessions: in one pass where possible, else one by one."""
+        with self.cores.computing() if self.cores else nullcontext():
+            self._perform_each(operations)
+
+    def _perform_each(self, operations: Sequence[Operation]) -> None:
         found = self._in_one_pass(operations) if len(operations) > 1 else {}
         for operation in operations:
             if operation in found:
@@ -257,11 +275,6 @@ class Trainer:
     def close(self) -> None:
         """Stop the queue's thread after the running operation."""
         self.queue.close()
-
-
-def _all_go_on(operations: Sequence[Operation]) -> None:
-    for operation in operations:
-        operation.go_on()
 
 
 def is_brief(request: protocol.Request) -> bool:
