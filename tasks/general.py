@@ -48,7 +48,7 @@ def score_general(params: Params, policy: str, digest: str | None, key: str) -> 
 
     started = time.monotonic()
     tokenizer = AutoTokenizer.from_pretrained(ensure_base(params.base, params.paths).path)
-    windows = windows_of(tokenizer.encode(general_text(), add_special_tokens=False))
+    windows = windows_of(tokenizer.encode(general_text(), add_special_tokens=False, verbose=False))
     suite = _suite(windows, params)
     with EngineClient(params.url("engine"), key, "score", TIMEOUT_S) as engine:
         marker = engine.marker()

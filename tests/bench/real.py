@@ -14,6 +14,7 @@ No figure counts unless the trainer's mean importance ratio on the samples is 1 
 
 import argparse
 import asyncio
+import os
 import random
 import tempfile
 import time
@@ -51,6 +52,8 @@ BOUNDS = {
     "peak_memory_gb": record.at_most(3),
 }
 LIMIT_S = 600
+# Engine and trainer each compute alone here, so each takes every core.
+CORES = len(os.sched_getaffinity(0))
 
 
 def best_rate(base: ResidentBase, shape: Shape) -> float:
@@ -103,7 +106,7 @@ def sampled(base: BaseInfo, repeats: int) -> tuple[dict, list[Example], dict[str
     with tempfile.TemporaryDirectory() as state, ExitStack() as stack:
         engine = start_engine(base.path, Path(state), wait_s=LIMIT_S)
         stack.callback(stop_engine, engine)
-        plain = stack.enter_context(StockServer(base.path, "float32"))
+        plain = stack.enter_context(StockServer(base.path, "float32", threads=CORES))
         name = engine.publish("real", tensors, RANK)
 
         def ours() -> list[list[Sample]]:
@@ -177,6 +180,7 @@ def main() -> None:
     shape = Shape.of(base_config(params.base, params.paths))
     tensors, examples, rollouts = sampled(info, given.repeats)
     base = load_base(params, info.path, None)
+    torch.set_num_threads(CORES)
     update_s, ratio = updated(base, tensors, examples, given.repeats)
     memory, rate = peak_memory(), best_rate(base, shape)
     flops = step_flops(shape, [example.row for example in examples])
