@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-import torch
+# By name: vLLM's CPU worker replaces the attribute of torch by a function that does nothing.
+from torch import set_num_threads
 
 Service = Literal["engine", "trainer"]
 
@@ -42,7 +43,7 @@ class SharedCores:
 
     def divide(self) -> None:
         """Set the threads for the next piece of work: the share, or all while the other does not compute."""
-        torch.set_num_threads(self.share if self._is_other_computing() else self.all)
+        set_num_threads(self.share if self._is_other_computing() else self.all)
 
     def _is_other_computing(self) -> bool:
         try:

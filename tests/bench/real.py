@@ -135,13 +135,16 @@ def examples_of(prompts: Sequence[Sequence[int]], groups: Sequence[Sequence[Samp
 
 
 async def answered(server: RunningEngine | StockServer, examples: Sequence[Example]) -> None:
-    """Have the base sample as many tokens to each prompt, all at once."""
+    """Have the base sample as many tokens to each prompt, all at once.
+
+    Without seeds: vLLM 0.32.0 on a CPU ends when a seeded prompt is computed in two steps.
+    """
     limits = httpx.Limits(max_connections=len(examples))
     async with httpx.AsyncClient(base_url=server.url, timeout=LIMIT_S, limits=limits) as client:
         bodies = [
-            {"model": "stock", "prompt": list(one.row.prompt), "max_tokens": one.row.length, "seed": i,
+            {"model": "stock", "prompt": list(one.row.prompt), "max_tokens": one.row.length,
              "temperature": 1, "ignore_eos": True}
-            for i, one in enumerate(examples)
+            for one in examples
         ]  # fmt: skip
         for answer in await asyncio.gather(*(client.post("/v1/completions", json=body) for body in bodies)):
             answer.raise_for_status()
