@@ -5,19 +5,20 @@ and looks. The reward's guard has half of it, the others share the rest; without
 it. A promotion needs every required guard clear, so that none of its errors adds to another's.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from engine.quality.guards import Guard, GuardResult, LatencyGuard, RateGuard, RewardGuard
+from engine.quality.guards import Guard, GuardResult, QuantileGuard, RateGuard, RewardGuard
 from engine.settings.params import GuardName, ReleaseConfig
 
 # Statuses from here on are errors of engine or adapter; below, the user's own.
 SERVER_ERROR = 500
+# The outcomes of an answer that are faults.
+FAULTS: tuple[GuardName, ...] = ("invalid", "refused", "truncated")
 
 
-@dataclass(frozen=True)
-class CanaryAnswer:
+class CanaryAnswer(NamedTuple):
     """One observed answer. `outcome` is `ok`, `invalid`, `refused` or `truncated`, None where nobody looked.
 
     Times in seconds; None where the answer was not streamed.
@@ -122,7 +123,7 @@ class CanaryJudge:
         settings, required = self._settings, self._settings.feedback == "none"
         if name in ("ttft", "token_time"):
             share /= len(settings.weights)
-            return LatencyGuard(name, required, share, settings.latency_margin, not self._is_against_base)
+            return QuantileGuard(name, required, share, settings.latency_margin, not self._is_against_base)
         return RateGuard(name, required, self._weights, settings.alpha, share, settings.rate_margin)
 
     def rate(self, step: int, key: str, unit: str, is_canary: bool, reward: float) -> None:
@@ -133,10 +134,15 @@ class CanaryJudge:
 
     def observe(self, answer: CanaryAnswer) -> None:
         """Take an answer; each guard counts what it can judge by it."""
-        for name, value in _figures(answer).items():
-            if value is not None and name in self._others:
-                at = answer.step, answer.key, answer.unit, answer.is_canary
-                self._others[name].add(*at, value)
+        at = answer.step, answer.key, answer.unit, answer.is_canary
+        for name, value in _figures(answer):
+            if guard := self._others.get(name):
+                guard.add(*at, value)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether no guard finds anything, not even with all keys; `result` then says `open` of each."""
+        return all(guard.found == "open" for guard in self._guards)
 
     def result(self, feedback: FeedbackCounts | None = None) -> CanaryResult:
         """Return what all guards say now, with counts of the feedback."""
@@ -156,10 +162,14 @@ class CanaryJudge:
         )
 
 
-def _figures(answer: CanaryAnswer) -> Mapping[GuardName, float | None]:
-    """Return the value of an answer for each guard; None where the answer does not say."""
+def _figures(answer: CanaryAnswer) -> Iterator[tuple[GuardName, float]]:
+    """Yield what an answer tells the guards."""
     failed = answer.status >= SERVER_ERROR
-    outcome = None if failed else answer.outcome
-    faults: Sequence[GuardName] = ("invalid", "refused", "truncated")
-    rates = {name: None if outcome is None else float(outcome == name) for name in faults}
-    return {"errors": float(failed), **rates, "ttft": answer.ttft_s, "token_time": answer.token_s}
+    yield "errors", float(failed)
+    if not failed and answer.outcome is not None:
+        for fault in FAULTS:
+            yield fault, float(answer.outcome == fault)
+    if answer.ttft_s is not None:
+        yield "ttft", answer.ttft_s
+    if answer.token_s is not None:
+        yield "token_time", answer.token_s

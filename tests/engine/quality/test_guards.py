@@ -1,16 +1,16 @@
 """The guards: who counts as one, what each finds, and that no single key decides."""
 
 import math
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from engine.quality.canary import CanaryAnswer, CanaryJudge, FeedbackCounts
-from engine.quality.guards import LARGEST_KEYS, ONE_KEY, WARM_UNITS, GuardResult, key_groups
+from engine.quality.guards import LARGEST_KEYS, ONE_KEY, WARM_UNITS, Guard, GuardResult
 from engine.settings.params import GUARDS, ReleaseConfig
 
 SETTINGS = ReleaseConfig()
@@ -101,9 +101,17 @@ def test_a_verdict_that_hangs_on_one_key_says_so() -> None:
 
 
 def test_the_largest_keys_are_left_out_singly_and_the_others_together() -> None:
-    groups = key_groups(Counter({f"k{key}": 40 - key for key in range(30)}))
-    assert groups[:LARGEST_KEYS] == [{f"k{key}"} for key in range(LARGEST_KEYS)]
-    assert groups[LARGEST_KEYS:] == [{f"k{key}" for key in range(LARGEST_KEYS, 30)}]
+    """The smaller keys find harm; it counts only where the largest find it as well."""
+    for reward, state in ((0.0, "harm"), (1.0, "open")):
+        judged = judge()
+        for number in range(LARGEST_KEYS):
+            rate(judged, 50, reward, 1.0, key=f"large{number:02}")
+        for number in range(30):
+            rate(judged, 45, 0.0, 1.0, key=f"small{number:02}")
+        found = guard(judged, "reward")
+        assert found.upper <= 0
+        assert found.state == state
+        assert ("the 30 smaller keys alone" in found.note) == (state == "open")
 
 
 def test_ratings_of_an_earlier_step_are_late_and_a_moved_unit_counts_in_its_new_arm() -> None:
@@ -118,7 +126,7 @@ def test_ratings_of_an_earlier_step_are_late_and_a_moved_unit_counts_in_its_new_
 
 def answers(judged: CanaryJudge, count: int, canary: dict[str, Any], baseline: dict[str, Any]) -> None:
     for unit, is_canary in users(count):
-        judged.observe(replace(CanaryAnswer(0, "k", unit, is_canary), **(canary if is_canary else baseline)))
+        judged.observe(CanaryAnswer(0, "k", unit, is_canary, **(canary if is_canary else baseline)))
 
 
 @pytest.mark.parametrize(
@@ -222,3 +230,51 @@ def test_the_counts_of_feedback_are_a_sentence() -> None:
     assert FeedbackCounts().sentence() == "0 of 0 answers were rated."
     said = FeedbackCounts(200, 50, late=3, foreign=1).sentence()
     assert said == "50 of 200 answers were rated (25%); ignored: 3 late, 1 foreign."
+
+
+values = st.lists(
+    st.tuples(
+        st.sampled_from([0, 0, 0, 0, 0, 0, 0, 0, 1]),
+        st.sampled_from("kkklm"),
+        st.integers(0, 200),
+        st.floats(0, 1) | st.sampled_from([0.0, 1.0]),
+    ),
+    min_size=20,
+    max_size=300,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(values, st.integers(1, 40), st.sampled_from([0.0, 1.0]))
+def test_looking_at_any_moments_gives_what_one_look_from_scratch_gives(
+    drawn: list[tuple[int, str, int, float]], every: int, on_canary: float
+) -> None:
+    """Also where only some keys' values count: the twins equal guards that never saw the other keys."""
+    for name in ("reward", "errors", "ttft"):
+        looked, once = (_found(judge(margin=0.5), name) for _ in range(2))
+        kept: dict[str, Guard] = {key: _found(judge(margin=0.5), name) for key in "klm"}
+        step, keys = 0, set()
+        for number, (more, key, unit, value) in enumerate(drawn):
+            step += more
+            is_canary = unit % 2 == 0
+            seen = step, key, f"u{unit}", is_canary, on_canary if is_canary else value
+            for one in (looked, once, *(kept[other] for other in "klm" if other != key)):
+                one.add(*seen)
+            keys.add(key)
+            if number % every == 0:
+                looked.judge()
+        assert looked.judge() == once.judge()
+        everyone = {kept[key].found for key in keys} | {once.found}
+        assert once.judge().state == (once.found if len(keys) == 1 or len(everyone) == 1 else "open")
+
+
+def _found(judged: CanaryJudge, name: str) -> Guard:
+    return judged.rewards if name == "reward" else judged._others[name]
+
+
+def test_a_judge_is_open_until_a_guard_finds_something() -> None:
+    judged = judge()
+    for unit, is_canary in users(400):
+        judged.rate(0, "k", unit, is_canary, float(not is_canary))
+        assert judged.is_open == all(found.state == "open" for found in judged.result().guards)
+    assert not judged.is_open
