@@ -13,11 +13,13 @@ from engine.quality.quantiles import QuantileSequence
 from engine.quality.rates import log_evidence
 from engine.quality.sequential import CanaryComparison, Unit
 
+# Guards whose figure is a quotient of the arms.
+RATIOS = frozenset({"ttft", "token_time", "length", "cost"})
 State = Literal["harm", "clear", "open"]
 # A value as a guard takes it: step, key, unit, whether it is the canary's, and the figure.
 Value = tuple[int, str, str, bool, float]
-# Latency is judged at this quantile, once the canary has answered this many units: its first ones meet an
-# empty prefix cache.
+# Times and sizes are judged at this quantile, once the canary has answered this many units: its first ones
+# meet an empty prefix cache.
 QUANTILE, WARM_UNITS = 0.9, 10
 # A verdict must hold without each of the largest keys, and without all others together.
 LARGEST_KEYS = 20
@@ -28,8 +30,9 @@ ONE_KEY = "All came by one API key, whose owner is trusted."
 class GuardResult:
     """What a guard says: its state, the interval of its figure, the units behind it, and the rule.
 
-    The figure is canary - baseline for rewards and rates, canary / baseline for times. `required` says that
-    a promotion needs it clear. `note` is on keys: that only one was there, or which one decides alone.
+    The figure is canary - baseline for rewards and rates, canary / baseline for times and sizes. `required`
+    says that a promotion needs it clear. `note` is on keys: that only one was there, or which one decides
+    alone.
     """
 
     guard: str
@@ -52,7 +55,7 @@ class GuardResult:
     @property
     def is_ratio(self) -> bool:
         """Whether the figure is a quotient."""
-        return self.guard in ("ttft", "token_time")
+        return self.guard in RATIOS
 
 
 class Guard:
@@ -177,15 +180,19 @@ class Guard:
 
 
 class RewardGuard(Guard):
-    """Rewards in [0, 1], by the betting confidence sequence: harm below 0, clear above -margin."""
+    """Rewards in [0, 1], by the betting confidence sequence: harm below 0, clear above -margin.
 
-    def __init__(self, weights: dict[int, float], alpha: float, margin: float):
-        super().__init__("reward", required=True)
+    `segment` names the segment whose rewards it judges; a promotion requires the guard of all rewards alone.
+    """
+
+    def __init__(self, weights: dict[int, float], alpha: float, margin: float, segment: str | None = None):
+        super().__init__(f"reward in {segment}" if segment else "reward", required=segment is None)
+        self._segment = segment
         self._weights, self._alpha, self._margin = weights, alpha, margin
         self.comparison = CanaryComparison(weights, alpha, above=-margin, below=0.0)
 
     def _empty(self) -> Guard:
-        return RewardGuard(self._weights, self._alpha, self._margin)
+        return RewardGuard(self._weights, self._alpha, self._margin, self._segment)
 
     def _take(self, unit: Unit) -> None:
         self.comparison.add(unit)
@@ -258,7 +265,7 @@ class QuantileGuard(Guard):
     """
 
     def __init__(self, name: str, required: bool, share: float, margin: float, is_judged: bool):
-        super().__init__(name, required)
+        super().__init__(name, required and is_judged)
         self._share, self._margin, self._is_judged = share, margin, is_judged
         self._start_step()
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.quality.canary import CanaryAnswer, CanaryJudge, FeedbackCounts
+from engine.quality.canary import MOST_SEGMENTS, CanaryAnswer, CanaryJudge, FeedbackCounts
 from engine.quality.guards import LARGEST_KEYS, ONE_KEY, WARM_UNITS, Guard, GuardResult
 from engine.settings.params import GUARDS, ReleaseConfig
 
@@ -214,11 +214,70 @@ def test_without_feedback_all_other_guards_must_be_clear() -> None:
 def test_the_level_is_split_so_that_all_guards_together_keep_alpha() -> None:
     """The reward's lower side has half of it; each other guard's rule names its share."""
     shares = [found._share for found in judge()._others.values()]
-    assert len(shares) == 6
+    assert len(shares) == 8
     assert sum(shares) == pytest.approx(0.025)
     assert sum(found._share for found in judge(feedback="none")._others.values()) == pytest.approx(0.05)
     ramped = [found._share for name, found in judge(ramp=(0.01,))._others.items() if name == "ttft"]
-    assert ramped == [pytest.approx(0.025 / 6 / 2)]
+    assert ramped == [pytest.approx(0.025 / 8 / 2)]
+
+
+def test_longer_and_costlier_answers_are_harm() -> None:
+    for name in ("length", "cost"):
+        judged, cheap = judge(), judge()
+        for unit, is_canary in users(1500):
+            for one, size in ((judged, 30.0 if is_canary else 10.0), (cheap, 3.0 if is_canary else 10.0)):
+                one.observe(CanaryAnswer(0, "k", unit, is_canary, **{name: size}))
+        assert guard(judged, name).state == "harm"
+        assert guard(judged, name).sentence().startswith(f"{name}: canary / baseline lies between +3.000")
+        assert cheap.is_open
+
+
+def test_against_the_base_a_promotion_does_not_wait_for_times_and_sizes() -> None:
+    judged = judge(is_against_base=True, feedback="none", guards=("errors", "ttft", "cost"))
+    for unit, is_canary in users(1000):
+        judged.observe(CanaryAnswer(0, "k", unit, is_canary, ttft_s=1.0, cost=2.0 if is_canary else 1.0))
+    assert [found.guard for found in judged.result().required] == ["errors"]
+    assert judged.result().is_clear
+
+
+def in_segments(judged: CanaryJudge) -> None:
+    """A canary that is better, but bad for the few who ask in German."""
+    for number, (unit, is_canary) in enumerate(users(4000)):
+        segment = "de" if number % 100 in (3, 5) else None
+        is_good = segment is None if is_canary else number % 7 > 0
+        judged.rate(0, "k", unit, is_canary, float(is_good), segment)
+
+
+def test_a_segment_is_reported_and_rolls_back_where_the_policy_asks() -> None:
+    reporting, judging = judge(), judge(segments=("de", "fr"))
+    in_segments(reporting)
+    in_segments(judging)
+    (found,) = reporting.result().segments
+    assert (found.guard, found.state) == ("reward in de", "harm")
+    assert (found.canary_units, found.baseline_units) == (40, 40)
+    assert reporting.result().harm is None
+    assert [one.guard for one in judging.result().guards[:3]] == ["reward", "reward in de", "reward in fr"]
+    harm = judging.result().harm
+    assert harm is not None
+    assert harm.guard == "reward in de"
+    assert judging.result().segments == ()
+    assert guard(judging, "reward").rule.startswith(f"betting confidence sequence at level {0.05 / 3:g}")
+
+
+def test_a_promotion_does_not_wait_for_a_segment() -> None:
+    judged = judge(segments=("fr",))
+    rate(judged, 1000, 1.0, 1.0)
+    assert judged.result().is_clear
+
+
+def test_many_segments_are_put_together() -> None:
+    judged = judge()
+    for number in range(3 * MOST_SEGMENTS):
+        judged.rate(0, "k", f"u{number}", number % 2 == 0, 1.0, f"s{number}")
+    found = judged.result().segments
+    assert len(found) == MOST_SEGMENTS + 1
+    assert found[-1].guard == "reward in (others)"
+    assert found[-1].canary_units + found[-1].baseline_units == 2 * MOST_SEGMENTS
 
 
 def test_bounds_that_are_not_known_are_none_in_a_row() -> None:
@@ -255,7 +314,7 @@ def test_looking_at_any_moments_gives_what_one_look_from_scratch_gives(
         kept: dict[str, Guard] = {key: _found(judge(margin=0.5), name) for key in "klm"}
         step, keys = 0, set()
         for number, (more, key, unit, value) in enumerate(drawn):
-            step += more
+            step = min(2, step + more)
             is_canary = unit % 2 == 0
             seen = step, key, f"u{unit}", is_canary, on_canary if is_canary else value
             for one in (looked, once, *(kept[other] for other in "klm" if other != key)):
