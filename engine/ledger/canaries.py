@@ -54,7 +54,7 @@ class CanaryReader:
     def rate(self, rating: Rating) -> None:
         """Give the judge one rating."""
         step = self._step_of(rating.version)
-        self.judge.rate(step, rating.key, rating.unit, rating.is_canary, rating.reward)
+        self.judge.rate(step, rating.key, rating.unit, rating.is_canary, rating.reward, rating.segment)
 
     def _answer(self, seen: Observed) -> CanaryAnswer:
         return CanaryAnswer(
@@ -66,6 +66,8 @@ class CanaryReader:
             seen.outcome,
             seen.ttft_s,
             seen.token_s,
+            seen.length,
+            seen.latency_s,
         )
 
     def _feedback(self, ledger: duckdb.DuckDBPyConnection, release: Release) -> FeedbackCounts:

@@ -27,20 +27,22 @@ ANSWERED = """
             OR (arm IN ('champion', 'base') AND digest IS NOT DISTINCT FROM $baseline))
 """
 RATINGS = f"""
-    WITH answers AS (SELECT id, key, unit, arm, coalesce(route_version, 0) AS version {ANSWERED}),
+    WITH answers AS (SELECT id, key, unit, arm, coalesce(route_version, 0) AS version, segment {ANSWERED}),
     first AS (
         SELECT request_id, key, arg_min(reward, rowid) AS reward, arg_min("at", rowid) AS rated_at,
             min(rowid) AS seq
         FROM feedback WHERE request_id IN (SELECT id FROM answers) AND reward BETWEEN 0 AND 1 GROUP BY ALL
     )
-    SELECT rated_at, version, first.key, unit, arm = 'canary', reward, seq
+    SELECT rated_at, version, first.key, unit, arm = 'canary', reward, seq, segment
     FROM answers JOIN first ON request_id = answers.id AND first.key = answers.key
     WHERE rated_at <= $ended ORDER BY seq
 """
 # Where the tokens were counted the answer was not streamed, and `ttft_s` is the time of the whole answer.
 ANSWERS = f"""
     SELECT rowid, "at", coalesce(route_version, 0), key, unit, arm = 'canary', coalesce(status, 200), outcome,
-        CASE WHEN completion_tokens IS NULL AND status = 200 THEN ttft_s END, token_s
+        CASE WHEN completion_tokens IS NULL AND status = 200 THEN ttft_s END, token_s,
+        CASE WHEN status = 200 THEN coalesce(completion_tokens, pieces) END,
+        CASE WHEN status = 200 THEN latency_s END
     {ANSWERED} AND rowid > $after AND "at" <= $ended ORDER BY rowid
 """
 FEEDBACK = f"""
@@ -98,6 +100,7 @@ class Rating(NamedTuple):
     is_canary: bool
     reward: float
     seq: int
+    segment: str | None
 
 
 def canary_ratings(ledger: duckdb.DuckDBPyConnection, release: Release) -> list[Rating]:
@@ -113,7 +116,8 @@ def canary_ratings(ledger: duckdb.DuckDBPyConnection, release: Release) -> list[
 class Observed(NamedTuple):
     """An answer of a canary or its baseline, at `at` (epoch s); `number` is its row's, `version` the route's.
 
-    `outcome` is None where the gateway did not look, times (s) are None for an answer that was not streamed.
+    `outcome` is None where the gateway did not look, `ttft_s` and `token_s` are None for an answer that was
+    not streamed. `length` is in tokens, or a stream's pieces; `latency_s` is the time of the whole answer.
     """
 
     number: int
@@ -126,6 +130,8 @@ class Observed(NamedTuple):
     outcome: str | None
     ttft_s: float | None
     token_s: float | None
+    length: int | None
+    latency_s: float | None
 
 
 def canary_answers(ledger: duckdb.DuckDBPyConnection, release: Release, after: int = -1) -> list[Observed]:

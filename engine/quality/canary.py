@@ -5,22 +5,26 @@ and looks. The reward's guard has half of it, the others share the rest; without
 it. A promotion needs every required guard clear, so that none of its errors adds to another's.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from engine.quality.guards import Guard, GuardResult, LatencyGuard, RateGuard, RewardGuard
+from engine.quality.guards import RATIOS, Guard, GuardResult, QuantileGuard, RateGuard, RewardGuard
 from engine.settings.params import GuardName, ReleaseConfig
 
 # Statuses from here on are errors of engine or adapter; below, the user's own.
 SERVER_ERROR = 500
+# Segments with figures of their own; further ones are put together.
+MOST_SEGMENTS, OTHER_SEGMENTS = 20, "(others)"
+# The outcomes of an answer that are faults.
+FAULTS: tuple[GuardName, ...] = ("invalid", "refused", "truncated")
 
 
-@dataclass(frozen=True)
-class CanaryAnswer:
+class CanaryAnswer(NamedTuple):
     """One observed answer. `outcome` is `ok`, `invalid`, `refused` or `truncated`, None where nobody looked.
 
-    Times in seconds; None where the answer was not streamed.
+    Times in seconds; the first two are None where the answer was not streamed. `length` is in tokens, `cost`
+    in seconds of the engine.
     """
 
     step: int
@@ -31,6 +35,8 @@ class CanaryAnswer:
     outcome: str | None = None
     ttft_s: float | None = None
     token_s: float | None = None
+    length: float | None = None
+    cost: float | None = None
 
 
 @dataclass(frozen=True)
@@ -63,6 +69,7 @@ class CanaryResult:
     """Judged units and mean rewards of both arms, the bounds of the rewards' difference, and the guards.
 
     Units are rated ones, or without feedback answered ones; `step_units` are the canary's in its newest step.
+    `segments` are reported and decide nothing; those that a policy judges are among the guards.
     """
 
     canary_units: int = 0
@@ -74,6 +81,7 @@ class CanaryResult:
     upper: float = 1.0
     step_units: int = 0
     guards: tuple[GuardResult, ...] = ()
+    segments: tuple[GuardResult, ...] = ()
     feedback: FeedbackCounts = field(default_factory=FeedbackCounts)
 
     @property
@@ -94,7 +102,7 @@ class CanaryResult:
     def summary(self) -> dict[str, Any]:
         """Return the result for a row of JSON, which knows no infinity: a bound that is not known is None."""
         row = asdict(self)
-        for guard in row["guards"]:
+        for guard in row["guards"] + row["segments"]:
             guard["upper"] = guard["upper"] if guard["upper"] < float("inf") else None
         return row
 
@@ -110,33 +118,58 @@ class CanaryJudge:
         self._settings = settings
         self._is_against_base = is_against_base
         self._weights = weights
-        self.rewards = RewardGuard(weights, settings.alpha, settings.margin)
+        # The reward's half of the budget is split over all users and the segments that are judged.
+        level = settings.alpha / (1 + len(settings.segments))
+        self.rewards = RewardGuard(weights, level, settings.margin)
+        self._segments = {
+            name: RewardGuard(weights, level, settings.margin, name) for name in settings.segments
+        }
         has_rewards = settings.feedback == "reward" and "reward" in settings.guards
         others = [name for name in settings.guards if name != "reward"]
         budget = settings.alpha / 2 if has_rewards else settings.alpha
         share = budget / max(1, len(others))
         self._others: dict[GuardName, Guard] = {name: self._guard(name, share) for name in others}
-        self._guards = [*([self.rewards] if has_rewards else []), *self._others.values()]
+        judged = [self.rewards, *self._segments.values()] if has_rewards else []
+        self._guards = [*judged, *self._others.values()]
 
     def _guard(self, name: GuardName, share: float) -> Guard:
         settings, required = self._settings, self._settings.feedback == "none"
-        if name in ("ttft", "token_time"):
+        if name in RATIOS:
             share /= len(settings.weights)
-            return LatencyGuard(name, required, share, settings.latency_margin, not self._is_against_base)
+            margin = settings.latency_margin if name in ("ttft", "token_time") else settings.cost_margin
+            return QuantileGuard(name, required, share, margin, not self._is_against_base)
         return RateGuard(name, required, self._weights, settings.alpha, share, settings.rate_margin)
 
-    def rate(self, step: int, key: str, unit: str, is_canary: bool, reward: float) -> None:
-        """Take a rating in [0, 1]; raises `ValueError` for another one."""
+    def rate(
+        self, step: int, key: str, unit: str, is_canary: bool, reward: float, segment: str | None = None
+    ) -> None:
+        """Take a rating in [0, 1] of a request in a segment; raises `ValueError` for another reward."""
         if not 0 <= reward <= 1:
             raise ValueError(f"Rewards lie in [0, 1]; found {reward:g}.")
         self.rewards.add(step, key, unit, is_canary, reward)
+        if segment is not None:
+            self._segment(segment).add(step, key, unit, is_canary, reward)
+
+    def _segment(self, name: str) -> RewardGuard:
+        """Return the guard of a segment, which only reports unless the policy asked for it."""
+        if name not in self._segments and len(self._segments) >= MOST_SEGMENTS:
+            name = OTHER_SEGMENTS
+        if name not in self._segments:
+            settings = self._settings
+            self._segments[name] = RewardGuard(self._weights, settings.alpha, settings.margin, name)
+        return self._segments[name]
 
     def observe(self, answer: CanaryAnswer) -> None:
         """Take an answer; each guard counts what it can judge by it."""
-        for name, value in _figures(answer).items():
-            if value is not None and name in self._others:
-                at = answer.step, answer.key, answer.unit, answer.is_canary
-                self._others[name].add(*at, value)
+        at = answer.step, answer.key, answer.unit, answer.is_canary
+        for name, value in _figures(answer):
+            if guard := self._others.get(name):
+                guard.add(*at, value)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether no guard finds anything, not even with all keys; `result` then says `open` of each."""
+        return all(guard.found == "open" for guard in self._guards)
 
     def result(self, feedback: FeedbackCounts | None = None) -> CanaryResult:
         """Return what all guards say now, with counts of the feedback."""
@@ -152,14 +185,25 @@ class CanaryJudge:
             upper=rewards.comparison.upper,
             step_units=counted.canary_units(max(self._weights)),
             guards=results,
+            segments=tuple(
+                guard.judge() for name, guard in self._segments.items() if name not in self._settings.segments
+            ),
             feedback=feedback or FeedbackCounts(),
         )
 
 
-def _figures(answer: CanaryAnswer) -> Mapping[GuardName, float | None]:
-    """Return the value of an answer for each guard; None where the answer does not say."""
+def _figures(answer: CanaryAnswer) -> Iterator[tuple[GuardName, float]]:
+    """Yield what an answer tells the guards."""
     failed = answer.status >= SERVER_ERROR
-    outcome = None if failed else answer.outcome
-    faults: Sequence[GuardName] = ("invalid", "refused", "truncated")
-    rates = {name: None if outcome is None else float(outcome == name) for name in faults}
-    return {"errors": float(failed), **rates, "ttft": answer.ttft_s, "token_time": answer.token_s}
+    yield "errors", float(failed)
+    if not failed and answer.outcome is not None:
+        for fault in FAULTS:
+            yield fault, float(answer.outcome == fault)
+    if answer.ttft_s is not None:
+        yield "ttft", answer.ttft_s
+    if answer.token_s is not None:
+        yield "token_time", answer.token_s
+    if answer.length is not None:
+        yield "length", answer.length
+    if answer.cost is not None:
+        yield "cost", answer.cost

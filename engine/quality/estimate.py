@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-import numpy as np
 from scipy.special import betaincinv
 
 from engine.quality.sequential import MeanSequence
@@ -32,7 +31,7 @@ def interval(scores: Sequence[float], alpha: float = 0.05) -> tuple[float, float
     if set(scores) <= {0.0, 1.0}:
         return clopper_pearson(int(sum(scores)), len(scores), alpha)
     sequence = MeanSequence(alpha)
-    sequence.update(np.asarray(scores, float))
+    sequence.update(scores)
     return sequence.lower, sequence.upper
 
 
@@ -58,7 +57,7 @@ def paired_difference(first: Sequence[float], second: Sequence[float], alpha: fl
     interval, because the betting sequence adapts to the variance of the differences.
     """
     assert len(first) == len(second) > 0, "paired scores are of the same items"
-    differences = np.asarray(first, float) - np.asarray(second, float)
+    differences = [mine - theirs for mine, theirs in zip(first, second, strict=True)]
     sequence = MeanSequence(alpha)
-    sequence.update((differences + 1) / 2)
+    sequence.update((difference + 1) / 2 for difference in differences)
     return Difference(fmean(differences), 2 * sequence.lower - 1, 2 * sequence.upper - 1)

@@ -6,19 +6,20 @@ clusters: a user counts once in a step, with the mean of the values, however man
 
 import math
 from collections import Counter
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-
-from engine.quality.quantiles import quantile_interval
+from engine.quality.quantiles import QuantileSequence
 from engine.quality.rates import log_evidence
 from engine.quality.sequential import CanaryComparison, Unit
 
+# Guards whose figure is a quotient of the arms.
+RATIOS = frozenset({"ttft", "token_time", "length", "cost"})
 State = Literal["harm", "clear", "open"]
-# Latency is judged at this quantile, once the canary has answered this many units: its first ones meet an
-# empty prefix cache.
+# A value as a guard takes it: step, key, unit, whether it is the canary's, and the figure.
+Value = tuple[int, str, str, bool, float]
+# Times and sizes are judged at this quantile, once the canary has answered this many units: its first ones
+# meet an empty prefix cache.
 QUANTILE, WARM_UNITS = 0.9, 10
 # A verdict must hold without each of the largest keys, and without all others together.
 LARGEST_KEYS = 20
@@ -29,8 +30,9 @@ ONE_KEY = "All came by one API key, whose owner is trusted."
 class GuardResult:
     """What a guard says: its state, the interval of its figure, the units behind it, and the rule.
 
-    The figure is canary - baseline for rewards and rates, canary / baseline for times. `required` says that
-    a promotion needs it clear. `note` is on keys: that only one was there, or which one decides alone.
+    The figure is canary - baseline for rewards and rates, canary / baseline for times and sizes. `required`
+    says that a promotion needs it clear. `note` is on keys: that only one was there, or which one decides
+    alone.
     """
 
     guard: str
@@ -53,15 +55,20 @@ class GuardResult:
     @property
     def is_ratio(self) -> bool:
         """Whether the figure is a quotient."""
-        return self.guard in ("ttft", "token_time")
+        return self.guard in RATIOS
 
 
 class Guard:
-    """What all guards share: the units of the current step by key and name, and the check without keys."""
+    """What all guards share: the units of the current step by key and name, and the check without keys.
+
+    A value is taken in constant time. Once the guard finds something it keeps a twin for each group of keys
+    that is left out, which takes the values of all others.
+    """
 
     def __init__(self, name: str, required: bool):
         self.name, self.required = name, required
-        self.units: list[Unit] = []
+        # The state over all keys.
+        self.found: State = "open"
         # Values that came after their step had ended; they count in no step.
         self.late = 0
         # By arm, the number of units and the sum of their means.
@@ -69,7 +76,10 @@ class Guard:
         self._step, self._step_units = -1, 0
         self._known: dict[tuple[str, str], Unit] = {}
         self._keys: Counter[str] = Counter()
-        self._judged: GuardResult | None = None
+        self._values: list[Value] = []
+        # By keys and whether these alone are kept: the twin, and how many of the values it has seen.
+        self._twins: dict[tuple[frozenset[str], bool], tuple[Guard, int]] = {}
+        self._checked: tuple[State, str] | None = None
 
     def add(self, step: int, key: str, unit: str, is_canary: bool, value: float) -> None:
         """Add a value of a unit; in each step a unit belongs to the arm that first answered it.
@@ -79,41 +89,37 @@ class Guard:
         if step < self._step:
             self.late += 1
             return
-        self._judged = None
+        self._checked = None
+        self._values.append((step, key, unit, is_canary, value))
+        self._count(step, key, unit, is_canary, value)
+
+    def _count(self, step: int, key: str, unit: str, is_canary: bool, value: float) -> None:
         if step > self._step:
             self._step, self._step_units, self._known = step, 0, {}
+            self._start_step()
         known = self._known.get((key, unit))
         if known is None:
             new = self._known[key, unit] = Unit(step, key, is_canary, value)
-            self.units.append(new)
             self.counts[is_canary] += 1
             self._step_units += is_canary
             self._keys[key] += 1
             self.sums[is_canary] += value
             self._take(new)
+            self.found = self._state()
         elif known.is_canary == is_canary:
             self.sums[is_canary] -= known.value
             known.total, known.count = known.total + value, known.count + 1
             self.sums[is_canary] += known.value
             self._repeat(known, value)
+            self.found = self._state()
 
     def judge(self) -> GuardResult:
         """Return what the guard says now; a verdict that hangs on one key alone stays open."""
-        if self._judged is None:
-            self._judged = self._judge()
-        return self._judged
-
-    def _judge(self) -> GuardResult:
-        state, note = self._state(), ""
-        if state != "open":
-            groups = key_groups(self._keys)
-            alone = [group for group in groups if self._state_without(group) != state] if groups[1:] else []
-            if alone:
-                state, note = "open", f"It hangs on {_said(alone[0])} alone; without it there is no {state}."
-            elif not groups[1:]:
-                note = ONE_KEY
+        if self._checked is None:
+            self._checked = self._check()
         lower, upper = self._interval()
         canary, baseline = self.counts[True], self.counts[False]
+        state, note = self._checked
         return GuardResult(
             self.name, state, lower, upper, canary, baseline, self._rule(), self.required, note
         )
@@ -126,14 +132,44 @@ class Guard:
         """Return the mean of an arm's units, or None while it has none."""
         return self.sums[arm] / self.counts[arm] if self.counts[arm] else None
 
+    def _check(self) -> tuple[State, str]:
+        """Return the state, which must hold without any one key, and what there is to say about keys."""
+        state = self.found
+        if state == "open":
+            return state, ""
+        if len(self._keys) == 1:
+            return state, ONE_KEY
+        largest = [key for key, _ in self._keys.most_common(LARGEST_KEYS)]
+        groups = [(frozenset({key}), False) for key in largest]
+        if others := len(self._keys) - len(largest):
+            groups.append((frozenset(largest), True))
+        self._twins = {group: self._twin(*group) for group in groups}
+        for keys, are_kept in groups:
+            if self._twins[keys, are_kept][0].found != state:
+                said = f"the {others} smaller keys" if are_kept else f"key {min(keys)[:12]}"
+                return "open", f"It hangs on {said} alone; without it there is no {state}."
+        return state, ""
+
+    def _twin(self, keys: frozenset[str], are_kept: bool) -> tuple["Guard", int]:
+        """Return the twin that keeps these keys, or leaves them out, with all values so far."""
+        twin, seen = self._twins.get((keys, are_kept)) or (self._empty(), 0)
+        for number in range(seen, len(self._values)):
+            value = self._values[number]
+            if (value[1] in keys) == are_kept:
+                twin._count(*value)
+        return twin, len(self._values)
+
+    def _start_step(self) -> None: ...
+
     def _take(self, unit: Unit) -> None: ...
 
     def _repeat(self, unit: Unit, value: float) -> None: ...
 
-    def _state(self) -> State:
+    def _empty(self) -> "Guard":
+        """Return a guard of the same settings that has seen nothing."""
         raise NotImplementedError
 
-    def _state_without(self, keys: Collection[str]) -> State:
+    def _state(self) -> State:
         raise NotImplementedError
 
     def _interval(self) -> tuple[float, float]:
@@ -144,28 +180,27 @@ class Guard:
 
 
 class RewardGuard(Guard):
-    """Rewards in [0, 1], by the betting confidence sequence: harm below 0, clear above -margin."""
+    """Rewards in [0, 1], by the betting confidence sequence: harm below 0, clear above -margin.
 
-    def __init__(self, weights: dict[int, float], alpha: float, margin: float):
-        super().__init__("reward", required=True)
+    `segment` names the segment whose rewards it judges; a promotion requires the guard of all rewards alone.
+    """
+
+    def __init__(self, weights: dict[int, float], alpha: float, margin: float, segment: str | None = None):
+        super().__init__(f"reward in {segment}" if segment else "reward", required=segment is None)
+        self._segment = segment
         self._weights, self._alpha, self._margin = weights, alpha, margin
-        self.comparison = CanaryComparison(weights, alpha, margin)
+        self.comparison = CanaryComparison(weights, alpha, above=-margin, below=0.0)
+
+    def _empty(self) -> Guard:
+        return RewardGuard(self._weights, self._alpha, self._margin, self._segment)
 
     def _take(self, unit: Unit) -> None:
-        self.comparison.update([unit])
+        self.comparison.add(unit)
 
     def _state(self) -> State:
-        return self._of(self.comparison)
-
-    def _of(self, comparison: CanaryComparison) -> State:
-        if comparison.upper <= 0:
+        if self.comparison.is_below:
             return "harm"
-        return "clear" if comparison.lower >= -self._margin else "open"
-
-    def _state_without(self, keys: Collection[str]) -> State:
-        comparison = CanaryComparison(self._weights, self._alpha, self._margin, only_limits=True)
-        comparison.update(unit for unit in self.units if unit.key not in keys)
-        return self._of(comparison)
+        return "clear" if self.comparison.is_above else "open"
 
     def _interval(self) -> tuple[float, float]:
         return self.comparison.lower, self.comparison.upper
@@ -186,106 +221,79 @@ class RateGuard(Guard):
     ):
         super().__init__(name, required)
         self._weights, self._alpha, self._share, self._margin = weights, alpha, share, margin
-        self._comparison = CanaryComparison(weights, alpha, margin)
-        # Units with a fault by (step, key, arm), and which arms have one at all.
-        self._faults: Counter[tuple[int, str, bool]] = Counter()
-        self._fresh: list[Unit] = []
+        self._comparison = CanaryComparison(weights, alpha, above=0.0, below=margin)
+        # By the canary's weight, how many units of the canary and of the baseline had a fault.
+        self._faults: dict[float, tuple[int, int]] = {}
+        self._is_harm = False
+
+    def _empty(self) -> Guard:
+        return RateGuard(self.name, self.required, self._weights, self._alpha, self._share, self._margin)
 
     def _take(self, unit: Unit) -> None:
-        self._fresh.append(unit)
-        self._faults[unit.step, unit.key, unit.is_canary] += unit.total > 0
+        self._comparison.add(unit)
+        if unit.total > 0:
+            self._add_fault(unit)
 
     def _repeat(self, unit: Unit, value: float) -> None:
         # Its first fault only.
-        self._faults[unit.step, unit.key, unit.is_canary] += 0 < value == unit.total
+        if 0 < value == unit.total:
+            self._add_fault(unit)
+
+    def _add_fault(self, unit: Unit) -> None:
+        weight = self._weights[unit.step]
+        canary, baseline = self._faults.get(weight, (0, 0))
+        self._faults[weight] = canary + unit.is_canary, baseline + (not unit.is_canary)
+        self._is_harm = self._is_harm or log_evidence(self._faults) >= math.log(1 / self._share)
 
     def _state(self) -> State:
-        if self.required:
-            self._catch_up()
-        return self._of(self._comparison, ())
-
-    def _of(self, comparison: CanaryComparison, without: Collection[str]) -> State:
-        by_weight: dict[float, list[int]] = {}
-        for (step, key, is_canary), faults in self._faults.items():
-            if faults and key not in without:
-                by_weight.setdefault(self._weights[step], [0, 0])[not is_canary] += faults
-        faults_seen = {weight: (canary, baseline) for weight, (canary, baseline) in by_weight.items()}
-        if log_evidence(faults_seen) >= math.log(1 / self._share):
+        if self._is_harm:
             return "harm"
-        return "clear" if self.required and comparison.upper <= self._margin else "open"
-
-    def _state_without(self, keys: Collection[str]) -> State:
-        comparison = CanaryComparison(self._weights, self._alpha, self._margin, only_limits=True)
-        if self.required:
-            comparison.update(unit for unit in self.units if unit.key not in keys)
-        return self._of(comparison, keys)
+        return "clear" if self.required and self._comparison.is_below else "open"
 
     def _interval(self) -> tuple[float, float]:
-        self._catch_up()
         return self._comparison.lower, self._comparison.upper
-
-    def _catch_up(self) -> None:
-        self._comparison.update(self._fresh)
-        self._fresh = []
 
     def _rule(self) -> str:
         return f"mixture of binomials at level {self._share:.3g}, margin {self._margin:g}"
 
 
-class LatencyGuard(Guard):
-    """Seconds at the quantile `QUANTILE`, by ranks: harm above the baseline's by more than `margin` of it.
+class QuantileGuard(Guard):
+    """A figure at the quantile `QUANTILE`, by ranks: harm above the baseline's by more than `margin` of it.
 
     Each unit counts with its first answer of the current step, after the canary's first `WARM_UNITS`. `share`
     is this guard's error budget for one step. Where `is_judged` is false it reports only.
     """
 
     def __init__(self, name: str, required: bool, share: float, margin: float, is_judged: bool):
-        super().__init__(name, required)
+        super().__init__(name, required and is_judged)
         self._share, self._margin, self._is_judged = share, margin, is_judged
-        self._first: list[tuple[str, bool, float]] = []
-        self._taken_step = -1
+        self._start_step()
+
+    def _empty(self) -> Guard:
+        return QuantileGuard(self.name, self.required, self._share, self._margin, self._is_judged)
+
+    def _start_step(self) -> None:
+        self._arms = {arm: QuantileSequence(QUANTILE, self._share / 2) for arm in (True, False)}
 
     def _take(self, unit: Unit) -> None:
-        if unit.step != self._taken_step:
-            self._taken_step, self._first = unit.step, []
         if self.counts[True] > WARM_UNITS:
-            self._first.append((unit.key, unit.is_canary, unit.total))
+            self._arms[unit.is_canary].add(unit.total)
 
     def _state(self) -> State:
-        return self._state_without(())
-
-    def _state_without(self, keys: Collection[str]) -> State:
-        lower, upper = self._ratio(keys)
         if not self._is_judged:
             return "open"
+        lower, upper = self._interval()
         if lower > 1 + self._margin:
             return "harm"
         return "clear" if self.required and upper <= 1 + self._margin else "open"
 
     def _interval(self) -> tuple[float, float]:
-        return self._ratio(())
-
-    def _ratio(self, without: Collection[str]) -> tuple[float, float]:
-        arms = [
-            np.array([value for key, arm, value in self._first if arm is wanted and key not in without])
-            for wanted in (True, False)
-        ]
-        (low, high), (base_low, base_high) = (
-            quantile_interval(arm, QUANTILE, self._share / 2) for arm in arms
+        canary, baseline = self._arms[True], self._arms[False]
+        return (
+            canary.lower / baseline.upper if baseline.upper else 0.0,
+            canary.upper / baseline.lower if baseline.lower else math.inf,
         )
-        return low / base_high if base_high else 0.0, high / base_low if base_low else math.inf
 
     def _rule(self) -> str:
         judged = f"margin {self._margin:g}" if self._is_judged else "reported only: the baseline is the base"
         return f"ranks at the {QUANTILE:.0%} quantile, level {self._share:.3g}, {judged}"
-
-
-def key_groups(sizes: Counter[str]) -> list[set[str]]:
-    """Return the sets of keys that are left out in turn: the largest singly, the others together."""
-    ordered = [key for key, _ in sizes.most_common()]
-    others = set(ordered[LARGEST_KEYS:])
-    return [{key} for key in ordered[:LARGEST_KEYS]] + ([others] if others else [])
-
-
-def _said(keys: Collection[str]) -> str:
-    return f"key {min(keys)[:12]}" if len(keys) == 1 else f"the {len(keys)} smaller keys"

@@ -8,33 +8,51 @@ sequences", Annals of Statistics 49, 2021, section 3). Any distribution will do;
 """
 
 import math
-
-import numpy as np
-from scipy.special import betaln
-
-from engine.quality.sequential import Array
+from bisect import insort
 
 # The mixture's beta distribution weighs as much as this many observations: it is narrowest around as many.
 PRIOR = 10.0
 
 
-def compatible_ranks(n: int, p: float, alpha: float) -> tuple[int, int]:
-    """Return the least and the most of `n` observations that may lie below the quantile at `p`.
+class QuantileSequence:
+    """Bounds of the quantile at `p` of a stream of nonnegative values.
 
-    Over all n, the true number leaves these limits with probability at most alpha.
+    Over all lengths of the stream, they miss it with probability at most `alpha`.
     """
-    k_N = np.arange(n + 1)
+
+    def __init__(self, p: float, alpha: float):
+        self._p, self._enough = p, math.log(1 / alpha)
+        self._ordered: list[float] = []
+        # The least and the most observations that may lie below the quantile.
+        self._least = self._most = 0
+
+    def add(self, value: float) -> None:
+        """Add the next value. Another observation moves either rank by one or not at all."""
+        insort(self._ordered, value)
+        n = len(self._ordered)
+        self._least += not self._is_compatible(self._least, n)
+        self._most += self._is_compatible(self._most + 1, n)
+
+    @property
+    def lower(self) -> float:
+        """Return the lower bound; 0 while there are too few values."""
+        return self._ordered[self._least - 1] if self._least else 0.0
+
+    @property
+    def upper(self) -> float:
+        """Return the upper bound; infinite while there are too few values."""
+        return self._ordered[self._most] if self._most < len(self._ordered) else math.inf
+
+    def _is_compatible(self, k: int, n: int) -> bool:
+        return log_mixture(k, n, self._p) < self._enough
+
+
+def log_mixture(k: int, n: int, p: float) -> float:
+    """Return the log evidence against the quantile at `p` when `k` of `n` observations lie below it."""
     a, b = PRIOR * p, PRIOR * (1 - p)
-    mixed_N = betaln(k_N + a, n - k_N + b) - betaln(a, b)
-    log_evidence_N = mixed_N - k_N * math.log(p) - (n - k_N) * math.log1p(-p)
-    inside = np.flatnonzero(log_evidence_N < math.log(1 / alpha))
-    return int(inside[0]), int(inside[-1])
+    mixed = _log_beta(k + a, n - k + b) - _log_beta(a, b)
+    return mixed - k * math.log(p) - (n - k) * math.log1p(-p)
 
 
-def quantile_interval(values_N: Array, p: float, alpha: float) -> tuple[float, float]:
-    """Return bounds of the quantile at `p` of nonnegative values (N,); (0, inf) while there are too few."""
-    ordered_N = np.sort(values_N)
-    least, most = compatible_ranks(len(ordered_N), p, alpha)
-    lower = ordered_N[least - 1] if least else 0.0
-    upper = ordered_N[most] if most < len(ordered_N) else math.inf
-    return float(lower), float(upper)
+def _log_beta(a: float, b: float) -> float:
+    return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)

@@ -1,9 +1,10 @@
 """Sequential test of a canary against its baseline, valid at every moment and not just at the end.
 
 It is the betting confidence sequence of Waudby-Smith and Ramdas, "Estimating means of bounded random
-variables by betting" (JRSS B, 2023, arXiv 2010.09686): the hedged capital process with predictable plug-in
-bets (their equations 23 to 26). Peeking after every reward and stopping at will is allowed: over the whole
-canary, the true mean leaves the interval with probability at most alpha.
+variables by betting" (JRSS B, 2023, arXiv 2010.09686): the hedged capital process (their equations 23 to 26).
+Each bet is the larger of their predictable plug-in, which finds large effects soon, and their approximate
+GRAPA (section B.3), which finds small ones. Peeking after every reward and stopping at will is allowed: over
+the whole canary, the true mean leaves the interval with probability at most alpha.
 
 Shapes: `_N` observations, `_M` candidate means.
 """
@@ -12,7 +13,6 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,84 +31,128 @@ AHEAD = 16
 MOST_PAIRS = 1 << 20
 
 
-class MeanSequence:
-    """A confidence sequence for the mean of a stream in [0, 1], updated with any number of values.
+class Bets:
+    """The bets on the next observation of a stream in [0, 1], from its earlier ones.
 
-    Every value outside the open interval (`lower`, `upper`) has been rejected at level `alpha`, now or
-    earlier. `grid_M` are the candidate means that are tested; by default a fine grid, to which `also` is
-    added, so that these are tested exactly. An update with n values costs n times the grid size.
+    `above` and `below` are the means that the two sides try hardest to exclude: that the mean is at most
+    `above`, or at least `below`. By default neither, which leaves both sides the plug-in bet.
     """
 
-    def __init__(self, alpha: float, also: tuple[float, ...] = (), grid_M: Array | None = None):
-        self.alpha = alpha
+    def __init__(self, alpha: float, above: float = 1.0, below: float = 0.0):
         self.n = 0
-        self._sum = 0.5
-        self._squares = 0.25
-        fine_M = np.linspace(0, 1, GRID_STEPS + 1) if grid_M is None else grid_M
-        self.grid_M = np.unique(np.concatenate([fine_M, also]))
-        zeros = np.zeros_like(self.grid_M)
-        # Logarithms of the capital that bets on a mean above, and below, each candidate.
-        self._above_M, self._below_M = zeros, zeros.copy()
-        self._best_above_M, self._best_below_M = zeros.copy(), zeros.copy()
+        self._above, self._below = above, below
+        self._scale = 2 * math.log(2 / alpha)
+        self._sum, self._squares = 0.5, 0.25
 
-    def update(self, x_N: Array) -> None:
-        """Add the next observations (N,) of the stream, in order; raises `ValueError` outside [0, 1]."""
-        assert x_N.ndim == 1
-        if not ((x_N >= 0) & (x_N <= 1)).all():
-            raise ValueError(f"Observations lie in [0, 1]; found {x_N.min():g} to {x_N.max():g}.")
-        for start in range(0, len(x_N), CHUNK):
-            self._update(x_N[start : start + CHUNK])
+    def next(self) -> tuple[float, float]:
+        """Return the bets on a mean above, and below, a candidate; before truncation."""
+        n = self.n + 1
+        plug_in = math.sqrt(self._scale / (self._squares * math.log1p(n)))
+        mean, variance = self._sum / n, self._squares / n
+        gain, loss = mean - self._above, self._below - mean
+        return (
+            max(plug_in, gain / (variance + gain * gain)),
+            max(plug_in, loss / (variance + loss * loss)),
+        )
 
-    def _update(self, x_N: Array) -> None:
-        n_N = np.arange(self.n + 1, self.n + len(x_N) + 1)
-        sum_N = _running(self._sum, x_N)
-        squares_N = _running(self._squares, (x_N - sum_N[1:] / (n_N + 1)) ** 2)
-        bet_N = np.asarray(plug_in_bet(squares_N[:-1] / n_N, n_N, self.alpha))
-        above_NM, below_NM = log_growth(x_N[:, None], self.grid_M, bet_N[:, None])
-        above_NM, below_NM = _running(self._above_M, above_NM), _running(self._below_M, below_NM)
-        self._above_M, self._below_M = above_NM[-1], below_NM[-1]
-        self._best_above_M = np.maximum(self._best_above_M, above_NM.max(axis=0))
-        self._best_below_M = np.maximum(self._best_below_M, below_NM.max(axis=0))
-        self.n += len(x_N)
-        self._sum, self._squares = float(sum_N[-1]), float(squares_N[-1])
+    def add(self, x: float) -> None:
+        """Take the next observation."""
+        self.n += 1
+        self._sum += x
+        self._squares += (x - self._sum / (self.n + 1)) ** 2
+
+
+class MeanSequence:
+    """A confidence sequence for the mean of a stream in [0, 1].
+
+    Every value outside the open interval (`lower`, `upper`) has been rejected at level `alpha`, now or
+    earlier. The limits `above` and `below` are tested exactly, and in constant time an observation:
+    `is_above` says that the mean exceeds the first, `is_below` that it is less than the second. The interval
+    is computed when it is asked for, on a grid of candidates.
+    """
+
+    def __init__(self, alpha: float, above: float = 1.0, below: float = 0.0):
+        self.is_above = self.is_below = False
+        self._above, self._below = above, below
+        self._most_up, self._most_down = most_bet(above), most_bet(1 - below)
+        self._bets = Bets(alpha, above, below)
+        # Each of the two sides holds half of the capital.
+        self._threshold = math.log(2 / alpha)
+        # Logarithms of the capital that bets on a mean above `above`, and below `below`.
+        self._gained = self._lost = 0.0
+        # Observations with their bets that the grid has not seen.
+        self._waiting: list[tuple[float, float, float]] = []
+        self._grid_M = np.linspace(0, 1, GRID_STEPS + 1)
+        # Of each candidate and side, the capital and the most that it ever was.
+        self._capital_M = [np.zeros(GRID_STEPS + 1), np.zeros(GRID_STEPS + 1)]
+        self._most_M = [np.zeros(GRID_STEPS + 1), np.zeros(GRID_STEPS + 1)]
+
+    @property
+    def n(self) -> int:
+        """Return the number of observations."""
+        return self._bets.n
+
+    def add(self, x: float) -> None:
+        """Add the next observation of the stream; raises `ValueError` outside [0, 1]."""
+        if not 0 <= x <= 1:
+            raise ValueError(f"Observations lie in [0, 1]; found {x:g}.")
+        up, down = self._bets.next()
+        self._bets.add(x)
+        self._gained += math.log1p(min(up, self._most_up) * (x - self._above))
+        self._lost += math.log1p(-min(down, self._most_down) * (x - self._below))
+        self.is_above = self.is_above or self._gained >= self._threshold
+        self.is_below = self.is_below or self._lost >= self._threshold
+        self._waiting.append((x, up, down))
+        if len(self._waiting) == CHUNK:
+            self._fill_grid()
+
+    def update(self, values: Iterable[float]) -> None:
+        """Add the next observations of the stream, in order; raises `ValueError` outside [0, 1]."""
+        for x in values:
+            self.add(x)
 
     @property
     def lower(self) -> float:
         """Return the largest candidate that the mean exceeds; 0 while there is none."""
-        return float(self.grid_M[self._best_above_M >= self._threshold].max(initial=0.0))
+        self._fill_grid()
+        found = float(self._grid_M[self._most_M[0] >= self._threshold].max(initial=0.0))
+        return max(found, self._above) if self.is_above else found
 
     @property
     def upper(self) -> float:
         """Return the smallest candidate that the mean is below; 1 while there is none."""
-        return float(self.grid_M[self._best_below_M >= self._threshold].min(initial=1.0))
+        self._fill_grid()
+        found = float(self._grid_M[self._most_M[1] >= self._threshold].min(initial=1.0))
+        return min(found, self._below) if self.is_below else found
 
-    @property
-    def _threshold(self) -> float:
-        # Each of the two processes holds half of the capital.
-        return math.log(2 / self.alpha)
-
-
-def _running(first: float | Array, x_N: Array) -> Array:
-    """Return the running sums, from `first` on: one more than there are values."""
-    start = np.broadcast_to(first, x_N.shape[1:])[None]
-    total_N: Array = np.concatenate([start, x_N]).cumsum(axis=0)
-    return total_N
-
-
-def plug_in_bet(variance: float | Array, n: int | NDArray[Any], alpha: float) -> float | Array:
-    """Return the bet on observation `n` (from 1), given the variance of the earlier ones."""
-    return np.sqrt(2 * math.log(2 / alpha) / (variance * n * np.log1p(n)))
+    def _fill_grid(self) -> None:
+        if not self._waiting:
+            return
+        x_N, up_N, down_N = np.array(self._waiting).T[:, :, None]
+        self._waiting.clear()
+        for side, growth_NM in enumerate(log_growth(x_N, self._grid_M, up_N, down_N)):
+            growth_NM[0] += self._capital_M[side]
+            capital_NM = growth_NM.cumsum(axis=0)
+            self._capital_M[side] = capital_NM[-1]
+            self._most_M[side] = np.maximum(self._most_M[side], capital_NM.max(axis=0))
 
 
-def log_growth(x: float | Array, m: float | Array, bet: float | Array) -> tuple[Array, Array]:
-    """Return the log growth of the capital that bets on a mean above `m`, and of the one that bets below."""
+def most_bet(stake: float) -> float:
+    """Return the largest bet on an observation that may lose this much of each unit of the bet."""
+    return TRUNCATION / stake if stake else math.inf
+
+
+def log_growth(
+    x: float | Array, m: float | Array, up: float | Array, down: float | Array
+) -> tuple[Array, Array]:
+    """Return the log growth of the capital that bets `up` on a mean above `m`, and of the one below it."""
     with np.errstate(divide="ignore"):
-        up = np.minimum(bet, TRUNCATION / np.asarray(m))
-        down = np.minimum(bet, TRUNCATION / (1 - np.asarray(m)))
+        up = np.minimum(up, TRUNCATION / np.asarray(m))
+        down = np.minimum(down, TRUNCATION / (1 - np.asarray(m)))
     return np.log1p(up * (x - m)), np.log1p(-down * (x - m))
 
 
-@dataclass
+@dataclass(slots=True)
 class Unit:
     """A unit (user) in one step of a canary: which arm it is in, and the mean of its values in [0, 1].
 
@@ -151,7 +195,7 @@ class Pairing:
                 waiting.clear()
         own, size = self._waiting[unit.is_canary], self._sizes[unit.is_canary]
         own.append(unit)
-        if any(len(self._waiting[arm]) < self._sizes[arm] for arm in (True, False)):
+        if len(own) < size or len(self._waiting[not unit.is_canary]) < self._sizes[not unit.is_canary]:
             if len(own) > AHEAD * size:
                 own.popleft()
             return None
@@ -173,19 +217,29 @@ class CanaryComparison:
     """A confidence sequence on the canary's mean minus the baseline's, in [-1, 1], over all steps.
 
     Each side is wrong with probability at most alpha / 2, over the whole canary. The units of a step are
-    compared with each other only; the capital of the bets multiplies over the steps.
+    compared with each other only; the capital of the bets multiplies over the steps. `above` and `below` are
+    the limits that are tested exactly.
     """
 
-    def __init__(self, weights: dict[int, float], alpha: float, margin: float, only_limits: bool = False):
-        """Test the limits -margin, 0 and margin exactly, and with `only_limits` nothing else."""
-        limits = ((1 - margin) / 2, 0.5, (1 + margin) / 2)
-        self.pairing = Pairing(weights)
-        self._sequence = MeanSequence(alpha, limits, np.array([0.0, 1.0]) if only_limits else None)
+    def __init__(self, weights: dict[int, float], alpha: float, above: float, below: float):
+        self._above, self._below = above, below
+        self._pairing = Pairing(weights)
+        self._sequence = MeanSequence(alpha, (1 + above) / 2, (1 + below) / 2)
 
     @property
     def pairs(self) -> int:
         """Return the number of pairs so far."""
         return self._sequence.n
+
+    @property
+    def is_above(self) -> bool:
+        """Whether the difference is shown to exceed `above`."""
+        return self._sequence.is_above
+
+    @property
+    def is_below(self) -> bool:
+        """Whether the difference is shown to be less than `below`."""
+        return self._sequence.is_below
 
     @property
     def lower(self) -> float:
@@ -197,13 +251,12 @@ class CanaryComparison:
         """Return the interval's upper end."""
         return _difference(self._sequence.upper)
 
-    def update(self, units: Iterable[Unit]) -> None:
-        """Add the next units of the stream, in order of their first value."""
-        found = (self.pairing.add(unit) for unit in units)
-        pairs = [(difference + 1) / 2 for difference in found if difference is not None]
-        if pairs:
+    def add(self, unit: Unit) -> None:
+        """Add the next unit of the stream, in order of their first value."""
+        difference = self._pairing.add(unit)
+        if difference is not None:
             # A mean of equal values may miss 1 by a rounding.
-            self._sequence.update(np.clip(np.array(pairs), 0.0, 1.0))
+            self._sequence.add(min(1.0, max(0.0, (difference + 1) / 2)))
 
 
 def _difference(mean: float) -> float:
@@ -216,13 +269,14 @@ def least_pairs(alpha: float, margin: float) -> float:
 
     No canary that is merely equal is cleared earlier. Infinite beyond `MOST_PAIRS`, as for a margin of 0.
     """
-    n = 64
-    while n <= MOST_PAIRS:
-        n_N = np.arange(1, n + 1)
-        bet_N = plug_in_bet(0.25 / n_N, n_N, alpha)
-        above_N, _ = log_growth(0.5, (1 - margin) / 2, bet_N)
-        enough = np.flatnonzero(np.cumsum(above_N) >= math.log(2 / alpha))
-        if len(enough):
-            return float(enough[0] + 1)
-        n *= 4
+    m, capital, enough = (1 - margin) / 2, 0.0, math.log(2 / alpha)
+    most = most_bet(m)
+    if math.log1p(most * (0.5 - m)) * MOST_PAIRS < enough:
+        return math.inf
+    bets = Bets(alpha, above=m)
+    for n in range(1, MOST_PAIRS):
+        capital += math.log1p(min(bets.next()[0], most) * (0.5 - m))
+        if capital >= enough:
+            return n
+        bets.add(0.5)
     return math.inf

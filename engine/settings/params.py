@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
@@ -34,6 +34,8 @@ from engine.settings.services import (
 POLICY_NAME = re.compile(r"[a-z][a-z0-9-]{0,62}")
 DIGEST12 = 12
 PolicyName = Annotated[str, Field(pattern=rf"^{POLICY_NAME.pattern}$")]
+SEGMENT_NAME = re.compile(r"[\w.-]{1,64}")
+SegmentName = Annotated[str, Field(pattern=rf"^{SEGMENT_NAME.pattern}$")]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 OpenFraction = Annotated[float, Field(gt=0.0, lt=1.0)]
 
@@ -177,8 +179,10 @@ class PolicyConfig(Settings):
         return budget | self.loss_config.sent()
 
 
-GuardName = Literal["reward", "errors", "invalid", "refused", "truncated", "ttft", "token_time"]
-GUARDS: tuple[GuardName, ...] = ("reward", "errors", "invalid", "refused", "truncated", "ttft", "token_time")
+GuardName = Literal[
+    "reward", "errors", "invalid", "refused", "truncated", "ttft", "token_time", "length", "cost"
+]
+GUARDS: tuple[GuardName, ...] = get_args(GuardName)
 # The canary's weight while 5% of the units are left on the old champion.
 BAKE_WEIGHT = 0.95
 
@@ -196,7 +200,13 @@ class ReleaseConfig(Settings):
     guards: tuple[GuardName, ...] = Field(
         GUARDS,
         description="Judge a canary by these: users' rewards, rates of errors (5xx) and of invalid, refused "
-        "and truncated answers, time to the first token and for each token (streamed answers).",
+        "and truncated answers, time to the first token and for each token (streamed answers), length of an "
+        "answer (tokens) and its cost (the engine's seconds).",
+    )
+    segments: tuple[SegmentName, ...] = Field(
+        (),
+        description="Roll a canary back also when its rewards are worse in one of these segments: values of "
+        "the header x-graftwork-segment. Others are reported only.",
     )
     margin: Fraction = Field(
         0.1, description="Promote a canary whose mean reward is at most this much below the baseline's."
@@ -211,6 +221,12 @@ class ReleaseConfig(Settings):
         gt=0,
         description="Roll a canary back whose times at the 90% quantile are above the baseline's by more "
         "than this share of them.",
+    )
+    cost_margin: float = Field(
+        1,
+        gt=0,
+        description="Roll a canary back whose answers at the 90% quantile are longer or cost more than the "
+        "baseline's by more than this share of them.",
     )
     min_units: int = Field(20, ge=1, description="Require ratings of this many canary users to promote.")
     max_seconds: float = Field(
@@ -263,6 +279,15 @@ class ReleaseConfig(Settings):
             raise ValueError(
                 f"units only move from champion to canary, so `ramp`, `weight` and the bake's "
                 f"{BAKE_WEIGHT:g} must grow (found {said})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _segments_are_judged_by_rewards(self) -> Self:
+        if self.segments and "reward" not in self.promoting_guards:
+            raise ValueError(
+                "segments are judged by rewards: remove `segments`, or set `feedback` to reward and put it "
+                "into `guards`"
             )
         return self
 

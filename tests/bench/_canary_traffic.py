@@ -1,7 +1,8 @@
 """Simulated users of a canary: who answers them, what they rate, and when the rating arrives."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -14,24 +15,35 @@ DAY, SWING = 1500, 0.1
 POWER = 1.2
 MISSING, LATE = 0.3, 150.0
 ERRORS = 0.01
+# Of the kind `faults`: outcomes and how often, and the spread of the times' logarithms.
+OUTCOMES = {"ok": 0.94, "truncated": 0.03, "invalid": 0.02, "refused": 0.01}
+SPREAD = 0.5
 
 
 @dataclass(frozen=True)
 class Requests:
-    """Requests (N,) in order: user, arm, status, reward; `arrives_N` is when the rating does, NaN: never."""
+    """Requests (N,) in order: user, arm, status, reward; `arrives_N` is when the rating does, NaN: never.
+
+    `details` are outcome, time to the first token and time for each token; None where nobody looked.
+    """
 
     user_N: np.ndarray
     canary_N: np.ndarray
     status_N: np.ndarray
     reward_N: np.ndarray
     arrives_N: np.ndarray
+    details: tuple[Iterable[str], Iterable[float], Iterable[float]] | None = None
+
+    def told(self) -> Iterable[tuple[Any, ...]]:
+        """Return what each answer tells the guards: status, and the details if there are any."""
+        return zip(self.status_N.tolist(), *(self.details or ()), strict=True)
 
 
 def requests(chance: np.random.Generator, count: int, effect: float, kinds: frozenset[str]) -> Requests:
     """Draw `count` requests; the canary's mean reward is the baseline's plus `effect` at every moment.
 
-    `kinds` are of `drift`, `clusters` and `feedback`: rewards with the time of day, users with many requests
-    and tastes of their own, ratings that are missing or late.
+    `kinds` are of `drift`, `clusters`, `feedback` and `faults`: rewards with the time of day, users with many
+    requests and tastes of their own, ratings that are missing or late, outcomes and times for all guards.
     """
     user_N = np.arange(count)
     level_N = np.full(count, LEVEL)
@@ -51,7 +63,12 @@ def requests(chance: np.random.Generator, count: int, effect: float, kinds: froz
         arrives_N = arrives_N + chance.exponential(LATE, count)
         arrives_N[chance.random(count) < MISSING] = np.nan
     status_N = np.where(chance.random(count) < ERRORS, 500, 200)
-    return Requests(user_N, canary_N, status_N, reward_N, arrives_N)
+    details = None
+    if "faults" in kinds:
+        outcomes = chance.choice(list(OUTCOMES), count, p=list(OUTCOMES.values())).tolist()
+        ttft_N, token_N = chance.lognormal(-2, SPREAD, (2, count)).tolist()
+        details = outcomes, ttft_N, token_N
+    return Requests(user_N, canary_N, status_N, reward_N, arrives_N, details)
 
 
 def ratings(traffic: Requests) -> np.ndarray:

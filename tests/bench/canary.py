@@ -2,16 +2,17 @@
 
     graftwork bench canary [--canaries 2000] [--requests 3000] [--effect-canaries 500] [--small 200]
 
-Simulated users, and the code that decides: the judge, with all its guards, and `advance` after every answer
-and every rating. Equal canaries (`aa_false_rollback_rate`), canaries that are worse by exactly the margin
-(`aa_false_promote_rate`), then canaries that are worse by 1 to 30 points, beside a fixed-sample z-test with
-the same looks and ten looks with a Bonferroni correction.
+Simulated users, and the code that decides: the judge with all its guards after every answer and every rating,
+and `advance` whenever a guard finds something (until then it waits). Equal canaries
+(`aa_false_rollback_rate`), canaries that are worse by exactly the margin (`aa_false_promote_rate`), then
+canaries that are worse by 1 to 30 points, beside a fixed-sample z-test with the same looks and ten looks with
+a Bonferroni correction. One core, about ten minutes.
 """
 
 import argparse
-import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import _record as record
@@ -28,7 +29,7 @@ KINDS = {
     "drift": frozenset({"drift"}),
     "clusters": frozenset({"clusters"}),
     "feedback": frozenset({"feedback"}),
-    "all": frozenset({"drift", "clusters", "feedback"}),
+    "all": frozenset({"drift", "clusters", "feedback", "faults"}),
 }
 # Effects in points, the margin that each is judged with, and how many requests a canary has.
 EFFECTS = {1: (0.02, 20_000), 2: (0.02, 20_000), 5: (0.1, 5000), 10: (0.1, 5000), 30: (0.1, 5000)}
@@ -37,10 +38,15 @@ BOUNDS = {
     "aa_false_rollback_rate": record.at_most(ALPHA),
     "aa_false_promote_rate": record.at_most(ALPHA),
 }
+# Canaries between two lines on progress.
+CHUNK = 250
 
 
-def ours(traffic: Requests, alpha: float, margin: float) -> tuple[str, int]:
-    """Return the verdict of the product's own code, and the number of requests before it."""
+def ours(traffic: Requests, alpha: float, margin: float, is_thorough: bool = False) -> tuple[str, int]:
+    """Return the verdict of the product's own code, and the number of requests before it.
+
+    `is_thorough` asks `advance` also while no guard finds anything.
+    """
     settings = ReleaseConfig(alpha=alpha, margin=margin)
     release = Release(
         "r", "p", "new", "old", "canary", WEIGHT, "running", settings.model_dump(), 0.0, 0.0,
@@ -48,14 +54,16 @@ def ours(traffic: Requests, alpha: float, margin: float) -> tuple[str, int]:
     )  # fmt: skip
     route, asked = Route("p", "old", None, "new", WEIGHT), 0
     judge = CanaryJudge(settings, {0: WEIGHT}, is_against_base=False)
-    users, arms = traffic.user_N.tolist(), traffic.canary_N.tolist()
-    statuses, rewards = traffic.status_N.tolist(), traffic.reward_N.tolist()
+    users, rewards = list(map(str, traffic.user_N.tolist())), traffic.reward_N.tolist()
+    arms, told = traffic.canary_N.tolist(), list(traffic.told())
     for number, is_rating in events(traffic):
         if is_rating:
-            judge.rate(0, "k", str(users[number]), arms[number], rewards[number])
+            judge.rate(0, "k", users[number], arms[number], rewards[number])
         else:
             asked = number + 1
-            judge.observe(CanaryAnswer(0, "k", str(users[number]), arms[number], statuses[number]))
+            judge.observe(CanaryAnswer(0, "k", users[number], arms[number], *told[number]))
+        if judge.is_open and not is_thorough:
+            continue
         action = advance(release, Evidence(0.0, route, canary=judge.result()))
         if action.kind != "wait":
             return action.kind, asked
@@ -65,40 +73,75 @@ def ours(traffic: Requests, alpha: float, margin: float) -> tuple[str, int]:
 RULES: dict[str, Rule] = {"ours": ours, "fixed": fixed_sample, "bonferroni": bonferroni}
 
 
-def share(verdicts: Sequence[str], verdict: str) -> float:
-    return verdicts.count(verdict) / len(verdicts)
+@dataclass
+class Verdicts:
+    """What a rule said of some canaries: verdicts, requests before them, and those that the canary had."""
+
+    kinds: list[str] = field(default_factory=list)
+    asked: list[int] = field(default_factory=list)
+    harmed: list[int] = field(default_factory=list)
+
+    def share(self, verdict: str) -> float:
+        """Return the share of a verdict."""
+        return self.kinds.count(verdict) / len(self.kinds)
+
+
+def judged(
+    chance: np.random.Generator, canaries: int, count: int, effect: float, kind: str, margin: float
+) -> dict[str, Verdicts]:
+    """Draw canaries of `count` requests each, let every rule judge them, and print how far it is."""
+    found, began = {rule: Verdicts() for rule in RULES}, time.monotonic()
+    for number in range(1, canaries + 1):
+        traffic = requests(chance, count, effect, KINDS[kind])
+        for rule, judge in RULES.items():
+            verdict, asked = judge(traffic, ALPHA, margin)
+            found[rule].kinds.append(verdict)
+            found[rule].asked.append(asked)
+            found[rule].harmed.append(int(traffic.canary_N[:asked].sum()))
+        if number % CHUNK == 0 or number == canaries:
+            took = time.monotonic() - began
+            print(f"{kind} {100 * effect:+g} points: {number} of {canaries}, {took:.0f} s", flush=True)
+    return found
 
 
 def null_figures(chance: np.random.Generator, canaries: int, count: int) -> Iterator[tuple[str, float]]:
     """Yield the rates of wrong verdicts for each kind of traffic, ours and the other rules'."""
     margin = ReleaseConfig().margin
-    for name, kinds in KINDS.items():
-        for effect, wrong, figure in ((0.0, "rollback", "rollback"), (-margin, "promote", "promote")):
-            drawn = [requests(chance, count, effect, kinds) for _ in range(canaries)]
-            for rule, judge in RULES.items():
-                verdicts = [judge(traffic, ALPHA, margin)[0] for traffic in drawn]
+    for kind in KINDS:
+        for effect, wrong in ((0.0, "rollback"), (-margin, "promote")):
+            for rule, found in judged(chance, canaries, count, effect, kind, margin).items():
                 prefix = "" if rule == "ours" else f"{rule}_"
-                yield f"{prefix}aa_false_{figure}_rate.{name}", share(verdicts, wrong)
+                yield f"{prefix}aa_false_{wrong}_rate.{kind}", found.share(wrong)
                 if rule == "ours":
-                    yield f"aa_undecided.{figure}.{name}", share(verdicts, "hold")
+                    yield f"aa_undecided.{wrong}.{kind}", found.share("hold")
 
 
-def effect_figures(
-    chance: np.random.Generator, canaries: int, small: int, points: Sequence[int]
-) -> Iterator[tuple[str, float]]:
-    """Yield delay, harmed requests and shares of verdicts for canaries that are worse by these points."""
-    for effect in points:
-        margin, count = EFFECTS[effect]
+def effect_figures(chance: np.random.Generator, canaries: int, small: int) -> Iterator[tuple[str, float]]:
+    """Yield delay, harmed requests and shares of verdicts for canaries that are worse by some points."""
+    for effect, (margin, count) in EFFECTS.items():
         number = small if margin < ReleaseConfig().margin else canaries
-        drawn = [requests(chance, count, -effect / 100, KINDS["plain"]) for _ in range(number)]
-        for rule, judge in RULES.items():
-            found = [judge(traffic, ALPHA, margin) for traffic in drawn]
-            harmed = [int(one.canary_N[:asked].sum()) for one, (_, asked) in zip(drawn, found, strict=True)]
-            suffix, verdicts = f"{rule}.{effect}", [verdict for verdict, _ in found]
-            yield f"delay_requests.{suffix}", record.median([asked for _, asked in found])
-            yield f"harmed_requests.{suffix}", record.median(harmed)
+        for rule, found in judged(chance, number, count, -effect / 100, "plain", margin).items():
+            suffix = f"{rule}.{effect}"
+            yield f"delay_requests.{suffix}", record.median(found.asked)
+            yield f"harmed_requests.{suffix}", record.median(found.harmed)
             for verdict in ("promote", "rollback", "hold"):
-                yield f"{verdict}_share.{suffix}", share(verdicts, verdict)
+                yield f"{verdict}_share.{suffix}", found.share(verdict)
+
+
+def ratios(figures: Mapping[str, float]) -> dict[str, float]:
+    """Return our delay over that of the fastest other rule that holds alpha, for each effect."""
+    holding = [
+        rule
+        for rule in RULES
+        if rule != "ours"
+        and all(value <= ALPHA for name, value in figures.items() if name.startswith(f"{rule}_aa_false_"))
+    ]
+    return {
+        f"delay_over_others.{effect}": figures[f"delay_requests.ours.{effect}"]
+        / min(figures[f"delay_requests.{rule}.{effect}"] for rule in holding)
+        for effect in EFFECTS
+        if holding
+    }
 
 
 def draw(figures: Mapping[str, float], path: Path) -> None:
@@ -108,7 +151,7 @@ def draw(figures: Mapping[str, float], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    points = [effect for effect in EFFECTS if f"harmed_requests.ours.{effect}" in figures]
+    points = list(EFFECTS)
     figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     for rule, label in (
         ("ours", "ours"),
@@ -142,12 +185,12 @@ def main() -> None:
     parser.add_argument("--params", type=Path, default=Path("params.yaml"))
     parser.add_argument("--out", type=Path, default=Path(".graftwork/bench"))
     given = parser.parse_args()
-    chance, began, figures = np.random.default_rng(given.seed), time.monotonic(), dict[str, float]()
-    nulls = null_figures(chance, given.canaries, given.requests)
-    effects = effect_figures(chance, given.effect_canaries, given.small, list(EFFECTS))
-    for name, value in itertools.chain(nulls, effects):
+    chance, figures = np.random.default_rng(given.seed), dict[str, float]()
+    for name, value in null_figures(chance, given.canaries, given.requests):
         figures[name] = value
-        print(f"{time.monotonic() - began:7.0f} s  {name} {value:.4g}", flush=True)
+    for name, value in effect_figures(chance, given.effect_canaries, given.small):
+        figures[name] = value
+    figures |= ratios(figures)
     draw(figures, given.out / "canary.png")
     # A rule that never decides would never be wrong.
     correct = figures["rollback_share.ours.30"] > 0.99 and figures["aa_undecided.rollback.plain"] < 0.5

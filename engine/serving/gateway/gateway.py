@@ -37,6 +37,7 @@ from engine.serving.gateway.outcomes import outcome_of, streamed_outcome, wants_
 from engine.serving.gateway.routing import Router, Target
 from engine.serving.residency.load_queue import BACKGROUND, INTERACTIVE
 from engine.serving.residency.residency import Residency
+from engine.settings.params import SEGMENT_NAME
 
 # Looks at the routes; returns who answers, and when the look began (epoch seconds).
 Admit = Callable[[], Awaitable[tuple[Target, float]]]
@@ -100,6 +101,7 @@ class Exchange:
     key: Key
     target: Target
     unit: str | None
+    segment: str | None
     purpose: str
     admitted_at: float
     started: float
@@ -133,6 +135,7 @@ class Exchange:
             "digest": self.target.digest,
             "arm": self.target.arm,
             "unit": self.unit,
+            "segment": self.segment,
             "key": self.key.hash,
             "status": self.status,
             "latency_s": time.perf_counter() - self.started,
@@ -141,6 +144,7 @@ class Exchange:
             "outcome": self.outcome,
             "prompt_tokens": usage.get("prompt_tokens"),
             "completion_tokens": usage.get("completion_tokens"),
+            "pieces": self.pieces or None,
             "route_version": self.target.route_version,
             "gateway": gateway,
             "purpose": self.purpose,
@@ -207,6 +211,7 @@ class Gateway:
             key=key,
             target=target,
             unit=hash_unit(target, str(unit)) if unit else None,
+            segment=segment_of(headers),
             purpose=purpose,
             admitted_at=admitted_at,
             started=started,
@@ -312,6 +317,17 @@ def purpose_of(path: str, headers: dict[str, str], key: Key) -> str:
             403, f"x-graftwork-purpose {purpose!r} requires a key of scope 'score' or 'admin', not 'user'."
         )
     return purpose
+
+
+def segment_of(headers: dict[str, str]) -> str | None:
+    """Return the segment that a request names, or None."""
+    segment = headers.get("x-graftwork-segment")
+    if segment is not None and not SEGMENT_NAME.fullmatch(segment):
+        raise Refused(
+            400,
+            f"x-graftwork-segment must be 1 to 64 letters, digits, '.', '-' or '_', not {segment[:64]!r}.",
+        )
+    return segment
 
 
 def record(state: GatewayState, exchange: Exchange) -> None:

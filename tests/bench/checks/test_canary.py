@@ -17,6 +17,14 @@ def test_the_decision_code_decides_and_is_seldom_wrong(monkeypatch: pytest.Monke
     assert worse.count("rollback") > 0
 
 
+def test_asking_while_no_guard_finds_anything_changes_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = load("canary", monkeypatch)
+    chance = np.random.default_rng(5)
+    for kind, effect in (("plain", -0.3), ("all", 0.0), ("all", -0.2)):
+        traffic = bench.requests(chance, 600, effect, bench.KINDS[kind])
+        assert bench.ours(traffic, 0.2, 0.3) == bench.ours(traffic, 0.2, 0.3, is_thorough=True)
+
+
 def test_a_dead_canary_is_rolled_back_within_a_hundred_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = load("canary", monkeypatch)
     chance = np.random.default_rng(2)

@@ -1,16 +1,16 @@
 """The guards: who counts as one, what each finds, and that no single key decides."""
 
 import math
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from engine.quality.canary import CanaryAnswer, CanaryJudge, FeedbackCounts
-from engine.quality.guards import LARGEST_KEYS, ONE_KEY, WARM_UNITS, GuardResult, key_groups
+from engine.quality.canary import MOST_SEGMENTS, CanaryAnswer, CanaryJudge, FeedbackCounts
+from engine.quality.guards import LARGEST_KEYS, ONE_KEY, WARM_UNITS, Guard, GuardResult
 from engine.settings.params import GUARDS, ReleaseConfig
 
 SETTINGS = ReleaseConfig()
@@ -101,9 +101,17 @@ def test_a_verdict_that_hangs_on_one_key_says_so() -> None:
 
 
 def test_the_largest_keys_are_left_out_singly_and_the_others_together() -> None:
-    groups = key_groups(Counter({f"k{key}": 40 - key for key in range(30)}))
-    assert groups[:LARGEST_KEYS] == [{f"k{key}"} for key in range(LARGEST_KEYS)]
-    assert groups[LARGEST_KEYS:] == [{f"k{key}" for key in range(LARGEST_KEYS, 30)}]
+    """The smaller keys find harm; it counts only where the largest find it as well."""
+    for reward, state in ((0.0, "harm"), (1.0, "open")):
+        judged = judge()
+        for number in range(LARGEST_KEYS):
+            rate(judged, 50, reward, 1.0, key=f"large{number:02}")
+        for number in range(30):
+            rate(judged, 45, 0.0, 1.0, key=f"small{number:02}")
+        found = guard(judged, "reward")
+        assert found.upper <= 0
+        assert found.state == state
+        assert ("the 30 smaller keys alone" in found.note) == (state == "open")
 
 
 def test_ratings_of_an_earlier_step_are_late_and_a_moved_unit_counts_in_its_new_arm() -> None:
@@ -118,7 +126,7 @@ def test_ratings_of_an_earlier_step_are_late_and_a_moved_unit_counts_in_its_new_
 
 def answers(judged: CanaryJudge, count: int, canary: dict[str, Any], baseline: dict[str, Any]) -> None:
     for unit, is_canary in users(count):
-        judged.observe(replace(CanaryAnswer(0, "k", unit, is_canary), **(canary if is_canary else baseline)))
+        judged.observe(CanaryAnswer(0, "k", unit, is_canary, **(canary if is_canary else baseline)))
 
 
 @pytest.mark.parametrize(
@@ -206,11 +214,70 @@ def test_without_feedback_all_other_guards_must_be_clear() -> None:
 def test_the_level_is_split_so_that_all_guards_together_keep_alpha() -> None:
     """The reward's lower side has half of it; each other guard's rule names its share."""
     shares = [found._share for found in judge()._others.values()]
-    assert len(shares) == 6
+    assert len(shares) == 8
     assert sum(shares) == pytest.approx(0.025)
     assert sum(found._share for found in judge(feedback="none")._others.values()) == pytest.approx(0.05)
     ramped = [found._share for name, found in judge(ramp=(0.01,))._others.items() if name == "ttft"]
-    assert ramped == [pytest.approx(0.025 / 6 / 2)]
+    assert ramped == [pytest.approx(0.025 / 8 / 2)]
+
+
+def test_longer_and_costlier_answers_are_harm() -> None:
+    for name in ("length", "cost"):
+        judged, cheap = judge(), judge()
+        for unit, is_canary in users(1500):
+            for one, size in ((judged, 30.0 if is_canary else 10.0), (cheap, 3.0 if is_canary else 10.0)):
+                one.observe(CanaryAnswer(0, "k", unit, is_canary, **{name: size}))
+        assert guard(judged, name).state == "harm"
+        assert guard(judged, name).sentence().startswith(f"{name}: canary / baseline lies between +3.000")
+        assert cheap.is_open
+
+
+def test_against_the_base_a_promotion_does_not_wait_for_times_and_sizes() -> None:
+    judged = judge(is_against_base=True, feedback="none", guards=("errors", "ttft", "cost"))
+    for unit, is_canary in users(1000):
+        judged.observe(CanaryAnswer(0, "k", unit, is_canary, ttft_s=1.0, cost=2.0 if is_canary else 1.0))
+    assert [found.guard for found in judged.result().required] == ["errors"]
+    assert judged.result().is_clear
+
+
+def in_segments(judged: CanaryJudge) -> None:
+    """A canary that is better, but bad for the few who ask in German."""
+    for number, (unit, is_canary) in enumerate(users(4000)):
+        segment = "de" if number % 100 in (3, 5) else None
+        is_good = segment is None if is_canary else number % 7 > 0
+        judged.rate(0, "k", unit, is_canary, float(is_good), segment)
+
+
+def test_a_segment_is_reported_and_rolls_back_where_the_policy_asks() -> None:
+    reporting, judging = judge(), judge(segments=("de", "fr"))
+    in_segments(reporting)
+    in_segments(judging)
+    (found,) = reporting.result().segments
+    assert (found.guard, found.state) == ("reward in de", "harm")
+    assert (found.canary_units, found.baseline_units) == (40, 40)
+    assert reporting.result().harm is None
+    assert [one.guard for one in judging.result().guards[:3]] == ["reward", "reward in de", "reward in fr"]
+    harm = judging.result().harm
+    assert harm is not None
+    assert harm.guard == "reward in de"
+    assert judging.result().segments == ()
+    assert guard(judging, "reward").rule.startswith(f"betting confidence sequence at level {0.05 / 3:g}")
+
+
+def test_a_promotion_does_not_wait_for_a_segment() -> None:
+    judged = judge(segments=("fr",))
+    rate(judged, 1000, 1.0, 1.0)
+    assert judged.result().is_clear
+
+
+def test_many_segments_are_put_together() -> None:
+    judged = judge()
+    for number in range(3 * MOST_SEGMENTS):
+        judged.rate(0, "k", f"u{number}", number % 2 == 0, 1.0, f"s{number}")
+    found = judged.result().segments
+    assert len(found) == MOST_SEGMENTS + 1
+    assert found[-1].guard == "reward in (others)"
+    assert found[-1].canary_units + found[-1].baseline_units == 2 * MOST_SEGMENTS
 
 
 def test_bounds_that_are_not_known_are_none_in_a_row() -> None:
@@ -222,3 +289,51 @@ def test_the_counts_of_feedback_are_a_sentence() -> None:
     assert FeedbackCounts().sentence() == "0 of 0 answers were rated."
     said = FeedbackCounts(200, 50, late=3, foreign=1).sentence()
     assert said == "50 of 200 answers were rated (25%); ignored: 3 late, 1 foreign."
+
+
+values = st.lists(
+    st.tuples(
+        st.sampled_from([0, 0, 0, 0, 0, 0, 0, 0, 1]),
+        st.sampled_from("kkklm"),
+        st.integers(0, 200),
+        st.floats(0, 1) | st.sampled_from([0.0, 1.0]),
+    ),
+    min_size=20,
+    max_size=300,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(values, st.integers(1, 40), st.sampled_from([0.0, 1.0]))
+def test_looking_at_any_moments_gives_what_one_look_from_scratch_gives(
+    drawn: list[tuple[int, str, int, float]], every: int, on_canary: float
+) -> None:
+    """Also where only some keys' values count: the twins equal guards that never saw the other keys."""
+    for name in ("reward", "errors", "ttft"):
+        looked, once = (_found(judge(margin=0.5), name) for _ in range(2))
+        kept: dict[str, Guard] = {key: _found(judge(margin=0.5), name) for key in "klm"}
+        step, keys = 0, set()
+        for number, (more, key, unit, value) in enumerate(drawn):
+            step = min(2, step + more)
+            is_canary = unit % 2 == 0
+            seen = step, key, f"u{unit}", is_canary, on_canary if is_canary else value
+            for one in (looked, once, *(kept[other] for other in "klm" if other != key)):
+                one.add(*seen)
+            keys.add(key)
+            if number % every == 0:
+                looked.judge()
+        assert looked.judge() == once.judge()
+        everyone = {kept[key].found for key in keys} | {once.found}
+        assert once.judge().state == (once.found if len(keys) == 1 or len(everyone) == 1 else "open")
+
+
+def _found(judged: CanaryJudge, name: str) -> Guard:
+    return judged.rewards if name == "reward" else judged._others[name]
+
+
+def test_a_judge_is_open_until_a_guard_finds_something() -> None:
+    judged = judge()
+    for unit, is_canary in users(400):
+        judged.rate(0, "k", unit, is_canary, float(not is_canary))
+        assert judged.is_open == all(found.state == "open" for found in judged.result().guards)
+    assert not judged.is_open

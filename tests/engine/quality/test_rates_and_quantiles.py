@@ -1,14 +1,14 @@
 """Rates and quantiles: false alarms by exact enumeration, agreement with integrals, and detection."""
 
-import itertools
 import math
+from collections.abc import Iterable
 from functools import cache
 
 import numpy as np
 import pytest
 from scipy import integrate, stats
 
-from engine.quality.quantiles import PRIOR, compatible_ranks, quantile_interval
+from engine.quality.quantiles import PRIOR, QuantileSequence, log_mixture
 from engine.quality.rates import RATIOS, log_evidence
 
 
@@ -57,6 +57,19 @@ def test_five_faults_of_the_canary_alone_are_enough() -> None:
     assert log_evidence({}) == pytest.approx(0)
 
 
+def compatible_ranks(n: int, p: float, alpha: float) -> tuple[int, int]:
+    """The least and the most of n observations that may lie below the quantile, by trying all."""
+    inside = [k for k in range(n + 1) if log_mixture(k, n, p) < math.log(1 / alpha)]
+    return inside[0], inside[-1]
+
+
+def bounds(values: Iterable[float], p: float, alpha: float) -> tuple[float, float]:
+    sequence = QuantileSequence(p, alpha)
+    for value in values:
+        sequence.add(value)
+    return sequence.lower, sequence.upper
+
+
 @pytest.mark.parametrize("p", [0.5, 0.9])
 def test_ranks_cover_by_exact_enumeration(p: float) -> None:
     """Walk all counts below the quantile; add the probability of ever leaving the compatible ranks."""
@@ -76,7 +89,7 @@ def test_ranks_cover_by_exact_enumeration(p: float) -> None:
 
 
 def test_the_mixture_is_the_integral_over_a_beta_distribution() -> None:
-    n, p, alpha = 40, 0.9, 0.05
+    n, p = 40, 0.9
 
     def evidence(k: int) -> float:
         prior = stats.beta(PRIOR * p, PRIOR * (1 - p))
@@ -84,23 +97,30 @@ def test_the_mixture_is_the_integral_over_a_beta_distribution() -> None:
             p**k * (1 - p) ** (n - k)
         )
 
-    inside = [k for k in range(n + 1) if evidence(k) < 1 / alpha]
-    assert compatible_ranks(n, p, alpha) == (inside[0], inside[-1])
+    for k in range(n + 1):
+        assert log_mixture(k, n, p) == pytest.approx(math.log(evidence(k)))
 
 
-def test_bounds_of_a_quantile_are_observations_at_these_ranks() -> None:
-    values_N = np.random.default_rng(1).permutation(np.arange(1.0, 201.0))
-    least, most = compatible_ranks(200, 0.9, 0.05)
-    assert quantile_interval(values_N, 0.9, 0.05) == (least, most + 1)
-    assert quantile_interval(values_N[:3], 0.9, 0.05)[1] == math.inf
-    assert quantile_interval(np.array([]), 0.9, 0.05) == (0.0, math.inf)
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("alpha", [0.3, 0.05, 0.002])
+def test_bounds_are_the_observations_at_the_compatible_ranks_after_each_value(p: float, alpha: float) -> None:
+    values_N = np.random.default_rng(1).permutation(np.arange(1.0, 301.0)).tolist()
+    sequence = QuantileSequence(p, alpha)
+    for n, value in enumerate(values_N, start=1):
+        sequence.add(value)
+        least, most = compatible_ranks(n, p, alpha)
+        ordered = sorted(values_N[:n])
+        assert sequence.lower == (ordered[least - 1] if least else 0.0)
+        assert sequence.upper == (ordered[most] if most < n else math.inf)
+    assert bounds([], p, alpha) == (0.0, math.inf)
 
 
 def test_the_interval_of_a_heavy_tail_covers_its_quantile() -> None:
     chance, truth, missed = np.random.default_rng(2), stats.lomax(1.5).ppf(0.9), 0
     for _ in range(200):
-        values_N = stats.lomax(1.5).rvs(300, random_state=chance)
-        looks = itertools.islice(itertools.count(20, 20), 14)
-        bounds = [quantile_interval(values_N[:n], 0.9, 0.1) for n in looks]
-        missed += not all(low <= truth <= high for low, high in bounds)
+        sequence, is_missed = QuantileSequence(0.9, 0.1), False
+        for value in stats.lomax(1.5).rvs(300, random_state=chance):
+            sequence.add(value)
+            is_missed |= not sequence.lower <= truth <= sequence.upper
+        missed += is_missed
     assert missed / 200 <= 0.1

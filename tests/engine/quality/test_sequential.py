@@ -10,14 +10,15 @@ from hypothesis import strategies as st
 
 from engine.quality.sequential import (
     AHEAD,
+    CHUNK,
     TRUNCATION,
     CanaryComparison,
     MeanSequence,
     Pairing,
     Unit,
     group_sizes,
+    least_pairs,
     log_growth,
-    plug_in_bet,
 )
 
 ALPHA = 0.05
@@ -31,8 +32,14 @@ def first_crossings(x_SN: np.ndarray, m: float, alpha: float) -> tuple[np.ndarra
     n_N = np.arange(1, x_SN.shape[1] + 1)
     mean_SN = (0.5 + x_SN.cumsum(1)) / (n_N + 1)
     variance_SN = (0.25 + ((x_SN - mean_SN) ** 2).cumsum(1)) / (n_N + 1)
-    before_SN = np.hstack([np.full((len(x_SN), 1), 0.25), variance_SN[:, :-1]])
-    growth = log_growth(x_SN, m, plug_in_bet(before_SN, n_N, alpha))
+    first_S1 = np.ones((len(x_SN), 1))
+    mean_SN = np.hstack([0.5 * first_S1, mean_SN[:, :-1]])
+    variance_SN = np.hstack([0.25 * first_S1, variance_SN[:, :-1]])
+    plug_in_SN = np.sqrt(2 * math.log(2 / alpha) / (variance_SN * n_N * np.log1p(n_N)))
+    up_SN, down_SN = (
+        np.maximum(plug_in_SN, gain_SN / (variance_SN + gain_SN**2)) for gain_SN in (mean_SN - m, m - mean_SN)
+    )
+    growth = log_growth(x_SN, m, up_SN, down_SN)
     hits = [(part.cumsum(1) >= math.log(2 / alpha)) for part in growth]
     above, below = (np.where(hit.any(1), hit.argmax(1) + 1.0, np.inf) for hit in hits)
     return above, below
@@ -96,9 +103,12 @@ def _rejects(stream: tuple[float, ...], m: float, alpha: float) -> bool:
     above = below = 0.5
     total, squares = 0.5, 0.25
     for n, x in enumerate(stream, start=1):
-        bet = math.sqrt(2 * math.log(2 / alpha) / (squares / n * n * math.log(1 + n)))
-        above *= 1 + min(bet, TRUNCATION / m) * (x - m)
-        below *= 1 - min(bet, TRUNCATION / (1 - m)) * (x - m)
+        mean, variance = total / n, squares / n
+        plug_in = math.sqrt(2 * math.log(2 / alpha) / (variance * n * math.log(1 + n)))
+        up = max(plug_in, (mean - m) / (variance + (mean - m) ** 2))
+        down = max(plug_in, (m - mean) / (variance + (m - mean) ** 2))
+        above *= 1 + min(up, TRUNCATION / m) * (x - m)
+        below *= 1 - min(down, TRUNCATION / (1 - m)) * (x - m)
         if max(above, below) >= 1 / alpha:
             return True
         total += x
@@ -111,27 +121,52 @@ def test_the_sequence_agrees_with_the_vectorised_route(canary: float, baseline: 
     x_SN = differences(np.random.default_rng(4), canary, baseline, (5, 300))
     above, below = first_crossings(x_SN, 0.5, ALPHA)
     for x_N, up, down in zip(x_SN, above, below, strict=True):
-        sequence = MeanSequence(ALPHA)
+        sequence = MeanSequence(ALPHA, 0.5, 0.5)
         crossed = [math.inf, math.inf]
         for n, x in enumerate(x_N, start=1):
-            sequence.update(np.array([x]))
-            crossed[0] = min(crossed[0], n if sequence.lower >= 0.5 else math.inf)
-            crossed[1] = min(crossed[1], n if sequence.upper <= 0.5 else math.inf)
+            sequence.add(float(x))
+            assert (sequence.is_above, sequence.is_below) == (sequence.lower >= 0.5, sequence.upper <= 0.5)
+            crossed[0] = min(crossed[0], n if sequence.is_above else math.inf)
+            crossed[1] = min(crossed[1], n if sequence.is_below else math.inf)
         assert crossed == [up, down]
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.floats(0, 1), max_size=60), st.integers(1, 60))
-def test_pieces_of_any_size_give_the_same_interval_and_it_only_shrinks(stream: list[float], cut: int) -> None:
-    whole, pieces = MeanSequence(ALPHA), MeanSequence(ALPHA)
-    whole.update(np.array(stream))
+def test_the_interval_is_the_same_whenever_it_is_asked_for_and_only_shrinks(
+    stream: list[float], every: int
+) -> None:
+    whole, asked = MeanSequence(ALPHA, 0.3, 0.6), MeanSequence(ALPHA, 0.3, 0.6)
+    whole.update(stream)
     lower, upper = 0.0, 1.0
-    for start in range(0, len(stream), cut):
-        pieces.update(np.array(stream[start : start + cut]))
-        assert lower <= pieces.lower
-        assert pieces.upper <= upper
-        lower, upper = pieces.lower, pieces.upper
-    assert (pieces.lower, pieces.upper, pieces.n) == (whole.lower, whole.upper, whole.n)
+    for n, x in enumerate(stream, start=1):
+        asked.add(x)
+        if n % every == 0:
+            assert lower <= asked.lower
+            assert asked.upper <= upper
+            lower, upper = asked.lower, asked.upper
+    assert (asked.lower, asked.upper, asked.n) == (whole.lower, whole.upper, whole.n)
+
+
+def test_a_stream_of_many_chunks_gives_the_same_interval() -> None:
+    x_N = np.random.default_rng(8).random(3 * CHUNK + 7)
+    whole, asked = MeanSequence(ALPHA), MeanSequence(ALPHA)
+    whole.update(x_N)
+    for x in x_N:
+        asked.add(x)
+        _ = asked.lower
+    assert (asked.lower, asked.upper) == (whole.lower, whole.upper)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.floats(-1, 1), max_size=200), st.floats(0, 1), st.floats(-0.2, 0.4))
+def test_the_limits_and_the_interval_agree(stream: list[float], margin: float, below: float) -> None:
+    """No candidate beyond a limit is rejected before the limit is: the bets are the same for all."""
+    sequence = MeanSequence(ALPHA, (1 - margin) / 2, (1 + below) / 2)
+    for x in stream:
+        sequence.add((x + 1) / 2)
+        assert sequence.is_above == (sequence.lower >= (1 - margin) / 2)
+        assert sequence.is_below == (sequence.upper <= (1 + below) / 2)
 
 
 def test_the_interval_closes_in_on_the_mean() -> None:
@@ -156,12 +191,12 @@ def pairs_until(canary: float, baseline: float, verdict: str) -> list[int]:
     chance = np.random.default_rng(6)
     found = []
     for _ in range(60):
-        comparison = CanaryComparison({0: 0.2}, alpha=ALPHA, margin=0.1)
+        comparison = CanaryComparison({0: 0.2}, ALPHA, above=-0.1, below=0.0)
         canary_N = (chance.random(400) < canary).astype(float)
         baseline_N = (chance.random(1600) < baseline).astype(float)
         for unit in mixed(canary_N, baseline_N):
-            comparison.update([unit])
-            if comparison.upper <= 0 if verdict == "rollback" else comparison.lower >= -0.1:
+            comparison.add(unit)
+            if comparison.is_below if verdict == "rollback" else comparison.is_above:
                 found.append(comparison.pairs)
                 break
     assert len(found) >= 55
@@ -189,11 +224,12 @@ def test_pairing_follows_the_weight() -> None:
 
 
 def test_only_whole_pairs_count_and_each_once() -> None:
-    comparison = CanaryComparison({0: 0.2}, ALPHA, 0.1)
-    comparison.update(mixed(np.array([1.0, 0.0, 1.0]), np.ones(11)))
+    comparison = CanaryComparison({0: 0.2}, ALPHA, above=-0.1, below=0.0)
+    for unit in mixed(np.array([1.0, 0.0, 1.0]), np.ones(11)):
+        comparison.add(unit)
     assert comparison.pairs == 2
-    by_hand = MeanSequence(ALPHA, also=(0.45, 0.5, 0.55))
-    by_hand.update(np.array([0.5, 0.0]))
+    by_hand = MeanSequence(ALPHA, 0.45, 0.5)
+    by_hand.update([0.5, 0.0])
     bounds = 2 * by_hand.lower - 1, 2 * by_hand.upper - 1
     assert (comparison.lower, comparison.upper) == pytest.approx(bounds)
 
@@ -223,43 +259,32 @@ def test_units_of_two_steps_are_never_compared() -> None:
 def test_the_capital_multiplies_over_steps() -> None:
     """Two steps of five pairs each show what neither shows alone."""
     arms = [unit for step in (1, 2) for _ in range(5) for unit in _pair(step)]
-    comparison = CanaryComparison({1: 0.5, 2: 0.5}, ALPHA, 0.1)
-    comparison.update(arms[:10])
-    assert comparison.upper > 0
-    comparison.update(arms[10:])
-    assert comparison.upper <= 0
+    comparison = CanaryComparison({1: 0.5, 2: 0.5}, ALPHA, above=-0.1, below=0.0)
+    for unit in arms[:10]:
+        comparison.add(unit)
+    assert not comparison.is_below
+    for unit in arms[10:]:
+        comparison.add(unit)
+    assert comparison.is_below
 
 
 def _pair(step: int) -> tuple[Unit, Unit]:
     return Unit(step, "k", True, 0.0), Unit(step, "k", False, 1.0)
 
 
-def test_the_limits_alone_give_the_same_verdicts() -> None:
-    chance = np.random.default_rng(7)
-    for canary in (0.2, 0.8, 0.95):
-        full = CanaryComparison({0: 0.5}, ALPHA, 0.1)
-        limits = CanaryComparison({0: 0.5}, ALPHA, 0.1, only_limits=True)
-        for _ in range(300):
-            pair = Unit(0, "k", True, chance.random() < canary), Unit(0, "k", False, chance.random() < 0.8)
-            full.update(pair)
-            limits.update(pair)
-            assert (full.upper <= 0, full.lower >= -0.1, full.upper <= 0.1) == (
-                limits.upper <= 0,
-                limits.lower >= -0.1,
-                limits.upper <= 0.1,
-            )
+@pytest.mark.parametrize("margin", [0.02, 0.05, 0.1, 0.3, 0.7, 1.0])
+def test_arms_that_never_differ_are_cleared_after_the_least_pairs(margin: float) -> None:
+    sequence = MeanSequence(ALPHA, above=(1 - margin) / 2)
+    while not sequence.is_above:
+        sequence.add(0.5)
+    assert sequence.n == least_pairs(ALPHA, margin)
 
 
-@pytest.mark.parametrize("margin", [0.02, 0.05, 0.1, 0.3, 0.7])
-def test_a_limit_that_is_met_exactly_is_met(margin: float) -> None:
-    for canary, baseline, bound in ((1.0, 0.0, "lower"), (0.0, 1.0, "upper")):
-        comparison = CanaryComparison({0: 0.5}, ALPHA, margin, only_limits=True)
-        for _ in range(100):
-            comparison.update([Unit(0, "k", True, canary), Unit(0, "k", False, baseline)])
-        assert getattr(comparison, bound) == (margin if bound == "lower" else -margin)
+def test_a_margin_of_nothing_is_never_met() -> None:
+    assert least_pairs(ALPHA, 0.0) == least_pairs(ALPHA, 1e-9) == math.inf
 
 
 @pytest.mark.parametrize("value", [-0.01, 1.01, math.nan])
 def test_values_outside_zero_and_one_are_refused(value: float) -> None:
     with pytest.raises(ValueError, match="lie in"):
-        MeanSequence(ALPHA).update(np.array([0.5, value]))
+        MeanSequence(ALPHA).update([0.5, value])

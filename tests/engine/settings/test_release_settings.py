@@ -35,3 +35,14 @@ def test_a_fault_of_a_policys_settings_names_policy_and_setting() -> None:
     said = explain(refused.value, Params)
     assert "'sorting'" in said
     assert "marjin" in said
+
+
+@pytest.mark.parametrize("more", [{"feedback": "none"}, {"guards": ("errors",)}])
+def test_segments_without_rewards_are_refused(more: dict) -> None:
+    with pytest.raises(ValidationError, match="segments are judged by rewards"):
+        ReleaseConfig(segments=("de",), **more)
+
+
+def test_a_segment_is_a_word() -> None:
+    with pytest.raises(ValidationError):
+        ReleaseConfig(segments=("two words",))

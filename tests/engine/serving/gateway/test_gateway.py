@@ -155,6 +155,13 @@ async def test_the_session_header_is_a_unit_and_nobody_is_none(world):
     assert units[2] is None
 
 
+async def test_the_segment_is_observed(world):
+    async with world.client() as client:
+        await client.post("/v1/completions", json={"model": "sums"}, headers={"x-graftwork-segment": "de-CH"})
+        await client.post("/v1/completions", json={"model": "sums"})
+    assert [fields["segment"] for _, fields in world.events.rows] == ["de-CH", None]
+
+
 @pytest.mark.parametrize(
     ("scope", "path", "body", "headers", "status", "sentence"),
     [
@@ -165,6 +172,7 @@ async def test_the_session_header_is_a_unit_and_nobody_is_none(world):
         ("user", "/v1/completions", {"model": "sums"}, {"x-graftwork-purpose": "score"}, 403, "not 'user'"),
         ("user", "/graftwork/rollouts", {"model": "sums"}, {}, 403, "scope 'score' or 'admin'"),
         ("score", "/v1/completions", {"model": "sums"}, {"x-graftwork-purpose": "fun"}, 400, "not 'fun'"),
+        ("user", "/v1/completions", {"model": "sums"}, {"x-graftwork-segment": "a b"}, 400, "not 'a b'"),
         ("admin", "/v1/load_lora_adapter", {}, {}, 404, "not served"),
     ],
 )

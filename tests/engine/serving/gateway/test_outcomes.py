@@ -57,7 +57,7 @@ def test_who_asks_for_json(wanted: Any, is_json: bool) -> None:
 
 def exchange() -> Exchange:
     key = Key("hash", "me", "user", 0.0)
-    return Exchange("id", key, Target("sums", None, "base"), "u", "user", 0.0, started=0.0)
+    return Exchange("id", key, Target("sums", None, "base"), "u", None, "user", 0.0, started=0.0)
 
 
 def test_a_stream_is_timed_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +67,7 @@ def test_a_stream_is_timed_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> No
         seen.take(body, is_whole=False, is_json=False)
     row = seen.observation("here")
     assert (row["ttft_s"], row["token_s"], row["outcome"]) == (1.0, 0.75, "truncated")
-    assert row["completion_tokens"] is None
+    assert (row["completion_tokens"], row["pieces"]) == (None, 3)
 
 
 def test_a_whole_answer_has_its_tokens_and_no_time_of_a_piece() -> None:
@@ -75,3 +75,4 @@ def test_a_whole_answer_has_its_tokens_and_no_time_of_a_piece() -> None:
     seen.take(b'{"choices":[{"text":"4"}],"usage":{"completion_tokens":1}}', is_whole=True, is_json=False)
     row = seen.observation("here")
     assert (row["completion_tokens"], row["token_s"], row["outcome"]) == (1, None, "ok")
+    assert row["pieces"] is None

@@ -1,0 +1,75 @@
+"""A canary's evidence as read from the ledger: segments, sizes, and rows of before these were recorded."""
+
+from pathlib import Path
+
+import duckdb
+import pytest
+from rows import NEW, OLD
+
+from engine.catalog.records import Release
+from engine.ledger.canaries import CanaryReader
+from engine.ledger.ledger import MIGRATIONS, Ledger, Spool
+from engine.quality.canary import CanaryResult
+from engine.settings.params import ReleaseConfig
+
+RELEASE = Release(
+    "r", "sorting", NEW, OLD, "canary", 0.2, "running", ReleaseConfig().model_dump(mode="json"), 0.0, 0.0,
+    canary_started_at=0.0, canary_version=1, ramp=[[1, 0.2]],
+)  # fmt: skip
+BEFORE_SEGMENTS = 10
+
+
+def answer(spool: Spool, number: int, **more: object) -> None:
+    """Spool one user's answer and rating; every fifth user is the canary's."""
+    is_canary = number % 5 == 0
+    fields = {"digest": NEW, "arm": "canary"} if is_canary else {"digest": OLD, "arm": "champion"}
+    spool.emit(
+        "observations", id=f"q{number}", at=float(number), policy="sorting", unit=f"u{number}", key="k",
+        purpose="user", route_version=1, status=200, latency_s=1.0, **fields, **more,
+    )  # fmt: skip
+    spool.emit("feedback", request_id=f"q{number}", reward=1.0, key="k", at=float(number))
+
+
+def judged(ledger: Ledger, spool: Spool) -> CanaryResult:
+    spool.rotate()
+    ledger.ingest(spool.root)
+    return CanaryReader(RELEASE).read(ledger.connection, RELEASE)
+
+
+@pytest.fixture
+def spool(tmp_path: Path) -> Spool:
+    return Spool(tmp_path / "spool", "gateway")
+
+
+def test_segments_lengths_and_costs_reach_the_guards(tmp_path: Path, spool: Spool) -> None:
+    for number in range(200):
+        of_stream = {"pieces": 30 if number % 5 == 0 else 10} if number % 2 else {"completion_tokens": 10}
+        answer(spool, number, segment="de" if number % 4 == 0 else None, **of_stream)
+    result = judged(Ledger(tmp_path / "ledger.duckdb"), spool)
+    (segment,) = result.segments
+    assert (segment.guard, segment.canary_units, segment.baseline_units) == ("reward in de", 10, 40)
+    units = {guard.guard: (guard.canary_units, guard.baseline_units) for guard in result.guards}
+    assert units["length"] == units["cost"] == units["reward"] == (40, 160)
+
+
+def test_answers_of_an_older_ledger_are_judged_beside_new_ones(tmp_path: Path, spool: Spool) -> None:
+    path = tmp_path / "old.duckdb"
+    with duckdb.connect(str(path)) as old:
+        old.execute('CREATE TABLE migrations (version INTEGER PRIMARY KEY, "at" DOUBLE)')
+        for number, file in enumerate(sorted(MIGRATIONS.glob("*.sql"))[:BEFORE_SEGMENTS], start=1):
+            old.execute(file.read_text())
+            old.execute("INSERT INTO migrations VALUES (?, 0)", [number])
+        old.execute(
+            """INSERT INTO observations (id, "at", policy, digest, arm, unit, key, status, latency_s, purpose,
+                route_version) VALUES ('q', 0, 'sorting', ?, 'canary', 'u', 'k', 200, 1.5, 'user', 1)""",
+            [NEW],
+        )
+        old.execute(
+            """INSERT INTO feedback (id, "at", request_id, reward, key) VALUES ('f', 0, 'q', 0.5, 'k')"""
+        )
+    for number in range(1, 5):
+        answer(spool, number, segment="de", completion_tokens=3)
+    result = judged(Ledger(path), spool)
+    assert (result.canary_units, result.baseline_units, result.canary_reward) == (1, 4, 0.5)
+    units = {guard.guard: (guard.canary_units, guard.baseline_units) for guard in result.guards}
+    assert (units["cost"], units["length"]) == ((1, 4), (0, 4))
