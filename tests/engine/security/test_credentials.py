@@ -1,11 +1,15 @@
 """Each service has a secret of its own that its user alone may read."""
 
+import json
 import os
 import stat
+import subprocess
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from own_ports import own_ports
+from typer.testing import CliRunner
 
 from engine.errors import NotRunning
 from engine.security.credentials import LOGIN_VARIABLES, NAMES, create_credentials, known_credential, logins
@@ -13,6 +17,8 @@ from engine.services.lifecycle import environment
 from engine.services.own_environments import own_environments
 from engine.services.supervisor import Supervisor
 from engine.settings.params import Params
+from flows.cli import app
+from flows.entry import enter
 from tasks.logins import web_logins
 
 
@@ -80,3 +86,36 @@ def test_the_supervisors_file_keeps_the_secrets(params: Params) -> None:
     text = supervisor._config_text({"a": ("-c", "pass")}, {"a": {"WORD": "gw%x"}})
     assert 'environment=WORD="gw%%x"' in text
     assert "umask=077" in text
+
+
+@pytest.fixture
+def file(params: Params) -> Path:
+    create_credentials(params.paths)
+    path = params.state_dir / "settings.json"
+    path.write_text(params.to_json())
+    return path
+
+
+def test_a_person_reads_what_each_page_asks_for(params: Params, file: Path) -> None:
+    found = json.loads(CliRunner().invoke(app, ["login", "--json", "--params", str(file)]).output)
+    secret = {name: known_credential(params.paths, name) for name in NAMES}
+    assert [(one["service"], one["address"], one["user"], one["password"]) for one in found] == [
+        ("prefect", params.url("prefect"), "", f"graftwork:{secret['prefect']}"),
+        ("mlflow", params.url("mlflow"), "graftwork", secret["mlflow"]),
+        ("controller", params.url("controller"), "graftwork", secret["controller"]),
+    ]
+
+
+def test_a_shell_gets_the_logins_as_variables(params: Params, file: Path) -> None:
+    script = CliRunner().invoke(app, ["login", "--shell", "--params", str(file)]).output
+    said = subprocess.run(["sh", "-c", f"{script}env"], capture_output=True, text=True, check=True).stdout
+    wanted = logins(params.paths) | {"MLFLOW_TRACKING_URI": params.url("mlflow")}
+    assert {f"{name}={value}" for name, value in wanted.items()} <= set(said.splitlines())
+
+
+@mock.patch.dict(os.environ, {"MLFLOW_TRACKING_USERNAME": "me", "MLFLOW_TRACKING_PASSWORD": "mine"})
+def test_another_registry_is_not_sent_our_password(params: Params, file: Path) -> None:
+    enter(file, registry="https://mlflow.example.org")
+    assert (os.environ["MLFLOW_TRACKING_USERNAME"], os.environ["MLFLOW_TRACKING_PASSWORD"]) == ("me", "mine")
+    enter(file, registry=f"{params.url('mlflow')}/")
+    assert os.environ["MLFLOW_TRACKING_PASSWORD"] == known_credential(params.paths, "mlflow")
