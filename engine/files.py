@@ -36,20 +36,22 @@ def replacing(path: Path, durable: bool = False) -> Iterator[Path]:
         sync(path.parent)
 
 
-def write_whole(path: Path, content: str | bytes, durable: bool = False) -> None:
-    """Replace `path` atomically by a file with this content, as `replacing` does."""
+def write_whole(path: Path, content: str | bytes, durable: bool = False, mode: int = 0o666) -> None:
+    """Replace `path` atomically by a file with this content and mode, as `replacing` does."""
     with replacing(path, durable) as draft:
+        draft.touch(mode)
         draft.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-def write_once(path: Path, text: str) -> str:
-    """Create a small file unless it exists; return its content: of two concurrent writers one wins.
+def write_once(path: Path, text: str, mode: int = 0o666) -> str:
+    """Create a small file of this mode unless it exists; return its content: of two writers one wins.
 
     Raises `OSError`, also for an empty file.
     """
     if not path.is_file():
         draft = path.with_name(f".{uuid.uuid4().hex}")
         try:
+            draft.touch(mode)
             draft.write_text(text)
             sync(draft)
             # The loser of a race reads what the winner wrote.
@@ -70,6 +72,6 @@ def _link(draft: Path, path: Path) -> None:
         raise
     except OSError:
         # A file system without hard links: who creates the file is the winner, though it is empty at first.
-        with path.open("x") as file:
-            file.write(draft.read_text())
+        path.touch(draft.stat().st_mode & 0o777, exist_ok=False)
+        path.write_text(draft.read_text())
         sync(path)

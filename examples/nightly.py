@@ -1,6 +1,6 @@
 """Train a policy every night when it is due: schedule it, then ask Prefect for the next runs.
 
-    export PREFECT_API_URL=http://127.0.0.1:8464/api
+    eval "$(graftwork login --shell)"
     python examples/nightly.py
 
 `nightly.cron` and `nightly.timezone` in params.yaml set the time; `graftwork up` installs a change. A policy

@@ -17,6 +17,7 @@ from prefect import flow
 
 from engine.errors import ServiceError
 from engine.settings.forms import AdaptForm, ReleaseForm
+from engine.settings.own_functions import refuse_unlisted
 from engine.settings.params import Params
 from engine.threads import background, in_parallel
 from flows.adapt import adapt
@@ -140,6 +141,7 @@ async def come_in(
     waiting, crowd = asyncio.Semaphore(PATIENT), []
     url = f"{params.url('engine')}/v1"
     asking = AsyncOpenAI(base_url=url, api_key=local_key(params), max_retries=8)
+    refuse_unlisted("verifier", config.verifier, params.python_modules)
     with Verifier(config) as verifier:
         async with asking as client:
             following = time.monotonic()

@@ -129,6 +129,7 @@ def print_addresses(params: Params) -> None:
     """Print the URLs of the web pages."""
     for name, what in (("prefect", "flow runs"), ("mlflow", "registry"), ("controller", "releases")):
         console.print(f"  {name:<12}{params.url(name)}  ({what})")
+    console.print("`graftwork login` prints their users and passwords.")
 
 
 def print_status(states: Sequence[Any]) -> None:

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from engine.base.recipes import RECIPES, TRAINABLE
 from engine.errors import ConfigError
+from engine.security.credentials import LOGIN_VARIABLES, create_credentials
 from engine.services import lifecycle as services
 from engine.services.lifecycle import PARAMS_VARIABLE, environment
 from engine.settings.forms import Form
@@ -52,15 +53,24 @@ def prefer_equal_bits() -> None:
     os.environ.setdefault(VARIABLE, VALUE)
 
 
-def enter(params: Path, base: str | None = None) -> Params:
+def enter(
+    params: Path, base: str | None = None, starting: bool = False, registry: str | None = None
+) -> Params:
     """Read the settings and set this process's environment, before anything heavy is imported.
 
-    `base` replaces the settings' base (see `on_base`).
+    `base` replaces the settings' base (see `on_base`). A command that is `starting` the services creates
+    their credentials first. Another MLflow server, `registry`, is not sent this installation's password:
+    the user's own MLFLOW_TRACKING_* variables stay.
     """
     settings = load_params(params)
     if base:
         settings = on_base(settings, base)
-    os.environ.update(environment(settings))
+    if starting:
+        create_credentials(settings.paths)
+    variables = environment(settings)
+    if registry and registry.rstrip("/") != settings.url("mlflow"):
+        variables = {name: value for name, value in variables.items() if name not in LOGIN_VARIABLES}
+    os.environ.update(variables)
     return settings
 
 

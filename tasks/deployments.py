@@ -3,7 +3,6 @@
 Idempotent: everything is found by its name and replaced.
 """
 
-import contextlib
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from engine.errors import ServiceError
+from engine.security.credentials import known_credential
 from engine.settings.params import Params
 
 if TYPE_CHECKING:
@@ -30,6 +30,16 @@ NOTICE = (
     '{"text": {{ (event.event ~ ": " ~ event.payload.revision ~ " " ~ event.payload.reason) | tojson }}, '
     '"link": {{ event.payload.link | tojson }}}'
 )
+# A run takes no command, environment or folder from its caller. The folder is the checkout, where the entry
+# points are. By default it would be a temporary directory of the run: the first process of a suspended run
+# removes that when it ends, and the resumed one may run in it already.
+JOB_TEMPLATE: dict[str, Any] = {
+    "job_configuration": {
+        "command": None, "env": {}, "labels": {}, "name": None, "stream_output": True,
+        "working_dir": str(ROOT),
+    },
+    "variables": {"type": "object", "properties": {}, "additionalProperties": False},
+}  # fmt: skip
 # A run counts as dead after three missed heartbeats (engine/services/lifecycle.py).
 SILENCE_S = 100
 ENDS = ("Completed", "Failed", "Cancelled", "Crashed", "Suspended")
@@ -47,7 +57,7 @@ def install(params: Params) -> int:
     try:
         with get_client(sync_client=True) as client:
             _install_pool(client, params.prefect.work_pool)
-            names = [_deploy(params, wanted) for wanted in read_deployments()]
+            names = [_deploy(client, params, wanted) for wanted in read_deployments()]
             for automation in (_notification(params), _dead_runs()):
                 _replace(client, automation)
     except (httpx.HTTPError, PrefectHTTPStatusError) as error:
@@ -64,17 +74,18 @@ def read_deployments(root: Path = ROOT) -> list[dict[str, Any]]:
 
 
 def _install_pool(client: "SyncPrefectClient", name: str) -> None:
-    from prefect.client.schemas.actions import WorkPoolCreate
+    """Create the work pool, or give it the fixed template."""
+    from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
     from prefect.exceptions import ObjectAlreadyExists
-    from prefect.workers.process import ProcessWorker
 
-    template = ProcessWorker.get_default_base_job_template()
-    pool = WorkPoolCreate(name=name, type="process", base_job_template=template)
-    with contextlib.suppress(ObjectAlreadyExists):
-        client.create_work_pool(pool)
+    try:
+        client.create_work_pool(WorkPoolCreate(name=name, type="process", base_job_template=JOB_TEMPLATE))
+    except ObjectAlreadyExists:
+        client.update_work_pool(name, WorkPoolUpdate(base_job_template=JOB_TEMPLATE))
 
 
-def _deploy(params: Params, wanted: dict[str, Any]) -> str:
+def _deploy(client: "SyncPrefectClient", params: Params, wanted: dict[str, Any]) -> str:
+    from prefect.client.schemas.actions import DeploymentUpdate
     from prefect.client.schemas.objects import ConcurrencyLimitConfig
     from prefect.deployments.runner import RunnerDeployment
     from prefect.runner.storage import LocalStorage
@@ -93,14 +104,14 @@ def _deploy(params: Params, wanted: dict[str, Any]) -> str:
         schedule=Cron(params.nightly.cron, timezone=params.nightly.timezone) if nightly else None,
         work_pool_name=params.prefect.work_pool,
         work_queue_name=wanted["work_pool"]["work_queue_name"],
-        # Not the default, a temporary directory of the run: the first process of a suspended run removes
-        # that directory when it ends, and the resumed one may be running in it already.
-        job_variables={"working_dir": str(ROOT)},
     )
     # The worker's process runs in the checkout, where the entry points are.
     deployment.entrypoint = wanted["entrypoint"]
     deployment.storage = LocalStorage(str(ROOT))
-    deployment.apply(work_pool_name=params.prefect.work_pool)
+    id = deployment.apply(work_pool_name=params.prefect.work_pool)
+    if client.read_deployment(id).job_variables:
+        # An earlier version's, or a person's: the pool's template takes none, and Prefect would refuse a run.
+        client.update_deployment(id, DeploymentUpdate(job_variables={}))
     return wanted["name"]
 
 
@@ -108,10 +119,11 @@ def _notification(params: Params) -> "AutomationCore":
     from prefect.automations import AutomationCore, CallWebhook, EventTrigger, Posture
     from prefect.blocks.webhook import Webhook
 
-    url = params.prefect.notify_url or f"{params.url('controller')}/notices/inbox"
-    block = Webhook.model_validate({"url": url, "headers": {"content-type": "application/json"}}).save(
-        "graftwork-notices", overwrite=True
-    )
+    url, headers = params.prefect.notify_url, {"content-type": "application/json"}
+    if url is None:
+        url = f"{params.url('controller')}/notices/inbox"
+        headers["authorization"] = f"Bearer {known_credential(params.paths, 'controller')}"
+    block = Webhook.model_validate({"url": url, "headers": headers}).save("graftwork-notices", overwrite=True)
     return AutomationCore(
         name="graftwork: tell people",
         description="Posts bad news to `prefect.notify_url`, by default to the controller.",

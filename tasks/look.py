@@ -16,6 +16,7 @@ from engine.ledger.ledger import open_ledger
 from engine.report.data import PolicyRow, RevisionRow, SuiteScore
 from engine.report.overview import overview
 from engine.report.why import Chain, Link, moment, why
+from engine.security.credentials import known_credential
 from engine.settings.params import Params, served_name
 from tasks.outcome import age
 
@@ -57,9 +58,10 @@ def standing(params: Params) -> dict[str, Any]:
     """Return alarms, whether releases are frozen, the running releases, and the newest three notices."""
     if not params.paths.has_catalog:
         return {"alarms": [], "frozen": False, "releases": [], "notices": []}
+    key = known_credential(params.paths, "controller")
     with (
         open_catalog(params.paths) as catalog,
-        ControllerClient(params.url("controller"), timeout_s=TIMEOUT_S) as controller,
+        ControllerClient(params.url("controller"), key, timeout_s=TIMEOUT_S) as controller,
     ):
         releases = [
             {"revision": served_name(it.policy, it.revision), "step": it.step, "reason": it.reason}
@@ -89,7 +91,7 @@ def explain(params: Params, subject: str) -> Chain:
 def _with_version(params: Params, run: Link, policy: str, digest: str) -> Link:
     url = params.url("mlflow")
     try:
-        version = registered(url, policy, digest)
+        version = registered(params, policy, digest)
     except ServiceError:
         return replace(run, says=f"{run.says} MLflow does not answer at {url}, so its run is not shown.")
     if version is None:

@@ -31,7 +31,7 @@ from engine.problems.procedural import Problem
 from engine.problems.verifiers import NUMBER, Verifier
 from engine.services import lifecycle as services
 from engine.settings.model import explain
-from engine.settings.own_functions import load_own
+from engine.settings.own_functions import load_own, refuse_unlisted
 from engine.settings.params import POLICY_NAME, Params, PolicyConfig, policy_file
 from tasks.purged_names import reuse_purged_name
 from tasks.suites import Suite, freeze, load_suite
@@ -84,6 +84,7 @@ def create_policy(
     """
     _refuse_taken(params, name, owner, base)
     config = _settings(params, name, verifier, owner, settings or {})
+    refuse_unlisted("verifier", config.verifier, params.python_modules)
     Verifier(config).close()
     reuse_purged_name(params, name, owner, reuse_name)
     params.suites_dir.mkdir(parents=True, exist_ok=True)
@@ -151,6 +152,7 @@ def _settings(
             "set engine.max_rank and start the services anew."
         )
     if config.loss.startswith("python:"):
+        refuse_unlisted("loss", config.loss, params.python_modules)
         load_own("loss", config.loss, "tokens, options")
     return config
 

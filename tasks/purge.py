@@ -145,7 +145,7 @@ def _sessions(params: Params, policy: str, only_ask: bool = False) -> Counts:
     from engine.training.service.session_deletion import refuse_open, remove_sessions
 
     # One attempt: a trainer that is down is not waited for.
-    with TrainerClient(params.url("trainer"), patience_s=0.0) as trainer, suppress(NotRunning):
+    with TrainerClient.of(params, patience_s=0.0) as trainer, suppress(NotRunning):
         return trainer.forget_policy(policy, only_ask)
     if only_ask:
         refuse_open(params.paths.sessions, policy)

@@ -18,6 +18,7 @@ from engine.clients.engine import EngineClient
 from engine.errors import ServiceError
 from engine.ledger.ledger import Spool, open_snapshot
 from engine.quality.estimate import interval
+from engine.settings.own_functions import refuse_unlisted
 from engine.settings.params import Params, content_hash, served_name
 from engine.version import code_version
 from tasks.suites import Suite, faults, load_suite
@@ -78,6 +79,7 @@ def score(
     """
     started, root = time.monotonic(), root or params.suites_dir
     opened = load_suite(suite, root)
+    refuse_unlisted("verifier", opened.rule.get("verifier", ""), params.python_modules)
     with EngineClient(params.url("engine")) as engine:
         base = str(engine.marker()["base"])
     known = recorded(params, base, policy, digest, opened) if reuse else ()

@@ -24,6 +24,7 @@ from engine.services.lifecycle import mkl_cbwr
 from engine.serving.vllm_plugin.plugin import vllm_version
 from engine.settings.params import DIGEST12, Params, PolicyConfig, content_hash, served_name
 from engine.settings.reproducible import VARIABLE
+from engine.settings.services import Listener
 from tasks.stage_files import (
     Files,
     Report,
@@ -78,7 +79,7 @@ def prepare_suites(params: Params) -> None:
     if config.task not in TASKS:
         config = _copy_data(config, suite, files)
     trained = {"policy": name, "config": config.model_dump(mode="json"), "base": params.base.name}
-    trained |= {"trainer": params.trainer.model_dump(mode="json", exclude={"port"})}
+    trained |= {"trainer": params.trainer.model_dump(mode="json", exclude={*Listener.model_fields})}
     write_json(files.policy / "policy.json", trained | {"reasoning_gym": version("reasoning-gym")})
     write_json(files.engine, engine_version(params))
 
@@ -88,7 +89,7 @@ def engine_version(params: Params) -> dict[str, Any]:
     from engine.publishing.importing import serving_dtype
 
     versions = {name: version(name) for name in ("graftwork", "torch", "transformers")}
-    settings = params.engine.model_dump(mode="json", exclude={"port", "start_timeout_s"})
+    settings = params.engine.model_dump(mode="json", exclude={*Listener.model_fields, "start_timeout_s"})
     settings["dtype"] = serving_dtype(params)
     versions |= {"vllm": vllm_version()}
     return {"settings": settings, "versions": versions, "environment": {VARIABLE: mkl_cbwr()}}
@@ -207,7 +208,7 @@ def _registered(params: Params, policy: str, digest: str) -> int:
 
     # A server that is down counts as one without the revision.
     with suppress(ServiceError):
-        return int(registered(params.url("mlflow"), policy, digest) or 0)
+        return int(registered(params, policy, digest) or 0)
     return 0
 
 

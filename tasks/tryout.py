@@ -7,6 +7,7 @@ from engine.base.resident import ensure_base
 from engine.clients.engine import EngineClient
 from engine.problems.procedural import check_task
 from engine.problems.verifiers import Verifier
+from engine.settings.own_functions import refuse_unlisted
 from engine.settings.params import Params
 from engine.training.lineage import Line
 from engine.training.reward_signal import Trial
@@ -25,6 +26,7 @@ def try_policy(params: Params, policy: str, key: str) -> Trial:
     config = fitted_policy(params, policy).config
     config = config.model_copy(update={"groups": max(1, ANSWERS // config.group_size)})
     check_task(config.task)
+    refuse_unlisted("verifier", config.verifier, params.python_modules)
     with Verifier(config) as verifier:
         with EngineClient(params.url("engine")) as engine:
             engine.marker()

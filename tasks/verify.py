@@ -87,7 +87,7 @@ def _locate(
         with (
             tempfile.TemporaryDirectory(dir=params.state_dir) as scratch,
             closing(open_store(params)) as store,
-            closing(TrainerClient(params.url("trainer"), patience_s=PATIENCE_S)) as trainer,
+            closing(TrainerClient.of(params, patience_s=PATIENCE_S)) as trainer,
             asking(params.url("engine"), key) as engine,
         ):
             shipped, _ = read_revision(params.paths.revision(revision.policy, revision.digest), revision.base)

@@ -49,8 +49,8 @@ ON_ONE_ENGINE = {
 }
 # Programs that only a test marked `services` may start.
 SERVERS = re.compile(
-    r"engine\.(serving\.server|training\.service\.app|controller) |vllm\.entrypoints|supervisord"
-    r"|(mlflow|prefect) server|bin/postgres "
+    r"engine\.(serving\.server|training\.service\.app|controller) |tasks\.prefect_server "
+    r"|vllm\.entrypoints|supervisord|(mlflow|prefect) server|bin/postgres "
 )
 # The test that runs now, while it is one that may start none of them.
 fast: list[str] = []

@@ -16,6 +16,7 @@ ROOMS = (
     "engine.process_reaper",
     "engine.threads",
     "engine.settings",
+    "engine.security",
     "engine.quality",
     "engine.problems",
     "engine.base",

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Self
 
 from filelock import FileLock
-from sqlalchemy import select
+from sqlalchemy import extract, func, select
 from sqlalchemy.exc import OperationalError
 
 from engine.catalog import tables
 from engine.catalog.access import Access
 from engine.catalog.aliases import Aliases
+from engine.catalog.audit import Audit
 from engine.catalog.bases import Bases
 from engine.catalog.batches import Batches
 from engine.catalog.changes import Changes
@@ -158,6 +159,7 @@ class Catalog:
         self.switches = Switches(access)
         self.aliases = Aliases(access)
         self.notices = Notices(access)
+        self.audit = Audit(access)
 
     def __enter__(self) -> Self:
         return self
@@ -175,6 +177,13 @@ class Catalog:
     def is_file(self) -> bool:
         """Say whether the database is a local file, so that a query takes no network."""
         return self._access.is_sqlite
+
+    def server_time(self) -> float | None:
+        """Return the database server's clock (epoch seconds); None where the database is a file."""
+        if self.is_file:
+            return None
+        with self._access.read() as connection:
+            return float(connection.execute(select(extract("epoch", func.clock_timestamp()))).scalar_one())
 
     def read_ahead(self) -> None:
         """Load the revisions into the page cache, where the database is a file."""

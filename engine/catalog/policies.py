@@ -9,6 +9,7 @@ from sqlalchemy import Connection, func, select, update
 
 from engine.catalog import tables
 from engine.catalog.access import Access
+from engine.catalog.audit import record
 from engine.catalog.changes import tell
 from engine.catalog.purges import refuse_purged_names
 from engine.catalog.records import Policy, Route
@@ -52,6 +53,8 @@ class Policies:
             if fault:
                 raise Conflict(fault)
             if policy.name in known:
+                if before.config != policy.config:
+                    record(connection, "policy.change", policy.name, before.config, policy.config)
                 mine = table.c.name == policy.name
                 connection.execute(update(table).where(mine).values(config=policy.config))
             else:
@@ -65,6 +68,10 @@ class Policies:
         connection.execute(table.insert(), list(map(vars, new.values())))
         connection.execute(tables.routes.insert(), list(map(vars, routes)))
         tell(connection, *new)
+        # One entry a transaction: a million policies may be added at once.
+        first, *others = new.values()
+        about = {"base": first.base, "owner": first.owner, "others": [one.name for one in others]}
+        record(connection, "policy.add", first.name, None, first.config | about)
 
     def get(self, name: str) -> Policy:
         """Return a policy; `NotFound`, with the nearest names, when there is none."""

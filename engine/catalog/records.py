@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 # The newest file of engine/catalog/migrations/versions.
-SCHEMA_VERSION = "0007"
+SCHEMA_VERSION = "0010"
 # Values of `Revision.state`; a row holds the index.
 STATES = ("snapshot", "exported")
 # A release's verdicts, each with its final state; and the reverse.
@@ -178,3 +178,21 @@ class Key:
     scope: str
     created_at: float
     revoked_at: float | None = None
+
+
+@dataclass(frozen=True)
+class AuditEntry:
+    """One change: who made it, on whose behalf, and the values before and after as JSON.
+
+    `hash` covers the entry and the hash of the one before.
+    """
+
+    id: int
+    at: float
+    actor: str
+    on_behalf_of: str | None
+    action: str
+    subject: str
+    before: str
+    after: str
+    hash: str

@@ -4,6 +4,7 @@ They change by compare-and-swap.
 """
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from sqlalchemy import select, update
@@ -11,6 +12,7 @@ from sqlalchemy.exc import IntegrityError
 
 from engine.catalog import tables
 from engine.catalog.access import Access
+from engine.catalog.audit import record
 from engine.catalog.changes import tell
 from engine.catalog.records import Release
 from engine.catalog.routes import refuse_missing, refuse_retired
@@ -35,6 +37,7 @@ class Releases:
                 refuse_missing(connection, release.policy, [release.revision])
                 connection.execute(tables.releases.insert().values(**vars(release)))
                 tell(connection, release.policy)
+                record(connection, "release.start", release.policy, None, _shown(vars(release)))
         except IntegrityError:
             raise Conflict(
                 f"Another release of {release.policy!r} is running. Wait for its verdict, or hold it."
@@ -47,10 +50,12 @@ class Releases:
             raise NotFound(f"There is no release {id!r}.")
         return release
 
-    def all(self, policy: str | None = None, open_only: bool = False) -> list[Release]:
-        """Return releases, newest first; `open_only` leaves out those that have ended."""
+    def all(
+        self, policy: str | None = None, open_only: bool = False, limit: int | None = None
+    ) -> list[Release]:
+        """Return releases, newest first, at most `limit`; `open_only` leaves out those that have ended."""
         table = tables.releases.c
-        query = select(tables.releases).order_by(table.created_at.desc(), table.id)
+        query = select(tables.releases).order_by(table.created_at.desc(), table.id).limit(limit)
         if policy is not None:
             query = query.where(table.policy == policy)
         if open_only:
@@ -63,9 +68,19 @@ class Releases:
         values = changes | {"version": expected_version + 1, "updated_at": time.time()}
         change = update(tables.releases).where(table.id == id, table.version == expected_version)
         with self._access.write() as connection:
+            known = connection.execute(select(tables.releases).where(table.id == id)).one_or_none()
             row = connection.execute(change.values(**values).returning(tables.releases)).one_or_none()
             if row:
                 tell(connection, row.policy)
+                before, after = (_shown(one._mapping) for one in (known or row, row))
+                if before != after:
+                    record(connection, "release.change", row.policy, before, after)
         if row is None:
             raise Conflict(f"Release {id} has changed since version {expected_version}.")
         return Release(**row._mapping)
+
+
+def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the audit log keeps of a release: not the evidence, which the ledger has."""
+    names = ("id", "revision", "baseline", "step", "weight", "state", "approved", "reason", "skip_gates")
+    return {name: row[name] for name in names}

@@ -7,6 +7,7 @@ from sqlalchemy import Connection, select, update
 
 from engine.catalog import tables
 from engine.catalog.access import Access
+from engine.catalog.audit import record
 from engine.catalog.changes import tell
 from engine.catalog.records import Route
 from engine.catalog.row_codec import blob
@@ -75,13 +76,14 @@ class Routes:
             refuse_retired(connection, route.policy, [route.champion, route.canary])
             # A revision that is routed already may stay, or a missing champion would block removing a bad
             # canary.
-            known = connection.execute(
-                select(table.champion, table.canary).where(table.policy == route.policy)
-            ).first()
-            refuse_missing(connection, route.policy, {route.champion, route.canary} - set(known or ()))
+            known = connection.execute(select(tables.routes).where(table.policy == route.policy)).first()
+            before = dict(known._mapping) if known else {}
+            served = {before.get("champion"), before.get("canary")}
+            refuse_missing(connection, route.policy, {route.champion, route.canary} - served)
             if not connection.execute(change.values(**values)).rowcount:
                 raise Conflict(f"The route of {route.policy!r} has changed since version {expected_version}.")
             tell(connection, route.policy)
+            record(connection, "route.change", route.policy, before, values)
         return Route(**values)
 
 

@@ -230,3 +230,17 @@ notices = Table(
     Index("notices_newest", "at"),
     partial_index("notices_unsent", "at", where="sent_at IS NULL"),
 )
+
+audit = Table(
+    "audit",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("at", Float, nullable=False),
+    Column("actor", String, nullable=False),
+    Column("on_behalf_of", String),
+    Column("action", String, nullable=False),
+    Column("subject", String, nullable=False),
+    Column("before", String, nullable=False),
+    Column("after", String, nullable=False),
+    Column("hash", String, nullable=False),
+)

@@ -20,7 +20,7 @@ Row = dict[str, Any]
 
 
 class ControllerClient(ServiceClient):
-    """Call the controller at `url`; calls that change something need a `key` of scope `admin`.
+    """Call the controller at `url` with a `key` of scope `admin`.
 
     Raises `NotFound`, `Conflict`, `ConfigError` or `ServiceError` with the controller's message.
     """
@@ -142,11 +142,14 @@ class ControllerClient(ServiceClient):
         """
         return self._post("/purge", policy=policy, place=place, by=by)
 
+    def erase(self, tenant: str, by: str) -> dict[str, int]:
+        """Delete a tenant's requests and ratings from the ledger; return the number of deleted rows."""
+        return self._post("/erase", tenant=tenant, by=by)
+
     def alarms(self) -> list[str]:
-        """Return the controller's alarms; an empty list when it does not answer."""
+        """Return the controller's alarms; an empty list when it does not answer, or refuses the key."""
         with suppress(httpx.HTTPError, ValueError, KeyError):
-            # A controller that has stalled answers 503, with its alarms in the body.
-            return list(self._http.get("/health").json()["alarms"])
+            return list(self._http.get("/status").json()["alarms"])
         return []
 
     def _post(self, path: str, **body: Any) -> Row:

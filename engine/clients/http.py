@@ -22,9 +22,12 @@ def certificates() -> ssl.SSLContext:
     return httpx.create_ssl_context()
 
 
-def connect(url: str, timeout_s: float = 5.0) -> httpx.Client:
-    """Return an HTTP client for the server at `url`; it ignores proxy variables of the environment."""
-    return httpx.Client(base_url=url, timeout=timeout_s, verify=certificates(), trust_env=False)
+def connect(url: str, timeout_s: float = 5.0, login: httpx.Auth | None = None) -> httpx.Client:
+    """Return an HTTP client for the server at `url`; it ignores proxy variables of the environment.
+
+    `login` adds what the server asks for, such as `httpx.BasicAuth`.
+    """
+    return httpx.Client(base_url=url, timeout=timeout_s, verify=certificates(), trust_env=False, auth=login)
 
 
 class ServiceClient:

@@ -11,27 +11,33 @@ import uvicorn
 
 from engine.catalog.catalog import migrate
 from engine.clients.http import connect
+from engine.clients.prefect import PrefectLogin
+from engine.controller.admission import WEBHOOK
 from engine.controller.api import build_app
 from engine.controller.health_monitor import HealthMonitor
 from engine.controller.loop import Controller
 from engine.controller.mlflow_aliases import AliasMirror
-from engine.controller.mlflow_registry import Registry
+from engine.controller.mlflow_registry import open_registry
 from engine.controller.notifications import NotificationSender
 from engine.errors import GraftworkError, PortInUse
+from engine.security.credentials import USER, credential, known_credential
+from engine.security.http import server_options, trusted
 from engine.settings.params import Params, load_params
+from engine.settings.services import Listener
 from engine.threads import PeriodicThread, background
 
 
-def bind(port: int) -> socket.socket:
-    """Return a socket bound to a port of 127.0.0.1; raises `PortInUse` when another process holds it."""
-    server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+def bind(listener: Listener) -> socket.socket:
+    """Return a socket bound to the listener's address; raises `PortInUse` when another process holds it."""
+    family = socket.AF_INET if listener.listen.version == 4 else socket.AF_INET6
+    server = socket.socket(family, socket.SOCK_STREAM)
     server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        server.bind(("127.0.0.1", port))
+        server.bind((str(listener.listen), listener.port))
     except OSError as error:
         server.close()
         raise PortInUse(
-            f"Port {port} is in use ({error.strerror}). Stop the process that listens there, "
+            f"Port {listener.port} is in use ({error.strerror}). Stop the process that listens there, "
             "or set controller.port in params.yaml to a free port."
         ) from None
     return server
@@ -39,24 +45,32 @@ def bind(port: int) -> socket.socket:
 
 def serve(params: Params) -> None:
     """Run the controller until SIGTERM or SIGINT; raises the error that stopped its loop, if any."""
-    listener = bind(params.controller.port)
+    listener = bind(params.controller)
     migrate(params.paths.catalog_url)
     # The holder is not the process id: after a kill, the next controller of this state directory renews the
     # lease at once. The ledger's lock and the lease's fence exclude the old process.
     controller = Controller(params, holder=f"{socket.gethostname()}:{params.paths.root}")
     controller.catalog.keys.ensure_local(params.paths.local_key)
-    registry = Registry(connect(params.url("mlflow")))
+    registry = open_registry(params)
     site = params.url("controller")
+    secret = credential(params.paths, "controller")
     mirror = AliasMirror(
-        controller.catalog, controller.decisions, controller.lock, registry, site, f"{site}/mlflow/webhook"
+        controller.catalog, controller.decisions, controller.lock, registry, site, f"{site}{WEBHOOK}", secret
+    )
+    prefect = connect(
+        params.url("prefect"), login=PrefectLogin(USER, known_credential(params.paths, "prefect"))
     )
     beside: list[PeriodicThread] = [
         mirror,
-        NotificationSender(controller.catalog, connect(params.url("prefect"))),
+        NotificationSender(controller.catalog, prefect),
         HealthMonitor(controller.catalog, params),
     ]
     config = uvicorn.Config(
-        build_app(controller, mirror), log_level="warning", timeout_graceful_shutdown=1, lifespan="off"
+        trusted(build_app(controller, mirror), params.controller),
+        log_level="warning",
+        timeout_graceful_shutdown=1,
+        lifespan="off",
+        **server_options(params.controller),
     )
     server = uvicorn.Server(config)
     # uvicorn raises the signal that stopped it again; it must not interrupt the shutdown below.

@@ -11,25 +11,29 @@ import uuid
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
-from fastapi import Depends, FastAPI, Query, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from prometheus_client import generate_latest
 from pydantic import Field
 
-from engine.catalog.catalog import Key, Notice, Policy, Release
+from engine.catalog.catalog import Notice, Policy, Release
+from engine.controller.admission import WEBHOOK, Admin, CredentialRequired, check_signature, small_body
 from engine.controller.loop import Controller
 from engine.controller.mlflow_aliases import AliasMirror
 from engine.controller.notifications import DELIVERED
 from engine.controller.page import LivePage
-from engine.errors import ConfigError, GraftworkError, NotFound, Unauthorized
+from engine.errors import ConfigError, GraftworkError, NotFound
 from engine.ledger.ledger import open_snapshot
 from engine.ledger.queries import named_rows
 from engine.quality.probe import ProbeResult
+from engine.security.credentials import credential
+from engine.security.http import HEALTH
 from engine.settings.model import Settings
 from engine.settings.params import PolicyName
 
 Reason = Annotated[str, Field(min_length=1)]
+Limit = Annotated[int, Query(ge=1, le=10_000)]
 
 
 class PolicyBody(Settings):
@@ -67,6 +71,13 @@ class PurgeBody(Settings):
     by: str | None = None
 
 
+class EraseBody(Settings):
+    """A tenant whose requests and ratings are removed from the ledger."""
+
+    tenant: str = Field(min_length=1)
+    by: str | None = None
+
+
 class HoldBody(Settings):
     """A decision's reason, and who decides; by default the key's owner."""
 
@@ -90,42 +101,45 @@ class RestoreBody(HoldBody):
 
 def build_app(controller: Controller, mirror: AliasMirror) -> FastAPI:
     """Return the app of a running controller."""
-    app = FastAPI(title="Graftwork controller", docs_url="/docs", redoc_url=None)
-    app.state.controller = controller
+    app = FastAPI(title="Graftwork controller", docs_url=None, redoc_url=None, openapi_url=None)
+    own = credential(controller.params.paths, "controller")
+    app.add_middleware(CredentialRequired, catalog=controller.catalog, own=own)
     app.add_exception_handler(GraftworkError, _answer_fault)
     app.add_exception_handler(RequestValidationError, _answer_bad_body)
     _add_reading(app, controller, mirror)
     _add_policies_and_releases(app, controller)
     _add_decisions(app, controller)
-    _add_notices(app, controller, mirror)
+    _add_notices(app, controller, mirror, own)
     return app
 
 
 def _add_reading(app: FastAPI, controller: Controller, mirror: AliasMirror) -> None:
-    @app.get("/health")
+    @app.get(HEALTH)
     def health() -> JSONResponse:
+        stalled = controller.is_stalled()
+        return JSONResponse({"status": "stalled" if stalled else "ok"}, status_code=503 if stalled else 200)
+
+    @app.get("/status")
+    def status() -> dict[str, Any]:
         alarms = [f"{part}: {fault}" for part, fault in controller.faults.items()]
         rejected = len(list(controller.params.paths.spool.glob("rejected/*")))
         if rejected:
             alarms.append(
                 f"{rejected} spool files hold lines that no ledger table accepts. They are in spool/rejected."
             )
-        stalled = controller.is_stalled()
-        status = "stalled" if stalled else "degraded" if alarms else "ok"
-        body = {
-            "status": status,
+        return {
+            "status": "stalled" if controller.is_stalled() else "degraded" if alarms else "ok",
             "alarms": alarms,
             "aliases": mirror.fault,
             "frozen": controller.decisions.frozen(),
         }
-        return JSONResponse(body, status_code=503 if stalled else 200)
 
     @app.get("/metrics")
     def metrics() -> PlainTextResponse:
         return PlainTextResponse(generate_latest(controller.metrics.registry))
 
     @app.get("/ledger/{table}")
-    def ledger(table: str, policy: str | None = None, limit: int = 1000) -> list[dict[str, Any]]:
+    def ledger(table: str, policy: str | None = None, limit: Limit = 1000) -> list[dict[str, Any]]:
         return read_ledger(controller, table, policy, limit)
 
     live = LivePage(controller)
@@ -139,7 +153,7 @@ def _add_policies_and_releases(app: FastAPI, controller: Controller) -> None:
     catalog, decisions = controller.catalog, controller.decisions
 
     @app.get("/policies")
-    def policies(after: str = "", limit: Annotated[int, Query(ge=1, le=1000)] = 100) -> list[dict[str, Any]]:
+    def policies(after: str = "", limit: Limit = 100) -> list[dict[str, Any]]:
         return [
             asdict(policy) | {"route": asdict(catalog.routes.get(policy.name))}
             for policy in catalog.policies.page(after, limit)
@@ -151,8 +165,8 @@ def _add_policies_and_releases(app: FastAPI, controller: Controller) -> None:
         return asdict(catalog.policies.get(body.name)) | {"route": asdict(catalog.routes.get(body.name))}
 
     @app.get("/releases")
-    def releases(policy: str | None = None) -> list[dict[str, Any]]:
-        return [asdict(release) for release in catalog.releases.all(policy)]
+    def releases(policy: str | None = None, limit: Limit = 1000) -> list[dict[str, Any]]:
+        return [asdict(release) for release in catalog.releases.all(policy, limit=limit)]
 
     @app.get("/releases/{release_id}")
     def release(release_id: str) -> dict[str, Any]:
@@ -161,19 +175,19 @@ def _add_policies_and_releases(app: FastAPI, controller: Controller) -> None:
     @app.post("/releases")
     def start(body: ReleaseBody, key: Admin) -> dict[str, Any]:
         with controller.lock:
-            by = body.by or key.owner
+            by = key.named(body.by)
             release = decisions.start(body.policy, body.digest, body.settings, body.skip_gates, by)
         return _with_evidence(controller, release)
 
     @app.post("/releases/{release_id}/approve")
     def approve(release_id: str, body: HoldBody, key: Admin) -> dict[str, Any]:
         with controller.lock:
-            return asdict(decisions.approve(release_id, body.by or key.owner, body.reason))
+            return asdict(decisions.approve(release_id, key.named(body.by), body.reason))
 
     @app.post("/releases/{release_id}/hold")
     def hold(release_id: str, body: HoldBody, key: Admin) -> dict[str, Any]:
         with controller.lock:
-            return asdict(decisions.hold(release_id, body.by or key.owner, body.reason))
+            return asdict(decisions.hold(release_id, key.named(body.by), body.reason))
 
 
 def _add_decisions(app: FastAPI, controller: Controller) -> None:
@@ -189,22 +203,22 @@ def _add_decisions(app: FastAPI, controller: Controller) -> None:
     @app.post("/promote")
     def promote(body: RevisionBody, key: Admin) -> dict[str, Any]:
         with controller.lock:
-            return asdict(decisions.promote(body.policy, body.digest, body.by or key.owner, body.reason))
+            return asdict(decisions.promote(body.policy, body.digest, key.named(body.by), body.reason))
 
     @app.post("/rollback")
     def rollback(body: RevisionBody, key: Admin) -> dict[str, Any]:
         with controller.lock:
-            return asdict(decisions.rollback(body.policy, body.digest, body.by or key.owner, body.reason))
+            return asdict(decisions.rollback(body.policy, body.digest, key.named(body.by), body.reason))
 
     @app.post("/lift")
     def lift(body: RevisionBody, key: Admin) -> dict[str, Any]:
         with controller.lock:
-            return asdict(decisions.lift(body.policy, body.digest, body.by or key.owner, body.reason))
+            return asdict(decisions.lift(body.policy, body.digest, key.named(body.by), body.reason))
 
     @app.post("/restore")
     def restore(body: RestoreBody, key: Admin) -> dict[str, Any]:
         with controller.lock:
-            return asdict(decisions.restore(body.policy, body.digest, body.by or key.owner, body.reason))
+            return asdict(decisions.restore(body.policy, body.digest, key.named(body.by), body.reason))
 
     @app.post("/purge")
     def purge(body: PurgeBody, key: Admin) -> dict[str, int]:
@@ -212,39 +226,48 @@ def _add_decisions(app: FastAPI, controller: Controller) -> None:
         if body.place == "ledger":
             return controller.purge(body.policy)
         # Without the lock: there may be many rows, and nothing else changes the rows of a marked name.
-        return changes.purge(body.policy, body.place, body.by or key.owner)
+        return changes.purge(body.policy, body.place, key.named(body.by))
+
+    @app.post("/erase")
+    def erase(body: EraseBody, key: Admin) -> dict[str, int]:
+        """Remove what a tenant's keys asked and rated. `graftwork erase` also removes its policies."""
+        by, catalog = key.named(body.by), controller.catalog
+        removed = controller.erase([one.hash for one in catalog.keys.all() if one.owner == body.tenant])
+        catalog.audit.note("tenant.erase", body.tenant, {"by": by, "removed": removed})
+        return removed
 
     @app.post("/freeze")
     def freeze(body: HoldBody, key: Admin) -> dict[str, Any]:
         with controller.lock:
-            return {"frozen": decisions.freeze(body.by or key.owner, body.reason)}
+            return {"frozen": decisions.freeze(key.named(body.by), body.reason)}
 
     @app.post("/thaw")
     def thaw(body: HoldBody, key: Admin) -> dict[str, Any]:
         with controller.lock:
-            decisions.thaw(body.by or key.owner, body.reason)
+            decisions.thaw(key.named(body.by), body.reason)
             return {"frozen": decisions.frozen()}
 
 
-def _add_notices(app: FastAPI, controller: Controller, mirror: AliasMirror) -> None:
+def _add_notices(app: FastAPI, controller: Controller, mirror: AliasMirror, own: str) -> None:
     catalog = controller.catalog
 
     @app.get("/notices")
-    def notices(limit: int = 100) -> list[dict[str, Any]]:
-        return [asdict(notice) for notice in catalog.notices.page(min(limit, 1000))]
+    def notices(limit: Limit = 100) -> list[dict[str, Any]]:
+        return [asdict(notice) for notice in catalog.notices.page(limit)]
 
     @app.post("/notices/inbox")
     async def inbox(request: Request) -> dict[str, str]:
         """Store what a Prefect automation delivered; the default target of `prefect.notify_url`."""
-        text, link = read_delivery(await request.body())
+        text, link = read_delivery(await small_body(request))
         id = str(uuid.uuid4())
         now = time.time()
         catalog.notices.add(Notice(id, DELIVERED, "", None, text, link, now, sent_at=now))
         return {"id": id}
 
-    @app.post("/mlflow/webhook")
-    def webhook() -> dict[str, bool]:
-        """Read MLflow's aliases now. The body is ignored, so the call needs no key."""
+    @app.post(WEBHOOK)
+    async def webhook(request: Request) -> dict[str, bool]:
+        """Read MLflow's aliases now."""
+        check_signature(request, await small_body(request), own)
         mirror.wake()
         return {"looking": True}
 
@@ -284,18 +307,6 @@ def _with_evidence(controller: Controller, release: Release) -> dict[str, Any]:
     if release.state == "running" and latest:
         return asdict(release) | {"evidence": latest.summary()}
     return asdict(release)
-
-
-def _require_admin(request: Request) -> Key:
-    controller: Controller = request.app.state.controller
-    scheme, _, plaintext = request.headers.get("authorization", "").partition(" ")
-    key = controller.catalog.keys.find(plaintext.strip()) if scheme.lower() == "bearer" else None
-    if key is None or key.scope != "admin":
-        raise Unauthorized("This call needs the header `Authorization: Bearer KEY` with a valid admin key.")
-    return key
-
-
-Admin = Annotated[Key, Depends(_require_admin)]
 
 
 def _answer_fault(_request: Request, error: Exception) -> Response:

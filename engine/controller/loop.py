@@ -8,13 +8,14 @@ the catalog between machines. The HTTP API is in `api.py`.
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
 import duckdb
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from engine.catalog.audit import acting
 from engine.catalog.catalog import Release, open_catalog
 from engine.controller.advance import Evidence, advance
 from engine.controller.apply import Applier
@@ -24,12 +25,13 @@ from engine.controller.route_changes import LEASE, take_lease
 from engine.controller.trusted_clock import TrustedClock
 from engine.errors import Conflict, ServiceError
 from engine.ledger.ledger import Ledger, Spool
-from engine.ledger.purge import purge
+from engine.ledger.purge import erase, forget, purge
 from engine.settings.params import Params
 from engine.threads import LoopRequests
 
 EXPIRE_S = 10.0
 SWEEP_S = 3600.0
+DAY_S = 86_400.0
 # Feedback may arrive before the observation of its answer, which is emitted when the answer ends.
 AHEAD_S = 3600.0
 PURGE_S = 300.0
@@ -87,7 +89,8 @@ class Controller:
         """Repeat `tick` until `stop`; raises `Conflict` when another controller has taken the lease."""
         while not self._stopped.is_set():
             started = time.monotonic()
-            self.tick()
+            with acting("controller"):
+                self.tick()
             self._stopped.wait(max(0.0, self.params.controller.tick_s - (time.monotonic() - started)))
 
     def stop(self) -> None:
@@ -115,12 +118,17 @@ class Controller:
             self._part("releases", self._advance_all)
             self._part("expire", lambda: self.catalog.lifecycle.expire(self._clock.now()), EXPIRE_S)
             self._part("sweep", self._sweep, SWEEP_S)
+            self._part("retention", self._forget_old, DAY_S)
             self._part("snapshot", self._snapshot, self.params.controller.snapshot_s)
         self.last_tick = time.monotonic()
 
     def purge(self, policy: str) -> dict[str, int]:
         """Remove a policy's rows from ledger, spool and snapshot, on the loop's thread."""
         return self.requests.call(partial(self._purge, policy), PURGE_S)
+
+    def erase(self, keys: Sequence[str]) -> dict[str, int]:
+        """Remove what these keys (hashes) asked and rated from the ledger, on the loop's thread."""
+        return self.requests.call(partial(self._erase, keys), PURGE_S)
 
     def is_stalled(self) -> bool:
         """Return whether the last turn ended too long ago."""
@@ -207,10 +215,24 @@ class Controller:
             self.ledger.sweep(min(self._clock.now(), self._ingested_at) - AHEAD_S)
 
     def _purge(self, policy: str) -> dict[str, int]:
+        paths = self.params.paths
+        return self._rewrite(lambda ledger: purge(ledger, paths.spool, paths.ledger_snapshot, policy))
+
+    def _erase(self, keys: Sequence[str]) -> dict[str, int]:
+        paths = self.params.paths
+        return self._rewrite(lambda ledger: erase(ledger, paths.spool, paths.ledger_snapshot, keys))
+
+    def _forget_old(self) -> None:
+        days, snapshot = self.params.controller.observations_days, self.params.paths.ledger_snapshot
+        if days and self.ledger:
+            before = self._clock.now() - days * DAY_S
+            self._rewrite(lambda ledger: forget(ledger, snapshot, before))
+
+    def _rewrite(self, work: Callable[[Ledger], dict[str, int]]) -> dict[str, int]:
         if self.ledger is None:
-            raise ServiceError("The ledger cannot be opened now. Check `graftwork status`, then purge again.")
+            raise ServiceError("The ledger cannot be opened now. Check `graftwork status`, then try again.")
         try:
-            return purge(self.ledger, self.params.paths.spool, self.params.paths.ledger_snapshot, policy)
+            return work(self.ledger)
         except (duckdb.Error, OSError):
             # The next turn reopens the ledger, whichever file is in its place.
             with suppress(duckdb.Error, OSError):

@@ -20,6 +20,7 @@ from typing import Any
 
 import httpx
 
+from engine.catalog.audit import acting
 from engine.catalog.catalog import AliasNote, Catalog, Route
 from engine.controller.mlflow_registry import Model, Registry
 from engine.controller.notifications import refused
@@ -67,7 +68,7 @@ class AliasMirror(PeriodicThread):
     """Keeps aliases and routes equal, on a thread of its own.
 
     `lock` is the controller's: decisions hold it, calls to MLflow do not. `link` is the URL in notifications
-    of refusals, `hook` the URL that MLflow's webhook posts to.
+    of refusals, `hook` the URL that MLflow's webhook posts to, signed with `secret`.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class AliasMirror(PeriodicThread):
         registry: Registry,
         link: str = "",
         hook: str = "",
+        secret: str = "",
     ):
         super().__init__("aliases", INTERVAL_S, self._mirror_hooked)
         self._catalog = catalog
@@ -85,7 +87,7 @@ class AliasMirror(PeriodicThread):
         self._lock = lock
         self._registry = registry
         self._link = link
-        self._hook = hook
+        self._hook, self._secret = hook, secret
         self._hook_due = 0.0
         self._alarms: dict[str, str] = {}
 
@@ -97,7 +99,8 @@ class AliasMirror(PeriodicThread):
         return " ".join(list(self._alarms.values())) or None
 
     def _mirror_hooked(self) -> None:
-        self.mirror()
+        with acting(BY):
+            self.mirror()
         self._keep_hooked()
 
     def mirror(self) -> None:
@@ -123,7 +126,7 @@ class AliasMirror(PeriodicThread):
             return
         self._hook_due = time.monotonic() + HOOK_EVERY_S
         try:
-            self._registry.ensure_webhook(HOOK, self._hook)
+            self._registry.ensure_webhook(HOOK, self._hook, self._secret)
         except httpx.HTTPStatusError as error:
             # A server may accept https only; polling alone is fast enough.
             log.info("MLflow refused the webhook; aliases are polled: %s", error)

@@ -4,7 +4,9 @@ It does not import mlflow, which would cost the controller 150 MB and two second
 of a model version names its revision.
 """
 
+import hashlib
 from collections.abc import Set
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +14,8 @@ import httpx
 
 from engine.clients.http import connect
 from engine.errors import ServiceError
+from engine.security.credentials import USER, known_credential
+from engine.settings.params import Params
 
 TIMEOUT_S = 5.0
 API = "/api/2.0/mlflow"
@@ -33,6 +37,10 @@ class Registry:
 
     def __init__(self, client: httpx.Client):
         self._client = client
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
 
     def models(self) -> list[Model]:
         """Return every registered model with its aliases; one request for a hundred models."""
@@ -71,15 +79,20 @@ class Registry:
         body = {"name": policy, "version": version, "key": key}
         self._call("DELETE", "model-versions/delete-tag", {404}, json=body)
 
-    def ensure_webhook(self, name: str, url: str) -> None:
-        """Have MLflow post to `url` when an alias is set or deleted; replaces other webhooks of that name."""
-        known = [hook for hook in self._pages("webhooks", "webhooks", {}) if hook["name"] == name]
-        if [hook["url"] for hook in known] == [url]:
+    def ensure_webhook(self, owner: str, url: str, secret: str) -> None:
+        """Have MLflow post to `url`, signed with `secret`, when an alias is set or deleted.
+
+        Replaces other webhooks of `owner`. A name ends in a hash of the secret, which MLflow does not return.
+        """
+        name = f"{owner}.{hashlib.sha256(secret.encode()).hexdigest()[:12]}"
+        hooks = self._pages("webhooks", "webhooks", {})
+        known = [hook for hook in hooks if hook["name"].partition(".")[0] == owner]
+        if [(hook["name"], hook["url"]) for hook in known] == [(name, url)]:
             return
         for hook in known:
             self._call("DELETE", f"webhooks/{hook['webhook_id']}", {404})
         events = [{"entity": "MODEL_VERSION_ALIAS", "action": action} for action in ("CREATED", "DELETED")]
-        self._call("POST", "webhooks", json={"name": name, "url": url, "events": events})
+        self._call("POST", "webhooks", json={"name": name, "url": url, "events": events, "secret": secret})
 
     def _pages(self, path: str, field: str, params: dict[str, Any]) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
@@ -100,11 +113,18 @@ class Registry:
         return answer
 
 
-def registered(url: str, policy: str, digest: str) -> str | None:
-    """Return a revision's version at the MLflow server `url`, None for none; `ServiceError` if it is down."""
-    with connect(url) as client:
+def open_registry(params: Params) -> Registry:
+    """Return the registry of the installation's MLflow server, logged in."""
+    login = httpx.BasicAuth(USER, known_credential(params.paths, "mlflow"))
+    return Registry(connect(params.url("mlflow"), login=login))
+
+
+def registered(params: Params, policy: str, digest: str) -> str | None:
+    """Return a revision's version in MLflow, None for none; `ServiceError` when the server is down."""
+    url = params.url("mlflow")
+    with closing(open_registry(params)) as registry:
         try:
-            return Registry(client).version(policy, digest)
+            return registry.version(policy, digest)
         except httpx.HTTPError as error:
             raise ServiceError(
                 f"MLflow does not answer at {url} ({error}). Check `graftwork status`."

@@ -99,6 +99,9 @@ class NotificationSender(PeriodicThread):
 
     def _post(self, events: list[dict[str, Any]]) -> None:
         answer = self._client.post("/api/events", json=events, timeout=TIMEOUT_S)
+        if answer.status_code in (401, 403):
+            # That is no fault of the events: they wait.
+            answer.raise_for_status()
         if answer.is_client_error and len(events) > 1:
             # One event that Prefect refuses must not block the others.
             for event in events:

@@ -96,7 +96,7 @@ class Spool:
         # Locked before it gets the name that readers look for: they never see it unlocked.
         name = f"{self._writer}-{os.getpid()}-{uuid.uuid4()}"
         fresh = self.root / f"{name}.new"
-        fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND)
+        fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._path = fresh.rename(self.root / f"{name}.open")

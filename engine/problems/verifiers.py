@@ -1,9 +1,9 @@
 """Verifiers: the reward of an answer by the policy's own rule.
 
 `contract`, `exact` and `numeric` are quick and run in this process. `regex`, `json-schema` and
-`python:MODULE:FUNC` may never end, so they run in a separate process with a time limit for each answer; a
-hanging process is killed and restarted. A verifier that raises, hangs, or returns anything but a number in
-[0, 1] gives 0 and is counted. It never ends a run.
+`python:MODULE:FUNC` may never end, so they run in a process with a clean environment and a time limit
+for each answer; a hanging process is killed and restarted. A verifier that raises, hangs, or returns anything
+but a number in [0, 1] gives 0 and is counted. It never ends a run.
 """
 
 import json
@@ -11,21 +11,31 @@ import math
 import multiprocessing
 import os
 import re
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
 from engine.problems.procedural import Problem, reward
-from engine.process_reaper import die_with_parent
 from engine.settings.own_functions import load_own
 from engine.settings.params import PolicyConfig
 
 NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 TOLERANCE = 1e-6
 START_S = 30.0
+# A verifier's process starts with these variables alone, not with the passwords of this one.
+ENVIRONMENT = {
+    "PATH": os.defpath,
+    "PYTHONUTF8": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 # Kinds of verifier failures; a failure's name starts with one of them.
 FAULTS = ("raised", "returned", "timeout", "died", "unloaded")
 Judge = Callable[[str, str, str], Any]  # question, expected answer, text
@@ -136,7 +146,7 @@ class Apart:
 
     def __init__(self, kind: str):
         self._kind = kind
-        self._process: Any = None
+        self._process: subprocess.Popen[bytes] | None = None
         # Answers come back in request order, so threads must take turns.
         self._turn = threading.Lock()
         self._start()
@@ -147,7 +157,7 @@ class Apart:
             return self._ask(asked, timeout_s)
 
     def _ask(self, asked: tuple[str, str, str], timeout_s: float) -> tuple[float, str | None]:
-        if self._process is None or not self._process.is_alive():
+        if self._process is None or self._process.poll() is not None:
             self.close()
             try:
                 self._start()
@@ -169,16 +179,15 @@ class Apart:
         """Kill the process."""
         if self._process is not None:
             self._process.kill()
-            self._process.join()
+            self._process.wait()
             self._pipe.close()
             self._process = None
 
     def _start(self) -> None:
-        # Spawned, not forked: this process has threads and may hold a model.
-        context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(self._kind, theirs), daemon=True)
-        self._process.start()
+        self._pipe, theirs = multiprocessing.Pipe()
+        command = [sys.executable, "-m", "engine.problems.verifier_process", self._kind, str(theirs.fileno())]
+        environment = ENVIRONMENT | {"HOME": str(Path.home()), "PYTHONPATH": os.pathsep.join(sys.path)}
+        self._process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])
         theirs.close()
         if not self._pipe.poll(START_S):
             self.close()
@@ -192,26 +201,3 @@ class Apart:
         if refusal:
             self.close()
             raise ConfigError(refusal)
-
-
-def _serve(kind: str, pipe: Any) -> None:
-    """Score answers from the pipe until it closes; the first message sent is the load error or None."""
-    # A hanging verifier would otherwise outlive a killed parent.
-    die_with_parent(os.getppid())
-    try:
-        judge = load_judge(kind)
-    except ConfigError as error:
-        pipe.send(str(error))
-        return
-    pipe.send(None)
-    while True:
-        try:
-            asked = pipe.recv()
-        except EOFError:
-            return
-        try:
-            answer = number(judge(*asked))
-        except Exception as error:
-            # A custom function may raise anything: that costs this answer, not the run.
-            answer = (0.0, f"raised {type(error).__name__}")
-        pipe.send(answer)

@@ -17,9 +17,13 @@ from filelock import FileLock, Timeout
 
 from engine.base.recipes import PACKAGED, RECIPES
 from engine.errors import ConfigError, Conflict, PortInUse, ServiceError
+from engine.files import write_whole
+from engine.security.credentials import LOGIN_VARIABLES, logins
+from engine.services.own_environments import own_environments
 from engine.services.supervisor import Supervisor, undisturbed
 from engine.settings.params import Params, Paths, content_hash
 from engine.settings.reproducible import VARIABLE, equal_bits
+from engine.settings.services import Listener
 
 Report = Callable[[str, str], None]
 # Prefect's worker, for scheduled runs; `graftwork run` calls its flows directly and needs none.
@@ -63,10 +67,8 @@ def services(params: Params) -> tuple[Service, ...]:
     """Return the services in the order in which they start."""
     paths = params.paths
     backend = params.mlflow.backend or f"sqlite:///{paths.mlflow_db}"
-    bind = ("--host", "127.0.0.1", "--port")
     mlflow = ("-m", "mlflow", "server", "--backend-store-uri", backend, "--serve-artifacts", "--workers", "1",
-              "--artifacts-destination", str(paths.mlartifacts), *bind, str(params.mlflow.port))  # fmt: skip
-    prefect = ("-m", "prefect", "server", "start", "--analytics-off", *bind, str(params.prefect.port))
+              "--artifacts-destination", str(paths.mlartifacts), *mlflow_options(params.mlflow))  # fmt: skip
     worker = ("-m", "prefect", "worker", "start", "--type", "process", "--pool", params.prefect.work_pool)
     ours = ("--params", str(paths.root / "params.json"))
     base_s = params.engine.start_timeout_s
@@ -74,14 +76,25 @@ def services(params: Params) -> tuple[Service, ...]:
         Service("engine", ("-m", "engine.serving.server", *ours), "/health", base_s, needs_base=True),
         Service("trainer", ("-m", "engine.training.service.app", *ours), "/health", base_s, needs_base=True),
         Service("mlflow", mlflow, "/health", 180),
-        Service("prefect", prefect, "/api/health", 180),
+        Service("prefect", ("-m", "tasks.prefect_server", *ours), "/api/health", 180),
         Service("controller", ("-m", "engine.controller", *ours), "/health", 120),
         Service(WORKER, (*worker, "--name", "graftwork"), None, 60),
     )
 
 
+def mlflow_options(listener: Listener) -> tuple[str, ...]:
+    """Return the options of MLflow's server on its address, hosts, TLS and login."""
+    hosts = ",".join(pattern for name in listener.names for pattern in (name, f"{name}:{listener.port}"))
+    tls = f"--ssl-certfile {listener.tls_certificate} --ssl-keyfile {listener.tls_key}"
+    return (
+        "--host", str(listener.listen), "--port", str(listener.port),
+        "--allowed-hosts", hosts, "--app-name", "basic-auth",
+        *(("--uvicorn-opts", tls) if listener.tls_certificate else ()),
+    )  # fmt: skip
+
+
 def environment(params: Params) -> dict[str, str]:
-    """Return the environment variables of our processes: addresses, equal bits, no telemetry, no network.
+    """Return the environment variables of our processes: addresses, logins, equal bits, no telemetry.
 
     Entry points also apply them to themselves, before heavy imports. Raises `ConfigError` when a variable
     that the user has set prevents equal bits.
@@ -119,7 +132,7 @@ def environment(params: Params) -> dict[str, str]:
     }
     places = {
         "MLFLOW_TRACKING_URI": params.url("mlflow"),
-        "NO_PROXY": "127.0.0.1",
+        "NO_PROXY": ",".join(sorted({"127.0.0.1", *(params.listener(name).host for name in RESIDENT)})),
         "PREFECT_API_URL": f"{params.url('prefect')}/api",
         "PREFECT_HOME": str(params.paths.prefect),
         # The default is in the user's home directory even if PREFECT_HOME is set.
@@ -129,7 +142,7 @@ def environment(params: Params) -> dict[str, str]:
     # Only a hub id may need the network, until the base is in the local cache.
     local = params.base.name in {**RECIPES, **PACKAGED} or Path(params.base.name).expanduser().exists()
     offline = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE") if local else ()
-    return quiet | places | dict.fromkeys(offline, "1") | equal_bits(os.environ)
+    return quiet | places | logins(params.paths) | dict.fromkeys(offline, "1") | equal_bits(os.environ)
 
 
 def mkl_cbwr() -> str:
@@ -310,20 +323,27 @@ def _usable(params: Params) -> bool:
     return True
 
 
-def _check_ports(params: Params, chosen: Sequence[Service]) -> None:
-    for service in chosen:
-        if service.health is None:
-            continue
-        port = getattr(params, service.name).port
-        with socket.socket() as probe:
+def held_ports(params: Params, names: Collection[str]) -> dict[str, int]:
+    """Return the ports that other programs hold, by service."""
+    held = {}
+    for name in names:
+        listener = params.listener(name)
+        family = socket.AF_INET if listener.listen.version == 4 else socket.AF_INET6
+        with socket.socket(family) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind(("127.0.0.1", port))
+                probe.bind((str(listener.listen), listener.port))
             except OSError:
-                raise PortInUse(
-                    f"Port {port} of the {service.name} service is already in use by another program. "
-                    f"Stop that program, or set `{service.name}.port` in params.yaml."
-                ) from None
+                held[name] = listener.port
+    return held
+
+
+def _check_ports(params: Params, chosen: Sequence[Service]) -> None:
+    for name, port in held_ports(params, [service.name for service in chosen if service.health]).items():
+        raise PortInUse(
+            f"Port {port} of the {name} service is already in use by another program. "
+            f"Stop that program, or set `{name}.port` in params.yaml."
+        )
 
 
 def _check_base(params: Params, chosen: Sequence[Service]) -> None:
@@ -343,7 +363,7 @@ def _check_base(params: Params, chosen: Sequence[Service]) -> None:
 
 def _databases(paths: Paths) -> tuple[Path, ...]:
     """Return the databases of MLflow and Prefect, whose creation is not crash-safe."""
-    return (paths.mlflow_db, paths.prefect / "prefect.db")
+    return (paths.mlflow_db, paths.mlflow_logins, paths.prefect / "prefect.db")
 
 
 def _finished(database: Path) -> Path:
@@ -369,9 +389,14 @@ def _start_programs(
     report: Report,
     owner: int | None,
 ) -> None:
-    (params.paths.root / "params.json").write_text(params.to_json())
+    # It may hold the address of a database with its password.
+    write_whole(params.paths.root / "params.json", params.to_json(), mode=0o600)
     programs = {service.name: service.command for service in chosen}
-    supervisor.spawn(programs, os.environ | environment(params), owner, settings_hash(params))
+    own = own_environments(params, programs)
+    shared = os.environ | environment(params)
+    for variable in LOGIN_VARIABLES:
+        shared.pop(variable, None)
+    supervisor.spawn(programs, shared, owner, settings_hash(params), own)
     for service in chosen:
         if service.health and not service.needs_base:
             supervisor.start(service.name)

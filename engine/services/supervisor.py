@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 
 from engine.errors import ServiceError
+from engine.files import write_whole
 from engine.process_reaper import die_with_parent
 from engine.settings.params import content_hash
 
@@ -75,13 +76,15 @@ class Supervisor:
         environment: Mapping[str, str],
         owner: int | None,
         settings: str,
+        own: Mapping[str, Mapping[str, str]] | None = None,
     ) -> None:
         """Start the supervisor with its programs stopped; with an `owner` (pid), it ends when that ends.
 
-        An owner must be this process, and the calling thread must live as long as the supervisor. Raises
+        `own` holds the variables that one program gets alone, such as its password, by its name. An owner
+        must be this process, and the calling thread must live as long as the supervisor. Raises
         `ServiceError` when the supervisor does not start within 20 s.
         """
-        self.config.write_text(self._config_text(programs))
+        write_whole(self.config, self._config_text(programs, own or {}), mode=0o600)
         signals = {signal.SIGINT, signal.SIGTERM}
 
         def prepare_child() -> None:
@@ -166,9 +169,12 @@ class Supervisor:
         transport = SupervisorTransport(None, None, f"unix://{self.socket}")
         return ServerProxy("http://127.0.0.1", transport=transport).supervisor
 
-    def _config_text(self, programs: Mapping[str, tuple[str, ...]]) -> str:
+    def _config_text(
+        self, programs: Mapping[str, tuple[str, ...]], own: Mapping[str, Mapping[str, str]]
+    ) -> str:
         sections = [
-            "[supervisord]", "nodaemon=true", "silent=true", f"pidfile={_escape(self.pidfile)}",
+            # What the services write is their user's alone: prompts, rewards, artifacts, logs.
+            "[supervisord]", "nodaemon=true", "silent=true", "umask=077", f"pidfile={_escape(self.pidfile)}",
             f"childlogdir={_escape(self.logs)}", f"logfile={_escape(self.logs / 'supervisor.log')}",
             "logfile_maxbytes=5MB", "logfile_backups=1",
             "[unix_http_server]", f"file={_escape(self.socket)}", "chmod=0700",
@@ -178,6 +184,7 @@ class Supervisor:
             f"[group:{GROUP}]", "programs=" + ",".join(programs),
         ]  # fmt: skip
         for name, arguments in programs.items():
+            variables = own.get(name, {}).items()
             reaper = (sys.executable, "-m", "engine.process_reaper", self.pidfile, STOP_S, sys.executable)
             sections += [
                 f"[program:{name}]",
@@ -186,6 +193,7 @@ class Supervisor:
                 "stdout_logfile_maxbytes=10MB", "stdout_logfile_backups=2",
                 "autostart=false", "autorestart=true", "startsecs=1", "startretries=3",
                 f"stopwaitsecs={SUPERVISOR_STOP_S}", "killasgroup=true",
+                "environment=" + ",".join(f'{key}="{_escape(value)}"' for key, value in variables),
             ]  # fmt: skip
         return "\n".join(sections) + "\n"
 

@@ -21,9 +21,10 @@ from engine.planning.host import CPU_BLOCK, kv_cache_bytes, takes_all_cores
 from engine.planning.memory import BATCHED_TOKENS
 from engine.planning.tiers import cpu_slots
 from engine.serving.gateway.uvicorn_accept import accept_bursts
+from engine.serving.host_allow_list import HostAllowList
 from engine.settings.params import Params, load_params
 from engine.settings.reproducible import equal_bits
-from engine.settings.services import EngineConfig
+from engine.settings.services import EngineConfig, Listener
 
 if TYPE_CHECKING:
     from engine.base.resident import BaseInfo
@@ -49,6 +50,7 @@ def main() -> None:
     plan = planned(params)
     base = ensure_base(params.base, params.paths)
     migrate(params.paths.catalog_url)
+    HostAllowList.names = params.engine.names
     serve(server_arguments(params, path, base, plan))
 
 
@@ -112,8 +114,7 @@ def server_arguments(
     return [
         "--model", str(base.path),
         "--served-model-name", base.name,
-        "--host", "127.0.0.1",
-        "--port", str(config.port),
+        *listener_arguments(config),
         "--dtype", config.dtype_on(cuda=plan is not None),
         "--max-model-len", str(config.max_model_len),
         "--max-num-seqs", str(config.max_num_seqs),
@@ -132,6 +133,8 @@ def server_arguments(
         *speculative_arguments(config, plan),
         "--worker-extension-cls", "engine.serving.worker.loader.LoaderExtension",
         "--middleware", "engine.serving.gateway.gateway.Gateway",
+        # The last one is the outermost.
+        "--middleware", "engine.serving.host_allow_list.HostAllowList",
         "--additional-config", json.dumps({"graftwork": ours}),
         "--api-server-count", "1",
         "--generation-config", "vllm",
@@ -150,6 +153,14 @@ def core_settings(params: Params, base: Path, plan: "MemoryPlan | None") -> dict
 def threads_of(params: Params) -> int:
     """Return the engine's threads beside a trainer that computes: as set, or every core but one."""
     return params.engine.threads or max(1, len(os.sched_getaffinity(0)) - 1)
+
+
+def listener_arguments(listener: Listener) -> list[str]:
+    """Return the options for the address and TLS."""
+    address = ["--host", str(listener.listen), "--port", str(listener.port)]
+    if listener.tls_certificate is None:
+        return address
+    return [*address, "--ssl-certfile", str(listener.tls_certificate), "--ssl-keyfile", str(listener.tls_key)]
 
 
 def slots(config: EngineConfig, base: "BaseInfo", plan: "MemoryPlan | None") -> int:

@@ -2,8 +2,9 @@
 
 import importlib
 import os
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from engine.errors import ConfigError
@@ -11,6 +12,21 @@ from engine.errors import ConfigError
 OWN = r"python:[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 # Verifiers of a user's own problems; generated ones have their contract too.
 OWN_RULES = rf"exact|numeric|regex|json-schema|{OWN}"
+
+
+def refuse_unlisted(kind: str, name: str, modules: Collection[str]) -> None:
+    """Raise `ConfigError` if `name` is a user's own function in a module outside `modules`.
+
+    An entry of `modules` also allows its submodules. Other names, such as `exact`, pass.
+    """
+    if not re.fullmatch(OWN, name):
+        return
+    _, module, _ = name.split(":")
+    if not any(f"{module}.".startswith(f"{listed}.") for listed in modules):
+        raise ConfigError(
+            f"The {kind} {name!r} is in the module {module!r}, which python_modules does not list. Its code "
+            "runs as the services' user. If you trust it, add it to python_modules in params.yaml."
+        )
 
 
 def load_own(kind: str, name: str, parameters: str) -> Callable[..., Any]:

@@ -25,6 +25,7 @@ from engine.settings.services import (
     CatalogConfig,
     ControllerConfig,
     EngineConfig,
+    Listener,
     MlflowConfig,
     PrefectConfig,
     StoreConfig,
@@ -380,6 +381,11 @@ class Params(Settings):
     store: StoreConfig = StoreConfig()
     mlflow: MlflowConfig = MlflowConfig()
     prefect: PrefectConfig = PrefectConfig()
+    python_modules: tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*$")], ...] = Field(
+        ("engine.problems.language", "examples"),
+        description="Import python:MODULE:FUNC verifiers and losses from these modules and their submodules "
+        "alone. Their code runs as the services' user.",
+    )
     policies: dict[PolicyName, PolicyConfig] = Field(default_factory=dict, description="Policies by name.")
     release: ReleaseConfig = ReleaseConfig()
     releases: dict[PolicyName, dict[str, Any]] = Field(
@@ -425,7 +431,12 @@ class Params(Settings):
 
     def url(self, service: str) -> str:
         """Return the local address of `engine`, `trainer`, `controller`, `mlflow` or `prefect`."""
-        return f"http://127.0.0.1:{getattr(self, service).port}"
+        return self.listener(service).url
+
+    def listener(self, service: str) -> Listener:
+        """Return where `engine`, `trainer`, `controller`, `mlflow` or `prefect` listens."""
+        listener: Listener = getattr(self, service)
+        return listener
 
 
 @dataclass(frozen=True)
@@ -507,12 +518,14 @@ class Paths:
         self.spool = root / "spool"
         self.warm = root / "warm"
         self.mlflow_db = root / "mlflow.db"
+        self.mlflow_logins = root / "mlflow-logins.db"
         self.mlartifacts = root / "mlartifacts"
         self.prefect = root / "prefect"
         self.logs = root / "logs"
         self.runs = root / "runs"
         self.bench = root / "bench"
         self.local_key = root / "local.key"
+        self.credentials = root / "credentials"
         self.clock = root / "clock.json"
         self.cores = root / "cores"
 

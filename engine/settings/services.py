@@ -1,18 +1,86 @@
 """Settings of the services, and of the catalog and the store that they share: a typed model for each."""
 
-from typing import Annotated, Literal
+import ipaddress
+from pathlib import Path
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
+from pydantic.networks import IPvAnyAddress
 
 from engine.settings.model import Settings
 
-Port = Annotated[int, Field(ge=1024, le=65535, description="Listen on this port of 127.0.0.1.")]
+Port = Annotated[int, Field(ge=1024, le=65535, description="Listen on this port.")]
 MOST_SLOTS = 1024
 GPU_SLOTS = 8
 MICROBATCH_TOKENS = 8192
 
 
-class EngineConfig(Settings):
+class Listener(Settings):
+    """Where a service listens, and by which names callers reach it."""
+
+    port: Port
+    listen: IPvAnyAddress = Field(
+        ipaddress.ip_address("127.0.0.1"),
+        description="Listen on this address. Any but a loopback address needs `tls_certificate` and "
+        "`tls_key`, or `behind_proxy`.",
+    )
+    hosts: tuple[str, ...] = Field(
+        (),
+        description="Also answer requests whose Host header is one of these names. localhost and the address "
+        "of `listen` are always answered. With TLS, our own clients connect to the first.",
+    )
+    tls_certificate: Path | None = Field(
+        None, description="Serve HTTPS with the certificate chain in this PEM file."
+    )
+    tls_key: Path | None = Field(None, description="Its private key, a PEM file.")
+    behind_proxy: bool = Field(
+        False,
+        description="A proxy in front of the service ends TLS, and nothing else can reach the address: "
+        "docs/security.md.",
+    )
+
+    @model_validator(mode="after")
+    def _protected(self) -> Self:
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("TLS needs both `tls_certificate` and `tls_key`")
+        if any(path and not path.is_absolute() for path in (self.tls_certificate, self.tls_key)):
+            raise ValueError("`tls_certificate` and `tls_key` must be absolute paths")
+        if not (self.listen.is_loopback or self.tls_certificate or self.behind_proxy):
+            raise ValueError(
+                f"`listen: {self.listen}` would send keys and prompts over the network in clear text; give "
+                "`tls_certificate` and `tls_key`, or set `behind_proxy: true` behind a proxy with TLS"
+            )
+        return self
+
+    @property
+    def address(self) -> str:
+        """The address at which processes of this machine reach the service."""
+        loopback = "127.0.0.1" if self.listen.version == 4 else "::1"
+        return loopback if self.listen.is_unspecified else str(self.listen)
+
+    @property
+    def host(self) -> str:
+        """The host to which our own clients connect: with TLS a name of the certificate."""
+        if self.tls_certificate and self.hosts:
+            return self.hosts[0]
+        return self._written
+
+    @property
+    def _written(self) -> str:
+        return f"[{self.address}]" if self.listen.version == 6 else self.address
+
+    @property
+    def url(self) -> str:
+        """The URL that our own clients use."""
+        return f"{'https' if self.tls_certificate else 'http'}://{self.host}:{self.port}"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that a request's Host header may have, without a port."""
+        return tuple(dict.fromkeys(("localhost", "127.0.0.1", self._written, *self.hosts)))
+
+
+class EngineConfig(Listener):
     """The engine: vLLM's server with Graftwork's plugin and gateway."""
 
     port: Port = 8460
@@ -96,7 +164,7 @@ class EngineConfig(Settings):
         return self.dtype
 
 
-class TrainerConfig(Settings):
+class TrainerConfig(Listener):
     """The resident trainer service."""
 
     port: Port = 8461
@@ -149,7 +217,7 @@ class TrainerConfig(Settings):
         return cuda if self.gradient_checkpointing is None else self.gradient_checkpointing
 
 
-class ControllerConfig(Settings):
+class ControllerConfig(Listener):
     """The controller: the only writer of routes, releases and ledger."""
 
     port: Port = 8462
@@ -157,6 +225,12 @@ class ControllerConfig(Settings):
     lease_s: float = Field(5, gt=0, description="Hold the lease in the catalog for this many seconds.")
     snapshot_s: float = Field(
         2, gt=0, description="Write a new ledger snapshot for readers every this many seconds."
+    )
+    observations_days: int | None = Field(
+        None,
+        ge=1,
+        description="Delete observations of requests, and their feedback, after this many days. Empty: keep "
+        "them.",
     )
 
 
@@ -184,7 +258,7 @@ class StoreConfig(Settings):
     )
 
 
-class MlflowConfig(Settings):
+class MlflowConfig(Listener):
     """The MLflow server: registry, runs and artifacts."""
 
     port: Port = 8463
@@ -193,7 +267,7 @@ class MlflowConfig(Settings):
     )
 
 
-class PrefectConfig(Settings):
+class PrefectConfig(Listener):
     """The Prefect server: flow runs, schedules, automations."""
 
     port: Port = 8464

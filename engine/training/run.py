@@ -12,6 +12,7 @@ from engine.errors import ConfigError
 from engine.ledger.spool import Spool
 from engine.planning.gpu import cuda_bytes
 from engine.problems.verifiers import Verifier
+from engine.settings.own_functions import refuse_unlisted
 from engine.settings.params import Params, PolicyConfig
 from engine.training.lineage import Line, line_of
 from engine.training.rollout_data import Ahead, Source
@@ -49,6 +50,8 @@ def prepare(params: Params, policy: str, config: PolicyConfig, key: str) -> Run:
 
     from engine.training.loss.grpo import loss_of
 
+    refuse_unlisted("verifier", config.verifier, params.python_modules)
+    refuse_unlisted("loss", config.loss, params.python_modules)
     # A custom loss that cannot be loaded fails before the first rollout.
     loss_of(config.loss)
     if config.rank > params.engine.max_rank:
@@ -70,5 +73,5 @@ def prepare(params: Params, policy: str, config: PolicyConfig, key: str) -> Run:
         )
     source = Source(policy, config, line, tokenizer, params.url("engine"), key, base_name, replays)
     spool = Spool(params.paths.spool, f"train-{policy}")
-    client = TrainerClient(params.url("trainer"), timeout_s=params.trainer.operation_timeout_s)
+    client = TrainerClient.of(params, timeout_s=params.trainer.operation_timeout_s)
     return Run(params, policy, config, line, source, Ahead(source), client, spool, Verifier(config))

@@ -22,7 +22,21 @@ from engine.services import lifecycle as services
 from engine.settings.forms import AdaptForm
 from engine.threads import background, in_parallel
 from engine.version import code_version
-from flows.cli import adapters, admin, chat, decide, look, plan, policy, purge, residency, score, serve, store
+from flows.cli import (
+    adapters,
+    admin,
+    chat,
+    decide,
+    look,
+    plan,
+    policy,
+    purge,
+    residency,
+    score,
+    security,
+    serve,
+    store,
+)
 from flows.entry import (
     PARAMS,
     Again,
@@ -76,7 +90,7 @@ def run(
     params: ParamsFile = PARAMS,
 ) -> None:
     """Run the main job: adapt and release the policies, then roll back a bad revision."""
-    settings = enter(params, base)
+    settings = enter(params, base, starting=True)
     check(settings, [*settings.policies, settings.demo.bad_policy])
     from flows import display
 
@@ -118,7 +132,7 @@ def up(
     params: ParamsFile = PARAMS,
 ) -> None:
     """Start the services in the background and install the Prefect deployments."""
-    settings = enter(params)
+    settings = enter(params, starting=True)
     from flows.display import base_builder, print_addresses, print_service
 
     every = (*services.RESIDENT, services.WORKER)
@@ -200,6 +214,7 @@ GROUPS = (
     adapters,
     purge,
     store,
+    security,
     admin,
 )
 for group in GROUPS:

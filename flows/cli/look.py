@@ -46,7 +46,7 @@ def sessions(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
     settings = enter(params)
     from engine.training.service.client import TrainerClient
 
-    with TrainerClient(settings.url("trainer"), patience_s=PATIENCE_S) as trainer:
+    with TrainerClient.of(settings, patience_s=PATIENCE_S) as trainer:
         rows = trainer.sessions()
     if as_json:
         return print_json(rows)

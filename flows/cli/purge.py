@@ -1,6 +1,7 @@
-"""`graftwork purge`: remove a policy and everything that belongs to it."""
+"""`graftwork purge` and `graftwork erase`: remove a policy, or a tenant, and all that belongs to it."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Annotated
 
@@ -31,17 +32,9 @@ def purge(
             f"This removes every revision, session, score and answer of {policy!r}, and its model in MLflow. "
             "It cannot be undone. Run it again with --yes to confirm."
         )
-    from tasks.purge import Counts
     from tasks.purge import purge as purge_policy
 
-    def say(place: str, counts: Counts) -> None:
-        if not as_json:
-            found = ", ".join(
-                f"{count:,} {what.replace('_', ' ')}" for what, count in counts.items() if count
-            )
-            typer.echo(f"  {place:<10} {found or 'nothing there'}")
-
-    record = purge_policy(settings, policy, by, reason, say)
+    record = purge_policy(settings, policy, by, reason, quiet if as_json else say)
     if as_json:
         return typer.echo(json.dumps(asdict(record), indent=2))
     typer.echo(
@@ -55,3 +48,40 @@ def purge(
         )
     if (settings.suites_dir / policy).is_dir():
         typer.echo(f"Its data was kept: {settings.suites_dir / policy}.")
+
+
+@app.command()
+def erase(
+    tenant: Annotated[str, typer.Option(help="Owner of the keys and policies to remove.")],
+    by: Annotated[str, typer.Option(help="Record your name with the removal.")],
+    reason: Annotated[str, typer.Option(help="Record this reason with the removal.")],
+    yes: Annotated[bool, typer.Option("--yes", help="Confirm. It cannot be undone.")] = False,
+    as_json: Json = False,
+    params: ParamsFile = PARAMS,
+) -> None:
+    """Remove a tenant for good: its keys, its policies as `purge` does, and what its keys asked and rated.
+
+    The audit log keeps who changed what; it holds no prompt and no answer.
+    """
+    settings = enter(params)
+    if not yes:
+        raise ConfigError(
+            f"This revokes every key of {tenant!r}, purges its policies, and removes its requests and "
+            "ratings. It cannot be undone. Run it again with --yes to confirm."
+        )
+    from tasks.erase import erase as erase_tenant
+
+    places = erase_tenant(settings, tenant, by, reason, quiet if as_json else say)
+    if as_json:
+        return typer.echo(json.dumps({"tenant": tenant, "places": places}, indent=2))
+    typer.echo(f"{tenant} is erased, by {by}: {reason.rstrip('.')}.")
+
+
+def say(place: str, counts: Mapping[str, int]) -> None:
+    """Print what was removed from a place."""
+    found = ", ".join(f"{count:,} {what.replace('_', ' ')}" for what, count in counts.items() if count)
+    typer.echo(f"  {place:<10} {found or 'nothing there'}")
+
+
+def quiet(place: str, counts: Mapping[str, int]) -> None:
+    """Print nothing."""

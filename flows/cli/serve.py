@@ -34,7 +34,7 @@ def serve(
     revision: Served, source: From = None, registry: RegistryUrl = None, params: ParamsFile = PARAMS
 ) -> None:
     """Serve one revision until Ctrl-C, on the running engine or on one started for it."""
-    settings = enter(params)
+    settings = enter(params, registry=registry)
     if not re.fullmatch(r"([a-z][a-z0-9-]*@)?[0-9a-f]{6,64}", revision):
         raise ConfigError(
             f"{revision!r} names no revision. Write DIGEST or POLICY@DIGEST, with at least 6 hex digits."

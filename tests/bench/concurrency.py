@@ -94,7 +94,7 @@ class Bench:
         from engine.training.rollouts import Sample
         from engine.training.service.client import TrainerClient
 
-        client, config = TrainerClient(self.params.url("trainer")), self.config(0, 0)
+        client, config = TrainerClient.of(self.params), self.config(0, 0)
         fields = {"rank": config.rank, "alpha": config.alpha, "targets": ["q_proj"], "seed": 1, "holder": "x"}
         known = {"policy_config": config.model_dump(mode="json")}
         names = ("switch-1", "switch-2")

@@ -18,8 +18,10 @@ from repository import ROOT
 
 from engine.adapters.revision import read_revision
 from engine.catalog.catalog import Catalog
+from engine.security.credentials import known_credential
 from engine.services import lifecycle as services
 from engine.settings.params import Params, load_params
+from engine.training.service.client import TrainerClient
 
 STEPS = 12
 VICTIMS = ("engine", "trainer", "controller")
@@ -70,7 +72,8 @@ def eventually(condition: Callable[[], Any], seconds: float) -> bool:
 
 
 def step_of(params: Params, policy: str) -> int:
-    sessions = httpx.get(f"{params.url('trainer')}/health", timeout=10).json()["sessions"]
+    with TrainerClient.of(params) as trainer:
+        sessions = trainer.health()["sessions"]
     return max((step for name, step in sessions.items() if name.startswith(f"{policy}-")), default=0)
 
 
@@ -91,9 +94,10 @@ def assert_whole(params: Params, policy: str) -> None:
     assert manifest.step == STEPS
     assert len(list((params.paths.revisions / policy).iterdir())) == 1
     url = f"{params.url('controller')}/ledger/train_steps"
+    headers = {"authorization": f"Bearer {known_credential(params.paths, 'controller')}"}
 
     def recorded() -> list[int]:
-        rows = httpx.get(url, params={"policy": policy}, timeout=10).json()
+        rows = httpx.get(url, params={"policy": policy}, timeout=10, headers=headers).json()
         assert all(abs(row["importance_ratio"] - 1) <= 1e-3 for row in rows)
         return sorted(row["step"] for row in rows)
 

@@ -24,6 +24,9 @@ from main_job import (
 )
 from mlflow import MlflowClient
 
+from engine.clients.prefect import PrefectLogin
+from engine.security.credentials import USER, known_credential
+from engine.settings.params import Paths
 from tasks.register import numbers
 
 pytestmark = [pytest.mark.heavy(minutes=5), pytest.mark.services]
@@ -123,7 +126,6 @@ def test_bad_revision_is_rolled_back_and_answers_nobody_afterwards(finished: dic
 def test_ledger_and_catalog_agree_with_the_summary(finished: dict[str, Any], state: Path) -> None:
     from engine.catalog.catalog import Catalog
     from engine.ledger.ledger import open_snapshot
-    from engine.settings.params import Paths
 
     catalog = Catalog(Paths(state).catalog_url)
     champions = {route.policy: route.champion for route in catalog.routes.page()}
@@ -159,7 +161,6 @@ def test_mlflow_and_the_ledger_hold_the_same_numbers_of_every_step(
     finished: dict[str, Any], state: Path
 ) -> None:
     from engine.adapters.manifests import stored_manifest
-    from engine.settings.params import Paths
 
     assert not (Paths(state).spool / "rejected").exists()
     client = MlflowClient(f"sqlite:///{Paths(state).mlflow_db}")
@@ -218,12 +219,13 @@ def test_nothing_is_left_running(finished: dict[str, Any], state: Path) -> None:
 def test_prefect_shows_what_the_job_did(finished: dict[str, Any], params: Path, state: Path) -> None:
     log = state / "up.log"
     api = f"http://127.0.0.1:{yaml.safe_load(params.read_text())['prefect']['port']}/api"
+    login = PrefectLogin(USER, known_credential(Paths(state), "prefect"))
     try:
         with graftwork("up", "--only", "prefect", "--params", str(params), log=log) as process:
             assert process.wait(timeout=300) == 0, log.read_text()
-        flows = httpx.post(f"{api}/flows/filter", json={}, timeout=20).json()
+        flows = httpx.post(f"{api}/flows/filter", json={}, timeout=20, auth=login).json()
         assert {"demo", "adapt", "release"} <= {flow["name"] for flow in flows}
-        artifacts = httpx.post(f"{api}/artifacts/filter", json={}, timeout=20).json()
+        artifacts = httpx.post(f"{api}/artifacts/filter", json={}, timeout=20, auth=login).json()
         # Prefect stores a link as markdown.
         assert {"table", "markdown"} <= {artifact["type"] for artifact in artifacts}
     finally:

@@ -4,6 +4,7 @@ One `graftwork up` on real services; the tests follow one policy from its data t
 """
 
 import asyncio
+import json
 import os
 import shutil
 import signal
@@ -25,9 +26,12 @@ from document_blocks import PORTS, RUN, RUN_UP, marked, run, scratch
 from documents import reading_order
 from operated import ROOT, Operated, graftwork, skeleton, write_settings, write_sums
 from parity import Reference, ask, differences, prompts
+from playwright.sync_api import sync_playwright
 
 from engine.adapters.revision import read_manifest
 from engine.base.resident import ensure_base
+from engine.security.credentials import NAMES, USER, known_credential
+from engine.services import lifecycle
 from engine.settings.params import load_params, served_name
 
 pytestmark = [pytest.mark.heavy(minutes=9), pytest.mark.timeout(600)]
@@ -292,8 +296,127 @@ def test_release_waits_for_approval_in_the_resume_form(people: Operated, second:
     state = people.wait(run)
     assert state["type"] == "COMPLETED", state["message"]
     assert people.answered_by(POLICY) != champion
-    releases = httpx.get(f"{people.url('controller')}/releases?policy={POLICY}", timeout=20).json()
+    releases = people.controller.get(f"/releases?policy={POLICY}").json()
     assert [one["state"] for one in releases].count("promoted") == 2
+
+
+# What a caller without a login reached before there were logins.
+STRANGERS = [
+    ("prefect", "POST", "/api/flow_runs/filter", 401),
+    ("prefect", "GET", "/api/admin/settings", 401),
+    ("mlflow", "GET", "/api/2.0/mlflow/registered-models/search", 401),
+    ("mlflow", "POST", "/api/2.0/mlflow/registered-models/alias", 401),
+    ("mlflow", "GET", "/", 401),
+    ("trainer", "GET", "/sessions", 401),
+    ("trainer", "POST", "/forget_policy", 401),
+    ("controller", "GET", "/ledger/observations", 401),
+    ("controller", "POST", "/notices/inbox", 401),
+    ("controller", "GET", "/", 401),
+]
+
+
+@pytest.mark.parametrize(("service", "method", "path", "status"), STRANGERS)
+def test_a_stranger_reaches_no_service(
+    people: Operated, service: str, method: str, path: str, status: int
+) -> None:
+    body = {"json": {}} if method == "POST" else {}
+    answer = httpx.request(method, people.url(service) + path, timeout=20, **body)
+    assert answer.status_code == status
+
+
+@pytest.mark.parametrize("service", ["engine", "trainer", "controller", "mlflow", "prefect"])
+def test_a_rebound_name_reaches_no_service(people: Operated, service: str) -> None:
+    path = {"prefect": "/api/version", "mlflow": "/"}.get(service, "/health")
+    answer = httpx.get(people.url(service) + path, headers={"host": "evil.example.org"}, timeout=20)
+    assert answer.status_code in (400, 403)
+    assert "host" in answer.text.lower()
+
+
+def test_prefect_answers_its_own_pages_alone(people: Operated) -> None:
+    asked = {"origin": "https://evil.example.org", "access-control-request-method": "POST"}
+    at = f"{people.url('prefect')}/api/flow_runs/filter"
+    assert "access-control-allow-origin" not in httpx.options(at, headers=asked, timeout=20).headers
+    own = httpx.options(at, headers=asked | {"origin": people.url("prefect")}, timeout=20)
+    assert own.headers["access-control-allow-origin"] == people.url("prefect")
+    # A login alone changes nothing: the browser of who is logged in would send it along.
+    login = httpx.BasicAuth(USER, known_credential(people.paths, "prefect"))
+    assert httpx.post(at, json={}, auth=login, timeout=20).status_code == 403
+
+
+def test_engine_and_trainer_start_without_logins(people: Operated) -> None:
+    secrets = [known_credential(people.paths, name) for name in NAMES]
+    for service in lifecycle.status(load_params(people.settings)):
+        tree = psutil.Process(service.pid)
+        for process in (tree, *tree.children(recursive=True)):
+            text = str(process.environ())
+            held = {name for name, secret in zip(NAMES, secrets, strict=True) if secret in text}
+            assert service.name in ("mlflow", "prefect", "worker") or not held, (service.name, held)
+
+
+def test_what_the_services_write_is_their_users_alone(people: Operated) -> None:
+    paths = people.paths
+    written = [paths.mlflow_logins, paths.ledger, people.state / "supervisor.conf", *paths.logs.glob("*.log")]
+    assert {path.name: path.stat().st_mode & 0o077 for path in written if path.stat().st_mode & 0o077} == {}
+
+
+def test_people_log_in_to_the_pages(people: Operated, chromium: str) -> None:
+    """With what `graftwork login` prints: Prefect's form, and the browser's own for the other two."""
+    printed = graftwork("login", "--json", settings=people.settings)
+    logins = {one["service"]: one for one in json.loads(printed.stdout)}
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page()
+        page.goto(logins["prefect"]["address"])
+        page.get_by_label("Password").or_(page.locator("input[type=password]")).first.fill(
+            logins["prefect"]["password"]
+        )
+        page.keyboard.press("Enter")
+        page.goto(f"{logins['prefect']['address']}/deployments")
+        page.get_by_text("create_policy").first.wait_for(timeout=30_000)
+        for service, shown in (("mlflow", "Model"), ("controller", "Policies")):
+            login = logins[service]
+            known = {"username": login["user"], "password": login["password"]}
+            page = browser.new_context(http_credentials=known).new_page()
+            page.goto(login["address"])
+            page.get_by_text(shown).first.wait_for(timeout=30_000)
+            stranger = browser.new_context().new_page()
+            assert stranger.goto(login["address"]).status == 401
+        browser.close()
+
+
+def test_a_caller_gives_a_run_no_command_environment_or_folder(people: Operated, second: str) -> None:
+    """Prefect's own template of a work pool takes all three from whoever starts a run."""
+    at = f"/deployments/{people.deployment('report')['id']}/create_flow_run"
+    trace = people.state / "was-here"
+    for variables in (
+        {"command": f"touch {trace}"},
+        {"env": {"PYTHONSTARTUP": str(trace)}},
+        {"working_dir": str(people.state)},
+    ):
+        body = {"parameters": {"form": {}}, "state": {"type": "SCHEDULED"}, "job_variables": variables}
+        answer = people.prefect.post(at, json=body)
+        if answer.is_success:
+            assert people.wait(answer.json()["id"])["type"] == "COMPLETED"
+    assert not trace.exists()
+    pool = people.prefect.get("/work_pools/graftwork").raise_for_status().json()
+    assert "{{" not in str(pool["base_job_template"])
+
+
+def test_what_an_earlier_version_installed_is_replaced(people: Operated) -> None:
+    """Its work pool took variables, and its deployments gave one."""
+    from prefect.workers.process import ProcessWorker
+
+    old = {"base_job_template": ProcessWorker.get_default_base_job_template()}
+    people.prefect.patch("/work_pools/graftwork", json=old).raise_for_status()
+    at = f"/deployments/{people.deployment('report')['id']}"
+    people.prefect.patch(at, json={"job_variables": {"working_dir": "/tmp"}}).raise_for_status()
+    assert people.deployment("report")["job_variables"]
+    again = graftwork("up", settings=people.settings)
+    assert again.returncode == 0, again.stderr
+    assert people.deployment("report")["job_variables"] == {}
+    pool = people.prefect.get("/work_pools/graftwork").raise_for_status().json()
+    assert "{{" not in str(pool["base_job_template"])
+    people.run("report")
 
 
 def test_release_that_is_started_twice_is_one_release(people: Operated, second: str) -> None:
@@ -304,7 +427,7 @@ def test_release_that_is_started_twice_is_one_release(people: Operated, second: 
     form = {"policy": POLICY, "digest": other, "approval_hours": 1, "skip_score": "The test needs no score."}
     runs = [people.start("release", **form).json()["id"] for _ in range(2)]
     assert [people.wait(run, "Suspended")["name"] for run in runs] == ["Suspended"] * 2
-    releases = httpx.get(f"{people.url('controller')}/releases?policy={POLICY}", timeout=20).json()
+    releases = people.controller.get(f"/releases?policy={POLICY}").json()
     assert [one["revision"] for one in releases if one["state"] == "running"] == [other]
     people.run("hold", policy=POLICY, reason=OVER)
 
@@ -330,7 +453,7 @@ def test_what_happened_is_an_event_and_a_notification(people: Operated, second: 
     promoted, held = "graftwork.release.promoted", "graftwork.release.held"
 
     def posted() -> bool:
-        notices = httpx.get(f"{people.url('controller')}/notices", timeout=20).json()
+        notices = people.controller.get("/notices").json()
         texts = [one["reason"] for one in notices if one["name"] == "graftwork.notice.delivered"]
         return any(held in text and f"{POLICY}@" in text and OVER in text for text in texts)
 

@@ -28,6 +28,7 @@ from engine.catalog.catalog import Catalog, migrate
 from engine.clients.controller import ControllerClient
 from engine.errors import NotFound
 from engine.ledger.ledger import Spool
+from engine.security.credentials import credential
 from engine.settings.params import Params, load_params, resolve_policy
 from engine.training.loop import train
 
@@ -102,7 +103,8 @@ def release(state: Path, file: Path) -> set[str]:
 
     def use(params: Params) -> set[str]:
         url = params.url("controller")
-        with ControllerClient(url) as client, contextlib.suppress(NotFound):
+        own = credential(params.paths, "controller")
+        with ControllerClient(url, own) as client, contextlib.suppress(NotFound):
             # Comes back once the controller is up.
             client.running_release("sorting")
         with ControllerClient(url, params.paths.local_key.read_text().strip()) as client:

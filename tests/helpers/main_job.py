@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import yaml
 from live import left_behind
 from operated import write_settings
 from repository import ROOT
 
 from engine.catalog.catalog import Catalog
+from engine.errors import GraftworkError
 from engine.settings.params import Paths, load_params
+from engine.training.service.client import TrainerClient
 
 # Fewer steps than the main job: enough to see the reward rise and users notice.
 STEPS = 16
@@ -91,9 +92,8 @@ def interrupt(
 
 def is_training(params: Path) -> bool:
     """Return whether a policy has done three steps and has more to do."""
-    with contextlib.suppress(httpx.HTTPError):
-        health = httpx.get(f"{load_params(params).url('trainer')}/health", timeout=5).json()
-        return any(3 <= step < STEPS for step in health["sessions"].values())
+    with contextlib.suppress(GraftworkError), TrainerClient.of(load_params(params), patience_s=0) as trainer:
+        return any(3 <= step < STEPS for step in trainer.health()["sessions"].values())
     return False
 
 

@@ -21,6 +21,10 @@ import yaml
 from live import free_port
 from repository import ROOT
 
+from engine.clients.prefect import PrefectLogin
+from engine.security.credentials import USER, known_credential, logins
+from engine.settings.params import Paths
+
 SERVICES = ("engine", "trainer", "controller", "mlflow", "prefect")
 # The phrasings of one sum; the tiny base answers one of them as the bare number.
 PHRASINGS = ("{0} =", "Calculate {0} for me.", "What is {0}?", "Find {0}.")
@@ -76,18 +80,31 @@ class Operated:
     def url(self, service: str) -> str:
         return f"http://127.0.0.1:{self.data[service]['port']}"
 
+    @property
+    def paths(self) -> Paths:
+        return Paths(self.state)
+
     @cached_property
     def key(self) -> str:
         return (self.state / "local.key").read_text().strip()
 
     @cached_property
     def prefect(self) -> httpx.Client:
-        return httpx.Client(base_url=f"{self.url('prefect')}/api", timeout=120, transport=Patient())
+        login = PrefectLogin(USER, known_credential(self.paths, "prefect"))
+        return httpx.Client(
+            base_url=f"{self.url('prefect')}/api", timeout=120, transport=Patient(), auth=login
+        )
+
+    @cached_property
+    def controller(self) -> httpx.Client:
+        headers = {"authorization": f"Bearer {known_credential(self.paths, 'controller')}"}
+        return httpx.Client(base_url=self.url("controller"), timeout=20, headers=headers)
 
     @cached_property
     def mlflow(self) -> Any:
         from mlflow import MlflowClient
 
+        os.environ.update(logins(self.paths))
         return MlflowClient(self.url("mlflow"), self.url("mlflow"))
 
     def deployment(self, name: str) -> dict[str, Any]:
@@ -153,6 +170,7 @@ class Operated:
             "OPENAI_BASE_URL": f"{self.url('engine')}/v1",
             "OPENAI_API_KEY": self.key,
             "PREFECT_API_URL": f"{self.url('prefect')}/api",
+            **logins(self.paths),
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         }
         done = subprocess.run(

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from engine.process_reaper import die_with_parent
+from engine.security.credentials import credential
 from engine.settings.params import Params
 from engine.training.service.client import TrainerClient
 from engine.training.service.protocol import AdamParams, Datum, EncodedText, ModelInput, TensorData
@@ -27,7 +28,7 @@ class Service:
     def __init__(self, params: Params, file: Path):
         self.params, self.file = params, file
         self.process: subprocess.Popen[bytes] | None = None
-        self.client = TrainerClient(params.url("trainer"), patience_s=60)
+        self.client = TrainerClient(params.url("trainer"), credential(params.paths, "trainer"), patience_s=60)
 
     def start(self) -> None:
         command = [sys.executable, "-m", "engine.training.service.app", "--params", str(self.file)]

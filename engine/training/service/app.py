@@ -15,9 +15,9 @@ import os
 import time
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Query
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 
@@ -25,6 +25,8 @@ from engine.base.prompts import end_tokens
 from engine.base.resident import base_config
 from engine.errors import Busy, Cancelled, ConfigError, GraftworkError, ServiceError
 from engine.planning.host import free_bytes, microbatch_tokens, takes_all_cores
+from engine.security.credentials import credential
+from engine.security.http import HEALTH, guarded, server_options
 from engine.settings.params import Params, load_params
 from engine.settings.reproducible import equal_bits
 from engine.training.service import protocol
@@ -42,16 +44,20 @@ NEWEST = 100
 
 def make_app(trainer: "Trainer") -> FastAPI:
     """Return the HTTP application of a trainer."""
-    app = FastAPI(title="Graftwork trainer")
+    app = FastAPI(title="Graftwork trainer", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_exception_handler(GraftworkError, _answer_error)  # type: ignore[arg-type]
     app.add_exception_handler(RequestValidationError, _answer_invalid)  # type: ignore[arg-type]
 
-    @app.get("/health")
-    def health() -> dict[str, Any]:
+    @app.get(HEALTH)
+    def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/status")
+    def status() -> dict[str, Any]:
         return {"status": "ok", "base": trainer.base_digest, "pid": os.getpid(), **trainer.health()}
 
     @app.get("/sessions")
-    def sessions(limit: int = NEWEST) -> dict[str, Any]:
+    def sessions(limit: Annotated[int, Query(ge=1, le=10_000)] = NEWEST) -> dict[str, Any]:
         return {"sessions": trainer.sessions.rows(limit)}
 
     @app.get("/metrics")
@@ -213,7 +219,7 @@ def load_base(params: Params, path: Path, plan: "MemoryPlan | None") -> "Residen
 
 
 def main() -> None:
-    """Run the trainer on 127.0.0.1 until it is stopped."""
+    """Run the trainer until it is stopped."""
     import uvicorn
 
     parser = argparse.ArgumentParser(description=__doc__)
@@ -223,7 +229,8 @@ def main() -> None:
     # On shared cores the engine's short requests go before long training steps.
     os.nice(NICENESS)
     trainer = load_trainer(params)
-    uvicorn.run(make_app(trainer), host="127.0.0.1", port=params.trainer.port, access_log=False)
+    app = guarded(make_app(trainer), params.trainer, credential(params.paths, "trainer"))
+    uvicorn.run(app, access_log=False, **server_options(params.trainer))
     trainer.close()
 
 

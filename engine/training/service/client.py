@@ -20,7 +20,8 @@ from engine import errors
 from engine.clients.http import ServiceClient, body_of
 from engine.errors import Busy, ConfigError, GraftworkError, ServiceError
 from engine.quality.probe import Probe, from_json
-from engine.settings.params import explain
+from engine.security.credentials import known_credential
+from engine.settings.params import Params, explain
 from engine.training.service import protocol
 from engine.training.service.protocol import Exported, SessionInfo
 
@@ -35,15 +36,22 @@ class _Lost(ServiceError):
 
 
 class TrainerClient(ServiceClient):
-    """A client of the trainer at `url`; it waits up to `patience_s` for an absent trainer.
+    """A client of the trainer at `url` with its `key`; it waits up to `patience_s` for an absent trainer.
 
     A heartbeat renews the leases of its sessions until they or the client are closed. It retries a full
     trainer for up to `busy_s`; `backpressure_s` holds the seconds that each session has waited for that.
     It counts gathered gradients, so that a step is refused when the trainer lost some.
     """
 
-    def __init__(self, url: str, patience_s: float = 90.0, timeout_s: float = 600.0, busy_s: float = 600.0):
-        super().__init__("trainer", url, timeout_s=POLL_S + 10, patience_s=patience_s)
+    def __init__(
+        self,
+        url: str,
+        key: str = "",
+        patience_s: float = 90.0,
+        timeout_s: float = 600.0,
+        busy_s: float = 600.0,
+    ):
+        super().__init__("trainer", url, key, timeout_s=POLL_S + 10, patience_s=patience_s)
         self.timeout_s, self.busy_s = timeout_s, busy_s
         self.backpressure_s: defaultdict[str, float] = defaultdict(float)
         self._gathered: dict[str, int] = {}
@@ -51,9 +59,14 @@ class TrainerClient(ServiceClient):
         self._closed = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="trainer-heartbeat", daemon=True)
 
+    @classmethod
+    def of(cls, params: Params, **waits: float) -> "TrainerClient":
+        """Return a client of the installation's trainer, with its key."""
+        return cls(params.url("trainer"), known_credential(params.paths, "trainer"), **waits)
+
     def health(self) -> dict[str, Any]:
         """Return the trainer's base digest, pid, sessions and queue state."""
-        return dict(self._ask("GET", "/health"))
+        return dict(self._ask("GET", "/status"))
 
     def create_session(self, session: str, policy: str, **settings: Any) -> SessionInfo:
         """Open or continue a session; the fields are those of `protocol.CreateSession`."""

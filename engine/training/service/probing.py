@@ -48,7 +48,7 @@ def probe_by_base(params: Params, base: "BaseInfo", say: Callable[[str], object]
 
         tokenizer = AutoTokenizer.from_pretrained(base.path)
         prompts = [prompt_ids(tokenizer, question) for question in QUESTIONS]
-        with TrainerClient(params.url("trainer"), patience_s=0.0) as trainer:
+        with TrainerClient.of(params, patience_s=0.0) as trainer:
             if _serves(trainer, base):
                 say("The trainer computes the effect probe.")
                 return trainer.probe_revision(manifest.policy, manifest.digest, prompts, TOKENS, directory)

@@ -15,6 +15,7 @@ from typing import Any
 
 from engine.catalog.catalog import Policy
 from engine.errors import ConfigError, GraftworkError, NotFound, ServiceError
+from engine.settings.own_functions import refuse_unlisted
 from engine.settings.params import Params
 from engine.shared_cores import SharedCores
 from engine.training.model.lora import ResidentBase
@@ -146,6 +147,7 @@ class Trainer:
     def _called(self, request: protocol.ForwardBackward) -> tuple[Session, Call]:
         session, given = self.sessions.writable(request), request.forward_backward_input
         session.expect(request.gathered)
+        refuse_unlisted("loss", given.loss_fn, self.params.python_modules)
         data = self._examples(given.data)
         call = Call(session.adapter, data, given.loss_fn, given.loss_fn_config, given.router_replay)
         return session, call

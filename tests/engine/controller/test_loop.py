@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from base64 import b64encode
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +36,7 @@ from engine.errors import Conflict, NotFound, ServiceError
 from engine.ledger.ledger import Ledger, Spool, open_snapshot
 from engine.quality.canary import CanaryResult, FeedbackCounts
 from engine.quality.guards import ONE_KEY
+from engine.security.credentials import credential
 from engine.settings.params import Params, ReleaseConfig
 
 SETTINGS = ReleaseConfig(min_units=10).model_dump(mode="json")
@@ -696,6 +698,90 @@ def test_bad_requests_get_a_sentence(
     assert sentence in answer.json()["error"]
 
 
+ROUTES = [
+    ("GET", "/"), ("GET", "/status"), ("GET", "/metrics"), ("GET", "/ledger/scores"), ("GET", "/policies"),
+    ("GET", "/releases"), ("GET", "/releases/r1"), ("GET", "/notices"), ("POST", "/notices/inbox"),
+    ("POST", "/policies"), ("POST", "/releases"), ("POST", "/releases/r1/approve"),
+    ("POST", "/releases/r1/hold"), ("POST", "/probes"), ("POST", "/promote"), ("POST", "/rollback"),
+    ("POST", "/lift"), ("POST", "/restore"), ("POST", "/purge"), ("POST", "/erase"),
+    ("POST", "/freeze"), ("POST", "/thaw"),
+]  # fmt: skip
+
+
+def test_the_list_of_routes_is_whole(web: TestClient) -> None:
+    """So that a new route is asked without a key below."""
+    known = {(method, route.path) for route in web.app.routes for method in route.methods}
+    listed = {
+        (method, path.replace("r1", "{release_id}").replace("scores", "{table}")) for method, path in ROUTES
+    }
+    assert known == {*listed, ("GET", "/health"), ("POST", "/mlflow/webhook")}
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+def test_nobody_is_answered_without_a_credential(
+    controller: Controller, web: TestClient, method: str, path: str
+) -> None:
+    user = controller.catalog.keys.create("eve", "user")
+    own = credential(controller.params.paths, "controller")
+    stranger = TestClient(web.app)
+    password = {"authorization": f"Basic {b64encode(f'graftwork:{own}'.encode()).decode()}"}
+    for headers in ({}, {"authorization": f"Bearer {user}"}, {"authorization": "Basic !"}):
+        answer = stranger.request(method, path, headers=headers)
+        assert (answer.status_code, "admin key" in answer.text) == (401, True)
+        # A browser then asks for user and password.
+        assert answer.headers["www-authenticate"].startswith("Basic")
+    reads = method == "GET"
+    assert (stranger.request(method, path, headers=password).status_code != 401) == reads
+    may = reads or path == "/notices/inbox"
+    body = {"json": {"policy": "sorting", "digest": NEW, "reason": "r"}} if method == "POST" else {}
+    answer = stranger.request(method, path, headers={"authorization": f"Bearer {own}"}, **body)
+    # What the credential may not do is refused whatever the body.
+    assert (answer.status_code in (400, 401)) == (not may), answer.text
+    assert web.request(method, path, **body).status_code != 401
+
+
+@pytest.mark.parametrize(
+    ("owner", "by", "shown"), [("local", "ada", "ada"), ("eve", "ada", "ada (key of eve)")]
+)
+def test_a_decision_names_the_key_beside_the_name_that_was_given(
+    controller: Controller, web: TestClient, owner: str, by: str, shown: str
+) -> None:
+    key = controller.catalog.keys.create(owner, "admin")
+    headers = {"authorization": f"Bearer {key}"}
+    stone = web.post("/rollback", json=revision_body(NEW) | {"by": by}, headers=headers).json()
+    assert stone["by"] == shown
+    (entry,) = controller.catalog.audit.newest(1)
+    assert (entry.actor, entry.on_behalf_of, entry.action) == (owner, by, "tombstone.write")
+    web.post("/rollback", json={"policy": "sorting", "digest": OLD, "reason": "r"}, headers=headers)
+    routed, written = controller.catalog.audit.newest(2)
+    assert {(one.actor, one.on_behalf_of) for one in (routed, written)} == {(owner, None)}
+
+
+def test_health_tells_a_stranger_nothing_but_health(web: TestClient) -> None:
+    assert TestClient(web.app).get("/health").json() == {"status": "ok"}
+
+
+def test_only_mlflow_wakes_the_mirror(controller: Controller, web: TestClient) -> None:
+    from mlflow.webhooks.delivery import _generate_hmac_signature
+
+    stranger, body = TestClient(web.app), '{"entity": "model_version_alias"}'
+    secret = credential(controller.params.paths, "controller")
+    headers = {"X-MLflow-Delivery-Id": "1", "X-MLflow-Timestamp": "2"}
+    signed = headers | {"X-MLflow-Signature": _generate_hmac_signature(secret, "1", "2", body)}
+    assert stranger.post("/mlflow/webhook", content=body).status_code == 401
+    assert stranger.post("/mlflow/webhook", content=body + " ", headers=signed).status_code == 401
+    assert stranger.post("/mlflow/webhook", content=body, headers=signed).json() == {"looking": True}
+    large = stranger.post("/mlflow/webhook", content=b" " * (1 << 20), headers=signed)
+    assert (large.status_code, "bytes" in large.text) == (400, True)
+
+
+@pytest.mark.parametrize("path", ["/ledger/scores", "/policies", "/releases", "/notices"])
+@pytest.mark.parametrize("limit", [0, -1, 10_001, 10**30, "all"])
+def test_a_limit_is_bounded(web: TestClient, path: str, limit: Any) -> None:
+    answer = web.get(path, params={"limit": limit})
+    assert (answer.status_code, "limit" in answer.json()["error"]) == (400, True)
+
+
 def test_writing_needs_an_admin_key(controller: Controller, web: TestClient) -> None:
     user = controller.catalog.keys.create("eve", "user")
     for header in ("", "Bearer nonsense", f"Bearer {user}", f"Basic {user}"):
@@ -744,7 +830,7 @@ def test_pages_health_ledger_and_metrics(controller: Controller, web: TestClient
     controller.decisions.hold(release.id, "me", "<script>alert(1)</script>")
     controller.spool.rotate()
     controller.tick()
-    assert web.get("/health").json()["status"] == "ok"
+    assert web.get("/status").json()["status"] == "ok"
     page = web.get("/").text
     assert "&lt;script&gt;" in page
     assert "<script>" not in page

@@ -415,10 +415,13 @@ def hooking(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_webhook_remains_whatever_its_address_was(client: httpx.Client, mlflow: Mlflow) -> None:
     registry = Registry(client)
     for port in (8001, 8002, 8002):
-        registry.ensure_webhook("graftwork", f"http://127.0.0.1:{port}/mlflow/webhook")
-    registry.ensure_webhook("somebody-elses", "http://127.0.0.1/else")
+        registry.ensure_webhook("graftwork", f"http://127.0.0.1:{port}/mlflow/webhook", "first")
+    registry.ensure_webhook("somebody-elses", "http://127.0.0.1/else", "theirs")
+    names = {hook["name"] for hook in client.get(f"{API}/webhooks").json()["webhooks"]}
+    registry.ensure_webhook("graftwork", "http://127.0.0.1:8002/mlflow/webhook", "second")
     hooks = client.get(f"{API}/webhooks").json()["webhooks"]
-    assert {hook["name"]: hook["url"] for hook in hooks} == {
+    assert len(names & {hook["name"] for hook in hooks}) == 1  # a new secret makes a new webhook
+    assert {hook["name"].partition(".")[0]: hook["url"] for hook in hooks} == {
         "graftwork": "http://127.0.0.1:8002/mlflow/webhook",
         "somebody-elses": "http://127.0.0.1/else",
     }
@@ -431,6 +434,7 @@ def test_mlflow_tells_of_a_moved_alias(client: httpx.Client, mlflow: Mlflow) -> 
 
     class Page(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
+            assert self.headers["X-MLflow-Signature"].startswith("v1,")
             told.put(self.path)
             self.send_response(200)
             self.end_headers()
@@ -440,7 +444,8 @@ def test_mlflow_tells_of_a_moved_alias(client: httpx.Client, mlflow: Mlflow) -> 
 
     with http.server.HTTPServer(("127.0.0.1", 0), Page) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        Registry(client).ensure_webhook("graftwork", f"http://127.0.0.1:{server.server_port}/mlflow/webhook")
+        at = f"http://127.0.0.1:{server.server_port}/mlflow/webhook"
+        Registry(client).ensure_webhook("graftwork", at, "a secret")
         mlflow.move("champion", "2")
         assert told.get(timeout=20) == "/mlflow/webhook"
         mlflow.move("champion", None)

@@ -100,9 +100,9 @@ def test_frozen_means_rollbacks_only(controller: Controller, web: TestClient) ->
     assert release.state == "running"
     assert web.post("/rollback", json=body | {"digest": OLD}).status_code == 200
     assert controller.catalog.routes.get("sorting").champion is None
-    assert web.get("/health").json()["frozen"]
+    assert web.get("/status").json()["frozen"]
     web.post("/thaw", json=PERSON)
-    assert web.get("/health").json()["frozen"] is None
+    assert web.get("/status").json()["frozen"] is None
     assert told(controller)[0] == "graftwork.frozen"
     assert "graftwork.thawed" in told(controller)
 

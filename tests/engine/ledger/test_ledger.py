@@ -489,3 +489,15 @@ def test_a_ledger_that_could_not_become_another_file_closes_nothing_of_others(
     ledger.close()
     os.fstat(other)
     os.close(other)
+
+
+def test_only_their_user_reads_the_events_of_a_spool(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        spool = Spool(tmp_path / "spool", "test")
+        spool.emit("observations", unit="someone")
+        open_mode = {path.stat().st_mode & 0o777 for path in spool.root.iterdir()}
+        spool.close()
+    finally:
+        os.umask(before)
+    assert open_mode | {path.stat().st_mode & 0o777 for path in spool.root.iterdir()} == {0o600}

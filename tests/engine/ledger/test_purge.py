@@ -2,12 +2,13 @@
 
 import json
 import os
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from engine.ledger.ledger import Ledger, Spool, open_snapshot
-from engine.ledger.purge import FRESH, purge, rewrite
+from engine.ledger.purge import FRESH, erase, forget, purge, rewrite
 
 # What must not be found in any file afterwards; long and random, so that no compression hides it.
 SECRET = os.urandom(2000).hex()
@@ -109,3 +110,40 @@ def test_a_kill_before_the_file_is_in_place_loses_nothing(state, monkeypatch):
     assert count == (101,)
     assert purged(state)["scores"] == 51
     assert not (state / f"ledger.duckdb{FRESH}").is_file()
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> Path:
+    """Two keys' requests, at times 0 to 9, each rated by its own key; one rejected line of each."""
+    spool = Spool(tmp_path / "spool", "test")
+    for key in ("theirs", "ours"):
+        for at in range(10):
+            id = spool.emit("observations", policy="p", key=key, at=float(at), unit=f"{SECRET}{key}")
+            spool.emit("feedback", request_id=id, reward=1.0, key=key, at=float(at))
+        spool.emit("observations", key=key, unknown=SECRET + key)
+    spool.close()
+    Ledger(tmp_path / "ledger.duckdb").close()
+    return tmp_path
+
+
+def test_what_some_keys_asked_is_left_in_no_file(asked: Path) -> None:
+    with closing(Ledger(asked / "ledger.duckdb")) as ledger:
+        removed = erase(ledger, asked / "spool", asked / "ledger.snapshot.duckdb", ["theirs", "older"])
+        assert removed == {"feedback": 10, "observations": 10, "rejected": 1}
+        again = erase(ledger, asked / "spool", asked / "ledger.snapshot.duckdb", ["theirs", "older"])
+        assert not any(again.values())
+    assert rows(asked, "SELECT DISTINCT key FROM observations") == [("ours",)]
+    assert rows(asked, "SELECT count(*), min(key) FROM feedback") == [(10, "ours")]
+    for file in files(asked):
+        assert f"{SECRET}theirs".encode() not in file.read_bytes(), file
+
+
+def test_observations_are_forgotten_from_a_time_on(asked: Path) -> None:
+    snapshot = asked / "ledger.snapshot.duckdb"
+    with closing(Ledger(asked / "ledger.duckdb")) as ledger:
+        ledger.ingest(asked / "spool")
+        assert forget(ledger, snapshot, 0.0) == {}
+        assert not snapshot.exists()
+        assert forget(ledger, snapshot, 4.0) == {"feedback": 8, "observations": 8}
+    assert rows(asked, 'SELECT min("at"), count(*) FROM observations') == [(4.0, 12)]
+    assert rows(asked, "SELECT count(*) FROM feedback") == [(12,)]

@@ -23,6 +23,7 @@ def word(question, answer, text): return "yes"
 def much(question, answer, text): return 7
 def odd(question, answer, text): return float("nan")
 def dies(question, answer, text): os._exit(3)
+def told(question, answer, text): return float(answer in open("/proc/self/environ").read() + str(os.environ))
 number = 3
 """
 
@@ -104,6 +105,15 @@ def test_what_cannot_be_loaded_is_a_sentence(module: str, name: str) -> None:
         load_judge(f"python:{name}")
     with pytest.raises(ConfigError, match="The verifier 'python:"):
         Verifier(config(f"python:{name}"))
+
+
+def test_a_verifier_finds_no_password_in_its_environment(
+    module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "very secret")
+    assert judged(f"python:{module}:told", "very secret", "a") == ([0.0], {})
+    # It would be seen if it were there.
+    assert judged(f"python:{module}:told", "TOKENIZERS_PARALLELISM", "a") == ([1.0], {})
 
 
 def test_threads_never_get_each_others_scores(module: str) -> None:

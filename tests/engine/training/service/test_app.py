@@ -8,7 +8,6 @@ import sys
 import time
 from dataclasses import replace
 
-import httpx
 import pytest
 import torch
 from live import free_port
@@ -80,7 +79,7 @@ def test_a_step_is_in_the_metrics_once(service):
 
 def metrics(service) -> dict[str, float]:
     """Return the trainer's metrics as Prometheus reads them, by name and labels."""
-    answer = httpx.get(f"{service.params.url('trainer')}/metrics")
+    answer = service.client._http.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain")
     lines = [line for line in answer.text.splitlines() if not line.startswith("#")]
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
@@ -92,9 +91,9 @@ def test_a_repeated_request_is_one_operation(service):
     client.forward_backward(session, data(1), request_id="gradients")
     assert client.optim_step(session, ADAM, request_id="the-step")["step"] == 1
     assert client.optim_step(session, ADAM, request_id="the-step")["step"] == 1
-    answer = httpx.get(f"{service.params.url('trainer')}/operations/the-step").json()
+    answer = client._http.get("/operations/the-step").json()
     assert (answer["state"], answer["result"]["step"]) == ("done", 1)
-    assert httpx.get(f"{service.params.url('trainer')}/operations/unknown").status_code == 404
+    assert client._http.get("/operations/unknown").status_code == 404
 
 
 def test_one_writer_a_session(service):

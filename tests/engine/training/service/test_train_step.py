@@ -76,7 +76,7 @@ def run(tiny_base: Path, tmp_path: Path):
     """What the loop needs: a trainer of its own without a port, and drawn samples without an engine."""
     params = Params(state_dir=tmp_path, base={"name": str(tiny_base)}, policies={"sums": CONFIG})
     trainer = load_trainer(params)
-    client = TrainerClient(params.url("trainer"))
+    client = TrainerClient.of(params)
     client.close()
     client._http = TestClient(make_app(trainer))
     line = Line("sums-1", None, 3, ("q_proj", "down_proj"))

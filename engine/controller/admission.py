@@ -1,0 +1,123 @@
+"""Who calls the controller, and what the caller may do.
+
+Every path but `OPEN_PATHS` needs a credential: an admin key of the catalog, or the controller's own, which
+reads and delivers notices. A browser logs in with either as its password (basic authentication). It then
+sends the password with every request, also from other pages, so a password only reads.
+"""
+
+import base64
+import hashlib
+import hmac
+from binascii import Error
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends, Request
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from engine.catalog.audit import ACTING, Actor, acting
+from engine.catalog.catalog import Catalog
+from engine.errors import ConfigError, Unauthorized
+from engine.security.http import HEALTH, same
+
+SAFE_METHODS = ("GET", "HEAD")
+# MLflow's webhook carries a signature instead of a key.
+WEBHOOK = "/mlflow/webhook"
+OPEN_PATHS = (HEALTH, WEBHOOK)
+NEEDED = "This call needs the header `Authorization: Bearer KEY` with a valid admin key."
+CHALLENGE = 'Basic realm="Graftwork (user graftwork, password by graftwork login)"'
+SMALL_BODY = 1 << 16
+# The owner of the installation's own key, `.graftwork/local.key`.
+LOCAL = "local"
+
+
+@dataclass(frozen=True)
+class Operator:
+    """Who calls: the owner of the credential, and whether it may change something."""
+
+    owner: str
+    is_admin: bool
+
+    def named(self, by: str | None) -> str:
+        """Return the name to record for a decision, `by` if the caller gave one; it goes into the audit log.
+
+        Anyone's key but the installation's own may claim any name, so its owner's stands beside it.
+        """
+        if not by or by == self.owner:
+            return self.owner
+        ACTING.set(Actor(self.owner, by))
+        return by if self.owner == LOCAL else f"{by} (key of {self.owner})"
+
+
+class CredentialRequired:
+    """Let a known caller in, before its body is read; answer anyone else 401."""
+
+    def __init__(self, app: ASGIApp, catalog: Catalog, own: str):
+        """`own` is the controller's own credential."""
+        self.app, self.catalog, self.own = app, catalog, own
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on with its caller in the state."""
+        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+            authorization = Headers(scope=scope).get("authorization", "")
+            caller = await run_in_threadpool(self.find, authorization, scope["method"])
+            if caller is None:
+                refusal = JSONResponse({"error": NEEDED}, 401, {"WWW-Authenticate": CHALLENGE})
+                return await refusal(scope, receive, send)
+            scope.setdefault("state", {})["caller"] = caller
+            with acting(caller.owner):
+                return await self.app(scope, receive, send)
+        await self.app(scope, receive, send)
+
+    def find(self, authorization: str, method: str) -> Operator | None:
+        """Return whose header this is."""
+        scheme, _, given = authorization.partition(" ")
+        if scheme.lower() == "basic" and method in SAFE_METHODS:
+            given = _password(given)
+        elif scheme.lower() != "bearer":
+            return None
+        given = given.strip()
+        if same(given, self.own):
+            return Operator("controller", is_admin=False)
+        key = self.catalog.keys.find(given)
+        return Operator(key.owner, is_admin=True) if key and key.scope == "admin" else None
+
+
+def _password(given: str) -> str:
+    try:
+        return base64.b64decode(given, validate=True).decode().partition(":")[2]
+    except (Error, UnicodeDecodeError):
+        return ""
+
+
+def _admin(request: Request) -> Operator:
+    caller: Operator = request.state.caller
+    if not caller.is_admin:
+        raise Unauthorized(NEEDED)
+    return caller
+
+
+# The caller of a route that changes something.
+Admin = Annotated[Operator, Depends(_admin)]
+
+
+async def small_body(request: Request) -> bytes:
+    """Return a request's body; `ConfigError` when it is over 64 KiB."""
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > SMALL_BODY:
+            raise ConfigError(f"The body has more than {SMALL_BODY} bytes. Send less.")
+    return body
+
+
+def check_signature(request: Request, body: bytes, secret: str) -> None:
+    """Raise `Unauthorized` unless MLflow signed this webhook (HMAC-SHA256 of id, time and body)."""
+    id, at = (request.headers.get(f"x-mlflow-{name}", "") for name in ("delivery-id", "timestamp"))
+    wanted = hmac.new(secret.encode(), f"{id}.{at}.".encode() + body, hashlib.sha256).digest()
+    given = request.headers.get("x-mlflow-signature", "")
+    if not same(given, f"v1,{base64.b64encode(wanted).decode()}"):
+        raise Unauthorized("This call needs the signature of MLflow's webhook.")

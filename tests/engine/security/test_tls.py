@@ -1,0 +1,68 @@
+"""A service of ours over TLS, on every address of the machine: the controller in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from certificates import write_certificate
+from live import free_port
+
+from engine.clients.controller import ControllerClient
+from engine.clients.http import certificates
+from engine.errors import ServiceError
+from engine.security.credentials import credential
+from engine.settings.params import Params, load_params
+
+pytestmark = pytest.mark.services
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Params]:
+    folder = tmp_path_factory.mktemp("tls")
+    certificate, key = write_certificate(folder, "localhost")
+    listener = {
+        "port": free_port(), "listen": "0.0.0.0", "hosts": ["localhost"], "tls_certificate": str(certificate),
+        "tls_key": str(key),
+    }  # fmt: skip
+    file = folder / "params.json"
+    file.write_text(json.dumps({"state_dir": str(folder / "state"), "controller": listener}))
+    params = load_params(file)
+    command = [sys.executable, "-m", "engine.controller", "--params", str(file)]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        while process.poll() is None and not params.paths.local_key.is_file():
+            time.sleep(0.05)
+        yield params
+    finally:
+        process.terminate()
+        assert process.wait(20) == 0
+
+
+def test_our_client_trusts_the_authority_that_the_environment_names(
+    service: Params, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert service.url("controller").startswith("https://localhost:")
+    key = credential(service.paths, "controller")
+    monkeypatch.setenv("SSL_CERT_FILE", str(service.controller.tls_certificate))
+    certificates.cache_clear()
+    with ControllerClient(service.url("controller"), key) as client:
+        assert client.alarms() == []
+        assert client.is_healthy()
+    monkeypatch.delenv("SSL_CERT_FILE")
+    certificates.cache_clear()
+    with (
+        ControllerClient(service.url("controller"), key, patience_s=0) as client,
+        pytest.raises(ServiceError),
+    ):
+        client.release("r1")
+    assert "SSL_CERT_FILE" not in os.environ
+
+
+def test_plain_http_is_not_answered(service: Params) -> None:
+    with pytest.raises(httpx.RemoteProtocolError):
+        httpx.get(f"http://127.0.0.1:{service.controller.port}/health", trust_env=False)

@@ -1,0 +1,97 @@
+"""`graftwork erase`: a tenant's keys, policies and answers go, and are reported place by place."""
+
+import json
+import os
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from kept_adapters import add_policy, keep, settings
+from typer.testing import CliRunner
+
+from engine.catalog.catalog import Catalog
+from engine.ledger.ledger import Spool, open_snapshot
+from engine.settings.params import Params, load_params
+from flows.cli import app
+
+SECRET = os.urandom(600).hex()
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return settings(tmp_path)
+
+
+@pytest.fixture
+def params(file: Path) -> Params:
+    return load_params(file)
+
+
+@pytest.fixture
+def catalog(params: Params) -> Catalog:
+    """Tenant `acme` with two policies, one without a revision, and `bobs`; both asked `bobs`' policy."""
+    catalog = add_policy(params, "acme-sums", "acme-empty", owner="acme")
+    add_policy(params, "bobs-sums", owner="bobs").close()
+    keep(params, catalog, "acme-sums", range(3), exported=True)
+    keep(params, catalog, "bobs-sums", range(10, 12), exported=True)
+    for owner in ("acme", "acme", "bobs"):
+        catalog.keys.create(owner, "user")
+    hashes = {key.owner: key.hash for key in catalog.keys.all()}
+    with closing(Spool(params.paths.spool, "test")) as spool:
+        for owner, hashed in hashes.items():
+            unit = SECRET if owner == "acme" else "fine"
+            id = spool.emit("observations", policy="bobs-sums", key=hashed, unit=unit)
+            spool.emit("feedback", request_id=id, key=hashed, reward=1.0)
+    return catalog
+
+
+def erase(file: Path, tenant: str, *more: str) -> dict:
+    given = ["--tenant", tenant, "--by", "ann", "--reason", "they asked", "--json", "--params", str(file)]
+    said = CliRunner().invoke(app, ["erase", *given, *more])
+    if said.exception and not isinstance(said.exception, SystemExit):
+        raise said.exception
+    return json.loads(said.output)
+
+
+def test_nothing_of_the_tenant_is_left_and_each_place_is_reported(
+    file: Path, params: Params, catalog: Catalog
+) -> None:
+    places = erase(file, "acme", "--yes")["places"]
+    assert places["keys"] == {"revoked": 2}
+    assert places["policies"] == {"purged": 2}
+    assert places["catalog"]["revisions"] == 3
+    assert places["files"]["revision_directories"] == 3
+    assert (places["answers"]["observations"], places["answers"]["feedback"]) == (1, 1)
+    assert {"name", "sessions", "segments", "store", "cache", "mlflow", "ledger"} <= set(places)
+    found = [path for path in params.state_dir.rglob("*") if path.is_file()]
+    assert [path for path in found if SECRET.encode() in path.read_bytes()] == []
+    assert [policy.name for policy in catalog.policies.page()] == ["bobs-sums"]
+    assert len(catalog.revisions.page("bobs-sums")) == 2
+    assert [key.owner for key in catalog.keys.all() if key.revoked_at is None] == ["bobs"]
+    with open_snapshot(params.paths.ledger_snapshot) as ledger:
+        assert ledger.execute("SELECT unit FROM observations").fetchall() == [("fine",)]
+    last = catalog.audit.newest(1)[0]
+    assert (last.action, last.subject, json.loads(last.after)["by"]) == ("tenant.erase", "acme", "ann")
+    assert catalog.audit.verify()[0] == last.id
+
+
+def test_a_second_time_finds_nothing(file: Path, catalog: Catalog) -> None:
+    erase(file, "acme", "--yes")
+    places = erase(file, "acme", "--yes")["places"]
+    assert not any(count for counts in places.values() for count in counts.values())
+
+
+@pytest.mark.parametrize(
+    ("tenant", "more", "sentence"),
+    [
+        ("acme", [], "Run it again with --yes"),
+        ("nobody", ["--yes"], "No key and no policy belongs to 'nobody'"),
+    ],
+)
+def test_a_refusal_changes_nothing(
+    file: Path, catalog: Catalog, tenant: str, more: list[str], sentence: str
+) -> None:
+    before = catalog.audit.verify()
+    with pytest.raises(Exception, match=sentence):
+        erase(file, tenant, *more)
+    assert catalog.audit.verify() == before
