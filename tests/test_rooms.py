@@ -24,6 +24,7 @@ ROOMS = (
     "engine.planning",
     "engine.catalog",
     "engine.publishing",
+    "engine.metering",
     "engine.ledger",
     "engine.training.loss",
     "engine.training.model",

@@ -290,7 +290,7 @@ def _require_admin(request: Request) -> Key:
     controller: Controller = request.app.state.controller
     scheme, _, plaintext = request.headers.get("authorization", "").partition(" ")
     key = controller.catalog.keys.find(plaintext.strip()) if scheme.lower() == "bearer" else None
-    if key is None or key.scope != "admin":
+    if key is None or not key.may("admin"):
         raise Unauthorized("This call needs the header `Authorization: Bearer KEY` with a valid admin key.")
     return key
 

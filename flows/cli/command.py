@@ -22,7 +22,21 @@ from engine.services import lifecycle as services
 from engine.settings.forms import AdaptForm
 from engine.threads import background, in_parallel
 from engine.version import code_version
-from flows.cli import adapters, admin, chat, decide, look, plan, policy, purge, residency, score, serve, store
+from flows.cli import (
+    adapters,
+    admin,
+    chat,
+    decide,
+    look,
+    plan,
+    policy,
+    purge,
+    residency,
+    score,
+    serve,
+    store,
+    tenants,
+)
 from flows.entry import (
     PARAMS,
     Again,
@@ -200,6 +214,7 @@ GROUPS = (
     adapters,
     purge,
     store,
+    tenants,
     admin,
 )
 for group in GROUPS:
