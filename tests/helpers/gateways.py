@@ -196,15 +196,24 @@ class World:
         self.catalog.close()
 
 
-def open_world(root: Path, settings: GatewayConfig | None = None, load_queue: int = 1024) -> World:
-    """Tenants acme and umbrella have a policy `TENANT-sums` each, with a champion and another revision."""
+def open_world(
+    root: Path,
+    settings: GatewayConfig | None = None,
+    load_queue: int = 1024,
+    server: FakeVllm | None = None,
+) -> World:
+    """Tenants acme and umbrella have a policy `TENANT-sums` each, with a champion and another revision.
+
+    Without a `server`, Graftwork's own endpoints are behind the gateway, too.
+    """
     url = f"sqlite:///{root}/catalog.db"
     is_new = not (root / "catalog.db").exists()
     migrate(url)
     catalog = Catalog(url)
     if is_new:
         fill(catalog)
-    server, events, loads, usage = FakeVllm(), Events(), Loads(), UsageLog(root / "usage")
+    has_own = server is None
+    server, events, loads, usage = server or FakeVllm(), Events(), Loads(), UsageLog(root / "usage")
     state = GatewayState(
         Router(catalog, "tiny", "base"),
         Residency(loads, catalog, Store(root), EngineConfig(load_queue=load_queue)),
@@ -214,7 +223,8 @@ def open_world(root: Path, settings: GatewayConfig | None = None, load_queue: in
         settings or GatewayConfig(),
         server.used,
     )
-    server.own = own_endpoints(state)
+    if has_own:
+        server.own = own_endpoints(state)
     holder = SimpleNamespace(state=SimpleNamespace(graftwork=state))
     gateway = Gateway(server)
 

@@ -228,7 +228,7 @@ def test_rows_move_to_parquet_and_the_rollups_stay_equal(log: UsageLog, tmp_path
     assert export(tmp_path, time.time() + 61) == 270
     assert export(tmp_path, time.time() + 61) == 0
     raw = (
-        'SELECT CAST(floor("at" / 3600) AS BIGINT) AS hour, tenant, key, policy, revision, purpose, count(*), '
+        'SELECT CAST(floor("at" / 3600) AS BIGINT), tenant, key, policy, revision, purpose, count(*), '
         "coalesce(sum(prompt), 0), coalesce(sum(completion), 0), "
         "coalesce(sum(CASE WHEN state = 'unknown' THEN reserved END), 0) "
         f"FROM read_parquet('{tmp_path}/raw/*/*.parquet') GROUP BY ALL ORDER BY ALL"
