@@ -211,6 +211,15 @@ keys = Table(
     Column("expires_at", Float),
 )
 
+# Tokens that machines have drawn of budgets, where they share a catalog.
+budgets = Table(
+    "budgets",
+    metadata,
+    Column("subject", String, primary_key=True),
+    Column("period", String, primary_key=True),
+    Column("drawn", BigInteger, nullable=False),
+)
+
 # Only tenants with limits or a weight of their own have a row.
 tenants = Table(
     "tenants",

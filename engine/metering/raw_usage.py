@@ -10,7 +10,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from engine.metering.usage_log import KEPT_DAYS, connect, periods, writing
+from engine.metering.usage_rows import KEPT_DAYS, connect, periods, writing
 
 # Rows that were settled this many seconds ago are moved, at most `ROWS` in a turn.
 SETTLED_S = 60.0

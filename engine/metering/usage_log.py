@@ -9,138 +9,69 @@ Each gateway holds a lock on a file of its own. Once a gateway is dead, its open
 at what they had reserved.
 """
 
-import calendar
 import contextlib
-import fcntl
 import os
 import sqlite3
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
-from engine.errors import LimitReached
+from engine.errors import LimitReached, ServiceError
+from engine.metering.dead_gateways import alive_file, close_dead
+from engine.metering.raw_usage import export
+from engine.metering.shared_budgets import SharedBudgets
+from engine.metering.usage_rows import (
+    COUNT,
+    MONTH,
+    Budget,
+    Metered,
+    close_row,
+    connect,
+    create,
+    periods,
+    remaining_s,
+    writing,
+)
 
 SYNC_S = 0.25
 CHECK_S = 5.0
 EXPORT_S = 60.0
-BUSY_TIMEOUT_MS = 5000
-DAY, MONTH = "day", "month"
-# Days for which counters are kept: a month and its last requests.
-KEPT_DAYS = 40
-# Applied in order; `user_version` counts them.
-SCHEMA = (
-    """
-    CREATE TABLE requests (
-        seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL, gateway TEXT NOT NULL, at REAL NOT NULL,
-        tenant TEXT NOT NULL, key TEXT NOT NULL, policy TEXT NOT NULL, revision TEXT NOT NULL,
-        purpose TEXT NOT NULL, reserved INTEGER NOT NULL, state TEXT NOT NULL, status INTEGER,
-        prompt INTEGER, completion INTEGER, settled_at REAL
-    ) STRICT;
-    CREATE INDEX requests_open ON requests (gateway) WHERE state = 'admitted';
-    CREATE TABLE spent (
-        subject TEXT NOT NULL, period TEXT NOT NULL, used INTEGER NOT NULL, reserved INTEGER NOT NULL,
-        PRIMARY KEY (subject, period)
-    ) STRICT, WITHOUT ROWID;
-    CREATE TABLE hours (
-        hour INTEGER NOT NULL, tenant TEXT NOT NULL, key TEXT NOT NULL, policy TEXT NOT NULL,
-        revision TEXT NOT NULL, purpose TEXT NOT NULL, requests INTEGER NOT NULL, prompt INTEGER NOT NULL,
-        completion INTEGER NOT NULL, unknown INTEGER NOT NULL,
-        PRIMARY KEY (hour, tenant, key, policy, revision, purpose)
-    ) STRICT, WITHOUT ROWID;
-    CREATE TABLE exported (file TEXT PRIMARY KEY, first INTEGER NOT NULL, last INTEGER NOT NULL) STRICT;
-    """,
-)
 ADMIT = """
     INSERT INTO requests (id, gateway, at, tenant, key, policy, revision, purpose, reserved, state)
     VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 'admitted')
 """
-CLOSE = """
-    UPDATE requests SET state = ?, status = ?, prompt = ?, completion = ?, settled_at = ?, revision = ?
-    WHERE seq = ? AND state = 'admitted'
+DRAW = """
+    INSERT INTO drawn VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET tokens = tokens + excluded.tokens
 """
-# Of a key and a tenant, for a day and a month.
-COUNT = """
-    INSERT INTO spent (subject, period, used, reserved)
-    VALUES (?, ?, ?, ?), (?, ?, ?, ?), (?, ?, ?, ?), (?, ?, ?, ?)
-    ON CONFLICT DO UPDATE SET used = used + excluded.used, reserved = reserved + excluded.reserved
-"""
-ROLL_UP = """
-    INSERT INTO hours VALUES (?, ?, ?, ?, ?, ?, 1, ?, ?, ?)
-    ON CONFLICT DO UPDATE SET requests = requests + 1, prompt = prompt + excluded.prompt,
-        completion = completion + excluded.completion, unknown = unknown + excluded.unknown
-"""
-OPEN = """
-    SELECT seq, id, tenant, key, policy, revision, purpose, at, reserved FROM requests
-    WHERE state = 'admitted' AND gateway = ?
+# Drawn tokens that no request has used or reserved.
+SPARE = """
+    SELECT subject, period, drawn.tokens - coalesce(used + reserved, 0) AS spare
+    FROM drawn LEFT JOIN spent USING (subject, period) WHERE spare > 0
 """
 
 
-@dataclass(frozen=True)
-class Metered:
-    """A request to meter; `revision` is a digest, empty for the base. `reserved` is its bound in tokens."""
+class Shortage(Exception):
+    """This machine has drawn `missing` tokens too few of a budget that it shares."""
 
-    id: str
-    tenant: str
-    key: str
-    policy: str
-    revision: str
-    purpose: str
-    at: float
-    reserved: int
-
-    def counts(self, used: int, reserved: int) -> tuple[str | int, ...]:
-        """Return the parameters of `COUNT`, for the periods in which the request was admitted."""
-        day, month = periods(self.at)
-        key, tenant = f"key:{self.key}", f"tenant:{self.tenant}"
-        return (
-            key, day, used, reserved, key, month, used, reserved,
-            tenant, day, used, reserved, tenant, month, used, reserved,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Budget:
-    """A limit of tokens for one day or month; `subject` is `key:ID` or `tenant:NAME`."""
-
-    subject: str
-    period: str
-    tokens: float
-
-
-def periods(at: float) -> tuple[str, str]:
-    """Return the day and the month (UTC) of a time: `2026-11-23`, `2026-11`."""
-    return _periods(int(at // 3600))
-
-
-@lru_cache(64)
-def _periods(hour: int) -> tuple[str, str]:
-    day = time.strftime("%Y-%m-%d", time.gmtime(hour * 3600))
-    return day, day[:7]
-
-
-def remaining_s(at: float, period: str) -> float:
-    """Return the seconds until the day or the month of `at` ends."""
-    moment = time.gmtime(at)
-    if period == DAY:
-        return 86400 - at % 86400
-    year, month = (moment.tm_year + 1, 1) if moment.tm_mon == 12 else (moment.tm_year, moment.tm_mon + 1)
-    return calendar.timegm((year, month, 1, 0, 0, 0)) - at
+    def __init__(self, budget: Budget, period: str, missing: int, refusal: LimitReached):
+        super().__init__(budget, period, missing, refusal)
+        self.budget, self.period, self.missing, self.refusal = budget, period, missing, refusal
 
 
 class UsageLog:
-    """One gateway's access to the log in the directory `root`; for one thread, beside its own."""
+    """One gateway's access to the log in the directory `root`; for one thread, beside its own.
 
-    def __init__(self, root: Path):
-        self.root, self.path = root, root / "usage.db"
+    `shared`: budgets are shared with other machines.
+    """
+
+    def __init__(self, root: Path, shared: SharedBudgets | None = None):
+        self.root, self.path, self.shared = root, root / "usage.db", shared
         self.gateway = uuid.uuid4().hex
         create(self.path)
-        self._alive = _alive_file(root, self.gateway)
+        self._alive = alive_file(root, self.gateway)
         self._connection = connect(self.path)
         self._dirty = False
         self._closed = threading.Event()
@@ -158,7 +89,8 @@ class UsageLog:
     def admit(self, asked: Metered, budgets: Sequence[Budget] = ()) -> int:
         """Record a request and reserve its tokens; return its number for `settle`.
 
-        Raises `LimitReached` when a budget has less left than the request reserves; nothing is then recorded.
+        Raises `LimitReached` when a budget has less left than the request reserves, and `Shortage` when it is
+        shared and this machine has drawn less. Nothing is then recorded.
         """
         with self._transaction() as connection:
             for budget in budgets:
@@ -179,20 +111,55 @@ class UsageLog:
             close_row(connection, number, asked, status, used)
         self._dirty = True
 
+    def draw(self, short: Shortage) -> bool:
+        """Draw what a request lacks from the shared budgets; return whether there was enough.
+
+        Waits for the database, so it is called in another thread. Raises `ServiceError` as it does.
+        """
+        assert self.shared is not None
+        budget = short.budget
+        block = self.shared.draw(budget.subject, short.period, int(budget.tokens), short.missing)
+        if block:
+            with closing(connect(self.path)) as connection, writing(connection):
+                connection.execute(DRAW, (budget.subject, short.period, block))
+        return block > 0
+
+    def give_back(self) -> None:
+        """Give back what this machine has drawn and does not need."""
+        assert self.shared is not None
+        with closing(connect(self.path)) as connection:
+            # Away from here before it is there: a crash between loses tokens and never spends them twice.
+            with writing(connection):
+                spare = connection.execute(SPARE).fetchall()
+                away = [(subject, period, -tokens) for subject, period, tokens in spare]
+                connection.executemany(DRAW, away)
+        for subject, period, tokens in spare:
+            self.shared.give_back(subject, period, tokens)
+
     def _refuse_over(self, connection: sqlite3.Connection, asked: Metered, budget: Budget) -> None:
         period = periods(asked.at)[budget.period == MONTH]
+        subject = budget.subject, period
         query = "SELECT used + reserved FROM spent WHERE subject = ? AND period = ?"
-        row = connection.execute(query, (budget.subject, period)).fetchone()
-        left = budget.tokens - (row[0] if row else 0)
-        if asked.reserved > left:
-            kind, _, name = budget.subject.partition(":")
-            raise LimitReached(
-                f"The {kind} {name!r} has {max(0, int(left))} of {int(budget.tokens)} tokens left in "
-                f"{period}, and this request may take {asked.reserved}: its prompt and n times max_tokens. "
-                "Ask for fewer tokens, or wait for the next period.",
-                remaining_s(asked.at, budget.period),
-                code="insufficient_quota",
-            )
+        spent = connection.execute(query, subject).fetchone()
+        most = budget.tokens
+        if self.shared is not None:
+            query = "SELECT tokens FROM drawn WHERE subject = ? AND period = ?"
+            drawn = connection.execute(query, subject).fetchone()
+            most = min(most, drawn[0] if drawn else 0)
+        left = int(most - (spent[0] if spent else 0))
+        if asked.reserved <= left:
+            return
+        kind, _, name = budget.subject.partition(":")
+        refusal = LimitReached(
+            f"The {kind} {name!r} has {max(0, left)} of {int(budget.tokens)} tokens left in {period}, and "
+            f"this request may take {asked.reserved}: its prompt and n times max_tokens. Ask for fewer, or "
+            "wait for the next period.",
+            remaining_s(asked.at, budget.period),
+            code="insufficient_quota",
+        )
+        if self.shared is None:
+            raise refusal
+        raise Shortage(budget, period, asked.reserved - left, refusal)
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
@@ -201,18 +168,22 @@ class UsageLog:
 
     def _keep(self) -> None:
         """Make commits durable, close rows of dead gateways, move settled rows to Parquet."""
-        from engine.metering.raw_usage import export
-
         began = time.monotonic()
-        due = {self._close_dead: began, lambda: export(self.root): began + EXPORT_S}
+        due: dict[Callable[[], object], float] = {
+            self._close_dead: began,
+            lambda: export(self.root): began + EXPORT_S,
+        }
         every = dict(zip(due, (CHECK_S, EXPORT_S), strict=True))
+        if self.shared is not None:
+            due[self.give_back] = began
+            every[self.give_back] = CHECK_S
         while not self._closed.wait(SYNC_S):
             self._sync()
             for work, at in list(due.items()):
                 if time.monotonic() >= at:
                     due[work] = time.monotonic() + every[work]
                     # A busy database or a full disk: the next turn tries again.
-                    with contextlib.suppress(sqlite3.Error, OSError):
+                    with contextlib.suppress(sqlite3.Error, OSError, ServiceError):
                         work()
 
     def _sync(self) -> None:
@@ -230,105 +201,3 @@ class UsageLog:
         with closing(connect(self.path)) as connection:
             close_dead(self.root, connection)
             connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
-
-
-def create(path: Path) -> None:
-    """Create the database or migrate it to the newest schema; readable by its owner alone."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if not path.exists():
-        path.touch(mode=0o600)
-    with closing(connect(path)) as connection:
-        connection.execute("PRAGMA journal_mode=WAL")
-        with writing(connection):
-            (version,) = connection.execute("PRAGMA user_version").fetchone()
-            for script in SCHEMA[version:]:
-                for statement in filter(str.strip, script.split(";")):
-                    connection.execute(statement)
-            connection.execute(f"PRAGMA user_version={len(SCHEMA)}")
-
-
-def connect(path: Path) -> sqlite3.Connection:
-    """Open the database. Checkpoints, which wait for the disk, are the background thread's."""
-    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-    connection.execute(f"PRAGMA busy_timeout={BUSY_TIMEOUT_MS}")
-    connection.execute("PRAGMA synchronous=NORMAL")
-    connection.execute("PRAGMA wal_autocheckpoint=0")
-    return connection
-
-
-@contextmanager
-def writing(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
-    """Run a transaction that takes the write lock at once."""
-    connection.execute("BEGIN IMMEDIATE")
-    try:
-        yield connection
-    except BaseException:
-        connection.execute("ROLLBACK")
-        raise
-    connection.execute("COMMIT")
-
-
-def close_row(
-    connection: sqlite3.Connection,
-    number: int,
-    asked: Metered,
-    status: int | None,
-    used: tuple[int, int] | None,
-) -> None:
-    """Close an open row, counters and roll-up included; a row that is closed already stays as it is."""
-    prompt, completion = used or (None, None)
-    state = "unknown" if used is None else "settled"
-    values = (state, status, prompt, completion, time.time(), asked.revision, number)
-    if not connection.execute(CLOSE, values).rowcount:
-        return
-    tokens = asked.reserved if used is None else sum(used)
-    connection.execute(COUNT, asked.counts(tokens, -asked.reserved))
-    connection.execute(
-        ROLL_UP,
-        (
-            int(asked.at // 3600), asked.tenant, asked.key, asked.policy, asked.revision, asked.purpose,
-            prompt or 0, completion or 0, 0 if used else asked.reserved,
-        ),
-    )  # fmt: skip
-
-
-def close_dead(root: Path, connection: sqlite3.Connection) -> int:
-    """Close the open rows of gateways that are gone as `unknown`; return how many there were."""
-    closed = 0
-    waiting = connection.execute("SELECT DISTINCT gateway FROM requests WHERE state = 'admitted'").fetchall()
-    for (gateway,) in waiting:
-        file = root / "gateways" / gateway
-        if not _is_dead(file):
-            continue
-        with writing(connection):
-            rows: list[Any] = connection.execute(OPEN, (gateway,)).fetchall()
-            for number, *fields in rows:
-                close_row(connection, number, Metered(*fields), None, None)
-        closed += len(rows)
-    for file in (root / "gateways").glob("*"):
-        if _is_dead(file):
-            file.unlink(missing_ok=True)
-    return closed
-
-
-def _alive_file(root: Path, gateway: str) -> int:
-    """Create a gateway's file and lock it for as long as this process lives; return its descriptor."""
-    folder = root / "gateways"
-    folder.mkdir(exist_ok=True, mode=0o700)
-    # Locked before it has the name that others look for.
-    fresh = root / f"{gateway}.new"
-    file = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    fresh.rename(folder / gateway)
-    return file
-
-
-def _is_dead(file: Path) -> bool:
-    try:
-        with file.open("rb") as opened:
-            fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return True
-    except BlockingIOError:
-        return False
-    return True

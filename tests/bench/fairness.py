@@ -1,9 +1,9 @@
-"""Whether one tenant's burst starves another: B's time to the first token beside A's share and ten times that.
+"""Whether one tenant's burst starves another: B's time to the first token beside A's share and ten of it.
 
     graftwork bench fairness [--base tiny-dense] [--requests 500] [--alternations 10]
 
-Two tenants' clients together saturate the engine: each has as many as the engine has sequences. Then A has ten
-times as many. The two loads alternate; the figure is the ratio of B's p95.
+Two tenants' clients together saturate the engine: each has as many as the engine has sequences. Then A has
+ten times as many. The two loads alternate; the figure is the ratio of B's p95.
 """
 
 import argparse

@@ -15,7 +15,8 @@ from live import free_port
 from repository import ROOT
 
 from engine.errors import ServiceError
-from engine.metering.usage_log import Metered, UsageLog
+from engine.metering.usage_log import UsageLog
+from engine.metering.usage_rows import Metered
 from engine.settings.forms import AdaptForm
 from engine.settings.params import load_params
 from engine.settings.reproducible import VARIABLE
@@ -198,7 +199,17 @@ def test_a_tenants_keys_are_limited_and_rotated(params: Path) -> None:
     assert "overlaps with 'acme-*' of tenant 'acme'" in overlapping.stderr
     limited = graftwork("key", "limits", row["id"], "--limit", "concurrency=2", *given)
     assert "has concurrency=2" in limited.stdout
-    tenant = ("key", "limits", "acme", "--tenant", "--limit", "tokens_per_month=9000", "--weight", "2", *given)
+    tenant = (
+        "key",
+        "limits",
+        "acme",
+        "--tenant",
+        "--limit",
+        "tokens_per_month=9000",
+        "--weight",
+        "2",
+        *given,
+    )
     assert "Tenant acme has tokens_per_month=9000" in graftwork(*tenant).stdout
     rotated = graftwork("key", "rotate", row["id"], "--overlap", "30m", *given).stdout.strip()
     assert rotated.startswith("gw-")

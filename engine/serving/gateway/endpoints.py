@@ -21,6 +21,7 @@ from vllm.lora.request import LoRARequest
 from engine.catalog.catalog import Key, open_catalog
 from engine.errors import GraftworkError, ServiceError
 from engine.ledger.spool import Spool
+from engine.metering.shared_budgets import SharedBudgets
 from engine.metering.usage_log import UsageLog
 from engine.serving.gateway.api_errors import send_error
 from engine.serving.gateway.gateway import ASKED, GatewayState
@@ -114,13 +115,14 @@ class GraftworkEndpoints:
             metrics=LoadMetrics(REGISTRY),
         )
         engine.watch(tier.take_report)
+        shared = None if catalog.is_file else SharedBudgets(params.paths.catalog_url)
         max_model_len = engine_client.vllm_config.model_config.max_model_len
         state.graftwork = GatewayState(
             router,
             tier,
             spool,
             name=f"127.0.0.1:{params.engine.port}",
-            meter=Meter(UsageLog(params.paths.usage), max_model_len, params.engine.load_queue),
+            meter=Meter(UsageLog(params.paths.usage, shared), max_model_len, params.engine.load_queue),
             settings=params.gateway,
             counted=engine.used,
         )

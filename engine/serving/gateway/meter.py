@@ -1,15 +1,16 @@
 """Limits and usage of requests: a bill is opened before a request is forwarded and settled after it.
 
 Rates and requests under way are counted in memory, by each gateway for itself. Budgets of a day and a month
-are in the usage log, which all gateways of a machine share.
+are in the usage log, which all gateways of a machine share, and between machines in their Postgres.
 """
 
+import asyncio
 import logging
 import math
 import sqlite3
 import time
 from collections import Counter as Tally
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -17,7 +18,8 @@ from prometheus_client import Counter
 
 from engine.catalog.catalog import Key, Tenant
 from engine.errors import LimitReached, ServiceError
-from engine.metering.usage_log import DAY, MONTH, Budget, Metered, UsageLog
+from engine.metering.usage_log import Shortage, UsageLog
+from engine.metering.usage_rows import DAY, MONTH, Budget, Metered
 from engine.serving.gateway.asgi import Header
 from engine.serving.gateway.fair_share import FairShare
 
@@ -98,7 +100,7 @@ class Meter:
         prompt = min(body_bytes + TEMPLATE_TOKENS * prompts, context * prompts)
         return prompt + samples * min(context if most_tokens is None else most_tokens, context)
 
-    def open(self, key: Key, tenant: Tenant, asked: Metered) -> Bill:
+    async def open(self, key: Key, tenant: Tenant, asked: Metered) -> Bill:
         """Admit a request within all limits of its key and tenant, and reserve its tokens.
 
         Raises `LimitReached` with the time to retry, and `ServiceError` when usage cannot be written: no
@@ -127,19 +129,43 @@ class Meter:
             for period in (DAY, MONTH)
             if f"tokens_per_{period}" in given
         ]
-        try:
-            number = self._usage.admit(asked, budgets)
-        except LimitReached:
-            REFUSED.labels(tenant.name, "budget").inc()
-            raise
-        except sqlite3.Error as error:
-            raise ServiceError(f"The usage of this request cannot be recorded: {error}. Try again.") from None
         for kind, bucket in buckets:
             bucket.left -= 1 if kind == "requests" else asked.reserved
         subjects = (f"key:{key.id}", f"tenant:{tenant.name}")
         self._under_way.update(subjects)
+        try:
+            number = await self._admit(asked, budgets)
+        except BaseException as error:
+            self._leave(subjects, buckets, asked.reserved)
+            if isinstance(error, LimitReached):
+                REFUSED.labels(tenant.name, "budget").inc()
+            if isinstance(error, sqlite3.Error):
+                said = f"The usage of this request cannot be recorded: {error}. Try again."
+                raise ServiceError(said) from None
+            raise
         tag = self._fair.enter(tenant.name, asked.reserved, tenant.weight)
         return Bill(number, asked, buckets, subjects, tag)
+
+    async def _admit(self, asked: Metered, budgets: Sequence[Budget]) -> int:
+        """Record the request; draw from shared budgets what this machine lacks of them."""
+        while True:
+            try:
+                return self._usage.admit(asked, budgets)
+            except Shortage as short:
+                if not await asyncio.to_thread(self._usage.draw, short):
+                    raise short.refusal from None
+
+    def _leave(
+        self, subjects: Sequence[str], buckets: Sequence[tuple[str, Bucket]], unused_tokens: int
+    ) -> None:
+        """End a request under way, and give back what it reserved of a minute's tokens and did not use."""
+        for subject in subjects:
+            self._under_way[subject] -= 1
+            if not self._under_way[subject]:
+                del self._under_way[subject]
+        for kind, bucket in buckets:
+            if kind == "tokens":
+                bucket.left = min(bucket.capacity, bucket.left + unused_tokens)
 
     def settle(self, bill: Bill, status: int, digest: str | None, used: tuple[int, int] | None) -> None:
         """Record what a request used, and which revision answered it (None: the base). Never raises.
@@ -148,14 +174,7 @@ class Meter:
         """
         asked = replace(bill.asked, revision=digest or "")
         self._fair.leave(bill.tag)
-        for subject in bill.subjects:
-            self._under_way[subject] -= 1
-            if not self._under_way[subject]:
-                del self._under_way[subject]
-        total = asked.reserved if used is None else sum(used)
-        for kind, bucket in bill.buckets:
-            if kind == "tokens":
-                bucket.left = min(bucket.capacity, bucket.left + asked.reserved - total)
+        self._leave(bill.subjects, bill.buckets, 0 if used is None else asked.reserved - sum(used))
         try:
             self._usage.settle(bill.number, asked, status, used)
         except sqlite3.Error as error:

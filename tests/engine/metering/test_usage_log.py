@@ -14,18 +14,10 @@ import duckdb
 import pytest
 
 from engine.errors import LimitReached
+from engine.metering.dead_gateways import close_dead
 from engine.metering.raw_usage import export
-from engine.metering.usage_log import (
-    DAY,
-    MONTH,
-    Budget,
-    Metered,
-    UsageLog,
-    close_dead,
-    connect,
-    periods,
-    remaining_s,
-)
+from engine.metering.usage_log import UsageLog
+from engine.metering.usage_rows import DAY, MONTH, Budget, Metered, connect, periods, remaining_s
 
 spawn = multiprocessing.get_context("spawn")
 NOON = 1_790_000_000.0

@@ -32,6 +32,13 @@ def upgrade() -> None:
         sa.Column("weight", sa.Float(), nullable=False),
         sa.PrimaryKeyConstraint("name"),
     )
+    op.create_table(
+        "budgets",
+        sa.Column("subject", sa.String(), nullable=False),
+        sa.Column("period", sa.String(), nullable=False),
+        sa.Column("drawn", sa.BigInteger(), nullable=False),
+        sa.PrimaryKeyConstraint("subject", "period"),
+    )
     op.add_column("catalog", sa.Column("secret", sa.String(), nullable=False, server_default=""))
     catalog = sa.table("catalog", sa.column("secret", sa.String()))
     op.execute(catalog.update().values(secret=secrets.token_hex(32)))

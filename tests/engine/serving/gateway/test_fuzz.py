@@ -14,9 +14,15 @@ from engine.serving.gateway.route_table import ROUTES
 
 CASES, MANY = 1_500, 50_000
 CHECKS = settings(
-    max_examples=CASES, deadline=None, database=None, suppress_health_check=list(HealthCheck), derandomize=True
+    max_examples=CASES,
+    deadline=None,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+    derandomize=True,
 )
-PATHS = [route.path for route in ROUTES] + ["/v1/realtime", "/v1/models/acme-sums", "/", "//v1/completions", "/v1/x"]
+UNKNOWN = ["/v1/realtime", "/v1/models/acme-sums", "/", "//v1/completions", "/v1/x"]
+PATHS = [route.path for route in ROUTES] + UNKNOWN
+METHODS = ["GET", "POST", "PUT", "OPTIONS", "HEAD", "DELETE", "X"]
 # What vLLM knows and the table does not, beside everything that the table does.
 NAMES = sorted(
     {name for route in ROUTES for name in route.fields or ()}
@@ -49,7 +55,9 @@ HEADERS = st.dictionaries(
 )  # fmt: skip
 
 
-async def call(world: World, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, bytes]:
+async def call(
+    world: World, method: str, path: str, headers: dict[str, str], body: bytes
+) -> tuple[int, bytes]:
     """Call the gateway without a client that would tidy the request up."""
     sent: list[dict[str, Any]] = []
     messages = [{"type": "http.request", "body": body, "more_body": False}]
@@ -81,7 +89,7 @@ def fuzz(world: World, cases: settings) -> None:
     loop = asyncio.new_event_loop()
 
     @given(
-        st.sampled_from(sorted(keys)), st.sampled_from(["GET", "POST", "PUT", "OPTIONS", "HEAD", "DELETE", "X"]),
+        st.sampled_from(sorted(keys)), st.sampled_from(METHODS),
         st.sampled_from(PATHS) | st.text("/v1abc%.é\0", max_size=20), HEADERS, BODIES,
     )  # fmt: skip
     @cases
@@ -108,13 +116,21 @@ def fuzz(world: World, cases: settings) -> None:
 def test_any_request_is_answered(world: World) -> None:
     fuzz(world, CHECKS)
     status, _ = asyncio.run(
-        call(world, "POST", "/v1/completions", {"authorization": f"Bearer {world.key()}"}, json.dumps(GOOD).encode())
+        call(
+            world,
+            "POST",
+            "/v1/completions",
+            {"authorization": f"Bearer {world.key()}"},
+            json.dumps(GOOD).encode(),
+        )
     )
     assert status == 200
     # Nothing is under way any more.
     assert not world.state.meter._under_way
     assert not any(world.state.meter._loading.values())
-    rows = world.usage._connection.execute("SELECT count(*) FROM requests WHERE state = 'admitted'").fetchone()
+    rows = world.usage._connection.execute(
+        "SELECT count(*) FROM requests WHERE state = 'admitted'"
+    ).fetchone()
     assert rows == (0,)
     assert all(resident.users == 0 for resident in world.state.residency.residents.values())
 
@@ -129,5 +145,3 @@ def test_fifty_thousand_requests_leave_memory_flat(world: World) -> None:
     fuzz(world, settings(CHECKS, max_examples=MANY))
     gc.collect()
     assert psutil.Process().memory_info().rss - before < 100 << 20
-
-

@@ -17,7 +17,8 @@ import pytest
 from gateways import open_world
 from live import free_port
 
-from engine.metering.usage_log import close_dead, connect
+from engine.metering.dead_gateways import close_dead
+from engine.metering.usage_rows import connect
 
 PROGRAM = Path(__file__).parents[3] / "helpers" / "gateway_process.py"
 TURN = {"model": "acme-sums", "prompt": "one two three", "max_tokens": 8}
