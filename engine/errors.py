@@ -2,7 +2,8 @@
 
     GraftworkError               exit code 1, HTTP status 500
     ├── ConfigError              2  400  a setting, a form or a settings file is wrong
-    │   └── Unauthorized         2  401  the call needs a valid API key
+    │   ├── Unauthorized         2  401  the call needs a valid API key
+    │   └── Forbidden            2  403  the API key lacks a role that the call needs
     ├── BaseModelError           3  500  the base is missing, incomplete or another one
     ├── AdapterError             4  422  an adapter cannot be accepted: format, shape, values
     │   ├── EffectError          4  422  the engine does not reproduce the trainer's log-probabilities
@@ -19,6 +20,7 @@
         ├── PortInUse            7  503  another process listens at its address
         ├── MissingBytes         7  503  an adapter's bytes are not at the place in its row, or are unreadable
         └── Busy                 7  429  the queue is full; carries `retry_after_s` and the queue's state
+            └── LimitReached     7  429  a limit of the key or its tenant is reached; carries `code`
 
 A message is full sentences: what is wrong, what was seen, what to do. Errors hold only strings and numbers,
 so that they can be pickled.
@@ -45,6 +47,12 @@ class Unauthorized(ConfigError):
     """The call needs a valid API key."""
 
     status = 401
+
+
+class Forbidden(ConfigError):
+    """The API key lacks a role that the call needs."""
+
+    status = 403
 
 
 class BaseModelError(GraftworkError):
@@ -150,8 +158,17 @@ class Busy(ServiceError):
         return str(self.args[0])
 
 
+class LimitReached(Busy):
+    """A limit of the API key or its tenant is reached; `code` is that of OpenAI's error."""
+
+    def __init__(self, message: str, retry_after_s: float, code: str = "rate_limit_exceeded"):
+        super().__init__(message, retry_after_s)
+        self.args = (message, retry_after_s, code)
+        self.code = code
+
+
 def of_status(status: int) -> type[GraftworkError]:
     """Return the class that a client raises for a response with this HTTP status."""
-    named = (ConfigError, Unauthorized, AdapterError, NotFound, Conflict, Gone, Busy)
+    named = (ConfigError, Unauthorized, Forbidden, AdapterError, NotFound, Conflict, Gone, Busy)
     otherwise = ConfigError if 400 <= status < 500 else ServiceError
     return next((kind for kind in named if kind.status == status), otherwise)

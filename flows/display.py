@@ -5,6 +5,7 @@ Without a terminal the same functions print plain lines.
 
 import contextlib
 import textwrap
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -142,14 +143,21 @@ def print_status(states: Sequence[Any]) -> None:
     )
 
 
-def print_keys(keys: Sequence[Any]) -> None:
-    """Print a line for each key."""
-    rows = [
-        {"hash": key.hash[:12], "scope": key.scope, "state": "revoked" if key.revoked_at else "active"}
-        | {"owner": key.owner}
+def key_rows(keys: Sequence[Any], now: float) -> list[dict[str, Any]]:
+    """Return a row for each key, for people; `now` decides which have expired."""
+    return [
+        {
+            "id": key.id,
+            "hash": key.hash[:12],
+            "state": "active" if key.is_in_force(now) else "revoked" if key.revoked_at else "expired",
+            "tenant": key.owner,
+            "roles": " ".join(key.roles),
+            "policies": " ".join(key.policies),
+            "limits": " ".join(f"{name}={value:g}" for name, value in key.limits.items()),
+            "expires": time.strftime("%Y-%m-%d %H:%M", time.gmtime(key.expires_at)) if key.expires_at else "",
+        }
         for key in keys
     ]
-    print_rows(rows, fold=("owner",))
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]], fold: Collection[str] = ()) -> None:

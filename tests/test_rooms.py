@@ -25,6 +25,7 @@ ROOMS = (
     "engine.planning",
     "engine.catalog",
     "engine.publishing",
+    "engine.metering",
     "engine.ledger",
     "engine.training.loss",
     "engine.training.model",

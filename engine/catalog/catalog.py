@@ -4,6 +4,7 @@ Safe for several processes at once: every change is one transaction; routes and 
 compare-and-swap.
 """
 
+import hmac
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
@@ -41,6 +42,7 @@ from engine.catalog.records import (
     Release,
     Revision,
     Route,
+    Tenant,
     Tombstone,
 )
 from engine.catalog.releases import Releases
@@ -64,6 +66,7 @@ __all__ = [
     "Release",
     "Revision",
     "Route",
+    "Tenant",
     "Tombstone",
     "migrate",
     "open_catalog",
@@ -172,6 +175,15 @@ class Catalog:
         """Return the catalog's own id, by which a store names its owner."""
         with self._access.read() as connection:
             return str(connection.execute(select(tables.catalog.c.id)).scalar_one())
+
+    def keyed_hash(self, *words: str) -> str:
+        """Return an HMAC-SHA256 of these words (24 hex digits) with the installation's secret."""
+        return hmac.digest(self._secret, "\0".join(words).encode(), "sha256").hex()[:24]
+
+    @cached_property
+    def _secret(self) -> bytes:
+        with self._access.read() as connection:
+            return str(connection.execute(select(tables.catalog.c.secret)).scalar_one()).encode()
 
     @property
     def is_file(self) -> bool:

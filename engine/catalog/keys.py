@@ -1,20 +1,46 @@
-"""API keys. A key's plaintext is returned once, when it is created; only its sha256 is stored."""
+"""API keys and tenants. A key's plaintext is returned once, when it is created; only its sha256 is stored.
+
+A tenant is a key's `owner`. Its keys may be limited to policies by patterns; patterns of two tenants never
+overlap, and a policy within a tenant's patterns belongs to that tenant.
+"""
 
 import hashlib
+import re
 import secrets
 import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
-from sqlalchemy import select, update
+from sqlalchemy import Connection, or_, select, update
 
 from engine.catalog import tables
 from engine.catalog.access import Access
 from engine.catalog.changes import tell
-from engine.catalog.records import Key
+from engine.catalog.records import Key, Policy, Tenant, overlap
 from engine.errors import ConfigError, Conflict, NotFound
 from engine.files import replacing
 
-SCOPES = ("admin", "user", "score")
+ROLES = ("infer", "pin", "feedback", "score", "train", "release", "metrics", "admin")
+# Names for sets of roles.
+SCOPES = {"user": ("infer", "feedback"), "score": ("infer", "pin", "score"), "admin": ("admin",)}
+PATTERN = re.compile(r"[a-z][a-z0-9-]{0,62}\*?")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of a key or a tenant; None: no limit.
+
+    `load_share` is a share of the engine's queue of cold loads, `concurrency` counts requests under way.
+    """
+
+    requests_per_minute: float | None = None
+    tokens_per_minute: float | None = None
+    concurrency: float | None = None
+    load_share: float | None = None
+    tokens_per_day: float | None = None
+    tokens_per_month: float | None = None
 
 
 class Keys:
@@ -23,14 +49,38 @@ class Keys:
     def __init__(self, access: Access):
         self._access = access
 
-    def create(self, owner: str, scope: str) -> str:
-        """Return a new key's plaintext; `ConfigError` for an unknown scope."""
-        if scope not in SCOPES:
-            raise ConfigError(f"A key's scope is one of {', '.join(SCOPES)}, not {scope!r}.")
+    def create(
+        self,
+        owner: str,
+        roles: str | Iterable[str],
+        policies: Sequence[str] = (),
+        limits: dict[str, float] | None = None,
+        expires_at: float | None = None,
+    ) -> str:
+        """Return a new key's plaintext. `roles` are of `ROLES`, or one name of `SCOPES`.
+
+        Raises `ConfigError` for an unknown role, pattern or limit, and `Conflict` when `policies` overlap
+        with another tenant's.
+        """
+        key = Key(
+            hash="",
+            owner=owner,
+            created_at=time.time(),
+            roles=roles_of(roles),
+            policies=[*policies],
+            limits=checked_limits(limits or {}),
+            expires_at=expires_at,
+        )
+        refuse_patterns(key.policies)
+        return self._add(key)
+
+    def _add(self, key: Key) -> str:
         plaintext = f"gw-{secrets.token_hex(20)}"
-        key = Key(hash_key(plaintext), owner, scope, time.time())
+        digest = hash_key(plaintext)
+        row = replace(key, hash=digest, id=key.id or digest[:12])
         with self._access.write() as connection:
-            connection.execute(self._access.new(tables.keys, key))
+            refuse_overlap(connection, row)
+            connection.execute(self._access.new(tables.keys, row))
             tell(connection, None)
         return plaintext
 
@@ -55,29 +105,183 @@ class Keys:
 
     def find(self, plaintext: str) -> Key | None:
         """Return the key in force with this plaintext; None when there is none."""
-        table = tables.keys.c
-        query = select(tables.keys).where(table.hash == hash_key(plaintext), table.revoked_at.is_(None))
-        return self._access.one(Key, query)
+        query = select(tables.keys).where(tables.keys.c.hash == hash_key(plaintext))
+        key = self._access.one(Key, query)
+        return key if key is not None and key.is_in_force(time.time()) else None
 
-    def revoke(self, prefix: str) -> Key:
-        """Revoke the one key whose hash starts with `prefix`, or whose plaintext it is.
+    def match(self, prefix: str) -> list[Key]:
+        """Return the key in force whose id or hash starts with `prefix`, or whose plaintext it is.
 
-        Raises `NotFound` when there is none, `Conflict` when there are several.
+        After a rotation these are two rows, the newest first. Raises `NotFound` when there is none,
+        `Conflict` when there are several keys.
         """
-        wanted = hash_key(prefix) if prefix.startswith("gw-") else prefix
-        found = [key for key in self.all() if key.hash.startswith(wanted) and key.revoked_at is None]
+        whole = hash_key(prefix) if prefix.startswith("gw-") else None
+        now = time.time()
+        found = [
+            key
+            for key in reversed(self.all())
+            if key.is_in_force(now)
+            and (key.hash == whole if whole else key.id.startswith(prefix) or key.hash.startswith(prefix))
+        ]
         if not found:
             raise NotFound(f"No key in force begins with {prefix[:12]!r}. `graftwork key ls` lists them.")
-        if len(found) > 1:
+        if len({key.id for key in found}) > 1:
             raise Conflict(f"{len(found)} keys begin with {prefix!r}; give more of its characters.")
-        table = tables.keys.c
+        return found
+
+    def revoke(self, prefix: str) -> Key:
+        """Revoke the key that `match` finds, with its rotated ones; return it. Raises as `match`."""
+        found = self.match(prefix)
+        change = update(tables.keys).where(
+            tables.keys.c.id == found[0].id, tables.keys.c.revoked_at.is_(None)
+        )
         with self._access.write() as connection:
-            change = update(tables.keys).where(table.hash == found[0].hash)
             connection.execute(change.values(revoked_at=time.time()))
             tell(connection, None)
         return found[0]
+
+    def rotate(self, prefix: str, overlap_s: float) -> str:
+        """Return the plaintext of a new key with the same id, rights and limits.
+
+        The old one is in force for another `overlap_s`. Raises as `match`.
+        """
+        found = self.match(prefix)
+        plaintext = self._add(replace(found[0], created_at=time.time()))
+        until = time.time() + overlap_s
+        for key in found:
+            self._change([key], expires_at=min(until, key.expires_at or until))
+        return plaintext
+
+    def limit(
+        self,
+        prefix: str,
+        limits: dict[str, float],
+        policies: Sequence[str] | None = None,
+    ) -> Key:
+        """Set limits of a key, and its `policies` where they are given; return it.
+
+        Raises as `match` and `create`.
+        """
+        found = self.match(prefix)
+        changed = replace(found[0], limits=checked_limits(limits))
+        if policies is not None:
+            refuse_patterns(policies)
+            changed = replace(changed, policies=[*policies])
+        self._change(found, limits=changed.limits, policies=changed.policies)
+        return changed
+
+    def _change(self, keys: Sequence[Key], **values: Any) -> None:
+        change = update(tables.keys).where(tables.keys.c.hash.in_([key.hash for key in keys]))
+        with self._access.write() as connection:
+            refuse_overlap(connection, replace(keys[0], **values))
+            connection.execute(change.values(**values))
+            tell(connection, None)
+
+    def tenant(self, name: str) -> Tenant:
+        """Return a tenant; one without limits of its own has no row."""
+        query = select(tables.tenants).where(tables.tenants.c.name == name)
+        return self._access.one(Tenant, query) or Tenant(name)
+
+    def set_tenant(self, tenant: Tenant) -> None:
+        """Set a tenant's limits and weight. Raises `ConfigError` for an unknown limit or a weight of 0."""
+        if not tenant.weight > 0:
+            raise ConfigError(f"A tenant's weight must be above 0, not {tenant.weight:g}.")
+        row = replace(tenant, limits=checked_limits(tenant.limits))
+        with self._access.write() as connection:
+            connection.execute(self._access.put(tables.tenants, row))
+            tell(connection, None)
 
 
 def hash_key(plaintext: str) -> str:
     """Return the sha256 of a key's plaintext, in hex."""
     return hashlib.sha256(plaintext.encode()).hexdigest()
+
+
+def roles_of(roles: str | Iterable[str]) -> list[str]:
+    """Return roles by their names, or by a name of `SCOPES`. Raises `ConfigError` for an unknown one."""
+    given = SCOPES.get(roles, (roles,)) if isinstance(roles, str) else tuple(roles)
+    unknown = [role for role in given if role not in ROLES]
+    if unknown or not given:
+        raise ConfigError(
+            f"A key's roles are of {', '.join(ROLES)}, or its scope is one of {', '.join(SCOPES)}; "
+            f"not {', '.join(map(repr, unknown)) or 'none'}."
+        )
+    return [role for role in ROLES if role in given]
+
+
+def checked_limits(limits: dict[str, float]) -> dict[str, float]:
+    """Return limits that are known and not negative. Raises `ConfigError` for others."""
+    known = [field.name for field in fields(Limits)]
+    for name, value in limits.items():
+        if name not in known or value < 0 or (name == "load_share" and value > 1):
+            raise ConfigError(
+                f"{name}={value:g} is not a limit. Limits are {', '.join(known)}; none is below 0, and "
+                "load_share is at most 1."
+            )
+    return limits
+
+
+def refuse_patterns(patterns: Sequence[str]) -> None:
+    """Raise `ConfigError` for what is neither a policy's name nor a prefix with `*` at its end."""
+    for pattern in patterns:
+        if not PATTERN.fullmatch(pattern):
+            raise ConfigError(f"{pattern!r} is neither a policy's name nor a prefix such as 'acme-*'.")
+
+
+def refuse_overlap(connection: Connection, key: Key) -> None:
+    """Raise `Conflict` when a key would reach policies of another tenant's keys in force.
+
+    Admin keys reach everything and are left out. While any tenant is limited to its own policies, every
+    other tenant is.
+    """
+    if key.may("admin"):
+        return
+    for other in _others(connection, key.owner):
+        if other.may("admin") or (not key.policies and not other.policies):
+            continue
+        if not key.policies or not other.policies:
+            free = "This key" if not key.policies else f"Key {other.id} of {other.owner!r}"
+            raise Conflict(
+                f"{free} may use every policy, while other tenants are limited to theirs. Give its policies, "
+                "such as `--policy 'acme-*'`; `graftwork key limits ID --policy` does so for an existing key."
+            )
+        both = [(mine, its) for mine in key.policies for its in other.policies if overlap(mine, its)]
+        if both:
+            raise Conflict(
+                f"{both[0][0]!r} overlaps with {both[0][1]!r} of tenant {other.owner!r} (key {other.id}). "
+                "Two tenants cannot share policies: choose other names, or revoke that key."
+            )
+
+
+def refuse_outside(connection: Connection, policies: Iterable[Policy]) -> None:
+    """Raise `Conflict` for a policy that is within the patterns of a tenant that does not own it.
+
+    And for one that is outside of the patterns of its own tenant, where that has some.
+    """
+    limited = [key for key in _others(connection, None) if key.policies and not key.may("admin")]
+    if not limited:
+        return
+    for policy in policies:
+        owners = {key.owner for key in limited if key.sees(policy.name)}
+        if owners - {policy.owner}:
+            raise Conflict(
+                f"The name {policy.name!r} is within the policies of tenant {owners.pop()!r}, and its owner "
+                f"is {policy.owner!r}. Set the policy's owner to that tenant, or choose another name."
+            )
+        if not owners and any(key.owner == policy.owner for key in limited):
+            patterns = sorted({name for key in limited if key.owner == policy.owner for name in key.policies})
+            raise Conflict(
+                f"The name {policy.name!r} is outside of the policies of tenant {policy.owner!r}, which are "
+                f"{', '.join(patterns)}. Choose a name within them."
+            )
+
+
+def _others(connection: Connection, owner: str | None) -> list[Key]:
+    """Return the keys in force of other tenants than `owner`."""
+    table = tables.keys.c
+    query = select(tables.keys).where(
+        table.revoked_at.is_(None), or_(table.expires_at.is_(None), table.expires_at > time.time())
+    )
+    if owner is not None:
+        query = query.where(table.owner != owner)
+    return [Key(**row._mapping) for row in connection.execute(query)]

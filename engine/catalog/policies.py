@@ -11,6 +11,7 @@ from engine.catalog import tables
 from engine.catalog.access import Access
 from engine.catalog.audit import record
 from engine.catalog.changes import tell
+from engine.catalog.keys import refuse_outside
 from engine.catalog.purges import refuse_purged_names
 from engine.catalog.records import Policy, Route
 from engine.catalog.suggestions import Suggestions
@@ -30,8 +31,8 @@ class Policies:
     def add(self, policy: Policy, again: bool = False) -> None:
         """Add a policy with an empty route, or update the config of one that we own.
 
-        Raises `Conflict` when the name has another owner or another base, or when it was purged and `again`
-        is not set.
+        Raises `Conflict` when the name has another owner or another base, when it is outside of its owner's
+        policies or within another tenant's, or when it was purged and `again` is not set.
         """
         self.add_many([policy], again)
 
@@ -61,6 +62,7 @@ class Policies:
                 new[policy.name] = policy
         if not new:
             return
+        refuse_outside(connection, new.values())
         if not again:
             refuse_purged_names(connection, list(new))
         now = time.time()

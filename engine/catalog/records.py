@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 # The newest file of engine/catalog/migrations/versions.
-SCHEMA_VERSION = "0010"
+SCHEMA_VERSION = "0009"
 # Values of `Revision.state`; a row holds the index.
 STATES = ("snapshot", "exported")
 # A release's verdicts, each with its final state; and the reverse.
@@ -68,7 +68,10 @@ class Revision:
 
 @dataclass(frozen=True)
 class Route:
-    """The revisions that a policy's bare name is served by. `weight` is the canary's share of units."""
+    """The revisions that a policy's bare name is served by. `weight` is the canary's share of units.
+
+    `plain_units`: its release began with the unit hashes of an older version, and keeps them.
+    """
 
     policy: str
     champion: str | None = None
@@ -78,6 +81,7 @@ class Route:
     salt: str = ""
     version: int = 0
     updated_at: float = 0.0
+    plain_units: bool = False
 
 
 @dataclass(frozen=True)
@@ -171,13 +175,52 @@ class Lease:
 
 @dataclass(frozen=True)
 class Key:
-    """An API key by its sha256; `scope` is `admin`, `user` or `score`."""
+    """An API key by its sha256. `owner` is its tenant; `id` stays the same when the key is rotated.
+
+    `policies` are names and prefixes (`acme-*`) that it may use; none: every policy. `limits` are fields of
+    `Limits`.
+    """
 
     hash: str
     owner: str
-    scope: str
     created_at: float
     revoked_at: float | None = None
+    id: str = ""
+    roles: list[str] = field(default_factory=list)
+    policies: list[str] = field(default_factory=list)
+    limits: dict[str, float] = field(default_factory=dict)
+    expires_at: float | None = None
+
+    def may(self, *roles: str) -> bool:
+        """Return whether the key has one of these roles; `admin` has every role."""
+        return "admin" in self.roles or any(role in self.roles for role in roles)
+
+    def sees(self, policy: str) -> bool:
+        """Return whether the key may use the policy of this name, whether it exists or not."""
+        return not self.policies or any(covers(pattern, policy) for pattern in self.policies)
+
+    def is_in_force(self, now: float) -> bool:
+        """Return whether it is neither revoked nor expired at this time (epoch seconds)."""
+        return self.revoked_at is None and (self.expires_at is None or now < self.expires_at)
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """Limits that all keys of a tenant share, and its weight where the engine is full."""
+
+    name: str
+    limits: dict[str, float] = field(default_factory=dict)
+    weight: float = 1.0
+
+
+def covers(pattern: str, policy: str) -> bool:
+    """Return whether a pattern, a name or a prefix with `*` at its end, covers a policy's name."""
+    return policy.startswith(pattern[:-1]) if pattern.endswith("*") else policy == pattern
+
+
+def overlap(one: str, other: str) -> bool:
+    """Return whether some name is covered by both patterns."""
+    return covers(one, other.removesuffix("*")) or covers(other, one.removesuffix("*"))
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Collection, Sequence
 
-from sqlalchemy import Connection, select, update
+from sqlalchemy import ColumnElement, Connection, and_, or_, select, update
 
 from engine.catalog import tables
 from engine.catalog.access import Access
@@ -55,12 +55,14 @@ class Routes:
                 found |= set(connection.execute(select(table.policy).where(wanted)).scalars())
         return found
 
-    def first_policies(self, limit: int) -> list[str]:
-        """Return the names of the first policies, in order of names."""
+    def first_policies(self, limit: int, patterns: Sequence[str] = ()) -> list[str]:
+        """Return the names of the first policies that `patterns` (none: all) cover, in order of names."""
         table = tables.routes.c
+        query = select(table.policy).order_by(table.policy).limit(limit)
+        if patterns:
+            query = query.where(or_(*(covered(table.policy, pattern) for pattern in patterns)))
         with self._access.read() as connection:
-            found = connection.execute(select(table.policy).order_by(table.policy).limit(limit))
-            return list(found.scalars())
+            return list(connection.execute(query).scalars())
 
     def update(self, route: Route, expected_version: int) -> Route:
         """Replace a route that still has `expected_version`; return it with its new version.
@@ -69,7 +71,6 @@ class Routes:
         and `NotFound` when it newly names one that the catalog does not have.
         """
         table = tables.routes.c
-        values = vars(route) | {"version": expected_version + 1, "updated_at": time.time()}
         change = update(tables.routes).where(table.policy == route.policy, table.version == expected_version)
         with self._access.write() as connection:
             refuse_tombstoned(connection, route.policy, [route.champion, route.canary])
@@ -80,6 +81,9 @@ class Routes:
             before = dict(known._mapping) if known else {}
             served = {before.get("champion"), before.get("canary")}
             refuse_missing(connection, route.policy, {route.champion, route.canary} - served)
+            values = vars(route) | {"version": expected_version + 1, "updated_at": time.time()}
+            # Only the canary that ran at the upgrade keeps its unit hashes.
+            values["plain_units"] &= bool(before) and before["canary"] in (None, route.canary)
             if not connection.execute(change.values(**values)).rowcount:
                 raise Conflict(f"The route of {route.policy!r} has changed since version {expected_version}.")
             tell(connection, route.policy)
@@ -109,3 +113,12 @@ def refuse_retired(connection: Connection, policy: str, digests: Sequence[str | 
             f"Revision {retired.digest.hex()[:12]} of {policy!r} is retired: {retired.retired_reason} "
             "Unretire it first (`graftwork adapters unretire`)."
         )
+
+
+def covered(column: ColumnElement[str], pattern: str) -> ColumnElement[bool]:
+    """Return the condition that a pattern covers a column's name; an index can serve it."""
+    if not pattern.endswith("*"):
+        return column == pattern
+    start = pattern.removesuffix("*")
+    # "~" sorts after every character of a name.
+    return and_(column >= start, column < start + "~")

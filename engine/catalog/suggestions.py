@@ -4,10 +4,11 @@ import difflib
 import re
 from collections.abc import Sequence
 
-from sqlalchemy import select
+from sqlalchemy import or_, select, true
 
 from engine.catalog import tables
 from engine.catalog.access import Access
+from engine.catalog.routes import covered
 from engine.catalog.row_codec import HEX, prefix_range
 from engine.errors import Ambiguous, NotFound
 from engine.settings.params import DIGEST12, served_name
@@ -28,13 +29,13 @@ class Suggestions:
     def __init__(self, access: Access):
         self._access = access
 
-    def missing(self, policy: str, digest_prefix: str) -> NotFound:
-        """Return the error for an unknown revision, with up to 5 similar names."""
+    def missing(self, policy: str, digest_prefix: str, patterns: Sequence[str] = ()) -> NotFound:
+        """Return the error for an unknown revision, with up to 5 similar names that `patterns` cover."""
         digests = self._nearest_digests(policy, digest_prefix)
         nearest = [served_name(policy, digest) for digest in digests]
         if not nearest and self._knows(policy):
             return NotFound(f"Policy {policy!r} has no revisions in the catalog.")
-        near = nearest or self.policies(policy)
+        near = nearest or self.policies(policy, patterns)
         what = f"Policy {policy!r} has no revision {digest_prefix[:DIGEST12]!r} in the catalog."
         return NotFound(f"{what} Nearest: {', '.join(near)}." if near else what, near)
 
@@ -50,15 +51,19 @@ class Suggestions:
             candidates,
         )
 
-    def policies(self, name: str) -> list[str]:
-        """Return up to 5 policies with names similar to this one, the closest first."""
+    def policies(self, name: str, patterns: Sequence[str] = ()) -> list[str]:
+        """Return up to 5 policies with names similar to this one, the closest first.
+
+        With `patterns`, those of a tenant, only policies that they cover.
+        """
         table = tables.policies.c
         name = re.sub(r"[^a-z0-9-]", "", name.lower())[:63]
+        mine = or_(*(covered(table.name, pattern) for pattern in patterns)) if patterns else true()
         with self._access.read() as connection:
             for letters in range(min(len(name), COMMON_LETTERS), -1, -1):
                 start = name[:letters]
                 # "~" sorts after every character of a name.
-                alike = select(table.name).where(table.name >= start, table.name < start + "~")
+                alike = select(table.name).where(table.name >= start, table.name < start + "~", mine)
                 # Neighbours in sorted order share the longest prefixes.
                 after = alike.where(table.name >= name).order_by(table.name)
                 before = alike.where(table.name < name).order_by(table.name.desc())

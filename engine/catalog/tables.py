@@ -14,6 +14,7 @@ from sqlalchemy import (
     String,
     Table,
     Text,
+    false,
     text,
 )
 
@@ -25,8 +26,13 @@ def partial_index(name: str, *columns: str, where: str, unique: bool = False) ->
     return Index(name, *columns, unique=unique, sqlite_where=text(where), postgresql_where=text(where))
 
 
-# One row: the catalog's id, independent of its URL.
-catalog = Table("catalog", metadata, Column("id", String, primary_key=True))
+# One row: the catalog's id, independent of its URL, and the secret of `Catalog.keyed_hash`.
+catalog = Table(
+    "catalog",
+    metadata,
+    Column("id", String, primary_key=True),
+    Column("secret", String, nullable=False, server_default=""),
+)
 
 bases = Table(
     "bases",
@@ -135,6 +141,8 @@ routes = Table(
     Column("salt", String, nullable=False),
     Column("version", Integer, nullable=False),
     Column("updated_at", Float, nullable=False),
+    # Whether a release runs that began with unit hashes of an older version.
+    Column("plain_units", Boolean, nullable=False, server_default=false()),
     Index("routes_newest", "updated_at"),
 )
 
@@ -194,9 +202,31 @@ keys = Table(
     metadata,
     Column("hash", String, primary_key=True),
     Column("owner", String, nullable=False),
-    Column("scope", String, nullable=False),
     Column("created_at", Float, nullable=False),
     Column("revoked_at", Float),
+    Column("id", String, nullable=False, server_default=""),
+    Column("roles", JSON, nullable=False, server_default="[]"),
+    Column("policies", JSON, nullable=False, server_default="[]"),
+    Column("limits", JSON, nullable=False, server_default="{}"),
+    Column("expires_at", Float),
+)
+
+# Tokens that machines have drawn of budgets, where they share a catalog.
+budgets = Table(
+    "budgets",
+    metadata,
+    Column("subject", String, primary_key=True),
+    Column("period", String, primary_key=True),
+    Column("drawn", BigInteger, nullable=False),
+)
+
+# Only tenants with limits or a weight of their own have a row.
+tenants = Table(
+    "tenants",
+    metadata,
+    Column("name", String, primary_key=True),
+    Column("limits", JSON, nullable=False),
+    Column("weight", Float, nullable=False),
 )
 
 switches = Table(

@@ -83,7 +83,7 @@ class CredentialRequired:
         if same(given, self.own):
             return Operator("controller", is_admin=False)
         key = self.catalog.keys.find(given)
-        return Operator(key.owner, is_admin=True) if key and key.scope == "admin" else None
+        return Operator(key.owner, is_admin=True) if key and key.may("admin") else None
 
 
 def _password(given: str) -> str:

@@ -22,7 +22,7 @@ from engine.planning.memory import BATCHED_TOKENS
 from engine.planning.tiers import cpu_slots
 from engine.serving.gateway.uvicorn_accept import accept_bursts
 from engine.serving.host_allow_list import HostAllowList
-from engine.settings.params import Params, load_params
+from engine.settings.params import BaseConfig, Params, load_params
 from engine.settings.reproducible import equal_bits
 from engine.settings.services import EngineConfig, Listener
 
@@ -131,6 +131,11 @@ def server_arguments(
         *executor_arguments(config, plan),
         *route_arguments(config, base),
         *speculative_arguments(config, plan),
+        *tool_arguments(params.base),
+        # The order is the gateway's, which shares the engine out between tenants.
+        "--scheduling-policy", "priority",
+        # Pages of other origins are the gateway's matter.
+        "--allowed-origins", "[]",
         "--worker-extension-cls", "engine.serving.worker.loader.LoaderExtension",
         "--middleware", "engine.serving.gateway.gateway.Gateway",
         # The last one is the outermost.
@@ -219,6 +224,11 @@ def speculative_arguments(config: EngineConfig, plan: "MemoryPlan | None") -> li
     return ["--speculative-config", json.dumps(ngram)]
 
 
+def tool_arguments(base: BaseConfig) -> list[str]:
+    """Let requests leave the choice of a tool to the base, if its parser of tool calls is configured."""
+    return ["--enable-auto-tool-choice", "--tool-call-parser", base.tool_parser] if base.tool_parser else []
+
+
 def memory_arguments(config: EngineConfig, base: Path, plan: "MemoryPlan | None") -> list[str]:
     """Return vLLM's memory options: its share of the GPU, and the size of the KV cache and of its blocks.
 
@@ -245,7 +255,10 @@ def serve(arguments: list[str]) -> None:
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    from engine.serving.gateway.uvicorn_limits import limit_connections
+
     accept_bursts()
+    limit_connections()
     cli_env_setup()
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
     validate_parsed_serve_args(args)

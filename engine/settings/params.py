@@ -25,9 +25,11 @@ from engine.settings.services import (
     CatalogConfig,
     ControllerConfig,
     EngineConfig,
+    GatewayConfig,
     Listener,
     MlflowConfig,
     PrefectConfig,
+    PricesConfig,
     StoreConfig,
     TrainerConfig,
 )
@@ -49,6 +51,11 @@ class BaseConfig(Settings):
         description="Keep this base resident: tiny-dense, tiny-moe, tiny-mla or tiny-dsa (built here), "
         "smollm2-135m (converted here, after `make real`), a GGUF file of a dense Llama or Qwen3, a local "
         "directory, or a hub id.",
+    )
+    tool_parser: str | None = Field(
+        None,
+        description="Find tool calls in answers with this parser of vLLM, such as hermes. Empty: a request "
+        "names the tool, or requires one.",
     )
     seed: int = Field(20260513, ge=0, description="Build a tiny base from this random seed.")
     revision: str | None = Field(
@@ -375,6 +382,8 @@ class Params(Settings):
     )
     base: BaseConfig = BaseConfig()
     engine: EngineConfig = EngineConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    prices: PricesConfig = PricesConfig()
     trainer: TrainerConfig = TrainerConfig()
     controller: ControllerConfig = ControllerConfig()
     catalog: CatalogConfig = CatalogConfig()
@@ -516,6 +525,7 @@ class Paths:
         self.ledger = root / "ledger.duckdb"
         self.ledger_snapshot = root / "ledger.snapshot.duckdb"
         self.spool = root / "spool"
+        self.usage = root / "usage"
         self.warm = root / "warm"
         self.mlflow_db = root / "mlflow.db"
         self.mlflow_logins = root / "mlflow-logins.db"

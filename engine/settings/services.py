@@ -164,6 +164,38 @@ class EngineConfig(Listener):
         return self.dtype
 
 
+class GatewayConfig(Settings):
+    """The gateway inside the engine: what its callers may ask for."""
+
+    key_max_age_s: float = Field(
+        60,
+        ge=1,
+        description="Answer 503 when the catalog has been unreadable for this many seconds, since the key "
+        "may be revoked by now.",
+    )
+    max_samples: int = Field(
+        64,
+        ge=1,
+        le=1 << 14,
+        description="Generate up to this many completions a request: n for each of its prompts. Keys with "
+        "the role score or train may ask for 16,384.",
+    )
+    shared_prefix_cache: bool = Field(
+        False,
+        description="Let tenants share the prefix cache. Each can then find out by timing what others ask.",
+    )
+    cors_origins: tuple[str, ...] = Field(
+        (), description="Let web pages of these origins call the API from a browser."
+    )
+
+
+class PricesConfig(Settings):
+    """Prices of a million tokens, in any currency, for `graftwork usage`."""
+
+    prompt: float = Field(0.0, ge=0, description="Price a million prompt tokens at this.")
+    completion: float = Field(0.0, ge=0, description="Price a million completion tokens at this.")
+
+
 class TrainerConfig(Listener):
     """The resident trainer service."""
 

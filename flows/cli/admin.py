@@ -1,4 +1,4 @@
-"""Commands for administrators: API keys, the ledger, benchmarks."""
+"""Commands for administrators: the ledger, benchmarks."""
 
 import os
 import subprocess
@@ -14,43 +14,8 @@ from engine.process_reaper import die_with_parent
 from flows.entry import PARAMS, ParamsFile, catalog, enter, variables_with
 
 app = typer.Typer()
-key_app = typer.Typer(help="Create, list and revoke API keys of engine and controller.", no_args_is_help=True)
 ledger_app = typer.Typer(help="Maintain the ledger, the database of recorded numbers.", no_args_is_help=True)
-app.add_typer(key_app, name="key")
 app.add_typer(ledger_app, name="ledger")
-
-
-@key_app.command("create")
-def key_create(
-    owner: Annotated[str, typer.Argument(help="Owner of the key.")],
-    scope: Annotated[
-        str,
-        typer.Option(help="Allow requests (user), also scoring and rollouts (score), or everything (admin)."),
-    ] = "user",
-    params: ParamsFile = PARAMS,
-) -> None:
-    """Create a key and print it. Only its hash is stored, so it cannot be printed again."""
-    if scope not in ("admin", "user", "score"):
-        raise ConfigError(f"There is no scope {scope!r}. Use admin, user or score.")
-    typer.echo(catalog(params).keys.create(owner, scope))
-
-
-@key_app.command("ls")
-def key_ls(params: ParamsFile = PARAMS) -> None:
-    """List keys with owner, scope, state and the first digits of their hash."""
-    from flows.display import print_keys
-
-    print_keys(catalog(params).keys.all())
-
-
-@key_app.command("revoke")
-def key_revoke(
-    prefix: Annotated[str, typer.Argument(help="First digits of the key's hash, as `key ls` shows them.")],
-    params: ParamsFile = PARAMS,
-) -> None:
-    """Revoke a key, so that requests with it are refused."""
-    revoked = catalog(params).keys.revoke(prefix)
-    typer.echo(f"The {revoked.scope} key of {revoked.owner} is revoked.")
 
 
 @ledger_app.command("ingest")

@@ -36,6 +36,7 @@ from flows.cli import (
     security,
     serve,
     store,
+    tenants,
 )
 from flows.entry import (
     PARAMS,
@@ -215,6 +216,7 @@ GROUPS = (
     purge,
     store,
     security,
+    tenants,
     admin,
 )
 for group in GROUPS:

@@ -22,7 +22,6 @@ from pathlib import Path
 from statistics import mean
 
 import _record as record
-import httpx
 import psutil
 from live import RunningEngine, start_engine, stop_engine
 from parity import ask, random_adapter
@@ -60,7 +59,8 @@ def cpu_seconds(engine: RunningEngine) -> float:
 
 
 def counted(engine: RunningEngine, what: str) -> float:
-    lines = httpx.get(f"{engine.url}/metrics").text.splitlines()
+    with engine.client() as client:
+        lines = client.get("/metrics").text.splitlines()
     name = f"vllm:spec_decode_num_{what}_tokens_total"
     return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 

@@ -1,5 +1,6 @@
 """The command as a newcomer meets it: fast help, one clear sentence for each fault, its exit code."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,8 @@ from live import free_port
 from repository import ROOT
 
 from engine.errors import ServiceError
+from engine.metering.usage_log import UsageLog
+from engine.metering.usage_rows import Metered
 from engine.settings.forms import AdaptForm
 from engine.settings.params import load_params
 from engine.settings.reproducible import VARIABLE
@@ -88,7 +91,11 @@ FAULTS = {
     ),
     "bad value": (["status"], {"engine": {"port": "x"}}, 2, "`engine.port`"),
     "unknown benchmark": (["bench", "nothing"], {}, 2, "There is no benchmark 'nothing'"),
-    "unknown scope": (["key", "create", "me", "--scope", "root"], {}, 2, "There is no scope 'root'"),
+    "unknown scope": (["key", "create", "me", "--scope", "root"], {}, 2, "its scope is one of user, score"),
+    "unknown role": (["key", "create", "me", "--role", "root"], {}, 2, "roles are of infer, pin"),
+    "unknown limit": (["key", "create", "me", "--limit", "tokens=5"], {}, 2, "is not a limit"),
+    "wrong time": (["key", "create", "me", "--expires", "soon"], {}, 2, "30m, 12h or 90d"),
+    "wrong subject": (["usage", "--by", "colour"], {}, 2, "tenant, key, policy, revision"),
     "unknown key": (["key", "revoke", "123456"], {}, 5, "key"),
     "no services": (["adapt", "arithmetic"], {}, 7, "graftwork up"),
     "no digest": (["promote", "arithmetic", "--reason", "x"], {}, 2, "`graftwork ls arithmetic` lists"),
@@ -174,6 +181,58 @@ def test_keys_are_created_listed_and_revoked(params: Path) -> None:
     assert prefix in listed
     assert graftwork("key", "revoke", prefix, *given).returncode == 0
     assert "revoked" in graftwork("key", "ls", *given).stdout
+
+
+def test_a_tenants_keys_are_limited_and_rotated(params: Path) -> None:
+    given = ("--params", str(params))
+    created = graftwork(
+        "key", "create", "acme", "--policy", "acme-*", "--role", "infer", "--limit", "tokens_per_day=500",
+        "--expires", "90d", *given,
+    )  # fmt: skip
+    assert created.returncode == 0, created.stderr
+    (row,) = json.loads(graftwork("key", "ls", "--json", *given).stdout)
+    assert (row["tenant"], row["roles"], row["policies"]) == ("acme", "infer", "acme-*")
+    assert row["limits"] == "tokens_per_day=500"
+    assert row["expires"]
+    overlapping = graftwork("key", "create", "umbrella", "--policy", "acme-sums", *given)
+    assert overlapping.returncode == 6
+    assert "overlaps with 'acme-*' of tenant 'acme'" in overlapping.stderr
+    limited = graftwork("key", "limits", row["id"], "--limit", "concurrency=2", *given)
+    assert "has concurrency=2" in limited.stdout
+    tenant = (
+        "key",
+        "limits",
+        "acme",
+        "--tenant",
+        "--limit",
+        "tokens_per_month=9000",
+        "--weight",
+        "2",
+        *given,
+    )
+    assert "Tenant acme has tokens_per_month=9000" in graftwork(*tenant).stdout
+    rotated = graftwork("key", "rotate", row["id"], "--overlap", "30m", *given).stdout.strip()
+    assert rotated.startswith("gw-")
+    rows = json.loads(graftwork("key", "ls", "--json", *given).stdout)
+    assert [one["state"] for one in rows] == ["active", "active"]
+    assert {one["id"] for one in rows} == {row["id"]}
+    assert graftwork("key", "revoke", row["id"], *given).returncode == 0
+    rows = json.loads(graftwork("key", "ls", "--json", *given).stdout)
+    assert {one["state"] for one in rows} == {"revoked"}
+
+
+def test_usage_is_shown_by_tenant(params: Path) -> None:
+    given = ("--params", str(params))
+    assert graftwork("usage", *given).stdout == "None.\n"
+    log = UsageLog(load_params(params).paths.usage)
+    asked = Metered("r1", "acme", "k1", "acme-sums", "a" * 64, "user", 1_790_000_000.0, 50)
+    log.settle(log.admit(asked), asked, 200, (7, 5))
+    log.close()
+    (row,) = json.loads(graftwork("usage", "--json", *given).stdout)
+    assert (row["tenant"], row["requests"], row["tokens"]) == ("acme", 1, 12)
+    table = graftwork("usage", "--by", "key", "--csv", "--from", "2026-09-01", "--to", "2026-10-01", *given)
+    assert table.stdout.splitlines()[1].startswith("k1,user,1,7,5,0,12,")
+    assert graftwork("usage", "--to", "2026-09-01", *given).stdout == "None.\n"
 
 
 def test_the_version_names_the_commit() -> None:

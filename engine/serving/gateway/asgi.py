@@ -1,50 +1,67 @@
-"""ASGI requests and responses: body, JSON, a client's disconnect, errors in the format of OpenAI's API."""
+"""ASGI requests and responses: body, JSON, a client's disconnect, responses of the gateway itself."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, MutableMapping
 from typing import Any, TypeVar
 
 import orjson
 
-from engine.errors import Ambiguous, Busy, GraftworkError, NotFound
+from engine.errors import GraftworkError
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Any, Receive, Send], Awaitable[None]]
+Header = tuple[bytes, bytes]
 Done = TypeVar("Done")
 MAX_BODY = 8 << 20
+# A client has this many seconds to send its body.
+BODY_S = 60.0
 CLIENT_LEFT = 499
 
 
 class Refused(GraftworkError):
-    """A request that the gateway itself answers, with this HTTP status."""
+    """A request that the gateway itself answers, with this HTTP status.
 
-    def __init__(self, status: int, message: str, allowed: frozenset[str] = frozenset()):
-        super().__init__(status, message, allowed)
-        self.status, self.allowed = status, allowed
+    `code` and `param` are those of OpenAI's errors; `headers` belong to the answer.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Iterable[Header] = (),
+    ):
+        super().__init__(status, message, code, param, tuple(headers))
+        self.status, self.code, self.param, self.headers = status, code, param, tuple(headers)
 
     def __str__(self) -> str:
         return str(self.args[1])
 
 
-async def read_body(receive: Receive) -> bytes:
+async def read_body(receive: Receive, most: int = MAX_BODY) -> bytes:
     """Return the whole request body.
 
-    Raises `Refused`: 413 over 8 MiB, 400 when the client disconnects first.
+    Raises `Refused`: 413 over `most` bytes, 408 when it takes too long, 400 when the client leaves first.
     """
     chunks: list[bytes] = []
     size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise Refused(400, "The client disconnected before it had sent the whole request.")
-        chunks.append(message.get("body", b""))
-        size += len(chunks[-1])
-        if size > MAX_BODY:
-            raise Refused(413, f"The request body is larger than the limit of {MAX_BODY >> 20} MiB.")
-        if not message.get("more_body"):
-            return b"".join(chunks)
+    try:
+        async with asyncio.timeout(BODY_S):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise Refused(400, "The client disconnected before it had sent the whole request.")
+                chunks.append(message.get("body", b""))
+                size += len(chunks[-1])
+                if size > most:
+                    raise Refused(413, f"The request body is larger than the limit of {most} bytes.")
+                if not message.get("more_body"):
+                    return b"".join(chunks)
+    except TimeoutError:
+        raise Refused(408, f"The request body did not arrive within {BODY_S:g} s.") from None
 
 
 async def unless_left(
@@ -84,34 +101,38 @@ def parse(raw: bytes) -> dict[str, Any]:
     return body
 
 
-def with_body(body: dict[str, Any], scope: Any, receive: Receive, *headers: tuple[bytes, bytes]) -> Receive:
-    """Return a `receive` that gives this body first; sets the scope's content length and `headers`."""
-    raw, sent = orjson.dumps(body), False
-    headers = (*headers, (b"content-length", str(len(raw)).encode()))
-    replaced = {name for name, _ in headers}
+def with_body(
+    body: bytes, scope: Any, receive: Receive, *headers: Header, left: Callable[[], object] = lambda: None
+) -> Receive:
+    """Return a `receive` that gives this body first; sets the scope's content length and `headers`.
+
+    `left` is called when the client disconnects, before the application hears of it.
+    """
+    sent = False
+    headers = (*headers, (b"content-length", str(len(body)).encode()))
+    replaced = {name for name, _ in headers} | {b"transfer-encoding"}
     scope["headers"] = [*(header for header in scope["headers"] if header[0] not in replaced), *headers]
 
     async def replay() -> Message:
         nonlocal sent
         if sent:
-            return await receive()
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                left()
+            return message
         sent = True
-        return {"type": "http.request", "body": raw, "more_body": False}
+        return {"type": "http.request", "body": body, "more_body": False}
 
     return replay
 
 
-async def send_error(send: Send, error: GraftworkError) -> None:
-    """Send an error response in the format of OpenAI's API."""
-    headers = [(b"content-type", b"application/json")]
-    if isinstance(error, Busy):
-        headers.append((b"retry-after", str(max(1, round(error.retry_after_s))).encode()))
-    elif isinstance(error, Refused) and error.allowed:
-        headers.append((b"allow", ", ".join(sorted(error.allowed)).encode()))
-    fault: dict[str, Any] = {"message": str(error), "type": type(error).__name__, "code": error.status}
-    if isinstance(error, NotFound):
-        fault["nearest"] = error.nearest
-    elif isinstance(error, Ambiguous):
-        fault["candidates"] = error.candidates
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": orjson.dumps({"error": fault})})
+async def answer(send: Send, status: int, body: bytes = b"", headers: Iterable[Header] = ()) -> None:
+    """Send a whole response; a body is JSON."""
+    told = [*headers]
+    if body:
+        told += [
+            (b"content-length", str(len(body)).encode()),
+            (b"content-type", b"application/json"),
+        ]
+    await send({"type": "http.response.start", "status": status, "headers": told})
+    await send({"type": "http.response.body", "body": body})

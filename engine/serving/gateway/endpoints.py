@@ -18,11 +18,14 @@ from starlette.datastructures import State
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.lora.request import LoRARequest
 
-from engine.catalog.catalog import open_catalog
+from engine.catalog.catalog import Key, open_catalog
 from engine.errors import GraftworkError, ServiceError
 from engine.ledger.spool import Spool
-from engine.serving.gateway.asgi import send_error
+from engine.metering.shared_budgets import SharedBudgets
+from engine.metering.usage_log import UsageLog
+from engine.serving.gateway.api_errors import send_error
 from engine.serving.gateway.gateway import ASKED, GatewayState
+from engine.serving.gateway.meter import Meter
 from engine.serving.gateway.prewarming import Prewarmer, names_under_release
 from engine.serving.gateway.rollouts import gate_of_platform, rollouts
 from engine.serving.gateway.routing import Router
@@ -50,7 +53,7 @@ class Prewarm(BaseModel):
     """Body of `/v1/prewarm`: the model that will be requested soon."""
 
     model_config = ConfigDict(extra="forbid")
-    model: str
+    model: str = Field(min_length=1, max_length=1024)
 
 
 class GraftworkEndpoints:
@@ -99,6 +102,7 @@ class GraftworkEndpoints:
             settings["base"],
             cached_rows=rows_to_cache(params.engine.host_adapters),
             configured=params.base.name,
+            key_max_age_s=params.gateway.key_max_age_s,
         )
         spool = Spool(params.paths.spool, "gateway")
         tier = Residency(
@@ -111,7 +115,17 @@ class GraftworkEndpoints:
             metrics=LoadMetrics(REGISTRY),
         )
         engine.watch(tier.take_report)
-        state.graftwork = GatewayState(router, tier, spool, name=f"127.0.0.1:{params.engine.port}")
+        shared = None if catalog.is_file else SharedBudgets(params.paths.catalog_url)
+        max_model_len = engine_client.vllm_config.model_config.max_model_len
+        state.graftwork = GatewayState(
+            router,
+            tier,
+            spool,
+            name=f"127.0.0.1:{params.engine.port}",
+            meter=Meter(UsageLog(params.paths.usage, shared), max_model_len, params.engine.load_queue),
+            settings=params.gateway,
+            counted=engine.used,
+        )
         prewarmer = Prewarmer(tier, router, params.paths.warm / f"{params.engine.port}.json")
         # asyncio keeps only weak references to tasks, so the state holds this one.
         state.graftwork_prewarming = asyncio.create_task(prewarmer.run())
@@ -191,9 +205,10 @@ async def loads(request: Request) -> list[dict[str, Any]]:
 
 
 async def models(request: Request) -> dict[str, Any]:
-    """List the base and the first 1,000 policies in the format of OpenAI's API; revisions are not listed."""
+    """List the base and the first 1,000 policies that the key may use; revisions are not listed."""
     state: GatewayState = request.app.state.graftwork
-    names = [state.router.base_name, *state.router.policies(MODELS)]
+    key: Key = request.state.graftwork_key
+    names = [state.router.base_name, *state.router.policies(MODELS, key.policies)]
     return {"object": "list", "data": [_card(name) for name in names]}
 
 
@@ -201,7 +216,7 @@ async def model(name: str, request: Request) -> Any:
     """Return a model that may be asked for, as OpenAI's client retrieves it: base, policy or revision."""
     state: GatewayState = request.app.state.graftwork
     try:
-        await state.router.admit(name, "")
+        await state.router.admit(name, "", key=request.state.graftwork_key)
     except GraftworkError as error:
         return _Refusal(error)
     return _card(name)
@@ -226,10 +241,13 @@ async def prewarm(body: Prewarm, request: Request) -> Any:
     """Load a model's adapter in the background; return the estimated time until it is ready, in seconds."""
     state: GatewayState = request.app.state.graftwork
     try:
-        target, _ = await state.router.admit(body.model, "")
+        key: Key = request.state.graftwork_key
+        target, _ = await state.router.admit(body.model, "", key=key)
         if target.policy is None or target.digest is None:
             return {"model": body.model, "revision": "base", "estimate_s": 0.0}
-        estimate_s = state.residency.prewarm(state.router.revision(target.policy, target.digest))
+        revision, tenant = state.router.revision(target.policy, target.digest), state.router.tenant(key.owner)
+        state.meter.prewarm(key, tenant, target.name or "", state.residency.is_loading)
+        estimate_s = state.residency.prewarm(revision)
     except GraftworkError as error:
         return _Refusal(error)
     return {"model": body.model, "revision": target.name, "estimate_s": round(estimate_s, 3)}
@@ -243,4 +261,4 @@ class _Refusal(Response):
         self._error = error
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await send_error(send, self._error)
+        await send_error(send, self._error, scope["path"])

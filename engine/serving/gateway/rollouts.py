@@ -43,6 +43,8 @@ class Rollouts(BaseModel):
     temperature: float = Field(1.0, ge=0)
     seed: int = Field(0, ge=0)
     routed_experts: bool = False
+    # Set by the gateway.
+    cache_salt: str | None = None
 
     @model_validator(mode="after")
     def _bounded(self) -> Self:
@@ -100,9 +102,10 @@ async def rollouts(body: Rollouts, raw_request: Request) -> Response:
     if lora is None and not models.is_base_model(body.model):
         return _refused(404, f"Adapter {body.model!r} is not in the engine. Repeat the request.")
     gate: RolloutGate = state.graftwork_gate
+    priority = int(raw_request.headers.get("x-vllm-priority", 0))
     await gate.enter(len(body.prompts), body.n)
     asked = [
-        asyncio.create_task(_group(state.engine_client, body, lora, number))
+        asyncio.create_task(_group(state.engine_client, body, lora, number, priority))
         for number in range(len(body.prompts))
     ]
     for task in asked:
@@ -129,7 +132,9 @@ async def rollouts(body: Rollouts, raw_request: Request) -> Response:
     return Response(orjson.dumps({"groups": found, "usage": usage}), media_type="application/json")
 
 
-async def _group(engine: Any, body: Rollouts, lora: LoRARequest | None, number: int) -> RequestOutput:
+async def _group(
+    engine: Any, body: Rollouts, lora: LoRARequest | None, number: int, priority: int
+) -> RequestOutput:
     params = SamplingParams(
         n=body.n,
         max_tokens=body.max_tokens,
@@ -143,7 +148,10 @@ async def _group(engine: Any, body: Rollouts, lora: LoRARequest | None, number: 
         extra_args={ROUTED_EXPERTS: int(body.routed_experts), COALESCED: 1},
     )
     prompt = TokensPrompt(prompt_token_ids=body.prompts[number])
-    answers = engine.generate(prompt, params, f"rollout-{uuid.uuid4().hex}", lora_request=lora)
+    if body.cache_salt is not None:
+        prompt["cache_salt"] = body.cache_salt
+    name = f"rollout-{uuid.uuid4().hex}"
+    answers = engine.generate(prompt, params, name, lora_request=lora, priority=priority)
     *_, last = [answer async for answer in answers]
     return last  # type: ignore[no-any-return]
 

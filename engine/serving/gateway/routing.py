@@ -8,13 +8,13 @@ any number of gateways agree without coordination.
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.catalog.catalog import Catalog, Key, Revision, Route
+from engine.catalog.catalog import Catalog, Key, Revision, Route, Tenant
 from engine.catalog.keys import hash_key
-from engine.errors import AdapterError, Conflict, Gone, GraftworkError, NotFound, ServiceError
+from engine.errors import AdapterError, Conflict, Forbidden, Gone, GraftworkError, NotFound, ServiceError
 from engine.serving.gateway.row_cache import LEAST_ROWS, RowCache
 from engine.serving.gateway.suggesting import SHOWN, Suggester
 from engine.settings.params import DIGEST12, POLICY_NAME, served_name, split_served_name
@@ -23,6 +23,8 @@ from engine.settings.params import DIGEST12, POLICY_NAME, served_name, split_ser
 STALE_S = 0.8
 # Names and keys that are known not to exist, so that asking again reads nothing.
 ABSENT_ROWS = 4096
+# How long a key is trusted while the catalog cannot be read.
+KEY_MAX_AGE_S = 60.0
 # Purposes that may reach a pinned revision despite a tombstone: scoring it is not serving it.
 JUDGING = frozenset({"score", "probe"})
 log = logging.getLogger("graftwork.routing")
@@ -30,12 +32,16 @@ log = logging.getLogger("graftwork.routing")
 
 @dataclass(frozen=True)
 class Target:
-    """The revision that answers: `digest` None means the base; `arm` is champion, canary, base or pinned."""
+    """The revision that answers: `digest` None means the base; `arm` is champion, canary, base or pinned.
+
+    `plain_units`: the ledger has this policy's units under hashes of an older version.
+    """
 
     policy: str | None
     digest: str | None
     arm: str
     route_version: int | None = None
+    plain_units: bool = False
 
     @property
     def name(self) -> str | None:
@@ -54,7 +60,9 @@ class Router:
         clock: Callable[[], float] = time.monotonic,
         cached_rows: int = LEAST_ROWS,
         configured: str | None = None,
+        key_max_age_s: float = KEY_MAX_AGE_S,
     ):
+        self._key_max_age_s = key_max_age_s
         self.base_name = base_name
         # Its directory or hub id in the settings names the base too.
         self._base_names = {base_name, configured or base_name}
@@ -75,17 +83,37 @@ class Router:
         self._released: tuple[int | None, frozenset[tuple[str, str]]] = None, frozenset()
 
     def key(self, plaintext: str) -> Key | None:
-        """Return the valid key with this plaintext, or None."""
+        """Return the key in force with this plaintext, or None.
+
+        Raises `ServiceError` when the catalog has been unreadable for so long that it may be revoked by now.
+        """
         self._look()
-        key: Key | None = self._find(
-            None, ("key", hash_key(plaintext)), lambda: self._catalog.keys.find(plaintext)
-        )
+        row = "key", hash_key(plaintext)
+        key: Key | None = self._find(None, row, lambda: self._catalog.keys.find(plaintext))
+        if key is None or not key.is_in_force(time.time()):
+            return None
+        if self._unread_s(row) > self._key_max_age_s:
+            raise ServiceError(
+                f"The catalog has been unreadable for {self._key_max_age_s:g} s, and the key may have been "
+                "revoked since. Try again."
+            )
         return key
 
-    def resolve(self, model: str, unit: str, purpose: str = "user") -> Target:
-        """Return the revision that answers `model` for this unit.
+    def tenant(self, name: str) -> Tenant:
+        """Return a tenant's limits and weight."""
+        self._look()
+        tenant: Tenant = self._read(None, ("tenant", name), lambda: self._catalog.keys.tenant(name))
+        return tenant
 
-        Raises `NotFound` for an unknown policy or revision, `Ambiguous` for a prefix of several digests,
+    def keyed_hash(self, *words: str) -> str:
+        """Return an HMAC of these words with the installation's secret (24 hex digits)."""
+        return self._catalog.keyed_hash(*words)
+
+    def resolve(self, model: str, unit: str, purpose: str = "user", key: Key | None = None) -> Target:
+        """Return the revision that answers `model` for this unit, of those that `key` (None: any) may use.
+
+        Raises `NotFound` for an unknown policy or revision, and in the same way for another tenant's;
+        `Forbidden` for a revision without the role `pin`, `Ambiguous` for a prefix of several digests,
         `Gone` for a pinned revision that is retired or has a tombstone, and `ServiceError` when the catalog
         has been unreadable for so long that the pinned revision may have a tombstone by now.
         """
@@ -95,6 +123,14 @@ class Router:
         policy, digest = split_served_name(model)
         if not POLICY_NAME.fullmatch(policy):
             raise NotFound(f"Unknown model {model[:SHOWN]!r}.")
+        if key is not None:
+            # Before anything is read: whether a name outside of the key's policies exists changes nothing.
+            if not key.sees(policy):
+                raise NotFound(f"Unknown model {model[:SHOWN]!r}.")
+            if digest is not None and not key.may("pin"):
+                raise Forbidden(
+                    f"To ask for a revision takes a key with the role 'pin'. Ask for the policy: {policy!r}."
+                )
         if digest is None:
             route = self._route(policy)
             if route is None:
@@ -117,7 +153,9 @@ class Router:
                 )
         return Target(policy, pinned.digest, "pinned")
 
-    async def admit(self, model: str, unit: str, purpose: str = "user") -> tuple[Target, float]:
+    async def admit(
+        self, model: str, unit: str, purpose: str = "user", key: Key | None = None
+    ) -> tuple[Target, float]:
         """Return what `resolve` does, and when the look at the catalog behind it began (epoch seconds).
 
         A tombstone that was committed before that time is respected. Only an unknown name lets other work
@@ -125,11 +163,12 @@ class Router:
         """
         began = time.time()
         try:
-            target = self.resolve(model, unit, purpose)
+            target = self.resolve(model, unit, purpose, key)
         except NotFound as missing:
             if missing.nearest:
                 raise
-            raise await self._suggester.unknown(model, self._seen) from None
+            mine = tuple(key.policies) if key is not None else ()
+            raise await self._suggester.unknown(model, self._seen, mine) from None
         # Requests may share a look: a server is asked five times a second.
         return target, min(began, time.time() - (self._clock() - self._read_at))
 
@@ -150,9 +189,9 @@ class Router:
         """Return (policy, digest) of those revisions that are in quarantine: their bytes are damaged."""
         return self._catalog.quarantine.among([revision.digest for revision in revisions])
 
-    def policies(self, limit: int) -> list[str]:
-        """Return the first `limit` policy names in alphabetical order."""
-        return self._catalog.routes.first_policies(limit)
+    def policies(self, limit: int, patterns: Sequence[str] = ()) -> list[str]:
+        """Return the first `limit` names of policies that `patterns` (none: all) cover, in order."""
+        return self._catalog.routes.first_policies(limit, patterns)
 
     def take_changed(self) -> set[str] | None:
         """Return the policies that changed since the last call; None: any policy may have changed."""
@@ -251,12 +290,16 @@ class Router:
             return None
 
     def _is_stale(self, *keys: Hashable) -> bool:
-        """Return whether the catalog, or a changed row among `keys`, has been unreadable for `STALE_S`.
+        """Return whether the catalog, or a changed row among `keys`, has been unreadable for `STALE_S`."""
+        return self._unread_s(*keys) > STALE_S
+
+    def _unread_s(self, *keys: Hashable) -> float:
+        """Return for how long the catalog, or a changed row among `keys`, has been unreadable.
 
         Counts until the newest look, not until now: a process that gets no CPU in between has read it.
         """
         since = [at for key in keys if (at := self._rows.unread_since(key)) is not None]
-        return self._looked_at - min([self._read_at, *since]) > STALE_S
+        return self._looked_at - min([self._read_at, *since])
 
     def _route(self, policy: str) -> Route | None:
         route: Route | None = self._find(policy, ("route", policy), lambda: self._catalog.routes.get(policy))
@@ -316,8 +359,8 @@ class Router:
                 read = ("route", route.policy), _tombstone_key(route.policy, digest)
                 if arm == "canary" and self._is_stale(*read):
                     continue
-                return Target(route.policy, digest, arm, route.version)
-        return Target(route.policy, None, "base", route.version)
+                return Target(route.policy, digest, arm, route.version, route.plain_units)
+        return Target(route.policy, None, "base", route.version, route.plain_units)
 
 
 def _tombstone_key(policy: str, digest: str) -> Hashable:

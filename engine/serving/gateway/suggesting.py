@@ -7,6 +7,7 @@ get the same error until something changes.
 import asyncio
 
 from engine.catalog.catalog import Catalog
+from engine.catalog.records import covers
 from engine.errors import NotFound
 from engine.serving.gateway.row_cache import RowCache
 from engine.settings.params import POLICY_NAME, split_served_name
@@ -27,25 +28,31 @@ class Suggester:
         self._kept = RowCache(KEPT)
         self._running = 0
 
-    async def unknown(self, model: str, change: int) -> NotFound:
-        """Return the error for an unknown model; errors are kept while `change` is the newest change."""
+    async def unknown(self, model: str, change: int, patterns: tuple[str, ...] = ()) -> NotFound:
+        """Return the error for an unknown model; errors are kept while `change` is the newest change.
+
+        It suggests only policies that `patterns`, those of a tenant, cover; none: any.
+        """
         model = model[: SHOWN + 1]
-        kept = self._kept.get(model)
+        kept = self._kept.get((model, patterns))
         if kept is not None and kept[0] == change:
             return NotFound(*kept[1])
         if self._running >= AT_ONCE:
             return NotFound(f"Unknown model {model[:SHOWN]!r}.")
         self._running += 1
         try:
-            found = await asyncio.to_thread(self._find, model)
+            found = await asyncio.to_thread(self._find, model, patterns)
         finally:
             self._running -= 1
-        self._kept.put(model, change, (str(found), found.nearest))
+        self._kept.put((model, patterns), change, (str(found), found.nearest))
         return found
 
-    def _find(self, model: str) -> NotFound:
+    def _find(self, model: str, patterns: tuple[str, ...]) -> NotFound:
         policy, digest = split_served_name(model)
-        if digest and POLICY_NAME.fullmatch(policy):
-            return self._catalog.suggestions.missing(policy, digest)
-        nearest = [self._base_name, *self._catalog.suggestions.policies(policy[:SHOWN])]
+        is_mine = not patterns or any(covers(pattern, policy) for pattern in patterns)
+        if digest and is_mine and POLICY_NAME.fullmatch(policy):
+            return self._catalog.suggestions.missing(policy, digest, patterns)
+        # Of a name outside of the tenant's policies nothing is looked up.
+        near = self._catalog.suggestions.policies(policy[:SHOWN], patterns) if is_mine else []
+        nearest = [self._base_name, *near]
         return NotFound(f"Unknown model {model[:SHOWN]!r}. Known models: {', '.join(nearest)}.", nearest)

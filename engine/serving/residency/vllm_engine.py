@@ -68,6 +68,28 @@ class VllmEngine:
         """Return how much each worker has read and copied."""
         return await _call(self._client, "graftwork_loads")
 
+    def used(self, request_id: str) -> tuple[int, int] | None:
+        """Return (prompt, completion) tokens that the engine has spent on a request so far.
+
+        `request_id` is part of the id that vLLM gives it, and of each of its prompts and samples. None when
+        the engine does not have it (any more), or hands its samples over at their end only. Bound: 0.32.0.
+        """
+        processor = self._client.output_processor
+        states = [
+            processor.request_states[inner]
+            for outer, inners in list(processor.external_req_ids.items())
+            if request_id in outer
+            for inner in inners
+            if inner in processor.request_states
+        ]
+        if not states or any(state.detokenizer is None for state in states):
+            return None
+        # The samples of a prompt share it.
+        prompts = {
+            id(state.parent_req) if state.parent_req else id(state): state.prompt_len for state in states
+        }
+        return sum(prompts.values()), sum(state.detokenizer.num_output_tokens() for state in states)
+
     async def prepare(self, name: str, address: dict[str, Any]) -> None:
         """Return once every worker has the adapter and the server takes requests for it.
 

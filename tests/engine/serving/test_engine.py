@@ -202,7 +202,7 @@ def test_where_adapters_are_is_shown_without_a_label_for_any(engine: RunningEngi
         asked = client.post("/v1/completions", json={"model": name, "prompt": [7], "max_tokens": 2})
         assert asked.status_code == 200
         told = client.get("/graftwork/residency").json()
-        metrics = httpx.get(f"{engine.url}/metrics").text
+        metrics = client.get("/metrics").text
         for model, status, field in (("shown@xyz", 404, "nearest"), ("shown@", 404, "nearest")):
             missing = client.post("/v1/completions", json={"model": model, "prompt": [7], "max_tokens": 2})
             assert missing.status_code == status
@@ -236,7 +236,12 @@ def test_one_prompt_under_every_adapter_is_cached_for_each(engine: RunningEngine
 
 def test_other_ways_in_are_closed(engine: RunningEngine):
     with engine.client() as client:
-        for path in ("/v1/load_lora_adapter", "/v1/responses", "/inference/v1/generate", "/adapters"):
+        for path in (
+            "/v1/load_lora_adapter",
+            "/v1/responses/x/cancel",
+            "/inference/v1/generate",
+            "/adapters",
+        ):
             assert client.post(path, json={"model": "good"}).status_code == 404
         assert client.post("/v1/completions", json={"model": "nobody", "prompt": "x"}).status_code == 404
         names = [model["id"] for model in client.get("/v1/models").json()["data"]]

@@ -14,11 +14,13 @@ from prometheus_client import REGISTRY
 
 from engine.catalog.catalog import Base, Catalog, Policy, Revision, migrate
 from engine.errors import DamagedBytes
+from engine.metering.usage_log import UsageLog
 from engine.serving.gateway.asgi import unless_left
 from engine.serving.gateway.gateway import Gateway, GatewayState
+from engine.serving.gateway.meter import Meter
 from engine.serving.gateway.routing import Router
 from engine.serving.residency.residency import Residency
-from engine.settings.services import EngineConfig
+from engine.settings.services import EngineConfig, GatewayConfig
 from engine.store.segments import Store
 
 CHAMPION, CANARY = "a" * 64, "b" * 64
@@ -93,6 +95,7 @@ def world(tmp_path):
     route = catalog.routes.get("sums")
     catalog.routes.update(replace(route, champion=CHAMPION, canary=CANARY, weight=0.5), route.version)
     server, events, engine, loads = Server(), Events(), Engine(), []
+    usage = UsageLog(tmp_path / "usage")
     state = GatewayState(
         Router(catalog, "tiny", "base"),
         Residency(
@@ -104,6 +107,8 @@ def world(tmp_path):
         ),
         events,
         "here",
+        Meter(usage, 256, 4),
+        GatewayConfig(),
     )
     app = SimpleNamespace(state=SimpleNamespace(graftwork=state))
 
@@ -112,17 +117,19 @@ def world(tmp_path):
         await Gateway(server)(scope, receive, send)
 
     keys = {scope: catalog.keys.create("me", scope) for scope in ("admin", "user", "score")}
+    keys["pin"] = catalog.keys.create("me", ["infer", "pin", "feedback"])
 
-    def client(scope="user"):
+    def client(scope="pin"):
         headers = {"authorization": f"Bearer {keys[scope]}"} if scope else {}
         return httpx.AsyncClient(
             transport=httpx.ASGITransport(with_app), base_url="http://gateway", headers=headers
         )
 
-    return SimpleNamespace(
+    yield SimpleNamespace(
         catalog=catalog, server=server, events=events, client=client, keys=keys, app=app, engine=engine,
         state=state, call=with_app, loads=loads,
     )  # fmt: skip
+    usage.close()
 
 
 async def test_the_route_is_followed_and_observed(world):
@@ -167,10 +174,11 @@ async def test_the_segment_is_observed(world):
     [
         (None, "/v1/completions", {"model": "sums"}, {}, 401, "No valid API key"),
         ("user", "/v1/completions", {"model": "nobody"}, {}, 404, "Unknown model 'nobody'"),
-        ("user", "/v1/completions", {"model": "sums@cccc"}, {}, 404, "no revision 'cccc'"),
+        ("user", "/v1/completions", {"model": "sums@cccc"}, {}, 403, "the role 'pin'"),
+        ("pin", "/v1/completions", {"model": "sums@cccc"}, {}, 404, "no revision 'cccc'"),
         ("user", "/v1/completions", [1], {}, 400, "JSON object"),
-        ("user", "/v1/completions", {"model": "sums"}, {"x-graftwork-purpose": "score"}, 403, "not 'user'"),
-        ("user", "/graftwork/rollouts", {"model": "sums"}, {}, 403, "scope 'score' or 'admin'"),
+        ("user", "/v1/completions", {"model": "sums"}, {"x-graftwork-purpose": "score"}, 403, "role 'score'"),
+        ("user", "/graftwork/rollouts", {"model": "sums"}, {}, 403, "role 'score' or 'train'"),
         ("score", "/v1/completions", {"model": "sums"}, {"x-graftwork-purpose": "fun"}, 400, "not 'fun'"),
         ("user", "/v1/completions", {"model": "sums"}, {"x-graftwork-segment": "a b"}, 400, "not 'a b'"),
         ("admin", "/v1/load_lora_adapter", {}, {}, 404, "not served"),
@@ -202,7 +210,7 @@ async def test_a_websocket_is_refused_with_or_without_a_key(world, path):
     assert world.server.seen == []
 
 
-@pytest.mark.parametrize("method", ["DELETE", "GET", "PUT", "PATCH", "OPTIONS", "HEAD"])
+@pytest.mark.parametrize("method", ["DELETE", "GET", "PUT", "PATCH", "HEAD"])
 async def test_a_generating_path_takes_post_alone(world, method):
     async with world.client("admin") as client:
         response = await client.request(method, "/v1/completions", json=PINNED)
@@ -231,13 +239,16 @@ async def test_a_path_takes_its_own_methods_alone(world, scope, method, path, st
     assert len(world.server.seen) == (status == 200)
 
 
-@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+TOKENS = {"/tokenize": {"prompt": "1+1"}, "/detokenize": {"tokens": [1, 2]}}
+
+
+@pytest.mark.parametrize("path", TOKENS)
 async def test_every_model_has_its_bases_tokens_and_needs_no_load(world, path):
     async with world.client() as client:
         for model in ("sums", f"sums@{CANARY[:12]}", "tiny", None):
-            body = {"prompt": "1+1"} | ({"model": model} if model else {})
+            body = TOKENS[path] | ({"model": model} if model else {})
             assert (await client.post(path, json=body)).status_code == 200
-        unknown = await client.post(path, json={"model": "nobody", "prompt": "1+1"})
+        unknown = await client.post(path, json={"model": "nobody"} | TOKENS[path])
         refused = await client.get(path)
     assert [(seen, body.get("model")) for seen, body, _ in world.server.seen] == [
         (path, "tiny"), (path, "tiny"), (path, "tiny"), (path, None),
@@ -283,7 +294,7 @@ async def test_a_tombstone_answers_410_but_not_to_the_scorer(world):
 async def test_a_revoked_key_is_refused_at_once(world):
     async with world.client() as client:
         assert (await client.post("/v1/completions", json={"model": "tiny"})).status_code == 200
-        world.catalog.keys.revoke(world.keys["user"])
+        world.catalog.keys.revoke(world.keys["pin"])
         assert (await client.post("/v1/completions", json={"model": "tiny"})).status_code == 401
 
 
@@ -327,7 +338,7 @@ async def test_a_full_queue_answers_429_and_when_to_come_again(world):
 async def test_a_client_that_leaves_ends_its_load(world):
     world.engine.seconds = 30
     messages = [{"type": "http.request", "body": json.dumps(PINNED).encode(), "more_body": False}]
-    headers = [(b"authorization", f"Bearer {world.keys['user']}".encode())]
+    headers = [(b"authorization", f"Bearer {world.keys['pin']}".encode())]
     scope = {"type": "http", "path": "/v1/completions", "headers": headers, "method": "POST"}
 
     async def receive():
@@ -387,7 +398,7 @@ def unit_of(world, arm: str) -> str:
     return next(unit for unit in map(str, range(1000)) if world.state.router.resolve("sums", unit).arm == arm)
 
 
-async def changed_while_loading(world, body, change, scope: str = "user", **headers: str) -> httpx.Response:
+async def changed_while_loading(world, body, change, scope: str = "pin", **headers: str) -> httpx.Response:
     """Send a request for a cold adapter, and `change` something while its load runs."""
     world.engine.seconds = 0.02
     async with world.client(scope) as client:

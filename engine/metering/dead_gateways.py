@@ -1,0 +1,56 @@
+"""Gateways that are alive hold a lock on a file of their own; open rows of the others are closed."""
+
+import fcntl
+import os
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+from engine.metering.usage_rows import Metered, close_row, writing
+
+OPEN = """
+    SELECT seq, id, tenant, key, policy, revision, purpose, at, reserved FROM requests
+    WHERE state = 'admitted' AND gateway = ?
+"""
+
+
+def close_dead(root: Path, connection: sqlite3.Connection) -> int:
+    """Close the open rows of gateways that are gone as `unknown`; return how many there were."""
+    closed = 0
+    waiting = connection.execute("SELECT DISTINCT gateway FROM requests WHERE state = 'admitted'").fetchall()
+    for (gateway,) in waiting:
+        file = root / "gateways" / gateway
+        if not _is_dead(file):
+            continue
+        with writing(connection):
+            rows: list[Any] = connection.execute(OPEN, (gateway,)).fetchall()
+            for number, *fields in rows:
+                close_row(connection, number, Metered(*fields), None, None)
+        closed += len(rows)
+    for file in (root / "gateways").glob("*"):
+        if _is_dead(file):
+            file.unlink(missing_ok=True)
+    return closed
+
+
+def alive_file(root: Path, gateway: str) -> int:
+    """Create a gateway's file and lock it for as long as this process lives; return its descriptor."""
+    folder = root / "gateways"
+    folder.mkdir(exist_ok=True, mode=0o700)
+    # Locked before it has the name that others look for.
+    fresh = root / f"{gateway}.new"
+    file = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    fresh.rename(folder / gateway)
+    return file
+
+
+def _is_dead(file: Path) -> bool:
+    try:
+        with file.open("rb") as opened:
+            fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return True
+    except BlockingIOError:
+        return False
+    return True

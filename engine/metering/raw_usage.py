@@ -1,0 +1,82 @@
+"""Raw usage in Parquet, a folder a day: what the usage log's settled rows become after a while."""
+
+import contextlib
+import os
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from engine.metering.usage_rows import KEPT_DAYS, connect, periods, writing
+
+# Rows that were settled this many seconds ago are moved, at most `ROWS` in a turn.
+SETTLED_S = 60.0
+ROWS = 50_000
+# Columns of the table `requests`, with their types in Parquet.
+COLUMNS = {
+    "seq": "BIGINT", "id": "VARCHAR", "gateway": "VARCHAR", "at": "DOUBLE", "tenant": "VARCHAR",
+    "key": "VARCHAR", "policy": "VARCHAR", "revision": "VARCHAR", "purpose": "VARCHAR", "reserved": "BIGINT",
+    "state": "VARCHAR", "status": "INTEGER", "prompt": "BIGINT", "completion": "BIGINT",
+    "settled_at": "DOUBLE",
+}  # fmt: skip
+SETTLED = f"""
+    SELECT {", ".join(COLUMNS)} FROM requests WHERE state != 'admitted' AND settled_at < ?
+    ORDER BY seq LIMIT ?
+"""
+
+
+def export(root: Path, now: float | None = None) -> int:
+    """Move settled rows to Parquet files; return how many. One process does it at a time.
+
+    A file is written whole before its rows are removed, in one transaction with a note of the file. A file
+    without a note is what a crash left, and its rows are still in the log.
+    """
+    now = time.time() if now is None else now
+    with contextlib.suppress(Timeout), FileLock(root / "export.lock", timeout=0):
+        with closing(connect(root / "usage.db")) as connection:
+            _drop_unnoted(root, connection)
+            rows: list[Any] = connection.execute(SETTLED, (now - SETTLED_S, ROWS)).fetchall()
+            by_day: dict[str, list[Any]] = {}
+            for row in rows:
+                by_day.setdefault(periods(row[3])[0], []).append(row)
+            for day, some in by_day.items():
+                file = f"{day}/{some[0][0]}-{some[-1][0]}.parquet"
+                write_parquet(root / "raw" / file, some)
+                with writing(connection):
+                    connection.execute(
+                        "INSERT INTO exported VALUES (?, ?, ?)", (file, some[0][0], some[-1][0])
+                    )
+                    connection.executemany("DELETE FROM requests WHERE seq = ?", [(row[0],) for row in some])
+            old = periods(now - KEPT_DAYS * 86400)[0]
+            with writing(connection):
+                connection.execute("DELETE FROM spent WHERE period < ? AND length(period) = 10", (old,))
+                connection.execute("DELETE FROM spent WHERE period < ? AND length(period) = 7", (old[:7],))
+        return len(rows)
+    return 0
+
+
+def write_parquet(path: Path, rows: Sequence[Sequence[Any]]) -> None:
+    """Write rows of `COLUMNS` to a Parquet file, whole and durable, or not at all."""
+    import duckdb
+
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    draft = path.with_suffix(".draft")
+    with closing(duckdb.connect()) as database:
+        names = [f'"{name}" {kind}' for name, kind in COLUMNS.items()]
+        database.execute(f"CREATE TABLE rows ({', '.join(names)})")
+        database.executemany(f"INSERT INTO rows VALUES ({', '.join('?' * len(COLUMNS))})", rows)
+        database.execute("COPY rows TO ? (FORMAT parquet)", [str(draft)])
+    draft.chmod(0o600)
+    with draft.open("rb") as file:
+        os.fsync(file.fileno())
+    draft.rename(path)
+
+
+def _drop_unnoted(root: Path, connection: Any) -> None:
+    noted = {file for (file,) in connection.execute("SELECT file FROM exported")}
+    for path in (root / "raw").glob("*/*"):
+        if str(path.relative_to(root / "raw")) not in noted:
+            path.unlink()

@@ -1,0 +1,203 @@
+"""The usage log: one SQLite database of requests, of what tenants and keys have spent, and hourly roll-ups.
+
+A request is a row `admitted`, written with its reservation before the request is forwarded, and `settled`
+with what it used. Both are one transaction with the budgets' counters and the roll-ups, so that none of the
+three can differ from the others. A commit survives a kill of the process; a power failure loses at most
+`SYNC_S`.
+
+Each gateway holds a lock on a file of its own. Once a gateway is dead, its open rows are closed as `unknown`
+at what they had reserved.
+"""
+
+import contextlib
+import os
+import sqlite3
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from engine.errors import LimitReached, ServiceError
+from engine.metering.dead_gateways import alive_file, close_dead
+from engine.metering.raw_usage import export
+from engine.metering.shared_budgets import SharedBudgets
+from engine.metering.usage_rows import (
+    COUNT,
+    MONTH,
+    Budget,
+    Metered,
+    close_row,
+    connect,
+    create,
+    periods,
+    remaining_s,
+    writing,
+)
+
+SYNC_S = 0.25
+CHECK_S = 5.0
+EXPORT_S = 60.0
+ADMIT = """
+    INSERT INTO requests (id, gateway, at, tenant, key, policy, revision, purpose, reserved, state)
+    VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 'admitted')
+"""
+DRAW = """
+    INSERT INTO drawn VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET tokens = tokens + excluded.tokens
+"""
+# Drawn tokens that no request has used or reserved.
+SPARE = """
+    SELECT subject, period, drawn.tokens - coalesce(used + reserved, 0) AS spare
+    FROM drawn LEFT JOIN spent USING (subject, period) WHERE spare > 0
+"""
+
+
+class Shortage(Exception):
+    """This machine has drawn `missing` tokens too few of a budget that it shares."""
+
+    def __init__(self, budget: Budget, period: str, missing: int, refusal: LimitReached):
+        super().__init__(budget, period, missing, refusal)
+        self.budget, self.period, self.missing, self.refusal = budget, period, missing, refusal
+
+
+class UsageLog:
+    """One gateway's access to the log in the directory `root`; for one thread, beside its own.
+
+    `shared`: budgets are shared with other machines.
+    """
+
+    def __init__(self, root: Path, shared: SharedBudgets | None = None):
+        self.root, self.path, self.shared = root, root / "usage.db", shared
+        self.gateway = uuid.uuid4().hex
+        create(self.path)
+        self._alive = alive_file(root, self.gateway)
+        self._connection = connect(self.path)
+        self._dirty = False
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="usage-log", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop; open rows stay and are closed by the next gateway."""
+        self._closed.set()
+        self._thread.join()
+        self._sync()
+        self._connection.close()
+        os.close(self._alive)
+
+    def admit(self, asked: Metered, budgets: Sequence[Budget] = ()) -> int:
+        """Record a request and reserve its tokens; return its number for `settle`.
+
+        Raises `LimitReached` when a budget has less left than the request reserves, and `Shortage` when it is
+        shared and this machine has drawn less. Nothing is then recorded.
+        """
+        with self._transaction() as connection:
+            for budget in budgets:
+                self._refuse_over(connection, asked, budget)
+            connection.execute(COUNT, asked.counts(0, asked.reserved))
+            values = (
+                asked.id, self.gateway, asked.at, asked.tenant, asked.key, asked.policy, asked.revision,
+                asked.purpose, asked.reserved,
+            )  # fmt: skip
+            number = connection.execute(ADMIT, values).lastrowid
+        self._dirty = True
+        assert number is not None
+        return number
+
+    def settle(self, number: int, asked: Metered, status: int, used: tuple[int, int] | None) -> None:
+        """Record what a request used: (prompt, completion) tokens; None: not known, so what it reserved."""
+        with self._transaction() as connection:
+            close_row(connection, number, asked, status, used)
+        self._dirty = True
+
+    def draw(self, short: Shortage) -> bool:
+        """Draw what a request lacks from the shared budgets; return whether there was enough.
+
+        Waits for the database, so it is called in another thread. Raises `ServiceError` as it does.
+        """
+        assert self.shared is not None
+        budget = short.budget
+        block = self.shared.draw(budget.subject, short.period, int(budget.tokens), short.missing)
+        if block:
+            with closing(connect(self.path)) as connection, writing(connection):
+                connection.execute(DRAW, (budget.subject, short.period, block))
+        return block > 0
+
+    def give_back(self) -> None:
+        """Give back what this machine has drawn and does not need."""
+        assert self.shared is not None
+        with closing(connect(self.path)) as connection:
+            # Away from here before it is there: a crash between loses tokens and never spends them twice.
+            with writing(connection):
+                spare = connection.execute(SPARE).fetchall()
+                away = [(subject, period, -tokens) for subject, period, tokens in spare]
+                connection.executemany(DRAW, away)
+        for subject, period, tokens in spare:
+            self.shared.give_back(subject, period, tokens)
+
+    def _refuse_over(self, connection: sqlite3.Connection, asked: Metered, budget: Budget) -> None:
+        period = periods(asked.at)[budget.period == MONTH]
+        subject = budget.subject, period
+        query = "SELECT used + reserved FROM spent WHERE subject = ? AND period = ?"
+        spent = connection.execute(query, subject).fetchone()
+        most = budget.tokens
+        if self.shared is not None:
+            query = "SELECT tokens FROM drawn WHERE subject = ? AND period = ?"
+            drawn = connection.execute(query, subject).fetchone()
+            most = min(most, drawn[0] if drawn else 0)
+        left = int(most - (spent[0] if spent else 0))
+        if asked.reserved <= left:
+            return
+        kind, _, name = budget.subject.partition(":")
+        refusal = LimitReached(
+            f"The {kind} {name!r} has {max(0, left)} of {int(budget.tokens)} tokens left in {period}, and "
+            f"this request may take {asked.reserved}: its prompt and n times max_tokens. Ask for fewer, or "
+            "wait for the next period.",
+            remaining_s(asked.at, budget.period),
+            code="insufficient_quota",
+        )
+        if self.shared is None:
+            raise refusal
+        raise Shortage(budget, period, asked.reserved - left, refusal)
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with writing(self._connection) as connection:
+            yield connection
+
+    def _keep(self) -> None:
+        """Make commits durable, close rows of dead gateways, move settled rows to Parquet."""
+        began = time.monotonic()
+        due: dict[Callable[[], object], float] = {
+            self._close_dead: began,
+            lambda: export(self.root): began + EXPORT_S,
+        }
+        every = dict(zip(due, (CHECK_S, EXPORT_S), strict=True))
+        if self.shared is not None:
+            due[self.give_back] = began
+            every[self.give_back] = CHECK_S
+        while not self._closed.wait(SYNC_S):
+            self._sync()
+            for work, at in list(due.items()):
+                if time.monotonic() >= at:
+                    due[work] = time.monotonic() + every[work]
+                    # A busy database or a full disk: the next turn tries again.
+                    with contextlib.suppress(sqlite3.Error, OSError, ServiceError):
+                        work()
+
+    def _sync(self) -> None:
+        """Write the log's pages to the disk; SQLite itself does so at checkpoints alone."""
+        if self._dirty:
+            self._dirty = False
+            with contextlib.suppress(OSError):
+                file = os.open(f"{self.path}-wal", os.O_RDONLY)
+                try:
+                    os.fdatasync(file)
+                finally:
+                    os.close(file)
+
+    def _close_dead(self) -> None:
+        with closing(connect(self.path)) as connection:
+            close_dead(self.root, connection)
+            connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()

@@ -1,0 +1,168 @@
+"""Rows of the usage log: its schema, what a request's row says, and the transaction that closes one."""
+
+import calendar
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+BUSY_TIMEOUT_MS = 5000
+DAY, MONTH = "day", "month"
+# Days for which counters are kept: a month and its last requests.
+KEPT_DAYS = 40
+# Applied in order; `user_version` counts them.
+SCHEMA = (
+    """
+    CREATE TABLE requests (
+        seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL, gateway TEXT NOT NULL, at REAL NOT NULL,
+        tenant TEXT NOT NULL, key TEXT NOT NULL, policy TEXT NOT NULL, revision TEXT NOT NULL,
+        purpose TEXT NOT NULL, reserved INTEGER NOT NULL, state TEXT NOT NULL, status INTEGER,
+        prompt INTEGER, completion INTEGER, settled_at REAL
+    ) STRICT;
+    CREATE INDEX requests_open ON requests (gateway) WHERE state = 'admitted';
+    CREATE TABLE spent (
+        subject TEXT NOT NULL, period TEXT NOT NULL, used INTEGER NOT NULL, reserved INTEGER NOT NULL,
+        PRIMARY KEY (subject, period)
+    ) STRICT, WITHOUT ROWID;
+    CREATE TABLE hours (
+        hour INTEGER NOT NULL, tenant TEXT NOT NULL, key TEXT NOT NULL, policy TEXT NOT NULL,
+        revision TEXT NOT NULL, purpose TEXT NOT NULL, requests INTEGER NOT NULL, prompt INTEGER NOT NULL,
+        completion INTEGER NOT NULL, unknown INTEGER NOT NULL,
+        PRIMARY KEY (hour, tenant, key, policy, revision, purpose)
+    ) STRICT, WITHOUT ROWID;
+    CREATE TABLE drawn (
+        subject TEXT NOT NULL, period TEXT NOT NULL, tokens INTEGER NOT NULL, PRIMARY KEY (subject, period)
+    ) STRICT, WITHOUT ROWID;
+    CREATE TABLE exported (file TEXT PRIMARY KEY, first INTEGER NOT NULL, last INTEGER NOT NULL) STRICT;
+    """,
+)
+CLOSE = """
+    UPDATE requests SET state = ?, status = ?, prompt = ?, completion = ?, settled_at = ?, revision = ?
+    WHERE seq = ? AND state = 'admitted'
+"""
+# Of a key and a tenant, for a day and a month.
+COUNT = """
+    INSERT INTO spent (subject, period, used, reserved)
+    VALUES (?, ?, ?, ?), (?, ?, ?, ?), (?, ?, ?, ?), (?, ?, ?, ?)
+    ON CONFLICT DO UPDATE SET used = used + excluded.used, reserved = reserved + excluded.reserved
+"""
+ROLL_UP = """
+    INSERT INTO hours VALUES (?, ?, ?, ?, ?, ?, 1, ?, ?, ?)
+    ON CONFLICT DO UPDATE SET requests = requests + 1, prompt = prompt + excluded.prompt,
+        completion = completion + excluded.completion, unknown = unknown + excluded.unknown
+"""
+
+
+@dataclass(frozen=True)
+class Metered:
+    """A request to meter; `revision` is a digest, empty for the base. `reserved` is its bound in tokens."""
+
+    id: str
+    tenant: str
+    key: str
+    policy: str
+    revision: str
+    purpose: str
+    at: float
+    reserved: int
+
+    def counts(self, used: int, reserved: int) -> tuple[str | int, ...]:
+        """Return the parameters of `COUNT`, for the periods in which the request was admitted."""
+        day, month = periods(self.at)
+        key, tenant = f"key:{self.key}", f"tenant:{self.tenant}"
+        return (
+            key, day, used, reserved, key, month, used, reserved,
+            tenant, day, used, reserved, tenant, month, used, reserved,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A limit of tokens for one day or month; `subject` is `key:ID` or `tenant:NAME`."""
+
+    subject: str
+    period: str
+    tokens: float
+
+
+def periods(at: float) -> tuple[str, str]:
+    """Return the day and the month (UTC) of a time: `2026-11-23`, `2026-11`."""
+    return _periods(int(at // 3600))
+
+
+@lru_cache(64)
+def _periods(hour: int) -> tuple[str, str]:
+    day = time.strftime("%Y-%m-%d", time.gmtime(hour * 3600))
+    return day, day[:7]
+
+
+def remaining_s(at: float, period: str) -> float:
+    """Return the seconds until the day or the month of `at` ends."""
+    moment = time.gmtime(at)
+    if period == DAY:
+        return 86400 - at % 86400
+    year, month = (moment.tm_year + 1, 1) if moment.tm_mon == 12 else (moment.tm_year, moment.tm_mon + 1)
+    return calendar.timegm((year, month, 1, 0, 0, 0)) - at
+
+
+def create(path: Path) -> None:
+    """Create the database or migrate it to the newest schema; readable by its owner alone."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if not path.exists():
+        path.touch(mode=0o600)
+    with closing(connect(path)) as connection:
+        connection.execute("PRAGMA journal_mode=WAL")
+        with writing(connection):
+            (version,) = connection.execute("PRAGMA user_version").fetchone()
+            for script in SCHEMA[version:]:
+                for statement in filter(str.strip, script.split(";")):
+                    connection.execute(statement)
+            connection.execute(f"PRAGMA user_version={len(SCHEMA)}")
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """Open the database. Checkpoints, which wait for the disk, are the background thread's."""
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    connection.execute(f"PRAGMA busy_timeout={BUSY_TIMEOUT_MS}")
+    connection.execute("PRAGMA synchronous=NORMAL")
+    connection.execute("PRAGMA wal_autocheckpoint=0")
+    return connection
+
+
+@contextmanager
+def writing(connection: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
+    """Run a transaction that takes the write lock at once."""
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield connection
+    except BaseException:
+        connection.execute("ROLLBACK")
+        raise
+    connection.execute("COMMIT")
+
+
+def close_row(
+    connection: sqlite3.Connection,
+    number: int,
+    asked: Metered,
+    status: int | None,
+    used: tuple[int, int] | None,
+) -> None:
+    """Close an open row, counters and roll-up included; a row that is closed already stays as it is."""
+    prompt, completion = used or (None, None)
+    state = "unknown" if used is None else "settled"
+    values = (state, status, prompt, completion, time.time(), asked.revision, number)
+    if not connection.execute(CLOSE, values).rowcount:
+        return
+    tokens = asked.reserved if used is None else sum(used)
+    connection.execute(COUNT, asked.counts(tokens, -asked.reserved))
+    connection.execute(
+        ROLL_UP,
+        (
+            int(asked.at // 3600), asked.tenant, asked.key, asked.policy, asked.revision, asked.purpose,
+            prompt or 0, completion or 0, 0 if used else asked.reserved,
+        ),
+    )  # fmt: skip

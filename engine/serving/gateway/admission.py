@@ -1,0 +1,86 @@
+"""Who may call what: the key of a request, its roles, its purpose, and what an endpoint takes."""
+
+from collections.abc import Mapping, Sequence
+
+from engine.catalog.catalog import Key
+from engine.errors import Forbidden
+from engine.serving.gateway.asgi import Refused
+from engine.serving.gateway.route_table import GENERATING, ROLLOUTS, Endpoint, find_route
+from engine.serving.gateway.routing import Router
+from engine.settings.params import SEGMENT_NAME
+
+# The roles that allow a purpose: one is enough.
+PURPOSES = {
+    "user": ("infer",),
+    "score": ("score",),
+    "probe": ("score",),
+    "rollout": ("score", "train"),
+}
+KEY_LENGTH = len("gw-") + 40
+
+
+def authenticate(router: Router, headers: Mapping[str, str]) -> Key:
+    """Return the request's key, of `Authorization: Bearer` or Anthropic's `x-api-key`.
+
+    Raises `Refused` (401) when it has none or an invalid one.
+    """
+    scheme, _, plaintext = headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer":
+        plaintext = headers.get("x-api-key", "")
+    key = router.key(plaintext) if len(plaintext) == KEY_LENGTH else None
+    if key is None:
+        raise Refused(
+            401,
+            "No valid API key was sent. Send `Authorization: Bearer gw-...`; "
+            "`graftwork key create` makes a key.",
+        )
+    return key
+
+
+def served(path: str, method: str) -> Endpoint:
+    """Return the endpoint of a path. Raises `Refused`: 404 without one, 405 for another method."""
+    found = find_route(path)
+    if found is None:
+        raise Refused(404, f"{path[:200]} is not served. Use {' or '.join(GENERATING)}.", "unknown_url")
+    if method not in found.methods:
+        allowed = ", ".join(sorted(found.methods))
+        raise Refused(
+            405,
+            f"{path[:200]} does not take {method}. Use {allowed}.",
+            headers=[(b"allow", allowed.encode())],
+        )
+    return found
+
+
+def require(what: str, roles: Sequence[str], key: Key) -> None:
+    """Raise `Forbidden` unless the key has one of these roles."""
+    if not key.may(*roles):
+        needed = " or ".join(map(repr, roles))
+        raise Forbidden(
+            f"{what} requires a key with the role {needed}; this key's are {', '.join(key.roles)}."
+        )
+
+
+def purpose_of(path: str, headers: Mapping[str, str], key: Key) -> str:
+    """Return the request's purpose. Raises `Refused` for an unknown one, `Forbidden` without its role.
+
+    Without the header it is `rollout` for the path of rollouts, else `user`.
+    """
+    purpose = headers.get("x-graftwork-purpose", "rollout" if path == ROLLOUTS else "user")
+    roles = PURPOSES.get(purpose)
+    if roles is None:
+        known = ", ".join(sorted(PURPOSES))
+        raise Refused(400, f"x-graftwork-purpose must be one of {known}, not {purpose[:100]!r}.")
+    require(f"x-graftwork-purpose {purpose!r}", roles, key)
+    return purpose
+
+
+def segment_of(headers: Mapping[str, str]) -> str | None:
+    """Return the segment that a request names, or None. Raises `Refused` for an invalid one."""
+    segment = headers.get("x-graftwork-segment")
+    if segment is not None and not SEGMENT_NAME.fullmatch(segment):
+        raise Refused(
+            400,
+            f"x-graftwork-segment must be 1 to 64 letters, digits, '.', '-' or '_', not {segment[:64]!r}.",
+        )
+    return segment

@@ -1,0 +1,113 @@
+"""A request in flight: its measurements, and the observation that is spooled of it."""
+
+import hashlib
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from prometheus_client import Counter
+
+from engine.catalog.catalog import Key
+from engine.ledger.spool import Spool
+from engine.serving.gateway.outcomes import outcome_of, streamed_outcome
+from engine.serving.gateway.routing import Router, Target
+
+UNOBSERVED = Counter("graftwork_observations_lost", "Requests whose observation could not be spooled.")
+log = logging.getLogger("graftwork.gateway")
+
+
+@dataclass
+class Exchange:
+    """A request in flight and its measurements; times in seconds.
+
+    `admitted_at` (epoch seconds) is when the look at the routes began that chose `target`.
+    """
+
+    id: str
+    key: Key
+    target: Target
+    unit: str | None
+    segment: str | None
+    purpose: str
+    admitted_at: float
+    started: float
+    status: int = 500
+    ttft_s: float | None = None
+    usage: dict[str, int] | None = None
+    outcome: str | None = None
+    # Of a stream: its pieces so far, and the seconds until the last one.
+    pieces: int = 0
+    last_s: float = 0.0
+
+    def take(self, body: bytes, is_whole: bool, is_json: bool) -> None:
+        """Measure a piece of the answer, the first, a later one, or the whole of it."""
+        now_s = time.perf_counter() - self.started
+        if is_whole:
+            self.ttft_s = now_s
+            answer = answer_of(body)
+            self.usage, self.outcome = answer.get("usage"), outcome_of(answer, is_json)
+        elif body:
+            self.ttft_s = self.ttft_s or now_s
+            self.pieces, self.last_s = self.pieces + 1, now_s
+            self.outcome = streamed_outcome(body) or self.outcome
+
+    def take_usage(self, used: tuple[int, int] | None) -> None:
+        """Take the (prompt, completion) tokens of the whole answer, a stream's too."""
+        if used is not None and any(used):
+            self.usage = {"prompt_tokens": used[0], "completion_tokens": used[1]}
+
+    def observation(self, gateway: str) -> dict[str, Any]:
+        """Return the row for the ledger's table `observations`; `gateway` is this gateway's name."""
+        usage = self.usage or {}
+        return {
+            "id": self.id,
+            "at": self.admitted_at,
+            "policy": self.target.policy,
+            "digest": self.target.digest,
+            "arm": self.target.arm,
+            "unit": self.unit,
+            "segment": self.segment,
+            "key": self.key.hash,
+            "status": self.status,
+            "latency_s": time.perf_counter() - self.started,
+            "ttft_s": self.ttft_s,
+            "token_s": (self.last_s - (self.ttft_s or 0.0)) / (self.pieces - 1) if self.pieces > 1 else None,
+            "outcome": self.outcome,
+            "prompt_tokens": usage.get("prompt_tokens"),
+            "completion_tokens": usage.get("completion_tokens"),
+            "pieces": self.pieces or None,
+            "route_version": self.target.route_version,
+            "gateway": gateway,
+            "purpose": self.purpose,
+        }
+
+    def record(self, spool: Spool, gateway: str) -> None:
+        """Spool the observation. A full disk is counted and logged, and never changes the answer."""
+        try:
+            spool.emit("observations", **self.observation(gateway))
+        except OSError as error:
+            UNOBSERVED.inc()
+            log.warning("The observation of %s could not be spooled: %s", self.id, error)
+
+
+def hash_unit(router: Router, key: Key, target: Target, unit: str) -> str:
+    """Return a hash of a tenant's unit (24 hex digits), which only this installation can compute.
+
+    The ledger never stores the unit itself. A release that began under an older version keeps its hashes.
+    """
+    if target.plain_units:
+        return hashlib.sha256(f"{target.policy}\0{unit}".encode()).hexdigest()[:24]
+    return router.keyed_hash("unit", key.owner, target.policy or "", unit)
+
+
+def answer_of(body: bytes) -> dict[str, Any]:
+    """Return a response body with a `usage` object, or an empty mapping for any other."""
+    if body.rfind(b'"usage":{') < 0:
+        return {}
+    try:
+        found = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return {}
+    return found if isinstance(found, dict) else {}

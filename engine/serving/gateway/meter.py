@@ -1,0 +1,230 @@
+"""Limits and usage of requests: a bill is opened before a request is forwarded and settled after it.
+
+Rates and requests under way are counted in memory, by each gateway for itself. Budgets of a day and a month
+are in the usage log, which all gateways of a machine share, and between machines in their Postgres.
+"""
+
+import asyncio
+import logging
+import math
+import sqlite3
+import time
+from collections import Counter as Tally
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from prometheus_client import Counter
+
+from engine.catalog.catalog import Key, Tenant
+from engine.errors import LimitReached, ServiceError
+from engine.metering.usage_log import Shortage, UsageLog
+from engine.metering.usage_rows import DAY, MONTH, Budget, Metered
+from engine.serving.gateway.asgi import Header
+from engine.serving.gateway.fair_share import FairShare
+
+# The share of the queue of cold loads that a tenant with policies of its own may take.
+LOAD_SHARE = 0.5
+# The chat template adds tokens of its own to a prompt; a token has at least one byte of the body.
+TEMPLATE_TOKENS = 256
+TOKENS = Counter("graftwork_tokens", "Tokens of settled requests.", ["tenant", "kind"])
+REFUSED = Counter("graftwork_requests_limited", "Requests refused by a limit.", ["tenant", "limit"])
+UNSETTLED = Counter("graftwork_usage_unsettled", "Requests whose usage could not be written.")
+log = logging.getLogger("graftwork.meter")
+
+
+@dataclass
+class Bucket:
+    """A token bucket of a minute: it holds `capacity` and refills evenly within 60 s."""
+
+    capacity: float
+    left: float
+    at: float
+
+    def refill(self, now: float) -> None:
+        """Add what has come since the last call."""
+        self.left = min(self.capacity, self.left + (now - self.at) * self.capacity / 60)
+        self.at = now
+
+    def wait_s(self, wanted: float) -> float:
+        """Return after how many seconds `wanted` is there; 0 when it is there now."""
+        return max(0.0, (wanted - self.left) * 60 / self.capacity) if self.capacity else math.inf
+
+
+@dataclass(frozen=True)
+class Bill:
+    """A metered request; `tag` is its place in the fair queue."""
+
+    number: int
+    asked: Metered
+    buckets: list[tuple[str, Bucket]]
+    subjects: tuple[str, str]
+    tag: float
+
+    @property
+    def priority(self) -> int:
+        """vLLM's priority: the lowest is computed first."""
+        return int(self.tag)
+
+    def headers(self) -> list[Header]:
+        """Return the headers that say what is left of the tightest limits of a minute."""
+        found: list[Header] = []
+        for kind in ("requests", "tokens"):
+            mine = [bucket for name, bucket in self.buckets if name == kind]
+            if mine:
+                tight = min(mine, key=lambda bucket: bucket.left)
+                reset_s = (tight.capacity - tight.left) * 60 / tight.capacity if tight.capacity else 60.0
+                values = {"limit": tight.capacity, "remaining": max(0.0, tight.left)}
+                for word, value in values.items():
+                    found.append((f"x-ratelimit-{word}-{kind}".encode(), str(int(value)).encode()))
+                found.append((f"x-ratelimit-reset-{kind}".encode(), f"{reset_s:.3f}s".encode()))
+        return found
+
+
+class Meter:
+    """Limits and usage of one gateway. Not thread-safe."""
+
+    def __init__(self, usage: UsageLog, max_model_len: int, load_places: int):
+        self._usage = usage
+        self._max_model_len, self._load_places = max_model_len, load_places
+        self._buckets: dict[tuple[str, str], Bucket] = {}
+        self._under_way: Tally[str] = Tally()
+        # Of each tenant, the cold adapters that it waits for, and by how many requests.
+        self._loading: dict[str, Tally[str]] = {}
+        self._prewarming: dict[str, set[str]] = {}
+        self._fair = FairShare()
+
+    def bound(self, body_bytes: int, prompts: int, samples: int, most_tokens: int | None) -> int:
+        """Return the most tokens that a request can take: its prompts and all of its completions."""
+        context = self._max_model_len
+        prompt = min(body_bytes + TEMPLATE_TOKENS * prompts, context * prompts)
+        return prompt + samples * min(context if most_tokens is None else most_tokens, context)
+
+    async def open(self, key: Key, tenant: Tenant, asked: Metered) -> Bill:
+        """Admit a request within all limits of its key and tenant, and reserve its tokens.
+
+        Raises `LimitReached` with the time to retry, and `ServiceError` when usage cannot be written: no
+        request is served that is not recorded.
+        """
+        now = time.monotonic()
+        limits = {f"key:{key.id}": key.limits, f"tenant:{tenant.name}": tenant.limits}
+        buckets = [
+            (kind, self._bucket(subject, kind, given[f"{kind}_per_minute"], now))
+            for subject, given in limits.items()
+            for kind in ("requests", "tokens")
+            if f"{kind}_per_minute" in given
+        ]
+        for subject, given in limits.items():
+            most = given.get("concurrency")
+            if most is not None and self._under_way[subject] >= most:
+                raise self._over(tenant, "concurrency", f"{most:g} requests under way", subject, 1.0)
+        for kind, bucket in buckets:
+            wanted = 1 if kind == "requests" else asked.reserved
+            if bucket.left < wanted:
+                limit = f"{bucket.capacity:g} {kind} a minute"
+                raise self._over(tenant, f"{kind}_per_minute", limit, "", bucket.wait_s(wanted))
+        budgets = [
+            Budget(subject, period, given[f"tokens_per_{period}"])
+            for subject, given in limits.items()
+            for period in (DAY, MONTH)
+            if f"tokens_per_{period}" in given
+        ]
+        for kind, bucket in buckets:
+            bucket.left -= 1 if kind == "requests" else asked.reserved
+        subjects = (f"key:{key.id}", f"tenant:{tenant.name}")
+        self._under_way.update(subjects)
+        try:
+            number = await self._admit(asked, budgets)
+        except BaseException as error:
+            self._leave(subjects, buckets, asked.reserved)
+            if isinstance(error, LimitReached):
+                REFUSED.labels(tenant.name, "budget").inc()
+            if isinstance(error, sqlite3.Error):
+                said = f"The usage of this request cannot be recorded: {error}. Try again."
+                raise ServiceError(said) from None
+            raise
+        tag = self._fair.enter(tenant.name, asked.reserved, tenant.weight)
+        return Bill(number, asked, buckets, subjects, tag)
+
+    async def _admit(self, asked: Metered, budgets: Sequence[Budget]) -> int:
+        """Record the request; draw from shared budgets what this machine lacks of them."""
+        while True:
+            try:
+                return self._usage.admit(asked, budgets)
+            except Shortage as short:
+                if not await asyncio.to_thread(self._usage.draw, short):
+                    raise short.refusal from None
+
+    def _leave(
+        self, subjects: Sequence[str], buckets: Sequence[tuple[str, Bucket]], unused_tokens: int
+    ) -> None:
+        """End a request under way, and give back what it reserved of a minute's tokens and did not use."""
+        for subject in subjects:
+            self._under_way[subject] -= 1
+            if not self._under_way[subject]:
+                del self._under_way[subject]
+        for kind, bucket in buckets:
+            if kind == "tokens":
+                bucket.left = min(bucket.capacity, bucket.left + unused_tokens)
+
+    def settle(self, bill: Bill, status: int, digest: str | None, used: tuple[int, int] | None) -> None:
+        """Record what a request used, and which revision answered it (None: the base). Never raises.
+
+        `used` is (prompt, completion) tokens; None: not known, so that its reservation counts.
+        """
+        asked = replace(bill.asked, revision=digest or "")
+        self._fair.leave(bill.tag)
+        self._leave(bill.subjects, bill.buckets, 0 if used is None else asked.reserved - sum(used))
+        try:
+            self._usage.settle(bill.number, asked, status, used)
+        except sqlite3.Error as error:
+            # The row stays open, and is closed at its reservation when this gateway ends.
+            UNSETTLED.inc()
+            log.warning("The usage of %s could not be written: %s", asked.id, error)
+        for kind, tokens in zip(("prompt", "completion"), used or (), strict=False):
+            TOKENS.labels(asked.tenant, kind).inc(tokens)
+        if used is None:
+            TOKENS.labels(asked.tenant, "unknown").inc(asked.reserved)
+
+    def prewarm(self, key: Key, tenant: Tenant, name: str, is_loading: Callable[[str], bool]) -> None:
+        """Count an adapter that is loaded ahead of its requests. Raises as `cold_load`."""
+        before = self._prewarming.get(tenant.name, set())
+        self._prewarming[tenant.name] = {one for one in before if is_loading(one)}
+        self._refuse_share(key, tenant, name)
+        self._prewarming[tenant.name].add(name)
+
+    @contextmanager
+    def cold_load(self, key: Key, tenant: Tenant, name: str) -> Iterator[None]:
+        """Wait for a cold adapter within the tenant's share of the queue of cold loads.
+
+        Raises `LimitReached` when as many other adapters are loaded for this tenant as its share allows.
+        """
+        self._refuse_share(key, tenant, name)
+        mine = self._loading.setdefault(tenant.name, Tally())
+        mine[name] += 1
+        try:
+            yield
+        finally:
+            mine[name] -= 1
+            if not mine[name]:
+                del mine[name]
+
+    def _refuse_share(self, key: Key, tenant: Tenant, name: str) -> None:
+        share = tenant.limits.get("load_share", LOAD_SHARE if key.policies else 1.0)
+        share = min(share, key.limits.get("load_share", 1.0))
+        mine = {*self._loading.get(tenant.name, ()), *self._prewarming.get(tenant.name, ())}
+        if name not in mine and len(mine) >= max(1, math.floor(share * self._load_places)):
+            limit = f"{share:.0%} of the queue of cold loads"
+            raise self._over(tenant, "load_share", limit, f"tenant:{tenant.name}", 1.0)
+
+    def _bucket(self, subject: str, kind: str, capacity: float, now: float) -> Bucket:
+        found = self._buckets.get((subject, kind))
+        if found is None or found.capacity != capacity:
+            found = self._buckets[subject, kind] = Bucket(capacity, capacity, now)
+        found.refill(now)
+        return found
+
+    def _over(self, tenant: Tenant, limit: str, what: str, subject: str, retry_s: float) -> LimitReached:
+        REFUSED.labels(tenant.name, limit).inc()
+        of = f" of the {subject.partition(':')[0]}" if subject else ""
+        return LimitReached(f"The limit{of}, {what}, is reached. Try again later.", min(retry_s, 60.0))

@@ -1,0 +1,272 @@
+"""The fields that each endpoint takes, with bounds. Any other field is refused by its name.
+
+vLLM checks types and the values of sampling settings. Here is what decides how much a request may cost,
+which other tenants it may touch, and what of vLLM is open at all.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.serving.gateway.asgi import Refused
+
+# Says what is wrong with a value, or None.
+Check = Callable[[Any], str | None]
+Fields = Mapping[str, Check]
+# Most tokens that a field may name: vLLM refuses what the base's context does not hold.
+MOST_TOKENS = 1 << 24
+# Kinds of parts of a message; others make vLLM fetch a URL or decode a file.
+TEXT_PARTS = frozenset(
+    {
+        "text",
+        "refusal",
+        "input_text",
+        "output_text",
+        "tool_use",
+        "tool_result",
+        "thinking",
+        "redacted_thinking",
+    }
+)
+
+
+def anything(_value: Any) -> None:
+    """Accept every value; vLLM checks it."""
+    return
+
+
+def whole(least: int, most: int) -> Check:
+    """Return a check for an integer from `least` to `most`."""
+
+    def check(value: Any) -> str | None:
+        if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
+            return None
+        return f"must be an integer from {least} to {most}"
+
+    return check
+
+
+def words(most: int) -> Check:
+    """Return a check for a string of at most `most` characters."""
+
+    def check(value: Any) -> str | None:
+        is_short = isinstance(value, str) and len(value) <= most
+        return None if is_short else f"must be a string of at most {most} characters"
+
+    return check
+
+
+def short(most: int) -> Check:
+    """Return a check for a string, a list or an object of at most `most` characters or items."""
+
+    def check(value: Any) -> str | None:
+        if isinstance(value, str | list | dict) and len(value) <= most:
+            return None
+        return f"must have at most {most} characters or items"
+
+    return check
+
+
+def strings(most: int) -> Check:
+    """Return a check for a string, or a list of at most `most`; of at most 4,096 characters together."""
+
+    def check(value: Any) -> str | None:
+        found = [value] if isinstance(value, str) else value
+        is_list = isinstance(found, list) and len(found) <= most
+        if is_list and all(isinstance(one, str) for one in found) and sum(map(len, found)) <= 4096:
+            return None
+        return f"must be a string, or at most {most} of them, with 4096 characters together"
+
+    return check
+
+
+def stateless(value: Any) -> str | None:
+    """Refuse a stateful feature of the responses API, by a value that asks for it."""
+    return "asks for stored state, which is not served; send the whole conversation" if value else None
+
+
+def plain_text(messages: Any) -> str | None:
+    """Check that messages have text, tool calls and tool results alone, at most 4,096 of them."""
+    if isinstance(messages, str):
+        return None
+    if not isinstance(messages, list) or len(messages) > 4096:
+        return "must be a list of at most 4096 messages"
+    for message in messages:
+        for part in _parts(message):
+            kind = part.get("type", "text")
+            if kind not in TEXT_PARTS:
+                return f"has a part of type {str(kind)[:40]!r}; only text is served"
+    return None
+
+
+def _parts(message: Any) -> Iterator[dict[str, Any]]:
+    """Yield the parts of a message, and of the tool results in it."""
+    for name in ("content", "output"):
+        inner = message.get(name) if isinstance(message, dict) else None
+        for part in inner if isinstance(inner, list) else ():
+            if isinstance(part, dict):
+                yield part
+                yield from _parts(part)
+
+
+def function_tools(tools: Any) -> str | None:
+    """Check that tools are functions of the client, at most 128: the server runs none."""
+    if not isinstance(tools, list) or len(tools) > 128:
+        return "must be a list of at most 128 tools"
+    for tool in tools:
+        kind = tool.get("type", "function") if isinstance(tool, dict) else None
+        if kind not in ("function", "custom"):
+            return f"has a tool of type {str(kind)[:40]!r}; only functions are served"
+    return None
+
+
+def stream_options(value: Any) -> str | None:
+    """Check that only usage is asked for."""
+    known = {"include_usage", "continuous_usage_stats"}
+    is_known = isinstance(value, dict) and value.keys() <= known
+    return None if is_known else f"takes {' and '.join(sorted(known))} alone"
+
+
+def named(check: Check, *names: str) -> dict[str, Check]:
+    """Return the same check for several fields."""
+    return dict.fromkeys(names, check)
+
+
+SAMPLING: Fields = {
+    "model": words(1024),
+    "n": whole(1, 1 << 14),
+    "stream_options": stream_options,
+    "user": words(512),
+    "min_tokens": whole(0, MOST_TOKENS),
+    "truncate_prompt_tokens": whole(-1, MOST_TOKENS),
+    "prompt_logprobs": whole(0, 20),
+    "max_tokens": whole(1, MOST_TOKENS),
+    "stop": strings(16),
+    "bad_words": strings(128),
+    **named(short(128), "stop_token_ids", "logprob_token_ids"),
+    **named(short(4096), "logit_bias", "allowed_token_ids"),
+    **named(
+        anything, "frequency_penalty", "presence_penalty", "repetition_penalty", "seed", "stream",
+        "temperature", "top_p", "top_k", "min_p", "response_format", "structured_outputs",
+        "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "spaces_between_special_tokens",
+        "truncation_side", "add_special_tokens", "return_token_ids", "return_tokens_as_token_ids",
+    ),
+}  # fmt: skip
+CHATTING: Fields = {
+    "messages": plain_text,
+    "tools": function_tools,
+    "chat_template_kwargs": short(16),
+    **named(
+        anything, "tool_choice", "parallel_tool_calls", "add_generation_prompt", "continue_final_message",
+    ),
+}  # fmt: skip
+CHAT: Fields = {
+    **SAMPLING,
+    **CHATTING,
+    "top_logprobs": whole(0, 20),
+    "max_completion_tokens": whole(1, MOST_TOKENS),
+    "thinking_token_budget": whole(0, MOST_TOKENS),
+    **named(anything, "logprobs", "reasoning_effort", "include_reasoning", "echo"),
+}
+COMPLETION: Fields = {
+    **SAMPLING,
+    # None is left over for a suite that scores its prompt alone.
+    "max_tokens": whole(0, MOST_TOKENS),
+    "logprobs": whole(0, 20),
+    **named(anything, "prompt", "echo", "suffix"),
+}
+RESPONSES: Fields = {
+    **{name: SAMPLING[name] for name in ("model", "user", "stop_token_ids", "logit_bias")},
+    "stop": SAMPLING["stop"],
+    "input": plain_text,
+    "tools": function_tools,
+    "chat_template_kwargs": short(16),
+    "include": short(8),
+    "top_logprobs": whole(0, 20),
+    "max_output_tokens": whole(1, MOST_TOKENS),
+    "max_tool_calls": whole(0, 128),
+    **named(stateless, "background", "conversation", "previous_response_id", "prompt", "store"),
+    **named(
+        anything, "frequency_penalty", "ignore_eos", "include_reasoning", "include_stop_str_in_output",
+        "instructions", "min_p", "parallel_tool_calls", "presence_penalty", "reasoning",
+        "repetition_penalty", "seed", "skip_special_tokens", "stream", "structured_outputs", "temperature",
+        "text", "tool_choice", "top_k", "top_p", "truncation",
+    ),
+}  # fmt: skip
+MESSAGES: Fields = {
+    "model": SAMPLING["model"],
+    "messages": plain_text,
+    "tools": function_tools,
+    "max_tokens": SAMPLING["max_tokens"],
+    "stop_sequences": strings(16),
+    "chat_template_kwargs": short(16),
+    **named(
+        anything, "output_config", "stream", "system", "temperature", "thinking", "tool_choice", "top_k",
+        "top_p",
+    ),
+}  # fmt: skip
+COUNTED: Fields = {name: MESSAGES[name] for name in ("model", "messages", "tools", "system", "tool_choice")}
+TOKENIZE: Fields = {
+    **CHATTING,
+    "model": SAMPLING["model"],
+    **named(anything, "prompt", "add_special_tokens", "return_token_strs"),
+}
+DETOKENIZE: Fields = {"model": SAMPLING["model"], "tokens": anything}
+ROLLOUTS: Fields = {
+    **{name: SAMPLING[name] for name in ("model", "n", "max_tokens")},
+    **named(anything, "prompts", "temperature", "seed", "routed_experts"),
+}
+# Fields of OpenAI's and Anthropic's clients that change nothing here; they go no further.
+DROPPED = frozenset(
+    {"metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "verbosity"}
+)
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much a request asks for: prompts, completions of all prompts, and tokens of each completion.
+
+    `most_tokens` is None where the request leaves it to the base's context.
+    """
+
+    prompts: int
+    samples: int
+    most_tokens: int | None
+
+
+def check_fields(body: dict[str, Any], fields: Fields) -> None:
+    """Refuse unknown fields and values out of bounds; remove fields without a value, and dropped ones.
+
+    Raises `Refused` (400) that names the field.
+    """
+    for name in [name for name, value in body.items() if value is None]:
+        del body[name]
+    for name, value in body.items():
+        check = fields.get(name)
+        if check is None:
+            if name in DROPPED:
+                continue
+            raise Refused(
+                400, f"The field {name[:100]!r} is not served here.", "unsupported_parameter", name[:100]
+            )
+        fault = check(value)
+        if fault:
+            raise Refused(400, f"{name!r} {fault}.", "invalid_value", name)
+    for name in DROPPED & body.keys():
+        del body[name]
+
+
+def size_of(body: Mapping[str, Any], tokens_default: int | None) -> Size:
+    """Return what a request asks for. `tokens_default` counts where it names no number of tokens."""
+    prompt = body.get("prompts", body.get("prompt"))
+    prompts = 1
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+        prompts = len(prompt)
+    given = [body.get(name) for name in ("max_tokens", "max_completion_tokens", "max_output_tokens")]
+    tokens = max(_integers(given), default=tokens_default)
+    n = next(iter(_integers([body.get("n")])), 1)
+    return Size(prompts, prompts * n, tokens)
+
+
+def _integers(values: Iterable[Any]) -> list[int]:
+    return [value for value in values if isinstance(value, int) and not isinstance(value, bool)]

@@ -1,0 +1,89 @@
+"""The table of routes: what is served, to which roles, with which bodies. Anything else answers 404.
+
+vLLM's app has many more routes, some of which load adapters, generate without our checks, or stop the
+engine. A new version's new routes are closed until they are added here.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from engine.serving.gateway import request_fields
+from engine.serving.gateway.asgi import MAX_BODY
+from engine.serving.gateway.request_fields import Fields
+
+SMALL_BODY = 64 << 10
+ROLLOUTS = "/graftwork/rollouts"
+
+
+class Kind(Enum):
+    """What the gateway does with a request: pass it on, count its tokens, or have a revision answer it."""
+
+    PASS = "pass"
+    TOKENIZE = "tokenize"
+    GENERATE = "generate"
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """One path (with `is_prefix`, all paths below it) and its rules.
+
+    `roles`: a key needs one of them; empty: no key is needed. `fields` None: our own endpoint checks its
+    body. `id_prefix` begins the answer's `id`; `tokens` is vLLM's default number of tokens to generate.
+    """
+
+    path: str
+    methods: frozenset[str]
+    roles: tuple[str, ...]
+    kind: Kind = Kind.PASS
+    most_body: int = SMALL_BODY
+    fields: Fields | None = None
+    id_prefix: str = ""
+    tokens: int | None = None
+    is_prefix: bool = field(default=False)
+
+
+GET, POST = frozenset({"GET"}), frozenset({"POST"})
+ROUTES = (
+    # Without a key: health checks, and the marker by which our commands recognise the engine.
+    Endpoint("/health", GET, ()),
+    Endpoint("/ping", GET | POST, ()),
+    Endpoint("/version", GET, ()),
+    Endpoint("/graftwork/marker", GET, ()),
+    Endpoint("/metrics", GET, ("metrics",)),
+    Endpoint("/graftwork/residency", GET, ("metrics",)),
+    Endpoint("/graftwork/loads", GET, ("metrics",)),
+    Endpoint("/v1/models", GET, ("infer",)),
+    Endpoint("/v1/models/", GET, ("infer",), is_prefix=True),
+    Endpoint("/v1/feedback", POST, ("feedback",)),
+    Endpoint("/v1/prewarm", POST, ("infer",)),
+    # All adapters have their base's tokenizer, so no adapter is loaded.
+    Endpoint("/tokenize", POST, ("infer",), Kind.TOKENIZE, MAX_BODY, request_fields.TOKENIZE),
+    Endpoint("/detokenize", POST, ("infer",), Kind.TOKENIZE, MAX_BODY, request_fields.DETOKENIZE),
+    Endpoint(
+        "/v1/messages/count_tokens", POST, ("infer",), Kind.TOKENIZE, MAX_BODY, request_fields.COUNTED
+    ),
+    Endpoint(
+        "/v1/completions", POST, ("infer", "score", "train"), Kind.GENERATE, MAX_BODY,
+        request_fields.COMPLETION, "cmpl-", tokens=16,
+    ),
+    Endpoint(
+        "/v1/chat/completions", POST, ("infer", "score", "train"), Kind.GENERATE, MAX_BODY,
+        request_fields.CHAT, "chatcmpl-",
+    ),
+    Endpoint("/v1/responses", POST, ("infer",), Kind.GENERATE, MAX_BODY, request_fields.RESPONSES, "resp_"),
+    Endpoint("/v1/messages", POST, ("infer",), Kind.GENERATE, MAX_BODY, request_fields.MESSAGES, "chatcmpl-"),
+    Endpoint(
+        ROLLOUTS, POST, ("score", "train"), Kind.GENERATE, MAX_BODY, request_fields.ROLLOUTS, "rollouts-"
+    ),
+)  # fmt: skip
+EXACT = {route.path: route for route in ROUTES if not route.is_prefix}
+BELOW = tuple(route for route in ROUTES if route.is_prefix)
+GENERATING = tuple(route.path for route in ROUTES if route.kind is Kind.GENERATE and route.path != ROLLOUTS)
+
+
+def find_route(path: str) -> Endpoint | None:
+    """Return the route that serves this path, or None."""
+    found = EXACT.get(path)
+    if found is None:
+        found = next((one for one in BELOW if path.startswith(one.path) and path != one.path), None)
+    return found

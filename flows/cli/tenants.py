@@ -1,0 +1,165 @@
+"""Commands for tenants: API keys with roles and limits, and what they have used."""
+
+import re
+import time
+from dataclasses import fields
+from typing import Annotated, Any
+
+import typer
+
+from engine.errors import ConfigError
+from flows.cli.look import print_json
+from flows.entry import PARAMS, Json, ParamsFile, catalog, enter
+
+app = typer.Typer()
+key_app = typer.Typer(
+    help="Create, list, limit, rotate and revoke API keys of engine and controller.", no_args_is_help=True
+)
+app.add_typer(key_app, name="key")
+
+UNITS = {"m": 60, "h": 3600, "d": 86400}
+Prefix = Annotated[str, typer.Argument(help="First digits of the key's id, as `key ls` shows it.")]
+Policies = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--policy", help="Allow only this policy, or with a prefix such as 'acme-*' these; repeatable."
+    ),
+]
+PerLimit = Annotated[
+    list[str] | None,
+    typer.Option("--limit", help="Set a limit, such as tokens_per_day=100000; repeatable."),
+]
+
+
+@key_app.command("create")
+def key_create(
+    owner: Annotated[str, typer.Argument(help="Tenant of the key.")],
+    scope: Annotated[
+        str,
+        typer.Option(help="Allow requests (user), also scoring and rollouts (score), or everything (admin)."),
+    ] = "user",
+    role: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Allow this in place of a scope: infer, pin, feedback, score, train, release, metrics or "
+            "admin; repeatable."
+        ),
+    ] = None,
+    policy: Policies = None,
+    limit: PerLimit = None,
+    expires: Annotated[
+        str | None, typer.Option(help="Let the key expire after this time, such as 90d or 12h.")
+    ] = None,
+    params: ParamsFile = PARAMS,
+) -> None:
+    """Create a key and print it. Only its hash is stored, so it cannot be printed again."""
+    until = time.time() + seconds_of(expires) if expires else None
+    typer.echo(catalog(params).keys.create(owner, role or scope, policy or (), limits_of(limit), until))
+
+
+@key_app.command("ls")
+def key_ls(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
+    """List keys with id, tenant, roles, policies, limits and state."""
+    from flows.display import key_rows, print_rows
+
+    rows = key_rows(catalog(params).keys.all(), time.time())
+    if as_json:
+        return print_json(rows)
+    print_rows(rows, fold=("tenant", "roles", "policies", "limits"))
+
+
+@key_app.command("rotate")
+def key_rotate(
+    prefix: Prefix,
+    overlap: Annotated[str, typer.Option(help="Keep the old key in force for this time.")] = "1h",
+    params: ParamsFile = PARAMS,
+) -> None:
+    """Print a new key in place of an old one, which stays in force for a while."""
+    typer.echo(catalog(params).keys.rotate(prefix, seconds_of(overlap)))
+
+
+@key_app.command("revoke")
+def key_revoke(prefix: Prefix, params: ParamsFile = PARAMS) -> None:
+    """Revoke a key, so that requests with it are refused."""
+    revoked = catalog(params).keys.revoke(prefix)
+    typer.echo(f"Key {revoked.id} of {revoked.owner} is revoked.")
+
+
+@key_app.command("limits")
+def key_limits(
+    name: Annotated[str, typer.Argument(help="First digits of a key's id, or with --tenant a tenant.")],
+    limit: PerLimit = None,
+    policy: Policies = None,
+    tenant: Annotated[bool, typer.Option("--tenant", help="Set limits of all keys of a tenant.")] = False,
+    weight: Annotated[
+        float | None, typer.Option(help="With --tenant: its weight where the engine is full. 1 is usual.")
+    ] = None,
+    params: ParamsFile = PARAMS,
+) -> None:
+    """Replace the limits of a key or a tenant; without --limit it has none."""
+    keys = catalog(params).keys
+    if not tenant:
+        if weight is not None:
+            raise ConfigError("A weight belongs to a tenant: add --tenant, and name the tenant.")
+        changed = keys.limit(name, limits_of(limit), policy)
+        return typer.echo(f"Key {changed.id} of {changed.owner} has {told(changed.limits)}.")
+    if policy:
+        raise ConfigError("Policies belong to keys: leave out --tenant, and name the key.")
+    from dataclasses import replace
+
+    known = keys.tenant(name)
+    keys.set_tenant(replace(known, limits=limits_of(limit), weight=weight or known.weight))
+    typer.echo(f"Tenant {name} has {told(limits_of(limit))}.")
+
+
+@app.command()
+def usage(
+    by: Annotated[str, typer.Option(help="Sum up by tenant, key, policy or revision.")] = "tenant",
+    begin: Annotated[str | None, typer.Option("--from", help="First hour (UTC), such as 2026-11-01.")] = None,
+    end: Annotated[str | None, typer.Option("--to", help="First hour that is left out.")] = None,
+    as_json: Json = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
+    params: ParamsFile = PARAMS,
+) -> None:
+    """Show requests, tokens and prices, by purpose; without --from and --to of all time.
+
+    Tokens of requests whose gateway was killed are `unknown`: they count at what was reserved.
+    """
+    settings = enter(params)
+    from tasks.usage import as_table, usage_by
+
+    rows = usage_by(settings, by, begin, end)
+    if as_json:
+        return print_json(rows)
+    if as_csv:
+        return typer.echo(as_table(rows), nl=False)
+    from flows.display import print_rows
+
+    print_rows(rows, fold=(by,))
+
+
+def limits_of(given: list[str] | None) -> dict[str, float]:
+    """Return limits from `name=number` words. Raises `ConfigError` for other words."""
+    from engine.catalog.keys import Limits, checked_limits
+
+    found: dict[str, float] = {}
+    for word in given or ():
+        name, _, value = word.partition("=")
+        if not re.fullmatch(r"\d+(\.\d+)?", value):
+            known = ", ".join(field.name for field in fields(Limits))
+            raise ConfigError(f"{word!r} is not a limit. Write NAME=NUMBER; names are {known}.")
+        found[name] = float(value)
+    return checked_limits(found)
+
+
+def seconds_of(text: str) -> float:
+    """Return the seconds of a time such as 90d, 12h or 30m. Raises `ConfigError` for another form."""
+    match = re.fullmatch(r"(\d+)([mhd])", text)
+    if not match:
+        raise ConfigError(f"{text!r} is not a time. Write minutes, hours or days: 30m, 12h or 90d.")
+    return int(match.group(1)) * UNITS[match.group(2)]
+
+
+def told(limits: dict[str, Any]) -> str:
+    """Return limits as words."""
+    return ", ".join(f"{name}={value:g}" for name, value in limits.items()) or "no limits"

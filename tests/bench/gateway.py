@@ -1,0 +1,301 @@
+"""What the gateway adds to vLLM's server: latency, CPU, throughput; what a refused key costs; revocation.
+
+    graftwork bench gateway [--pairs 40] [--clients 64] [--tokens 64] [--keys 1000]
+
+Two engines on one base: ours, and the same without the middleware; both are asked for the base. Half of the
+answers are streamed. Keys have limits, and usage is recorded. The engines take turns; the order alternates.
+"""
+
+import argparse
+import asyncio
+import random
+import secrets
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import _record as record
+import aiohttp
+import orjson
+import psutil
+from _served import START_S, Live, live
+from live import free_port, start_reaped, stop_reaped
+
+from engine.catalog.catalog import Catalog, migrate
+from engine.settings.params import Paths, load_params
+
+BOUNDS = {
+    "added_p50_ms": record.at_most(0.3),
+    "added_cpu_ms": record.at_most(0.3),
+    "throughput_low95": record.at_least(0.97),
+    "refused_over_bare": record.at_most(1.5),
+    "ttft_p95_with_bad_keys": record.at_most(1.1),
+    "revoked_s": record.at_most(1.0),
+    "throughput": record.at_least(),
+}
+LIMITS = {"tokens_per_day": 1e12, "tokens_per_minute": 1e12, "requests_per_minute": 1e9, "concurrency": 1e6}
+PROMPT = [40, 41, 42, 43, 44, 45, 46, 47]
+ONE_CLIENT, REFUSALS, BAD_PER_S = 300, 4000, 500
+HERE = Path(__file__).parent
+
+
+def body(model: str, tokens: int, is_stream: bool) -> bytes:
+    fields = {"model": model, "prompt": PROMPT, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    return orjson.dumps(fields | ({"stream": True} if is_stream else {}))
+
+
+class Side:
+    """One engine, and what its API server's process has computed."""
+
+    def __init__(self, url: str, keys: Sequence[str], pid: int, model: str):
+        self.url, self.keys, self.model = url, keys, model
+        # The API server is the process that listens; the engine core is its child.
+        port = int(url.rpartition(":")[2])
+        processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+        (self.process,) = [one for one in processes if listens(one, port)]
+
+    def cpu_s(self) -> float:
+        return sum(self.process.cpu_times()[:2])
+
+    async def load(self, clients: int, each: int, tokens: int) -> tuple[float, float]:
+        """Return tokens a second and the API server's CPU seconds a request."""
+        began, cpu = time.monotonic(), self.cpu_s()
+        async with session(self.url) as asking:
+            await asyncio.gather(*(self._client(asking, number, each, tokens) for number in range(clients)))
+        count = clients * each
+        return count * tokens / (time.monotonic() - began), (self.cpu_s() - cpu) / count
+
+    async def _client(self, asking: aiohttp.ClientSession, number: int, each: int, tokens: int) -> None:
+        for turn in range(each):
+            await self.ask(asking, body(self.model, tokens, (number + turn) % 2 == 0), number)
+
+    async def ask(self, asking: aiohttp.ClientSession, data: bytes, number: int = 0) -> float:
+        """Return the seconds until the first byte; the whole answer is read."""
+        key = self.keys[number % len(self.keys)]
+        headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+        began = time.perf_counter()
+        async with asking.post("/v1/completions", data=data, headers=headers) as response:
+            await response.content.readany()
+            first = time.perf_counter() - began
+            rest = await response.read()
+            assert response.status == 200, rest[:300]
+        return first
+
+
+def listens(process: psutil.Process, port: int) -> bool:
+    return any(at.laddr.port == port for at in process.net_connections() if at.status == psutil.CONN_LISTEN)
+
+
+def session(url: str) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0))
+
+
+def make_keys(state: Path, count: int) -> list[str]:
+    catalog = Catalog(Paths(state).catalog_url)
+    keys = [catalog.keys.create(f"tenant-{number}", "user", limits=LIMITS) for number in range(count)]
+    catalog.close()
+    return keys
+
+
+@contextmanager
+def bare_engine(ours: Live) -> Iterator[tuple[str, int]]:
+    """Start the same engine without the gateway; return its address and its process."""
+    port = free_port()
+    engine = ours.params.engine.model_copy(update={"port": port})
+    params = ours.params.model_copy(update={"engine": engine})
+    file = params.paths.root / "bare.json"
+    file.write_text(params.model_dump_json())
+    with (params.paths.root / "bare.log").open("wb") as log:
+        process = start_reaped([str(HERE / "_no_gateway.py"), "--params", str(file)], log)
+    try:
+        wait_for(f"http://127.0.0.1:{port}/health", process)
+        yield f"http://127.0.0.1:{port}", process.pid
+    finally:
+        stop_reaped(process)
+
+
+def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
+    import httpx
+
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            httpx.get(url, timeout=5)
+            return
+        except httpx.TransportError:
+            time.sleep(0.2)
+    sys.exit(f"bench gateway: nothing answers at {url}.")
+
+
+async def compared(ours: Side, bare: Side, args: argparse.Namespace) -> dict[str, list[float]]:
+    """Return throughput and CPU of each pair, and the latency that one client sees."""
+    sides = {"ours": ours, "bare": bare}
+    for side in sides.values():
+        await side.load(args.clients, 1, args.tokens)
+    speed: dict[str, list[float]] = {name: [] for name in sides}
+    cpu: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(args.pairs):
+        for name in record.in_turn(sides, number):
+            tokens_s, cpu_s = await sides[name].load(args.clients, 2, args.tokens)
+            speed[name].append(tokens_s)
+            cpu[name].append(cpu_s)
+    ratios = [mine / its for mine, its in zip(speed["ours"], speed["bare"], strict=True)]
+    return {
+        "throughput": ratios,
+        "throughput_low95": [low95(ratios)],
+        "added_cpu_ms": [1000 * (m - b) for m, b in zip(cpu["ours"], cpu["bare"], strict=True)],
+        "added_p50_ms": [await added_p50_ms(ours, bare)],
+    }
+
+
+async def added_p50_ms(ours: Side, bare: Side) -> float:
+    """Return the difference of the median seconds of a request for one token, by one client, in turns."""
+    times: dict[Side, list[float]] = {ours: [], bare: []}
+    async with session(ours.url) as one, session(bare.url) as other:
+        for number in range(ONE_CLIENT):
+            for side in [ours, bare][:: -1 if number % 2 else 1]:
+                asking = one if side is ours else other
+                times[side].append(await side.ask(asking, body(side.model, 1, False), number))
+    return 1000 * (statistics.median(times[ours]) - statistics.median(times[bare]))
+
+
+def low95(values: Sequence[float], draws: int = 4000) -> float:
+    """Return the lower end of a 95% bootstrap interval of the median."""
+    rng = random.Random(0)
+    medians = sorted(statistics.median(rng.choices(values, k=len(values))) for _ in range(draws))
+    return medians[int(0.025 * draws)]
+
+
+async def refused_cpu_s(url: str, process: psutil.Process, count: int) -> float:
+    """Return the CPU seconds of a request with a bad key; every key is another one."""
+    async with session(url) as asking:
+
+        async def client(each: int) -> None:
+            for _ in range(each):
+                headers = {"authorization": f"Bearer gw-{secrets.token_hex(20)}"}
+                async with asking.post("/v1/completions", data=b"{}", headers=headers) as response:
+                    assert response.status == 401
+                    await response.read()
+
+        await client(100)
+        before = sum(process.cpu_times()[:2])
+        await asyncio.gather(*(client(count // 8) for _ in range(8)))
+        return (sum(process.cpu_times()[:2]) - before) / count
+
+
+def refused_over_bare(state: Path, repeats: int = 5) -> list[float]:
+    """Return the ratio of a refusal's CPU: the gateway's over a bare ASGI app's."""
+    found: dict[str, list[float]] = {"bare": [], "gateway": []}
+    with ExitStack() as stack:
+        servers = {}
+        for kind in found:
+            port = free_port()
+            command = [sys.executable, str(HERE / "_refusing.py"), kind, str(port), str(state)]
+            process = subprocess.Popen(command)
+            stack.callback(process.wait)
+            stack.callback(process.terminate)
+            url = f"http://127.0.0.1:{port}"
+            wait_for(url, process)
+            servers[kind] = url, psutil.Process(process.pid)
+        for number in range(repeats):
+            for kind in record.in_turn(found, number):
+                found[kind].append(asyncio.run(refused_cpu_s(*servers[kind], REFUSALS)))
+    return [mine / its for mine, its in zip(found["gateway"], found["bare"], strict=True)]
+
+
+async def with_bad_keys(ours: Side, pairs: int = 10, each: int = 60) -> list[float]:
+    """Return the ratio of warm requests' p95 to the first byte, with 500 bad keys a second and without."""
+    ratios = []
+
+    async def flood() -> None:
+        async with session(ours.url) as asking:
+            began, sent = time.monotonic(), 0
+            under_way: set[asyncio.Task[Any]] = set()
+
+            async def bad() -> None:
+                headers = {"authorization": f"Bearer gw-{secrets.token_hex(20)}"}
+                async with asking.post("/v1/completions", data=b"{}", headers=headers) as response:
+                    await response.read()
+
+            while True:
+                while sent < (time.monotonic() - began) * BAD_PER_S:
+                    task = asyncio.create_task(bad())
+                    under_way.add(task)
+                    task.add_done_callback(under_way.discard)
+                    sent += 1
+                await asyncio.sleep(0.002)
+
+    async with session(ours.url) as asking:
+
+        async def p95() -> float:
+            data = body(ours.model, 8, True)
+            times = sorted([await ours.ask(asking, data, number) for number in range(each)])
+            return times[int(0.95 * each)]
+
+        for number in range(pairs):
+            found = {}
+            for side in record.in_turn(("quiet", "flood"), number):
+                task = asyncio.create_task(flood()) if side == "flood" else None
+                found[side] = await p95()
+                if task:
+                    task.cancel()
+            ratios.append(found["flood"] / found["quiet"])
+    return ratios
+
+
+async def revoked_s(state: Path, ours: Side) -> float:
+    """Return the seconds from a key's revocation to the first refusal, asked all the time."""
+    catalog = Catalog(Paths(state).catalog_url)
+    key = catalog.keys.create("leaver", "user")
+    side = Side.__new__(Side)
+    side.url, side.keys, side.model = ours.url, [key], ours.model
+    async with session(ours.url) as asking:
+        await side.ask(asking, body(ours.model, 1, False))
+        catalog.keys.revoke(key)
+        began = time.monotonic()
+        while True:
+            headers = {"authorization": f"Bearer {key}"}
+            async with asking.get("/v1/models", headers=headers) as response:
+                if response.status == 401:
+                    break
+    catalog.close()
+    return time.monotonic() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--params", type=Path, default=Path("params.yaml"))
+    parser.add_argument("--out", type=Path, default=Path(".graftwork/bench"))
+    parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--keys", type=int, default=1000)
+    args = parser.parse_args()
+    params = load_params(args.params)
+    params.paths.root.mkdir(parents=True, exist_ok=True)
+    figures = record.Figures()
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        migrate(Paths(Path(folder)).catalog_url)
+        make_keys(Path(folder), args.keys)
+        figures.add({"refused_over_bare": refused_over_bare(Path(folder))})
+    with live(params, "tiny-dense", params.paths.root) as ours, bare_engine(ours) as (url, pid):
+        state = ours.params.paths.root
+        keys = make_keys(state, args.keys)
+        mine = Side(ours.server.url, keys, ours.roots[0], ours.base.name)
+        its = Side(url, ["none"], pid, ours.base.name)
+        figures.add(asyncio.run(compared(mine, its, args)))
+        figures.add({"ttft_p95_with_bad_keys": asyncio.run(with_bad_keys(mine))})
+        figures.add({"revoked_s": [asyncio.run(revoked_s(state, mine)) for _ in range(5)]})
+    record.report("gateway", figures.values, BOUNDS, figures.spreads, True, args.out)
+
+
+if __name__ == "__main__":
+    main()

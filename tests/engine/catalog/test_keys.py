@@ -1,0 +1,153 @@
+"""Keys and tenants: roles, patterns that never overlap, rotation, and the keys of an older catalog."""
+
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from catalog_migrations import upgrade_to
+from sqlalchemy import text
+
+from engine.catalog.catalog import Catalog, Tenant, migrate
+from engine.catalog.database import open_engine
+from engine.catalog.keys import SCOPES
+from engine.catalog.records import covers, overlap
+from engine.errors import ConfigError, Conflict, NotFound
+
+
+def test_roles_come_by_name_or_by_scope(catalog: Catalog) -> None:
+    for given, roles in (*SCOPES.items(), (["pin", "infer"], ("infer", "pin"))):
+        key = catalog.keys.find(catalog.keys.create("me", given))
+        assert key is not None
+        assert tuple(key.roles) == roles
+    for wrong in ("root", ["infer", "root"], []):
+        with pytest.raises(ConfigError, match="roles are of infer, pin"):
+            catalog.keys.create("me", wrong)
+
+
+def test_an_admin_has_every_role(catalog: Catalog) -> None:
+    key = catalog.keys.find(catalog.keys.create("me", "admin"))
+    assert key is not None
+    assert key.may("score")
+    assert key.may("metrics")
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "is_covered"),
+    [("acme-*", "acme-sums", True), ("acme-*", "acme-", True), ("acme-*", "acme", False),
+     ("acme", "acme", True), ("acme", "acme-sums", False)],
+)  # fmt: skip
+def test_patterns(pattern: str, name: str, is_covered: bool) -> None:
+    assert covers(pattern, name) == is_covered
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "both"),
+    [("acme-*", "acme-sums", True), ("acme-*", "ac*", True), ("acme-*", "acme-b*", True),
+     ("acme-a*", "acme-b*", False), ("acme", "acme", True), ("acme", "acme-*", False),
+     ("acme", "umbrella", False)],
+)  # fmt: skip
+def test_overlaps(one: str, other: str, both: bool) -> None:
+    assert overlap(one, other) == overlap(other, one) == both
+
+
+def test_policies_of_two_tenants_never_overlap(catalog: Catalog) -> None:
+    keys = catalog.keys
+    keys.create("acme", "user", ["acme-*"])
+    keys.create("acme", "score", ["acme-sums"])
+    with pytest.raises(Conflict, match=r"'acme-s\*' overlaps with 'acme-.*' of tenant 'acme'"):
+        keys.create("umbrella", "user", ["umbrella-*", "acme-s*"])
+    mine = keys.find(keys.create("umbrella", "user", ["umbrella-*"]))
+    with pytest.raises(Conflict, match="may use every policy"):
+        keys.create("initech", "user")
+    with pytest.raises(Conflict, match="overlaps"):
+        keys.limit(mine.id, {}, ["acme-*"])
+    # The installation's own admins reach everything.
+    keys.create("local", "admin")
+    with pytest.raises(ConfigError, match="neither a policy's name nor a prefix"):
+        keys.create("acme", "user", ["*-sums"])
+    for key in keys.all():
+        if key.owner == "acme":
+            keys.revoke(key.hash)
+    keys.create("umbrella", "user", ["acme-*"])
+
+
+def test_a_key_without_policies_stands_in_the_way_of_tenants(catalog: Catalog) -> None:
+    free = catalog.keys.find(catalog.keys.create("old", "user"))
+    with pytest.raises(Conflict, match=f"Key {free.id} of 'old' may use every policy"):
+        catalog.keys.create("acme", "user", ["acme-*"])
+    catalog.keys.limit(free.id, {}, ["old-*"])
+    catalog.keys.create("acme", "user", ["acme-*"])
+
+
+def test_a_rotated_key_keeps_its_id_and_limits(catalog: Catalog) -> None:
+    first = catalog.keys.create("acme", "user", ["acme-*"], {"tokens_per_day": 5.0})
+    before = catalog.keys.find(first)
+    second = catalog.keys.rotate(before.id, overlap_s=3600)
+    after = catalog.keys.find(second)
+    assert (after.id, after.roles, after.policies, after.limits) == (
+        before.id, before.roles, before.policies, before.limits,
+    )  # fmt: skip
+    assert after.hash != before.hash
+    assert 3500 < catalog.keys.find(first).expires_at - time.time() <= 3600
+    third = catalog.keys.rotate(before.id, overlap_s=0)
+    assert [catalog.keys.find(key) is None for key in (first, second, third)] == [True, True, False]
+    catalog.keys.revoke(before.id)
+    assert catalog.keys.find(third) is None
+    with pytest.raises(NotFound):
+        catalog.keys.rotate(before.id, 0)
+
+
+def test_limits(catalog: Catalog) -> None:
+    key = catalog.keys.find(catalog.keys.create("acme", "user"))
+    assert catalog.keys.limit(key.id, {"concurrency": 3.0}).limits == {"concurrency": 3.0}
+    assert catalog.keys.tenant("acme") == Tenant("acme")
+    for limits in ({"tokens_per_month": 9.0}, {"load_share": 0.5}):
+        catalog.keys.set_tenant(Tenant("acme", limits, 2.0))
+        assert catalog.keys.tenant("acme") == Tenant("acme", limits, 2.0)
+    for wrong in ({"tokens": 1.0}, {"concurrency": -1.0}, {"load_share": 2.0}):
+        with pytest.raises(ConfigError, match="is not a limit"):
+            catalog.keys.limit(key.id, wrong)
+    with pytest.raises(ConfigError, match="weight must be above 0"):
+        catalog.keys.set_tenant(Tenant("acme", {}, 0.0))
+
+
+def test_a_keyed_hash_is_of_one_installation(catalog: Catalog, tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/another.db"
+    migrate(url)
+    with closing(Catalog(url)) as other:
+        assert catalog.keyed_hash("a", "b") == catalog.keyed_hash("a", "b")
+        assert catalog.keyed_hash("a", "b") != catalog.keyed_hash("ab")
+        assert other.keyed_hash("a", "b") != catalog.keyed_hash("a", "b")
+
+
+def test_keys_of_schema_0007_keep_working(empty_catalog_url: str, tmp_path: Path) -> None:
+    """Scopes become roles; a release that runs keeps the unit hashes that it began with."""
+    (tmp_path / "new").mkdir(exist_ok=True)
+    upgrade_to(empty_catalog_url, "0007")
+    scopes = {"u": "user", "s": "score", "a": "admin"}
+    with open_engine(empty_catalog_url).execution_options(write=True).begin() as connection:
+        add = text("INSERT INTO keys (hash, owner, scope, created_at) VALUES (:hash, 'me', :scope, 1.0)")
+        connection.execute(add, [{"hash": name * 64, "scope": scope} for name, scope in scopes.items()])
+        add = text(
+            "INSERT INTO routes (policy, weight, salt, version, updated_at) VALUES (:policy, 0, 's', 1, 1.0)"
+        )
+        connection.execute(add, [{"policy": "running"}, {"policy": "ended"}])
+        add = text(
+            "INSERT INTO releases (id, policy, revision, step, weight, state, settings, created_at,"
+            " updated_at, reason, version, skip_gates, evidence) VALUES"
+            " (:policy, :policy, 'd', 'canary', 0, :state, '{}', 1.0, 1.0, '', 1, '{}', '{}')"
+        )
+        states = {"running": "running", "ended": "promoted"}
+        connection.execute(add, [{"policy": policy, "state": state} for policy, state in states.items()])
+    migrate(empty_catalog_url)
+    with closing(Catalog(empty_catalog_url)) as catalog:
+        found = {key.hash[0]: key for key in catalog.keys.all()}
+        assert {name: found[name].roles for name in scopes} == {
+            "u": ["infer", "feedback"], "s": ["infer", "pin", "score"], "a": ["admin"],
+        }  # fmt: skip
+        assert found["u"].id == "u" * 12
+        assert all(key.is_in_force(time.time()) and key.sees("anything") for key in found.values())
+        assert catalog.routes.get("running").plain_units
+        assert not catalog.routes.get("ended").plain_units
+        assert catalog.keyed_hash("x")

@@ -1,0 +1,271 @@
+"""The usage log: budgets without overshoot, exact counts, kills, roll-ups and Parquet."""
+
+import multiprocessing
+import os
+import random
+import signal
+import sqlite3
+import time
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import duckdb
+import pytest
+
+from engine.errors import LimitReached
+from engine.metering.dead_gateways import close_dead
+from engine.metering.raw_usage import export
+from engine.metering.usage_log import UsageLog
+from engine.metering.usage_rows import DAY, MONTH, Budget, Metered, connect, periods, remaining_s
+
+spawn = multiprocessing.get_context("spawn")
+NOON = 1_790_000_000.0
+
+
+def asked(number: int, reserved: int = 10, at: float = NOON, tenant: str = "acme") -> Metered:
+    return Metered(f"r{number}", tenant, f"k-{tenant}", "acme-sums", "a" * 64, "user", at, reserved)
+
+
+def totals(root: Path) -> tuple[int, int, int, int]:
+    """Return requests and tokens (prompt, completion, unknown) of the roll-ups."""
+    with closing(connect(root / "usage.db")) as connection:
+        names = ("requests", "prompt", "completion", "unknown")
+        query = f"SELECT {', '.join(f'coalesce(sum({name}), 0)' for name in names)} FROM hours"
+        return connection.execute(query).fetchone()
+
+
+def spent(root: Path) -> dict[tuple[str, str], tuple[int, int]]:
+    with closing(connect(root / "usage.db")) as connection:
+        return {(s, p): (u, r) for s, p, u, r in connection.execute("SELECT * FROM spent")}
+
+
+@pytest.fixture
+def log(tmp_path: Path):
+    opened = UsageLog(tmp_path)
+    yield opened
+    opened.close()
+
+
+def test_a_request_is_reserved_and_settled(log: UsageLog, tmp_path: Path) -> None:
+    number = log.admit(asked(1, reserved=100))
+    day, month = periods(NOON)
+    assert spent(tmp_path)["tenant:acme", day] == (0, 100)
+    log.settle(number, asked(1, reserved=100), 200, (7, 5))
+    assert set(spent(tmp_path)) == {(s, p) for s in ("tenant:acme", "key:k-acme") for p in (day, month)}
+    assert set(spent(tmp_path).values()) == {(12, 0)}
+    # A second time changes nothing.
+    log.settle(number, asked(1, reserved=100), 200, (7, 5))
+    assert totals(tmp_path) == (1, 7, 5, 0)
+    assert (tmp_path / "usage.db").stat().st_mode & 0o777 == 0o600
+
+
+def test_what_is_not_known_counts_as_reserved(log: UsageLog, tmp_path: Path) -> None:
+    log.settle(log.admit(asked(1, reserved=100)), asked(1, reserved=100), 200, None)
+    assert totals(tmp_path) == (1, 0, 0, 100)
+    assert set(spent(tmp_path).values()) == {(100, 0)}
+
+
+def test_a_budget_is_used_up_and_not_exceeded(log: UsageLog) -> None:
+    budgets = [Budget("tenant:acme", DAY, 100), Budget("key:k-acme", MONTH, 1000)]
+    first = log.admit(asked(1, reserved=60), budgets)
+    with pytest.raises(LimitReached, match="40 of 100 tokens left in 2026-09-21") as refused:
+        log.admit(asked(2, reserved=41), budgets)
+    assert refused.value.code == "insufficient_quota"
+    assert 0 < refused.value.retry_after_s <= 86400
+    log.settle(first, asked(1, reserved=60), 200, (10, 0))
+    log.admit(asked(3, reserved=90), budgets)
+    with pytest.raises(LimitReached):
+        log.admit(asked(4, reserved=1), budgets)
+    # The next day has a budget of its own; the month goes on.
+    log.admit(asked(5, reserved=100, at=NOON + 86400), budgets)
+
+
+def test_periods_end_with_their_month() -> None:
+    december = 1_798_700_000.0
+    assert periods(december) == ("2026-12-31", "2026-12")
+    assert remaining_s(december, DAY) == remaining_s(december, MONTH) == 86400 - december % 86400
+
+
+CLIENTS, TURNS, BUDGET = 250, 8, 100_000
+
+
+def spend(root: Path, seed: int, outcome: "multiprocessing.Queue") -> None:
+    """A gateway with many clients, which take turns; each reserves, and settles later with less or all."""
+    log, rng, held, used = UsageLog(root), random.Random(seed), [], 0
+    budgets = [Budget("tenant:acme", DAY, BUDGET)]
+    refused = 0
+    for number in range(CLIENTS * TURNS):
+        one = asked(number, reserved=rng.randint(50, 400))
+        try:
+            held.append((log.admit(one, budgets), one))
+        except LimitReached:
+            refused += 1
+        if len(held) >= CLIENTS or rng.random() < 0.5:
+            used += settle_one(log, rng, held)
+    while held:
+        used += settle_one(log, rng, held)
+    # Near the end the budget goes to whoever still fits.
+    for size in (64, 8, 1):
+        one = asked(0, reserved=size)
+        while True:
+            try:
+                log.settle(log.admit(one, budgets), one, 200, (0, size))
+                used += size
+            except LimitReached:
+                break
+    outcome.put((used, refused))
+    log.close()
+
+
+def settle_one(log: UsageLog, rng: random.Random, held: list) -> int:
+    if not held:
+        return 0
+    number, one = held.pop(rng.randrange(len(held)))
+    tokens = rng.choice([0, one.reserved // 2, one.reserved])
+    log.settle(number, one, 200, (tokens // 3, tokens - tokens // 3))
+    return tokens
+
+
+def test_500_clients_of_two_gateways_use_the_whole_budget_and_no_token_more(tmp_path: Path) -> None:
+    outcome = spawn.Queue()
+    gateways = [spawn.Process(target=spend, args=(tmp_path, seed, outcome)) for seed in range(2)]
+    for gateway in gateways:
+        gateway.start()
+    results = [outcome.get(timeout=120) for _ in gateways]
+    for gateway in gateways:
+        gateway.join(30)
+    used, reserved = spent(tmp_path)["tenant:acme", periods(NOON)[0]]
+    assert (used, reserved) == (BUDGET, 0)
+    assert sum(mine for mine, _ in results) == BUDGET
+    assert all(refused for _, refused in results)
+    _, prompt, completion, unknown = totals(tmp_path)
+    assert (prompt + completion, unknown) == (BUDGET, 0)
+
+
+def serve_until_killed(root: Path, told: "multiprocessing.connection.Connection", seed: int) -> None:
+    """A gateway that says what it admits before and after; it is killed somewhere."""
+    log, rng, held = UsageLog(root), random.Random(seed), []
+    for number in range(1_000_000):
+        one = asked(seed * 1_000_000 + number, reserved=10)
+        row = log.admit(one)
+        told.send(("admitted", one.id))
+        held.append((row, one))
+        if len(held) > 5:
+            row, one = held.pop(rng.randrange(len(held)))
+            log.settle(row, one, 200, (1, 2))
+            told.send(("settled", one.id))
+
+
+def kill_gateways(root: Path, times: int) -> None:
+    """Kill a gateway many times; every request that it admitted must be in the log, once."""
+    admitted, settled = set(), set()
+    for seed in range(times):
+        reader, writer = spawn.Pipe(duplex=False)
+        gateway = spawn.Process(target=serve_until_killed, args=(root, writer, seed))
+        gateway.start()
+        writer.close()
+        reader.poll(60)
+        time.sleep(random.Random(seed).uniform(0.001, 0.03))
+        assert gateway.pid
+        os.kill(gateway.pid, signal.SIGKILL)
+        gateway.join()
+        try:
+            while True:
+                kind, name = reader.recv()
+                (admitted if kind == "admitted" else settled).add(name)
+        except EOFError:
+            pass
+    with closing(connect(root / "usage.db")) as connection:
+        close_dead(root, connection)
+        rows = connection.execute("SELECT id, state FROM requests").fetchall()
+        assert connection.execute("SELECT count(*) FROM requests WHERE state = 'admitted'").fetchone() == (0,)
+    states = dict(rows)
+    assert len(rows) == len(states) >= len(admitted) > times
+    assert admitted <= states.keys()
+    assert all(states[name] == "settled" for name in settled)
+    # What was committed and not told yet is one request for each kill.
+    assert len(states) - len(admitted) <= times
+    done = sum(state == "settled" for state in states.values())
+    assert totals(root) == (len(states), done, 2 * done, 10 * (len(states) - done))
+    assert set(spent(root).values()) == {(3 * done + 10 * (len(states) - done), 0)}
+    assert list((root / "gateways").glob("*")) == []
+
+
+def test_a_killed_gateway_loses_no_request_and_counts_none_twice(tmp_path: Path) -> None:
+    kill_gateways(tmp_path, 5)
+
+
+@pytest.mark.slow
+def test_a_hundred_kills(tmp_path: Path) -> None:
+    kill_gateways(tmp_path, 100)
+
+
+def test_a_running_gateways_requests_stay_open(log: UsageLog, tmp_path: Path) -> None:
+    number = log.admit(asked(1))
+    with closing(connect(tmp_path / "usage.db")) as connection:
+        assert close_dead(tmp_path, connection) == 0
+    log.settle(number, asked(1), 200, (1, 1))
+    assert totals(tmp_path) == (1, 1, 1, 0)
+
+
+def test_rows_move_to_parquet_and_the_rollups_stay_equal(log: UsageLog, tmp_path: Path) -> None:
+    rng = random.Random(0)
+    for number in range(300):
+        one = asked(number, at=NOON + 3600 * rng.randrange(60), tenant=rng.choice(["acme", "umbrella"]))
+        row = log.admit(replace(one, reserved=50))
+        if number % 10:
+            used = None if number % 7 == 0 else (rng.randrange(20), rng.randrange(20))
+            log.settle(row, replace(one, reserved=50), 200, used)
+    assert export(tmp_path, time.time() + 61) == 270
+    assert export(tmp_path, time.time() + 61) == 0
+    raw = (
+        'SELECT CAST(floor("at" / 3600) AS BIGINT), tenant, key, policy, revision, purpose, count(*), '
+        "coalesce(sum(prompt), 0), coalesce(sum(completion), 0), "
+        "coalesce(sum(CASE WHEN state = 'unknown' THEN reserved END), 0) "
+        f"FROM read_parquet('{tmp_path}/raw/*/*.parquet') GROUP BY ALL ORDER BY ALL"
+    )
+    with closing(connect(tmp_path / "usage.db")) as connection:
+        query = "SELECT * FROM hours ORDER BY hour, tenant, key, policy, revision, purpose"
+        rolled = connection.execute(query).fetchall()
+        assert connection.execute("SELECT count(*) FROM requests").fetchone() == (30,)
+    assert [tuple(map(_plain, row)) for row in duckdb.sql(raw).fetchall()] == rolled
+    assert {path.parent.name for path in tmp_path.glob("raw/*/*.parquet")} == {
+        periods(NOON + 3600 * hour)[0] for hour in range(60)
+    }
+
+
+def _plain(value: object) -> object:
+    return value if isinstance(value, str) else int(value)  # type: ignore[call-overload]
+
+
+def test_a_file_of_a_crashed_export_is_written_again(log: UsageLog, tmp_path: Path) -> None:
+    log.settle(log.admit(asked(1)), asked(1), 200, (1, 1))
+    orphan = tmp_path / "raw" / periods(NOON)[0] / "1-1.parquet"
+    orphan.parent.mkdir(parents=True)
+    orphan.write_bytes(b"half")
+    assert export(tmp_path, time.time() + 61) == 1
+    assert duckdb.sql(f"SELECT id, prompt FROM read_parquet('{orphan}')").fetchall() == [("r1", 1)]
+
+
+def test_a_month_of_a_hundred_million_rows_is_summed_up_in_seconds(tmp_path: Path) -> None:
+    """By its roll-ups: 10^8 requests of 100 policies are 720 hours of them at the most."""
+    UsageLog(tmp_path).close()
+    hour = int(NOON // 3600)
+    rows = (
+        (hour + at, "acme", "k", f"p{policy}", "", "user", 1389, 10, 10, 0)
+        for at in range(720)
+        for policy in range(100)
+    )
+    with closing(sqlite3.connect(tmp_path / "usage.db")) as connection:
+        connection.executemany(f"INSERT INTO hours VALUES ({', '.join('?' * 10)})", rows)
+        connection.commit()
+    from engine.settings.params import Params
+    from tasks.usage import usage_by
+
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "usage").symlink_to(tmp_path)
+    began = time.perf_counter()
+    found = usage_by(Params(state_dir=tmp_path / "state"), "tenant")
+    assert time.perf_counter() - began < 2
+    assert found[0]["requests"] == 720 * 100 * 1389

@@ -1,0 +1,174 @@
+"""Gateways in processes of their own, on one usage log: many clients at a budget, and kills."""
+
+import asyncio
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from gateways import open_world
+from live import free_port
+
+from engine.metering.dead_gateways import close_dead
+from engine.metering.usage_rows import connect
+
+PROGRAM = Path(__file__).parents[3] / "helpers" / "gateway_process.py"
+TURN = {"model": "acme-sums", "prompt": "one two three", "max_tokens": 8}
+pytestmark = pytest.mark.services
+
+
+@contextmanager
+def gateway(root: Path, step_s: float = 0.0) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """Start a gateway and wait for it; it is killed at the end."""
+    port = free_port()
+    path = os.pathsep.join([str(PROGRAM.parent), *sys.path])
+    command = [sys.executable, str(PROGRAM), str(root), str(port), str(step_s)]
+    process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path})
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                httpx.get(f"http://127.0.0.1:{port}/v1/models")
+                break
+            except httpx.TransportError:
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+        yield f"http://127.0.0.1:{port}", process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def new_world(root: Path, **limits: float) -> str:
+    """Make catalog and usage log in `root`; return a key."""
+    world = open_world(root)
+    key = world.key(limits=limits)
+    world.close()
+    return key
+
+
+def engines_count(root: Path) -> tuple[set[str], dict[str, tuple[int, int]]]:
+    """Return the requests that reached the fake engines, and the tokens of those that ended."""
+    began, ended = set(), {}
+    for line in (root / "engine.log").read_text().splitlines():
+        kind, name, prompt, completion = line.split()
+        if kind == "began":
+            began.add(name)
+        else:
+            ended[name] = int(prompt), int(completion)
+    return began, ended
+
+
+def logged(root: Path) -> dict[str, tuple[str, int | None, int | None]]:
+    with closing(sqlite3.connect(root / "usage" / "usage.db")) as connection:
+        found = connection.execute("SELECT id, state, prompt, completion FROM requests").fetchall()
+    assert len(found) == len({row[0] for row in found})
+    return {row[0].removeprefix("cmpl-"): row[1:] for row in found}
+
+
+async def use_up(urls: list[str], key: str, clients: int) -> int:
+    """Have clients ask, half of them for streams, until each is refused; return how many were answered."""
+    headers, answered = {"authorization": f"Bearer {key}"}, 0
+
+    async def client(number: int) -> None:
+        nonlocal answered
+        limits = httpx.Limits(max_connections=1)
+        async with httpx.AsyncClient(
+            base_url=urls[number % 2], headers=headers, limits=limits, timeout=60
+        ) as asking:
+            while True:
+                body = TURN | ({"stream": True} if number % 4 < 2 else {})
+                response = await asking.post("/v1/completions", json=body)
+                if response.status_code == 429:
+                    return
+                assert response.status_code == 200, response.text
+                answered += 1
+
+    await asyncio.gather(*(client(number) for number in range(clients)))
+    return answered
+
+
+def budget_of_two_gateways(root: Path, clients: int, budget: int) -> None:
+    key = new_world(root, tokens_per_month=budget)
+    with gateway(root) as (one, _), gateway(root) as (other, _):
+        answered = asyncio.run(use_up([one, other], key, clients))
+        # One by one, so that no reservation is under way: what is left is less than a request takes.
+        answered += asyncio.run(use_up([one, other], key, 1))
+    rows, (began, ended) = logged(root), engines_count(root)
+    assert rows.keys() == began == ended.keys()
+    assert {name: row[1:] for name, row in rows.items()} == ended
+    used = sum(prompt + completion for prompt, completion in ended.values())
+    with closing(sqlite3.connect(root / "usage" / "usage.db")) as connection:
+        (reservation,) = connection.execute("SELECT max(reserved) FROM requests").fetchone()
+    assert used <= budget < used + reservation
+    assert answered == len(rows)
+
+
+def test_clients_of_two_gateways_use_up_a_budget(tmp_path: Path) -> None:
+    budget_of_two_gateways(tmp_path, 60, 30_000)
+
+
+@pytest.mark.slow
+def test_500_clients_of_two_gateways_use_up_a_budget(tmp_path: Path) -> None:
+    budget_of_two_gateways(tmp_path, 500, 400_000)
+
+
+async def ask_until_killed(url: str, key: str, process: subprocess.Popen[bytes], after_s: float) -> None:
+    headers = {"authorization": f"Bearer {key}"}
+
+    async def client(number: int) -> None:
+        async with httpx.AsyncClient(base_url=url, headers=headers, timeout=60) as asking:
+            while True:
+                await asking.post("/v1/completions", json=TURN | ({"stream": True} if number % 2 else {}))
+
+    asking = [asyncio.create_task(client(number)) for number in range(12)]
+    await asyncio.sleep(after_s)
+    process.send_signal(signal.SIGKILL)
+    ended = await asyncio.gather(*asking, return_exceptions=True)
+    assert all(isinstance(one, httpx.TransportError) for one in ended)
+
+
+def kills(root: Path, times: int) -> None:
+    """Every request that reached the engine is in the log, once; what a kill left open is `unknown`."""
+    key, rng = new_world(root), random.Random(0)
+    for _ in range(times):
+        with gateway(root, step_s=0.002) as (url, process):
+            asyncio.run(ask_until_killed(url, key, process, rng.uniform(0.1, 0.4)))
+    with closing(connect(root / "usage" / "usage.db")) as connection:
+        close_dead(root / "usage", connection)
+        counted = connection.execute(
+            "SELECT sum(requests), sum(prompt + completion), sum(unknown) FROM hours"
+        ).fetchone()
+        (spent,) = connection.execute(
+            "SELECT used FROM spent WHERE subject = 'tenant:acme' LIMIT 1"
+        ).fetchone()
+        (bound,) = connection.execute("SELECT sum(reserved) FROM requests WHERE state = 'unknown'").fetchone()
+    rows, (began, ended) = logged(root), engines_count(root)
+    assert began <= rows.keys()
+    # Admitted, and killed before it was forwarded: a few for each kill at the most.
+    assert len(rows) - len(began) <= 12 * times
+    assert len(rows) > 20 * times
+    settled = {name: row[1:] for name, row in rows.items() if row[0] == "settled"}
+    assert all(ended[name] == used for name, used in settled.items())
+    assert {row[0] for row in rows.values()} == {"settled", "unknown"}
+    used = sum(map(sum, settled.values()))
+    assert counted == (len(rows), used, bound)
+    assert spent == used + bound
+
+
+def test_killed_gateways_lose_no_request(tmp_path: Path) -> None:
+    kills(tmp_path, 3)
+
+
+@pytest.mark.slow
+def test_a_hundred_killed_gateways_lose_no_request(tmp_path: Path) -> None:
+    kills(tmp_path, 100)

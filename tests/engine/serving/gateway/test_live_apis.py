@@ -1,0 +1,209 @@
+"""The live engine through the gateway: unmodified clients on every API, exact usage, tenants."""
+
+import asyncio
+import json
+import socket
+import sqlite3
+import time
+from contextlib import closing, suppress
+
+import anthropic
+import httpx
+import openai
+import pytest
+from live import RunningEngine
+
+from engine.catalog.catalog import Policy
+from engine.serving.gateway.route_table import ROUTES
+
+TURNS = [{"role": "user", "content": "What is 3 + 4?"}]
+BODIES = {
+    "/v1/completions": {"prompt": [7, 8, 9], "max_tokens": 6, "ignore_eos": True},
+    "/v1/chat/completions": {"messages": TURNS, "max_completion_tokens": 6, "ignore_eos": True},
+    "/v1/responses": {"input": "What is 3 + 4?", "max_output_tokens": 6, "ignore_eos": True},
+    "/v1/messages": {"messages": TURNS, "max_tokens": 6},
+}
+CITY = {"type": "object", "properties": {"city": {"enum": ["a", "b"]}}, "required": ["city"]}
+WEATHER = {"name": "weather", "parameters": CITY}
+
+
+@pytest.fixture(scope="module")
+def policy(engine: RunningEngine) -> str:
+    engine.catalog.policies.add(Policy("api-sums", engine.base_digest, {}, "test", time.time()))
+    return "api-sums"
+
+
+@pytest.fixture(scope="module")
+def tenant(engine: RunningEngine, policy: str) -> str:
+    """A key for that policy alone; there are no unlimited keys but the installation's own."""
+    return engine.catalog.keys.create("api", ["infer", "pin", "feedback"], ["api-*"])
+
+
+def row_of(engine: RunningEngine, request_id: str) -> tuple[str, int, int]:
+    """Return state and tokens of a request in the usage log, once it is closed."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        with closing(sqlite3.connect(engine.state / "usage" / "usage.db")) as connection:
+            query = "SELECT state, prompt, completion FROM requests WHERE id LIKE ?"
+            row = connection.execute(query, (f"%{request_id}",)).fetchone()
+        if row and row[0] != "admitted":
+            return row
+        time.sleep(0.02)
+    raise AssertionError(f"{request_id} is not settled.")
+
+
+def usage_of(told: dict) -> tuple[int, int]:
+    return (
+        told.get("prompt_tokens", told.get("input_tokens")),
+        told.get("completion_tokens", told.get("output_tokens")),
+    )
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_policy_is_served_by_every_api_and_counted(
+    engine: RunningEngine, policy: str, tenant: str, path: str
+):
+    headers = {"authorization": f"Bearer {tenant}"}
+    with httpx.Client(base_url=engine.url, headers=headers, timeout=60) as client:
+        whole = client.post(path, json={"model": policy, **BODIES[path]})
+        assert whole.status_code == 200, whole.text
+        assert (whole.json()["model"], whole.headers["x-graftwork-revision"]) == (policy, "base")
+        request_id = whole.headers["x-request-id"]
+        assert whole.json()["id"].endswith(request_id)
+        want = usage_of(whole.json()["usage"])
+        assert row_of(engine, request_id) == ("settled", *want)
+        assert want[0] > 0
+        assert 0 < want[1] <= 6
+        streamed = client.post(path, json={"model": policy, **BODIES[path], "stream": True, "temperature": 0})
+        assert streamed.status_code == 200
+        state, prompt, completion = row_of(engine, streamed.headers["x-request-id"])
+        assert (state, prompt) == ("settled", want[0])
+        assert 0 < completion <= 6
+        has_usage = '"usage":{' in streamed.text
+        assert has_usage == (path not in ("/v1/completions", "/v1/chat/completions"))
+
+
+def test_openais_client(engine: RunningEngine, policy: str, tenant: str):
+    client = openai.OpenAI(base_url=f"{engine.url}/v1", api_key=tenant, max_retries=0)
+    chat = client.chat.completions.create(model=policy, messages=TURNS, max_tokens=4, user="u", n=2)
+    assert len(chat.choices) == 2
+    pieces = list(
+        client.chat.completions.create(
+            model=policy, messages=TURNS, max_tokens=4, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    assert pieces[-1].usage.completion_tokens <= 4
+    assert pieces[-1].choices == []
+    assert client.completions.create(model=policy, prompt="1 + 1", max_tokens=2).choices
+    answer = client.responses.create(model=policy, input="1 + 1", max_output_tokens=4)
+    assert answer.output is not None
+    events = [
+        event.type
+        for event in client.responses.create(model=policy, input="1", max_output_tokens=4, stream=True)
+    ]
+    assert events[-1] in ("response.completed", "response.incomplete")
+    called = client.chat.completions.create(
+        model=policy, messages=TURNS, max_tokens=40, tools=[{"type": "function", "function": WEATHER}],
+        tool_choice={"type": "function", "function": {"name": "weather"}},
+    )  # fmt: skip
+    assert called.choices[0].message.tool_calls[0].function.name == "weather"
+    schema = {"name": "city", "schema": CITY}
+    shaped = client.chat.completions.create(
+        model=policy,
+        messages=TURNS,
+        max_tokens=40,
+        response_format={"type": "json_schema", "json_schema": schema},
+    )
+    assert json.loads(shaped.choices[0].message.content)["city"] in ("a", "b")
+    assert policy in {model.id for model in client.models.list()}
+    assert client.models.retrieve(policy).id == policy
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.chat.completions.create(model="nobody", messages=TURNS)
+    assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
+    with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+        client.responses.create(model=policy, input="1", previous_response_id="resp_1")
+    with pytest.raises(openai.BadRequestError, match="not served here"):
+        client.completions.create(model=policy, prompt="1", extra_body={"cache_salt": "theirs"})
+    with pytest.raises(openai.AuthenticationError):
+        openai.OpenAI(base_url=f"{engine.url}/v1", api_key="none", max_retries=0).models.list()
+
+
+def test_anthropics_client(engine: RunningEngine, policy: str, tenant: str):
+    client = anthropic.Anthropic(base_url=engine.url, api_key=tenant, max_retries=0)
+    answer = client.messages.create(model=policy, max_tokens=4, messages=TURNS, metadata={"user_id": "u"})
+    assert answer.usage.output_tokens <= 4
+    with client.messages.stream(model=policy, max_tokens=4, messages=TURNS) as stream:
+        assert stream.get_final_message().usage.output_tokens <= 4
+    assert (
+        client.messages.count_tokens(model=policy, messages=TURNS).input_tokens == answer.usage.input_tokens
+    )
+    with pytest.raises(anthropic.NotFoundError, match="Unknown model 'nobody'"):
+        client.messages.create(model="nobody", max_tokens=4, messages=TURNS)
+
+
+async def test_a_client_that_leaves_pays_for_what_was_computed(
+    engine: RunningEngine, policy: str, tenant: str
+):
+    body = {"model": policy, "prompt": [7, 8, 9], "max_tokens": 240, "ignore_eos": True}
+    headers = {"authorization": f"Bearer {tenant}"}
+    async with httpx.AsyncClient(base_url=engine.url, headers=headers, timeout=60) as client:
+        async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+            seen = 0
+            async for line in response.aiter_lines():
+                seen += line.startswith("data: {")
+                if seen == 5:
+                    break
+        state, prompt, completion = await asyncio.to_thread(row_of, engine, response.headers["x-request-id"])
+    assert (state, prompt) == ("settled", 3)
+    assert 5 <= completion < 240
+
+
+def test_another_tenants_policy_is_as_absent_on_the_live_engine(engine: RunningEngine, tenant: str):
+    engine.catalog.policies.add(Policy("theirs-sums", engine.base_digest, {}, "other", time.time()))
+    headers = {"authorization": f"Bearer {tenant}"}
+    with httpx.Client(base_url=engine.url, headers=headers, timeout=60) as client:
+        for path, body in {**BODIES, "/tokenize": {"prompt": "1"}, "/v1/prewarm": {}}.items():
+            for suffix in ("", "@a", "@" + "a" * 12):
+                seen = [
+                    client.post(path, json={**body, "model": f"{name}-sums{suffix}"})
+                    for name in ("theirs", "absent")
+                ]
+                assert seen[0].status_code == 404
+                assert seen[0].content.replace(b"theirs", b"") == seen[1].content.replace(b"absent", b"")
+        seen = [client.get(f"/v1/models/{name}-sums") for name in ("theirs", "absent")]
+        assert seen[0].content.replace(b"theirs", b"") == seen[1].content.replace(b"absent", b"")
+        assert {model["id"] for model in client.get("/v1/models").json()["data"]} == {
+            engine.base_name,
+            "api-sums",
+        }
+        for path in ("/graftwork/residency", "/graftwork/loads", "/metrics"):
+            assert client.get(path).status_code == 403
+
+
+def test_nothing_answers_without_a_key(engine: RunningEngine):
+    with httpx.Client(base_url=engine.url, timeout=60) as client:
+        for route in ROUTES:
+            for method in route.methods:
+                status = client.request(method, route.path, json={}).status_code
+                assert status == (401 if route.roles else 200), route.path
+        preflight = {"origin": "https://evil.example", "access-control-request-method": "POST"}
+        answer = client.options("/v1/completions", headers=preflight)
+        assert not any(name.startswith("access-control") for name in answer.headers)
+
+
+def test_huge_headers_end_the_connection(engine: RunningEngine):
+    url = httpx.URL(engine.url)
+    with socket.create_connection((url.host, url.port), 10) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nx: " + b"a" * (100 << 10) + b"\r\n\r\n")
+        with suppress(ConnectionResetError):
+            assert connection.recv(100).startswith(b"HTTP/1.1 431")
+    assert httpx.get(f"{engine.url}/health").status_code == 200
+
+
+def test_a_revoked_key_is_refused_within_a_second(engine: RunningEngine):
+    key = engine.catalog.keys.create("leaver", ["infer"], ["leaver-*"])
+    with httpx.Client(base_url=engine.url, headers={"authorization": f"Bearer {key}"}, timeout=60) as client:
+        assert client.get("/v1/models").status_code == 200
+        engine.catalog.keys.revoke(key)
+        time.sleep(1.0)
+        assert client.get("/v1/models").status_code == 401

@@ -1,0 +1,290 @@
+"""Limits and usage through the gateway: refused before they are over, and equal to the engine's own count."""
+
+import asyncio
+import json
+import sqlite3
+from contextlib import closing
+
+import httpx
+import pytest
+import uvicorn
+from gateways import World, open_world
+from live import free_port
+
+from engine.catalog.catalog import Tenant
+from engine.errors import ConfigError
+from engine.serving.gateway.fair_share import FairShare
+from engine.serving.gateway.meter import Bucket
+
+CHAT = {"model": "acme-sums", "messages": [{"role": "user", "content": "one two three"}]}
+TURN = {"model": "acme-sums", "prompt": "one two three", "max_tokens": 8}
+
+
+@pytest.fixture
+def world(tmp_path):
+    opened = open_world(tmp_path)
+    yield opened
+    opened.close()
+
+
+def rows(world: World) -> dict[str, tuple[str, int | None, int | None, int]]:
+    """Return state, tokens and reservation of each request in the usage log, by its id without a prefix."""
+    with closing(sqlite3.connect(world.root / "usage" / "usage.db")) as connection:
+        found = connection.execute("SELECT id, state, prompt, completion, reserved FROM requests").fetchall()
+    return {row[0].replace("resp_", "-").rpartition("-")[2]: row[1:] for row in found}
+
+
+def assert_exact(world: World) -> None:
+    """Assert that the log has what the engine computed for each request."""
+    told = {name: (prompt, completion) for name, (_, prompt, completion, _) in rows(world).items()}
+    assert told == world.server.finished
+
+
+def limited(world: World, **limits: float) -> str:
+    return world.key(limits=limits)
+
+
+async def test_whole_answers_and_streams_are_counted_alike(world: World):
+    bodies = {
+        "/v1/completions": TURN,
+        "/v1/chat/completions": {**CHAT, "max_completion_tokens": 8},
+        "/v1/responses": {"model": "acme-sums", "input": "one two", "max_output_tokens": 8},
+        "/v1/messages": {**CHAT, "max_tokens": 8},
+    }
+    async with world.client(world.key()) as client:
+        for path, body in bodies.items():
+            for more in ({}, {"stream": True}):
+                assert (await client.post(path, json=body | more)).status_code == 200
+    assert len(rows(world)) == 8
+    assert all(state == "settled" for state, *_ in rows(world).values())
+    assert_exact(world)
+    # The ledger's observations have a stream's tokens too.
+    assert all(row["completion_tokens"] == 8 for _, row in world.events.rows)
+
+
+async def test_the_piece_with_usage_is_for_those_who_ask(world: World):
+    async with world.client(world.key()) as client:
+        for options, extra in (
+            (None, False),
+            ({"include_usage": False}, False),
+            ({"include_usage": True}, True),
+        ):
+            body = TURN | {"stream": True} | ({"stream_options": options} if options else {})
+            text = (await client.post("/v1/completions", json=body)).text
+            events = [line.removeprefix("data: ") for line in text.splitlines() if line]
+            assert events[-1] == "[DONE]"
+            assert ("usage" in json.loads(events[-2])) == extra
+            assert len(events) == 9 + extra
+    assert_exact(world)
+
+
+class Served:
+    """A world behind uvicorn, so that clients can leave."""
+
+    def __init__(self, world: World):
+        self.port = free_port()
+        config = uvicorn.Config(world.app, port=self.port, lifespan="off", log_level="error")
+        self.server = uvicorn.Server(config)
+
+    async def __aenter__(self) -> str:
+        self.task = asyncio.create_task(self.server.serve())
+        while not self.server.started:
+            await asyncio.sleep(0.01)
+        return f"http://127.0.0.1:{self.port}"
+
+    async def __aexit__(self, *_: object) -> None:
+        self.server.should_exit = True
+        await self.task
+
+
+async def test_a_client_that_leaves_pays_for_what_was_computed(world: World):
+    world.server.step_s = 0.005
+    headers = {"authorization": f"Bearer {world.key()}"}
+    body = TURN | {"max_tokens": 200}
+    async with Served(world) as url, httpx.AsyncClient(base_url=url, headers=headers) as client:
+        async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+            async for _ in response.aiter_lines():
+                break
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post("/v1/completions", json=body, timeout=0.1)
+        async with asyncio.timeout(5):
+            while len(world.server.finished) < 2 or any(row[0] == "admitted" for row in rows(world).values()):
+                await asyncio.sleep(0.01)
+    assert len(rows(world)) == 2
+    for name, (state, prompt, completion, reserved) in rows(world).items():
+        assert (state, prompt) == ("settled", world.server.finished[name][0])
+        # The engine notices within a step.
+        assert completion <= world.server.finished[name][1] <= completion + 2
+        assert 0 < completion < 200 < reserved
+
+
+async def test_an_engine_that_cannot_say_counts_as_reserved(world: World):
+    world.server.step_s = 0.005
+    world.state.counted = lambda request_id: None
+    headers = {"authorization": f"Bearer {world.key()}"}
+    async with Served(world) as url, httpx.AsyncClient(base_url=url, headers=headers) as client:
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post("/v1/completions", json=TURN | {"max_tokens": 200}, timeout=0.1)
+        async with asyncio.timeout(5):
+            while not world.server.finished or any(row[0] == "admitted" for row in rows(world).values()):
+                await asyncio.sleep(0.01)
+    assert [row[0] for row in rows(world).values()] == ["unknown"]
+
+
+async def test_what_the_engine_refuses_costs_nothing(world: World):
+    world.server.fault = 400, {"error": {"message": "Too long.", "code": 400}}
+    async with world.client(limited(world, tokens_per_day=300)) as client:
+        for _ in range(10):
+            assert (await client.post("/v1/completions", json=TURN)).status_code == 400
+        assert (await client.post("/v1/completions", json=TURN | {"model": "acme-none"})).status_code == 404
+    assert {row[:3] for row in rows(world).values()} == {("settled", 0, 0)}
+
+
+async def test_a_reservation_covers_prompt_and_every_completion(world: World):
+    async with world.client(world.key()) as client:
+        await client.post("/v1/completions", json=TURN | {"n": 3, "max_tokens": 40})
+        await client.post("/v1/chat/completions", json=CHAT)
+        await client.post("/v1/completions", json=TURN | {"prompt": ["a", "b"], "max_tokens": 1000})
+    one, chat, two = (row[3] for row in rows(world).values())
+    assert 3 * 40 + 12 < one <= 3 * 40 + 256
+    assert chat == 256 + 256
+    assert two == 512 + 2 * 256
+
+
+async def test_a_daily_budget_is_exact_and_says_when_to_return(world: World):
+    key = limited(world, tokens_per_day=1000)
+    world.server.short = 4
+    statuses = []
+    async with world.client(key) as client:
+        for _ in range(400):
+            response = await client.post("/v1/completions", json=TURN)
+            statuses.append(response.status_code)
+            if response.status_code == 429:
+                break
+    assert statuses.count(200) > 50
+    assert (response.status_code, response.json()["error"]["code"]) == (429, "insufficient_quota")
+    assert 1 <= int(response.headers["retry-after"]) <= 86400
+    used = sum(prompt + completion for _, prompt, completion, _ in rows(world).values())
+    reserved = next(iter(rows(world).values()))[3]
+    assert used <= 1000 < used + reserved
+    assert_exact(world)
+
+
+async def test_a_tenants_budget_is_shared_by_its_keys(world: World):
+    world.catalog.keys.set_tenant(Tenant("acme", {"tokens_per_month": 600.0}))
+    async with world.client(world.key()) as one, world.client(world.key()) as two:
+        found = [(await client.post("/v1/completions", json=TURN)).status_code for client in (one, two) * 20]
+    assert found[:2] == [200, 200]
+    assert found[-2:] == [429, 429]
+    async with world.client(world.key("umbrella")) as other:
+        assert (
+            await other.post("/v1/completions", json=TURN | {"model": "umbrella-sums"})
+        ).status_code == 200
+
+
+async def test_requests_and_tokens_of_a_minute(world: World):
+    async with world.client(limited(world, requests_per_minute=3)) as client:
+        found = [await client.post("/v1/completions", json=TURN) for _ in range(4)]
+    assert [one.status_code for one in found] == [200, 200, 200, 429]
+    assert [one.headers["x-ratelimit-remaining-requests"] for one in found[:3]] == ["2", "1", "0"]
+    assert found[0].headers["x-ratelimit-limit-requests"] == "3"
+    assert found[3].json()["error"]["code"] == "rate_limit_exceeded"
+    assert 15 <= int(found[3].headers["retry-after"]) <= 20
+    async with world.client(limited(world, tokens_per_minute=600)) as client:
+        found = [await client.post("/v1/completions", json=TURN) for _ in range(60)]
+    # What was reserved and not used came back.
+    assert sum(one.status_code == 200 for one in found) > 20
+    assert found[-1].status_code == 429
+
+
+async def test_requests_under_way(world: World):
+    world.server.step_s = 0.01
+    async with world.client(limited(world, concurrency=2)) as client:
+        found = await asyncio.gather(*(client.post("/v1/completions", json=TURN) for _ in range(5)))
+        assert sorted(one.status_code for one in found) == [200, 200, 429, 429, 429]
+        assert (await client.post("/v1/completions", json=TURN)).status_code == 200
+
+
+async def test_a_request_that_cannot_be_recorded_is_not_served(world: World, monkeypatch):
+    def full(*_: object) -> int:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(world.usage, "admit", full)
+    async with world.client(world.key()) as client:
+        response = await client.post("/v1/completions", json=TURN)
+    assert response.status_code == 503
+    assert world.server.seen == []
+
+
+async def test_scores_and_rollouts_are_apart(world: World):
+    async with world.client(world.key(roles=["infer", "score"])) as client:
+        for purpose in ("user", "score"):
+            await client.post("/v1/completions", json=TURN, headers={"x-graftwork-purpose": purpose})
+    from engine.settings.params import Params
+    from tasks.usage import as_table, usage_by
+
+    settings = Params.model_validate({"state_dir": world.root, "prices": {"prompt": 1.0, "completion": 2.0}})
+    found = usage_by(settings, "policy")
+    assert [(row["policy"], row["purpose"], row["requests"]) for row in found] == [
+        ("acme-sums", "score", 1), ("acme-sums", "user", 1),
+    ]  # fmt: skip
+    assert found[0]["price"] == round((3 + 2 * 8) / 1e6, 6)
+    assert as_table(found).startswith("policy,purpose,requests,")
+    assert usage_by(settings, "tenant", end="2020-01-01") == []
+    assert usage_by(settings, "revision", begin="2020-01-01")[0]["revision"] == "a" * 64
+    for wrong in ({"by": "colour"}, {"by": "key", "begin": "yesterday"}):
+        with pytest.raises(ConfigError):
+            usage_by(settings, **wrong)
+
+
+def test_a_bucket_refills_within_a_minute():
+    bucket = Bucket(60.0, 0.0, 0.0)
+    assert bucket.wait_s(30) == 30
+    bucket.refill(15.0)
+    assert bucket.left == 15
+    bucket.refill(1000.0)
+    assert bucket.left == 60
+
+
+def served_first(weight: float = 1.0, burst: int = 100) -> list[str]:
+    """Return the order in which an engine with one place serves a burst of A and then B's steady requests."""
+    fair, waiting, order = FairShare(), [], []
+    waiting += [(fair.enter("a", 10, 1.0), number, "a") for number in range(burst)]
+    for number in range(burst, burst + 40):
+        waiting.append((fair.enter("b", 10, weight), number, "b"))
+        # The engine serves two in the time of each of B's.
+        for _ in range(2):
+            first = min(waiting)
+            waiting.remove(first)
+            fair.leave(first[0])
+            order.append(first[2])
+    return order
+
+
+def test_a_burst_waits_behind_itself_and_not_in_front_of_others():
+    order = served_first()
+    # B sends one request for two places, so that none of its own ever waits behind the burst.
+    assert order.count("b") == 40
+    assert all("b" in order[at : at + 4] for at in range(0, len(order) - 4, 2))
+
+
+def test_a_tenant_that_was_idle_saves_nothing_up():
+    fair = FairShare()
+    held = [fair.enter("a", 10, 1.0) for _ in range(10)]
+    for tag in held[:5]:
+        fair.leave(tag)
+    assert fair.enter("b", 10, 1.0) == held[5]
+
+
+def test_a_weight_of_two_gets_twice_as_much():
+    fair = FairShare()
+    heavy = [fair.enter("a", 10, 2.0) for _ in range(10)]
+    light = [fair.enter("b", 10, 1.0) for _ in range(10)]
+    assert heavy[-1] == light[-1] / 2
+
+
+def test_tags_begin_anew_when_nobody_waits():
+    fair = FairShare()
+    for _ in range(1000):
+        fair.leave(fair.enter("a", 1000, 1.0))
+    assert fair.enter("a", 10, 1.0) == 0

@@ -1,0 +1,443 @@
+"""Tenants in front of one gateway: what one of them can learn of another, and what only the gateway sets."""
+
+import asyncio
+import json
+import time
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from gateways import CHAMPION, OTHER, World, open_world
+
+from engine.catalog.catalog import Policy
+from engine.errors import ServiceError
+from engine.serving.gateway.route_table import ROUTES, Kind
+from engine.settings.services import GatewayConfig
+
+PIN = f"@{CHAMPION[:12]}"
+SENTENCE = {"prompt": "What is it?", "max_tokens": 4}
+
+
+@pytest.fixture
+def world(tmp_path):
+    opened = open_world(tmp_path)
+    yield opened
+    opened.close()
+
+
+def body_of(path: str, model: str) -> dict:
+    """Return a small valid body for a path."""
+    turns = [{"role": "user", "content": "What is it?"}]
+    bodies = {
+        "/v1/completions": SENTENCE,
+        "/v1/chat/completions": {"messages": turns, "max_tokens": 4},
+        "/v1/responses": {"input": "What is it?", "max_output_tokens": 4},
+        "/v1/messages": {"messages": turns, "max_tokens": 4},
+        "/v1/messages/count_tokens": {"messages": turns},
+        "/tokenize": {"prompt": "What is it?"},
+        "/detokenize": {"tokens": [1]},
+        "/graftwork/rollouts": {"prompts": [[1]], "n": 1, "max_tokens": 4},
+        "/v1/prewarm": {},
+    }
+    return {**bodies[path], "model": model}
+
+
+ASKING = [route.path for route in ROUTES if route.fields is not None] + ["/v1/prewarm"]
+ROLE_SETS = {
+    "infer": ["infer"], "pin": ["infer", "pin"], "feedback": ["feedback"], "score": ["infer", "pin", "score"],
+    "train": ["infer", "train"], "release": ["release"], "metrics": ["metrics"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", ASKING)
+async def test_anothers_name_and_an_absent_one_are_the_same_bytes(world: World, path: str):
+    """Every route that names a model, every role, a policy and a pinned revision, whole and as a prefix."""
+    suffixes = ("", PIN, "@a", "@" + "c" * 12, f"@{OTHER}")
+    for roles in ROLE_SETS.values():
+        async with world.client(world.key(roles=roles)) as client:
+            for suffix in suffixes:
+                theirs, absent = f"umbrella-sums{suffix}", f"umbrello-suns{suffix}"
+                seen = [await client.post(path, json=body_of(path, name)) for name in (theirs, absent)]
+                told = [one.content.replace(b"umbrella-sums", b"umbrello-suns") for one in seen]
+                assert told[0] == told[1]
+                assert seen[0].status_code == seen[1].status_code >= 400
+                assert headers_of(seen[0]) == headers_of(seen[1])
+    assert not any(body.get("model", "").startswith("umbrella") for _, body, _ in world.server.seen)
+    assert world.loads.prepared == []
+
+
+def headers_of(response) -> dict[str, str]:
+    return {
+        name: value
+        for name, value in response.headers.items()
+        if name not in ("x-request-id", "content-length")
+    }
+
+
+def completion(model: str = "tiny", **more) -> dict:
+    """Return what httpx needs for a small completion."""
+    return {"url": "/v1/completions", "json": SENTENCE | {"model": model} | more}
+
+
+async def test_a_tenant_reaches_its_own(world: World):
+    async with world.client(world.key(roles=["infer", "pin"])) as client:
+        for path in ASKING:
+            if path != "/graftwork/rollouts":
+                for name in ("acme-sums", f"acme-sums{PIN}", "tiny"):
+                    assert (await client.post(path, json=body_of(path, name))).is_success
+
+
+async def test_the_matrix_of_routes_methods_and_roles(world: World):
+    """A caller's answer is decided by the table alone: 401, 404, 405, 403, or the endpoint's own."""
+    wrong = []
+    keys = {name: world.key(roles=roles) for name, roles in ROLE_SETS.items()} | {None: None}
+    keys["admin"] = world.catalog.keys.create("root", "admin")
+    roles_of = ROLE_SETS | {"admin": [role for roles in ROLE_SETS.values() for role in roles]}
+    methods = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD")
+    for (name, key), route, method in product(keys.items(), ROUTES, methods):
+        path = route.path + ("acme-sums" if route.is_prefix else "")
+        body = body_of(path, "acme-sums") if path in ASKING else {"request_id": "x", "reward": 1}
+        async with world.client(key) as client:
+            status = (await client.request(method, path, json=body)).status_code
+        if not route.roles and method in route.methods:
+            expected = 200
+        elif key is None:
+            expected = 401
+        elif method not in route.methods:
+            expected = 405
+        elif not set(route.roles) & set(roles_of[name]):
+            expected = 403
+        elif route.kind is Kind.GENERATE and path != "/graftwork/rollouts" and "infer" not in roles_of[name]:
+            # Its purpose is `user`.
+            expected = 403
+        else:
+            expected = 202 if path in ("/v1/prewarm", "/v1/feedback") else 200
+        if status != expected:
+            wrong.append((name, method, path, status, expected))
+    assert wrong == []
+
+
+async def test_an_unknown_path_needs_a_key_and_says_nothing(world: World):
+    for path in (
+        "/v1/load_lora_adapter",
+        "/v1/realtime",
+        "/inference/v1/generate",
+        "/metrics/x",
+        "/v1/models/",
+    ):
+        async with world.client(None) as client:
+            assert (await client.post(path)).status_code == 401
+        async with world.client(world.key()) as client:
+            assert (await client.post(path)).status_code == 404
+    assert world.server.seen == []
+
+
+async def test_models_lists_ones_own_policies(world: World):
+    async with world.client(world.key()) as client:
+        listed = (await client.get("/v1/models")).json()["data"]
+        own, theirs, absent = [
+            await client.get(f"/v1/models/{name}-sums") for name in ("acme", "umbrella", "umbrello")
+        ]
+    assert [card["id"] for card in listed] == ["tiny", "acme-sums"]
+    assert (own.status_code, own.json()["id"]) == (200, "acme-sums")
+    assert theirs.content.replace(b"umbrella", b"") == absent.content.replace(b"umbrello", b"")
+    assert theirs.status_code == absent.status_code == 404
+    assert world.state.router.policies(10, ["acme-*"]) == ["acme-sums"]
+    assert world.state.router.policies(10, ["acme-sums", "umbrella-s*"]) == ["acme-sums", "umbrella-sums"]
+    assert world.state.router.policies(10, ["acme-other"]) == []
+    assert world.state.router.policies(10) == ["acme-sums", "umbrella-sums"]
+
+
+async def test_suggestions_name_ones_own_policies_alone(world: World):
+    async with world.client(world.key(roles=["infer", "pin"])) as client:
+        near = (await client.post(**completion("acme-sum"))).json()["error"]
+        far = (await client.post(**completion("umbrella-sum"))).json()["error"]
+        missing = (await client.post(**completion("acme-sums@c"))).json()["error"]
+    assert near["nearest"] == ["tiny", "acme-sums"]
+    assert far["nearest"] == ["tiny"]
+    assert f"acme-sums{PIN}" in missing["nearest"]
+    assert near["code"] == "model_not_found"
+
+
+async def test_a_key_without_the_role_pin_sees_no_candidates(world: World):
+    async with world.client(world.key()) as client:
+        answers = [
+            await client.post(**completion(f"acme-sums@{digits}"))
+            for digits in ("a", CHAMPION[:12], "c" * 12)
+        ]
+    assert {answer.status_code for answer in answers} == {403}
+    assert len({answer.content for answer in answers}) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/v1/completions", {"n": 16384}, "n"),
+        ("/v1/completions", {"n": 0}, "n"),
+        ("/v1/completions", {"n": True}, "n"),
+        ("/v1/completions", {"prompt": ["x"] * 1024}, "n"),
+        ("/v1/completions", {"n": 8, "prompt": ["x"] * 9}, "n"),
+        ("/v1/completions", {"cache_salt": "theirs"}, "cache_salt"),
+        ("/v1/completions", {"priority": -5}, "priority"),
+        ("/v1/completions", {"vllm_xargs": {"a": 1}}, "vllm_xargs"),
+        ("/v1/completions", {"kv_transfer_params": {}}, "kv_transfer_params"),
+        ("/v1/completions", {"prompt_embeds": "AAAA"}, "prompt_embeds"),
+        ("/v1/completions", {"use_beam_search": True}, "use_beam_search"),
+        ("/v1/completions", {"prompt_logprobs": -1}, "prompt_logprobs"),
+        ("/v1/completions", {"max_tokens": 1 << 60}, "max_tokens"),
+        ("/v1/completions", {"stream_options": {"other": 1}}, "stream_options"),
+        ("/v1/completions", {"request_id": "mine"}, "request_id"),
+        ("/v1/chat/completions", {"chat_template": "{{ x }}"}, "chat_template"),
+        ("/v1/chat/completions", {"top_logprobs": 4096}, "top_logprobs"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x/"}}]}]},
+            "messages",
+        ),
+        ("/v1/responses", {"previous_response_id": "resp_1"}, "previous_response_id"),
+        ("/v1/responses", {"background": True}, "background"),
+        ("/v1/responses", {"store": True}, "store"),
+        ("/v1/responses", {"tools": [{"type": "code_interpreter"}]}, "tools"),
+        ("/v1/messages", {"mcp_servers": []}, "mcp_servers"),
+        ("/tokenize", {"chat_template": "{{ x }}"}, "chat_template"),
+        ("/graftwork/rollouts", {"cache_salt": "theirs"}, "cache_salt"),
+    ],
+)  # fmt: skip
+async def test_fields_out_of_bounds_are_refused_by_name(world: World, path: str, fields: dict, param: str):
+    roles = ["score"] if path == "/graftwork/rollouts" else ["infer"]
+    async with world.client(world.key(roles=roles)) as client:
+        response = await client.post(path, json=body_of(path, "acme-sums") | fields)
+    assert response.status_code == 400
+    told = response.json()["error"]
+    if path == "/v1/messages":
+        assert told["type"] == "invalid_request_error"
+        assert repr(param) in told["message"]
+    else:
+        assert (told["param"], told["type"]) == (param, "invalid_request_error")
+    assert world.server.seen == []
+
+
+async def test_a_scorer_may_send_a_batch(world: World):
+    body = {"model": "acme-sums", "prompt": ["x"] * 1024, "max_tokens": 1}
+    async with world.client(world.key(roles=["infer", "score"])) as client:
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+
+
+async def test_what_openais_clients_add_changes_nothing(world: World):
+    more = {
+        "metadata": {"a": "b"},
+        "service_tier": "auto",
+        "store": False,
+        "logit_bias": None,
+        "functions": None,
+    }
+    async with world.client(world.key()) as client:
+        assert (await client.post(**completion("acme-sums", **more))).status_code == 200
+    assert world.server.seen[0][1].keys().isdisjoint(more)
+
+
+async def test_headers_of_a_client_choose_no_priority_and_no_rank(world: World):
+    mine = {
+        "x-vllm-priority": "-999999",
+        "x-data-parallel-rank": "3",
+        "x-request-id": "taken",
+        "x-session-id": "s",
+    }
+    async with world.client(world.key()) as client:
+        response = await client.post(**completion("acme-sums"), headers=mine)
+    _, _, got = world.server.seen[0]
+    assert got["x-vllm-priority"] == "0"
+    assert got["x-request-id"] == response.headers["x-request-id"] != "taken"
+    assert got.keys().isdisjoint({"x-data-parallel-rank", "x-session-id", "authorization"})
+
+
+async def test_the_prefix_cache_is_salted_by_tenant(world: World):
+    salts = {}
+    for tenant, number in product(("acme", "umbrella"), range(2)):
+        async with world.client(world.key(tenant)) as client:
+            await client.post("/v1/completions", json=body_of("/v1/completions", f"{tenant}-sums"))
+            await client.post(**completion())
+        salts[tenant, number] = {body["cache_salt"] for _, body, _ in world.server.seen[-2:]}
+    assert salts["acme", 0] == salts["acme", 1] != salts["umbrella", 0]
+    assert all(len(found) == 1 for found in salts.values())
+
+
+async def test_a_setting_shares_the_prefix_cache(tmp_path):
+    world = open_world(tmp_path, GatewayConfig(shared_prefix_cache=True))
+    async with world.client(world.key()) as client:
+        await client.post(**completion())
+    world.close()
+    assert "cache_salt" not in world.server.seen[0][1]
+
+
+async def test_units_are_of_a_tenant_and_of_this_installation(world: World, tmp_path_factory):
+    """The same user of two tenants is two units, and nobody can compute them without the secret."""
+    other = open_world(tmp_path_factory.mktemp("other"))
+    units = []
+    for place, tenant in ((world, "acme"), (world, "umbrella"), (other, "acme")):
+        async with place.client(place.key(tenant)) as client:
+            await client.post(**completion(user="u-1"))
+        units.append(place.events.rows[-1][1]["unit"])
+    other.close()
+    assert len(set(units)) == 3
+    assert all(len(unit) == 24 for unit in units)
+
+
+async def test_a_release_that_runs_keeps_its_unit_hashes(world: World):
+    import hashlib
+
+    route = world.catalog.routes.get("acme-sums")
+    with world.catalog._access.write() as connection:
+        from engine.catalog import tables
+
+        connection.execute(
+            tables.routes.update().where(tables.routes.c.policy == "acme-sums").values(plain_units=True)
+        )
+    route = world.catalog.routes.get("acme-sums")
+    world.catalog.routes.update(replace(route, canary=OTHER, weight=0.5), route.version)
+    body = body_of("/v1/completions", "acme-sums") | {"user": "u-1"}
+    async with world.client(world.key()) as client:
+        await client.post("/v1/completions", json=body)
+        route = world.catalog.routes.get("acme-sums")
+        world.catalog.routes.update(replace(route, canary=None, weight=0.0), route.version)
+        await client.post("/v1/completions", json=body)
+    before, after = (row["unit"] for _, row in world.events.rows)
+    assert before == hashlib.sha256(b"acme-sums\0u-1").hexdigest()[:24] != after
+
+
+async def test_a_key_expires_and_is_rotated_with_an_overlap(world: World):
+    first = world.key(expires_at=time.time() + 0.2)
+    second = world.catalog.keys.rotate(world.catalog.keys.find(first).id, overlap_s=0.1)
+    for key, status in ((first, 200), (second, 200)):
+        async with world.client(key) as client:
+            assert (await client.post(**completion())).status_code == status
+    await asyncio.sleep(0.25)
+    async with world.client(first) as client:
+        assert (await client.post(**completion())).status_code == 401
+
+
+async def test_a_key_is_not_trusted_while_the_catalog_is_silent(world: World, monkeypatch):
+    key, router, now = world.key(), world.state.router, [100.0]
+    assert router.key(key)
+    monkeypatch.setattr(router, "_clock", lambda: now[0])
+    router.key(key)
+
+    def silent() -> int:
+        raise ServiceError("The catalog cannot be read.")
+
+    monkeypatch.setattr(world.catalog.changes, "version", silent)
+    now[0] += 59
+    assert router.key(key)
+    now[0] += 2
+    with pytest.raises(ServiceError, match="unreadable for 60 s"):
+        router.key(key)
+    async with world.client(key) as client:
+        response = await client.post(**completion())
+    assert (response.status_code, response.json()["error"]["type"]) == (503, "server_error")
+
+
+async def test_every_answer_has_a_request_id(world: World):
+    ids = []
+    for key, path in (
+        (None, "/health"),
+        (None, "/v1/models"),
+        (world.key(), "/nothing"),
+        (world.key(), "/v1/models"),
+    ):
+        async with world.client(key) as client:
+            ids.append((await client.get(path)).headers["x-request-id"])
+    assert len(set(ids)) == 4
+
+
+async def test_options_say_what_is_allowed_and_pages_of_other_origins_are_not(world: World, tmp_path_factory):
+    preflight = {"origin": "https://app.example", "access-control-request-method": "POST"}
+    async with world.client(None) as client:
+        plain = await client.options("/v1/completions", headers=preflight)
+        unknown = await client.options("/nothing")
+    assert (plain.status_code, plain.headers["allow"]) == (204, "OPTIONS, POST")
+    assert not any(name.startswith("access-control") for name in plain.headers)
+    assert unknown.status_code == 401
+    other = open_world(tmp_path_factory.mktemp("cors"), GatewayConfig(cors_origins=("https://app.example",)))
+    async with other.client(None) as client:
+        allowed = await client.options("/v1/completions", headers=preflight)
+        refused = await client.post("/v1/completions", json={}, headers={"origin": "https://app.example"})
+        stranger = await client.post("/v1/completions", json={}, headers={"origin": "https://evil.example"})
+    other.close()
+    assert allowed.headers["access-control-allow-origin"] == "https://app.example"
+    assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (
+        401,
+        "https://app.example",
+    )
+    assert "access-control-allow-origin" not in stranger.headers
+
+
+async def test_errors_have_the_apis_form(world: World):
+    key = world.key()
+    async with world.client(key) as client:
+        openai = await client.post("/v1/chat/completions", json=body_of("/v1/chat/completions", "nobody"))
+        anthropic = await client.post("/v1/messages", json=body_of("/v1/messages", "nobody"))
+        fault = {"message": "Too long.", "type": "BadRequestError", "param": "prompt", "code": 400}
+        world.server.fault = 400, {"error": fault}
+        vllms = await client.post(**completion("acme-sums"))
+    assert openai.json()["error"] | {"message": "", "nearest": []} == {
+        "message": "", "type": "invalid_request_error", "param": "model", "code": "model_not_found",
+        "nearest": [],
+    }  # fmt: skip
+    assert (anthropic.json()["type"], anthropic.json()["error"]["type"]) == ("error", "not_found_error")
+    assert vllms.json()["error"] == {
+        "message": "Too long.", "type": "invalid_request_error", "param": "prompt", "code": None,
+    }  # fmt: skip
+    assert int(vllms.headers["content-length"]) == len(vllms.content)
+
+
+async def test_anthropics_header_carries_a_key(world: World):
+    async with world.client(None) as client:
+        response = await client.post(
+            "/v1/messages", json=body_of("/v1/messages", "acme-sums"), headers={"x-api-key": world.key()}
+        )
+    assert response.status_code == 200
+
+
+async def test_bodies_of_other_paths_are_capped(world: World):
+    async with world.client(world.key()) as client:
+        response = await client.post("/v1/feedback", content=json.dumps({"request_id": "x" * (65 << 10)}))
+    assert response.status_code == 413
+    assert world.server.seen == []
+
+
+def test_policies_are_made_within_their_tenants_patterns(world: World):
+    from engine.errors import Conflict
+
+    world.key("acme")
+    world.key("umbrella")
+    make = world.catalog.policies.add
+    with pytest.raises(Conflict, match="within the policies of tenant 'acme'"):
+        make(Policy("acme-new", "base", {}, "umbrella", 0.0))
+    with pytest.raises(Conflict, match="outside of the policies of tenant 'acme'"):
+        make(Policy("new", "base", {}, "acme", 0.0))
+    make(Policy("acme-new", "base", {}, "acme", 0.0))
+    make(Policy("new", "base", {}, "local", 0.0))
+
+
+async def test_a_tenants_share_of_the_queue_of_cold_loads(tmp_path):
+    """By default half of it; what is loaded ahead counts too."""
+    world = open_world(tmp_path, load_queue=8)
+    row = world.catalog.revisions.get("acme-sums", CHAMPION)
+    digests = [f"{number:x}" * 64 for number in range(1, 8)]
+    world.catalog.revisions.add_many([replace(row, digest=digest) for digest in digests])
+    world.loads.seconds = 0.1
+    async with (
+        world.client(world.key(roles=["infer", "pin"])) as client,
+        world.client(world.key("umbrella")) as other,
+    ):
+        bodies = [{"model": f"acme-sums@{digest[:12]}"} | SENTENCE for digest in digests]
+        # Two requests for one adapter take one place.
+        asked = [
+            asyncio.create_task(client.post("/v1/completions", json=body)) for body in [bodies[0], *bodies]
+        ]
+        await asyncio.sleep(0.02)
+        fine = await other.post("/v1/completions", json={"model": "umbrella-sums"} | SENTENCE)
+        found = [response.status_code for response in await asyncio.gather(*asked)]
+    world.close()
+    assert fine.status_code == 200
+    assert found == [200] * 5 + [429] * 3

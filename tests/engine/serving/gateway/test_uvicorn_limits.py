@@ -1,0 +1,109 @@
+"""Connections that send too many headers, too slowly, or nothing: they end, and others are served."""
+
+import asyncio
+import time
+
+import pytest
+import uvicorn
+import uvloop
+from live import free_port
+
+from engine.serving.gateway import uvicorn_limits
+
+REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n"
+
+
+async def app(scope, receive, send):
+    await receive()
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+class Running:
+    """A server with our limits."""
+
+    async def __aenter__(self) -> int:
+        uvicorn_limits.limit_connections()
+        port = free_port()
+        config = uvicorn.Config(app, port=port, lifespan="off", log_level="critical", timeout_keep_alive=30)
+        self.server = uvicorn.Server(config)
+        self.task = asyncio.create_task(self.server.serve())
+        while not self.server.started:
+            await asyncio.sleep(0.01)
+        return port
+
+    async def __aexit__(self, *_: object) -> None:
+        self.server.should_exit = True
+        await self.task
+
+
+async def ask(port: int, *pieces: bytes, wait_s: float = 0.0) -> bytes:
+    """Send pieces with pauses, and return what comes until the server closes, or 5 s are over."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(wait_s)
+        return await asyncio.wait_for(reader.read(1 << 16), 5)
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+@pytest.fixture(autouse=True)
+def plain_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(uvicorn.config.HTTP_PROTOCOLS, "auto", uvicorn.config.HTTP_PROTOCOLS["auto"])
+
+
+async def huge(port: int) -> list[bytes]:
+    at_once = REQUEST + b"".join(b"x-%d: %s\r\n" % (i, b"a" * 1000) for i in range(80)) + b"\r\n"
+    one = REQUEST + b"x: " + b"a" * (100 << 10)
+    for_ever = [REQUEST] + [b"x-%d: %s\r\n" % (i, b"a" * 8000) for i in range(20)]
+    fine = REQUEST + b"x: " + b"a" * 8000 + b"\r\n\r\n"
+    body = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 200000\r\n\r\n" + b"b" * 200_000
+    return [
+        (await ask(port, *pieces, wait_s=0.001))[:12]
+        for pieces in ([at_once], [one, b"\r\n\r\n"], for_ever, [fine], [body])
+    ]
+
+
+def test_huge_headers_are_refused_and_a_large_body_is_not():
+    async def run() -> list[bytes]:
+        async with Running() as port:
+            return await huge(port)
+
+    *refused, fine, large = uvloop.run(run())
+    # A client that still sends may see the connection's end before the answer.
+    assert set(refused) <= {b"HTTP/1.1 431", b""}
+    assert b"HTTP/1.1 431" in refused
+    assert fine == large == b"HTTP/1.1 200"
+
+
+def test_idle_and_slow_connections_end_and_others_are_served(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(uvicorn_limits, "HEADERS_S", 0.5)
+
+    async def run() -> None:
+        async with Running() as port:
+            idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(200)]
+            began = time.monotonic()
+            slow = asyncio.create_task(ask(port, *[b"G", b"E", b"T", b" "] * 5, wait_s=0.1))
+            half = await asyncio.open_connection("127.0.0.1", port)
+            half[1].write(REQUEST)
+            half[1].write_eof()
+            assert (await ask(port, REQUEST + b"\r\n"))[:12] == b"HTTP/1.1 200"
+            for reader, _ in (*idle, half):
+                assert await asyncio.wait_for(reader.read(), 5) == b""
+            assert 0.3 < time.monotonic() - began < 3
+            assert not (await slow).startswith(b"HTTP/1.1 200")
+            # A second request on a connection has the same time.
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(REQUEST + b"\r\n")
+            assert (await reader.read(1 << 16))[:12] == b"HTTP/1.1 200"
+            writer.write(b"GET / HT")
+            assert await asyncio.wait_for(reader.read(), 5) == b""
+            for _, writer in (*idle, half):
+                writer.close()
+
+    uvloop.run(run())

@@ -1,0 +1,271 @@
+"""Gateways in front of a fake of vLLM's server, on a real catalog and a real usage log."""
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+
+from engine.catalog.catalog import Base, Catalog, Policy, Revision, migrate
+from engine.metering.usage_log import UsageLog
+from engine.serving.gateway.gateway import Gateway, GatewayState
+from engine.serving.gateway.meter import Meter
+from engine.serving.gateway.routing import Router
+from engine.serving.residency.residency import Residency
+from engine.settings.services import EngineConfig, GatewayConfig
+from engine.store.segments import Store
+
+MAX_MODEL_LEN = 256
+OWN = (
+    "/v1/models",
+    "/v1/prewarm",
+    "/v1/feedback",
+    "/graftwork/residency",
+    "/graftwork/loads",
+    "/graftwork/marker",
+)
+ANTHROPIC, RESPONSES = "/v1/messages", "/v1/responses"
+
+
+class Events:
+    """A spool in memory."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[str, dict[str, Any]]] = []
+
+    def emit(self, table: str, **fields: Any) -> None:
+        self.rows.append((table, fields))
+
+
+class Loads:
+    """An engine that prepares every adapter after `seconds`."""
+
+    def __init__(self) -> None:
+        self.seconds, self.prepared = 0.0, list[str]()
+
+    async def prepare(self, name: str, address: dict[str, Any]) -> None:
+        self.prepared.append(name)
+        await asyncio.sleep(self.seconds)
+
+    async def forget(self, name: str) -> None: ...
+
+
+class FakeVllm:
+    """Answers as vLLM does, a token a step, and counts by request what it computed.
+
+    A prompt has a token for each word, a completion `max_tokens`, unless `short` says fewer. `finished` has
+    (prompt, completion) of each request that has ended, however it did.
+    """
+
+    def __init__(self, step_s: float = 0.0):
+        self.step_s, self.short = step_s, 1 << 30
+        # Graftwork's own endpoints, by their app.
+        self.own: FastAPI | None = None
+        self.seen: list[tuple[str, dict[str, Any], dict[str, str]]] = []
+        self.under_way: dict[str, list[int]] = {}
+        self.finished: dict[str, tuple[int, int]] = {}
+        self.fault: tuple[int, dict[str, Any]] | None = None
+
+    def used(self, request_id: str) -> tuple[int, int] | None:
+        found = self.under_way.get(request_id)
+        return (found[0], found[1]) if found else None
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if self.own is not None and scope["path"].startswith(OWN):
+            return await self.own(scope, receive, send)
+        raw, message = b"", {"more_body": True}
+        while message.get("more_body"):
+            message = await receive()
+            raw += message.get("body", b"")
+        body = json.loads(raw) if raw else {}
+        headers = {name.decode(): value.decode() for name, value in scope["headers"]}
+        self.seen.append((scope["path"], body, headers))
+        if self.fault is not None:
+            return await self._whole(send, self.fault[0], self.fault[1])
+        name = headers.get("x-request-id", "")
+        prompt = body.get("prompt", body.get("messages", body.get("input", "")))
+        words = len(json.dumps(prompt).split())
+        tokens = body.get("max_tokens", body.get("max_completion_tokens", body.get("max_output_tokens", 16)))
+        tokens = min(tokens, self.short) * body.get("n", 1)
+        count = self.under_way[name] = [words, 0]
+        gone = asyncio.ensure_future(left(receive))
+        try:
+            if body.get("stream"):
+                await self._stream(scope["path"], body, count, tokens, gone, send)
+            else:
+                while count[1] < tokens and not gone.done():
+                    await self._step(count)
+                if not gone.done():
+                    await self._whole(send, 200, answer_of(scope["path"], name, count))
+        finally:
+            gone.cancel()
+            self.finished[name] = (count[0], count[1])
+            del self.under_way[name]
+
+    async def _step(self, count: list[int]) -> None:
+        await asyncio.sleep(self.step_s)
+        count[1] += 1
+
+    async def _stream(
+        self, path: str, body: dict[str, Any], count: list[int], tokens: int, gone: Any, send: Any
+    ) -> None:
+        headers = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+        async def event(said: dict[str, Any] | str) -> None:
+            text = said if isinstance(said, str) else json.dumps(said, separators=(",", ":"))
+            data = f"data: {text}\n\n".encode()
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+
+        if path == ANTHROPIC:
+            await event(
+                {
+                    "type": "message_start",
+                    "message": {"usage": {"input_tokens": count[0], "output_tokens": 0}},
+                }
+            )
+        while count[1] < tokens and not gone.done():
+            await self._step(count)
+            await event({"choices": [{"index": 0, "text": "x", "finish_reason": None}]})
+        if gone.done():
+            return
+        usage = {"prompt_tokens": count[0], "total_tokens": sum(count), "completion_tokens": count[1]}
+        if path == ANTHROPIC:
+            await event({"type": "message_delta", "usage": {"output_tokens": count[1]}})
+        elif path == RESPONSES:
+            told = {
+                "input_tokens": count[0],
+                "input_tokens_details": {"cached_tokens": 0},
+                "output_tokens": count[1],
+            }
+            await event({"type": "response.completed", "response": {"usage": told}})
+        elif (body.get("stream_options") or {}).get("include_usage"):
+            await event({"choices": [], "usage": usage})
+        await event("[DONE]")
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _whole(self, send: Any, status: int, body: dict[str, Any]) -> None:
+        headers = [(b"content-type", b"application/json")]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": json.dumps(body, separators=(",", ":")).encode()})
+
+
+async def left(receive: Any) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def answer_of(path: str, name: str, count: list[int]) -> dict[str, Any]:
+    if path in (ANTHROPIC, RESPONSES):
+        return {"id": name, "usage": {"input_tokens": count[0], "output_tokens": count[1]}}
+    usage = {"prompt_tokens": count[0], "completion_tokens": count[1], "total_tokens": sum(count)}
+    return {"id": f"cmpl-{name}", "choices": [{"text": "x", "finish_reason": "stop"}], "usage": usage}
+
+
+@dataclass
+class World:
+    """Two tenants' policies on one catalog, and a gateway before a fake server."""
+
+    root: Path
+    catalog: Catalog
+    server: FakeVllm
+    events: Events
+    loads: Loads
+    usage: UsageLog
+    state: GatewayState
+    app: Any
+
+    def client(self, key: str | None) -> httpx.AsyncClient:
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        transport = httpx.ASGITransport(self.app)
+        return httpx.AsyncClient(transport=transport, base_url="http://gateway", headers=headers)
+
+    def key(
+        self, tenant: str = "acme", roles: Any = ("infer", "feedback"), policies: Any = None, **more: Any
+    ) -> str:
+        patterns = [f"{tenant}-*"] if policies is None else policies
+        return self.catalog.keys.create(tenant, roles, patterns, **more)
+
+    def close(self) -> None:
+        self.usage.close()
+        self.catalog.close()
+
+
+def open_world(
+    root: Path,
+    settings: GatewayConfig | None = None,
+    load_queue: int = 1024,
+    server: FakeVllm | None = None,
+) -> World:
+    """Tenants acme and umbrella have a policy `TENANT-sums` each, with a champion and another revision.
+
+    Without a `server`, Graftwork's own endpoints are behind the gateway, too.
+    """
+    url = f"sqlite:///{root}/catalog.db"
+    is_new = not (root / "catalog.db").exists()
+    migrate(url)
+    catalog = Catalog(url)
+    if is_new:
+        fill(catalog)
+    has_own = server is None
+    server, events, loads, usage = server or FakeVllm(), Events(), Loads(), UsageLog(root / "usage")
+    state = GatewayState(
+        Router(catalog, "tiny", "base"),
+        Residency(loads, catalog, Store(root), EngineConfig(load_queue=load_queue)),
+        events,  # type: ignore[arg-type]
+        "here",
+        Meter(usage, MAX_MODEL_LEN, load_queue),
+        settings or GatewayConfig(),
+        server.used,
+    )
+    if has_own:
+        server.own = own_endpoints(state)
+    holder = SimpleNamespace(state=SimpleNamespace(graftwork=state))
+    gateway = Gateway(server)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        scope["app"] = holder
+        await gateway(scope, receive, send)
+
+    return World(root, catalog, server, events, loads, usage, state, app)
+
+
+def own_endpoints(state: GatewayState) -> FastAPI:
+    from engine.serving.gateway.endpoints import GraftworkEndpoints
+
+    async def loads() -> list[Any]:
+        return []
+
+    app = FastAPI()
+    GraftworkEndpoints().attach_router(app)
+    app.state.graftwork, app.state.graftwork_loads = state, loads
+    app.state.graftwork_marker = {"plugin": "fake"}
+    return app
+
+
+CHAMPION, OTHER = "a" * 64, "b" * 64
+
+
+def fill(catalog: Catalog) -> None:
+    import hashlib
+
+    catalog.bases.add(Base("base", "tiny", "/tiny", 0.0))
+    layout = hashlib.sha256(b"{}").hexdigest()
+    catalog.layouts.add(layout, "{}")
+    for tenant in ("acme", "umbrella"):
+        policy = f"{tenant}-sums"
+        catalog.policies.add(Policy(policy, "base", {}, tenant, time.time()))
+        rows = [
+            Revision(
+                policy, digest, "base", None, 1, 8, 10, layout, "s", 0, 10, "cc" * 32, "exported", tenant, 0.0
+            )
+            for digest in (CHAMPION, OTHER)
+        ]
+        catalog.revisions.add_many(rows)
+        route = catalog.routes.get(policy)
+        catalog.routes.update(replace(route, champion=CHAMPION), route.version)
