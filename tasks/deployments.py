@@ -6,6 +6,7 @@ Idempotent: everything is found by its name and replaced.
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import UUID
 
 import yaml
 
@@ -109,6 +110,7 @@ def _deploy(client: "SyncPrefectClient", params: Params, wanted: dict[str, Any])
     deployment.entrypoint = wanted["entrypoint"]
     deployment.storage = LocalStorage(str(ROOT))
     id = deployment.apply(work_pool_name=params.prefect.work_pool)
+    assert isinstance(id, UUID)
     if client.read_deployment(id).job_variables:
         # An earlier version's, or a person's: the pool's template takes none, and Prefect would refuse a run.
         client.update_deployment(id, DeploymentUpdate(job_variables={}))

@@ -20,8 +20,8 @@ class InProcessExecutor(UniProcExecutor):
 
     def _init_executor(self) -> None:
         super()._init_executor()
-        settings = (self.vllm_config.additional_config or {}).get("graftwork", {}).get("cores")
-        if settings:
+        ours: Any = self.vllm_config.additional_config
+        if settings := (ours or {}).get("graftwork", {}).get("cores"):
             self.cores = SharedCores(Path(settings["folder"]), "engine", settings["share"])
 
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:

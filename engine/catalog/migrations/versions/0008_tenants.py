@@ -14,10 +14,9 @@ ROLES = {"user": ["infer", "feedback"], "score": ["infer", "pin", "score"], "adm
 
 def upgrade() -> None:
     """Add columns and table; a running release goes on with the unit hashes that it began with."""
-    empty = {"nullable": False, "server_default": "[]"}
     op.add_column("keys", sa.Column("id", sa.String(), nullable=False, server_default=""))
-    op.add_column("keys", sa.Column("roles", sa.JSON(), **empty))
-    op.add_column("keys", sa.Column("policies", sa.JSON(), **empty))
+    op.add_column("keys", sa.Column("roles", sa.JSON(), nullable=False, server_default="[]"))
+    op.add_column("keys", sa.Column("policies", sa.JSON(), nullable=False, server_default="[]"))
     op.add_column("keys", sa.Column("limits", sa.JSON(), nullable=False, server_default="{}"))
     op.add_column("keys", sa.Column("expires_at", sa.Float(), nullable=True))
     op.execute("UPDATE keys SET id = substr(hash, 1, 12)")
