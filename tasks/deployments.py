@@ -6,7 +6,6 @@ Idempotent: everything is found by its name and replaced.
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from uuid import UUID
 
 import yaml
 
@@ -39,7 +38,8 @@ JOB_TEMPLATE: dict[str, Any] = {
         "command": None, "env": {}, "labels": {}, "name": None, "stream_output": True,
         "working_dir": str(ROOT),
     },
-    "variables": {"type": "object", "properties": {}, "additionalProperties": False},
+    # Others are ignored, not refused: Prefect keeps those of a deployment that an earlier version installed.
+    "variables": {"type": "object", "properties": {}},
 }  # fmt: skip
 # A run counts as dead after three missed heartbeats (engine/services/lifecycle.py).
 SILENCE_S = 100
@@ -58,7 +58,7 @@ def install(params: Params) -> int:
     try:
         with get_client(sync_client=True) as client:
             _install_pool(client, params.prefect.work_pool)
-            names = [_deploy(client, params, wanted) for wanted in read_deployments()]
+            names = [_deploy(params, wanted) for wanted in read_deployments()]
             for automation in (_notification(params), _dead_runs()):
                 _replace(client, automation)
     except (httpx.HTTPError, PrefectHTTPStatusError) as error:
@@ -85,8 +85,7 @@ def _install_pool(client: "SyncPrefectClient", name: str) -> None:
         client.update_work_pool(name, WorkPoolUpdate(base_job_template=JOB_TEMPLATE))
 
 
-def _deploy(client: "SyncPrefectClient", params: Params, wanted: dict[str, Any]) -> str:
-    from prefect.client.schemas.actions import DeploymentUpdate
+def _deploy(params: Params, wanted: dict[str, Any]) -> str:
     from prefect.client.schemas.objects import ConcurrencyLimitConfig
     from prefect.deployments.runner import RunnerDeployment
     from prefect.runner.storage import LocalStorage
@@ -109,11 +108,7 @@ def _deploy(client: "SyncPrefectClient", params: Params, wanted: dict[str, Any])
     # The worker's process runs in the checkout, where the entry points are.
     deployment.entrypoint = wanted["entrypoint"]
     deployment.storage = LocalStorage(str(ROOT))
-    id = deployment.apply(work_pool_name=params.prefect.work_pool)
-    assert isinstance(id, UUID)
-    if client.read_deployment(id).job_variables:
-        # An earlier version's, or a person's: the pool's template takes none, and Prefect would refuse a run.
-        client.update_deployment(id, DeploymentUpdate(job_variables={}))
+    deployment.apply(work_pool_name=params.prefect.work_pool)
     return wanted["name"]
 
 

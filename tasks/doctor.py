@@ -86,8 +86,8 @@ def _rights(params: Params) -> Iterator[Finding]:
         if path.exists() and path.stat().st_mode & OTHERS:
             mode = stat.S_IMODE(path.stat().st_mode)
             yield Finding("rights", f"{path} has mode {mode:o}", f"Run `chmod go= {path}`.")
-    if paths.root.is_dir() and paths.root.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        yield Finding("rights", f"others may write to {paths.root}", f"Run `chmod go-w {paths.root}`.")
+    if paths.root.is_dir() and paths.root.stat().st_mode & OTHERS:
+        yield Finding("rights", f"others may look into {paths.root}", f"Run `chmod go= {paths.root}`.")
 
 
 def _ports(params: Params) -> Iterator[Finding]:

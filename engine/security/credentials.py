@@ -20,7 +20,8 @@ LOGIN_VARIABLES = ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD", "PREF
 def credential(paths: Paths, name: str) -> str:
     """Return a service's credential, created if it is missing."""
     assert name in NAMES, name
-    paths.credentials.mkdir(mode=0o700, parents=True, exist_ok=True)
+    paths.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    paths.credentials.mkdir(mode=0o700, exist_ok=True)
     return write_once(paths.credentials / name, secrets.token_hex(24) + "\n", mode=0o600)
 
 

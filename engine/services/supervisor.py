@@ -88,6 +88,8 @@ class Supervisor:
         signals = {signal.SIGINT, signal.SIGTERM}
 
         def prepare_child() -> None:
+            # What the services write is their user's alone: rewards, artifacts, databases, logs.
+            os.umask(0o077)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
             if owner is not None:
                 die_with_parent(owner)
@@ -173,8 +175,7 @@ class Supervisor:
         self, programs: Mapping[str, tuple[str, ...]], own: Mapping[str, Mapping[str, str]]
     ) -> str:
         sections = [
-            # What the services write is their user's alone: prompts, rewards, artifacts, logs.
-            "[supervisord]", "nodaemon=true", "silent=true", "umask=077", f"pidfile={_escape(self.pidfile)}",
+            "[supervisord]", "nodaemon=true", "silent=true", f"pidfile={_escape(self.pidfile)}",
             f"childlogdir={_escape(self.logs)}", f"logfile={_escape(self.logs / 'supervisor.log')}",
             "logfile_maxbytes=5MB", "logfile_backups=1",
             "[unix_http_server]", f"file={_escape(self.socket)}", "chmod=0700",

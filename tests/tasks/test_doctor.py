@@ -23,7 +23,6 @@ from tasks.exposure import PATHS, reached
 def params(tmp_path: Path) -> Params:
     params = own_ports(state_dir=tmp_path / "state")
     create_credentials(params.paths)
-    params.state_dir.chmod(0o700)
     migrate(params.paths.catalog_url)
     return params
 
