@@ -17,19 +17,15 @@ OPEN = """
 def close_dead(root: Path, connection: sqlite3.Connection) -> int:
     """Close the open rows of gateways that are gone as `unknown`; return how many there were."""
     closed = 0
-    waiting = connection.execute("SELECT DISTINCT gateway FROM requests WHERE state = 'admitted'").fetchall()
-    for (gateway,) in waiting:
-        file = root / "gateways" / gateway
+    for file in (root / "gateways").glob("*"):
         if not _is_dead(file):
             continue
         with writing(connection):
-            rows: list[Any] = connection.execute(OPEN, (gateway,)).fetchall()
+            rows: list[Any] = connection.execute(OPEN, (file.name,)).fetchall()
             for number, *fields in rows:
                 close_row(connection, number, Metered(*fields), None, None)
         closed += len(rows)
-    for file in (root / "gateways").glob("*"):
-        if _is_dead(file):
-            file.unlink(missing_ok=True)
+        file.unlink(missing_ok=True)
     return closed
 
 

@@ -22,9 +22,10 @@ COLUMNS = {
     "state": "VARCHAR", "status": "INTEGER", "prompt": "BIGINT", "completion": "BIGINT",
     "settled_at": "DOUBLE",
 }  # fmt: skip
+# The newest row stays, so that no number is given twice.
 SETTLED = f"""
     SELECT {", ".join(COLUMNS)} FROM requests WHERE state != 'admitted' AND settled_at < ?
-    ORDER BY seq LIMIT ?
+    AND seq < (SELECT max(seq) FROM requests) ORDER BY seq LIMIT ?
 """
 
 

@@ -17,12 +17,11 @@ KEPT_DAYS = 40
 SCHEMA = (
     """
     CREATE TABLE requests (
-        seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL, gateway TEXT NOT NULL, at REAL NOT NULL,
+        seq INTEGER PRIMARY KEY, id TEXT NOT NULL, gateway TEXT NOT NULL, at REAL NOT NULL,
         tenant TEXT NOT NULL, key TEXT NOT NULL, policy TEXT NOT NULL, revision TEXT NOT NULL,
         purpose TEXT NOT NULL, reserved INTEGER NOT NULL, state TEXT NOT NULL, status INTEGER,
         prompt INTEGER, completion INTEGER, settled_at REAL
     ) STRICT;
-    CREATE INDEX requests_open ON requests (gateway) WHERE state = 'admitted';
     CREATE TABLE spent (
         subject TEXT NOT NULL, period TEXT NOT NULL, used INTEGER NOT NULL, reserved INTEGER NOT NULL,
         PRIMARY KEY (subject, period)

@@ -22,6 +22,12 @@ USAGE = re.compile(rb'"usage":(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})')
 ERROR = 400
 # (prompt, completion) tokens.
 Used = tuple[int, int]
+Counted = Callable[[str], Used | None]
+
+
+def uncounted(_request_id: str) -> None:
+    """Say that what a request has used is not known."""
+    return
 
 
 @dataclass
@@ -36,11 +42,13 @@ class Call:
     priority: int
     is_stream: bool
     wants_usage: bool
-    counted: Callable[[str], Used | None]
+    counted: Counted = uncounted
     used: Used | None = (0, 0)
 
     @staticmethod
-    def of(request_id: str, path: str, body: dict[str, Any], priority: int, counted: Any) -> "Call":
+    def of(
+        request_id: str, path: str, body: dict[str, Any], priority: int, counted: Counted = uncounted
+    ) -> "Call":
         """Return the call of a request, and have a stream's `body` ask for usage."""
         is_stream = body.get("stream") is True
         options = body.get("stream_options") or {}

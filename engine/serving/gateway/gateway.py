@@ -35,7 +35,7 @@ from engine.serving.gateway.asgi import (
     unless_left,
 )
 from engine.serving.gateway.exchange import Exchange, hash_unit
-from engine.serving.gateway.forwarding import Call, Used, forward
+from engine.serving.gateway.forwarding import Call, Counted, forward, uncounted
 from engine.serving.gateway.meter import Bill, Meter
 from engine.serving.gateway.outcomes import wants_json
 from engine.serving.gateway.request_fields import check_fields, size_of
@@ -69,17 +69,22 @@ class GatewayState:
     name: str
     meter: Meter
     settings: GatewayConfig
-    counted: Callable[[str], Used | None] = lambda request_id: None
+    counted: Counted = uncounted
 
 
 @dataclass(frozen=True)
-class Caller:
-    """Who asks: the key, its tenant, and the request's headers and id."""
+class Inbound:
+    """A request whose key may call its endpoint; `id` is the request's id, `scope` ASGI's."""
 
+    state: GatewayState
+    id: str
     key: Key
     tenant: Tenant
+    endpoint: Endpoint
     headers: dict[str, str]
-    request_id: str
+    scope: Any
+    receive: Receive
+    send: Send
 
 
 class Gateway:
@@ -131,80 +136,66 @@ class Gateway:
             key = authenticate(state.router, headers)
             endpoint = served(path, method)
             require(endpoint.path, endpoint.roles, key)
-            caller = Caller(key, state.router.tenant(key.owner), headers, scope["state"]["graftwork_request"])
+            tenant, request_id = state.router.tenant(key.owner), scope["state"]["graftwork_request"]
             scope["state"]["graftwork_key"] = key
-            await self._dispatch(state, caller, endpoint, scope, receive, send)
+            asked = Inbound(state, request_id, key, tenant, endpoint, headers, scope, receive, send)
+            await self._dispatch(asked)
         except GraftworkError as error:
             await send_error(send, error, path)
 
-    async def _dispatch(
-        self,
-        state: GatewayState,
-        caller: Caller,
-        endpoint: Endpoint,
-        scope: Any,
-        receive: Receive,
-        send: Send,
-    ) -> None:
-        raw = b"" if scope["method"] == "GET" else await read_body(receive, endpoint.most_body)
+    async def _dispatch(self, asked: Inbound) -> None:
+        endpoint = asked.endpoint
+        raw = b"" if asked.scope["method"] == "GET" else await read_body(asked.receive, endpoint.most_body)
         if endpoint.fields is None:
-            call = Call.of(caller.request_id, endpoint.path, {}, 0, state.counted)
-            return await forward(self._app, call, raw, scope, receive, send)
+            return await self._pass(asked, Call.of(asked.id, endpoint.path, {}, 0), raw)
         body = parse(raw)
         check_fields(body, endpoint.fields)
         if endpoint.kind is Kind.TOKENIZE:
-            return await self._tokenize(state, caller, body, scope, receive, send)
+            return await self._tokenize(asked, body)
         size = size_of(body, endpoint.tokens)
-        most = MOST_SAMPLES if caller.key.may("score", "train") else state.settings.max_samples
+        most = MOST_SAMPLES if asked.key.may("score", "train") else asked.state.settings.max_samples
         if size.samples > most:
             said = f"The request asks for {size.samples} completions, n for each prompt; the most is {most}."
             raise Refused(400, said, "invalid_value", "n")
-        reserved = state.meter.bound(len(raw), size.prompts, size.samples, size.most_tokens)
-        await self._generate(state, caller, endpoint, body, reserved, scope, receive, send)
+        reserved = asked.state.meter.bound(len(raw), size.prompts, size.samples, size.most_tokens)
+        await self._generate(asked, body, reserved)
 
-    async def _tokenize(
-        self,
-        state: GatewayState,
-        caller: Caller,
-        body: dict[str, Any],
-        scope: Any,
-        receive: Receive,
-        send: Send,
-    ) -> None:
+    async def _pass(self, asked: Inbound, call: Call, body: bytes, send: Send | None = None) -> None:
+        """Have vLLM's app answer the request with this body."""
+        await forward(self._app, call, body, asked.scope, asked.receive, send or asked.send)
+
+    async def _tokenize(self, asked: Inbound, body: dict[str, Any]) -> None:
         """Forward the request to the base, whichever model that may be asked for it names."""
+        router = asked.state.router
         if "model" in body:
-            await state.router.admit(str(body["model"]), "", key=caller.key)
-            body["model"] = state.router.base_name
-        call = Call.of(caller.request_id, scope["path"], body, 0, state.counted)
-        await forward(self._app, call, orjson.dumps(body), scope, receive, send)
+            await router.admit(body["model"], "", key=asked.key)
+            body["model"] = router.base_name
+        await self._pass(asked, Call.of(asked.id, asked.endpoint.path, body, 0), orjson.dumps(body))
 
-    async def _generate(
-        self, state: GatewayState, caller: Caller, endpoint: Endpoint, body: dict[str, Any], reserved: int,
-        scope: Any, receive: Receive, send: Send,
-    ) -> None:  # fmt: skip
+    async def _generate(self, asked: Inbound, body: dict[str, Any], reserved: int) -> None:
         started = time.perf_counter()
-        key, request_id = caller.key, caller.request_id
-        purpose = purpose_of(endpoint.path, caller.headers, key)
-        unit = body.get("user") or caller.headers.get("x-session-id")
+        state, key = asked.state, asked.key
+        purpose = purpose_of(asked.endpoint.path, asked.headers, key)
+        unit = body.get("user") or asked.headers.get("x-session-id")
         model = body.get("model")
         if not model:
             raise Refused(400, "The request names no model.", "invalid_value", "model")
-        admit = partial(state.router.admit, model, str(unit or request_id), purpose, key)
+        admit = partial(state.router.admit, model, unit or asked.id, purpose, key)
         target, admitted_at = await admit()
         exchange = Exchange(
-            id=endpoint.id_prefix + request_id,
+            id=asked.endpoint.id_prefix + asked.id,
             key=key,
             target=target,
-            unit=hash_unit(state.router, key, target, str(unit)) if unit else None,
-            segment=segment_of(caller.headers),
+            unit=hash_unit(state.router, key, target, unit) if unit else None,
+            segment=segment_of(asked.headers),
             purpose=purpose,
             admitted_at=admitted_at,
             started=started,
         )
-        bill = await state.meter.open(key, caller.tenant, metered(exchange, reserved))
-        call = Call.of(request_id, endpoint.path, body, bill.priority, state.counted)
+        bill = await state.meter.open(key, asked.tenant, metered(exchange, reserved))
+        call = Call.of(asked.id, asked.endpoint.path, body, bill.priority, state.counted)
         try:
-            await self._answer(state, caller, exchange, admit, call, bill, body, scope, receive, send)
+            await self._answer(asked, exchange, admit, call, bill, body)
         except GraftworkError as error:
             exchange.status = error.status
             raise
@@ -214,30 +205,29 @@ class Gateway:
             exchange.record(state.spool, state.name)
 
     async def _answer(
-        self, state: GatewayState, caller: Caller, exchange: Exchange, admit: Admit, call: Call, bill: Bill,
-        body: dict[str, Any], scope: Any, receive: Receive, send: Send,
-    ) -> None:  # fmt: skip
+        self, asked: Inbound, exchange: Exchange, admit: Admit, call: Call, bill: Bill, body: dict[str, Any]
+    ) -> None:
         """Have the target answer."""
-        name = await self._hold(state, caller, exchange, admit, receive)
+        state = asked.state
+        name = await self._hold(asked, exchange, admit)
         if name is None:
-            ASKED.set(str(body["model"]))
+            ASKED.set(body["model"])
+        ours = settings_of(asked) | {"model": name or state.router.base_name}
         try:
-            ours = settings_of(state, caller, call) | {"model": name or state.router.base_name}
-            await self._forward(exchange, call, bill, body | ours, scope, receive, send)
+            await self._forward(asked, exchange, call, bill, body | ours)
         finally:
             if name is not None:
                 state.residency.release(name)
 
-    async def _hold(
-        self, state: GatewayState, caller: Caller, exchange: Exchange, admit: Admit, receive: Receive
-    ) -> str | None:
+    async def _hold(self, asked: Inbound, exchange: Exchange, admit: Admit) -> str | None:
         """Hold the target's adapter in the host tier; return its served name, or None for the base.
 
         A cold adapter may take a minute. After each such wait the request is admitted again and follows the
         routes as they are then: it never reaches a revision that was rolled back, retired, purged or
         quarantined meanwhile. The wait ends when the client leaves.
         """
-        residency, priority = state.residency, INTERACTIVE if exchange.purpose == "user" else BACKGROUND
+        state, priority = asked.state, INTERACTIVE if exchange.purpose == "user" else BACKGROUND
+        residency = state.residency
         while True:
             policy, digest = exchange.target.policy, exchange.target.digest
             if policy is None or digest is None:
@@ -245,8 +235,9 @@ class Gateway:
             revision = state.router.revision(policy, digest)
             if (warm := residency.hold_warm(revision)) is not None:
                 return warm
-            with state.meter.cold_load(caller.key, caller.tenant, served_name(policy, digest)):
-                name = await unless_left(receive, residency.hold(revision, priority), residency.release)
+            with state.meter.cold_load(asked.key, asked.tenant, served_name(policy, digest)):
+                held = residency.hold(revision, priority)
+                name = await unless_left(asked.receive, held, residency.release)
             with ExitStack() as otherwise:
                 otherwise.callback(residency.release, name, is_use=False)
                 residency.refuse_quarantined(revision)
@@ -256,9 +247,8 @@ class Gateway:
                     return name
 
     async def _forward(
-        self, exchange: Exchange, call: Call, bill: Bill, body: dict[str, Any], scope: Any,
-        receive: Receive, send: Send,
-    ) -> None:  # fmt: skip
+        self, asked: Inbound, exchange: Exchange, call: Call, bill: Bill, body: dict[str, Any]
+    ) -> None:
         """Forward the request with the new body, mark the response and record its status and times."""
         is_json = wants_json(body)
         revision = (exchange.target.name or "base").encode()
@@ -271,9 +261,9 @@ class Gateway:
             else:
                 is_whole = not body.get("stream") and exchange.ttft_s is None and not message.get("more_body")
                 exchange.take(message.get("body", b""), is_whole, is_json)
-            await send(message)
+            await asked.send(message)
 
-        await forward(self._app, call, orjson.dumps(body), scope, receive, observe)
+        await self._pass(asked, call, orjson.dumps(body), observe)
 
 
 def metered(exchange: Exchange, reserved: int) -> Metered:
@@ -290,16 +280,16 @@ def metered(exchange: Exchange, reserved: int) -> Metered:
     )
 
 
-def settings_of(state: GatewayState, caller: Caller, call: Call) -> dict[str, Any]:
+def settings_of(asked: Inbound) -> dict[str, Any]:
     """Return the fields of vLLM's that the gateway alone sets.
 
     Tenants do not share the prefix cache: by the time to the first token one could guess another's prompts.
     """
     fields: dict[str, Any] = {}
-    if not state.settings.shared_prefix_cache:
-        fields["cache_salt"] = state.router.keyed_hash("prefix cache", caller.key.owner)
-    if call.path == "/v1/responses":
-        fields |= {"request_id": f"resp_{call.id}", "store": False}
+    if not asked.state.settings.shared_prefix_cache:
+        fields["cache_salt"] = asked.state.router.keyed_hash("prefix cache", asked.key.owner)
+    if asked.endpoint.path == "/v1/responses":
+        fields |= {"request_id": asked.endpoint.id_prefix + asked.id, "store": False}
     return fields
 
 
