@@ -2,6 +2,8 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
+# Hundreds of processes start. Without bytecode files each would compile our modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 PYTHON ?= python3.11
 VENV := .venv
@@ -13,7 +15,7 @@ TORCH_INDEX := https://download.pytorch.org/whl/cpu
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 # A worker for each core, four at most: each may hold engines of its own. A file's tests stay on one worker.
 WORKERS ?= $(shell cores=$$(nproc); echo $$(( cores < 4 ? cores : 4 )))
-PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 10
 # A full check runs on the real engine, so it has hours; a fast test has pytest's default.
 LONG := --timeout 7200
 

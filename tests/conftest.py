@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
-from live import RunningEngine, start_engine, stop_engine
+from live import CROWDED, RunningEngine, start_engine, stop_engine
 from postgres import fresh_database, postgres
 
 from engine.catalog.catalog import Catalog, Policy, migrate
@@ -32,8 +32,8 @@ os.environ.update(OFFLINE | equal_bits(os.environ))
 
 # Fixtures that start a service, here or in a file; a test that starts one itself is marked `services`.
 SERVED = {
-    "chromium", "clone", "crowded", "engine", "finished", "gate", "halves", "people", "postgres_server",
-    "running", "s3", "server", "service", "supervisor",
+    "chromium", "clone", "crowded", "engine", "finished", "gate", "halves", "moe_engine", "people",
+    "postgres_server", "running", "s3", "server", "service", "supervisor",
 }  # fmt: skip
 # Files whose tests share the fixture `engine`: on one worker, so that it starts once.
 ON_ONE_ENGINE = {
@@ -47,6 +47,12 @@ ON_ONE_ENGINE = {
     "tests/engine/verification/test_probe_gate.py",
     "tests/tasks/test_general.py",
     "tests/tasks/test_score.py",
+}
+# The same for every fixture that is an engine.
+SHARED_ENGINES = {
+    "engine": ON_ONE_ENGINE,
+    "crowded": {"tests/engine/serving/test_end_tokens.py", "tests/engine/serving/worker/test_slot_reuse.py"},
+    "moe_engine": {"tests/engine/serving/test_malformed_moe.py", "tests/engine/serving/test_moe_engine.py"},
 }
 # Programs that only a test marked `services` may start.
 SERVERS = re.compile(
@@ -64,9 +70,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         assert isinstance(item, pytest.Function)
         if SERVED & set(item.fixturenames) or "postgresql" in item.name:
             item.add_marker("services")
-        if "engine" in item.fixturenames and not hasattr(item.module, "engine"):
-            file = item.nodeid.partition("::")[0]
-            assert file in ON_ONE_ENGINE, f"{file} uses the fixture engine; add it to ON_ONE_ENGINE."
+        file = item.nodeid.partition("::")[0]
+        for name, files in SHARED_ENGINES.items():
+            if name in item.fixturenames and not hasattr(item.module, name):
+                assert file in files, f"{file} uses the fixture {name}; add it to SHARED_ENGINES[{name!r}]."
     items.sort(key=lambda item: (-minutes_of(item), item.get_closest_marker("services") is None))
 
 
@@ -78,13 +85,13 @@ def minutes_of(item: pytest.Item) -> float:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Schedule whole files, those of ON_ONE_ENGINE as if they were one."""
+    """Schedule whole files, those that share an engine as if they were one."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return "one engine" if file in ON_ONE_ENGINE else file
+            return next((name for name, files in SHARED_ENGINES.items() if file in files), file)
 
     return Scheduling(config, log)
 
@@ -181,6 +188,33 @@ def tiny_base(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
 @pytest.fixture(scope="session")
 def engine(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
     running = start_engine(tiny_base, tmp_path_factory.mktemp("engine"), wait_s=600, slots=4, max_num_seqs=64)
+    yield running
+    stop_engine(running)
+
+
+@pytest.fixture(scope="session")
+def moe_engine(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
+    """An engine on a small mixture of experts, with a slot for an adapter on each target and on all."""
+    from moe_bases import qwen3_moe
+    from parity import kinds_of
+
+    base = qwen3_moe(tmp_path_factory.mktemp("bases") / "moe", tiny_base)
+    state = tmp_path_factory.mktemp("moe-engine")
+    slots = len(kinds_of(base))
+    running = start_engine(base, state, slots=slots, max_num_seqs=64, dtype="float32", routed_experts=True)
+    yield running
+    stop_engine(running)
+
+
+@pytest.fixture(scope="session")
+def crowded(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
+    """An engine with few slots and a host tier of few adapters, on a base with two end tokens."""
+    from end_tokens import add_end_token
+
+    base = tmp_path_factory.mktemp("bases") / "two-ends"
+    shutil.copytree(tiny_base, base)
+    add_end_token(base)
+    running = start_engine(base, tmp_path_factory.mktemp("crowded"), max_num_seqs=16, **CROWDED)
     yield running
     stop_engine(running)
 

@@ -29,6 +29,8 @@ SHARE = 2_000
 # Seconds that a server has to stop by itself, before its reaper kills it.
 STOP_S = 20
 STOCK_SERVER = str(Path(__file__).with_name("stock_server.py"))
+# The rank is one at which an adapter is mapped rather than copied: over 1 MiB.
+CROWDED = {"slots": 3, "max_rank": 64, "host_bytes": 7 << 20}
 # A stock server's limits are the defaults of ours.
 DEFAULTS = EngineConfig()
 

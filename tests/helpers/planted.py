@@ -297,8 +297,8 @@ def long(made: Plant) -> None:
     made.row["length"] = 64_000_000
 
 
-# On a base with experts: gate_up_proj has two slices, down_proj one.
-GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"
+# On a base of `moe_bases.qwen3_moe`: gate_up_proj has two slices, down_proj one.
+GATE_UP = "model.layers.1.mlp.experts.gate_up_proj"
 
 
 def of_experts(side: str, at: int, value: Any) -> Callable[[Plant], None]:
@@ -345,10 +345,10 @@ def not_a_number(made: Plant) -> None:
 PLANTED_EXPERTS: dict[str, tuple[Callable[[Plant], None], str]] = {
     "experts: one beyond the last": (later, "expected 8 experts"),
     "experts: as one linear module": (flat, "with experts"),
-    "experts: slices for experts": (axes_swapped, "expected outputs (96, 96), found"),
+    "experts: slices for experts": (axes_swapped, "expected outputs (40, 40), found"),
     "experts: NaN": (not_a_number, f"{GATE_UP}.lora_B holds NaN"),
     "experts: a first one that is negative": (of_experts("A", 6, -1), NO_NUMBERS),
     "experts: a first one that is giant": (of_experts("A", 6, 1 << 40), "has no other half"),
-    "experts: gate and up of other widths": (of_experts("B", WIDTHS, [96, 95]), "widths contradict"),
-    "experts: a rank that is a word": (of_experts("A", SHAPE, [8, 2, "8", 128]), NO_NUMBERS),
+    "experts: gate and up of other widths": (of_experts("B", WIDTHS, [40, 39]), "widths contradict"),
+    "experts: a rank that is a word": (of_experts("A", SHAPE, [8, 2, "8", 64]), NO_NUMBERS),
 }  # fmt: skip

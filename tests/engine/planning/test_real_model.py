@@ -1,4 +1,4 @@
-"""A real model on one GPU, as far as a CPU shows it: precision, checkpointing, slots, arguments, ends."""
+"""A real model on one GPU, as far as a CPU shows it: precision, checkpointing, slots, arguments."""
 
 import copy
 import json
@@ -350,79 +350,6 @@ def test_on_a_gpu_the_trainer_takes_what_the_plan_leaves(monkeypatch, tmp_path, 
     shares = {} if device == "cpu" else {"share": found.trainer_share}
     assert asked == {"base": given, **shares}
     assert (found.trainer_base == 0) is (device == "cpu")
-
-
-@pytest.fixture(scope="module")
-def many_ends(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory):
-    """The tiny base with a second end token, one that it likes to say, and prompts where it says it."""
-    from transformers import AutoTokenizer
-
-    from engine.base.prompts import end_tokens, prompt_text
-    from engine.problems.procedural import stream
-
-    copy = tmp_path_factory.mktemp("ends") / "base"
-    shutil.copytree(tiny_base, copy)
-    tokenizer = AutoTokenizer.from_pretrained(copy)
-    problems = stream("addition", "eval", 1)
-    texts = [prompt_text(tokenizer, next(problems)[1].question) for _ in range(4)]
-    prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-    base = ResidentBase(copy, 1, 512)
-    first, *_ = base.greedy(None, prompts[:1], end_tokens(copy), 8)
-    second = first.tokens[first.start + 2]
-    file = copy / "generation_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": [1, second]}))
-    assert end_tokens(copy) == (1, second)
-    return copy, tokenizer, prompts, base.greedy(None, prompts, end_tokens(copy), 12), second
-
-
-@pytest.mark.services
-def test_every_end_token_ends_rollouts_and_scores(many_ends, tmp_path):
-    """Trainer, rollouts and scoring stop at the same token, and the rollout holds it to learn from."""
-    from live import start_engine, stop_engine
-
-    from engine.training.rollouts import Sampling, sample_groups
-    from tasks.score import score
-    from tasks.suites import build_suite
-
-    path, tokenizer, prompts, expected, second = many_ends
-    engine = start_engine(path, tmp_path / "state", slots=2, max_num_seqs=16)
-    try:
-        greedy = Sampling(group_size=2, max_tokens=12, temperature=1e-4)
-        groups = sample_groups(engine.url, engine.key, engine.base_name, prompts, greedy)
-        suite = build_suite(
-            "ends", "addition", "terse", lambda text: prompt_of(tokenizer, text), count=4, root=tmp_path,
-            max_tokens=12,
-        )  # fmt: skip
-        params = Params.model_validate(
-            {
-                "base": {"name": str(path)},
-                "state_dir": engine.state,
-                "engine": {"port": int(engine.url.rpartition(":")[2])},
-            }
-        )
-        scored = score(params, "sums", None, "ends", engine.key, root=tmp_path)
-    finally:
-        stop_engine(engine)
-    for row, group in zip(expected, groups, strict=True):
-        assert {sample.tokens for sample in group} == {row.tokens[row.start :]}
-        assert all(len(sample.logprobs) == len(sample.tokens) for sample in group)
-    assert groups[0][0].tokens[-1] == second
-    asked = [tokenizer.encode(item.prompt, add_special_tokens=False) for item in suite.items]
-    rows = ResidentBase(path, 1, 512).greedy(None, asked, (1, second), 12)
-    answers = [tokenizer.decode(answer_of(row, (1, second)), skip_special_tokens=True) for row in rows]
-    assert [item.answer for item in scored.items] == answers
-    assert any(row.tokens[-1] == second for row in rows)
-
-
-def prompt_of(tokenizer, question: str) -> str:
-    from engine.base.prompts import prompt_text
-
-    return prompt_text(tokenizer, question)
-
-
-def answer_of(row: TokenRow, ends: tuple[int, ...]) -> list[int]:
-    tokens = list(row.tokens[row.start :])
-    return tokens[:-1] if tokens[-1] in ends else tokens
 
 
 def test_the_pages_plan_and_refusal_are_what_the_command_says(tmp_path):

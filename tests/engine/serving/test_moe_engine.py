@@ -1,14 +1,13 @@
 """A mixture of experts on a live engine: adapters equal PEFT's, base rows the base's, in any batch."""
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from live import RunningEngine, StockServer, start_engine, stop_engine
 from made_adapters import write
-from moe_bases import glm4_moe, qwen3_moe
+from moe_bases import glm4_moe
 from parity import (
     RANK,
     Reference,
@@ -34,21 +33,19 @@ TOLERANCE = 5e-5
 EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
 
-def start(base: Path, tmp_path_factory: pytest.TempPathFactory, dtype: str, slots: int = 8) -> RunningEngine:
+def start(base: Path, tmp_path_factory: pytest.TempPathFactory, dtype: str, slots: int) -> RunningEngine:
     state = tmp_path_factory.mktemp(f"engine-{dtype}")
     return start_engine(base, state, slots=slots, max_num_seqs=64, dtype=dtype, routed_experts=True)
 
 
 @pytest.fixture(scope="module")
-def base(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return qwen3_moe(tmp_path_factory.mktemp("bases") / "moe", tiny_base)
+def engine(moe_engine: RunningEngine) -> RunningEngine:
+    return moe_engine
 
 
 @pytest.fixture(scope="module")
-def engine(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
-    running = start(base, tmp_path_factory, "float32")
-    yield running
-    stop_engine(running)
+def base(engine: RunningEngine) -> Path:
+    return engine.base_path
 
 
 @pytest.fixture(scope="module")

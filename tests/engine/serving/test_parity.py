@@ -30,18 +30,19 @@ def test_every_target_of_tiny_dense_equals_the_reference(engine: RunningEngine):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_every_target_of_tiny_mla_equals_the_reference(tmp_path_factory: pytest.TempPathFactory):
+@pytest.mark.parametrize("name", ["tiny-moe", "tiny-mla"])
+def test_every_target_of_a_recipe_equals_the_reference(name: str, tmp_path_factory: pytest.TempPathFactory):
     """Every slot full. The base has the recipe's shape and is trained for seconds only.
 
-    test_mla_engine.py asks the same of a smaller base of this family each time.
+    test_moe_engine.py and test_mla_engine.py ask the same of a smaller base of each family each time.
     """
     from engine.base.build import build
     from engine.base.recipes import RECIPES
 
-    base = tmp_path_factory.mktemp("bases") / "tiny-mla"
+    base = tmp_path_factory.mktemp("bases") / name
     base.mkdir()
-    build(replace(RECIPES["tiny-mla"], steps=20, problems=2048), 1, base, lambda step, steps, loss: None)
-    slots, state = len(kinds_of(base)), tmp_path_factory.mktemp("engine-tiny-mla")
+    build(replace(RECIPES[name], steps=20, problems=2048), 1, base, lambda step, steps, loss: None)
+    slots, state = len(kinds_of(base)), tmp_path_factory.mktemp(f"engine-{name}")
     running = start_engine(base, state, slots=slots, max_num_seqs=64)
     try:
         check_parity(running, kinds_of(base), TOLERANCE, effect=EFFECT)

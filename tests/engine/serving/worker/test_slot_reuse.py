@@ -4,34 +4,22 @@ import asyncio
 import os
 import random
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import pytest
 import torch
-from live import RunningEngine, start_engine, stop_engine
+from live import CROWDED, RunningEngine
 
 from engine.base.families import BaseShapes
 from engine.publishing.publish import location
 
-# A rank at which an adapter is mapped rather than copied: over 1 MiB.
-RANK = 64
-SLOTS = 3
+RANK, SLOTS = CROWDED["max_rank"], CROWDED["slots"]
 ADAPTERS = 10
 PROMPT = [40, 41, 42, 43, 44, 45]
 # Longer than a block of the prefix cache.
 LONG_PROMPT = [40 + i % 50 for i in range(200)]
-
-
-@pytest.fixture(scope="module")
-def crowded(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
-    """Three slots for ten adapters, and a host tier that holds a few of them."""
-    state = tmp_path_factory.mktemp("crowded")
-    running = start_engine(tiny_base, state, slots=SLOTS, max_num_seqs=16, max_rank=RANK, host_bytes=7 << 20)
-    yield running
-    stop_engine(running)
 
 
 def publish(
