@@ -4,23 +4,19 @@ For each request it authenticates the key, resolves the model name to a revision
 is in the host tier, rewrites `model`, forwards the request and spools one observation.
 """
 
-import hashlib
-import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import orjson
-from prometheus_client import Counter
-
 from engine.catalog.catalog import Key
 from engine.errors import GraftworkError
 from engine.ledger.spool import Spool
+from engine.serving.gateway.arms import CANARY, FALLBACK, Target
 from engine.serving.gateway.asgi import (
     App,
     Message,
@@ -33,8 +29,9 @@ from engine.serving.gateway.asgi import (
     unless_left,
     with_body,
 )
-from engine.serving.gateway.outcomes import outcome_of, streamed_outcome, wants_json
-from engine.serving.gateway.routing import Router, Target
+from engine.serving.gateway.exchange import Exchange, hash_unit
+from engine.serving.gateway.outcomes import wants_json
+from engine.serving.gateway.routing import Router
 from engine.serving.residency.load_queue import BACKGROUND, INTERACTIVE
 from engine.serving.residency.residency import Residency
 
@@ -73,10 +70,9 @@ MODEL_PATH = "/v1/models/"
 METHODS = OPEN_PATHS | PASSED_PATHS | dict.fromkeys([*GENERATING, *TOKENIZING], POST)
 POLICY_VIOLATION = 1008
 PURPOSES = frozenset({"user", "score", "rollout", "probe"})
-UNOBSERVED = Counter("graftwork_observations_lost", "Requests whose observation could not be spooled.")
+SERVER_ERROR, NOT_FOUND = 500, 404
 # The `model` of a request that the base answers, for its answer to carry.
 ASKED: ContextVar[str | None] = ContextVar("asked", default=None)
-log = logging.getLogger("graftwork.gateway")
 
 
 @dataclass
@@ -87,64 +83,6 @@ class GatewayState:
     residency: Residency
     spool: Spool
     name: str
-
-
-@dataclass
-class Exchange:
-    """A request in flight and its measurements; times in seconds.
-
-    `admitted_at` (epoch seconds) is when the look at the routes began that chose `target`.
-    """
-
-    id: str
-    key: Key
-    target: Target
-    unit: str | None
-    purpose: str
-    admitted_at: float
-    started: float
-    status: int = 500
-    ttft_s: float | None = None
-    usage: dict[str, int] | None = None
-    outcome: str | None = None
-    # Of a stream: its pieces so far, and the seconds until the last one.
-    pieces: int = 0
-    last_s: float = 0.0
-
-    def take(self, body: bytes, is_whole: bool, is_json: bool) -> None:
-        """Measure a piece of the answer, the first, a later one, or the whole of it."""
-        now_s = time.perf_counter() - self.started
-        if is_whole:
-            self.ttft_s = now_s
-            answer = answer_of(body)
-            self.usage, self.outcome = answer.get("usage"), outcome_of(answer, is_json)
-        elif body:
-            self.ttft_s = self.ttft_s or now_s
-            self.pieces, self.last_s = self.pieces + 1, now_s
-            self.outcome = streamed_outcome(body) or self.outcome
-
-    def observation(self, gateway: str) -> dict[str, Any]:
-        """Return the row for the ledger's table `observations`; `gateway` is this gateway's name."""
-        usage = self.usage or {}
-        return {
-            "id": self.id,
-            "at": self.admitted_at,
-            "policy": self.target.policy,
-            "digest": self.target.digest,
-            "arm": self.target.arm,
-            "unit": self.unit,
-            "key": self.key.hash,
-            "status": self.status,
-            "latency_s": time.perf_counter() - self.started,
-            "ttft_s": self.ttft_s,
-            "token_s": (self.last_s - (self.ttft_s or 0.0)) / (self.pieces - 1) if self.pieces > 1 else None,
-            "outcome": self.outcome,
-            "prompt_tokens": usage.get("prompt_tokens"),
-            "completion_tokens": usage.get("completion_tokens"),
-            "route_version": self.target.route_version,
-            "gateway": gateway,
-            "purpose": self.purpose,
-        }
 
 
 class Gateway:
@@ -212,22 +150,33 @@ class Gateway:
             started=started,
         )
         try:
-            name = await self._hold(state, exchange, admit, receive)
-            if name is None:
-                ASKED.set(model)
-                body["model"] = state.router.base_name
-                await self._forward(exchange, body, scope, receive, send)
-            else:
-                body["model"] = name
-                try:
-                    await self._forward(exchange, body, scope, receive, send)
-                finally:
-                    state.residency.release(name)
+            if not await self._answer(state, exchange, admit, body, scope, receive, send):
+                exchange.as_attempt().record(state.spool, state.name)
+                exchange = exchange.again(state.router.instead_of(exchange.target))
+                await self._answer(state, exchange, admit, body, scope, receive, send)
         except GraftworkError as error:
             exchange.status = error.status
             raise
+        except Exception:
+            exchange.status = SERVER_ERROR
+            raise
         finally:
-            record(state, exchange)
+            exchange.record(state.spool, state.name)
+
+    async def _answer(
+        self, state: GatewayState, exchange: Exchange, admit: Admit, body: dict[str, Any], scope: Any,
+        receive: Receive, send: Send,
+    ) -> bool:  # fmt: skip
+        """Have the target answer; False when it is a canary that failed before anything was sent."""
+        name = await self._hold(state, exchange, admit, receive)
+        if name is None:
+            ASKED.set(str(body.get("model") or ""))
+        try:
+            rewritten = body | {"model": name or state.router.base_name}
+            return await self._forward(exchange, rewritten, scope, receive, send)
+        finally:
+            if name is not None:
+                state.residency.release(name)
 
     async def _hold(
         self, state: GatewayState, exchange: Exchange, admit: Admit, receive: Receive
@@ -236,10 +185,16 @@ class Gateway:
 
         A cold adapter may take a minute. After each such wait the request is admitted again and follows the
         routes as they are then: it never reaches a revision that was rolled back, retired, purged or
-        quarantined meanwhile. The wait ends when the client leaves.
+        quarantined meanwhile. The wait ends when the client leaves. Nobody waits for a canary: while it is
+        not resident, another answers in its place.
         """
         residency, priority = state.residency, INTERACTIVE if exchange.purpose == "user" else BACKGROUND
+        is_again = exchange.target.arm == FALLBACK
         while True:
+            if exchange.target.arm == CANARY:
+                if not is_again and (canary := hold_canary(state, exchange.target)) is not None:
+                    return canary
+                exchange.target = state.router.instead_of(exchange.target)
             policy, digest = exchange.target.policy, exchange.target.digest
             if policy is None or digest is None:
                 return None
@@ -257,22 +212,68 @@ class Gateway:
 
     async def _forward(
         self, exchange: Exchange, body: dict[str, Any], scope: Any, receive: Receive, send: Send
-    ) -> None:
-        """Forward the request with the new body, mark the response and record its status and times."""
+    ) -> bool:
+        """Forward the request with the new body, mark the response and record its status and times.
+
+        A canary's response is kept back until its first byte. False when it failed before that: nothing was
+        sent.
+        """
+        # The server writes into its scope, and a canary's may be needed again.
+        scope = dict(scope)
         request_id = (b"x-request-id", exchange.id.rpartition("-")[2].encode())
         replay, is_json = with_body(body, scope, receive, request_id), wants_json(body)
         revision = (exchange.target.name or "base").encode()
+        is_canary, kept = exchange.target.arm == CANARY, list[Message]()
+        has_failed = False
+
+        async def watch() -> Message:
+            message = await replay()
+            exchange.has_left |= message["type"] == "http.disconnect"
+            return message
 
         async def observe(message: Message) -> None:
+            nonlocal has_failed
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-graftwork-revision", revision)]
+                if is_canary:
+                    kept.append(message)
+                    return
+            elif exchange.is_unanswered:
+                # vLLM ends the answer to a client that has left with 200 and nothing in it.
+                return
             else:
                 is_whole = not body.get("stream") and exchange.ttft_s is None and not message.get("more_body")
                 exchange.take(message.get("body", b""), is_whole, is_json)
-            await send(message)
+            has_failed |= bool(kept) and is_fault(exchange.status)
+            if not has_failed:
+                while kept:
+                    await send(kept.pop())
+                await send(message)
 
-        await self._app(scope, replay, observe)
+        try:
+            await self._app(scope, watch, observe)
+        except Exception:
+            if not is_canary or exchange.ttft_s is not None or exchange.is_unanswered:
+                raise
+            exchange.status, has_failed = SERVER_ERROR, True
+        return not has_failed
+
+
+def hold_canary(state: GatewayState, target: Target) -> str | None:
+    """Hold a canary if it is resident here, and return its served name; else prewarm it and return None."""
+    # Whatever keeps it from being loaded, no user's request may fail by it.
+    with suppress(GraftworkError):
+        revision = state.router.revision(target.policy or "", target.digest or "")
+        if (name := state.residency.hold_warm(revision)) is not None:
+            return name
+        state.residency.prewarm(revision)
+    return None
+
+
+def is_fault(status: int) -> bool:
+    """Return whether a canary's status is no fault of its user: an error, or a name that vLLM cannot find."""
+    return status >= SERVER_ERROR or status == NOT_FOUND
 
 
 def refuse_unserved(path: str, method: str) -> None:
@@ -312,28 +313,3 @@ def purpose_of(path: str, headers: dict[str, str], key: Key) -> str:
             403, f"x-graftwork-purpose {purpose!r} requires a key of scope 'score' or 'admin', not 'user'."
         )
     return purpose
-
-
-def record(state: GatewayState, exchange: Exchange) -> None:
-    """Spool a request's observation. A full disk is counted and logged, and never changes the answer."""
-    try:
-        state.spool.emit("observations", **exchange.observation(state.name))
-    except OSError as error:
-        UNOBSERVED.inc()
-        log.warning("The observation of %s could not be spooled: %s", exchange.id, error)
-
-
-def hash_unit(target: Target, unit: str) -> str:
-    """Return a hash of the unit (24 hex digits): the ledger never stores the unit itself."""
-    return hashlib.sha256(f"{target.policy}\0{unit}".encode()).hexdigest()[:24]
-
-
-def answer_of(body: bytes) -> dict[str, Any]:
-    """Return a response body with a `usage` object, or an empty mapping for any other."""
-    if body.rfind(b'"usage":{') < 0:
-        return {}
-    try:
-        found = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        return {}
-    return found if isinstance(found, dict) else {}

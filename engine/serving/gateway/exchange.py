@@ -1,0 +1,124 @@
+"""A request in flight: its measurements, and the observation that is spooled of it."""
+
+import hashlib
+import logging
+import time
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import orjson
+from prometheus_client import Counter
+
+from engine.catalog.catalog import Key
+from engine.ledger.spool import Spool
+from engine.serving.gateway.arms import FALLBACK, Target
+from engine.serving.gateway.asgi import CLIENT_LEFT
+from engine.serving.gateway.outcomes import outcome_of, streamed_fault, streamed_outcome
+
+UNOBSERVED = Counter("graftwork_observations_lost", "Requests whose observation could not be spooled.")
+FALLBACKS = Counter("graftwork_canary_fallbacks", "Requests that were answered in a canary's place.")
+log = logging.getLogger("graftwork.gateway")
+
+
+@dataclass
+class Exchange:
+    """A request in flight and its measurements; times in seconds.
+
+    `admitted_at` (epoch seconds) is when the look at the routes began that chose `target`. Until there is an
+    answer or an error, `status` is that of a client that left.
+    """
+
+    id: str
+    key: Key
+    target: Target
+    unit: str | None
+    purpose: str
+    admitted_at: float
+    started: float
+    status: int = CLIENT_LEFT
+    has_left: bool = False
+    ttft_s: float | None = None
+    usage: dict[str, int] | None = None
+    outcome: str | None = None
+    # Of a stream: its pieces so far, and the seconds until the last one.
+    pieces: int = 0
+    last_s: float = 0.0
+
+    def take(self, body: bytes, is_whole: bool, is_json: bool) -> None:
+        """Measure a piece of the answer, the first, a later one, or the whole of it."""
+        now_s = time.perf_counter() - self.started
+        if is_whole:
+            self.ttft_s = now_s
+            answer = answer_of(body)
+            self.usage, self.outcome = answer.get("usage"), outcome_of(answer, is_json)
+        elif body:
+            self.ttft_s = self.ttft_s or now_s
+            self.pieces, self.last_s = self.pieces + 1, now_s
+            self.outcome = streamed_outcome(body) or self.outcome
+            self.status = streamed_fault(body) or self.status
+
+    @property
+    def is_unanswered(self) -> bool:
+        """Whether the client left before the first byte of its answer."""
+        return self.has_left and self.ttft_s is None
+
+    def as_attempt(self) -> Self:
+        """Return the exchange as an attempt of its canary, whose answer another revision gives.
+
+        Its id is not the answer's, so that a rating of the answer does not count for the canary.
+        """
+        return replace(self, id=f"{self.id}-canary")
+
+    def again(self, target: Target) -> Self:
+        """Return the exchange before any answer, with another target."""
+        blank = {"usage": None, "outcome": None, "ttft_s": None, "pieces": 0, "last_s": 0.0}
+        return replace(self, target=target, status=CLIENT_LEFT, **blank)
+
+    def observation(self, gateway: str) -> dict[str, Any]:
+        """Return the row for the ledger's table `observations`; `gateway` is this gateway's name."""
+        usage = self.usage or {}
+        return {
+            "id": self.id,
+            "at": self.admitted_at,
+            "policy": self.target.policy,
+            "digest": self.target.digest,
+            "arm": self.target.arm,
+            "unit": self.unit,
+            "key": self.key.hash,
+            "status": CLIENT_LEFT if self.is_unanswered else self.status,
+            "latency_s": time.perf_counter() - self.started,
+            "ttft_s": self.ttft_s,
+            "token_s": (self.last_s - (self.ttft_s or 0.0)) / (self.pieces - 1) if self.pieces > 1 else None,
+            "outcome": self.outcome,
+            "prompt_tokens": usage.get("prompt_tokens"),
+            "completion_tokens": usage.get("completion_tokens"),
+            "route_version": self.target.route_version,
+            "gateway": gateway,
+            "purpose": self.purpose,
+        }
+
+    def record(self, spool: Spool, gateway: str) -> None:
+        """Spool the observation. A full disk is counted and logged, and never changes the answer."""
+        if self.target.arm == FALLBACK:
+            FALLBACKS.inc()
+        try:
+            spool.emit("observations", **self.observation(gateway))
+        except OSError as error:
+            UNOBSERVED.inc()
+            log.warning("The observation of %s could not be spooled: %s", self.id, error)
+
+
+def hash_unit(target: Target, unit: str) -> str:
+    """Return a hash of the unit (24 hex digits): the ledger never stores the unit itself."""
+    return hashlib.sha256(f"{target.policy}\0{unit}".encode()).hexdigest()[:24]
+
+
+def answer_of(body: bytes) -> dict[str, Any]:
+    """Return a response body with a `usage` object, or an empty mapping for any other."""
+    if body.rfind(b'"usage":{') < 0:
+        return {}
+    try:
+        found = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return {}
+    return found if isinstance(found, dict) else {}
