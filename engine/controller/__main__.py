@@ -12,6 +12,7 @@ import uvicorn
 from engine.catalog.catalog import migrate
 from engine.clients.http import connect
 from engine.controller.api import build_app
+from engine.controller.cancelled_runs import CancelledRuns
 from engine.controller.health_monitor import HealthMonitor
 from engine.controller.loop import Controller
 from engine.controller.mlflow_aliases import AliasMirror
@@ -53,6 +54,9 @@ def serve(params: Params) -> None:
     beside: list[PeriodicThread] = [
         mirror,
         NotificationSender(controller.catalog, connect(params.url("prefect"))),
+        CancelledRuns(
+            controller.catalog, controller.decisions, controller.lock, connect(params.url("prefect"))
+        ),
         HealthMonitor(controller.catalog, params),
     ]
     config = uvicorn.Config(
