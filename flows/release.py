@@ -4,7 +4,7 @@ from typing import Any
 
 from prefect import flow
 
-from engine.settings.forms import ReleaseForm
+from engine.settings.forms import RELEASE_TAG, ReleaseForm
 from engine.settings.params import ReleaseConfig, served_name
 from flows.entry import flow_settings
 from tasks import steps
@@ -19,7 +19,11 @@ def release(form: ReleaseForm) -> dict[str, Any]:
     params = flow_settings()
     policy = form.policy
     started = steps.start_release(params, form)
-    tag_run(f"policy:{policy}", f"revision:{served_name(policy, started['revision'])}")
+    tag_run(
+        f"policy:{policy}",
+        f"revision:{served_name(policy, started['revision'])}",
+        f"{RELEASE_TAG}{started['id']}",
+    )
     page = f"{params.url('controller')}/releases/{started['id']}"
     show_link(page, "evidence so far", f"release-{policy}")
     settings = started["settings"]

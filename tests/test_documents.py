@@ -61,6 +61,18 @@ def test_commands_can_be_given(path: Path, monkeypatch: pytest.MonkeyPatch) -> N
                 parsed(words[2], words[3:], monkeypatch)
 
 
+def test_the_tests_that_the_fault_table_names_exist() -> None:
+    rows = (DOCS / "operations.md").read_text().partition("## What a release survives")[2].splitlines()
+    named = [
+        (ROOT / file, name)
+        for row in rows
+        for file, names in re.findall(r"`(tests/[\w/]+\.py)`: ((?:`test_\w+`(?:, )?)+)", row)
+        for name in re.findall(r"test_\w+", names)
+    ]
+    assert len(named) >= sum(row.startswith("|") for row in rows) - 2
+    assert [name for file, name in named if f"def {name}(" not in file.read_text()] == []
+
+
 def test_the_toctree_names_every_page_in_reading_order() -> None:
     pages = {path.relative_to(DOCS) for path in DOCS.rglob("*.md")} - {Path("index.md")}
     *named, rest = toctree()

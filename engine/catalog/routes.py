@@ -9,7 +9,7 @@ from engine.catalog import tables
 from engine.catalog.access import Access
 from engine.catalog.audit import record
 from engine.catalog.changes import tell
-from engine.catalog.records import Route
+from engine.catalog.records import Release, Route
 from engine.catalog.row_codec import blob
 from engine.catalog.tombstones import refuse_tombstoned
 from engine.errors import Conflict, NotFound
@@ -64,15 +64,17 @@ class Routes:
         with self._access.read() as connection:
             return list(connection.execute(query).scalars())
 
-    def update(self, route: Route, expected_version: int) -> Route:
+    def update(self, route: Route, expected_version: int, release: Release | None = None) -> Route:
         """Replace a route that still has `expected_version`; return it with its new version.
 
         Raises `Conflict` when it has changed since, or names a tombstoned or retired champion or canary,
-        and `NotFound` when it newly names one that the catalog does not have.
+        and `NotFound` when it newly names one that the catalog does not have. `Conflict` also when `release`,
+        in whose name it is changed, has changed since: another controller may have ended it.
         """
         table = tables.routes.c
         change = update(tables.routes).where(table.policy == route.policy, table.version == expected_version)
         with self._access.write() as connection:
+            refuse_changed(connection, release)
             refuse_tombstoned(connection, route.policy, [route.champion, route.canary])
             refuse_retired(connection, route.policy, [route.champion, route.canary])
             # A revision that is routed already may stay, or a missing champion would block removing a bad
@@ -89,6 +91,16 @@ class Routes:
             tell(connection, route.policy)
             record(connection, "route.change", route.policy, before, values)
         return Route(**values)
+
+
+def refuse_changed(connection: Connection, release: Release | None) -> None:
+    """Raise `Conflict` when a release's row has changed since it was read; lock it until the commit."""
+    if release is None:
+        return
+    table = tables.releases.c
+    row = select(table.version).where(table.id == release.id).with_for_update()
+    if connection.execute(row).scalar() != release.version:
+        raise Conflict(f"Release {release.id} has changed since version {release.version}.")
 
 
 def refuse_missing(connection: Connection, policy: str, digests: Collection[str | None]) -> None:

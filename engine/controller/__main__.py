@@ -14,6 +14,7 @@ from engine.clients.http import connect
 from engine.clients.prefect import PrefectLogin
 from engine.controller.admission import WEBHOOK
 from engine.controller.api import build_app
+from engine.controller.cancelled_runs import CancelledRuns
 from engine.controller.health_monitor import HealthMonitor
 from engine.controller.loop import Controller
 from engine.controller.mlflow_aliases import AliasMirror
@@ -63,6 +64,7 @@ def serve(params: Params) -> None:
     beside: list[PeriodicThread] = [
         mirror,
         NotificationSender(controller.catalog, prefect),
+        CancelledRuns(controller.catalog, controller.decisions, controller.lock, prefect),
         HealthMonitor(controller.catalog, params),
     ]
     config = uvicorn.Config(

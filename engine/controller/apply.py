@@ -69,7 +69,7 @@ class Applier:
 
     def _start_canary(self, release: Release, action: Action, evidence: Evidence) -> Release:
         # The route's own time and version: after a crash right here, units since then still count.
-        routed = self.changes.start_canary(evidence.route, release.revision, release.weight, action.reason)
+        routed = self.changes.start_canary(evidence.route, release, release.weight, action.reason)
         return self._update(
             release,
             canary_started_at=release.canary_started_at or routed.updated_at,
@@ -88,7 +88,7 @@ class Applier:
         so_far = release.ramp or [[release.canary_version or 0, release.weight]]
         ramp = [*so_far, [evidence.route.version + 1, action.weight]]
         release = self._update(release, weight=action.weight, ramp=ramp, reason=action.reason)
-        self.changes.start_canary(evidence.route, release.revision, action.weight, action.reason)
+        self.changes.start_canary(evidence.route, release, action.weight, action.reason)
         return release
 
     def _end(self, release: Release, action: Action, evidence: Evidence, by: str) -> Release:
@@ -99,7 +99,7 @@ class Applier:
             release = self._decide(release, action, evidence, by)
         by = release.approval or by
         if action.kind == "promote":
-            self.changes.promote(release.policy, release.revision, action.reason, by)
+            self.changes.promote(release.policy, release.revision, action.reason, by, release)
         if action.kind == "hold":
             self.changes.end_canary(release.policy, release.revision, action.reason, by)
         ended = self._update(release, state=ENDS[action.kind])

@@ -147,6 +147,9 @@ class Controller:
         except Exception as error:
             # Any failure must not block the parts after it, such as rollbacks.
             self.metrics.faults.labels(name).inc()
+            if isinstance(error, OSError):
+                # The disk of the spool may be full: a decision that has been made was not said then.
+                self._caught_up = False
             if self.faults.get(name) != str(error):
                 log.exception("Part %r of the loop failed; it is retried.", name)
             self.faults[name] = str(error)

@@ -13,7 +13,7 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from engine.catalog.catalog import Catalog, Route, Tombstone
+from engine.catalog.catalog import Catalog, Release, Route, Tombstone
 from engine.errors import Conflict
 from engine.ledger.spool import Spool
 from engine.quality.probe import ProbeResult
@@ -58,16 +58,22 @@ class RouteChanges:
         """Lift a tombstone; the route stays as it is. Raises `NotFound` when there is none."""
         return self._catalog.tombstones.lift(policy, digest, by, reason)
 
-    def promote(self, policy: str, digest: str, reason: str, by: str) -> Route:
-        """Make a revision the champion and end the canary."""
+    def promote(
+        self, policy: str, digest: str, reason: str, by: str, release: Release | None = None
+    ) -> Route:
+        """Make a revision the champion and end the canary; `Conflict` when its `release` has changed."""
         route = self._catalog.routes.get(policy)
         previous = route.previous if route.champion == digest else route.champion
         wanted = replace(route, champion=digest, previous=previous, canary=None, weight=0.0)
-        return self._set_route(wanted, by, reason)
+        return self._set_route(wanted, by, reason, release)
 
-    def start_canary(self, route: Route, digest: str, weight: float, reason: str) -> Route:
-        """Give the canary `weight` of the units; `Conflict` when the route has changed since it was read."""
-        return self._set_route(replace(route, canary=digest, weight=weight), "controller", reason)
+    def start_canary(self, route: Route, release: Release, weight: float, reason: str) -> Route:
+        """Give a release's canary `weight` of the units.
+
+        `Conflict` when route or release have changed since they were read.
+        """
+        wanted = replace(route, canary=release.revision, weight=weight)
+        return self._set_route(wanted, "controller", reason, release)
 
     def end_canary(self, policy: str, digest: str, reason: str, by: str) -> None:
         """End a revision's canary; another revision's stays."""
@@ -127,11 +133,11 @@ class RouteChanges:
                     self._say_route(route, "controller", "Found after a restart.")
             after = routes[-1].policy
 
-    def _set_route(self, route: Route, by: str, reason: str) -> Route:
+    def _set_route(self, route: Route, by: str, reason: str, release: Release | None = None) -> Route:
         """Update a route if it differs and emit the change. Idempotent."""
         current = self._catalog.routes.get(route.policy)
         if _meaning(current) != _meaning(route):
-            current = self._catalog.routes.update(route, route.version)
+            current = self._catalog.routes.update(route, route.version, release)
         self._say_route(current, by, reason)
         return current
 

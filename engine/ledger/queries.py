@@ -58,7 +58,17 @@ FEEDBACK = f"""
         count(*) FILTER (is_own AND NOT is_valid)
     FROM said
 """
-
+# Users' requests that champion or base answered in the canary's place.
+FALLBACKS = """
+    SELECT count(*) FROM observations
+    WHERE policy = $policy AND purpose = 'user' AND arm = 'fallback' AND route_version >= $version
+        AND "at" <= $ended
+"""
+# When each step of a canary's ramp began, by the version of its route.
+STEPS = """
+    SELECT version, "at" FROM route_changes
+    WHERE policy = $policy AND version IN (SELECT unnest($versions))
+"""
 
 # Fewer units, or a shorter time, say nothing about a rate.
 TRAFFIC_S, TRAFFIC_LEAST_S, TRAFFIC_UNITS = 300.0, 60.0, 20
@@ -148,6 +158,22 @@ def canary_feedback(ledger: duckdb.DuckDBPyConnection, release: Release) -> tupl
     """
     answers, rated, own, foreign, refused = ledger.execute(FEEDBACK, _of_canary(release)).fetchall()[0]
     return answers, rated, own, foreign, refused
+
+
+def canary_fallbacks(ledger: duckdb.DuckDBPyConnection, release: Release) -> int:
+    """Return how many users' requests were answered in the place of a release's canary."""
+    named = {name: value for name, value in _of_canary(release).items() if f"${name}" in FALLBACKS}
+    count: int = ledger.execute(FALLBACKS, named).fetchall()[0][0]
+    return count
+
+
+def canary_weights(ledger: duckdb.DuckDBPyConnection, release: Release) -> list[tuple[float, float]]:
+    """Return the steps of a canary so far: when each began (epoch seconds), and its share of users."""
+    if not release.ramp:
+        return []
+    versions = [int(version) for version, _ in release.ramp]
+    found = dict(ledger.execute(STEPS, {"policy": release.policy, "versions": versions}).fetchall())
+    return [(found[int(version)], weight) for version, weight in release.ramp if int(version) in found]
 
 
 def _of_canary(release: Release) -> dict[str, Any]:

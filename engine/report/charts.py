@@ -34,23 +34,30 @@ def score_intervals(rows: Sequence[tuple[str, SuiteScore, str]]) -> Markup:
 
 
 def canary_timeline(release: ReleaseResult) -> Markup:
-    """Draw a canary: both arms' mean rewards, below them the difference's confidence sequence."""
+    """Draw a canary: both arms' mean rewards, the difference's confidence sequence, the share of users."""
     points = release.timeline
     end = release.canary_s if release.state != "running" else None
-    x = Scale(0, max(points[-1].seconds, end or 0, 1), LEFT, RIGHT)
-    above, below = Panel(x, Scale(0, 1, 160, 28)), Panel(x, Scale(-1, 1, 310, 200))
+    last = max(points[-1].seconds, end or 0, 1)
+    x = Scale(0, last, LEFT, RIGHT)
+    above, below, share = (
+        Panel(x, Scale(0, 1, 160, 28)), Panel(x, Scale(-1, 1, 310, 200)), Panel(x, Scale(0, 1, 400, 340))
+    )  # fmt: skip
     parts = [
         above.axes("", "mean reward", x_label=lambda _: ""),
-        below.axes("seconds since the first canary user", "canary − baseline", y_label="{:+.1f}".format),
+        below.axes("", "canary − baseline", x_label=lambda _: "", y_label="{:+.1f}".format),
+        share.axes("seconds since the canary's start", "share of users", y_ticks=3),
         legend((("canary", REVISION), ("baseline", BASELINE)), LEFT, 4),
         *_arms(above, points),
         *_bounds(below, points),
         below.across(0.0),
         below.across(-release.margin, "5 4"),
     ]
+    if release.weights:
+        until = end if end is not None else last
+        parts.append(share.line(steps([*release.weights, (until, release.weights[-1][1])]), REVISION))
     if end is not None:
-        parts += [panel.upright(end, release.state) for panel in (above, below)]
-    return drawing(WIDTH, 350, parts)
+        parts += [panel.upright(end, release.state) for panel in (above, below, share)]
+    return drawing(WIDTH, 440, parts)
 
 
 def _arms(panel: Panel, points: Sequence[CanaryPoint]) -> list[Markup]:

@@ -3,6 +3,7 @@
 A canary's evidence is replayed in the order in which the controller saw it.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -12,8 +13,9 @@ from engine.adapters.manifests import stored_manifest
 from engine.catalog.catalog import Catalog, Release
 from engine.ledger.canaries import CanaryReader
 from engine.ledger.ledger import open_snapshot
-from engine.ledger.queries import canary_ratings, named_rows
-from engine.quality.guards import RewardGuard
+from engine.ledger.queries import canary_fallbacks, canary_ratings, canary_weights, named_rows
+from engine.quality.canary import FeedbackCounts
+from engine.quality.guards import GuardResult, RewardGuard
 from engine.report.answers import sample_answers
 from engine.report.data import (
     CanaryPoint,
@@ -143,6 +145,7 @@ def _result(ledger: duckdb.DuckDBPyConnection, catalog: Catalog, release: Releas
     policy = catalog.policies.get(release.policy)
     suite = policy.config.get("suite", "")
     started = release.canary_started_at
+    guards, feedback = _judged(ledger, release)
     return ReleaseResult(
         policy=release.policy,
         revision=release.revision,
@@ -157,7 +160,28 @@ def _result(ledger: duckdb.DuckDBPyConnection, catalog: Catalog, release: Releas
         timeline=timeline(ledger, release),
         id=release.id,
         created_at=release.created_at,
+        weights=tuple((max(0.0, at - started), weight) for at, weight in canary_weights(ledger, release))
+        if started is not None
+        else (),
+        guards=guards,
+        feedback=feedback,
+        fallbacks=canary_fallbacks(ledger, release),
+        by=release.approval or "",
     )
+
+
+def _judged(ledger: duckdb.DuckDBPyConnection, release: Release) -> tuple[tuple[GuardResult, ...], str]:
+    """Return what a canary's guards said at its verdict, or say now, and the counts of its feedback."""
+    if release.canary_started_at is None:
+        return (), ""
+    if release.state == "running":
+        seen = CanaryReader(release).read(ledger, release)
+        return seen.guards, seen.feedback.sentence()
+    stored = release.evidence.get("canary", {})
+    unknown = {"upper": math.inf}
+    guards = [row if row["upper"] is not None else row | unknown for row in stored.get("guards", ())]
+    feedback = FeedbackCounts(**stored["feedback"]).sentence() if stored.get("feedback") else ""
+    return tuple(GuardResult(**row) for row in guards), feedback
 
 
 def timeline(ledger: duckdb.DuckDBPyConnection, release: Release) -> tuple[CanaryPoint, ...]:

@@ -5,6 +5,7 @@ Times are epoch seconds. Scores and rewards are in [0, 1]. A digest of None is t
 
 from dataclasses import dataclass
 
+from engine.quality.guards import GuardResult
 from engine.training.service.train_step import TrainStep
 
 
@@ -52,7 +53,10 @@ class ReleaseResult:
     """One release with its scores, its canary's timeline and its outcome.
 
     `state` is `running`, `promoted`, `rolled_back` or `held`. `canary_s` is from the canary's start to the
-    release's last change, None without a canary. `skipped` are (gate, who and why).
+    release's last change, None without a canary. `skipped` are (gate, who and why). `weights` are (seconds
+    since the canary's start, its share of users from then on). `guards` are what they said at the verdict, or
+    say now; `feedback` is its counts in words. `fallbacks` are requests that were answered in the canary's
+    place. `by` is the person who ended it, if one did.
     """
 
     policy: str
@@ -68,6 +72,11 @@ class ReleaseResult:
     timeline: tuple[CanaryPoint, ...] = ()
     id: str = ""
     created_at: float = 0.0
+    weights: tuple[tuple[float, float], ...] = ()
+    guards: tuple[GuardResult, ...] = ()
+    feedback: str = ""
+    fallbacks: int = 0
+    by: str = ""
 
 
 @dataclass(frozen=True)

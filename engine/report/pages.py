@@ -4,6 +4,7 @@ Each plot has a text alternative for screen readers. The data come from `collect
 `charts.py`, `training.py` and `lineage.py`, the page from `report.html`. The controller serves it live.
 """
 
+import math
 from datetime import UTC, datetime
 from functools import cache
 from itertools import groupby
@@ -15,6 +16,7 @@ from markupsafe import Markup, escape
 
 from engine.catalog.records import ENDS
 from engine.files import write_whole
+from engine.quality.guards import GuardResult
 from engine.report import charts, training
 from engine.report.collect import MAX_POLICIES, collect
 from engine.report.data import Curve, PolicyRow, ReleaseResult, ReportData, RevisionRow, SuiteScore
@@ -54,7 +56,7 @@ def _template() -> Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"moment": _moment, "score": _score, "digest": _digest}
+    environment.filters |= {"moment": _moment, "score": _score, "digest": _digest, "interval": _interval}
     return environment.get_template("report.html")
 
 
@@ -66,7 +68,7 @@ def _plots(data: ReportData) -> dict[str, Any]:
             figure for policy in data.policies if (figure := _lineage_figure(policy, data.revisions))
         ],
         "scores": _score_figure(scores) if scores else "",
-        "canaries": [_canary_figure(release) for release in canaries[-MAX_CANARIES:]],
+        "canaries": [(release, _canary_figure(release)) for release in canaries[-MAX_CANARIES:]],
         "curves": [
             _training_figure(policy, list(curves))
             for policy, curves in groupby(data.curves, key=lambda curve: curve.policy)
@@ -116,6 +118,9 @@ def _canary_figure(release: ReleaseResult) -> Markup:
         f"{word}{after}: difference between {last.lower:+.2f} and {last.upper:+.2f}, "
         f"{last.canary_units} canary and {last.baseline_units} baseline users"
     )
+    if release.weights:
+        shares = ", ".join(f"{weight:.0%}" for _, weight in release.weights)
+        caption += f"; share of users {shares}"
     title = served_name(release.policy, release.revision)
     return _figure(
         title, f"Canary of {title} over time. {caption}.", [charts.canary_timeline(release)], caption
@@ -134,6 +139,12 @@ def _figure(title: str, words: str, plots: list[Markup], caption: str) -> Markup
     return Markup(
         '<figure>{}<div class="plot" role="img" aria-label="{}">{}</div><figcaption>{}</figcaption></figure>'
     ).format(heading, words, drawn, caption)
+
+
+def _interval(guard: GuardResult) -> str:
+    """Return a guard's interval; a bound that nothing is known of is infinite."""
+    sign, known = "" if guard.is_ratio else "+", math.isfinite(guard.upper)
+    return f"{guard.lower:{sign}.3f} to {guard.upper:{sign}.3f}" if known else "not known yet"
 
 
 def _score(score: SuiteScore | None) -> str:

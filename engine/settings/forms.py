@@ -21,6 +21,8 @@ from engine.settings.params import (
     Verifier,
 )
 
+# Prefix of the tag of a release's flow run, before the release's id: by it a Cancel in Prefect is found.
+RELEASE_TAG = "release:"
 Why = Annotated[str, Field(min_length=3, max_length=500, description="Record this reason.")]
 Who = Annotated[str, Field(min_length=1, max_length=100, description="Record this name for the decision.")]
 Digest = Annotated[

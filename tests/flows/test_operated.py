@@ -433,6 +433,34 @@ def test_release_that_is_started_twice_is_one_release(people: Operated, second: 
     people.run("hold", policy=POLICY, reason=OVER)
 
 
+def test_cancel_of_a_sleeping_run_holds_its_release_within_five_seconds(
+    people: Operated, second: str
+) -> None:
+    """No process hears of it: the run is suspended."""
+    champion = people.answered_by(POLICY).partition("@")[2]
+    versions = people.mlflow.search_model_versions(f"name = '{POLICY}'")
+    digests = [version.tags["graftwork.digest"] for version in versions]
+    (other,) = [digest for digest in digests if not digest.startswith(champion)]
+    form = {"policy": POLICY, "digest": other, "approval_hours": 1, "skip_score": "The test needs no score."}
+    run = people.start("release", **form).json()["id"]
+    assert people.wait(run, "Suspended")["name"] == "Suspended"
+
+    def releases() -> list[dict[str, Any]]:
+        return httpx.get(f"{people.url('controller')}/releases?policy={POLICY}", timeout=20).json()
+
+    assert [one["revision"] for one in releases() if one["state"] == "running"] == [other]
+    began = time.monotonic()
+    # As the button of Prefect's UI does.
+    cancel = {"state": {"type": "CANCELLING"}}
+    people.prefect.post(f"/flow_runs/{run}/set_state", json=cancel).raise_for_status()
+    while any(one["state"] == "running" for one in releases()):
+        assert time.monotonic() - began < 5
+        time.sleep(0.1)
+    held = next(one for one in releases() if one["revision"] == other)
+    assert (held["state"], held["approval"]) == ("held", "prefect")
+    assert "cancelled in Prefect" in held["reason"]
+
+
 def test_approval_by_command_wakes_the_sleeping_run(people: Operated, second: str) -> None:
     champion = people.answered_by(POLICY).partition("@")[2]
     versions = people.mlflow.search_model_versions(f"name = '{POLICY}'")

@@ -21,17 +21,27 @@ class Users:
         self._number = itertools.count()
         self._url, self._clock = params.paths.catalog_url, clock
 
-    def ask(self, digest: str | None, reward: float, arm: str, unit: str | None = "own", **more: Any) -> None:
-        """Spool one request under the route as it now is, and its rating."""
-        self._ask(digest, reward, arm, unit, self._route_version(), **more)
+    def ask(
+        self,
+        digest: str | None,
+        reward: float,
+        arm: str,
+        unit: str | None = "own",
+        version: int | None = None,
+        **more: Any,
+    ) -> None:
+        """Spool one request and its rating, under the route of that version, by default the current one."""
+        self._ask(digest, reward, arm, unit, version or self._route_version(), **more)
 
-    def crowd(self, canary: float, baseline: float, pairs: int, champion: str | None = OLD) -> None:
+    def crowd(
+        self, canary: float, baseline: float, pairs: int, champion: str | None = OLD, **more: Any
+    ) -> None:
         """Spool `pairs` users of the canary, and four of the baseline for each, with these rewards."""
         version = self._route_version()
         for _ in range(pairs):
-            self._ask(NEW, canary, "canary", "own", version)
+            self._ask(NEW, canary, "canary", "own", version, **more)
             for _ in range(4):
-                self._ask(champion, baseline, "champion" if champion else "base", "own", version)
+                self._ask(champion, baseline, "champion" if champion else "base", "own", version, **more)
         self.spool.rotate()
 
     def _route_version(self) -> int:
@@ -43,6 +53,7 @@ class Users:
     ) -> None:
         id, at = f"request-{next(self._number)}", self._clock()
         fields = {"policy": "sorting", "digest": digest, "arm": arm, "key": "k", "purpose": "user"} | more
+        key = fields["key"]
         unit = id if unit == "own" else unit
         self.spool.emit("observations", id=id, unit=unit, at=at, route_version=version, **fields)
-        self.spool.emit("feedback", request_id=id, reward=reward, key="k", at=at)
+        self.spool.emit("feedback", request_id=id, reward=reward, key=key, at=at)

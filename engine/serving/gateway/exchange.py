@@ -3,18 +3,21 @@
 import hashlib
 import logging
 import time
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import orjson
 from prometheus_client import Counter
 
 from engine.catalog.catalog import Key
 from engine.ledger.spool import Spool
-from engine.serving.gateway.outcomes import outcome_of, streamed_outcome
-from engine.serving.gateway.routing import Router, Target
+from engine.serving.gateway.arms import FALLBACK, Target
+from engine.serving.gateway.asgi import CLIENT_LEFT
+from engine.serving.gateway.outcomes import outcome_of, streamed_fault, streamed_outcome
+from engine.serving.gateway.routing import Router
 
 UNOBSERVED = Counter("graftwork_observations_lost", "Requests whose observation could not be spooled.")
+FALLBACKS = Counter("graftwork_canary_fallbacks", "Requests that were answered in a canary's place.")
 log = logging.getLogger("graftwork.gateway")
 
 
@@ -22,7 +25,8 @@ log = logging.getLogger("graftwork.gateway")
 class Exchange:
     """A request in flight and its measurements; times in seconds.
 
-    `admitted_at` (epoch seconds) is when the look at the routes began that chose `target`.
+    `admitted_at` (epoch seconds) is when the look at the routes began that chose `target`. Until there is an
+    answer or an error, `status` is that of a client that left.
     """
 
     id: str
@@ -33,7 +37,8 @@ class Exchange:
     purpose: str
     admitted_at: float
     started: float
-    status: int = 500
+    status: int = CLIENT_LEFT
+    has_left: bool = False
     ttft_s: float | None = None
     usage: dict[str, int] | None = None
     outcome: str | None = None
@@ -52,11 +57,29 @@ class Exchange:
             self.ttft_s = self.ttft_s or now_s
             self.pieces, self.last_s = self.pieces + 1, now_s
             self.outcome = streamed_outcome(body) or self.outcome
+            self.status = streamed_fault(body) or self.status
 
     def take_usage(self, used: tuple[int, int] | None) -> None:
         """Take the (prompt, completion) tokens of the whole answer, a stream's too."""
         if used is not None and any(used):
             self.usage = {"prompt_tokens": used[0], "completion_tokens": used[1]}
+
+    @property
+    def is_unanswered(self) -> bool:
+        """Whether the client left before the first byte of its answer."""
+        return self.has_left and self.ttft_s is None
+
+    def as_attempt(self) -> Self:
+        """Return the exchange as an attempt of its canary, whose answer another revision gives.
+
+        Its id is not the answer's, so that a rating of the answer does not count for the canary.
+        """
+        return replace(self, id=f"{self.id}-canary")
+
+    def again(self, target: Target) -> Self:
+        """Return the exchange before any answer, with another target."""
+        blank = {"usage": None, "outcome": None, "ttft_s": None, "pieces": 0, "last_s": 0.0}
+        return replace(self, target=target, status=CLIENT_LEFT, **blank)
 
     def observation(self, gateway: str) -> dict[str, Any]:
         """Return the row for the ledger's table `observations`; `gateway` is this gateway's name."""
@@ -70,7 +93,7 @@ class Exchange:
             "unit": self.unit,
             "segment": self.segment,
             "key": self.key.hash,
-            "status": self.status,
+            "status": CLIENT_LEFT if self.is_unanswered else self.status,
             "latency_s": time.perf_counter() - self.started,
             "ttft_s": self.ttft_s,
             "token_s": (self.last_s - (self.ttft_s or 0.0)) / (self.pieces - 1) if self.pieces > 1 else None,
@@ -85,6 +108,8 @@ class Exchange:
 
     def record(self, spool: Spool, gateway: str) -> None:
         """Spool the observation. A full disk is counted and logged, and never changes the answer."""
+        if self.target.arm == FALLBACK:
+            FALLBACKS.inc()
         try:
             spool.emit("observations", **self.observation(gateway))
         except OSError as error:

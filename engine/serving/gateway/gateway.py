@@ -8,9 +8,9 @@ forwards the request, settles what it used and spools one observation.
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from engine.ledger.spool import Spool
 from engine.metering.usage_rows import Metered
 from engine.serving.gateway.admission import authenticate, purpose_of, require, segment_of, served
 from engine.serving.gateway.api_errors import send_error
+from engine.serving.gateway.arms import CANARY, FALLBACK, Target
 from engine.serving.gateway.asgi import (
     App,
     Message,
@@ -40,7 +41,7 @@ from engine.serving.gateway.meter import Bill, Meter
 from engine.serving.gateway.outcomes import wants_json
 from engine.serving.gateway.request_fields import check_fields, size_of
 from engine.serving.gateway.route_table import Endpoint, Kind, find_route
-from engine.serving.gateway.routing import Router, Target
+from engine.serving.gateway.routing import Router
 from engine.serving.residency.load_queue import BACKGROUND, INTERACTIVE
 from engine.serving.residency.residency import Residency
 from engine.settings.params import served_name
@@ -50,6 +51,7 @@ from engine.settings.services import GatewayConfig
 Admit = Callable[[], Awaitable[tuple[Target, float]]]
 
 POLICY_VIOLATION = 1008
+NOT_FOUND, SERVER_ERROR = 404, 500
 # Most completions of one request by a key that scores or trains.
 MOST_SAMPLES = 1 << 14
 # The `model` of a request that the base answers, for its answer to carry.
@@ -160,9 +162,9 @@ class Gateway:
         reserved = asked.state.meter.bound(len(raw), size.prompts, size.samples, size.most_tokens)
         await self._generate(asked, body, reserved)
 
-    async def _pass(self, asked: Inbound, call: Call, body: bytes, send: Send | None = None) -> None:
+    async def _pass(self, asked: Inbound, call: Call, body: bytes) -> None:
         """Have vLLM's app answer the request with this body."""
-        await forward(self._app, call, body, asked.scope, asked.receive, send or asked.send)
+        await forward(self._app, call, body, asked.scope, asked.receive, asked.send)
 
     async def _tokenize(self, asked: Inbound, body: dict[str, Any]) -> None:
         """Forward the request to the base, whichever model that may be asked for it names."""
@@ -195,9 +197,17 @@ class Gateway:
         bill = await state.meter.open(key, asked.tenant, metered(exchange, reserved))
         call = Call.of(asked.id, asked.endpoint.path, body, bill.priority, state.counted)
         try:
-            await self._answer(asked, exchange, admit, call, bill, body)
+            if not await self._answer(asked, exchange, admit, call, bill, body):
+                exchange.as_attempt().record(state.spool, state.name)
+                exchange = exchange.again(state.router.instead_of(exchange.target))
+                # A failed attempt is not billed.
+                call = replace(call, used=(0, 0))
+                await self._answer(asked, exchange, admit, call, bill, body)
         except GraftworkError as error:
             exchange.status = error.status
+            raise
+        except Exception:
+            exchange.status = SERVER_ERROR
             raise
         finally:
             exchange.take_usage(call.used)
@@ -206,15 +216,15 @@ class Gateway:
 
     async def _answer(
         self, asked: Inbound, exchange: Exchange, admit: Admit, call: Call, bill: Bill, body: dict[str, Any]
-    ) -> None:
-        """Have the target answer."""
+    ) -> bool:
+        """Have the target answer; False when it is a canary that failed before anything was sent."""
         state = asked.state
         name = await self._hold(asked, exchange, admit)
         if name is None:
             ASKED.set(body["model"])
         ours = settings_of(asked) | {"model": name or state.router.base_name}
         try:
-            await self._forward(asked, exchange, call, bill, body | ours)
+            return await self._forward(asked, exchange, call, bill, body | ours)
         finally:
             if name is not None:
                 state.residency.release(name)
@@ -224,11 +234,17 @@ class Gateway:
 
         A cold adapter may take a minute. After each such wait the request is admitted again and follows the
         routes as they are then: it never reaches a revision that was rolled back, retired, purged or
-        quarantined meanwhile. The wait ends when the client leaves.
+        quarantined meanwhile. The wait ends when the client leaves. Nobody waits for a canary: while it is
+        not resident, another answers in its place.
         """
         state, priority = asked.state, INTERACTIVE if exchange.purpose == "user" else BACKGROUND
         residency = state.residency
+        is_again = exchange.target.arm == FALLBACK
         while True:
+            if exchange.target.arm == CANARY:
+                if not is_again and (canary := hold_canary(state, exchange.target)) is not None:
+                    return canary
+                exchange.target = state.router.instead_of(exchange.target)
             policy, digest = exchange.target.policy, exchange.target.digest
             if policy is None or digest is None:
                 return None
@@ -248,22 +264,67 @@ class Gateway:
 
     async def _forward(
         self, asked: Inbound, exchange: Exchange, call: Call, bill: Bill, body: dict[str, Any]
-    ) -> None:
-        """Forward the request with the new body, mark the response and record its status and times."""
+    ) -> bool:
+        """Forward the request with the new body, mark the response and record its status and times.
+
+        A canary's response is kept back until its first byte. False when it failed before that: nothing was
+        sent.
+        """
         is_json = wants_json(body)
         revision = (exchange.target.name or "base").encode()
+        is_canary, kept = exchange.target.arm == CANARY, list[Message]()
+        has_failed = False
+
+        async def watch() -> Message:
+            message = await asked.receive()
+            exchange.has_left |= message["type"] == "http.disconnect"
+            return message
 
         async def observe(message: Message) -> None:
+            nonlocal has_failed
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
                 ours = [(b"x-graftwork-revision", revision), *bill.headers()]
                 message["headers"] = [*message.get("headers", ()), *ours]
+                if is_canary:
+                    kept.append(message)
+                    return
+            elif exchange.is_unanswered:
+                # vLLM ends the answer to a client that has left with 200 and nothing in it.
+                return
             else:
                 is_whole = not body.get("stream") and exchange.ttft_s is None and not message.get("more_body")
                 exchange.take(message.get("body", b""), is_whole, is_json)
-            await asked.send(message)
+            has_failed |= bool(kept) and is_fault(exchange.status)
+            if not has_failed:
+                while kept:
+                    await asked.send(kept.pop())
+                await asked.send(message)
 
-        await self._pass(asked, call, orjson.dumps(body), observe)
+        try:
+            # The server writes into its scope, and a canary's may be needed again.
+            await forward(self._app, call, orjson.dumps(body), dict(asked.scope), watch, observe)
+        except Exception:
+            if not is_canary or exchange.ttft_s is not None or exchange.is_unanswered:
+                raise
+            exchange.status, has_failed = SERVER_ERROR, True
+        return not has_failed
+
+
+def hold_canary(state: GatewayState, target: Target) -> str | None:
+    """Hold a canary if it is resident here, and return its served name; else prewarm it and return None."""
+    # Whatever keeps it from being loaded, no user's request may fail by it.
+    with suppress(GraftworkError):
+        revision = state.router.revision(target.policy or "", target.digest or "")
+        if (name := state.residency.hold_warm(revision)) is not None:
+            return name
+        state.residency.prewarm(revision)
+    return None
+
+
+def is_fault(status: int) -> bool:
+    """Return whether a canary's status is no fault of its user: an error, or a name that vLLM cannot find."""
+    return status >= SERVER_ERROR or status == NOT_FOUND
 
 
 def metered(exchange: Exchange, reserved: int) -> Metered:

@@ -12,6 +12,8 @@ STREAMED = {
     b'"finish_reason":"stop"': "ok",
     b'"finish_reason":"tool_calls"': "ok",
 }
+FAULT = b'data: {"error"'
+SERVER_ERROR = 500
 
 
 def wants_json(request: Mapping[str, Any]) -> bool:
@@ -32,6 +34,16 @@ def outcome_of(answer: Mapping[str, Any], is_json: bool) -> str | None:
 def streamed_outcome(chunk: bytes) -> str | None:
     """Return the outcome that a piece of a stream tells, or None."""
     return next((outcome for sign, outcome in STREAMED.items() if sign in chunk), None)
+
+
+def streamed_fault(chunk: bytes) -> int | None:
+    """Return the status of an error that vLLM tells in a stream, behind its 200, or None."""
+    if not chunk.startswith(FAULT):
+        return None
+    try:
+        return int(orjson.loads(chunk.removeprefix(b"data: ").partition(b"\n")[0])["error"]["code"])
+    except (orjson.JSONDecodeError, LookupError, TypeError, ValueError):
+        return SERVER_ERROR
 
 
 def _outcome(choice: Mapping[str, Any], is_json: bool) -> str:

@@ -1,20 +1,19 @@
 """Routing: which revision answers a request, from cached rows of the catalog.
 
 Rows are read on demand and cached until a change to them is noticed, so start-up and changes cost the same
-with a million policies as with one. The split between champion and canary hashes policy, unit and salt:
-any number of gateways agree without coordination.
+with a million policies as with one.
 """
 
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from engine.catalog.catalog import Catalog, Key, Revision, Route, Tenant
 from engine.catalog.keys import hash_key
 from engine.errors import AdapterError, Conflict, Forbidden, Gone, GraftworkError, NotFound, ServiceError
+from engine.serving.gateway.arms import CANARY, FALLBACK, Target, in_canary
 from engine.serving.gateway.row_cache import LEAST_ROWS, RowCache
 from engine.serving.gateway.suggesting import SHOWN, Suggester
 from engine.settings.params import DIGEST12, POLICY_NAME, served_name, split_served_name
@@ -25,28 +24,11 @@ STALE_S = 0.8
 ABSENT_ROWS = 4096
 # How long a key is trusted while the catalog cannot be read.
 KEY_MAX_AGE_S = 60.0
+# Steps of a release during which its revision is loaded.
+WARM_STEPS = frozenset({"approval", "canary"})
 # Purposes that may reach a pinned revision despite a tombstone: scoring it is not serving it.
 JUDGING = frozenset({"score", "probe"})
 log = logging.getLogger("graftwork.routing")
-
-
-@dataclass(frozen=True)
-class Target:
-    """The revision that answers: `digest` None means the base; `arm` is champion, canary, base or pinned.
-
-    `plain_units`: the ledger has this policy's units under hashes of an older version.
-    """
-
-    policy: str | None
-    digest: str | None
-    arm: str
-    route_version: int | None = None
-    plain_units: bool = False
-
-    @property
-    def name(self) -> str | None:
-        """The served name, or None for the base."""
-        return served_name(self.policy, self.digest) if self.policy and self.digest else None
 
 
 class Router:
@@ -153,6 +135,14 @@ class Router:
                 )
         return Target(policy, pinned.digest, "pinned")
 
+    def instead_of(self, canary: Target) -> Target:
+        """Return who answers in a canary's place: the champion, else the base."""
+        route = self._route(canary.policy or "")
+        found = (
+            self._follow(replace(route, canary=None), "") if route else Target(canary.policy, None, "base")
+        )
+        return replace(found, arm=FALLBACK)
+
     async def admit(
         self, model: str, unit: str, purpose: str = "user", key: Key | None = None
     ) -> tuple[Target, float]:
@@ -202,6 +192,8 @@ class Router:
     def under_release(self) -> frozenset[tuple[str, str]]:
         """Return (policy, digest) that must stay resident: canary, champion and baseline of each release.
 
+        A release's revision is among them from its approval on, so that users meet a warm canary.
+
         Its size grows with the running releases, not with the routes. While the catalog is unreadable it
         returns the last known set.
         """
@@ -221,8 +213,9 @@ class Router:
                 continue
             if self._rows.unread_since(("route", release.policy)) is not None:
                 raise ServiceError(f"The route of {release.policy!r} is unreadable.")
-            # Before its canary only probe and scorer use a candidate, and they can wait.
-            digests = (route.canary, route.champion, release.baseline)
+            # Before its approval only probe and scorer use a candidate, and they can wait.
+            candidate = release.revision if release.step in WARM_STEPS else None
+            digests = (route.canary, candidate, route.champion, release.baseline)
             found |= {(release.policy, digest) for digest in digests if digest}
         return frozenset(found)
 
@@ -353,11 +346,11 @@ class Router:
         return Gone(f"{model[:SHOWN]} was purged by {purged['by']}; its adapters are permanently deleted.")
 
     def _follow(self, route: Route, unit: str) -> Target:
-        arms = [("canary", route.canary)] if in_canary(route, unit) else []
+        arms = [(CANARY, route.canary)] if in_canary(route, unit) else []
         for arm, digest in [*arms, ("champion", route.champion)]:
             if digest and not self._has_tombstone(route.policy, digest):
                 read = ("route", route.policy), _tombstone_key(route.policy, digest)
-                if arm == "canary" and self._is_stale(*read):
+                if arm == CANARY and self._is_stale(*read):
                     continue
                 return Target(route.policy, digest, arm, route.version, route.plain_units)
         return Target(route.policy, None, "base", route.version, route.plain_units)
@@ -365,11 +358,3 @@ class Router:
 
 def _tombstone_key(policy: str, digest: str) -> Hashable:
     return "tombstone", policy, digest
-
-
-def in_canary(route: Route, unit: str) -> bool:
-    """Return whether the canary answers this unit: its hash falls into the share `route.weight`."""
-    if route.canary is None:
-        return False
-    word = hashlib.sha256(f"{route.policy}\0{unit}\0{route.salt}".encode()).digest()[:8]
-    return int.from_bytes(word, "big") < route.weight * 2**64

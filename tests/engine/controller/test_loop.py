@@ -14,16 +14,16 @@ from typing import Any
 
 import httpx
 import pytest
-from canary_results import judged
 from canary_users import Users
+from driven_release import CANARIES, SETTINGS, Boundary, Killed, drive, see
 from fastapi.testclient import TestClient
 from live import free_port
-from rows import ACCEPTED, NEW, OLD, THIRD, fill
+from rows import NEW, OLD, THIRD, fill
 
 from engine.catalog.catalog import Catalog, Release, migrate
 from engine.clients.controller import ControllerClient
 from engine.controller import trusted_clock
-from engine.controller.advance import Action, Evidence, advance
+from engine.controller.advance import Action
 from engine.controller.api import build_app
 from engine.controller.apply import Applier
 from engine.controller.evidence import EvidenceReader
@@ -38,8 +38,6 @@ from engine.quality.canary import CanaryResult, FeedbackCounts
 from engine.quality.guards import ONE_KEY
 from engine.security.credentials import credential
 from engine.settings.params import Params, ReleaseConfig
-
-SETTINGS = ReleaseConfig(min_units=10).model_dump(mode="json")
 
 
 @pytest.fixture
@@ -364,56 +362,6 @@ def test_a_release_waits_for_what_was_spooled_before_it(controller: Controller, 
     assert controller.catalog.releases.get(release.id).step == "probe"
     controller.tick()
     assert controller.catalog.releases.get(release.id).step == "canary"
-
-
-class Killed(BaseException):
-    """Stands for kill -9: nothing in the product catches it."""
-
-
-class Boundary:
-    """Passes calls through to a real store, or its parts, and dies right after the n-th effect of all."""
-
-    effects = ("tombstones.add", "routes.update", "releases.update", "emit")
-
-    def __init__(self, real: Any, countdown: Iterator[int], last: int, part: str = ""):
-        self._real, self._countdown, self._last, self._part = real, countdown, last, part
-
-    def __getattr__(self, name: str) -> Any:
-        found, path = getattr(self._real, name), f"{self._part}{name}"
-        if not callable(found):
-            return Boundary(found, self._countdown, self._last, f"{path}.")
-        if path not in self.effects:
-            return found
-
-        def effect(*args: Any, **kwargs: Any) -> Any:
-            result = found(*args, **kwargs)
-            if next(self._countdown) == self._last:
-                raise Killed
-            return result
-
-        return effect
-
-
-CANARIES = {
-    "promote": judged(50, 200, (1.0, 1.0), -0.1, 0.2),
-    "rollback": judged(8, 32, (0.0, 1.0), -1.0, -0.2),
-    "hold": judged(5, 20, (1.0, 1.0), -0.5, 0.5),
-}
-
-
-def see(catalog: Catalog, release: Release, result: CanaryResult) -> Evidence:
-    stone = catalog.tombstones.find("sorting", NEW)
-    reason = stone.reason if stone else None
-    route, late_s = catalog.routes.get("sorting"), SETTINGS["max_seconds"]
-    return Evidence(0.0, route, ACCEPTED, None, result, reason, step_s=late_s)
-
-
-def drive(catalog: Any, spool: Any, result: CanaryResult) -> None:
-    applier = Applier(catalog, spool)
-    for release in catalog.releases.all(open_only=True):
-        while release.state == "running":
-            evidence = see(catalog, release, result)
-            release = applier.apply(release, advance(release, evidence), evidence)
 
 
 def end_state(root: Path, verdict: str, kill_after: int | None) -> tuple[Any, ...]:

@@ -1,24 +1,30 @@
 """What people decide besides promotions: approval, freeze, restore; and what others are told of it."""
 
 import json
+import sqlite3
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import httpx
 import pytest
+from command_line import graftwork
 from fastapi.testclient import TestClient
 from rows import NEW, OLD, THIRD, fill
 
 from engine.catalog.catalog import Catalog, Notice, Release, migrate
+from engine.clients.controller import ControllerClient
 from engine.controller.api import build_app
 from engine.controller.health_monitor import MISSES, HealthMonitor
 from engine.controller.loop import Controller
 from engine.controller.mlflow_aliases import AliasMirror
 from engine.controller.mlflow_registry import Registry
 from engine.controller.notifications import NotificationSender, drifted, engine_changed
-from engine.errors import Conflict, NotFound
+from engine.errors import Conflict, Gone, NotFound
+from engine.serving.gateway.routing import Router
 from engine.settings.params import Params, ReleaseConfig
+from flows.cli import decide
 
 PERSON = {"by": "ada", "reason": "I read the answers."}
 
@@ -138,6 +144,67 @@ def test_restore_goes_back_to_the_champion_before(controller: Controller, web: T
 def test_restore_without_an_earlier_champion_is_a_sentence(controller: Controller) -> None:
     with pytest.raises(NotFound, match="no previous champion"):
         controller.decisions.restore("sorting", None, "ada", "back")
+
+
+COMMANDS = [
+    ("promote", f"sorting@{NEW[:12]}", "promote", NEW, NEW),
+    ("rollback", f"sorting@{OLD[:12]}", "rollback", OLD, None),
+    ("hold", "sorting", "hold", THIRD, OLD),
+    ("restore", f"sorting@{NEW[:12]}", "promote", NEW, NEW),
+]
+
+
+@pytest.mark.parametrize(("command", "subject", "verdict", "digest", "champion"), COMMANDS)
+def test_a_persons_command_takes_effect_at_once_and_is_recorded(
+    controller: Controller,
+    web: TestClient,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    subject: str,
+    verdict: str,
+    digest: str,
+    champion: str | None,
+) -> None:
+    """While a release of a third revision waits for its approval."""
+    given(controller, web, monkeypatch)
+    start(controller, approval_s=60, digest=THIRD)
+    router, began = Router(controller.catalog, "tiny", "base"), time.time()
+    assert router.resolve("sorting", "u").digest == OLD
+    said = graftwork(command, subject, "--by", "ada", "--reason", "I read the answers.")
+    assert said.returncode == 0, said.stderr
+    assert time.time() - began < 5
+    assert router.resolve("sorting", "u").digest == champion
+    controller.spool.rotate()
+    controller.tick()
+    assert controller.ledger is not None
+    rows = controller.ledger.connection.execute(
+        'SELECT verdict, "by", reason FROM verdicts WHERE digest = ? AND "at" >= ?', [digest, began]
+    ).fetchall()
+    assert rows == [(verdict, "ada", "I read the answers.")]
+
+
+def test_a_lift_takes_effect_at_once_and_is_recorded(
+    controller: Controller, web: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given(controller, web, monkeypatch)
+    controller.decisions.rollback("sorting", OLD, "ada", "It is rude.")
+    router, began = Router(controller.catalog, "tiny", "base"), time.time()
+    with pytest.raises(Gone, match="It is rude"):
+        router.resolve(f"sorting@{OLD[:12]}", "u")
+    said = graftwork("lift", f"sorting@{OLD[:12]}", "--by", "bob", "--reason", "It is not.")
+    assert said.returncode == 0, said.stderr
+    assert router.resolve(f"sorting@{OLD[:12]}", "u").digest == OLD
+    query = "SELECT lifted_by, lifted_reason FROM tombstones WHERE lifted_at >= ?"
+    with sqlite3.connect(controller.params.paths.root / "catalog.db") as catalog:
+        assert catalog.execute(query, [began]).fetchall() == [("bob", "It is not.")]
+
+
+def given(controller: Controller, web: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the commands ask this controller."""
+    client = ControllerClient("http://controller")
+    client._http = web
+    monkeypatch.setattr(decide, "reach", lambda params: nullcontext(client))
+    monkeypatch.setattr(decide, "wake", lambda policy, answer: None)
 
 
 def test_each_end_of_a_release_is_told_once_with_reason_and_link(controller: Controller) -> None:

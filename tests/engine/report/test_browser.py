@@ -17,6 +17,7 @@ from axe_playwright_python.sync_playwright import Axe
 from history import GOOD, build
 from live import free_port
 from playwright.sync_api import Browser, Page, sync_playwright
+from shown_release import released
 
 from engine.catalog.catalog import Catalog
 from engine.controller import page as controller_page
@@ -147,6 +148,30 @@ def test_the_report_stands_alone(page: Page, trap: Trap, tmp_path: Path) -> None
     assert seen.complaints == []
     assert trap.caught == []
     assert page.locator("script").count() == 0
+
+
+def test_a_release_shows_its_course_and_why_it_ended(page: Page, tmp_path: Path) -> None:
+    params = Params(state_dir=tmp_path / "state")
+    ended = released(params, canary=0.5, baseline=0.95)
+    path = write_report(params, tmp_path / "report.html", 0.0, 1.0, {})
+    page.goto(path.as_uri())
+    card = page.locator("[data-part=canaries] .card")
+    assert card.count() == 1
+    assert card.locator(".why").text_content() == f"rolled back: {ended.reason}"
+    said = {
+        row.locator("th").text_content().rstrip(" *"): row.locator("td").first.text_content()
+        for row in card.locator("tbody tr").all()
+    }
+    assert said["reward"] == "harm"
+    assert len(said) == 7
+    # Means, interval, share of users.
+    assert [text for text in card.locator("svg .title").all_text_contents() if text] == [
+        "mean reward", "canary − baseline", "seconds since the canary's start", "share of users",
+    ]  # fmt: skip
+    result = Axe().run(page)
+    assert result.violations_count == 0, result.generate_report()
+    page.set_viewport_size({"width": 400, "height": 900})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400
 
 
 def test_it_follows_the_theme(page: Page, tmp_path: Path) -> None:

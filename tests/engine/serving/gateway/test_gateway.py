@@ -1,138 +1,30 @@
 """The gateway in front of a fake server: who may ask, what is passed on, what is observed."""
 
 import asyncio
-import errno
-import hashlib
 import json
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import httpx
 import pytest
+from gateway_world import CANARY, CHAMPION, make_world, unit_of, warm
 from prometheus_client import REGISTRY
 
-from engine.catalog.catalog import Base, Catalog, Policy, Revision, migrate
+from engine.catalog.catalog import Catalog
 from engine.errors import DamagedBytes
-from engine.metering.usage_log import UsageLog
 from engine.serving.gateway.asgi import unless_left
-from engine.serving.gateway.gateway import Gateway, GatewayState
-from engine.serving.gateway.meter import Meter
-from engine.serving.gateway.routing import Router
-from engine.serving.residency.residency import Residency
-from engine.settings.services import EngineConfig, GatewayConfig
-from engine.store.segments import Store
-
-CHAMPION, CANARY = "a" * 64, "b" * 64
-
-
-class Events:
-    """A spool in memory; with a full disk it raises as the real one does."""
-
-    def __init__(self):
-        self.rows, self.is_full = [], False
-
-    def emit(self, table, **fields):
-        if self.is_full:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        self.rows.append((table, fields))
-
-
-class Engine:
-    """Loads take `seconds`; `faults` are raised one after the other."""
-
-    def __init__(self):
-        self.seconds, self.faults, self.prepared = 0.0, [], []
-
-    async def prepare(self, name, address):
-        self.prepared.append(name)
-        await asyncio.sleep(self.seconds)
-        if self.faults:
-            raise self.faults.pop(0)
-
-    async def forget(self, name): ...
-
-
-class Server:
-    """What stands behind the gateway: notes each body and answers like vLLM."""
-
-    def __init__(self):
-        self.seen, self.status = [], 200
-
-    async def __call__(self, scope, receive, send):
-        message = await receive()
-        body = json.loads(message["body"]) if message.get("body") else {}
-        headers = {name.decode(): value.decode() for name, value in scope["headers"]}
-        assert "content-length" not in headers or int(headers["content-length"]) == len(
-            message.get("body", b"")
-        )
-        self.seen.append((scope["path"], body, headers))
-        answer = {
-            "id": f"cmpl-{headers.get('x-request-id')}",
-            "usage": {"prompt_tokens": 3, "completion_tokens": 2},
-        }
-        await send({"type": "http.response.start", "status": self.status, "headers": []})
-        await send({"type": "http.response.body", "body": json.dumps(answer, separators=(",", ":")).encode()})
+from engine.serving.gateway.gateway import Gateway
 
 
 @pytest.fixture
 def world(tmp_path):
-    url = f"sqlite:///{tmp_path}/catalog.db"
-    migrate(url)
-    catalog = Catalog(url)
-    catalog.bases.add(Base("base", "tiny", "/tiny", 0.0))
-    catalog.policies.add(Policy("sums", "base", {}, "me", 0.0))
-    layout = hashlib.sha256(b"{}").hexdigest()
-    catalog.layouts.add(layout, "{}")
-    for digest in (CHAMPION, CANARY):
-        catalog.revisions.add_many(
-            [
-                Revision(
-                    "sums", digest, "base", None, 1, 8, 10, layout, "s", 0, 10, "cc", "exported", "me", 0.0
-                )
-            ]
-        )
-    route = catalog.routes.get("sums")
-    catalog.routes.update(replace(route, champion=CHAMPION, canary=CANARY, weight=0.5), route.version)
-    server, events, engine, loads = Server(), Events(), Engine(), []
-    usage = UsageLog(tmp_path / "usage")
-    state = GatewayState(
-        Router(catalog, "tiny", "base"),
-        Residency(
-            engine,
-            catalog,
-            Store(tmp_path),
-            EngineConfig(load_queue=4),
-            on_load=lambda **fields: loads.append(fields["priority"]),
-        ),
-        events,
-        "here",
-        Meter(usage, 256, 4),
-        GatewayConfig(),
-    )
-    app = SimpleNamespace(state=SimpleNamespace(graftwork=state))
-
-    async def with_app(scope, receive, send):
-        scope["app"] = app
-        await Gateway(server)(scope, receive, send)
-
-    keys = {scope: catalog.keys.create("me", scope) for scope in ("admin", "user", "score")}
-    keys["pin"] = catalog.keys.create("me", ["infer", "pin", "feedback"])
-
-    def client(scope="pin"):
-        headers = {"authorization": f"Bearer {keys[scope]}"} if scope else {}
-        return httpx.AsyncClient(
-            transport=httpx.ASGITransport(with_app), base_url="http://gateway", headers=headers
-        )
-
-    yield SimpleNamespace(
-        catalog=catalog, server=server, events=events, client=client, keys=keys, app=app, engine=engine,
-        state=state, call=with_app, loads=loads,
-    )  # fmt: skip
-    usage.close()
+    world = make_world(tmp_path)
+    yield world
+    world.usage.close()
 
 
 async def test_the_route_is_followed_and_observed(world):
+    await warm(world, CANARY)
     before = time.time()
     async with world.client() as client:
         responses = [
@@ -394,10 +286,6 @@ def add_revision(world, digest: str) -> dict[str, str]:
     return {"model": f"sums@{digest[:12]}"}
 
 
-def unit_of(world, arm: str) -> str:
-    return next(unit for unit in map(str, range(1000)) if world.state.router.resolve("sums", unit).arm == arm)
-
-
 async def changed_while_loading(world, body, change, scope: str = "pin", **headers: str) -> httpx.Response:
     """Send a request for a cold adapter, and `change` something while its load runs."""
     world.engine.seconds = 0.02
@@ -413,9 +301,14 @@ async def changed_while_loading(world, body, change, scope: str = "pin", **heade
     return response
 
 
-def withdraw_canary(catalog: Catalog) -> None:
+def promote(catalog: Catalog) -> None:
     route = catalog.routes.get("sums")
-    catalog.routes.update(replace(route, canary=None, weight=0.0), route.version)
+    catalog.routes.update(replace(route, champion=CANARY, canary=None, weight=0.0), route.version)
+
+
+def withdraw_champion(catalog: Catalog) -> None:
+    catalog.tombstones.add("sums", CHAMPION, "Reward fell.", "me")
+    promote(catalog)
 
 
 UNROUTED = "c" * 64
@@ -439,20 +332,16 @@ async def test_a_revision_that_is_withdrawn_during_its_load_answers_nothing(worl
     assert world.events.rows[-1][1]["status"] == status
 
 
-@pytest.mark.parametrize(
-    "change",
-    [lambda catalog: catalog.tombstones.add("sums", CANARY, "Reward fell.", "me"), withdraw_canary],
-    ids=["tombstone", "end of the canary"],
-)
+@pytest.mark.parametrize("change", [promote, withdraw_champion])
 async def test_a_request_follows_a_route_that_changes_during_its_load(world, change):
     began = time.time()
-    body = {"model": "sums", "user": unit_of(world, "canary")}
+    body = {"model": "sums", "user": unit_of(world, "champion")}
     response = await changed_while_loading(world, body, change)
     assert response.status_code == 200
-    assert response.headers["x-graftwork-revision"] == f"sums@{CHAMPION[:12]}"
-    assert [seen["model"] for _, seen, _ in world.server.seen] == [f"sums@{CHAMPION[:12]}"]
+    assert response.headers["x-graftwork-revision"] == f"sums@{CANARY[:12]}"
+    assert [seen["model"] for _, seen, _ in world.server.seen] == [f"sums@{CANARY[:12]}"]
     row = world.events.rows[-1][1]
-    assert (row["digest"], row["arm"]) == (CHAMPION, "champion")
+    assert (row["digest"], row["arm"]) == (CANARY, "champion")
     assert began + world.engine.seconds < row["at"] < time.time()
 
 

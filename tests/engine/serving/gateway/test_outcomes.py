@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from engine.catalog.catalog import Key
-from engine.serving.gateway.gateway import Exchange
+from engine.serving.gateway.arms import Target
+from engine.serving.gateway.exchange import Exchange
 from engine.serving.gateway.outcomes import outcome_of, streamed_outcome, wants_json
-from engine.serving.gateway.routing import Target
 
 
 def choice(text: str | None = "42", finish: str = "stop", **message: Any) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def exchange() -> Exchange:
 
 def test_a_stream_is_timed_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, moments = exchange(), iter((1.0, 1.5, 2.5, 3.0))
-    monkeypatch.setattr("engine.serving.gateway.gateway.time.perf_counter", lambda: next(moments))
+    monkeypatch.setattr("engine.serving.gateway.exchange.time.perf_counter", lambda: next(moments))
     for body in (b"data: a", b"data: b", b'data: {"finish_reason":"length"}'):
         seen.take(body, is_whole=False, is_json=False)
     row = seen.observation("here")

@@ -11,7 +11,8 @@ import pytest
 from engine.catalog.catalog import Base, Catalog, Policy, Release, Revision, Route, migrate
 from engine.catalog.records import Tombstone
 from engine.errors import AdapterError, Ambiguous, NotFound, ServiceError
-from engine.serving.gateway.routing import STALE_S, Gone, Router, in_canary
+from engine.serving.gateway.arms import in_canary
+from engine.serving.gateway.routing import STALE_S, Gone, Router
 from engine.serving.gateway.row_cache import rows_to_cache
 from engine.serving.gateway.suggesting import AT_ONCE
 from engine.settings.params import ReleaseConfig
@@ -331,9 +332,11 @@ def test_what_is_under_release_is_named_and_nothing_else(catalog):
     release = Release("r1", "sums", CANARY, CHAMPION, "score", 0.2, "running", settings, 0.0, 0.0)
     catalog.releases.add(release)
     assert router.under_release() == {("sums", CHAMPION)}
+    catalog.releases.update("r1", 0, step="approval")
+    assert router.under_release() == {("sums", CHAMPION), ("sums", CANARY)}
     set_route(catalog, canary=CANARY, weight=0.2)
     assert router.under_release() == {("sums", CHAMPION), ("sums", CANARY)}
-    catalog.releases.update("r1", 0, state="promoted")
+    catalog.releases.update("r1", 1, state="promoted")
     assert router.under_release() == frozenset()
 
 

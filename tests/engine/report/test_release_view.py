@@ -1,0 +1,73 @@
+"""A release on the report: its intervals over time, weights, guards, verdict and reason."""
+
+import math
+import re
+from dataclasses import replace
+
+import pytest
+from shown_release import released
+
+from engine.catalog.catalog import Catalog, Release
+from engine.report.data import ReleaseResult
+from engine.report.pages import collect, render
+from engine.settings.params import Params
+
+
+@pytest.fixture(scope="module")
+def params(tmp_path_factory: pytest.TempPathFactory) -> Params:
+    return Params(state_dir=tmp_path_factory.mktemp("release") / "state")
+
+
+@pytest.fixture(scope="module")
+def release(params: Params) -> Release:
+    return released(params, canary=0.95, baseline=0.9)
+
+
+def page_of(params: Params) -> tuple[ReleaseResult, str]:
+    with Catalog(params.paths.catalog_url) as catalog:
+        data = collect(params.paths.ledger_snapshot, catalog, ["sorting"], title="A run", created_at=0.0)
+    (shown,) = data.releases
+    return shown, render(data)
+
+
+def test_it_shows_weights_intervals_guards_and_the_reason(params: Params, release: Release) -> None:
+    shown, page = page_of(params)
+    assert release.state == shown.state == "promoted"
+    assert [weight for _, weight in shown.weights] == [0.1, 0.25, 0.5, 0.95]
+    moments = [at for at, _ in shown.weights]
+    assert moments == sorted(moments)
+    assert 0 == moments[0] < moments[-1] < shown.canary_s
+    guards = {guard.guard: guard for guard in shown.guards}
+    assert len(guards) == 7
+    assert (guards["reward"].state, guards["reward"].required) == ("clear", True)
+    lower = guards["reward"].lower
+    assert shown.timeline[-1].lower >= lower >= -shown.margin
+    assert f"{lower:+.3f} to" in page
+    assert release.reason in re.sub(r"&[#\w]+;", "'", page)
+    assert shown.feedback in page
+    assert shown.fallbacks > 0
+    assert f"{shown.fallbacks} of the canary's requests" in page.replace("&#39;", "'")
+    assert "share of users 10%, 25%, 50%, 95%" in page
+
+
+def test_a_running_release_shows_what_the_guards_say_now(params: Params, release: Release) -> None:
+    with Catalog(params.paths.catalog_url) as catalog:
+        running = replace(release, state="running", evidence={})
+        changes = {"state": "running", "evidence": {}}
+        catalog.releases.update(running.id, release.version, **changes)
+        try:
+            shown, _ = page_of(params)
+        finally:
+            back = {"state": release.state, "evidence": release.evidence}
+            catalog.releases.update(release.id, catalog.releases.get(release.id).version, **back)
+    assert {guard.guard for guard in shown.guards} == {
+        row["guard"] for row in release.evidence["canary"]["guards"]
+    }
+    assert "answers were rated" in shown.feedback
+
+
+def test_a_bound_that_nothing_is_known_of_is_not_a_number(params: Params, release: Release) -> None:
+    shown, page = page_of(params)
+    unknown = [guard for guard in shown.guards if not math.isfinite(guard.upper)]
+    assert page.count("not known yet") == len(unknown)
+    assert "inf" not in re.findall(r'class="number">([^<]*)<', page)

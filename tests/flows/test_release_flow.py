@@ -1,0 +1,155 @@
+"""The flow `release` is killed after each of its steps: the controller goes on, and nothing is lost."""
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from canary_users import Users
+from fastapi.testclient import TestClient
+from rows import NEW, OLD, fill
+
+from engine.catalog.catalog import Catalog, migrate
+from engine.clients.controller import ControllerClient
+from engine.controller.api import build_app
+from engine.controller.loop import Controller
+from engine.controller.mlflow_aliases import AliasMirror
+from engine.controller.mlflow_registry import Registry
+from engine.settings.forms import ReleaseForm
+from engine.settings.params import Params, ReleaseConfig
+from engine.settings.services import ControllerConfig
+from flows import release as flow
+from tasks import approval, release, steps
+
+STEPS = 7
+
+
+class Killed(BaseException):
+    """Stands for kill -9: nothing in the product catches it."""
+
+
+@pytest.fixture
+def params(tmp_path: Path) -> Params:
+    settings = ReleaseConfig(min_units=10, max_seconds=60)
+    return Params(state_dir=tmp_path / "state", release=settings, controller=ControllerConfig(tick_s=0.05))
+
+
+@pytest.fixture
+def controller(params: Params) -> Iterator[Controller]:
+    migrate(params.paths.catalog_url)
+    fill(Catalog(params.paths.catalog_url))
+    controller = Controller(params, "test")
+    turning = threading.Thread(target=controller.run)
+    turning.start()
+    yield controller
+    controller.stop()
+    turning.join()
+    controller.close()
+
+
+def eventually(condition: Callable[[], Any], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def numbered(step: Callable[..., Any], countdown: Iterator[int], last: int | None) -> Callable[..., Any]:
+    """Return a step after which the flow's process is killed, if it is the last."""
+
+    def run(*given: Any, **named: Any) -> Any:
+        result = step(*given, **named)
+        if next(countdown) == last:
+            raise Killed
+        return result
+
+    return run
+
+
+@pytest.fixture
+def run(
+    params: Params, controller: Controller, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[int | None], int]:
+    """Return a way to run the flow, killed after its n-th step; it returns how many steps were begun."""
+    key = controller.catalog.keys.ensure_local(params.paths.local_key)
+    mirror = AliasMirror(controller.catalog, controller.decisions, controller.lock, Registry(httpx.Client()))
+    app, headers = build_app(controller, mirror), {"Authorization": f"Bearer {key}"}
+
+    def client(_: Params) -> ControllerClient:
+        found = ControllerClient("http://controller", key)
+        found._http = TestClient(app, headers=headers)
+        return found
+
+    monkeypatch.setattr(release, "controller", client)
+    monkeypatch.setattr(approval, "controller", client)
+    monkeypatch.setattr(flow, "flow_settings", lambda: params)
+
+    def run(last: int | None) -> int:
+        countdown = itertools.count(1)
+        plain = {
+            "start_release": steps.start_release.fn,
+            "wait_for_verdict": steps.wait_for_verdict.fn,
+            "update_page": lambda *_: None,
+        }
+        monkeypatch.setattr(
+            flow,
+            "steps",
+            SimpleNamespace(**{name: numbered(one, countdown, last) for name, one in plain.items()}),
+        )
+        for name in ("tag_run", "show_link", "show_table"):
+            monkeypatch.setattr(flow, name, numbered(lambda *_: None, countdown, last))
+        monkeypatch.setattr(flow, "ask_for_approval", numbered(approval.ask_for_approval, countdown, last))
+        with suppress(Killed):
+            flow.release.fn(
+                ReleaseForm(policy="sorting", digest=NEW, skip_score="It has no suite.", approval_hours=1)
+            )
+        return next(countdown) - 1
+
+    return run
+
+
+@pytest.mark.parametrize("last", range(1, STEPS + 1))
+def test_a_flow_that_is_killed_changes_nothing(
+    params: Params, controller: Controller, run: Callable[[int | None], int], last: int
+) -> None:
+    catalog, users = Catalog(params.paths.catalog_url), Users(params)
+
+    def answer() -> None:
+        """Approve the release, and have users reject its canary."""
+        eventually(lambda: any(one.step == "approval" for one in catalog.releases.all()))
+        with controller.lock:
+            controller.decisions.approve(catalog.releases.all()[0].id, "ann", "It looks right.")
+        eventually(lambda: catalog.routes.get("sorting").canary == NEW)
+        users.crowd(canary=0.0, baseline=1.0, pairs=8)
+
+    people = threading.Thread(target=answer)
+    people.start()
+    assert run(last) == last
+    people.join()
+    eventually(lambda: not catalog.releases.all(open_only=True))
+    (ended,) = catalog.releases.all()
+    assert (ended.state, ended.approved["by"]) == ("rolled_back", "ann")
+    assert catalog.tombstones.find("sorting", NEW) is not None
+    assert catalog.routes.get("sorting").champion == OLD
+    catalog.close()
+
+
+def test_the_flow_has_no_more_steps_than_those(
+    params: Params, controller: Controller, run: Callable[[int | None], int]
+) -> None:
+    def hold() -> None:
+        with Catalog(params.paths.catalog_url) as catalog:
+            eventually(lambda: catalog.releases.all())
+            with controller.lock:
+                controller.decisions.hold(catalog.releases.all()[0].id, "ann", "Enough.")
+
+    person = threading.Thread(target=hold)
+    person.start()
+    assert run(None) == STEPS
+    person.join()
