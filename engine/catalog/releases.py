@@ -72,7 +72,7 @@ class Releases:
             row = connection.execute(change.values(**values).returning(tables.releases)).one_or_none()
             if row:
                 tell(connection, row.policy)
-                before, after = (_shown(one._mapping) for one in (known or row, row))
+                before, after = (_shown(dict(one._mapping)) for one in (known or row, row))
                 if before != after:
                     record(connection, "release.change", row.policy, before, after)
         if row is None:

@@ -45,7 +45,7 @@ def known_credential(paths: Paths, name: str) -> str:
 
 def logins(paths: Paths) -> dict[str, str]:
     """Return the environment variables that log a process in to MLflow and Prefect; none without files."""
-    found = {}
+    found: dict[str, str] = {}
     if password := known_credential(paths, "mlflow"):
         found |= {"MLFLOW_TRACKING_USERNAME": USER, "MLFLOW_TRACKING_PASSWORD": password}
     if password := known_credential(paths, "prefect"):
