@@ -75,7 +75,8 @@ def services(params: Params) -> tuple[Service, ...]:
     return (
         Service("engine", ("-m", "engine.serving.server", *ours), "/health", base_s, needs_base=True),
         Service("trainer", ("-m", "engine.training.service.app", *ours), "/health", base_s, needs_base=True),
-        Service("mlflow", mlflow, "/health", 180),
+        # It imports its server twice, once to check the login's settings.
+        Service("mlflow", mlflow, "/health", 300),
         Service("prefect", ("-m", "tasks.prefect_server", *ours), "/api/health", 180),
         Service("controller", ("-m", "engine.controller", *ours), "/health", 120),
         Service(WORKER, (*worker, "--name", "graftwork"), None, 60),
