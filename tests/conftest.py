@@ -38,6 +38,7 @@ SERVED = {
 # Files whose tests share the fixture `engine`: on one worker, so that it starts once.
 ON_ONE_ENGINE = {
     "tests/bench/checks/test_catalog.py",
+    "tests/bench/checks/test_rollback.py",
     "tests/engine/serving/gateway/test_live_apis.py",
     "tests/engine/serving/gateway/test_rollouts.py",
     "tests/engine/serving/test_engine.py",

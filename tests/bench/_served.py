@@ -4,10 +4,11 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -60,8 +61,13 @@ class Live:
 
 
 @contextmanager
-def live(given: Params, base: str, beside: Path, **engine: Any) -> Iterator[Live]:
-    """Start an engine on the bases that `given` has built, with a state directory of its own in `beside`."""
+def live(
+    given: Params, base: str, beside: Path, sections: Mapping[str, Any] = MappingProxyType({}), **engine: Any
+) -> Iterator[Live]:
+    """Start an engine on the bases that `given` has built, with a state directory of its own in `beside`.
+
+    `sections` are settings of other services.
+    """
     shape = SHAPES[base]
     with tempfile.TemporaryDirectory(prefix="bench-", dir=beside) as root:
         given.paths.bases.mkdir(parents=True, exist_ok=True)
@@ -70,7 +76,9 @@ def live(given: Params, base: str, beside: Path, **engine: Any) -> Iterator[Live
             "port": free_port(), "dtype": shape.dtype, "max_rank": shape.rank, "start_timeout_s": START_S,
             **engine,
         }  # fmt: skip
-        params = Params.model_validate({"state_dir": root, "base": {"name": base}, "engine": fields})
+        params = Params.model_validate(
+            {"state_dir": root, "base": {"name": base}, "engine": fields, **sections}
+        )
         os.environ.update(services.environment(params))
         built: list[BaseInfo] = []
 

@@ -118,8 +118,13 @@ class RunningEngine:
         return served_name(policy, digest)
 
 
-def start_engine(base: Path, state: Path, wait_s: float = 240, **settings) -> RunningEngine:
-    """Start `python -m engine.serving.server` and wait for its marker."""
+def start_engine(
+    base: Path, state: Path, wait_s: float = 240, name: str = "params", **settings
+) -> RunningEngine:
+    """Start `python -m engine.serving.server` and wait for its marker.
+
+    A second one on the same state has its own `name`, that of its file of settings.
+    """
     from engine.base.resident import base_digest
     from engine.catalog.catalog import Catalog, migrate
     from engine.settings.params import Paths
@@ -132,9 +137,10 @@ def start_engine(base: Path, state: Path, wait_s: float = 240, **settings) -> Ru
     key = catalog.keys.ensure_local(paths.local_key)
     catalog.close()
     params = {"state_dir": str(state), "base": {"name": str(base)}, "engine": {"port": port, **settings}}
-    (state / "params.json").write_text(json.dumps(params))
-    with (state / "engine.log").open("wb") as log:
-        process = start_reaped(["-m", "engine.serving.server", "--params", str(state / "params.json")], log)
+    file = state / f"{name}.json"
+    file.write_text(json.dumps(params))
+    with file.with_suffix(".log").open("wb") as log:
+        process = start_reaped(["-m", "engine.serving.server", "--params", str(file)], log)
     url = f"http://127.0.0.1:{port}"
     running = RunningEngine(url, key, base.name, base, base_digest(base), state, process)
     deadline = time.monotonic() + wait_s
@@ -145,7 +151,7 @@ def start_engine(base: Path, state: Path, wait_s: float = 240, **settings) -> Ru
         except httpx.TransportError:
             time.sleep(0.5)
     stop_engine(running)
-    raise RuntimeError("The engine did not start:\n" + (state / "engine.log").read_text()[-4000:])
+    raise RuntimeError("The engine did not start:\n" + file.with_suffix(".log").read_text()[-4000:])
 
 
 def stop_engine(running: RunningEngine) -> None:

@@ -1,0 +1,142 @@
+"""Users of a policy on several engines, from a thread: what each was answered, by which revision and when.
+
+Short requests arrive at their times, whatever became of those before. Listeners have one long stream after
+another, so that some are under way whenever a release ends. Times are epoch seconds: users, engines and
+controller on this machine have one clock.
+"""
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+import aiohttp
+import orjson
+from _traffic import VOCABULARY, Server
+
+REVISION = "x-graftwork-revision"
+SHORT, LONG = 4, 160
+# Few prompts, so that every stream can be compared with what its revision says alone.
+PROMPTS, PROMPT_TOKENS, USERS = 4, 16, 40
+PATIENCE_S = 60.0
+
+
+@dataclass
+class Asked:
+    """A request of a user: `engine` is its number, `sent`, `begun` and `ended` are epoch seconds."""
+
+    engine: int
+    user: str
+    prompt: int
+    tokens: int
+    sent: float
+    begun: float = 0.0
+    ended: float = 0.0
+    revision: str = ""
+    fault: str = ""
+    ids: list[int] = field(default_factory=list)
+
+
+class Users:
+    """Users who ask `policy` on every server, for the `with` block: `rate` short requests a second each.
+
+    `listeners` are the names of those with long streams. From `reject` on all rate their answers.
+    """
+
+    def __init__(self, servers: Sequence[Server], policy: str, rate: float, listeners: Sequence[str]):
+        chance = random.Random(1)
+        self.prompts = [chance.choices(VOCABULARY, k=PROMPT_TOKENS) for _ in range(PROMPTS)]
+        self.asked: list[Asked] = []
+        self._servers, self._policy, self._rate, self._listeners = servers, policy, rate, listeners
+        self._rejected: str | None = None
+        self._leaving = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._leaving.set()
+        self._thread.join(2 * PATIENCE_S)
+
+    def reject(self, name: str | None) -> None:
+        """Rate answers from now on: 0 for those of the served name, 1 for others. None: rate no more."""
+        self._rejected = name
+
+    async def _run(self) -> None:
+        timeout = aiohttp.ClientTimeout(total=PATIENCE_S)
+        async with (
+            aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session,
+            asyncio.TaskGroup() as tasks,
+        ):
+            for engine in range(len(self._servers)):
+                tasks.create_task(self._arrive(session, tasks, engine))
+                for user in self._listeners:
+                    tasks.create_task(self._listen(session, engine, user))
+
+    async def _arrive(self, session: aiohttp.ClientSession, tasks: asyncio.TaskGroup, engine: int) -> None:
+        chance = random.Random(engine)
+        while not self._leaving.is_set():
+            await asyncio.sleep(chance.expovariate(self._rate))
+            one = Asked(engine, f"u{chance.randrange(USERS)}", chance.randrange(PROMPTS), SHORT, time.time())
+            tasks.create_task(self._ask(session, one))
+
+    async def _listen(self, session: aiohttp.ClientSession, engine: int, user: str) -> None:
+        chance = random.Random(f"{engine} {user}")
+        while not self._leaving.is_set():
+            await self._ask(session, Asked(engine, user, chance.randrange(PROMPTS), LONG, time.time()))
+
+    async def _ask(self, session: aiohttp.ClientSession, one: Asked) -> None:
+        self.asked.append(one)
+        server = self._servers[one.engine]
+        headers = {"authorization": f"Bearer {server.key}", "content-type": "application/json"}
+        body = request(self._policy, self.prompts[one.prompt], one.tokens) | {"user": one.user}
+        try:
+            async with session.post(
+                f"{server.url}/v1/completions", data=orjson.dumps(body), headers=headers
+            ) as response:
+                one.revision = response.headers.get(REVISION, "")
+                if response.status != 200:
+                    one.fault = f"{response.status}: {(await response.text())[:200]}"
+                    return
+                id = await self._read(response, one)
+            if (rejected := self._rejected) is not None and not one.fault:
+                rated = {"request_id": id, "reward": float(one.revision != rejected)}
+                feedback = f"{server.url}/v1/feedback"
+                async with session.post(feedback, data=orjson.dumps(rated), headers=headers) as response:
+                    response.raise_for_status()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            one.fault = f"{type(error).__name__}: {error}"
+        finally:
+            one.ended = time.time()
+
+    async def _read(self, response: aiohttp.ClientResponse, one: Asked) -> str:
+        """Take the stream's tokens; return the answer's id."""
+        id = ""
+        async for line in response.content:
+            if not line.startswith(b"data: {"):
+                continue
+            one.begun = one.begun or time.time()
+            event = orjson.loads(line[6:])
+            # vLLM tells of a failure in the stream, behind its 200.
+            if "error" in event:
+                one.fault = str(event["error"])[:200]
+                break
+            id = event["id"]
+            for choice in event["choices"]:
+                one.ids += choice["token_ids"] or []
+        if not one.fault and len(one.ids) != one.tokens:
+            one.fault = f"It has {len(one.ids)} of {one.tokens} tokens."
+        return id
+
+
+def request(model: str, prompt: Sequence[int], tokens: int, stream: bool = True) -> dict[str, object]:
+    """Return the body of a request for greedy tokens."""
+    return {
+        "model": model, "prompt": list(prompt), "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
+        "stream": stream, "return_token_ids": True,
+    }  # fmt: skip

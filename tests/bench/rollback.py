@@ -1,0 +1,186 @@
+"""How soon a rollback reaches every engine, and what users notice of it.
+
+    graftwork bench rollback [--catalog sqlite postgres] [--repeats 5] [--rate 15]
+
+Two engine processes of one catalog under load. A bad canary gets half of the users; they begin to reject it,
+and the controller rolls it back. `rollback_s` is from the verdict until a user of the canary's is seen on the
+champion, on the slower engine, and after the last whom the canary answered: the time until no new request is
+routed to it is shorter. `admitted_s` is from the verdict until the last look at the routes began that sent
+anybody to the canary. First MLflow and Prefect run and have the policy's aliases and notices, then both are
+ended. Figures bear catalog and state in their names (`rollback_s.sqlite.up`). `failed_requests` counts every
+request that does not end in 200 with all its tokens. Streams of the canary that are under way must end with
+the tokens that it gives alone, and not with the champion's.
+"""
+
+import argparse
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import _made
+import _record as record
+import _served
+import httpx
+from _rollback_release import WEIGHT, Rollback, Site, roll_back, wait
+from _rollback_users import Asked, Users
+from live import free_port, start_reaped, stop_reaped
+from postgres import fresh_database, postgres
+
+from engine.catalog.catalog import Catalog
+from engine.clients.controller import ControllerClient
+from engine.clients.http import ServiceClient
+from engine.controller.mlflow_registry import API, DIGEST_TAG
+from engine.services.lifecycle import services
+from engine.serving.gateway.arms import in_canary
+from engine.settings.params import Params, load_params
+
+BASE, POLICY = "tiny-dense", "rollback"
+CATALOGS = ("sqlite", "postgres")
+# Long streams on each engine: of the canary's users, and of others.
+LISTENERS = {True: 2, False: 1}
+BOUNDS = {
+    "rollback_s": record.at_most(1.0),
+    "rollback_most_s": record.at_most(1.0),
+    "failed_requests": record.within(0),
+    "streams_changed": record.within(0),
+    "tombstone_s": record.at_most(),
+    "admitted_s": record.at_most(),
+}
+
+
+@contextmanager
+def running(params: Params, names: Sequence[str]) -> Iterator[None]:
+    """Run services of these settings for the block, each in a process tree of its own."""
+    with ExitStack() as stack:
+        for service in services(params):
+            if service.name not in names:
+                continue
+            log = stack.enter_context((params.paths.logs / f"{service.name}.log").open("ab"))
+            stack.callback(stop_reaped, start_reaped(service.command, log, os.environ))
+            client = stack.enter_context(ServiceClient(service.name, params.url(service.name), timeout_s=5))
+            wait(lambda client=client, path=service.health: client.is_healthy(str(path)), service.name)
+        yield
+
+
+def register(params: Params, names: Sequence[str]) -> None:
+    """Register the policy and its revisions in MLflow, so that its aliases follow the route."""
+    with Catalog(params.paths.catalog_url) as catalog, httpx.Client(base_url=params.url("mlflow")) as client:
+        client.post(f"{API}/registered-models/create", json={"name": POLICY}).raise_for_status()
+        for name in names:
+            digest = catalog.revisions.get(POLICY, name.partition("@")[2]).digest
+            tags = [{"key": DIGEST_TAG, "value": digest}]
+            body = {"name": POLICY, "source": "s3://bucket/none", "tags": tags}
+            client.post(f"{API}/model-versions/create", json=body).raise_for_status()
+
+
+def listeners(catalog: Catalog) -> list[str]:
+    """Return names of users for long streams, on both sides of the split."""
+    route = replace(catalog.routes.get(POLICY), canary="any", weight=WEIGHT)
+    found: dict[bool, list[str]] = {True: [], False: []}
+    for name in (f"listener-{number}" for number in range(100)):
+        found[in_canary(route, name)].append(name)
+    return [name for arm, count in LISTENERS.items() for name in found[arm][:count]]
+
+
+@contextmanager
+def site(given: Params, url: str | None, count: int, out: Path) -> Iterator[tuple[Site, Params, list[str]]]:
+    """Yield two engines of one catalog with their controller, the settings, and `count` fresh revisions.
+
+    One more revision is the champion.
+    """
+    ports = {name: {"port": free_port()} for name in ("controller", "mlflow", "prefect")}
+    with ExitStack() as stack:
+        first = stack.enter_context(_served.live(given, BASE, out, ports | {"catalog": {"url": url}}))
+        second = stack.enter_context(_served.second(first))
+        shape = _served.SHAPES[BASE]
+        with closing(_made.Maker(first.params, first.base, POLICY, shape.rank, shape.torch_dtype)) as maker:
+            champion, *others = maker.make(1 + count)
+        catalog = stack.enter_context(Catalog(first.params.paths.catalog_url))
+        digest = catalog.revisions.get(POLICY, champion.partition("@")[2]).digest
+        catalog.routes.update(replace(catalog.routes.get(POLICY), champion=digest), 0)
+        stack.enter_context(running(first.params, ("controller",)))
+        controller = ControllerClient(first.params.url("controller"), first.server.key)
+        stack.enter_context(controller)
+        snapshot = first.params.paths.ledger_snapshot
+        both = Site((first.server, second.server), controller, catalog, champion, snapshot)
+        yield both, first.params, others
+
+
+@dataclass(frozen=True)
+class Series:
+    """Rollbacks one after another, and every request meanwhile."""
+
+    rollbacks: Sequence[Rollback]
+    asked: Sequence[Asked]
+
+
+def series(live: Site, canaries: Sequence[str], rate: float) -> Series:
+    """Roll these canaries back, one after another, under one load."""
+    with Users(live.servers, POLICY, rate, listeners(live.catalog)) as users:
+        found = [shown(live, users, name) for name in canaries]
+    return Series(found, users.asked)
+
+
+def shown(live: Site, users: Users, canary: str) -> Rollback:
+    found = roll_back(live, users, canary)
+    print(
+        f"  {canary}: {max(found.until_s):.3f} s, tombstone {found.tombstone_s:.3f} s, {len(found.asked)} "
+        f"requests, {len(found.failed)} failed, {len(found.crossed)} streams crossed",
+        flush=True,
+    )
+    return found
+
+
+def measure(given: Params, url: str | None, repeats: int, rate: float, out: Path) -> dict[str, Series]:
+    """Return the rollbacks of one catalog while MLflow and Prefect are up, and while they are down."""
+    with site(given, url, 2 * repeats, out) as (live, params, canaries):
+        with running(params, ("mlflow", "prefect")):
+            register(params, [live.champion, *canaries])
+            up = series(live, canaries[:repeats], rate)
+        return {"up": up, "down": series(live, canaries[repeats:], rate)}
+
+
+def take(figures: record.Figures, catalog: str, found: Mapping[str, Series]) -> None:
+    """Take the figures of one catalog's rollbacks."""
+    for state, one in found.items():
+        figures.add({"rollback_s": [max(each.until_s) for each in one.rollbacks]}, f".{catalog}.{state}")
+        figures.add({"tombstone_s": [each.tombstone_s for each in one.rollbacks]}, f".{catalog}.{state}")
+        figures.add({"admitted_s": [each.admitted_s for each in one.rollbacks]}, f".{catalog}.{state}")
+    every = [each for one in found.values() for each in one.rollbacks]
+    asked = [each for one in found.values() for each in one.asked]
+    figures.values |= {
+        f"rollback_most_s.{catalog}": max(max(each.until_s) for each in every),
+        f"failed_requests.{catalog}": sum(bool(each.fault) for each in asked),
+        f"requests.{catalog}": len(asked),
+        f"streams_crossed.{catalog}": sum(len(each.crossed) for each in every),
+        f"streams_changed.{catalog}": sum(each.changed for each in every),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--catalog", nargs="+", choices=CATALOGS, default=list(CATALOGS))
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="rollbacks with MLflow and Prefect up, and down"
+    )
+    parser.add_argument("--rate", type=float, default=15.0, help="short requests a second on each engine")
+    parser.add_argument("--params", type=Path, default=Path("params.yaml"))
+    parser.add_argument("--out", type=Path, default=Path(".graftwork/bench"))
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    figures, params = record.Figures(), load_params(given.params)
+    for name in given.catalog:
+        print(f"{name}:", flush=True)
+        with postgres() if name == "postgres" else nullcontext() as server:
+            url = fresh_database(server) if server else None
+            take(figures, name, measure(params, url, given.repeats, given.rate, given.out))
+    correct = all(figures.values[f"streams_crossed.{name}"] > 0 for name in given.catalog)
+    record.report("rollback", figures.values, BOUNDS, figures.spreads, correct, given.out)
+
+
+if __name__ == "__main__":
+    main()
