@@ -78,8 +78,16 @@ class Exchange:
 
     def again(self, target: Target) -> Self:
         """Return the exchange before any answer, with another target."""
-        blank = {"usage": None, "outcome": None, "ttft_s": None, "pieces": 0, "last_s": 0.0}
-        return replace(self, target=target, status=CLIENT_LEFT, **blank)
+        return replace(
+            self,
+            target=target,
+            status=CLIENT_LEFT,
+            usage=None,
+            outcome=None,
+            ttft_s=None,
+            pieces=0,
+            last_s=0.0,
+        )
 
     def observation(self, gateway: str) -> dict[str, Any]:
         """Return the row for the ledger's table `observations`; `gateway` is this gateway's name."""
