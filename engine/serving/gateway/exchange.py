@@ -71,7 +71,7 @@ class Exchange:
 
     def again(self, target: Target) -> Self:
         """Return the exchange before any answer, with another target."""
-        blank = {"usage": None, "outcome": None, "ttft_s": None, "pieces": 0, "last_s": 0.0}
+        blank: dict[str, Any] = {"usage": None, "outcome": None, "ttft_s": None, "pieces": 0, "last_s": 0.0}
         return replace(self, target=target, status=CLIENT_LEFT, **blank)
 
     def observation(self, gateway: str) -> dict[str, Any]:
