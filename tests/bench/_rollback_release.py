@@ -3,8 +3,9 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby, starmap
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 from _rollback_users import LONG, Asked, Users, request
@@ -20,6 +21,10 @@ SETTINGS = {"weight": WEIGHT, "min_units": 10}
 # Users meet the canary for so long before the first of them rates it, and other revisions afterwards.
 LEAD_S, TAIL_S = 0.5, 2.5
 WAIT_S = 120.0
+LOOKS = """
+    SELECT gateway, "at", unit, arm = 'canary' AND digest = $digest FROM observations
+    WHERE id IN (SELECT unnest($ids)) ORDER BY gateway, "at"
+"""
 
 
 @dataclass(frozen=True)
@@ -42,17 +47,17 @@ class Site:
 
 @dataclass(frozen=True)
 class Rollback:
-    """What a release of a bad canary did; times in seconds from its verdict, a value an engine.
+    """What a release of a bad canary did; times in seconds from its verdict, on the slower engine.
 
-    `until_s` is when a user of the canary's is first seen on the champion, after the last whom the canary
-    answered; `admitted_s` when the last look at the routes began that sent anybody to it. `crossed` are the
-    canary's streams that were under way from the verdict past the tombstone; `changed` of them did not end as
-    the canary alone says them.
+    By the gateways' looks at the routes: `admitted_s` is when the last one began that sent anybody to the
+    canary, `until_s` when the first one did that sent one of its users elsewhere. `crossed` are the canary's
+    streams that were under way from the verdict past the tombstone; `changed` of them did not end as the
+    canary alone says them.
     """
 
     asked: Sequence[Asked]
     tombstone_s: float
-    until_s: Sequence[float]
+    until_s: float
     admitted_s: float
     crossed: Sequence[Asked]
     changed: int = 0
@@ -79,7 +84,7 @@ def roll_back(site: Site, users: Users, canary: str) -> Rollback:
     if ended["state"] != "rolled_back":
         raise RuntimeError(f"The canary was {ended['state']}: {ended['reason']}")
     time.sleep(TAIL_S)
-    wait(lambda: all(one.ended for one in users.asked[first:] if one.sent < time.time() - TAIL_S), "answers")
+    wait(lambda: all(one.ended for one in users.asked[first:] if one.revision == canary), "its streams")
     found = result(site, users.asked[first:], canary, ended)
     return replace(found, changed=changed(site, users, found))
 
@@ -94,26 +99,43 @@ def result(site: Site, asked: Sequence[Asked], canary: str, ended: dict[str, Any
         for one in asked
         if one.revision == canary and one.tokens == LONG and one.begun < decided and one.ended > stone.at
     ]
-    until = [until_s(list(asked), engine, canary) - decided for engine in range(len(site.servers))]
-    last = admitted(site, ended["revision"], sum(one.revision == canary for one in asked))
-    return Rollback(asked, stone.at - decided, until, last - decided, crossed)
+    looks = looks_of(site, ended["revision"], [one.answer for one in asked if one.answer and one.ended])
+    until = max(first_elsewhere(one) for one in looks) - decided
+    last = max(look.at for one in looks for look in one if look.is_canary) - decided
+    return Rollback(asked, stone.at - decided, until, last, crossed)
 
 
-def admitted(site: Site, digest: str, count: int) -> float:
-    """Return when the last look at the routes began that sent a request to a revision (epoch seconds).
+class Look(NamedTuple):
+    """A look at the routes, by which a request was admitted: when it began (epoch seconds), and for whom."""
 
-    Waits until the ledger has so many of its requests.
-    """
-    query = 'SELECT "at" FROM observations WHERE policy = ? AND digest = ? ORDER BY "at"'
-    found: list[float] = []
+    gateway: str
+    at: float
+    unit: str
+    is_canary: bool
+
+
+def looks_of(site: Site, digest: str, ids: Sequence[str]) -> list[list[Look]]:
+    """Return each gateway's looks behind these answers, in order, once the ledger has them all."""
+    named = {"digest": digest, "ids": list(ids)}
+    found: list[Look] = []
 
     def are_there() -> bool:
         with open_snapshot(site.snapshot) as ledger:
-            found[:] = [at for (at,) in ledger.execute(query, [site.policy, digest]).fetchall()]
-        return len(found) >= count
+            found[:] = starmap(Look, ledger.execute(LOOKS, named).fetchall())
+        return len(found) == len(ids)
 
-    wait(are_there, f"{count} observations")
-    return found[-1]
+    wait(are_there, f"{len(ids)} observations")
+    return [list(group) for _, group in groupby(found, key=lambda look: look.gateway)]
+
+
+def first_elsewhere(looks: Sequence[Look]) -> float:
+    """Return when the first look began that sent a user of the canary elsewhere, after the last to it."""
+    last = max(look.at for look in looks if look.is_canary)
+    users = {look.unit for look in looks if look.is_canary}
+    after = [look.at for look in looks if look.at > last and look.unit in users]
+    if not after:
+        raise RuntimeError(f"No user of the canary came again to {looks[0].gateway}.")
+    return min(after)
 
 
 def of(asked: Sequence[Asked], engine: int, name: str) -> Iterator[Asked]:
@@ -124,20 +146,6 @@ def of(asked: Sequence[Asked], engine: int, name: str) -> Iterator[Asked]:
 def has_long(asked: Sequence[Asked], engine: int, name: str) -> bool:
     """Return whether a revision has begun a long stream on an engine."""
     return any(one.begun and one.tokens == LONG for one in of(asked, engine, name))
-
-
-def until_s(asked: Sequence[Asked], engine: int, canary: str) -> float:
-    """Return when another revision first answered one of the canary's users, after its last answer began."""
-    answered = list(of(asked, engine, canary))
-    users, last = {one.user for one in answered}, max(one.sent for one in answered)
-    after = [
-        one.begun
-        for one in asked
-        if one.engine == engine and one.user in users and one.begun and one.sent > last
-    ]
-    if not after:
-        raise RuntimeError(f"No user of {canary} came again on engine {engine}.")
-    return min(after)
 
 
 def changed(site: Site, users: Users, rollback: Rollback) -> int:

@@ -26,7 +26,7 @@ PATIENCE_S = 60.0
 
 @dataclass
 class Asked:
-    """A request of a user: `engine` is its number, `sent`, `begun` and `ended` are epoch seconds."""
+    """A request of a user, and the id of its answer; `sent`, `begun` and `ended` are epoch seconds."""
 
     engine: int
     user: str
@@ -37,6 +37,7 @@ class Asked:
     ended: float = 0.0
     revision: str = ""
     fault: str = ""
+    answer: str = ""
     ids: list[int] = field(default_factory=list)
 
 
@@ -103,9 +104,9 @@ class Users:
                 if response.status != 200:
                     one.fault = f"{response.status}: {(await response.text())[:200]}"
                     return
-                id = await self._read(response, one)
+                await self._read(response, one)
             if (rejected := self._rejected) is not None and not one.fault:
-                rated = {"request_id": id, "reward": float(one.revision != rejected)}
+                rated = {"request_id": one.answer, "reward": float(one.revision != rejected)}
                 feedback = f"{server.url}/v1/feedback"
                 async with session.post(feedback, data=orjson.dumps(rated), headers=headers) as response:
                     response.raise_for_status()
@@ -114,9 +115,8 @@ class Users:
         finally:
             one.ended = time.time()
 
-    async def _read(self, response: aiohttp.ClientResponse, one: Asked) -> str:
-        """Take the stream's tokens; return the answer's id."""
-        id = ""
+    async def _read(self, response: aiohttp.ClientResponse, one: Asked) -> None:
+        """Take the stream's tokens and the answer's id."""
         async for line in response.content:
             if not line.startswith(b"data: {"):
                 continue
@@ -126,12 +126,11 @@ class Users:
             if "error" in event:
                 one.fault = str(event["error"])[:200]
                 break
-            id = event["id"]
+            one.answer = event["id"]
             for choice in event["choices"]:
                 one.ids += choice["token_ids"] or []
         if not one.fault and len(one.ids) != one.tokens:
             one.fault = f"It has {len(one.ids)} of {one.tokens} tokens."
-        return id
 
 
 def request(model: str, prompt: Sequence[int], tokens: int, stream: bool = True) -> dict[str, object]:

@@ -3,13 +3,13 @@
     graftwork bench rollback [--catalog sqlite postgres] [--repeats 5] [--rate 15]
 
 Two engine processes of one catalog under load. A bad canary gets half of the users; they begin to reject it,
-and the controller rolls it back. `rollback_s` is from the verdict until a user of the canary's is seen on the
-champion, on the slower engine, and after the last whom the canary answered: the time until no new request is
-routed to it is shorter. `admitted_s` is from the verdict until the last look at the routes began that sent
-anybody to the canary. First MLflow and Prefect run and have the policy's aliases and notices, then both are
-ended. Figures bear catalog and state in their names (`rollback_s.sqlite.up`). `failed_requests` counts every
-request that does not end in 200 with all its tokens. Streams of the canary that are under way must end with
-the tokens that it gives alone, and not with the champion's.
+and the controller rolls it back. `rollback_s` is from the verdict until a gateway's look at the routes first
+sends a user of the canary's elsewhere, on the slower engine: no new request is routed to the canary from then
+on. `admitted_s` is until the last look that sent anybody to it; the truth lies between. First MLflow and
+Prefect run and have the policy's aliases and notices, then both are ended. Figures bear catalog and state in
+their names (`rollback_s.sqlite.up`). `failed_requests` counts every request that does not end in 200 with all
+its tokens. Streams of the canary that are under way must end with the tokens that it gives alone, and these
+must not be the champion's.
 """
 
 import argparse
@@ -126,7 +126,7 @@ def series(live: Site, canaries: Sequence[str], rate: float) -> Series:
 def shown(live: Site, users: Users, canary: str) -> Rollback:
     found = roll_back(live, users, canary)
     print(
-        f"  {canary}: {max(found.until_s):.3f} s, tombstone {found.tombstone_s:.3f} s, {len(found.asked)} "
+        f"  {canary}: {found.until_s:.3f} s, tombstone {found.tombstone_s:.3f} s, {len(found.asked)} "
         f"requests, {len(found.failed)} failed, {len(found.crossed)} streams crossed",
         flush=True,
     )
@@ -145,13 +145,13 @@ def measure(given: Params, url: str | None, repeats: int, rate: float, out: Path
 def take(figures: record.Figures, catalog: str, found: Mapping[str, Series]) -> None:
     """Take the figures of one catalog's rollbacks."""
     for state, one in found.items():
-        figures.add({"rollback_s": [max(each.until_s) for each in one.rollbacks]}, f".{catalog}.{state}")
+        figures.add({"rollback_s": [each.until_s for each in one.rollbacks]}, f".{catalog}.{state}")
         figures.add({"tombstone_s": [each.tombstone_s for each in one.rollbacks]}, f".{catalog}.{state}")
         figures.add({"admitted_s": [each.admitted_s for each in one.rollbacks]}, f".{catalog}.{state}")
     every = [each for one in found.values() for each in one.rollbacks]
     asked = [each for one in found.values() for each in one.asked]
     figures.values |= {
-        f"rollback_most_s.{catalog}": max(max(each.until_s) for each in every),
+        f"rollback_most_s.{catalog}": max(each.until_s for each in every),
         f"failed_requests.{catalog}": sum(bool(each.fault) for each in asked),
         f"requests.{catalog}": len(asked),
         f"streams_crossed.{catalog}": sum(len(each.crossed) for each in every),

@@ -78,8 +78,7 @@ def test_no_request_reaches_the_canary_a_second_after_its_verdict(two: Two) -> N
     with two.users.Users(two.site.servers, POLICY, RATE, two.names) as users:
         found = two.release.roll_back(two.site, users, two.canaries[0])
     assert found.failed == []
-    # By what the gateways saw: when a user comes again is a matter of the machine's load.
-    assert found.admitted_s <= 1.0
+    assert found.admitted_s < found.until_s <= 1.0
     assert len(found.crossed) >= 1
     assert found.changed == 0
     assert len(found.asked) > 30
