@@ -49,7 +49,7 @@ ON_ONE_ENGINE = {
     "tests/tasks/test_general.py",
     "tests/tasks/test_score.py",
 }
-# The same for every fixture that is an engine.
+# For each fixture that is an engine, the files that share it.
 SHARED_ENGINES = {
     "engine": ON_ONE_ENGINE,
     "crowded": {"tests/engine/serving/test_end_tokens.py", "tests/engine/serving/worker/test_slot_reuse.py"},
