@@ -54,8 +54,8 @@ class BaseConfig(Settings):
     )
     tool_parser: str | None = Field(
         None,
-        description="Find tool calls in answers with this parser of vLLM, such as hermes. Empty: a request "
-        "names the tool, or requires one.",
+        description="Find tool calls in answers with this parser of vLLM, such as hermes. Empty: requests "
+        "with a choice of tools are refused.",
     )
     seed: int = Field(20260513, ge=0, description="Build a tiny base from this random seed.")
     revision: str | None = Field(

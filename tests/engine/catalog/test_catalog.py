@@ -367,7 +367,7 @@ def test_keys_are_stored_as_hashes(catalog: Catalog, catalog_url: str) -> None:
     assert len(plaintext) == 43
     key = catalog.keys.find(plaintext)
     assert key is not None
-    assert (key.owner, key.scope) == ("me", "user")
+    assert (key.owner, key.roles) == ("me", ["infer", "feedback"])
     with closing_connection(catalog_url) as connection:
         assert plaintext not in str(connection.execute(select(metadata.tables["keys"])).all())
     catalog.keys.revoke(key.hash[:8])

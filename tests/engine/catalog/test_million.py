@@ -378,7 +378,9 @@ def test_a_canary_that_ran_under_schema_0005_knows_the_version_of_its_route(
     ended = old("r0", "sorting", state="held", canary_started_at=2.0)
     releases = [ended, old("r1", "sorting", canary_started_at=5.0), old("r2", "other")]
     with open_engine(empty_catalog_url).execution_options(write=True).begin() as connection:
-        connection.execute(tables.routes.insert(), [vars(served), vars(Route("other", version=4))])
+        routes = [vars(served), vars(Route("other", version=4))]
+        known = [{name: row[name] for name in row if name != "plain_units"} for row in routes]
+        connection.execute(tables.routes.insert(), known)
         connection.execute(tables.releases.insert(), releases)
     migrate(empty_catalog_url)
     with closing(Catalog(empty_catalog_url)) as catalog:

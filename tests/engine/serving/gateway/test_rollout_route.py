@@ -24,7 +24,7 @@ class Engine:
         self.ended = 0
 
     async def generate(
-        self, prompt: Any, params: Any, name: str, lora_request: LoRARequest | None
+        self, prompt: Any, params: Any, name: str, lora_request: LoRARequest | None, priority: int
     ) -> AsyncIterator[Any]:
         self.asked.append(lora_request and lora_request.lora_name)
         first = prompt["prompt_token_ids"][0]
@@ -62,7 +62,7 @@ async def ask(
     }
     app = SimpleNamespace(state=SimpleNamespace(**parts))
     body = Rollouts(model=model, prompts=list(prompts), n=2, max_tokens=4)
-    answer = await rollouts(body, SimpleNamespace(app=app, receive=receive))
+    answer = await rollouts(body, SimpleNamespace(app=app, receive=receive, headers={}))
     # What was cancelled ends in the loop's next round.
     await asyncio.sleep(0)
     return answer

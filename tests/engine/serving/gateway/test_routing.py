@@ -114,9 +114,9 @@ async def test_suggestions_are_looked_for_in_a_thread_and_shared_until_something
 ):
     router, threads, find = Router(catalog, "tiny", "base"), [], catalog.suggestions.policies
 
-    def suggests(name: str) -> list[str]:
+    def suggests(name: str, patterns: tuple[str, ...]) -> list[str]:
         threads.append(threading.get_ident())
-        return find(name)
+        return find(name, patterns)
 
     monkeypatch.setattr(catalog.suggestions, "policies", suggests)
     for _ in range(3):
@@ -136,7 +136,7 @@ async def test_suggestions_are_looked_for_in_a_thread_and_shared_until_something
 async def test_a_flood_of_unknown_names_occupies_few_threads(catalog, monkeypatch):
     router, running, most = Router(catalog, "tiny", "base"), [], []
 
-    def suggests(name: str) -> list[str]:
+    def suggests(name: str, patterns: tuple[str, ...]) -> list[str]:
         running.append(name)
         most.append(len(running))
         time.sleep(0.02)
