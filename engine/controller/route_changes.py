@@ -30,6 +30,8 @@ ALONE = "alone:"
 POLL_S = 0.1
 # Author of the tombstones that the effect probe writes.
 GATE = "effect probe"
+# Columns of a route that the ledger does not have.
+UNSAID = ("salt", "plain_units")
 EVENTS = uuid.UUID("6f1d2a52-7c55-5d0e-9a55-3e5c1e0c8a11")
 CODE_VERSION = code_version()
 
@@ -143,7 +145,7 @@ class RouteChanges:
 
     def _say_route(self, route: Route, by: str, reason: str) -> None:
         if route.version:
-            row = {name: value for name, value in vars(route).items() if name != "salt"}
+            row = {name: value for name, value in vars(route).items() if name not in UNSAID}
             row |= {"id": _route_change_id(route), "at": row.pop("updated_at"), "by": by, "reason": reason}
             self._spool.emit("route_changes", **row, code_version=CODE_VERSION)
 

@@ -175,6 +175,7 @@ def settings(given: Params, base: str, state: Path) -> Params:
             "state_dir": state,
             "base": {"name": name},
             "suites_dir": own.suites_dir,
+            "python_modules": [*own.python_modules, "_shapes"],
             # A start beside other work is slow, and not what is measured.
             "engine": {"port": free_port(), "start_timeout_s": 900},
             "trainer": {"port": free_port()},

@@ -446,7 +446,7 @@ def test_cancel_of_a_sleeping_run_holds_its_release_within_five_seconds(
     assert people.wait(run, "Suspended")["name"] == "Suspended"
 
     def releases() -> list[dict[str, Any]]:
-        return httpx.get(f"{people.url('controller')}/releases?policy={POLICY}", timeout=20).json()
+        return people.controller.get(f"/releases?policy={POLICY}").json()
 
     assert [one["revision"] for one in releases() if one["state"] == "running"] == [other]
     began = time.monotonic()

@@ -54,7 +54,9 @@ class Trainers:
     def start(self, held: float = 100, **settings) -> Live:
         """Start a trainer, with room for `held` sessions of `NEW`; the one before ends as by a kill."""
         self.stop()
-        params = Params.model_validate({"state_dir": self.state, "trainer": settings})
+        params = Params.model_validate(
+            {"state_dir": self.state, "trainer": settings, "python_modules": ["leaving"]}
+        )
         exporter = Exporter(params, Catalog(params.paths.catalog_url), torch.float32, ())
         trainer = Trainer(params, self.base, DIGEST, exporter, int(held * bytes_of_new(self.base)))
         client = TrainerClient("http://trainer", patience_s=1, busy_s=0.0)

@@ -69,7 +69,8 @@ class Loop:
             "groups": 4, "group_size": 4, "max_tokens": 6, "rank": 4, "steps": STEPS, "lr": 1e-2, "seed": 5,
         }  # fmt: skip
         config = PolicyConfig(**{**settings, **changes})
-        params = self.params.model_copy(update={"policies": {policy: config}})
+        changed = {"policies": {policy: config}, "python_modules": ("loop_rules",)}
+        params = self.params.model_copy(update=changed)
         return train(params, policy, config, self.key, on_step)
 
 

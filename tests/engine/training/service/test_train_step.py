@@ -74,7 +74,12 @@ class Judge:
 @pytest.fixture
 def run(tiny_base: Path, tmp_path: Path):
     """What the loop needs: a trainer of its own without a port, and drawn samples without an engine."""
-    params = Params(state_dir=tmp_path, base={"name": str(tiny_base)}, policies={"sums": CONFIG})
+    params = Params(
+        state_dir=tmp_path,
+        base={"name": str(tiny_base)},
+        policies={"sums": CONFIG},
+        python_modules=("step_losses",),
+    )
     trainer = load_trainer(params)
     client = TrainerClient.of(params)
     client.close()
