@@ -15,6 +15,7 @@ ROOMS = (
     "engine.clients",
     "engine.process_reaper",
     "engine.threads",
+    "engine.shared_cores",
     "engine.settings",
     "engine.security",
     "engine.quality",

@@ -10,6 +10,7 @@ from engine.settings.own_functions import OWN
 # What a pattern asks for, in words; one of choices, `^(a|b)$`, needs none.
 PATTERNS = {
     r"^[a-z][a-z0-9-]{0,62}$": "small letters, digits and hyphens, a letter first, at most 63",
+    r"^[\w.-]{1,64}$": "1 to 64 letters, digits, dots, hyphens or underscores",
     r"^[A-Za-z_][\w.]*$": "a Python module, such as rules.mine",
     r"^[0-9a-f]{6,64}$": "6 to 64 hexadecimal digits",
     r"^([0-9a-f]{40}|[0-9a-f]{64})$": "the 40 hexadecimal digits of a commit, or the 64 of a sha256",

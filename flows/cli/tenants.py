@@ -10,6 +10,7 @@ import typer
 from engine.errors import ConfigError
 from flows.cli.look import print_json
 from flows.entry import PARAMS, Json, ParamsFile, catalog, enter
+from tasks.usage import as_table, usage_by
 
 app = typer.Typer()
 key_app = typer.Typer(
@@ -126,8 +127,6 @@ def usage(
     Tokens of requests whose gateway was killed are `unknown`: they count at what was reserved.
     """
     settings = enter(params)
-    from tasks.usage import as_table, usage_by
-
     rows = usage_by(settings, by, begin, end)
     if as_json:
         return print_json(rows)

@@ -12,6 +12,7 @@ TABLE = {
     "GraftworkError": (1, 500),
     "ConfigError": (2, 400),
     "Unauthorized": (2, 401),
+    "Forbidden": (2, 403),
     "BaseModelError": (3, 500),
     "AdapterError": (4, 422),
     "EffectError": (4, 422),
@@ -28,6 +29,7 @@ TABLE = {
     "PortInUse": (7, 503),
     "MissingBytes": (7, 503),
     "Busy": (7, 429),
+    "LimitReached": (7, 429),
 }
 KINDS = {
     name: kind
@@ -53,7 +55,7 @@ def test_a_status_means_the_first_class_of_the_tree_that_has_it(status: int) -> 
 
 
 def test_what_no_class_has_is_the_callers_fault_or_the_services() -> None:
-    assert {of_status(status) for status in (403, 405, 413, 499)} == {ConfigError}
+    assert {of_status(status) for status in (405, 413, 499)} == {ConfigError}
     assert {of_status(status) for status in (302, 500, 502, 504)} == {ServiceError}
     assert str(of_status(429)("Full.")) == "Full."
     assert issubclass(Busy, ServiceError)

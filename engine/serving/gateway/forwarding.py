@@ -31,7 +31,7 @@ def uncounted(_request_id: str) -> None:
 
 
 @dataclass
-class Call:
+class ForwardedCall:
     """A request to forward and the tokens that it used; `used` is None until they are known.
 
     `id` is the request's id without prefix; `counted` asks the engine what a request has used so far.
@@ -48,14 +48,14 @@ class Call:
     @staticmethod
     def of(
         request_id: str, path: str, body: dict[str, Any], priority: int, counted: Counted = uncounted
-    ) -> "Call":
+    ) -> "ForwardedCall":
         """Return the call of a request, and have a stream's `body` ask for usage."""
         is_stream = body.get("stream") is True
         options = body.get("stream_options") or {}
         if is_stream and path in ASKED_FOR_USAGE:
             body["stream_options"] = {**options, "include_usage": True}
         wants = path not in ASKED_FOR_USAGE or bool(options.get("include_usage"))
-        return Call(request_id, path, priority, is_stream, wants, counted)
+        return ForwardedCall(request_id, path, priority, is_stream, wants, counted)
 
     def left(self) -> None:
         """Take what the request has used until now: its client has left, and the engine will stop it."""
@@ -74,7 +74,9 @@ class Call:
             )  # fmt: skip
 
 
-async def forward(app: App, call: Call, body: bytes, scope: Any, receive: Receive, send: Send) -> None:
+async def forward(
+    app: App, call: ForwardedCall, body: bytes, scope: Any, receive: Receive, send: Send
+) -> None:
     """Run vLLM's app on the request with this body; `call.used` is then what it used, or None."""
     ours: tuple[Header, ...] = (
         (b"x-request-id", call.id.encode()),
@@ -104,7 +106,7 @@ async def forward(app: App, call: Call, body: bytes, scope: Any, receive: Receiv
     await app(scope, replay, watched)
 
 
-async def _send_fault(call: Call, start: Message, fault: bytes, send: Send) -> None:
+async def _send_fault(call: ForwardedCall, start: Message, fault: bytes, send: Send) -> None:
     """Send an error of vLLM's in the API's form. Nothing was generated for the client."""
     call.used = (0, 0)
     told = translate(start["status"], fault, call.path)
@@ -114,7 +116,7 @@ async def _send_fault(call: Call, start: Message, fault: bytes, send: Send) -> N
     await send({"type": "http.response.body", "body": told})
 
 
-def _measure(call: Call, message: Message) -> bool:
+def _measure(call: ForwardedCall, message: Message) -> bool:
     """Read the usage of a piece of an answer, and take away what the client did not ask for.
 
     Return whether nothing is left of it.

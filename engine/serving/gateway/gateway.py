@@ -36,7 +36,7 @@ from engine.serving.gateway.asgi import (
     unless_left,
 )
 from engine.serving.gateway.exchange import Exchange, hash_unit
-from engine.serving.gateway.forwarding import Call, Counted, forward, uncounted
+from engine.serving.gateway.forwarding import Counted, ForwardedCall, forward, uncounted
 from engine.serving.gateway.meter import Bill, Meter
 from engine.serving.gateway.outcomes import wants_json
 from engine.serving.gateway.request_fields import check_fields, size_of
@@ -149,7 +149,7 @@ class Gateway:
         endpoint = asked.endpoint
         raw = b"" if asked.scope["method"] == "GET" else await read_body(asked.receive, endpoint.most_body)
         if endpoint.fields is None:
-            return await self._pass(asked, Call.of(asked.id, endpoint.path, {}, 0), raw)
+            return await self._pass(asked, ForwardedCall.of(asked.id, endpoint.path, {}, 0), raw)
         body = parse(raw)
         check_fields(body, endpoint.fields)
         if endpoint.kind is Kind.TOKENIZE:
@@ -162,7 +162,7 @@ class Gateway:
         reserved = asked.state.meter.bound(len(raw), size.prompts, size.samples, size.most_tokens)
         await self._generate(asked, body, reserved)
 
-    async def _pass(self, asked: Inbound, call: Call, body: bytes) -> None:
+    async def _pass(self, asked: Inbound, call: ForwardedCall, body: bytes) -> None:
         """Have vLLM's app answer the request with this body."""
         await forward(self._app, call, body, asked.scope, asked.receive, asked.send)
 
@@ -172,7 +172,7 @@ class Gateway:
         if "model" in body:
             await router.admit(body["model"], "", key=asked.key)
             body["model"] = router.base_name
-        await self._pass(asked, Call.of(asked.id, asked.endpoint.path, body, 0), orjson.dumps(body))
+        await self._pass(asked, ForwardedCall.of(asked.id, asked.endpoint.path, body, 0), orjson.dumps(body))
 
     async def _generate(self, asked: Inbound, body: dict[str, Any], reserved: int) -> None:
         started = time.perf_counter()
@@ -195,7 +195,7 @@ class Gateway:
             started=started,
         )
         bill = await state.meter.open(key, asked.tenant, metered(exchange, reserved))
-        call = Call.of(asked.id, asked.endpoint.path, body, bill.priority, state.counted)
+        call = ForwardedCall.of(asked.id, asked.endpoint.path, body, bill.priority, state.counted)
         try:
             if not await self._answer(asked, exchange, admit, call, bill, body):
                 exchange.as_attempt().record(state.spool, state.name)
@@ -215,7 +215,13 @@ class Gateway:
             exchange.record(state.spool, state.name)
 
     async def _answer(
-        self, asked: Inbound, exchange: Exchange, admit: Admit, call: Call, bill: Bill, body: dict[str, Any]
+        self,
+        asked: Inbound,
+        exchange: Exchange,
+        admit: Admit,
+        call: ForwardedCall,
+        bill: Bill,
+        body: dict[str, Any],
     ) -> bool:
         """Have the target answer; False when it is a canary that failed before anything was sent."""
         state = asked.state
@@ -263,7 +269,7 @@ class Gateway:
                     return name
 
     async def _forward(
-        self, asked: Inbound, exchange: Exchange, call: Call, bill: Bill, body: dict[str, Any]
+        self, asked: Inbound, exchange: Exchange, call: ForwardedCall, bill: Bill, body: dict[str, Any]
     ) -> bool:
         """Forward the request with the new body, mark the response and record its status and times.
 

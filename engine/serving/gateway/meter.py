@@ -34,7 +34,7 @@ log = logging.getLogger("graftwork.meter")
 
 
 @dataclass
-class Bucket:
+class TokenBucket:
     """A token bucket of a minute: it holds `capacity` and refills evenly within 60 s."""
 
     capacity: float
@@ -57,7 +57,7 @@ class Bill:
 
     number: int
     asked: Metered
-    buckets: list[tuple[str, Bucket]]
+    buckets: list[tuple[str, TokenBucket]]
     subjects: tuple[str, str]
     tag: float
 
@@ -87,7 +87,7 @@ class Meter:
     def __init__(self, usage: UsageLog, max_model_len: int, load_places: int):
         self._usage = usage
         self._max_model_len, self._load_places = max_model_len, load_places
-        self._buckets: dict[tuple[str, str], Bucket] = {}
+        self._buckets: dict[tuple[str, str], TokenBucket] = {}
         self._under_way: Tally[str] = Tally()
         # Of each tenant, the cold adapters that it waits for, and by how many requests.
         self._loading: dict[str, Tally[str]] = {}
@@ -156,7 +156,7 @@ class Meter:
                     raise short.refusal from None
 
     def _leave(
-        self, subjects: Sequence[str], buckets: Sequence[tuple[str, Bucket]], unused_tokens: int
+        self, subjects: Sequence[str], buckets: Sequence[tuple[str, TokenBucket]], unused_tokens: int
     ) -> None:
         """End a request under way, and give back what it reserved of a minute's tokens and did not use."""
         for subject in subjects:
@@ -217,10 +217,10 @@ class Meter:
             limit = f"{share:.0%} of the queue of cold loads"
             raise self._over(tenant, "load_share", limit, f"tenant:{tenant.name}", 1.0)
 
-    def _bucket(self, subject: str, kind: str, capacity: float, now: float) -> Bucket:
+    def _bucket(self, subject: str, kind: str, capacity: float, now: float) -> TokenBucket:
         found = self._buckets.get((subject, kind))
         if found is None or found.capacity != capacity:
-            found = self._buckets[subject, kind] = Bucket(capacity, capacity, now)
+            found = self._buckets[subject, kind] = TokenBucket(capacity, capacity, now)
         found.refill(now)
         return found
 

@@ -22,7 +22,6 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 
 from engine.base.prompts import end_tokens
-from engine.base.resident import base_config
 from engine.errors import Busy, Cancelled, ConfigError, GraftworkError, ServiceError
 from engine.planning.host import free_bytes, microbatch_tokens, takes_all_cores
 from engine.security.credentials import credential
@@ -167,7 +166,7 @@ def load_trainer(params: Params) -> "Trainer":
     """
     import torch
 
-    from engine.base.resident import ensure_base
+    from engine.base.resident import base_config, ensure_base
     from engine.catalog.catalog import Base, open_catalog
     from engine.planning.gpu import planned
     from engine.shared_cores import SharedCores

@@ -1,5 +1,6 @@
 """A benchmark that a signal ends leaves no process behind: not its servers, and nothing that they started."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 from bench_files import BENCH
 from live import left_behind
+
+from engine.base.recipes import RECIPES
 
 # A server with a child in a session of its own: its parent's signals and its group's do not reach it.
 SERVER = """
@@ -71,6 +74,7 @@ def eventually(condition: Callable[[], bool], seconds: float = 20) -> bool:
 def test_nothing_outlives_a_benchmark(
     start: str, program: str, processes: int, number: signal.Signals, tmp_path: Path
 ):
+    (tmp_path / "config.json").write_text(json.dumps(RECIPES["tiny-dense"].config()))
     path = [str(BENCH), str(BENCH.parent / "helpers")]
     code = f"import sys; sys.path[:0] = {path}" + BENCHMARK.format(start)
     benchmark = subprocess.Popen([sys.executable, "-c", code, str(tmp_path), program])

@@ -42,4 +42,4 @@ def test_random_answers_earn_what_differs(monkeypatch: pytest.MonkeyPatch):
     bench = load("concurrency", monkeypatch)
     judge = load_judge(bench.SHAPED["verifier"])
     assert [judge("", "", text) for text in ("ab", "abc")] == [1.0, 0.0]
-    assert set(bench.LEAST) == {*bench.TINY, *bench.SHAPES}
+    assert set(bench.LEAST) == {*bench.TINY, *bench.PACKAGED, *bench.SHAPES}

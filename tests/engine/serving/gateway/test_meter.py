@@ -14,7 +14,7 @@ from live import free_port
 from engine.catalog.catalog import Tenant
 from engine.errors import ConfigError
 from engine.serving.gateway.fair_share import FairShare
-from engine.serving.gateway.meter import Bucket
+from engine.serving.gateway.meter import TokenBucket
 
 CHAT = {"model": "acme-sums", "messages": [{"role": "user", "content": "one two three"}]}
 TURN = {"model": "acme-sums", "prompt": "one two three", "max_tokens": 8}
@@ -238,7 +238,7 @@ async def test_scores_and_rollouts_are_apart(world: World):
 
 
 def test_a_bucket_refills_within_a_minute():
-    bucket = Bucket(60.0, 0.0, 0.0)
+    bucket = TokenBucket(60.0, 0.0, 0.0)
     assert bucket.wait_s(30) == 30
     bucket.refill(15.0)
     assert bucket.left == 15
