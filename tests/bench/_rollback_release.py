@@ -51,8 +51,8 @@ class Rollback:
 
     By the gateways' looks at the routes: `admitted_s` is when the last one began that sent anybody to the
     canary, `until_s` when the first one did that sent one of its users elsewhere. `crossed` are the canary's
-    streams that were under way from the verdict past the tombstone; `changed` of them did not end as the
-    canary alone says them.
+    streams that were under way when its tombstone came; `changed` of them did not end as the canary alone
+    says them.
     """
 
     asked: Sequence[Asked]
@@ -97,7 +97,7 @@ def result(site: Site, asked: Sequence[Asked], canary: str, ended: dict[str, Any
     crossed = [
         one
         for one in asked
-        if one.revision == canary and one.tokens == LONG and one.begun < decided and one.ended > stone.at
+        if one.revision == canary and one.tokens == LONG and one.sent < stone.at < one.ended
     ]
     looks = looks_of(site, ended["revision"], [one.answer for one in asked if one.answer and one.ended])
     until = max(first_elsewhere(one) for one in looks) - decided
