@@ -23,7 +23,8 @@ PATTERNS = {
 class Settings(BaseModel):
     """A frozen settings model that refuses unknown keys."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    # A command's start-up does not wait for the validators of settings that it never reads.
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), defer_build=True)
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
