@@ -38,7 +38,7 @@ def test_it_shows_weights_intervals_guards_and_the_reason(params: Params, releas
     assert moments == sorted(moments)
     assert 0 == moments[0] < moments[-1] < shown.canary_s
     guards = {guard.guard: guard for guard in shown.guards}
-    assert len(guards) == 7
+    assert len(guards) == 9
     assert (guards["reward"].state, guards["reward"].required) == ("clear", True)
     lower = guards["reward"].lower
     assert shown.timeline[-1].lower >= lower >= -shown.margin
