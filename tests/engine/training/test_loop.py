@@ -18,6 +18,7 @@ from engine.errors import ConfigError, NotFound
 from engine.ledger.ledger import Ledger
 from engine.problems.procedural import Problem
 from engine.problems.verifiers import Verifier
+from engine.security.credentials import credential
 from engine.settings.params import Params, PolicyConfig, load_params
 from engine.threads import in_parallel
 from engine.training import rollout_data
@@ -91,10 +92,12 @@ def loop(engine: RunningEngine, rules: None) -> Iterator[Loop]:
     given = json.loads((engine.state / "params.json").read_text())
     file = engine.state / "trainer.json"
     file.write_text(json.dumps(given | {"trainer": {"port": free_port(), "fuse": "never"}}))
+    params = load_params(file)
+    # As `graftwork up` makes it, before anybody asks the trainer.
+    credential(params.paths, "trainer")
     command = [sys.executable, "-m", "engine.training.service.app", "--params", str(file)]
     with (engine.state / "trainer.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-    params = load_params(file)
     yield Loop(params, engine.key)
     stop_group(process)
 
