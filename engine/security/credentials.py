@@ -4,7 +4,7 @@ A credential is created when its service first needs it, so a state directory wi
 have API keys instead (`engine/catalog/keys.py`).
 """
 
-import secrets
+import os
 
 from engine.files import write_once
 from engine.settings.params import Paths
@@ -22,7 +22,7 @@ def credential(paths: Paths, name: str) -> str:
     assert name in NAMES, name
     paths.root.mkdir(mode=0o700, parents=True, exist_ok=True)
     paths.credentials.mkdir(mode=0o700, exist_ok=True)
-    return write_once(paths.credentials / name, secrets.token_hex(24) + "\n", mode=0o600)
+    return write_once(paths.credentials / name, os.urandom(24).hex() + "\n", mode=0o600)
 
 
 def create_credentials(paths: Paths) -> None:

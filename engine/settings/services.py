@@ -1,11 +1,10 @@
 """Settings of the services, and of the catalog and the store that they share: a typed model for each."""
 
-import ipaddress
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
-from pydantic.networks import IPvAnyAddress
 
 from engine.settings.model import Settings
 
@@ -19,8 +18,8 @@ class Listener(Settings):
     """Where a service listens, and by which names callers reach it."""
 
     port: Port
-    listen: IPvAnyAddress = Field(
-        ipaddress.ip_address("127.0.0.1"),
+    listen: IPv4Address | IPv6Address = Field(
+        ip_address("127.0.0.1"),
         description="Listen on this address. Any but a loopback address needs `tls_certificate` and "
         "`tls_key`, or `behind_proxy`.",
     )

@@ -19,7 +19,7 @@ from engine.adapters.sizes import slot_bytes
 from engine.base.families import FUSED, BaseShapes
 from engine.base.resident import BaseInfo
 from engine.errors import BaseModelError, ConfigError
-from engine.planning import tiers
+from engine.planning import host, tiers
 from engine.planning.memory import GIB, MemoryPlan, plan
 from engine.settings.losses import CORRECTIONS
 from engine.settings.params import Params
@@ -263,11 +263,14 @@ def test_the_engine_gets_its_share_of_the_plan(tmp_path: Path):
 
 
 def test_on_a_cpu_the_engine_is_as_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tiers, "memory_bytes", lambda: 4 * GIB)
+    for module in (tiers, host):
+        monkeypatch.setattr(module, "memory_bytes", lambda: 4 * GIB)
     given = arguments(Params(), None, tmp_path)
     # 20 MB each in float32 at rank 8, a quarter of 4 GiB.
     assert given["max_loras"] == GIB // slot_bytes(BaseShapes.of(QWEN3_06B), 8, 4) > 8
-    assert given["kv_cache_memory_bytes"] == 1 << 28
+    # 128 sequences would need 3.8 GB; an eighth of the memory.
+    assert given["kv_cache_memory_bytes"] == GIB // 2
+    assert given["block_size"] == 32
     assert given["dtype"] == "float32"
     assert given["max_num_batched_tokens"] is None
     assert given["trust_remote_code"] is False
