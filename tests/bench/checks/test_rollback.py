@@ -74,6 +74,8 @@ def two(engine: RunningEngine) -> Iterator[Two]:
         yield Two(site, second, release, users, canaries, bench.listeners(engine.catalog))
 
 
+# It waits for a canary user to come again, who may stay away for longer on a busy machine.
+@pytest.mark.slow
 def test_no_request_reaches_the_canary_a_second_after_its_verdict(two: Two) -> None:
     with two.users.Users(two.site.servers, POLICY, RATE, two.names) as users:
         found = two.release.roll_back(two.site, users, two.canaries[0])

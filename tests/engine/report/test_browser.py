@@ -102,11 +102,15 @@ def watch(page: Page) -> Seen:
     return seen
 
 
+# As a person logs in, with what `graftwork login` prints.
+LOGIN = {"username": "graftwork", "password": "of-the-controller"}
+
+
 @pytest.fixture
 def page(browser: Browser, trap: Trap) -> Iterator[Page]:
     """A page whose every request that is not to this machine goes into the trap."""
     caught = {"server": f"http://127.0.0.1:{trap.port}", "bypass": "127.0.0.1"}
-    page = browser.new_page(viewport={"width": 1280, "height": 900}, proxy=caught)
+    page = browser.new_page(viewport={"width": 1280, "height": 900}, proxy=caught, http_credentials=LOGIN)
     yield page
     page.close()
 
@@ -163,7 +167,7 @@ def test_a_release_shows_its_course_and_why_it_ended(page: Page, tmp_path: Path)
         for row in card.locator("tbody tr").all()
     }
     assert said["reward"] == "harm"
-    assert len(said) == 7
+    assert len(said) == 9
     # Means, interval, share of users.
     assert [text for text in card.locator("svg .title").all_text_contents() if text] == [
         "mean reward", "canary − baseline", "seconds since the canary's start", "share of users",
@@ -204,6 +208,8 @@ def controller(tmp_path: Path) -> Iterator[Controller]:
     catalog, ledger, _ = build(params.state_dir)
     ledger.close()
     catalog.close()
+    params.paths.credentials.mkdir(parents=True, exist_ok=True)
+    (params.paths.credentials / "controller").write_text(LOGIN["password"] + "\n")
     controller = Controller(params, "test")
     yield controller
     controller.close()
