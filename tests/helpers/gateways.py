@@ -15,6 +15,7 @@ from engine.catalog.catalog import Base, Catalog, Policy, Revision, migrate
 from engine.metering.usage_log import UsageLog
 from engine.serving.gateway.gateway import Gateway, GatewayState
 from engine.serving.gateway.meter import Meter
+from engine.serving.gateway.route_table import find_route
 from engine.serving.gateway.routing import Router
 from engine.serving.residency.residency import Residency
 from engine.settings.services import EngineConfig, GatewayConfig
@@ -82,7 +83,9 @@ class FakeVllm:
         while message.get("more_body"):
             message = await receive()
             raw += message.get("body", b"")
-        body = json.loads(raw) if raw else {}
+        route = find_route(scope["path"])
+        # The gateway looks into the body of nothing else, and neither does the server.
+        body = json.loads(raw) if raw and route is not None and route.fields is not None else {}
         headers = {name.decode(): value.decode() for name, value in scope["headers"]}
         self.seen.append((scope["path"], body, headers))
         if self.fault is not None:
@@ -236,12 +239,17 @@ def open_world(
 
 
 def own_endpoints(state: GatewayState) -> FastAPI:
+    """Graftwork's endpoints in an app with vLLM's answers to errors."""
+    from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
+
     from engine.serving.gateway.endpoints import GraftworkEndpoints
 
     async def loads() -> list[Any]:
         return []
 
     app = FastAPI()
+    init_exception_handler(app)
+    app.state.args = SimpleNamespace(log_error_stack=False)
     GraftworkEndpoints().attach_router(app)
     app.state.graftwork, app.state.graftwork_loads = state, loads
     app.state.graftwork_marker = {"plugin": "fake"}

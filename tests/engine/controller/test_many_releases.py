@@ -16,7 +16,6 @@ from engine.catalog.catalog import Catalog, Policy, Release, migrate
 from engine.controller.evidence import EvidenceReader
 from engine.controller.loop import Controller
 from engine.ledger.ledger import Spool
-from engine.serving.gateway.gateway import hash_unit
 from engine.serving.gateway.routing import Router
 from engine.settings.params import Params, ReleaseConfig
 
@@ -79,7 +78,7 @@ class ManyPolicies:
             is_fault = self.chance.random() < self.faults[digest]
             self.spool.emit(
                 "observations", id=id, at=at, policy=policy, digest=digest, arm=target.arm, key="k",
-                unit=hash_unit(target, f"u{number}"), purpose="user", route_version=target.route_version,
+                unit=f"u{number}", purpose="user", route_version=target.route_version,
                 status=500 if is_fault else 200,
             )  # fmt: skip
             if not is_fault:
