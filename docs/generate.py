@@ -11,7 +11,8 @@ from typing import Any
 import typer
 from pydantic import BaseModel
 
-from engine.settings.params import Params, PolicyConfig
+from engine.settings.params import Params
+from engine.settings.policies import PolicyConfig
 from flows.cli.command import app
 
 DOCS = Path(__file__).parent

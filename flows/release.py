@@ -5,7 +5,8 @@ from typing import Any
 from prefect import flow
 
 from engine.settings.forms import RELEASE_TAG, ReleaseForm
-from engine.settings.params import ReleaseConfig, served_name
+from engine.settings.params import served_name
+from engine.settings.releases import ReleaseConfig
 from flows.entry import flow_settings
 from tasks import steps
 from tasks.approval import ask_for_approval

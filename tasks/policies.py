@@ -32,7 +32,8 @@ from engine.problems.verifiers import NUMBER, Verifier
 from engine.services import lifecycle as services
 from engine.settings.model import explain
 from engine.settings.own_functions import load_own, refuse_unlisted
-from engine.settings.params import POLICY_NAME, Params, PolicyConfig, policy_file
+from engine.settings.params import POLICY_NAME, Params, policy_file
+from engine.settings.policies import PolicyConfig
 from tasks.purged_names import reuse_purged_name
 from tasks.suites import Suite, freeze, load_suite
 

@@ -10,7 +10,8 @@ from engine.controller.advance import Evidence, advance
 from engine.errors import NotFound
 from engine.ledger.canaries import CanaryReader
 from engine.ledger.ledger import open_snapshot
-from engine.settings.params import Params, ReleaseConfig, served_name, split_served_name
+from engine.settings.params import Params, served_name, split_served_name
+from engine.settings.releases import ReleaseConfig
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from engine.errors import ConfigError, NotFound, ServiceError
 from engine.problems.procedural import TASKS, check_task
 from engine.services.lifecycle import mkl_cbwr
 from engine.serving.vllm_plugin.plugin import vllm_version
-from engine.settings.params import DIGEST12, Params, PolicyConfig, content_hash, served_name
+from engine.settings.params import DIGEST12, Params, content_hash, served_name
+from engine.settings.policies import PolicyConfig
 from engine.settings.reproducible import VARIABLE
 from engine.settings.services import Listener
 from tasks.stage_files import (

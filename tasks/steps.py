@@ -16,7 +16,8 @@ from prefect.context import TaskRunContext
 
 from engine.errors import ServiceError
 from engine.settings.forms import CreatePolicyForm, DecideForm, HoldForm, ReleaseForm, RestoreForm
-from engine.settings.params import Params, PolicyConfig, served_name
+from engine.settings.params import Params, served_name
+from engine.settings.policies import PolicyConfig
 from tasks import nightly, publish
 from tasks import verify as verification
 

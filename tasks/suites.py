@@ -24,7 +24,8 @@ from engine.base.resident import ensure_base
 from engine.errors import ConfigError, Conflict, NotFound
 from engine.problems.procedural import Problem, stream
 from engine.problems.verifiers import Verifier
-from engine.settings.params import PolicyConfig, load_params
+from engine.settings.params import load_params
+from engine.settings.policies import PolicyConfig
 
 SUITES = Path(__file__).parent.parent / "eval_suites"
 ITEMS = "items.jsonl"

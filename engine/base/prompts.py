@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigError
-from engine.settings.params import FewShotExample
+from engine.settings.policies import FewShotExample
 
 
 def prompt_ids(

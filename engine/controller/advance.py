@@ -10,7 +10,7 @@ from typing import Any, Literal
 from engine.catalog.records import Release, Route
 from engine.quality.canary import CanaryResult
 from engine.quality.sequential import least_pairs
-from engine.settings.params import ReleaseConfig
+from engine.settings.releases import ReleaseConfig
 
 Kind = Literal["wait", "next_gate", "start_canary", "next_step", "promote", "rollback", "hold"]
 # Nobody may skip the effect probe.

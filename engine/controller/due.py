@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.quality.estimate import interval
-from engine.settings.params import PolicyConfig
+from engine.settings.policies import PolicyConfig
 
 DAY_S = 86_400.0
 MIN_RATED = 20

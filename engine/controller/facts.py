@@ -11,7 +11,8 @@ from engine.controller.due import Facts
 from engine.errors import NotFound
 from engine.ledger.ledger import open_snapshot
 from engine.ledger.queries import latest_scores
-from engine.settings.params import Params, Paths, PolicyConfig
+from engine.settings.params import Params, Paths
+from engine.settings.policies import PolicyConfig
 
 SINCE = "SELECT since FROM champion_history WHERE policy = ? AND champion = ? AND until IS NULL"
 ONLINE = """

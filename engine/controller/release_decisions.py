@@ -17,7 +17,7 @@ from engine.controller.advance import SKIPPABLE, Action, Evidence
 from engine.controller.apply import Applier
 from engine.errors import ConfigError, Conflict, NotFound
 from engine.settings.model import explain
-from engine.settings.params import ReleaseConfig
+from engine.settings.releases import ReleaseConfig
 
 FREEZE = "freeze"
 

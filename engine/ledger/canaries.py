@@ -10,7 +10,7 @@ import duckdb
 from engine.catalog.records import Release
 from engine.ledger.queries import Observed, Rating, canary_answers, canary_feedback, canary_ratings
 from engine.quality.canary import CanaryAnswer, CanaryJudge, CanaryResult, FeedbackCounts
-from engine.settings.params import ReleaseConfig
+from engine.settings.releases import ReleaseConfig
 
 
 class CanaryReader:

@@ -23,7 +23,7 @@ from typing import Any
 from engine.errors import ConfigError
 from engine.problems.procedural import Problem, reward
 from engine.settings.own_functions import load_own
-from engine.settings.params import PolicyConfig
+from engine.settings.policies import PolicyConfig
 
 NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 TOLERANCE = 1e-6

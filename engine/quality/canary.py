@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from engine.quality.guards import RATIOS, Guard, GuardResult, QuantileGuard, RateGuard, RewardGuard
-from engine.settings.params import GuardName, ReleaseConfig
+from engine.settings.releases import GuardName, ReleaseConfig
 
 # Statuses from here on are errors of engine or adapter; below, the user's own.
 SERVER_ERROR = 500

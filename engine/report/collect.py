@@ -28,7 +28,8 @@ from engine.report.data import (
     SampleAnswers,
 )
 from engine.report.overview import overview, suite_score
-from engine.settings.params import DIGEST12, ReleaseConfig
+from engine.settings.params import DIGEST12
+from engine.settings.releases import ReleaseConfig
 from engine.training.service.train_step import TrainStep
 
 MAX_POINTS = 200

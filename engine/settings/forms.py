@@ -9,17 +9,10 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from engine.settings.losses import LossName
-from engine.settings.model import Settings
+from engine.settings.model import Fraction, OpenFraction, Settings
 from engine.settings.own_functions import OWN_RULES
-from engine.settings.params import (
-    Contract,
-    FewShotExample,
-    Fraction,
-    OpenFraction,
-    PolicyName,
-    Rank,
-    Verifier,
-)
+from engine.settings.params import PolicyName
+from engine.settings.policies import Contract, FewShotExample, Rank, Verifier
 
 # Prefix of the tag of a release's flow run, before the release's id: by it a Cancel in Prefect is found.
 RELEASE_TAG = "release:"

@@ -1,8 +1,8 @@
 """The base class of all settings models, and validation errors as sentences."""
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from engine.settings.own_functions import OWN
@@ -18,6 +18,9 @@ PATTERNS = {
     r"^[a-z][a-z0-9+.]*://[^?#]+$": "a URL such as s3://bucket/adapters",
     r"^\s*\S+(\s+\S+){4}\s*$": "five fields of cron, such as 0 3 * * *",
 }
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+OpenFraction = Annotated[float, Field(gt=0.0, lt=1.0)]
 
 
 class Settings(BaseModel):

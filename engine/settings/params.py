@@ -1,7 +1,7 @@
 """Settings of `params.yaml`: typed models with bounds and defaults, and the paths of the state directory.
 
-The services' own settings are in `services.py`. Reads no environment variables and imports no heavy package,
-so that `graftwork --help` stays fast.
+Those of services, policies and releases are in modules of their own. Reads no environment variables and
+imports no heavy package, so that `graftwork --help` stays fast.
 """
 
 import hashlib
@@ -10,17 +10,16 @@ import re
 import zoneinfo
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Any, Self
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from engine.errors import ConfigError
-from engine.settings.losses import LossConfig, LossName, loss_config
-from engine.settings.model import Settings, explain
-from engine.settings.own_functions import OWN_RULES
+from engine.settings.model import Fraction, Settings, explain
+from engine.settings.policies import Contract, PolicyConfig, Verifier
+from engine.settings.releases import ReleaseConfig
 from engine.settings.services import (
     CatalogConfig,
     ControllerConfig,
@@ -37,10 +36,6 @@ from engine.settings.services import (
 POLICY_NAME = re.compile(r"[a-z][a-z0-9-]{0,62}")
 DIGEST12 = 12
 PolicyName = Annotated[str, Field(pattern=rf"^{POLICY_NAME.pattern}$")]
-SEGMENT_NAME = re.compile(r"[\w.-]{1,64}")
-SegmentName = Annotated[str, Field(pattern=rf"^{SEGMENT_NAME.pattern}$")]
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-OpenFraction = Annotated[float, Field(gt=0.0, lt=1.0)]
 
 
 class BaseConfig(Settings):
@@ -64,250 +59,6 @@ class BaseConfig(Settings):
         description="Load this commit of a hub id (40 digits, required, because branches move), or refuse a "
         "GGUF file with another sha256 (64 digits).",
     )
-
-
-Contract = Literal["terse", "json", "sentence", "boxed"]
-Rank = Literal[1, 2, 4, 8, 16, 32, 64, 128]
-Verifier = Annotated[
-    str,
-    Field(
-        pattern=rf"^(contract|{OWN_RULES})$",
-        description="Check answers with this verifier: contract (generated tasks), exact, numeric, regex, "
-        "json-schema or python:MODULE:FUNC.",
-    ),
-]
-
-
-class FewShotExample(Settings):
-    """A worked example that is put before the real question."""
-
-    question: str = Field(min_length=1, description="Show this question.")
-    answer: str = Field(min_length=1, description="Show this answer to it.")
-
-
-class PolicyConfig(Settings):
-    """A policy: what it is trained on, how, and how it is scored. The defaults are the main job's recipe."""
-
-    task: str = Field(
-        description="Train on this task: a key of TASKS in engine/problems/procedural.py, or a .jsonl file."
-    )
-    contract: Contract = Field("terse", description="Reward answers in this format.")
-    verifier: Verifier = "contract"
-    owner: str = Field("local", min_length=1, max_length=100, description="Record this owner.")
-    verifier_timeout_s: float = Field(
-        5, gt=0, le=300, description="Stop the verifier of an answer after this many seconds and reward it 0."
-    )
-    system: str | None = Field(None, description="Put this system prompt before every question.")
-    few_shot: tuple[FewShotExample, ...] = Field(
-        (), description="Put these worked examples before every question."
-    )
-    rank: Rank = Field(8, description="Train adapters of this LoRA rank.")
-    alpha: float = Field(16, gt=0, description="Scale the adapter's output by alpha / rank.")
-    targets: tuple[str, ...] | None = Field(
-        None, min_length=1, description="Train LoRA on these projections. Empty: all that the base has."
-    )
-    steps: int = Field(20, ge=1, description="Train for this many steps.")
-    groups: int = Field(16, ge=1, description="Draw this many problems a step.")
-    refills: int = Field(
-        1,
-        ge=0,
-        le=16,
-        description="dapo, cispo: replace groups without spread by up to this many times `groups` problems.",
-    )
-    no_signal_steps: int = Field(
-        3, ge=1, description="Stop the training after this many steps in a row without a gradient."
-    )
-    collapse: Literal["ignore", "warn", "stop"] = Field(
-        "ignore", description="Warn when the answers seem to collapse, or stop the training there."
-    )
-    group_size: int = Field(8, ge=2, description="Sample this many answers a problem.")
-    lr: float = Field(2e-3, gt=0, description="Use this learning rate of Adam.")
-    warmup_steps: int = Field(
-        0, ge=0, le=1000, description="Raise the learning rate linearly to `lr` over this many first steps."
-    )
-    loss: LossName = "dapo"
-    loss_config: LossConfig = Field(LossConfig(), description="Change settings of the loss.")
-    max_tokens: int = Field(24, ge=1, description="End an answer after this many tokens.")
-    temperature: float = Field(
-        1.0, gt=0, description="Sample at this temperature. Only 1 is accepted: the loss assumes it."
-    )
-    router_replay: bool = Field(
-        False,
-        description="Train each token on the experts that the engine chose. Needs engine.routed_experts.",
-    )
-    staleness: int = Field(
-        0, ge=0, le=16, description="Accept rollouts of a revision this many steps old. 0: on-policy."
-    )
-    seed: int = Field(1, ge=0, description="Draw problems and samples from this random seed.")
-    suite: str = Field(description="Score on this suite, a directory under eval_suites/.")
-    general: bool = Field(
-        False,
-        description="Also score the perplexity on general text, and hold a revision that loses too much.",
-    )
-    snapshot_ttl_s: float = Field(
-        3600, gt=0, description="Keep the adapter of a training step for this many seconds."
-    )
-    data_digest: str | None = Field(
-        None, description="Record the training file's sha256. Set by `graftwork policy create`."
-    )
-    scheduled: bool = Field(False, description="Let the nightly flow adapt this policy when it is due.")
-    max_age_s: float | None = Field(
-        None,
-        gt=0,
-        description="Make the policy due when its newest revision is older than this many seconds.",
-    )
-    drift_after_s: float | None = Field(
-        None,
-        gt=0,
-        description="Make the policy due when users' rewards were below the champion's offline score "
-        "interval for this many seconds.",
-    )
-
-    @field_validator("temperature")
-    @classmethod
-    def _as_learned(cls, value: float) -> float:
-        if value != 1:
-            raise ValueError(
-                "engine and trainer give log-probabilities at temperature 1, so samples drawn at another one "
-                "would bias the loss while the importance ratio reads 1; leave it at 1"
-            )
-        return value
-
-    @model_validator(mode="after")
-    def _loss_has_its_settings(self) -> Self:
-        try:
-            loss_config(self.loss, self.loss_config.sent())
-        except ConfigError as error:
-            raise ValueError(str(error)) from None
-        return self
-
-    def loss_sent(self) -> dict[str, Any]:
-        """Return the loss's settings as the trainer takes them."""
-        budget = {"budget": self.max_tokens} if self.loss == "dr_grpo" else {}
-        return budget | self.loss_config.sent()
-
-
-GuardName = Literal[
-    "reward", "errors", "invalid", "refused", "truncated", "ttft", "token_time", "length", "cost"
-]
-GUARDS: tuple[GuardName, ...] = get_args(GuardName)
-# The canary's weight while 5% of the units are left on the old champion.
-BAKE_WEIGHT = 0.95
-
-
-class ReleaseConfig(Settings):
-    """The gates of a release: offline score, approval and canary."""
-
-    weight: OpenFraction = Field(0.2, description="Send this share of users to the canary.")
-    alpha: OpenFraction = Field(0.05, description="Limit the probability of a wrong verdict on a canary.")
-    feedback: Literal["reward", "none"] = Field(
-        "reward",
-        description="Judge users' rewards. none: there are none; promote on the offline score's lower bound "
-        "and all other guards.",
-    )
-    guards: tuple[GuardName, ...] = Field(
-        GUARDS,
-        description="Judge a canary by these: users' rewards, rates of errors (5xx) and of invalid, refused "
-        "and truncated answers, time to the first token and for each token (streamed answers), length of an "
-        "answer (tokens) and its cost (the engine's seconds).",
-    )
-    segments: tuple[SegmentName, ...] = Field(
-        (),
-        description="Roll a canary back also when its rewards are worse in one of these segments: values of "
-        "the header x-graftwork-segment. Others are reported only.",
-    )
-    margin: Fraction = Field(
-        0.1, description="Promote a canary whose mean reward is at most this much below the baseline's."
-    )
-    rate_margin: OpenFraction = Field(
-        0.05,
-        description="Without feedback, promote a canary whose rates are at most this much above the "
-        "baseline's.",
-    )
-    latency_margin: float = Field(
-        0.5,
-        gt=0,
-        description="Roll a canary back whose times at the 90% quantile are above the baseline's by more "
-        "than this share of them.",
-    )
-    cost_margin: float = Field(
-        1,
-        gt=0,
-        description="Roll a canary back whose answers at the 90% quantile are longer or cost more than the "
-        "baseline's by more than this share of them.",
-    )
-    min_units: int = Field(20, ge=1, description="Require ratings of this many canary users to promote.")
-    max_seconds: float = Field(
-        600, gt=0, description="Hold a canary that has no verdict after this many seconds."
-    )
-    score_margin: Fraction = Field(
-        0.05,
-        description="Hold a revision whose offline score is more than this below its parent's. The default "
-        "is three standard errors of 200 paired items.",
-    )
-    general_margin: float = Field(
-        0.05,
-        ge=0,
-        le=1,
-        description="With a policy's `general`: hold a revision whose perplexity on general text is more "
-        "than this share above the base's.",
-    )
-    ramp: tuple[OpenFraction, ...] = Field(
-        (), description="Send these shares of users to the canary first, from the smallest, before `weight`."
-    )
-    step_seconds: float = Field(
-        300,
-        gt=0,
-        description="End a step of the ramp after this many seconds; before, it ends with `min_units` units. "
-        "A step that recent traffic cannot fill is skipped.",
-    )
-    bake_seconds: float = Field(
-        0,
-        ge=0,
-        description="Before the promotion, leave 5% of users on the old champion for this many seconds.",
-    )
-    approval_s: float = Field(
-        0,
-        ge=0,
-        description="Require an approval before the canary, and hold after this many seconds without one. "
-        "0: no approval.",
-    )
-
-    @property
-    def promoting_guards(self) -> tuple[GuardName, ...]:
-        """The guards that a promotion needs clear: the reward's, or without feedback all others."""
-        has_feedback = self.feedback == "reward"
-        return tuple(name for name in self.guards if (name == "reward") == has_feedback)
-
-    @model_validator(mode="after")
-    def _ramp_only_grows(self) -> Self:
-        weights = self.weights
-        if any(following <= weight for weight, following in pairwise(weights)):
-            said = ", ".join(f"{weight:g}" for weight in weights)
-            raise ValueError(
-                f"units only move from champion to canary, so `ramp`, `weight` and the bake's "
-                f"{BAKE_WEIGHT:g} must grow (found {said})"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _segments_are_judged_by_rewards(self) -> Self:
-        if self.segments and "reward" not in self.promoting_guards:
-            raise ValueError(
-                "segments are judged by rewards: remove `segments`, or set `feedback` to reward and put it "
-                "into `guards`"
-            )
-        return self
-
-    @property
-    def weights(self) -> tuple[float, ...]:
-        """The canary's weight in each step: the ramp, `weight`, and the bake if there is one."""
-        return (*self.ramp, self.weight, *((BAKE_WEIGHT,) if self.bake_seconds else ()))
-
-    @property
-    def longest_s(self) -> float:
-        """The most seconds from a release's start to its verdict."""
-        return self.approval_s + self.max_seconds + self.bake_seconds
 
 
 class DemoConfig(Settings):

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from engine.adapters.manifests import stored_manifest
 from engine.errors import NotFound
-from engine.settings.params import DIGEST12, Paths, PolicyConfig, content_hash
+from engine.settings.params import DIGEST12, Paths, content_hash
+from engine.settings.policies import PolicyConfig
 
 # Settings that may change within one line of training.
 NOT_OF_A_LINE = {

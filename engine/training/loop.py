@@ -19,7 +19,8 @@ from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, stop
 from engine.base.fitting import fitted_policy
 from engine.errors import Conflict, NotFound, ServiceError
 from engine.problems.procedural import check_task, stream
-from engine.settings.params import Params, PolicyConfig, content_hash
+from engine.settings.params import Params, content_hash
+from engine.settings.policies import PolicyConfig
 from engine.training import rollout_data
 from engine.training.collapse import refuse_collapse, warning
 from engine.training.reward_signal import refuse_without_signal

@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.errors import ConfigError
 from engine.problems.procedural import Problem, render
-from engine.settings.params import PolicyConfig
+from engine.settings.policies import PolicyConfig
 from engine.training.rollout_data import Drawn, Judged
 from engine.training.run import Run
 from engine.training.service.protocol import SessionInfo

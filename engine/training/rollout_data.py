@@ -19,7 +19,8 @@ from typing import Any
 from engine.base.prompts import prompt_ids
 from engine.problems.procedural import Problem, stream
 from engine.problems.verifiers import Verifier
-from engine.settings.params import PolicyConfig, content_hash, served_name
+from engine.settings.params import content_hash, served_name
+from engine.settings.policies import PolicyConfig
 from engine.threads import background
 from engine.training.lineage import Line
 from engine.training.rollouts import Sample, Sampling, sample_groups

@@ -13,7 +13,8 @@ from engine.ledger.spool import Spool
 from engine.planning.gpu import cuda_bytes
 from engine.problems.verifiers import Verifier
 from engine.settings.own_functions import refuse_unlisted
-from engine.settings.params import Params, PolicyConfig
+from engine.settings.params import Params
+from engine.settings.policies import PolicyConfig
 from engine.training.lineage import Line, line_of
 from engine.training.rollout_data import Ahead, Source
 from engine.training.service.client import TrainerClient

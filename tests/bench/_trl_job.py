@@ -8,7 +8,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from engine.settings.params import PolicyConfig, content_hash
+from engine.settings.params import content_hash
+from engine.settings.policies import PolicyConfig
 
 PYTHON = "python:"
 HERE = Path(__file__).parent

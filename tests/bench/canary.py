@@ -25,7 +25,7 @@ from _canary_traffic import WEIGHT, Requests, Rule, bonferroni, events, fixed_sa
 from engine.catalog.records import Release, Route
 from engine.controller.advance import Evidence, advance
 from engine.quality.canary import CanaryAnswer, CanaryJudge
-from engine.settings.params import ReleaseConfig
+from engine.settings.releases import ReleaseConfig
 
 KINDS = {
     "plain": frozenset[str](),

@@ -34,7 +34,8 @@ from live import free_port
 from engine.base.recipes import PACKAGED
 from engine.base.resident import ensure_base
 from engine.services import lifecycle as services
-from engine.settings.params import BaseConfig, Params, PolicyConfig, load_params
+from engine.settings.params import BaseConfig, Params, load_params
+from engine.settings.policies import PolicyConfig
 from engine.threads import in_parallel
 
 LEAST = {

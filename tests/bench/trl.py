@@ -52,7 +52,8 @@ from engine.base.recipes import PACKAGED
 from engine.process_reaper import die_with_parent
 from engine.services import lifecycle as services
 from engine.settings.losses import LossConfig
-from engine.settings.params import Params, PolicyConfig, content_hash, load_params
+from engine.settings.params import Params, content_hash, load_params
+from engine.settings.policies import PolicyConfig
 
 WARM, LAST = 2, 3
 LEARNING_RATE = 3e-4

@@ -15,7 +15,8 @@ from live import free_port
 from rich.console import Console
 
 from engine.clients import http
-from engine.settings.params import FewShotExample, Params, PolicyConfig
+from engine.settings.params import Params
+from engine.settings.policies import FewShotExample, PolicyConfig
 from flows import display
 
 PINNED = "sums@aaaaaaaaaaaa"

@@ -9,7 +9,8 @@ from repository import ROOT
 
 from engine.problems.procedural import Problem
 from engine.problems.verifiers import Verifier
-from engine.settings.params import PolicyConfig, load_params, resolve_policy
+from engine.settings.params import load_params, resolve_policy
+from engine.settings.policies import PolicyConfig
 from flows.demo import ask, bad_form
 from flows.entry import on_base
 

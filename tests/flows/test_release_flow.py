@@ -22,7 +22,8 @@ from engine.controller.loop import Controller
 from engine.controller.mlflow_aliases import AliasMirror
 from engine.controller.mlflow_registry import Registry
 from engine.settings.forms import ReleaseForm
-from engine.settings.params import Params, ReleaseConfig
+from engine.settings.params import Params
+from engine.settings.releases import ReleaseConfig
 from engine.settings.services import ControllerConfig
 from flows import release as flow
 from tasks import approval, release, steps

@@ -10,7 +10,7 @@ from engine.catalog.catalog import Catalog, Release
 from engine.controller.advance import Evidence, advance
 from engine.controller.apply import Applier
 from engine.quality.canary import CanaryResult
-from engine.settings.params import ReleaseConfig
+from engine.settings.releases import ReleaseConfig
 
 SETTINGS = ReleaseConfig(min_units=10).model_dump(mode="json")
 

@@ -7,7 +7,8 @@ import numpy as np
 
 from engine.catalog.catalog import Base, Catalog, Policy, Release, Revision, migrate
 from engine.ledger.ledger import Ledger, Spool
-from engine.settings.params import Paths, ReleaseConfig
+from engine.settings.params import Paths
+from engine.settings.releases import ReleaseConfig
 from engine.training.service.train_step import TrainStep
 
 BASE, GOOD, OLD = "b" * 64, "c" * 64, "a" * 64

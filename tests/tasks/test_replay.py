@@ -12,7 +12,8 @@ from rows import NEW, THIRD, fill
 from engine.catalog.catalog import Catalog, migrate
 from engine.controller.loop import Controller
 from engine.errors import NotFound
-from engine.settings.params import Params, ReleaseConfig
+from engine.settings.params import Params
+from engine.settings.releases import ReleaseConfig
 from tasks.replay import replay
 
 SKIPPED = {"score": "not scored here"}

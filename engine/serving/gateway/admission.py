@@ -7,7 +7,7 @@ from engine.errors import Forbidden
 from engine.serving.gateway.asgi import Refused
 from engine.serving.gateway.route_table import GENERATING, ROLLOUTS, Endpoint, find_route
 from engine.serving.gateway.routing import Router
-from engine.settings.params import SEGMENT_NAME
+from engine.settings.releases import SEGMENT_NAME
 
 # The roles that allow a purpose: one is enough.
 PURPOSES = {

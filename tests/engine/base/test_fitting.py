@@ -9,7 +9,8 @@ import yaml
 
 from engine.base.fitting import fitted_policy, fitting_settings
 from engine.base.recipes import RECIPES
-from engine.settings.params import BaseConfig, Params, PolicyConfig, load_params
+from engine.settings.params import BaseConfig, Params, load_params
+from engine.settings.policies import PolicyConfig
 from engine.training.loop import learning_rate
 from tasks.policies import create_policy
 

@@ -11,7 +11,8 @@ from engine.base import build as building
 from engine.base import prompts
 from engine.base import resident as bases
 from engine.errors import BaseModelError, ConfigError
-from engine.settings.params import BaseConfig, FewShotExample, Paths
+from engine.settings.params import BaseConfig, Paths
+from engine.settings.policies import FewShotExample
 
 SMALL = replace(bases.RECIPES["tiny-dense"], steps=3, problems=256, batch=8)
 

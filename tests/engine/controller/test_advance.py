@@ -11,7 +11,7 @@ from engine.catalog.catalog import Release, Route
 from engine.controller.advance import Action, Evidence, LanguageScore, OfflineScore, advance
 from engine.quality.canary import CanaryResult, FeedbackCounts
 from engine.quality.guards import GuardResult
-from engine.settings.params import BAKE_WEIGHT, ReleaseConfig
+from engine.settings.releases import BAKE_WEIGHT, ReleaseConfig
 
 SETTINGS = ReleaseConfig(weight=0.2, alpha=0.05, margin=0.1, min_units=20, max_seconds=600, score_margin=0.02)
 ACCEPTED = {"accepted": True, "reason": "ok"}

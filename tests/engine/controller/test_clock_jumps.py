@@ -11,7 +11,8 @@ from rows import NEW, OLD, fill
 from engine.catalog.catalog import Catalog, Release, migrate
 from engine.controller.evidence import EvidenceReader
 from engine.controller.loop import Controller
-from engine.settings.params import Params, ReleaseConfig
+from engine.settings.params import Params
+from engine.settings.releases import ReleaseConfig
 
 JUMP_S = 600.0
 REAL = time.time

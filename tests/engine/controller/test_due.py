@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from engine.controller.due import DAY_S, MIN_RATED, Facts, drift, judge
-from engine.settings.params import PolicyConfig
+from engine.settings.policies import PolicyConfig
 
 CONFIG = PolicyConfig(task="addition", suite="s", scheduled=True, data_digest="new", max_age_s=7 * DAY_S)
 FACTS = Facts("sums", CONFIG, now=100 * DAY_S, newest_at=99 * DAY_S, newest_data="new")

@@ -37,7 +37,8 @@ from engine.ledger.ledger import Ledger, Spool, open_snapshot
 from engine.quality.canary import CanaryResult, FeedbackCounts
 from engine.quality.guards import ONE_KEY
 from engine.security.credentials import credential
-from engine.settings.params import Params, ReleaseConfig
+from engine.settings.params import Params
+from engine.settings.releases import ReleaseConfig
 
 
 @pytest.fixture

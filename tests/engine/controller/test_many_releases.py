@@ -17,7 +17,8 @@ from engine.controller.evidence import EvidenceReader
 from engine.controller.loop import Controller
 from engine.ledger.ledger import Spool
 from engine.serving.gateway.routing import Router
-from engine.settings.params import Params, ReleaseConfig
+from engine.settings.params import Params
+from engine.settings.releases import ReleaseConfig
 
 # Kinds of revisions: how much worse their rewards are than the champion's, and their share of 5xx.
 KINDS = {

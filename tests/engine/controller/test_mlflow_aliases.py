@@ -20,7 +20,8 @@ from engine.controller.loop import Controller
 from engine.controller.mlflow_aliases import REFUSED, AliasMirror, AliasMove, find_moves, is_older
 from engine.controller.mlflow_registry import Model, Registry
 from engine.services.lifecycle import environment
-from engine.settings.params import Params, ReleaseConfig
+from engine.settings.params import Params
+from engine.settings.releases import ReleaseConfig
 
 API = "/api/2.0/mlflow"
 

@@ -23,7 +23,8 @@ from engine.controller.mlflow_registry import Registry
 from engine.controller.notifications import NotificationSender, drifted, engine_changed
 from engine.errors import Conflict, Gone, NotFound
 from engine.serving.gateway.routing import Router
-from engine.settings.params import Params, ReleaseConfig
+from engine.settings.params import Params
+from engine.settings.releases import ReleaseConfig
 from flows.cli import decide
 
 PERSON = {"by": "ada", "reason": "I read the answers."}

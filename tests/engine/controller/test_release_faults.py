@@ -23,7 +23,8 @@ from engine.controller.mlflow_registry import Registry
 from engine.controller.notifications import NotificationSender
 from engine.controller.route_changes import LEASE
 from engine.errors import Conflict
-from engine.settings.params import Params, ReleaseConfig
+from engine.settings.params import Params
+from engine.settings.releases import ReleaseConfig
 
 SKIPPED = {"score": "not scored here"}
 

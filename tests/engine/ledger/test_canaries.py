@@ -10,7 +10,7 @@ from engine.catalog.records import Release
 from engine.ledger.canaries import CanaryReader
 from engine.ledger.ledger import MIGRATIONS, Ledger, Spool
 from engine.quality.canary import CanaryResult
-from engine.settings.params import ReleaseConfig
+from engine.settings.releases import ReleaseConfig
 
 RELEASE = Release(
     "r", "sorting", NEW, OLD, "canary", 0.2, "running", ReleaseConfig().model_dump(mode="json"), 0.0, 0.0,

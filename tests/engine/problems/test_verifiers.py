@@ -10,7 +10,7 @@ import pytest
 from engine.errors import ConfigError
 from engine.problems.procedural import Problem
 from engine.problems.verifiers import FAULTS, Verifier, load_judge
-from engine.settings.params import PolicyConfig
+from engine.settings.policies import PolicyConfig
 
 MODULE = """
 import os, time

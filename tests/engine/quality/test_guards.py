@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from engine.quality.canary import MOST_SEGMENTS, CanaryAnswer, CanaryJudge, FeedbackCounts
 from engine.quality.guards import LARGEST_KEYS, ONE_KEY, WARM_UNITS, Guard, GuardResult
-from engine.settings.params import GUARDS, ReleaseConfig
+from engine.settings.releases import GUARDS, ReleaseConfig
 
 SETTINGS = ReleaseConfig()
 

@@ -21,7 +21,8 @@ from engine.catalog.catalog import Base, Catalog, Notice, Release, migrate
 from engine.errors import Conflict, NotFound
 from engine.ledger.ledger import Ledger, Spool
 from engine.report.why import Chain, commit_link, why
-from engine.settings.params import Params, ReleaseConfig
+from engine.settings.params import Params
+from engine.settings.releases import ReleaseConfig
 from engine.settings.services import ControllerConfig, MlflowConfig
 from engine.version import code_version
 from tasks import look

@@ -4,7 +4,8 @@ import pytest
 from pydantic import ValidationError
 
 from engine.settings.model import explain
-from engine.settings.params import BAKE_WEIGHT, Params, ReleaseConfig
+from engine.settings.params import Params
+from engine.settings.releases import BAKE_WEIGHT, ReleaseConfig
 
 
 def test_the_ramp_leads_to_the_weight_and_then_to_the_bake() -> None:

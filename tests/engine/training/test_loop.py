@@ -19,7 +19,8 @@ from engine.ledger.ledger import Ledger
 from engine.problems.procedural import Problem
 from engine.problems.verifiers import Verifier
 from engine.security.credentials import credential
-from engine.settings.params import Params, PolicyConfig, load_params
+from engine.settings.params import Params, load_params
+from engine.settings.policies import PolicyConfig
 from engine.threads import in_parallel
 from engine.training import rollout_data
 from engine.training.loop import (

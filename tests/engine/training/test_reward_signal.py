@@ -17,7 +17,8 @@ from tenacity import wait_none
 from engine.clients.engine import EngineClient
 from engine.errors import ConfigError, NotFound
 from engine.problems.procedural import Problem
-from engine.settings.params import Params, PolicyConfig
+from engine.settings.params import Params
+from engine.settings.policies import PolicyConfig
 from engine.training import loop, rollout_data
 from engine.training.lineage import Line
 from engine.training.loop import Trained, train

@@ -15,7 +15,7 @@ from engine.serving.gateway.arms import in_canary
 from engine.serving.gateway.routing import STALE_S, Gone, Router
 from engine.serving.gateway.row_cache import rows_to_cache
 from engine.serving.gateway.suggesting import AT_ONCE
-from engine.settings.params import ReleaseConfig
+from engine.settings.releases import ReleaseConfig
 
 CHAMPION, CANARY = "a" * 64, "b" * 64
 

@@ -9,7 +9,7 @@ from loss_reference import BUDGET, reference
 from engine.errors import ConfigError
 from engine.settings.forms import AdaptForm
 from engine.settings.losses import LossConfig, loss_config
-from engine.settings.params import PolicyConfig
+from engine.settings.policies import PolicyConfig
 from engine.training.loss.grpo import LOSSES, Tokens
 from engine.training.model.objective import Objective
 from engine.training.rollout_data import Drawn, Judged, Sampler, build_data

@@ -17,7 +17,8 @@ from engine.base.resident import BaseInfo
 from engine.catalog.catalog import migrate
 from engine.errors import ConfigError
 from engine.serving.server import route_arguments
-from engine.settings.params import Params, Paths, PolicyConfig
+from engine.settings.params import Params, Paths
+from engine.settings.policies import PolicyConfig
 from engine.settings.services import EngineConfig
 from engine.training.model.lora import ResidentBase
 from engine.training.model.packing import Example, TokenRow, pack

@@ -15,7 +15,8 @@ from history import step_row
 from engine.errors import Conflict
 from engine.ledger.ledger import Ledger, Spool
 from engine.settings.losses import LossConfig
-from engine.settings.params import Params, PolicyConfig
+from engine.settings.params import Params
+from engine.settings.policies import PolicyConfig
 from engine.training import loop
 from engine.training.lineage import Line
 from engine.training.loop import grpo_step, open_session

@@ -1,0 +1,130 @@
+"""Settings of a policy: what it is trained on, how, and how it is scored."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from engine.errors import ConfigError
+from engine.settings.losses import LossConfig, LossName, loss_config
+from engine.settings.model import Settings
+from engine.settings.own_functions import OWN_RULES
+
+Contract = Literal["terse", "json", "sentence", "boxed"]
+Rank = Literal[1, 2, 4, 8, 16, 32, 64, 128]
+Verifier = Annotated[
+    str,
+    Field(
+        pattern=rf"^(contract|{OWN_RULES})$",
+        description="Check answers with this verifier: contract (generated tasks), exact, numeric, regex, "
+        "json-schema or python:MODULE:FUNC.",
+    ),
+]
+
+
+class FewShotExample(Settings):
+    """A worked example that is put before the real question."""
+
+    question: str = Field(min_length=1, description="Show this question.")
+    answer: str = Field(min_length=1, description="Show this answer to it.")
+
+
+class PolicyConfig(Settings):
+    """A policy: what it is trained on, how, and how it is scored. The defaults are the main job's recipe."""
+
+    task: str = Field(
+        description="Train on this task: a key of TASKS in engine/problems/procedural.py, or a .jsonl file."
+    )
+    contract: Contract = Field("terse", description="Reward answers in this format.")
+    verifier: Verifier = "contract"
+    owner: str = Field("local", min_length=1, max_length=100, description="Record this owner.")
+    verifier_timeout_s: float = Field(
+        5, gt=0, le=300, description="Stop the verifier of an answer after this many seconds and reward it 0."
+    )
+    system: str | None = Field(None, description="Put this system prompt before every question.")
+    few_shot: tuple[FewShotExample, ...] = Field(
+        (), description="Put these worked examples before every question."
+    )
+    rank: Rank = Field(8, description="Train adapters of this LoRA rank.")
+    alpha: float = Field(16, gt=0, description="Scale the adapter's output by alpha / rank.")
+    targets: tuple[str, ...] | None = Field(
+        None, min_length=1, description="Train LoRA on these projections. Empty: all that the base has."
+    )
+    steps: int = Field(20, ge=1, description="Train for this many steps.")
+    groups: int = Field(16, ge=1, description="Draw this many problems a step.")
+    refills: int = Field(
+        1,
+        ge=0,
+        le=16,
+        description="dapo, cispo: replace groups without spread by up to this many times `groups` problems.",
+    )
+    no_signal_steps: int = Field(
+        3, ge=1, description="Stop the training after this many steps in a row without a gradient."
+    )
+    collapse: Literal["ignore", "warn", "stop"] = Field(
+        "ignore", description="Warn when the answers seem to collapse, or stop the training there."
+    )
+    group_size: int = Field(8, ge=2, description="Sample this many answers a problem.")
+    lr: float = Field(2e-3, gt=0, description="Use this learning rate of Adam.")
+    warmup_steps: int = Field(
+        0, ge=0, le=1000, description="Raise the learning rate linearly to `lr` over this many first steps."
+    )
+    loss: LossName = "dapo"
+    loss_config: LossConfig = Field(LossConfig(), description="Change settings of the loss.")
+    max_tokens: int = Field(24, ge=1, description="End an answer after this many tokens.")
+    temperature: float = Field(
+        1.0, gt=0, description="Sample at this temperature. Only 1 is accepted: the loss assumes it."
+    )
+    router_replay: bool = Field(
+        False,
+        description="Train each token on the experts that the engine chose. Needs engine.routed_experts.",
+    )
+    staleness: int = Field(
+        0, ge=0, le=16, description="Accept rollouts of a revision this many steps old. 0: on-policy."
+    )
+    seed: int = Field(1, ge=0, description="Draw problems and samples from this random seed.")
+    suite: str = Field(description="Score on this suite, a directory under eval_suites/.")
+    general: bool = Field(
+        False,
+        description="Also score the perplexity on general text, and hold a revision that loses too much.",
+    )
+    snapshot_ttl_s: float = Field(
+        3600, gt=0, description="Keep the adapter of a training step for this many seconds."
+    )
+    data_digest: str | None = Field(
+        None, description="Record the training file's sha256. Set by `graftwork policy create`."
+    )
+    scheduled: bool = Field(False, description="Let the nightly flow adapt this policy when it is due.")
+    max_age_s: float | None = Field(
+        None,
+        gt=0,
+        description="Make the policy due when its newest revision is older than this many seconds.",
+    )
+    drift_after_s: float | None = Field(
+        None,
+        gt=0,
+        description="Make the policy due when users' rewards were below the champion's offline score "
+        "interval for this many seconds.",
+    )
+
+    @field_validator("temperature")
+    @classmethod
+    def _as_learned(cls, value: float) -> float:
+        if value != 1:
+            raise ValueError(
+                "engine and trainer give log-probabilities at temperature 1, so samples drawn at another one "
+                "would bias the loss while the importance ratio reads 1; leave it at 1"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _loss_has_its_settings(self) -> Self:
+        try:
+            loss_config(self.loss, self.loss_config.sent())
+        except ConfigError as error:
+            raise ValueError(str(error)) from None
+        return self
+
+    def loss_sent(self) -> dict[str, Any]:
+        """Return the loss's settings as the trainer takes them."""
+        budget = {"budget": self.max_tokens} if self.loss == "dr_grpo" else {}
+        return budget | self.loss_config.sent()

@@ -1,0 +1,134 @@
+"""Settings of a release: its gates, its guards, and the canary's steps."""
+
+import re
+from itertools import pairwise
+from typing import Annotated, Literal, Self, get_args
+
+from pydantic import Field, model_validator
+
+from engine.settings.model import Fraction, OpenFraction, Settings
+
+SEGMENT_NAME = re.compile(r"[\w.-]{1,64}")
+SegmentName = Annotated[str, Field(pattern=rf"^{SEGMENT_NAME.pattern}$")]
+
+GuardName = Literal[
+    "reward", "errors", "invalid", "refused", "truncated", "ttft", "token_time", "length", "cost"
+]
+GUARDS: tuple[GuardName, ...] = get_args(GuardName)
+# The canary's weight while 5% of the units are left on the old champion.
+BAKE_WEIGHT = 0.95
+
+
+class ReleaseConfig(Settings):
+    """The gates of a release: offline score, approval and canary."""
+
+    weight: OpenFraction = Field(0.2, description="Send this share of users to the canary.")
+    alpha: OpenFraction = Field(0.05, description="Limit the probability of a wrong verdict on a canary.")
+    feedback: Literal["reward", "none"] = Field(
+        "reward",
+        description="Judge users' rewards. none: there are none; promote on the offline score's lower bound "
+        "and all other guards.",
+    )
+    guards: tuple[GuardName, ...] = Field(
+        GUARDS,
+        description="Judge a canary by these: users' rewards, rates of errors (5xx) and of invalid, refused "
+        "and truncated answers, time to the first token and for each token (streamed answers), length of an "
+        "answer (tokens) and its cost (the engine's seconds).",
+    )
+    segments: tuple[SegmentName, ...] = Field(
+        (),
+        description="Roll a canary back also when its rewards are worse in one of these segments: values of "
+        "the header x-graftwork-segment. Others are reported only.",
+    )
+    margin: Fraction = Field(
+        0.1, description="Promote a canary whose mean reward is at most this much below the baseline's."
+    )
+    rate_margin: OpenFraction = Field(
+        0.05,
+        description="Without feedback, promote a canary whose rates are at most this much above the "
+        "baseline's.",
+    )
+    latency_margin: float = Field(
+        0.5,
+        gt=0,
+        description="Roll a canary back whose times at the 90% quantile are above the baseline's by more "
+        "than this share of them.",
+    )
+    cost_margin: float = Field(
+        1,
+        gt=0,
+        description="Roll a canary back whose answers at the 90% quantile are longer or cost more than the "
+        "baseline's by more than this share of them.",
+    )
+    min_units: int = Field(20, ge=1, description="Require ratings of this many canary users to promote.")
+    max_seconds: float = Field(
+        600, gt=0, description="Hold a canary that has no verdict after this many seconds."
+    )
+    score_margin: Fraction = Field(
+        0.05,
+        description="Hold a revision whose offline score is more than this below its parent's. The default "
+        "is three standard errors of 200 paired items.",
+    )
+    general_margin: float = Field(
+        0.05,
+        ge=0,
+        le=1,
+        description="With a policy's `general`: hold a revision whose perplexity on general text is more "
+        "than this share above the base's.",
+    )
+    ramp: tuple[OpenFraction, ...] = Field(
+        (), description="Send these shares of users to the canary first, from the smallest, before `weight`."
+    )
+    step_seconds: float = Field(
+        300,
+        gt=0,
+        description="End a step of the ramp after this many seconds; before, it ends with `min_units` units. "
+        "A step that recent traffic cannot fill is skipped.",
+    )
+    bake_seconds: float = Field(
+        0,
+        ge=0,
+        description="Before the promotion, leave 5% of users on the old champion for this many seconds.",
+    )
+    approval_s: float = Field(
+        0,
+        ge=0,
+        description="Require an approval before the canary, and hold after this many seconds without one. "
+        "0: no approval.",
+    )
+
+    @property
+    def promoting_guards(self) -> tuple[GuardName, ...]:
+        """The guards that a promotion needs clear: the reward's, or without feedback all others."""
+        has_feedback = self.feedback == "reward"
+        return tuple(name for name in self.guards if (name == "reward") == has_feedback)
+
+    @model_validator(mode="after")
+    def _ramp_only_grows(self) -> Self:
+        weights = self.weights
+        if any(following <= weight for weight, following in pairwise(weights)):
+            said = ", ".join(f"{weight:g}" for weight in weights)
+            raise ValueError(
+                f"units only move from champion to canary, so `ramp`, `weight` and the bake's "
+                f"{BAKE_WEIGHT:g} must grow (found {said})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _segments_are_judged_by_rewards(self) -> Self:
+        if self.segments and "reward" not in self.promoting_guards:
+            raise ValueError(
+                "segments are judged by rewards: remove `segments`, or set `feedback` to reward and put it "
+                "into `guards`"
+            )
+        return self
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The canary's weight in each step: the ramp, `weight`, and the bake if there is one."""
+        return (*self.ramp, self.weight, *((BAKE_WEIGHT,) if self.bake_seconds else ()))
+
+    @property
+    def longest_s(self) -> float:
+        """The most seconds from a release's start to its verdict."""
+        return self.approval_s + self.max_seconds + self.bake_seconds
