@@ -16,7 +16,8 @@ from typing import Any
 
 from engine.clients.engine import EngineClient
 from engine.errors import ServiceError
-from engine.ledger.ledger import Spool, open_snapshot
+from engine.ledger.ledger import open_snapshot
+from engine.ledger.sender import open_spool
 from engine.quality.estimate import interval
 from engine.settings.own_functions import refuse_unlisted
 from engine.settings.params import Params, content_hash, served_name
@@ -159,7 +160,7 @@ def emit_scores(
     """Emit scores to the ledger through the spool. Idempotent: a row's id derives from its content."""
     run = _row_id(base, policy, digest, suite, "*")
     questions = {item.id: item.question for item in suite.items}
-    with closing(Spool(params.paths.spool, "score")) as spool:
+    with closing(open_spool(params, "score")) as spool:
         for item in items:
             spool.emit(
                 "scores",

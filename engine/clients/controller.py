@@ -146,6 +146,10 @@ class ControllerClient(ServiceClient):
         """Delete a tenant's requests and ratings from the ledger; return the number of deleted rows."""
         return self._post("/erase", tenant=tenant, by=by)
 
+    def deliver(self, name: str, events: bytes) -> None:
+        """Hand over a spool file (JSON lines) under its name; it is on the controller's disk afterwards."""
+        self._ask("POST", f"/events/{name}", content=events)
+
     def alarms(self) -> list[str]:
         """Return the controller's alarms; an empty list when it does not answer, or refuses the key."""
         with suppress(httpx.HTTPError, ValueError, KeyError):

@@ -104,13 +104,13 @@ def _admin(request: Request) -> Operator:
 Admin = Annotated[Operator, Depends(_admin)]
 
 
-async def small_body(request: Request) -> bytes:
-    """Return a request's body; `ConfigError` when it is over 64 KiB."""
+async def whole_body(request: Request, most: int = SMALL_BODY) -> bytes:
+    """Return a request's body; `ConfigError` when it is over `most` bytes."""
     body = b""
     async for part in request.stream():
         body += part
-        if len(body) > SMALL_BODY:
-            raise ConfigError(f"The body has more than {SMALL_BODY} bytes. Send less.")
+        if len(body) > most:
+            raise ConfigError(f"The body has more than {most} bytes. Send less.")
     return body
 
 

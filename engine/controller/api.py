@@ -11,21 +11,24 @@ import uuid
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
-from fastapi import FastAPI, Query, Request
+from fastapi import FastAPI, Path, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from prometheus_client import generate_latest
 from pydantic import Field
+from starlette.concurrency import run_in_threadpool
 
 from engine.catalog.catalog import Notice, Policy, Release
-from engine.controller.admission import WEBHOOK, Admin, CredentialRequired, check_signature, small_body
+from engine.controller.admission import WEBHOOK, Admin, CredentialRequired, check_signature, whole_body
 from engine.controller.loop import Controller
 from engine.controller.mlflow_aliases import AliasMirror
 from engine.controller.notifications import DELIVERED
 from engine.controller.page import LivePage
-from engine.errors import ConfigError, GraftworkError, NotFound
+from engine.errors import ConfigError, GraftworkError, NotFound, ServiceError
+from engine.files import write_whole
 from engine.ledger.ledger import open_snapshot
 from engine.ledger.queries import named_rows
+from engine.ledger.sender import MOST_BYTES, SENT
 from engine.quality.probe import ProbeResult
 from engine.security.credentials import credential
 from engine.security.http import HEALTH
@@ -33,6 +36,7 @@ from engine.settings.model import Settings
 from engine.settings.params import PolicyName
 
 Reason = Annotated[str, Field(min_length=1)]
+FileName = Annotated[str, Path(pattern=r"^[\w.-]{1,200}$")]
 Limit = Annotated[int, Query(ge=1, le=10_000)]
 
 
@@ -110,6 +114,7 @@ def build_app(controller: Controller, mirror: AliasMirror) -> FastAPI:
     _add_policies_and_releases(app, controller)
     _add_decisions(app, controller)
     _add_notices(app, controller, mirror, own)
+    _add_events(app, controller)
     return app
 
 
@@ -258,7 +263,7 @@ def _add_notices(app: FastAPI, controller: Controller, mirror: AliasMirror, own:
     @app.post("/notices/inbox")
     async def inbox(request: Request) -> dict[str, str]:
         """Store what a Prefect automation delivered; the default target of `prefect.notify_url`."""
-        text, link = read_delivery(await small_body(request))
+        text, link = read_delivery(await whole_body(request))
         id = str(uuid.uuid4())
         now = time.time()
         catalog.notices.add(Notice(id, DELIVERED, "", None, text, link, now, sent_at=now))
@@ -267,9 +272,24 @@ def _add_notices(app: FastAPI, controller: Controller, mirror: AliasMirror, own:
     @app.post(WEBHOOK)
     async def webhook(request: Request) -> dict[str, bool]:
         """Read MLflow's aliases now."""
-        check_signature(request, await small_body(request), own)
+        check_signature(request, await whole_body(request), own)
         mirror.wake()
         return {"looking": True}
+
+
+def _add_events(app: FastAPI, controller: Controller) -> None:
+    spool = controller.params.paths.spool
+
+    @app.post("/events/{name}")
+    async def events(name: FileName, request: Request) -> dict[str, int]:
+        """Store a spool file of another machine; the answer comes once it is on the disk."""
+        lines = await whole_body(request, MOST_BYTES)
+        try:
+            file = spool / f"{SENT}{name}.jsonl"
+            await run_in_threadpool(write_whole, file, lines, durable=True, mode=0o600)
+        except OSError as error:
+            raise ServiceError(f"The events could not be stored: {error}. They are sent again.") from None
+        return {"bytes": len(lines)}
 
 
 def read_delivery(body: bytes) -> tuple[str, str]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from engine.catalog.catalog import Catalog, Release, Route, Tombstone
 from engine.errors import Conflict
+from engine.ledger.sender import open_spool
 from engine.ledger.spool import Spool
 from engine.quality.probe import ProbeResult
 from engine.settings.params import Params, content_hash
@@ -179,7 +180,7 @@ def alone(params: Params, catalog: Catalog) -> Iterator[RouteChanges]:
     keeper = PeriodicThread("lease", lease_s / 3, lambda: catalog.leases.renew(LEASE, holder, fence, lease_s))
     keeper.start()
     try:
-        with closing(Spool(params.paths.spool, "route-changes")) as spool:
+        with closing(open_spool(params, "route-changes")) as spool:
             yield RouteChanges(catalog, spool)
     finally:
         keeper.stop()

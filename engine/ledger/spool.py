@@ -3,7 +3,8 @@
 A writer appends JSON lines to a file of its own and holds a lock on it (`.open`); a file that is
 full or old enough is renamed to `.jsonl`. A reader takes `.jsonl` files, and `.open` files whose
 writer is dead and whose lock is therefore free. An event is acknowledged once `emit` returns: it then
-survives a kill of the writer.
+survives a kill of the writer. Where the controller is on another machine, the writer's thread also sends the
+files (`sender.py`).
 """
 
 import contextlib
@@ -13,7 +14,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +25,19 @@ ROTATE_BYTES = 1 << 20
 class Spool:
     """The writer's side, for one process; safe in its threads and after a fork."""
 
-    def __init__(self, root: Path | str, writer: str):
+    def __init__(self, root: Path | str, writer: str, send: Callable[[], object] | None = None):
+        """`send` is called after each hand-over, by a thread that starts now, and at the end."""
         self.root = Path(root)
         self.root.mkdir(parents=True, exist_ok=True)
-        self._writer = writer
+        self._writer, self._send = writer, send
         self._lock, self._handing = threading.Lock(), threading.Lock()
         self._fd: int | None = None
         self._path = self.root
         self._size = 0
         self._pid = 0
         self._closed = threading.Event()
+        if send is not None:
+            self._start_thread()
 
     def emit(self, table: str, **fields: Any) -> str:
         """Append one event and return its id; `id` and `at` (epoch seconds) may be given.
@@ -73,12 +77,14 @@ class Spool:
         """Hand the written events over and end the thread."""
         self._closed.set()
         self.rotate()
+        if self._send is not None:
+            self._send()
 
     def _append(self, line: bytes) -> None:
         if self._pid != os.getpid():
             # After a fork the open file and the thread are the parent's, which may have held the lock.
-            self._fd, self._pid, self._handing = None, os.getpid(), threading.Lock()
-            threading.Thread(target=self._rotate_often, name="spool", daemon=True).start()
+            self._fd, self._handing = None, threading.Lock()
+            self._start_thread()
         if self._fd is None:
             self._open()
         assert self._fd is not None
@@ -91,6 +97,10 @@ class Spool:
             os.ftruncate(self._fd, self._size)
             raise
         self._size += len(line)
+
+    def _start_thread(self) -> None:
+        self._pid = os.getpid()
+        threading.Thread(target=self._rotate_often, name="spool", daemon=True).start()
 
     def _open(self) -> None:
         # Locked before it gets the name that readers look for: they never see it unlocked.
@@ -110,6 +120,8 @@ class Spool:
         while not self._closed.wait(ROTATE_S):
             with contextlib.suppress(OSError):
                 self.rotate()
+            if self._send is not None:
+                self._send()
 
 
 def ready_files(root: Path) -> list[Path]:

@@ -64,7 +64,7 @@ def settings_hash(params: Params) -> str:
 
 
 def services(params: Params) -> tuple[Service, ...]:
-    """Return the services in the order in which they start."""
+    """Return the services of this machine in the order in which they start; one with `at` is elsewhere."""
     paths = params.paths
     backend = params.mlflow.backend or f"sqlite:///{paths.mlflow_db}"
     mlflow = ("-m", "mlflow", "server", "--backend-store-uri", backend, "--serve-artifacts", "--workers", "1",
@@ -72,7 +72,7 @@ def services(params: Params) -> tuple[Service, ...]:
     worker = ("-m", "prefect", "worker", "start", "--type", "process", "--pool", params.prefect.work_pool)
     ours = ("--params", str(paths.root / "params.json"))
     base_s = params.engine.start_timeout_s
-    return (
+    known = (
         Service("engine", ("-m", "engine.serving.server", *ours), "/health", base_s, needs_base=True),
         Service("trainer", ("-m", "engine.training.service.app", *ours), "/health", base_s, needs_base=True),
         # It imports its server twice, once to check the login's settings.
@@ -81,6 +81,7 @@ def services(params: Params) -> tuple[Service, ...]:
         Service("controller", ("-m", "engine.controller", *ours), "/health", 120),
         Service(WORKER, (*worker, "--name", "graftwork"), None, 60),
     )
+    return tuple(one for one in known if one.name == WORKER or params.listener(one.name).at is None)
 
 
 def mlflow_options(listener: Listener) -> tuple[str, ...]:

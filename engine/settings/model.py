@@ -15,6 +15,7 @@ PATTERNS = {
     r"^[0-9a-f]{6,64}$": "6 to 64 hexadecimal digits",
     r"^([0-9a-f]{40}|[0-9a-f]{64})$": "the 40 hexadecimal digits of a commit, or the 64 of a sha256",
     r"^(adapt|[0-9a-f]{64})$": "adapt, or a digest of 64 hexadecimal digits",
+    r"^https?://[^/?#@]+$": "http:// or https:// and a host, such as https://controller.example:8462",
     r"^[a-z][a-z0-9+.]*://[^?#]+$": "a URL such as s3://bucket/adapters",
     r"^\s*\S+(\s+\S+){4}\s*$": "five fields of cron, such as 0 3 * * *",
 }

@@ -3,6 +3,7 @@
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
@@ -18,6 +19,12 @@ class Listener(Settings):
     """Where a service listens, and by which names callers reach it."""
 
     port: Port
+    at: str | None = Field(
+        None,
+        pattern=r"^https?://[^/?#@]+$",
+        description="The service runs elsewhere, at this URL: it is not started here. Beyond this machine it "
+        "is https, unless `behind_proxy`.",
+    )
     listen: IPv4Address | IPv6Address = Field(
         ip_address("127.0.0.1"),
         description="Listen on this address. Any but a loopback address needs `tls_certificate` and "
@@ -49,6 +56,11 @@ class Listener(Settings):
                 f"`listen: {self.listen}` would send keys and prompts over the network in clear text; give "
                 "`tls_certificate` and `tls_key`, or set `behind_proxy: true` behind a proxy with TLS"
             )
+        if self.at and not (self.at.startswith("https:") or self.behind_proxy or _is_loopback(self.host)):
+            raise ValueError(
+                f"`at: {self.at}` would send keys over the network in clear text; write https://, or set "
+                "`behind_proxy: true` where the network between the machines is encrypted"
+            )
         return self
 
     @property
@@ -60,6 +72,8 @@ class Listener(Settings):
     @property
     def host(self) -> str:
         """The host to which our own clients connect: with TLS a name of the certificate."""
+        if self.at:
+            return urlsplit(self.at).hostname or ""
         if self.tls_certificate and self.hosts:
             return self.hosts[0]
         return self._written
@@ -71,12 +85,21 @@ class Listener(Settings):
     @property
     def url(self) -> str:
         """The URL that our own clients use."""
+        if self.at:
+            return self.at
         return f"{'https' if self.tls_certificate else 'http'}://{self.host}:{self.port}"
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names that a request's Host header may have, without a port."""
         return tuple(dict.fromkeys(("localhost", "127.0.0.1", self._written, *self.hosts)))
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 class EngineConfig(Listener):

@@ -9,6 +9,7 @@ from pathlib import Path
 from engine.base.families import BaseShapes
 from engine.base.resident import ensure_base
 from engine.errors import ConfigError
+from engine.ledger.sender import open_spool
 from engine.ledger.spool import Spool
 from engine.planning.gpu import cuda_bytes
 from engine.problems.verifiers import Verifier
@@ -73,6 +74,6 @@ def prepare(params: Params, policy: str, config: PolicyConfig, key: str) -> Run:
             "engine.routed_experts to true and restart the services, or set router_replay to false."
         )
     source = Source(policy, config, line, tokenizer, params.url("engine"), key, base_name, replays)
-    spool = Spool(params.paths.spool, f"train-{policy}")
+    spool = open_spool(params, f"train-{policy}")
     client = TrainerClient.of(params, timeout_s=params.trainer.operation_timeout_s)
     return Run(params, policy, config, line, source, Ahead(source), client, spool, Verifier(config))

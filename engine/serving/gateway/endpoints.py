@@ -5,6 +5,7 @@ worker lacks our marker, so the server does not start: vLLM only logs when a plu
 """
 
 import asyncio
+import socket
 import time
 from argparse import Namespace
 from threading import Thread
@@ -20,7 +21,7 @@ from vllm.lora.request import LoRARequest
 
 from engine.catalog.catalog import Key, open_catalog
 from engine.errors import GraftworkError, ServiceError
-from engine.ledger.spool import Spool
+from engine.ledger.sender import open_spool
 from engine.metering.shared_budgets import SharedBudgets
 from engine.metering.usage_log import UsageLog
 from engine.serving.gateway.api_errors import send_error
@@ -104,7 +105,7 @@ class GraftworkEndpoints:
             configured=params.base.name,
             key_max_age_s=params.gateway.key_max_age_s,
         )
-        spool = Spool(params.paths.spool, "gateway")
+        spool = open_spool(params, "gateway")
         tier = Residency(
             engine,
             catalog,
@@ -121,7 +122,7 @@ class GraftworkEndpoints:
             router,
             tier,
             spool,
-            name=f"127.0.0.1:{params.engine.port}",
+            name=f"{socket.gethostname()}:{params.engine.port}",
             meter=Meter(UsageLog(params.paths.usage, shared), max_model_len, params.engine.load_queue),
             settings=params.gateway,
             counted=engine.used,

@@ -1,0 +1,92 @@
+"""Sends the spool's files to a controller on another machine, which acknowledges what is on its disk.
+
+The spool stays the buffer: a file is removed once it is acknowledged. A file that is sent twice, because a
+process died in between, has the same events with the same ids, and the ledger takes each once.
+"""
+
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from engine.clients.controller import ControllerClient
+from engine.errors import GraftworkError
+from engine.ledger.spool import Spool, read_lines, ready_files
+from engine.security.credentials import known_credential
+from engine.settings.params import Params
+
+# The longest pause after a failure.
+MOST_PAUSE_S = 5.0
+# What the controller takes in one call: a file of the spool and its last event.
+MOST_BYTES = 2 << 20
+# Files in a controller's spool that came from another machine.
+SENT = "sent-"
+log = logging.getLogger("graftwork.events")
+
+
+def open_spool(params: Params, writer: str) -> Spool:
+    """Open a writer's spool, whose files are sent if the controller is elsewhere (`controller.at`)."""
+    if params.controller.at is None:
+        return Spool(params.paths.spool, writer)
+    client = ControllerClient(
+        params.controller.at, known_credential(params.paths, "controller"), patience_s=0
+    )
+    return Spool(params.paths.spool, writer, EventSender(params.paths.spool, client).send)
+
+
+class EventSender:
+    """Sends a spool's files, of all its writers; one of several processes at a time."""
+
+    def __init__(self, root: Path, client: ControllerClient):
+        self._root, self._client = root, client
+        self._pause_s, self._not_before, self._said = 0.0, 0.0, ""
+
+    def send(self) -> int:
+        """Send every ready file and return how many were acknowledged.
+
+        Never raises: what stays is sent later, with growing pauses; each new fault is logged once.
+        """
+        if time.monotonic() < self._not_before:
+            return 0
+        sent = 0
+        try:
+            with _alone(self._root) as is_ours:
+                for path in ready_files(self._root) if is_ours else ():
+                    sent += self._send(path)
+            self._pause_s, self._said = 0.0, ""
+        except (GraftworkError, OSError) as error:
+            self._pause_s = min(MOST_PAUSE_S, 2 * self._pause_s or 0.25)
+            self._not_before = time.monotonic() + self._pause_s
+            if str(error) != self._said:
+                log.warning("Events wait in %s: %s", self._root, error)
+            self._said = str(error)
+        return sent
+
+    def _send(self, path: Path) -> bool:
+        # A controller of this machine, with the same settings, keeps here what others sent.
+        if path.name.startswith(SENT):
+            return False
+        try:
+            lines = b"".join(read_lines(path))
+        except FileNotFoundError:
+            return False
+        if lines:
+            self._client.deliver(path.stem, lines)
+        path.unlink(missing_ok=True)
+        return True
+
+
+@contextmanager
+def _alone(root: Path) -> Iterator[bool]:
+    """Yield whether no other process sends from this spool now."""
+    handle = os.open(root / "sending.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield True
+    except BlockingIOError:
+        yield False
+    finally:
+        os.close(handle)
