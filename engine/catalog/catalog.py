@@ -40,12 +40,14 @@ from engine.catalog.records import (
     Notice,
     Policy,
     Release,
+    Replica,
     Revision,
     Route,
     Tenant,
     Tombstone,
 )
 from engine.catalog.releases import Releases
+from engine.catalog.replicas import Replicas
 from engine.catalog.revision_rows import RevisionRows
 from engine.catalog.revisions import Revisions
 from engine.catalog.routes import Routes
@@ -64,6 +66,7 @@ __all__ = [
     "Notice",
     "Policy",
     "Release",
+    "Replica",
     "Revision",
     "Route",
     "Tenant",
@@ -153,6 +156,7 @@ class Catalog:
         self.releases = Releases(access)
         self.tombstones = Tombstones(access)
         self.changes = Changes(access)
+        self.replicas = Replicas(access)
         # Retirement, expiry and removal.
         self.lifecycle = Lifecycle(access, rows)
         self.purges = Purges(access)

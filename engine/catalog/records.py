@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 # The newest file of engine/catalog/migrations/versions.
-SCHEMA_VERSION = "0009"
+SCHEMA_VERSION = "0010"
 # Values of `Revision.state`; a row holds the index.
 STATES = ("snapshot", "exported")
 # A release's verdicts, each with its final state; and the reverse.
@@ -171,6 +171,33 @@ class Lease:
     holder: str
     until: float
     fence: int
+
+
+@dataclass(frozen=True)
+class Replica:
+    """An engine of this catalog: its address, the base's digest, Graftwork's version, and its start's own id.
+
+    `beats` grows while it runs; `at` (epoch seconds) is its own clock's. `draining`: it takes no new users.
+    """
+
+    id: str
+    url: str
+    base: str
+    version: str
+    incarnation: str
+    beats: int
+    at: float
+    draining: bool
+
+
+@dataclass(frozen=True)
+class ReplicaLoad:
+    """What came of a replica's load of a revision under release: None, or why it failed."""
+
+    replica: str
+    policy: str
+    digest: str
+    fault: str | None
 
 
 @dataclass(frozen=True)

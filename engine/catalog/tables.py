@@ -197,6 +197,28 @@ leases = Table(
     Column("fence", Integer, nullable=False),
 )
 
+replicas = Table(
+    "replicas",
+    metadata,
+    Column("id", String, primary_key=True),
+    Column("url", String, nullable=False),
+    Column("base", String, nullable=False),
+    Column("version", String, nullable=False),
+    Column("incarnation", String, nullable=False),
+    Column("beats", Integer, nullable=False),
+    Column("at", Float, nullable=False),
+    Column("draining", Boolean, nullable=False),
+)
+
+replica_loads = Table(
+    "replica_loads",
+    metadata,
+    Column("replica", String, primary_key=True),
+    Column("policy", String, primary_key=True),
+    Column("digest", String, primary_key=True),
+    Column("fault", String),
+)
+
 keys = Table(
     "keys",
     metadata,

@@ -50,7 +50,8 @@ class Evidence:
     tombstone; each is None when there is none. `language` is None for a policy without the suite `general`.
     `frozen` is whether releases are frozen. A running canary's `step_s` counts from the canary's start, its
     `weight_s` from that of its newest weight. `units_per_s` is the recent traffic before the canary's start,
-    None where too little is known.
+    None where too little is known. `without` names the live engines that have not loaded the revision, and
+    why, before its first users come.
     """
 
     now: float
@@ -64,6 +65,7 @@ class Evidence:
     language: LanguageScore | None = None
     weight_s: float = 0.0
     units_per_s: float | None = None
+    without: dict[str, str] = field(default_factory=dict)
 
     def summary(self) -> dict[str, Any]:
         """Return the evidence that a verdict's row stores."""
@@ -160,6 +162,8 @@ def _canary(release: Release, evidence: Evidence) -> Action:
     settings = ReleaseConfig.model_validate(release.settings)
     if evidence.frozen:
         return _guard(release, evidence) or Action("wait", "Releases are frozen.")
+    if missing := _missing(settings, evidence):
+        return missing
     if "canary" in release.skip_gates:
         return Action("promote", _skipped(release, "canary"))
     if release.canary_started_at is None:
@@ -172,6 +176,16 @@ def _canary(release: Release, evidence: Evidence) -> Action:
     if evidence.route.canary != release.revision or evidence.route.weight != release.weight:
         return _send(release)
     return _next_step(release, settings, evidence)
+
+
+def _missing(settings: ReleaseConfig, evidence: Evidence) -> Action | None:
+    """Wait until every engine has loaded the revision; then hold, or go on without the others."""
+    if not evidence.without or (evidence.step_s >= settings.load_s and settings.unloaded == "go_on"):
+        return None
+    if evidence.step_s < settings.load_s:
+        return Action("wait")
+    named = "; ".join(f"{id}: {why}" for id, why in sorted(evidence.without.items()))
+    return Action("hold", f"Not every engine loaded the revision within {settings.load_s:g} s. {named}.")
 
 
 def _send(release: Release) -> Action:

@@ -9,6 +9,7 @@ from statistics import fmean
 
 from engine.catalog.catalog import Catalog, Release
 from engine.controller.advance import Evidence, LanguageScore, OfflineScore
+from engine.controller.fleet import Fleet
 from engine.ledger.canaries import CanaryReader
 from engine.ledger.ledger import Ledger
 from engine.ledger.queries import latest_scores, recent_units_per_s
@@ -23,6 +24,7 @@ class EvidenceReader:
     def __init__(self, catalog: Catalog, clock: Callable[[], float] = time.monotonic):
         self._catalog = catalog
         self._clock = clock
+        self._fleet = Fleet(catalog, clock)
         # Of each running release: its gate, and its canary's weight, and when each began by the clock.
         self._began: dict[tuple[str, str], tuple[tuple[object, ...], float]] = {}
         self._canaries: dict[str, CanaryReader] = {}
@@ -43,6 +45,7 @@ class EvidenceReader:
             step_s=self._since(release, "gate", (release.step, release.canary_started_at)),
             weight_s=self._since(release, "weight", (release.canary_started_at, release.weight)),
             units_per_s=self._traffic(release, ledger),
+            without=self._without(release, revision.base),
         )
 
     def forget(self, release_id: str) -> None:
@@ -69,6 +72,12 @@ class EvidenceReader:
         if release.step != "canary" or release.canary_started_at is not None:
             return None
         return recent_units_per_s(ledger.connection, release.policy, time.time())
+
+    def _without(self, release: Release, base: str) -> dict[str, str]:
+        """Return the engines without the revision; only before its users come."""
+        if release.step != "canary" or release.canary_started_at is not None:
+            return {}
+        return self._fleet.without(release.policy, release.revision, base)
 
     def _score(self, release: Release, base: str, ledger: Ledger) -> OfflineScore | None:
         suite = self._catalog.policies.get(release.policy).config.get("suite", "")

@@ -129,6 +129,7 @@ def server_arguments(
         "--lora-target-modules", *lora_targets(base),
         *attention_arguments(base, plan),
         *executor_arguments(config, plan),
+        "--shutdown-timeout", str(config.shutdown_s),
         *route_arguments(config, base),
         *speculative_arguments(config, plan),
         *tool_arguments(params.base),

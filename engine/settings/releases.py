@@ -90,6 +90,16 @@ class ReleaseConfig(Settings):
         ge=0,
         description="Before the promotion, leave 5% of users on the old champion for this many seconds.",
     )
+    load_s: float = Field(
+        60,
+        gt=0,
+        description="Wait this many seconds until every engine that serves the base has loaded the revision.",
+    )
+    unloaded: Literal["hold", "go_on"] = Field(
+        "hold",
+        description="After `load_s`, hold the release and name the engines without the revision, or go on: "
+        "they are not ready (/graftwork/ready) until they have it.",
+    )
     approval_s: float = Field(
         0,
         ge=0,
@@ -131,4 +141,4 @@ class ReleaseConfig(Settings):
     @property
     def longest_s(self) -> float:
         """The most seconds from a release's start to its verdict."""
-        return self.approval_s + self.max_seconds + self.bake_seconds
+        return self.approval_s + self.load_s + self.max_seconds + self.bake_seconds

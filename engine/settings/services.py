@@ -130,6 +130,12 @@ class EngineConfig(Listener):
         le=64,
         description="Shard each layer over this many devices. On a CPU, ranks share the cores.",
     )
+    shutdown_s: int = Field(
+        5,
+        ge=0,
+        le=600,
+        description="When the engine is stopped, let requests under way end for up to this many seconds.",
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
         description="Compute base and adapters in this dtype. auto: bfloat16 on CUDA, float32 on a CPU.",

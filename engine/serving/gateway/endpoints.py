@@ -26,6 +26,7 @@ from engine.metering.shared_budgets import SharedBudgets
 from engine.metering.usage_log import UsageLog
 from engine.serving.gateway.api_errors import send_error
 from engine.serving.gateway.gateway import ASKED, GatewayState
+from engine.serving.gateway.membership import Membership
 from engine.serving.gateway.meter import Meter
 from engine.serving.gateway.prewarming import Prewarmer, names_under_release
 from engine.serving.gateway.rollouts import gate_of_platform, rollouts
@@ -66,6 +67,8 @@ class GraftworkEndpoints:
     def attach_router(self, app: FastAPI) -> None:
         """Add our routes to vLLM's app."""
         app.get("/graftwork/marker")(marker)
+        app.get("/graftwork/ready")(ready)
+        app.post("/graftwork/drain")(drain)
         app.get("/graftwork/residency")(residency)
         app.get("/graftwork/loads")(loads)
         app.get("/v1/models")(models)
@@ -118,18 +121,30 @@ class GraftworkEndpoints:
         engine.watch(tier.take_report)
         shared = None if catalog.is_file else SharedBudgets(params.paths.catalog_url)
         max_model_len = engine_client.vllm_config.model_config.max_model_len
+        name = f"{socket.gethostname()}:{params.engine.port}"
         state.graftwork = GatewayState(
             router,
             tier,
             spool,
-            name=f"{socket.gethostname()}:{params.engine.port}",
+            name=name,
             meter=Meter(UsageLog(params.paths.usage, shared), max_model_len, params.engine.load_queue),
             settings=params.gateway,
             counted=engine.used,
         )
-        prewarmer = Prewarmer(tier, router, params.paths.warm / f"{params.engine.port}.json")
+        membership = Membership(catalog, name, params.url("engine"), settings["base"], settings["version"])
+        warm = params.paths.warm / f"{params.engine.port}.json"
+        prewarmer = Prewarmer(tier, router, warm, membership.tell)
+        state.graftwork_membership, state.graftwork_prewarmer = membership, prewarmer
         # asyncio keeps only weak references to tasks, so the state holds this one.
-        state.graftwork_prewarming = asyncio.create_task(prewarmer.run())
+        state.graftwork_prewarming = asyncio.create_task(_serve_until_stopped(prewarmer, membership))
+
+
+async def _serve_until_stopped(prewarmer: Prewarmer, membership: Membership) -> None:
+    membership.start()
+    try:
+        await prewarmer.run()
+    finally:
+        membership.leave()
 
 
 def answer_as_asked(models: OpenAIServingModels) -> None:
@@ -165,6 +180,24 @@ async def marker(request: Request) -> Response:
     """Return versions, base and workers of this engine; 503 while it starts."""
     found = getattr(request.app.state, "graftwork_marker", None)
     return JSONResponse(found or {"error": "The engine is starting."}, 200 if found else 503)
+
+
+async def ready(request: Request) -> Response:
+    """Say whether users may be sent here: 200, or 503 with the reason."""
+    why = "The engine is starting."
+    if (membership := getattr(request.app.state, "graftwork_membership", None)) is not None:
+        state: GatewayState = request.app.state.graftwork
+        try:
+            why = membership.why_not_ready(state.router, request.app.state.graftwork_prewarmer.missing)
+        except GraftworkError as error:
+            why = str(error)
+    return JSONResponse({"ready": why is None, "reason": why}, 503 if why else 200)
+
+
+async def drain(request: Request) -> dict[str, bool]:
+    """Take no new users from now on; requests that come are still answered. Before a stop, or an upgrade."""
+    request.app.state.graftwork_membership.drain()
+    return {"draining": True}
 
 
 async def residency(request: Request) -> dict[str, Any]:

@@ -9,9 +9,11 @@ import asyncio
 import json
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from engine.catalog.replicas import Loads
 from engine.errors import Busy, GraftworkError, NotFound
 from engine.files import write_whole
 from engine.serving.gateway.routing import Router
@@ -32,10 +34,17 @@ log = logging.getLogger("graftwork.prewarming")
 class Prewarmer:
     """The prewarming loop of one engine; `run` continues until it is cancelled."""
 
-    def __init__(self, residency: Residency, router: Router, file: Path):
+    def __init__(
+        self,
+        residency: Residency,
+        router: Router,
+        file: Path,
+        tell: Callable[[Loads], object] = lambda loads: None,
+    ):
+        """`tell` is called after each look with what is loaded of the revisions under release."""
         self._residency = residency
         self._router = router
-        self._file = file
+        self._file, self._tell = file, tell
         self._pending: list[tuple[str, str]] = []
         self._seen: frozenset[tuple[str, str]] = frozenset()
         self._known: frozenset[tuple[str, str]] = frozenset()
@@ -55,6 +64,7 @@ class Prewarmer:
         while True:
             try:
                 self.look()
+                self._tell(self.loads())
                 if time.monotonic() - noted_at >= NOTE_S:
                     noted_at = time.monotonic()
                     # Retry loads that failed, for instance while the store was down, after 15 s, 30 s,
@@ -93,6 +103,20 @@ class Prewarmer:
                 # It may be gone or belong to another base; a request for it gets the error.
                 log.info("Cannot prewarm %s: %s", served_name(policy, digest), error)
             self._pending.pop(0)
+
+    def loads(self) -> dict[tuple[str, str], str | None]:
+        """Return which revisions under release are loaded (None) or why not, without those on their way."""
+        residents, faults = self._residency.residents, self._residency.faults
+        names = {pair: served_name(*pair) for pair in self._seen}
+        loaded = {pair: None for pair, name in names.items() if name in residents}
+        return loaded | {
+            pair: faults[name] for pair, name in names.items() if name in faults and pair not in loaded
+        }
+
+    def missing(self) -> list[str]:
+        """Return the served names under release that are not loaded."""
+        names = (served_name(*pair) for pair in self._router.under_release())
+        return sorted(name for name in names if name not in self._residency.residents)
 
     def _drop_what_is_gone(self, policies: set[str] | None) -> None:
         """Drop residents whose rows were purged or have expired, and those in quarantine.

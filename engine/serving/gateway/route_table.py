@@ -49,6 +49,9 @@ ROUTES = (
     Endpoint("/ping", GET | POST, ()),
     Endpoint("/version", GET, ()),
     Endpoint("/graftwork/marker", GET, ()),
+    # Load balancers ask it.
+    Endpoint("/graftwork/ready", GET, ()),
+    Endpoint("/graftwork/drain", POST, ("admin",)),
     Endpoint("/metrics", GET, ("metrics",)),
     Endpoint("/graftwork/residency", GET, ("metrics",)),
     Endpoint("/graftwork/loads", GET, ("metrics",)),

@@ -282,6 +282,11 @@ class Router:
             self._absent.put(key, self._seen, None)
             return None
 
+    def is_stale(self) -> bool:
+        """Return whether the catalog has been unreadable for `STALE_S`, so that no canary is served."""
+        self._look()
+        return self._is_stale()
+
     def _is_stale(self, *keys: Hashable) -> bool:
         """Return whether the catalog, or a changed row among `keys`, has been unreadable for `STALE_S`."""
         return self._unread_s(*keys) > STALE_S

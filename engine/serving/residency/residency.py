@@ -31,6 +31,10 @@ from engine.store.segments import Store
 log = logging.getLogger("graftwork.residency")
 
 
+# Faults of loads that are kept.
+MOST_FAULTS = 256
+
+
 class Residency:
     """The gateway's view of the host tier: hold, release, prewarm and drop adapters."""
 
@@ -48,6 +52,8 @@ class Residency:
         self.queue = LoadQueue(config.load_queue, config.load_concurrency)
         self.states = AdapterStates()
         self.evictions = 0
+        # What the newest loads that failed said, by served name.
+        self.faults: dict[str, str] = {}
         self._engine = engine
         self._fetch = AdapterFetch(engine, catalog, store)
         self._timeout_s = config.load_timeout_s
@@ -263,7 +269,12 @@ class Residency:
             self.queue.end(load)
             self.states.move(load.name, AdapterEvent.READY)
             self.tier.add(load.name, load.revision)
+            self.faults.pop(load.name, None)
         else:
+            self.faults.pop(load.name, None)
+            self.faults[load.name] = str(fault)
+            if len(self.faults) > MOST_FAULTS:
+                del self.faults[next(iter(self.faults))]
             self.queue.discard(load)
             self.states.move(load.name, AdapterEvent.REFUSE)
             self._forget(load.name)

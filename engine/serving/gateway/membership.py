@@ -1,0 +1,62 @@
+"""This engine's row among the catalog's engines: heartbeats, what it has loaded, whether it takes users."""
+
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+
+from engine.catalog.catalog import Catalog, Replica
+from engine.catalog.replicas import Loads
+from engine.serving.gateway.routing import Router
+from engine.threads import PeriodicThread
+
+BEAT_S = 2.0
+
+
+class Membership(PeriodicThread):
+    """Joins at its first turn, then beats every `BEAT_S` seconds and whenever the loads have changed."""
+
+    def __init__(self, catalog: Catalog, id: str, url: str, base: str, version: str):
+        super().__init__("membership", BEAT_S, self.beat)
+        self._catalog = catalog
+        self.replica = Replica(id, url, base, version, uuid.uuid4().hex, 0, 0.0, draining=False)
+        # Whether another engine that started later has this one's id.
+        self.is_replaced = False
+        self._loads: Loads = {}
+        self._has_joined = False
+
+    def tell(self, loads: Loads) -> None:
+        """Take what is loaded of the revisions under release."""
+        if loads != self._loads:
+            self._loads = loads
+            self.wake()
+
+    def drain(self) -> None:
+        """Take no new users from now on: `why_not_ready` says so, and the controller waits for it no more."""
+        self.replica = replace(self.replica, draining=True)
+        self.wake()
+
+    def beat(self) -> None:
+        """Join, or record that this engine lives."""
+        replicas = self._catalog.replicas
+        # A catalog that was restored from a backup may not know it.
+        if not self._has_joined or replicas.find(self.replica.id) is None:
+            replicas.join(self.replica)
+            self._has_joined = True
+        self.is_replaced = not replicas.beat(self.replica, self._loads)
+
+    def leave(self) -> None:
+        """Stop beating and remove the row."""
+        self.stop()
+        self._catalog.replicas.leave(self.replica)
+
+    def why_not_ready(self, router: Router, missing: Callable[[], list[str]]) -> str | None:
+        """Return why no user should be sent here now, or None."""
+        if self.replica.draining:
+            return "The engine is draining."
+        if self.is_replaced:
+            return f"Another engine has the id {self.replica.id}. Give each a host name or a port of its own."
+        if not self._has_joined or router.is_stale():
+            return "The engine cannot read the catalog."
+        if waiting := missing():
+            return f"Revisions under release are not loaded: {', '.join(waiting[:5])}."
+        return None

@@ -1,0 +1,99 @@
+"""An engine's row in the catalog, and what it tells load balancers."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from engine.catalog.catalog import Catalog, migrate
+from engine.errors import ServiceError
+from engine.serving.gateway.membership import Membership
+from engine.serving.gateway.routing import Router
+
+
+@pytest.fixture
+def catalog(tmp_path: Path) -> Iterator[Catalog]:
+    url = f"sqlite:///{tmp_path}/catalog.db"
+    migrate(url)
+    with Catalog(url) as catalog:
+        yield catalog
+
+
+@pytest.fixture
+def router(catalog: Catalog) -> Router:
+    return Router(catalog, "tiny", "base")
+
+
+def membership(catalog: Catalog) -> Membership:
+    return Membership(catalog, "here:8460", "http://here:8460", "base", "1")
+
+
+def test_an_engine_is_ready_once_it_has_joined_and_loaded(catalog: Catalog, router: Router) -> None:
+    one = membership(catalog)
+    assert "catalog" in (one.why_not_ready(router, list) or "")
+    one.beat()
+    assert one.why_not_ready(router, lambda: ["sorting@aa"]) == (
+        "Revisions under release are not loaded: sorting@aa."
+    )
+    assert one.why_not_ready(router, list) is None
+    one.drain()
+    assert one.why_not_ready(router, list) == "The engine is draining."
+    one.beat()
+    found = catalog.replicas.find("here:8460")
+    assert found is not None
+    assert found.draining
+
+
+def test_of_two_engines_with_one_id_the_older_is_not_ready(catalog: Catalog, router: Router) -> None:
+    older, newer = membership(catalog), membership(catalog)
+    older.beat()
+    newer.beat()
+    older.beat()
+    assert "Another engine has the id here:8460." in (older.why_not_ready(router, list) or "")
+    assert newer.why_not_ready(router, list) is None
+    older.leave()
+    assert catalog.replicas.find("here:8460") is not None
+    newer.leave()
+    assert catalog.replicas.find("here:8460") is None
+
+
+def test_a_catalog_without_the_row_gets_it_again(catalog: Catalog, router: Router) -> None:
+    one = membership(catalog)
+    one.beat()
+    catalog.replicas.leave(one.replica)
+    one.tell({("sorting", "aa" * 32): None})
+    one.beat()
+    assert one.why_not_ready(router, list) is None
+    assert catalog.replicas.loads("sorting", "aa" * 32) == {"here:8460": None}
+
+
+def test_what_is_loaded_is_told_at_once(catalog: Catalog) -> None:
+    one = membership(catalog)
+    one.start()
+    deadline = time.monotonic() + 10
+    while catalog.replicas.find("here:8460") is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    told = time.monotonic()
+    one.tell({("sorting", "aa" * 32): None})
+    while not catalog.replicas.loads("sorting", "aa" * 32):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert time.monotonic() - told < 1
+    one.leave()
+
+
+def test_an_unreadable_catalog_makes_it_unready(catalog: Catalog, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    router = Router(catalog, "tiny", "base", clock=lambda: now[0])
+    one = membership(catalog)
+    one.beat()
+    assert one.why_not_ready(router, list) is None
+
+    def unreadable() -> int:
+        raise ServiceError("gone")
+
+    monkeypatch.setattr(catalog.changes, "version", unreadable)
+    now[0] = 5.0
+    assert one.why_not_ready(router, list) == "The engine cannot read the catalog."
