@@ -3,11 +3,12 @@
 They read the catalog and the ledger's snapshot, so they work without services.
 """
 
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
-from engine.catalog.catalog import open_catalog
+from engine.catalog.catalog import Replica, open_catalog
 from engine.clients.controller import ControllerClient
 from engine.controller.mlflow_registry import registered
 from engine.controller.route_changes import controller_serves
@@ -17,7 +18,7 @@ from engine.report.data import PolicyRow, RevisionRow, SuiteScore
 from engine.report.overview import overview
 from engine.report.why import Chain, Link, moment, why
 from engine.security.credentials import known_credential
-from engine.settings.params import Params, served_name
+from engine.settings.params import DIGEST12, Params, served_name
 from tasks.outcome import age
 
 TIMEOUT_S = 3.0
@@ -55,9 +56,9 @@ def revisions(params: Params, policy: str, limit: int) -> tuple[list[RevisionRow
 
 
 def standing(params: Params) -> dict[str, Any]:
-    """Return alarms, whether releases are frozen, the running releases, and the newest three notices."""
+    """Return alarms, a freeze, running releases, the newest three notices, and the catalog's engines."""
     if not params.paths.has_catalog:
-        return {"alarms": [], "frozen": False, "releases": [], "notices": []}
+        return {"alarms": [], "frozen": False, "releases": [], "notices": [], "engines": []}
     key = known_credential(params.paths, "controller")
     with (
         open_catalog(params.paths) as catalog,
@@ -73,7 +74,14 @@ def standing(params: Params) -> dict[str, Any]:
             "frozen": catalog.switches.is_on("freeze"),
             "releases": releases,
             "notices": notices,
+            "engines": [shown_replica(row, time.time()) for row in catalog.replicas.all()],
         }
+
+
+def shown_replica(row: Replica, now: float) -> dict[str, Any]:
+    """Return an engine for `status`; `beat_s` is the age of its newest heartbeat, by two machines' clocks."""
+    shown = {"id": row.id, "url": row.url, "base": row.base[:DIGEST12], "version": row.version}
+    return shown | {"draining": row.draining, "beat_s": round(now - row.at, 1)}
 
 
 def explain(params: Params, subject: str) -> Chain:

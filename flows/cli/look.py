@@ -36,6 +36,9 @@ def status(as_json: Json = False, params: ParamsFile = PARAMS) -> None:
         say("Releases are frozen: promotions and canaries are blocked. `graftwork thaw` allows them again.")
     for release in now["releases"]:
         say(f"The release of {release['revision']} is at step {release['step']}. {release['reason']}")
+    for one in now["engines"]:
+        drains = ", draining" if one["draining"] else ""
+        say(f"Engine {one['id']} at {one['url']}: last beat {one['beat_s']:g} s ago{drains}.")
     for notice in now["notices"]:
         say(f"{notice['name']}: {notice['reason']}")
 

@@ -1,4 +1,4 @@
-"""A release waits until every live engine has its revision, names those that have not, and forgets the dead."""
+"""A release waits until every live engine has its revision; engines that have not are named."""
 
 import uuid
 from collections.abc import Iterator

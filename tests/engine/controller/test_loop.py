@@ -653,7 +653,7 @@ ROUTES = [
     ("POST", "/policies"), ("POST", "/releases"), ("POST", "/releases/r1/approve"),
     ("POST", "/releases/r1/hold"), ("POST", "/probes"), ("POST", "/promote"), ("POST", "/rollback"),
     ("POST", "/lift"), ("POST", "/restore"), ("POST", "/purge"), ("POST", "/erase"),
-    ("POST", "/freeze"), ("POST", "/thaw"),
+    ("POST", "/freeze"), ("POST", "/thaw"), ("POST", "/events/f1"),
 ]  # fmt: skip
 
 
@@ -661,7 +661,8 @@ def test_the_list_of_routes_is_whole(web: TestClient) -> None:
     """So that a new route is asked without a key below."""
     known = {(method, route.path) for route in web.app.routes for method in route.methods}
     listed = {
-        (method, path.replace("r1", "{release_id}").replace("scores", "{table}")) for method, path in ROUTES
+        (method, path.replace("r1", "{release_id}").replace("scores", "{table}").replace("f1", "{name}"))
+        for method, path in ROUTES
     }
     assert known == {*listed, ("GET", "/health"), ("POST", "/mlflow/webhook")}
 
@@ -681,7 +682,7 @@ def test_nobody_is_answered_without_a_credential(
         assert answer.headers["www-authenticate"].startswith("Basic")
     reads = method == "GET"
     assert (stranger.request(method, path, headers=password).status_code != 401) == reads
-    may = reads or path == "/notices/inbox"
+    may = reads or path in ("/notices/inbox", "/events/f1")
     body = {"json": {"policy": "sorting", "digest": NEW, "reason": "r"}} if method == "POST" else {}
     answer = stranger.request(method, path, headers={"authorization": f"Bearer {own}"}, **body)
     # What the credential may not do is refused whatever the body.

@@ -88,19 +88,20 @@ def writer(machines: OtherMachine, count: int) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.services
 def test_events_survive_kills_of_writer_and_controller(machines: OtherMachine) -> None:
     machines.start()
     said: list[str] = []
-    for turn in range(4):
+    for is_controller_killed in (False, True):
         one = writer(machines, 1_000_000)
         assert one.stdout is not None
         said += [one.stdout.readline().strip() for _ in range(150)]
-        if turn % 2:
+        if is_controller_killed:
             machines.end(signal.SIGKILL)
         one.kill()
         said += [line.strip() for line in one.stdout.readlines() if line.endswith("\n")]
         one.wait()
-        if turn % 2:
+        if is_controller_killed:
             machines.start()
     last = writer(machines, 3)
     out, _ = last.communicate(timeout=60)
@@ -202,6 +203,7 @@ def test_a_controller_of_this_machine_gets_files_as_before(tmp_path: Path) -> No
     with_ledger.close()
 
 
+@pytest.mark.services
 def test_the_controller_refuses_what_is_no_spool_file(machines: OtherMachine) -> None:
     machines.start()
     with httpx.Client(base_url=machines.url) as web:

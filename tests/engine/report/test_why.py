@@ -17,7 +17,7 @@ from live import free_port
 from repository import ROOT
 from rows import NEW, OLD, THIRD, fill
 
-from engine.catalog.catalog import Base, Catalog, Notice, Release, migrate
+from engine.catalog.catalog import Base, Catalog, Notice, Release, Replica, migrate
 from engine.errors import Conflict, NotFound
 from engine.ledger.ledger import Ledger, Spool
 from engine.report.why import Chain, commit_link, why
@@ -149,12 +149,16 @@ def test_a_running_release_is_the_verdict_so_far(params: Params) -> None:
     catalog.releases.add(row)
     catalog.notices.add(Notice("n", "graftwork.engine.down", "", None, "It is away.", "/", 1.0))
     catalog.switches.set("freeze", True)
+    catalog.replicas.join(Replica("h:1", "http://h:1", NEW, "1", "i", 0, 0.0, draining=True))
     catalog.close()
     assert said(why(params, "sorting"))["verdict"] == "Its release is running, at step 'canary'. Wait."
     standing = look.standing(params)
     assert standing["frozen"]
     assert standing["releases"] == [{"revision": f"sorting@{NEW[:12]}", "step": "canary", "reason": "Wait."}]
     assert [notice["reason"] for notice in standing["notices"]] == ["It is away."]
+    (engine,) = standing["engines"]
+    assert (engine["id"], engine["base"], engine["draining"]) == ("h:1", NEW[:12], True)
+    assert 0 <= engine["beat_s"] < 60
 
 
 def test_unknown_and_ambiguous_names_are_sentences(params: Params) -> None:

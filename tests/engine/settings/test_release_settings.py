@@ -12,7 +12,7 @@ def test_the_ramp_leads_to_the_weight_and_then_to_the_bake() -> None:
     assert ReleaseConfig().weights == (0.2,)
     ramped = ReleaseConfig(ramp=(0.01, 0.05), weight=0.5, bake_seconds=60, max_seconds=100, approval_s=7)
     assert ramped.weights == (0.01, 0.05, 0.5, BAKE_WEIGHT)
-    assert ramped.longest_s == 167
+    assert ramped.longest_s == 227
 
 
 @pytest.mark.parametrize(
