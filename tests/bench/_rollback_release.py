@@ -1,8 +1,9 @@
 """One release of a bad canary under load: how long its rollback takes to reach every engine."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby, starmap
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from _traffic import Server
 from engine.catalog.catalog import Catalog
 from engine.clients.controller import ControllerClient
 from engine.ledger.ledger import open_snapshot
+from engine.serving.gateway.arms import in_canary
 from engine.settings.params import split_served_name
 
 WEIGHT = 0.5
@@ -22,7 +24,7 @@ SETTINGS = {"weight": WEIGHT, "min_units": 10}
 LEAD_S, TAIL_S = 0.5, 2.5
 WAIT_S = 120.0
 LOOKS = """
-    SELECT gateway, "at", unit, arm = 'canary' AND digest = $digest FROM observations
+    SELECT gateway, "at", id, arm, arm = 'canary' AND digest = $digest FROM observations
     WHERE id IN (SELECT unnest($ids)) ORDER BY gateway, "at"
 """
 
@@ -50,9 +52,9 @@ class Rollback:
     """What a release of a bad canary did; times in seconds from its verdict, on the slower engine.
 
     By the gateways' looks at the routes: `admitted_s` is when the last one began that sent anybody to the
-    canary, `until_s` when the first one did that sent one of its users elsewhere. `crossed` are the canary's
-    streams that were under way when its tombstone came; `changed` of them did not end as the canary alone
-    says them.
+    canary, `until_s` when the first one after it did that sent one of the canary's side to the champion.
+    `crossed` are the canary's streams that were under way when its tombstone came; `changed` of them did not
+    end as the canary alone says them.
     """
 
     asked: Sequence[Asked]
@@ -84,12 +86,27 @@ def roll_back(site: Site, users: Users, canary: str) -> Rollback:
     if ended["state"] != "rolled_back":
         raise RuntimeError(f"The canary was {ended['state']}: {ended['reason']}")
     time.sleep(TAIL_S)
-    wait(lambda: all(one.ended for one in users.asked[first:] if one.revision == canary), "its streams")
-    found = result(site, users.asked[first:], canary, ended)
+    moment = time.time()
+    theirs = on_canarys_side(site.catalog, policy, {one.user for one in users.asked})
+    # By their answers all are known who were sent to the canary, and when the first was sent elsewhere.
+    wait(lambda: all(one.ended for one in users.asked[first:] if one.sent < moment), "the answers under way")
+    for engine in range(len(site.servers)):
+        later = partial(has_later, users, engine, theirs, moment)
+        wait(later, f"an answer to the canary's side from engine {engine}")
+    asked = users.asked[first:]
+    found = result(site, asked, theirs, canary, ended)
     return replace(found, changed=changed(site, users, found))
 
 
-def result(site: Site, asked: Sequence[Asked], canary: str, ended: dict[str, Any]) -> Rollback:
+def on_canarys_side(catalog: Catalog, policy: str, names: Iterable[str]) -> set[str]:
+    """Return the users whom the split sends to whichever canary the policy has."""
+    route = replace(catalog.routes.get(policy), canary="any", weight=WEIGHT)
+    return {name for name in names if in_canary(route, name)}
+
+
+def result(
+    site: Site, asked: Sequence[Asked], theirs: Set[str], canary: str, ended: dict[str, Any]
+) -> Rollback:
     policy, decided = site.policy, ended["evidence"]["decided_at"]
     stone = site.catalog.tombstones.find(policy, ended["revision"])
     if stone is None:
@@ -99,18 +116,23 @@ def result(site: Site, asked: Sequence[Asked], canary: str, ended: dict[str, Any
         for one in asked
         if one.revision == canary and one.tokens == LONG and one.sent < stone.at < one.ended
     ]
-    looks = looks_of(site, ended["revision"], [one.answer for one in asked if one.answer and one.ended])
-    until = max(first_elsewhere(one) for one in looks) - decided
+    answered = {one.answer: one.user for one in asked if one.answer and one.ended}
+    looks = looks_of(site, ended["revision"], list(answered))
+    if len(looks) < len(site.servers):
+        raise RuntimeError(f"Only {len(looks)} of {len(site.servers)} gateways have answered.")
+    until = max(first_elsewhere(one, {id for id in answered if answered[id] in theirs}) for one in looks)
+    until -= decided
     last = max(look.at for one in looks for look in one if look.is_canary) - decided
     return Rollback(asked, stone.at - decided, until, last, crossed)
 
 
 class Look(NamedTuple):
-    """A look at the routes, by which a request was admitted: when it began (epoch seconds), and for whom."""
+    """A look at the routes, by which a request was admitted: when it began (epoch seconds), and its arm."""
 
     gateway: str
     at: float
-    unit: str
+    id: str
+    arm: str
     is_canary: bool
 
 
@@ -128,14 +150,25 @@ def looks_of(site: Site, digest: str, ids: Sequence[str]) -> list[list[Look]]:
     return [list(group) for _, group in groupby(found, key=lambda look: look.gateway)]
 
 
-def first_elsewhere(looks: Sequence[Look]) -> float:
-    """Return when the first look began that sent a user of the canary elsewhere, after the last to it."""
+def first_elsewhere(looks: Sequence[Look], ids: Set[str]) -> float:
+    """Return when the first look after the canary's last began that sent one of `ids` to the champion.
+
+    A fallback is no such look: it follows the canary's route while the canary is not resident.
+    """
     last = max(look.at for look in looks if look.is_canary)
-    users = {look.unit for look in looks if look.is_canary}
-    after = [look.at for look in looks if look.at > last and look.unit in users]
+    after = [look.at for look in looks if look.at > last and look.arm == "champion" and look.id in ids]
     if not after:
-        raise RuntimeError(f"No user of the canary came again to {looks[0].gateway}.")
+        raise RuntimeError(f"{looks[0].gateway} still sends users to the canary {TAIL_S:g} s later.")
     return min(after)
+
+
+def has_later(users: Users, engine: int, theirs: Set[str], moment: float) -> bool:
+    """Return whether an engine has answered a request of these users that was sent after a moment."""
+    return any(
+        one.ended and one.answer and one.engine == engine and one.user in theirs
+        for one in users.asked
+        if one.sent >= moment
+    )
 
 
 def of(asked: Sequence[Asked], engine: int, name: str) -> Iterator[Asked]:
@@ -174,9 +207,9 @@ def tokens_of(server: Server, body: dict[str, Any]) -> list[int]:
     return list(answer.raise_for_status().json()["choices"][0]["token_ids"])
 
 
-def wait(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
+def wait(condition: Callable[[], bool], what: str, limit_s: float = WAIT_S) -> None:
+    deadline = time.monotonic() + limit_s
     while not condition():
         if time.monotonic() > deadline:
-            raise RuntimeError(f"Waited {WAIT_S:g} s in vain for {what}.")
+            raise RuntimeError(f"Waited {limit_s:g} s in vain for {what}.")
         time.sleep(0.05)

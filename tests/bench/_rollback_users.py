@@ -1,8 +1,9 @@
 """Users of a policy on several engines, from a thread: what each was answered, by which revision and when.
 
 Short requests arrive at their times, whatever became of those before. Listeners have one long stream after
-another, so that some are under way whenever a release ends. Times are epoch seconds: users, engines and
-controller on this machine have one clock.
+another, so that some are under way whenever a release ends. A watcher asks for one token again and again, so
+that it is soon seen who answers its side of the split. Times are epoch seconds: users, engines and controller
+on this machine have one clock.
 """
 
 import asyncio
@@ -18,7 +19,9 @@ import orjson
 from _traffic import VOCABULARY, Server
 
 REVISION = "x-graftwork-revision"
-SHORT, LONG = 4, 160
+GLANCE, SHORT, LONG = 1, 4, 160
+# Of a watcher, between an answer and its next request.
+WATCH_S = 0.05
 # Few prompts, so that every stream can be compared with what its revision says alone.
 PROMPTS, PROMPT_TOKENS, USERS = 4, 16, 40
 PATIENCE_S = 60.0
@@ -44,14 +47,18 @@ class Asked:
 class Users:
     """Users who ask `policy` on every server, for the `with` block: `rate` short requests a second each.
 
-    `listeners` are the names of those with long streams. From `reject` on all rate their answers.
+    `listeners` are the names of those with long streams, `watcher` is that of one who asks all the time. From
+    `reject` on all rate their answers.
     """
 
-    def __init__(self, servers: Sequence[Server], policy: str, rate: float, listeners: Sequence[str]):
+    def __init__(
+        self, servers: Sequence[Server], policy: str, rate: float, listeners: Sequence[str], watcher: str
+    ):
         chance = random.Random(1)
         self.prompts = [chance.choices(VOCABULARY, k=PROMPT_TOKENS) for _ in range(PROMPTS)]
         self.asked: list[Asked] = []
-        self._servers, self._policy, self._rate, self._listeners = servers, policy, rate, listeners
+        self._servers, self._policy, self._rate = servers, policy, rate
+        self._listeners, self._watcher = listeners, watcher
         self._rejected: str | None = None
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
@@ -76,8 +83,9 @@ class Users:
         ):
             for engine in range(len(self._servers)):
                 tasks.create_task(self._arrive(session, tasks, engine))
+                tasks.create_task(self._keep_asking(session, engine, self._watcher, GLANCE, WATCH_S))
                 for user in self._listeners:
-                    tasks.create_task(self._listen(session, engine, user))
+                    tasks.create_task(self._keep_asking(session, engine, user, LONG))
 
     async def _arrive(self, session: aiohttp.ClientSession, tasks: asyncio.TaskGroup, engine: int) -> None:
         chance = random.Random(engine)
@@ -86,10 +94,13 @@ class Users:
             one = Asked(engine, f"u{chance.randrange(USERS)}", chance.randrange(PROMPTS), SHORT, time.time())
             tasks.create_task(self._ask(session, one))
 
-    async def _listen(self, session: aiohttp.ClientSession, engine: int, user: str) -> None:
+    async def _keep_asking(
+        self, session: aiohttp.ClientSession, engine: int, user: str, tokens: int, pause_s: float = 0.0
+    ) -> None:
         chance = random.Random(f"{engine} {user}")
         while not self._leaving.is_set():
-            await self._ask(session, Asked(engine, user, chance.randrange(PROMPTS), LONG, time.time()))
+            await self._ask(session, Asked(engine, user, chance.randrange(PROMPTS), tokens, time.time()))
+            await asyncio.sleep(pause_s)
 
     async def _ask(self, session: aiohttp.ClientSession, one: Asked) -> None:
         self.asked.append(one)

@@ -35,6 +35,7 @@ class Two:
     users: ModuleType
     canaries: list[str]
     names: list[str]
+    watcher: str
 
 
 @pytest.fixture(scope="module")
@@ -71,16 +72,14 @@ def two(engine: RunningEngine) -> Iterator[Two]:
         site = release.Site(
             servers, controller, engine.catalog, champion, Paths(engine.state).ledger_snapshot
         )
-        yield Two(site, second, release, users, canaries, bench.listeners(engine.catalog))
+        yield Two(site, second, release, users, canaries, *bench.placed(engine.catalog))
 
 
-# It waits for a canary user to come again, who may stay away for longer on a busy machine.
-@pytest.mark.slow
 def test_no_request_reaches_the_canary_a_second_after_its_verdict(two: Two) -> None:
-    with two.users.Users(two.site.servers, POLICY, RATE, two.names) as users:
+    with two.users.Users(two.site.servers, POLICY, RATE, two.names, two.watcher) as users:
         found = two.release.roll_back(two.site, users, two.canaries[0])
     assert found.failed == []
-    # Users kept coming, and none was sent to the canary later. How soon one of its own comes is chance.
+    # How soon one of the canary's users is answered elsewhere depends on the machine's load, too.
     assert found.admitted_s <= 1.0
     assert found.admitted_s < found.until_s
     assert len(found.crossed) >= 1
@@ -91,7 +90,7 @@ def test_no_request_reaches_the_canary_a_second_after_its_verdict(two: Two) -> N
 def test_an_engine_that_is_killed_during_the_ramp_changes_no_verdict(two: Two, engine: RunningEngine) -> None:
     """Its users get no answer; those of the other engine notice nothing, and no answer is lost."""
     site, canary = two.site, two.canaries[1]
-    with two.users.Users(site.servers, POLICY, RATE, two.names) as users:
+    with two.users.Users(site.servers, POLICY, RATE, two.names, two.watcher) as users:
         policy, digest = split_served_name(canary)
         whole = site.catalog.revisions.get(policy, digest).digest
         site.catalog.revisions.set_probe(policy, whole, {"accepted": True, "reason": "Made for this."})
