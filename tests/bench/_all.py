@@ -24,7 +24,10 @@ def graftwork(words: Sequence[str], params: Path) -> int:
     """Run a command in a process of its own; return how it ended."""
     command = [sys.executable, "-m", "flows.cli", *words, "--params", str(params)]
     print(f"graftwork {' '.join(words)}", flush=True)
-    return subprocess.run(command, check=False, preexec_fn=partial(die_with_parent, os.getpid())).returncode
+    began = time.monotonic()
+    ended = subprocess.run(command, check=False, preexec_fn=partial(die_with_parent, os.getpid()))
+    print(f"graftwork {' '.join(words)} took {(time.monotonic() - began) / 60:.1f} minutes.", flush=True)
+    return ended.returncode
 
 
 def falls_short(words: Sequence[str], params: Path, results: Path) -> list[str]:

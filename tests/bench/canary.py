@@ -7,6 +7,7 @@ and `advance` whenever a guard finds something (until then it waits). Equal cana
 (`aa_false_rollback_rate`), canaries that are worse by exactly the margin (`aa_false_promote_rate`), then
 canaries that are worse by 1 to 30 points, beside a fixed-sample z-test with the same looks and ten looks with
 a Bonferroni correction. `request_us` is the CPU time of our rule for a request, its answer and its rating.
+Writes the figures and their plot, `canary.png`, to `--out`.
 
 One core, about ten minutes; `--workers` uses more and gives the same figures.
 """
@@ -41,6 +42,13 @@ BOUNDS = {
     "aa_false_rollback_rate": record.at_most(ALPHA),
     "aa_false_promote_rate": record.at_most(ALPHA),
 }
+# The plot: each panel's figure with its label and scale, and the name of each rule.
+PANELS = {
+    "delay_requests": ("requests before the verdict (median)", "log"),
+    "harmed_requests": ("of these answered by the canary (median)", "log"),
+    "rollback_share": ("share rolled back", "linear"),
+}
+TITLES = {"ours": "ours", "fixed": "fixed-sample z", "bonferroni": "Bonferroni, 10 looks"}
 # Canaries between two lines on progress.
 CHUNK = 250
 
@@ -159,27 +167,19 @@ def ratios(figures: Mapping[str, float]) -> dict[str, float]:
 
 
 def draw(figures: Mapping[str, float], path: Path) -> None:
-    """Plot the harmed requests over the effect's size, a line a rule."""
+    """Plot delay, harmed requests and share of rollbacks over the effect's size, a line a rule."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     points = list(EFFECTS)
-    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    for rule, label in (
-        ("ours", "ours"),
-        ("fixed", "fixed-sample z"),
-        ("bonferroni", "Bonferroni, 10 looks"),
-    ):
-        harmed = [figures[f"harmed_requests.{rule}.{effect}"] for effect in points]
-        axes[0].plot(points, harmed, marker="o", label=label)
-        caught = [figures[f"rollback_share.{rule}.{effect}"] for effect in points]
-        axes[1].plot(points, caught, marker="o", label=label)
-    axes[0].set(xscale="log", yscale="log", ylabel="canary's answers before the verdict (median)")
-    axes[1].set(xscale="log", ylabel="share rolled back")
-    for one in axes:
-        one.set(xlabel="points below the baseline")
+    figure, axes = pyplot.subplots(1, len(PANELS), figsize=(12, 3.6), layout="constrained")
+    for one, (name, (label, scale)) in zip(axes, PANELS.items(), strict=True):
+        for rule, title in TITLES.items():
+            heights = [figures[f"{name}.{rule}.{effect}"] for effect in points]
+            one.plot(points, heights, marker="o", label=title)
+        one.set(xscale="log", yscale=scale, xlabel="points below the baseline", ylabel=label)
         one.set_xticks(points, [str(effect) for effect in points])
         one.minorticks_off()
     axes[0].legend()

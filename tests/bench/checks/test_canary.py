@@ -1,8 +1,10 @@
 """`bench canary` in short: the rates of wrong verdicts, the rules beside ours, and the traffic itself."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
-from bench_files import load
+from bench_files import load, parsed
 
 KINDS = frozenset({"drift", "feedback"})
 
@@ -45,6 +47,28 @@ def test_the_traffic_has_the_effect_that_it_says(monkeypatch: pytest.MonkeyPatch
         late = "feedback" in kinds
         assert (sum(is_rating for _, is_rating in rated) < 0.72 * 200_000) == late
         assert (len(users) < 100_000) == ("clusters" in kinds)
+
+
+def test_without_options_it_runs_as_many_canaries_as_its_bounds_are_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = parsed("canary", [], monkeypatch)
+    assert given["canaries"] >= 2000
+    assert (given["small"], given["effect_canaries"]) == (200, 500)
+
+
+def test_the_plot_shows_every_rule_and_effect(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    bench = load("canary", monkeypatch)
+    assert set(bench.TITLES) == set(bench.RULES)
+    figures = {
+        name: value
+        for effect in bench.EFFECTS
+        for name, value in bench.effect_figures(
+            effect, {rule: bench.RuleVerdicts(["rollback"], [10 * effect], [effect]) for rule in bench.RULES}
+        )
+    }
+    bench.draw(figures, tmp_path / "canary.png")
+    assert 10_000 < (tmp_path / "canary.png").stat().st_size < 200_000
 
 
 def test_the_other_rules_promote_a_better_and_roll_back_a_worse_canary(
