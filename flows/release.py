@@ -6,7 +6,6 @@ from prefect import flow
 
 from engine.settings.forms import RELEASE_TAG, ReleaseForm
 from engine.settings.params import served_name
-from engine.settings.releases import ReleaseConfig
 from flows.entry import flow_settings
 from tasks import steps
 from tasks.approval import ask_for_approval
@@ -27,10 +26,9 @@ def release(form: ReleaseForm) -> dict[str, Any]:
     )
     page = f"{params.url('controller')}/releases/{started['id']}"
     show_link(page, "evidence so far", f"release-{policy}")
-    settings = started["settings"]
-    if settings["approval_s"]:
+    if started["settings"]["approval_s"]:
         ask_for_approval(params, started["id"])
-    ended = steps.wait_for_verdict(params, started["id"], ReleaseConfig.model_validate(settings).longest_s)
+    ended = steps.wait_for_verdict(params, started)
     show_table([release_row(ended)], f"verdict-{policy}", ended["reason"])
     steps.update_page(params, policy, ended["revision"])
     return ended

@@ -141,19 +141,16 @@ def start_release(params: Params, form: ReleaseForm) -> dict[str, Any]:
     """Start a release at the controller; a second call returns the same release."""
     from tasks import release as plain
 
-    digest = form.digest or plain.newest_revision(params, form.policy)
-    with plain.controller(params) as controller:
-        return controller.start_release(form.policy, digest, form.settings(), form.skip_gates(), form.by)
+    return plain.start_release(params, form)
 
 
 @task(name="wait for verdict", cache_policy=NO_CACHE)
-def wait_for_verdict(params: Params, release_id: str, longest_s: float) -> dict[str, Any]:
+def wait_for_verdict(params: Params, release: dict[str, Any]) -> dict[str, Any]:
     """Return the release once it has ended; it advances whether or not anything waits for it."""
     from tasks import release as plain
 
-    # The controller ends approval and canary after `longest_s`; the other 60 s are for the earlier gates.
     with plain.controller(params) as controller:
-        return controller.wait_for_verdict(release_id, longest_s + 60)
+        return controller.wait_for_verdict(release["id"], plain.longest_s(release))
 
 
 @task(name="decide", task_run_name="{action} {form.policy}", cache_policy=NO_CACHE)

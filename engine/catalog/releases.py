@@ -40,8 +40,15 @@ class Releases:
                 record(connection, "release.start", release.policy, None, _shown(vars(release)))
         except IntegrityError:
             raise Conflict(
-                f"Another release of {release.policy!r} is running. Wait for its verdict, or hold it."
+                f"Another release of {release.policy!r} is running. Wait for its verdict, or replace it "
+                "(`graftwork release --if-running`)."
             ) from None
+
+    def refuse(self, policy: str, digest: str) -> None:
+        """Raise as `add` does for a revision that is retired, or that the catalog does not have."""
+        with self._access.read() as connection:
+            refuse_retired(connection, policy, [digest])
+            refuse_missing(connection, policy, [digest])
 
     def get(self, id: str) -> Release:
         """Return a release; `NotFound` when there is none with this id."""

@@ -50,13 +50,17 @@ class PolicyBody(Settings):
 
 
 class ReleaseBody(Settings):
-    """A release to start; `skip_gates` gives the reason for each skipped gate."""
+    """A release to start; `skip_gates` gives the reason for each skipped gate.
+
+    `replaces`: another running release of the policy ends as `hold`.
+    """
 
     policy: str
     digest: str
     settings: dict[str, Any] = Field(default_factory=dict)
     skip_gates: dict[str, str] = Field(default_factory=dict)
     by: str | None = None
+    replaces: bool = False
 
 
 class ProbeBody(Settings):
@@ -181,7 +185,9 @@ def _add_policies_and_releases(app: FastAPI, controller: Controller) -> None:
     def start(body: ReleaseBody, key: Admin) -> dict[str, Any]:
         with controller.lock:
             by = key.named(body.by)
-            release = decisions.start(body.policy, body.digest, body.settings, body.skip_gates, by)
+            release = decisions.start(
+                body.policy, body.digest, body.settings, body.skip_gates, by, body.replaces
+            )
         return _with_evidence(controller, release)
 
     @app.post("/releases/{release_id}/approve")

@@ -201,7 +201,7 @@ class AliasMirror(PeriodicThread):
         if move.role == "champion":
             self._decisions.promote(policy, digest or "", BY, reason)
         elif digest is not None:
-            self._decisions.start(policy, digest, {}, {}, BY)
+            self._decisions.start(policy, digest, {}, {}, BY, replaces=True)
         else:
             for release in self._catalog.releases.all(policy, open_only=True):
                 self._decisions.hold(release.id, BY, "The alias canary was deleted in MLflow.")

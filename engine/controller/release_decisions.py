@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from engine.catalog.catalog import Catalog, Notice, Release, Route, Tombstone
+from engine.catalog.catalog import Catalog, Notice, Release, Revision, Route, Tombstone
 from engine.controller.advance import SKIPPABLE, Action, Evidence
 from engine.controller.apply import Applier
 from engine.errors import ConfigError, Conflict, NotFound
@@ -38,19 +38,28 @@ class ReleaseDecisions:
         self._latest = latest
 
     def start(
-        self, policy: str, digest: str, settings: dict[str, Any], skip_gates: dict[str, str], by: str
+        self,
+        policy: str,
+        digest: str,
+        settings: dict[str, Any],
+        skip_gates: dict[str, str],
+        by: str,
+        replaces: bool = False,
     ) -> Release:
         """Start a release, or return the running one of the same revision.
 
-        Raises `NotFound` for an unknown revision, `ConfigError` for an unknown setting or gate, and
-        `Conflict` for a revision with a tombstone, for the champion itself, or while another release of the
-        policy runs.
+        It `replaces` another running release of the policy, which ends as `hold`. Raises `NotFound` for an
+        unknown revision, `ConfigError` for an unknown setting or gate, and `Conflict` for a revision with a
+        tombstone, of another base, for the champion itself, or while another release runs that it may not
+        replace.
         """
         revision = self._catalog.revisions.get(policy, digest)
-        for release in self._catalog.releases.all(policy, open_only=True):
+        running = self._catalog.releases.all(policy, open_only=True)
+        for release in running:
             if release.revision == revision.digest:
                 return release
         self._refuse_buried(policy, revision.digest)
+        self._refuse_foreign(revision)
         champion = self._catalog.routes.get(policy).champion
         if champion == revision.digest:
             raise Conflict(f"Revision {champion[:12]} is already the champion of {policy!r}.")
@@ -69,6 +78,11 @@ class ReleaseDecisions:
             updated_at=now,
             skip_gates={gate: {"by": by, "reason": _skip(gate, why)} for gate, why in skip_gates.items()},
         )
+        if replaces:
+            # What cannot start ends no other release.
+            self._catalog.releases.refuse(policy, revision.digest)
+            for other in running:
+                self.hold(other.id, by, f"Superseded by {by}: a release of {revision.digest[:12]}.")
         self._catalog.releases.add(release)
         return release
 
@@ -108,11 +122,7 @@ class ReleaseDecisions:
         revision = self._catalog.revisions.get(policy, digest)
         self._refuse_buried(policy, revision.digest)
         self.refuse_frozen()
-        if revision.base != self._catalog.policies.get(policy).base:
-            raise Conflict(
-                f"Revision {revision.digest[:12]} of {policy!r} was trained on another base, "
-                f"{revision.base[:12]}. Train the policy on its base again."
-            )
+        self._refuse_foreign(revision)
         if not (revision.probe or {}).get("accepted", False):
             raise Conflict(
                 f"The effect probe has not accepted revision {revision.digest[:12]} of {policy!r}. "
@@ -193,6 +203,13 @@ class ReleaseDecisions:
             raise Conflict(
                 f"Revision {digest[:12]} of {policy!r} has a tombstone: {stone.reason} "
                 "Lift it first with `graftwork lift`, your name and a reason."
+            )
+
+    def _refuse_foreign(self, revision: Revision) -> None:
+        if revision.base != self._catalog.policies.get(revision.policy).base:
+            raise Conflict(
+                f"Revision {revision.digest[:12]} of {revision.policy!r} was trained on another base, "
+                f"{revision.base[:12]}. Train the policy on its base again."
             )
 
     def _settings(self, policy: str, changes: dict[str, Any]) -> ReleaseConfig:

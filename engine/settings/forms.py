@@ -4,7 +4,7 @@ Prefect's UI shows them, and the command line fills them in. An empty field mean
 """
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -14,6 +14,8 @@ from engine.settings.own_functions import OWN_RULES
 from engine.settings.params import PolicyName
 from engine.settings.policies import Contract, FewShotExample, Rank, Verifier
 
+# What to do while another release of the policy runs.
+IfRunning = Literal["refuse", "wait", "replace"]
 # Prefix of the tag of a release's flow run, before the release's id: by it a Cancel in Prefect is found.
 RELEASE_TAG = "release:"
 Why = Annotated[str, Field(min_length=3, max_length=500, description="Record this reason.")]
@@ -67,6 +69,11 @@ class ReleaseForm(Form):
         None, description="Release the revision with this digest. Empty: the newest exported one."
     )
     by: Who = "prefect"
+    if_running: IfRunning = Field(
+        "refuse",
+        description="While another release of the policy runs: refuse, wait for its verdict, or replace it. "
+        "A replaced release is held.",
+    )
     weight: OpenFraction | None = Field(None, description="Send this share of users to the canary.")
     margin: Fraction | None = Field(
         None, description="Promote a canary whose mean reward is at most this much below the baseline's."

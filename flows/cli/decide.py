@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from engine.settings.forms import ApprovalForm, ReleaseForm
+from engine.settings.forms import ApprovalForm, IfRunning, ReleaseForm
 from engine.settings.params import served_name, split_served_name
 from flows.entry import (
     PARAMS,
@@ -52,6 +52,13 @@ def release(
             "Default: release.approval_s."
         ),
     ] = None,
+    if_running: Annotated[
+        IfRunning,
+        typer.Option(
+            help="While another release of the policy runs: refuse, wait for its verdict, or replace it. A "
+            "replaced release is held."
+        ),
+    ] = "refuse",
     params: ParamsFile = PARAMS,
 ) -> None:
     """Release a revision: probe, score, canary, then promotion or rollback. Waits for the verdict."""
@@ -65,7 +72,7 @@ def release(
 
     form = filled(
         ReleaseForm, policy=policy, digest=digest, by=by, skip_score=skip_score, skip_canary=skip_canary,
-        approval_hours=approval_hours,
+        approval_hours=approval_hours, if_running=if_running,
     )  # fmt: skip
     print_row(release_row(release_flow(form)))
 

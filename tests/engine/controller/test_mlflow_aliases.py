@@ -165,6 +165,21 @@ def test_a_canary_alias_starts_a_release_and_its_deletion_holds_it(
     assert mlflow.aliases() == {"champion": "1"}
 
 
+def test_a_canary_alias_that_moves_on_replaces_the_release(
+    controller: Controller, mirror: AliasMirror, mlflow: Mlflow
+) -> None:
+    release = controller.decisions.start("sorting", NEW, {}, {}, "ada")
+    mirror.mirror()
+    mlflow.move("canary", "3")
+    mirror.mirror()
+    ended = controller.catalog.releases.get(release.id)
+    assert (ended.state, ended.approval) == ("held", "mlflow")
+    assert "Superseded by mlflow" in ended.reason
+    (running,) = controller.catalog.releases.all("sorting", open_only=True)
+    assert running.revision == THIRD
+    assert mlflow.aliases() == {"champion": "1", "canary": "3"}
+
+
 def bury(controller: Controller) -> None:
     controller.decisions.rollback("sorting", NEW, "ada", "It told lies.")
 

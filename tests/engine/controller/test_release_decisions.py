@@ -4,6 +4,7 @@ import json
 import sqlite3
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import httpx
 import pytest
 from command_line import graftwork
 from fastapi.testclient import TestClient
-from rows import NEW, OLD, THIRD, fill
+from rows import ACCEPTED, NEW, OLD, THIRD, fill, make_revision
 
 from engine.catalog.catalog import Catalog, Notice, Release, migrate
 from engine.clients.controller import ControllerClient
@@ -21,11 +22,13 @@ from engine.controller.loop import Controller
 from engine.controller.mlflow_aliases import AliasMirror
 from engine.controller.mlflow_registry import Registry
 from engine.controller.notifications import NotificationSender, drifted, engine_changed
-from engine.errors import Conflict, Gone, NotFound
+from engine.errors import Conflict, Gone, NotFound, ServiceError
 from engine.serving.gateway.routing import Router
+from engine.settings.forms import ReleaseForm
 from engine.settings.params import Params
 from engine.settings.releases import ReleaseConfig
 from flows.cli import decide
+from tasks import release as release_steps
 
 PERSON = {"by": "ada", "reason": "I read the answers."}
 
@@ -145,6 +148,94 @@ def test_restore_goes_back_to_the_champion_before(controller: Controller, web: T
 def test_restore_without_an_earlier_champion_is_a_sentence(controller: Controller) -> None:
     with pytest.raises(NotFound, match="no previous champion"):
         controller.decisions.restore("sorting", None, "ada", "back")
+
+
+def test_a_release_replaces_another_one_of_its_policy_if_it_may(
+    controller: Controller, web: TestClient
+) -> None:
+    first = controller.decisions.start("sorting", NEW, {}, {"score": "not scored here"}, "me")
+    controller.tick()
+    assert controller.catalog.routes.get("sorting").canary == NEW
+    body = {"policy": "sorting", "digest": THIRD, "by": "ada", "skip_gates": {"score": "not scored here"}}
+    refused = web.post("/releases", json=body)
+    assert (refused.status_code, "--if-running" in refused.json()["error"]) == (409, True)
+    second = web.post("/releases", json=body | {"replaces": True}).json()
+    assert (second["state"], second["revision"], second["baseline"]) == ("running", THIRD, OLD)
+    ended = controller.catalog.releases.get(first.id)
+    assert (ended.state, ended.approval) == ("held", "ada")
+    assert ended.reason == f"Superseded by ada: a release of {THIRD[:12]}."
+    route = controller.catalog.routes.get("sorting")
+    assert (route.champion, route.canary) == (OLD, None)
+    again = web.post("/releases", json=body | {"replaces": True}).json()
+    assert (again["id"], again["state"]) == (second["id"], "running")
+    controller.tick()
+    assert controller.catalog.routes.get("sorting").canary == THIRD
+
+
+def test_a_revision_of_another_base_is_refused(controller: Controller) -> None:
+    foreign = make_revision("f" * 64, policy="sorting", base="another")
+    controller.catalog.revisions.add_many([foreign])
+    controller.catalog.revisions.set_probe("sorting", foreign.digest, ACCEPTED)
+    with pytest.raises(Conflict, match="another base"):
+        controller.decisions.start("sorting", foreign.digest, {}, {}, "ada")
+    with pytest.raises(Conflict, match="another base"):
+        controller.decisions.promote("sorting", foreign.digest, "ada", "better")
+    assert controller.catalog.releases.all() == []
+    assert controller.catalog.routes.get("sorting").champion == OLD
+
+
+UNFIT = {
+    "tombstone": lambda controller: controller.decisions.rollback("sorting", THIRD, "ada", "It lies."),
+    "retired": lambda controller: controller.catalog.lifecycle.retire("sorting", THIRD, "ada", "Too old."),
+    "frozen": lambda controller: controller.decisions.freeze("ada", "A holiday."),
+}
+
+
+@pytest.mark.parametrize("why", UNFIT)
+def test_what_cannot_start_replaces_nothing(controller: Controller, why: str) -> None:
+    first = controller.decisions.start("sorting", NEW, {}, {"score": "not scored here"}, "me")
+    controller.tick()
+    UNFIT[why](controller)
+    with pytest.raises(Conflict):
+        controller.decisions.start("sorting", THIRD, {}, {}, "ada", replaces=True)
+    assert controller.catalog.releases.get(first.id).state == "running"
+    assert controller.catalog.routes.get("sorting").canary == NEW
+
+
+def test_a_release_waits_for_another_one_of_its_policy_if_it_may(
+    controller: Controller, web: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = ControllerClient("http://controller")
+    client._http = web
+    monkeypatch.setattr(release_steps, "controller", lambda _: nullcontext(client))
+    first = controller.decisions.start("sorting", NEW, {"approval_s": 60}, {}, "me")
+    form = ReleaseForm(policy="sorting", digest=THIRD, by="ada", skip_score="not scored here")
+    with pytest.raises(Conflict, match="Another release"):
+        release_steps.start_release(controller.params, form)
+    patient = form.model_copy(update={"if_running": "wait"})
+    with ThreadPoolExecutor() as pool:
+        second = pool.submit(release_steps.start_release, controller.params, patient)
+        with pytest.raises(TimeoutError):
+            second.result(0.6)
+        controller.decisions.hold(first.id, "bob", "lunch")
+        assert second.result(20)["revision"] == THIRD
+    assert controller.catalog.releases.get(first.id).reason == "lunch"
+    # Its own release is no reason to wait.
+    assert release_steps.start_release(controller.params, patient)["revision"] == THIRD
+
+
+def test_a_release_waits_no_longer_than_the_other_may_take(
+    controller: Controller, web: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = ControllerClient("http://controller")
+    client._http = web
+    monkeypatch.setattr(release_steps, "controller", lambda _: nullcontext(client))
+    monkeypatch.setattr(release_steps, "GATES_S", 0.0)
+    first = controller.decisions.start("sorting", NEW, {"max_seconds": 0.1}, {}, "me")
+    form = ReleaseForm(policy="sorting", digest=THIRD, by="ada", if_running="wait")
+    with pytest.raises(ServiceError, match=first.id):
+        release_steps.start_release(controller.params, form)
+    assert controller.catalog.releases.get(first.id).state == "running"
 
 
 COMMANDS = [
