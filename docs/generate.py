@@ -127,7 +127,9 @@ def spelled(parameter: Any) -> str:
         name = parameter.metavar or parameter.name.upper()
         return code(name if parameter.required or parameter.metavar else f"[{name}]")
     names = "/".join([*parameter.opts, *parameter.secondary_opts])
-    return code(names if parameter.is_flag else f"{names} {METAVARS[parameter.bare_type()]}")
+    if parameter.is_flag:
+        return code(names)
+    return code(f"{names} {parameter.metavar or METAVARS[parameter.bare_type()]}")
 
 
 def default_of(parameter: Any) -> str:

@@ -55,8 +55,9 @@ def release(
     if_running: Annotated[
         IfRunning,
         typer.Option(
+            metavar="refuse|wait|replace",
             help="While another release of the policy runs: refuse, wait for its verdict, or replace it. A "
-            "replaced release is held."
+            "replaced release is held.",
         ),
     ] = "refuse",
     params: ParamsFile = PARAMS,
