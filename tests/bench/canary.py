@@ -9,7 +9,7 @@ canaries that are worse by 1 to 30 points, beside a fixed-sample z-test with the
 a Bonferroni correction. `request_us` is the CPU time of our rule for a request, its answer and its rating.
 Writes the figures and their plot, `canary.png`, to `--out`.
 
-One core, about ten minutes; `--workers` uses more and gives the same figures.
+One core, about fifteen minutes; `--workers` uses more and gives the same figures.
 """
 
 import argparse
