@@ -82,6 +82,10 @@ class EraseBody(Settings):
     by: str | None = None
 
 
+class NoBody(Settings):
+    """A call that needs nothing said."""
+
+
 class HoldBody(Settings):
     """A decision's reason, and who decides; by default the key's owner."""
 
@@ -240,6 +244,12 @@ def _add_decisions(app: FastAPI, controller: Controller) -> None:
         removed = controller.erase([one.hash for one in catalog.keys.all() if one.owner == body.tenant])
         catalog.audit.note("tenant.erase", body.tenant, {"by": by, "removed": removed})
         return removed
+
+    @app.post("/ledger")
+    def publish_ledger(body: NoBody, key: Admin) -> dict[str, bool]:
+        """Write the readers' copy of the ledger with all that is spooled; a backup asks for it."""
+        controller.publish_ledger()
+        return {"published": True}
 
     @app.post("/freeze")
     def freeze(body: HoldBody, key: Admin) -> dict[str, Any]:

@@ -653,7 +653,7 @@ ROUTES = [
     ("POST", "/policies"), ("POST", "/releases"), ("POST", "/releases/r1/approve"),
     ("POST", "/releases/r1/hold"), ("POST", "/probes"), ("POST", "/promote"), ("POST", "/rollback"),
     ("POST", "/lift"), ("POST", "/restore"), ("POST", "/purge"), ("POST", "/erase"),
-    ("POST", "/freeze"), ("POST", "/thaw"), ("POST", "/events/f1"),
+    ("POST", "/freeze"), ("POST", "/thaw"), ("POST", "/events/f1"), ("POST", "/ledger"),
 ]  # fmt: skip
 
 
