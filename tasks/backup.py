@@ -139,12 +139,16 @@ def _staging(paths: Paths) -> Iterator[Path]:
     folder.mkdir(mode=0o700, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _empty(folder)
-        yield folder
-        _empty(folder)
-    except BlockingIOError:
-        raise Conflict(f"Another backup of {paths.root} is running. Wait for its end.") from None
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Conflict(f"Another backup of {paths.root} is running. Wait for its end.") from None
+        try:
+            # A kill leaves what it held.
+            _empty(folder)
+            yield folder
+        finally:
+            _empty(folder)
     finally:
         os.close(handle)
 

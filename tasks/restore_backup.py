@@ -24,12 +24,14 @@ from engine.files import replacing, sync, write_whole
 from engine.settings.params import Params
 from engine.store.checksums import checksum_of
 from engine.store.open import open_store
-from engine.store.segments import Store
+from engine.store.segments import CATALOG_ID, Store
 from tasks.backup import ledger_schema
 
 ACTION = "restore"
 # Which backup a state directory was restored from; written first, so that leftovers of a kill have a name.
 MARKER = "restored.json"
+# Where suites are written before they appear, under their directory.
+DRAFTS = ".restoring"
 OnBytes = Callable[[int, int], object]
 
 
@@ -72,7 +74,7 @@ def restore_backup(
             f"The state directory {state_dir} is not empty, and a restore writes over nothing. Nothing was "
             "changed. Set another `state_dir`, or move it away."
         )
-    with _draft_of(state_dir, f"{place.address}/{name}") as (draft, goes_on):
+    with _draft_of(state_dir, f"{place.address}/{name}", manifest) as (draft, goes_on):
         done = _Progress(sum(file.size for file in manifest.files), on_bytes)
         files = {kind: _of_kind(manifest, kind) for kind in ("state", "store", "suites")}
         _refuse_other_suites(params, files["suites"])
@@ -80,7 +82,8 @@ def restore_backup(
             require_empty(params.catalog.url)
         _bring_store(params, place, manifest, files["store"], draft, goes_on, done)
         for inside, file in files["state"].items():
-            _bring_file(place, file, draft / inside, done)
+            _bring_file(place, file, draft / inside)
+            done.add(file.size)
         _bring_suites(params, place, files["suites"], done)
         _bring_catalog(params, place, name, draft, goes_on)
         try:
@@ -129,13 +132,16 @@ def _of_kind(manifest: Manifest, kind: str) -> dict[str, StoredFile]:
 
 
 @contextmanager
-def _draft_of(state_dir: Path, backup: str) -> Iterator[tuple[Path, bool]]:
+def _draft_of(state_dir: Path, backup: str, manifest: Manifest) -> Iterator[tuple[Path, bool]]:
     """Yield the directory that becomes `state_dir`, and whether a restore of this backup began in it before.
+
+    Then it holds whole files alone.
 
     Raises `Conflict` while another restore runs there, or when the directory is not one of a restore.
     """
     draft = state_dir.with_name(f"{state_dir.name}.restoring")
     marker = draft / MARKER
+    names = {MARKER, f"store/{CATALOG_ID}"} | {file.name.removeprefix("state/") for file in manifest.files}
     draft.mkdir(mode=0o700, parents=True, exist_ok=True)
     handle = os.open(draft, os.O_RDONLY)
     try:
@@ -150,9 +156,10 @@ def _draft_of(state_dir: Path, backup: str) -> Iterator[tuple[Path, bool]]:
             for path in draft.iterdir():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
             write_whole(marker, json.dumps({"backup": backup}), durable=True)
-        # A log that a kill left would be applied to the file that takes its place.
-        for path in draft.glob("catalog.db*"):
-            path.unlink()
+        # What a kill left half written, or the log of a database, which would be applied to its next copy.
+        for path in [path for path in draft.rglob("*") if path.is_file()]:
+            if path.relative_to(draft).as_posix() not in names:
+                path.unlink()
         yield draft, goes_on
     finally:
         os.close(handle)
@@ -183,13 +190,12 @@ def _bring_store(
             done.add(file.size)
 
 
-def _bring_file(place: BackupPlace, file: StoredFile, target: Path, done: _Progress) -> None:
+def _bring_file(place: BackupPlace, file: StoredFile, target: Path) -> None:
     """Write a file whole, unless it is there already."""
     if not _is_there(file, target):
         target.parent.mkdir(parents=True, exist_ok=True)
         with replacing(target, durable=True) as draft, draft.open("wb") as written:
             written.writelines(_parts(place, file))
-    done.add(file.size)
 
 
 def _is_there(file: StoredFile, path: Path) -> bool:
@@ -214,18 +220,23 @@ def _refuse_other_suites(params: Params, files: dict[str, StoredFile]) -> None:
 
 
 def _bring_suites(params: Params, place: BackupPlace, files: dict[str, StoredFile], done: _Progress) -> None:
-    """Write the suites that are not there, each appearing whole."""
+    """Write the suites that are not there, each appearing whole, and missing files of those that are."""
     root = params.suites_dir
-    drafts = root / ".restoring"
-    for suite in sorted({inside.partition("/")[0] for inside in files}):
-        mine = {inside: file for inside, file in files.items() if inside.partition("/")[0] == suite}
-        into = root if (root / suite).exists() else drafts
-        for inside, file in mine.items():
-            _bring_file(place, file, into / inside, done)
-        if into == drafts:
-            (drafts / suite).rename(root / suite)
-    if drafts.is_dir():
-        drafts.rmdir()
+    drafts = root / DRAFTS
+    shutil.rmtree(drafts, ignore_errors=True)
+    for inside, file in files.items():
+        if not (root / inside).exists():
+            _bring_file(place, file, drafts / inside)
+        done.add(file.size)
+    for draft in sorted(drafts.glob("*")):
+        if (root / draft.name).exists():
+            for path in [path for path in draft.rglob("*") if path.is_file()]:
+                target = root / path.relative_to(drafts)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                path.rename(target)
+        else:
+            draft.rename(root / draft.name)
+    shutil.rmtree(drafts, ignore_errors=True)
 
 
 def _bring_catalog(params: Params, place: BackupPlace, name: str, draft: Path, goes_on: bool) -> None:

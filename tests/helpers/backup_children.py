@@ -1,14 +1,18 @@
 """Processes that back up or restore and die at a given moment, forked by one that has imported all.
 
 Reads lines `backup PARAMS PLACE CALLS` and `restore PARAMS PLACE CALLS`; answers each with the child's pid.
-The child ends itself before its CALLS-th call of a C function; 0: never.
+The child ends itself before its CALLS-th call of a C function; with 0 it writes how many there are.
 """
 
 import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from store_children import die_before_call
 
@@ -19,7 +23,20 @@ from tasks.backup import backup
 from tasks.restore_backup import restore_backup
 
 OPERATIONS = {"backup": backup, "restore": restore_backup}
-FAULT = "fault.txt"
+FAULT, CALLS = "fault.txt", "calls.txt"
+
+
+def count_calls(work: Callable[[], object]) -> int:
+    made = 0
+
+    def count(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal made
+        made += event == "c_call"
+
+    sys.setprofile(count)
+    work()
+    sys.setprofile(None)
+    return made
 
 
 def serve() -> None:
@@ -36,8 +53,10 @@ def serve() -> None:
             params = load_params(file)
             if int(calls):
                 die_before_call(int(calls))
-            OPERATIONS[operation](params, place)
-            os._exit(0)
+                OPERATIONS[operation](params, place)
+            else:
+                made = count_calls(partial(OPERATIONS[operation], params, place))
+                (Path(file).parent / CALLS).write_text(str(made))
         except BaseException:
             (Path(file).parent / FAULT).write_text(traceback.format_exc())
         finally:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from backup_children import FAULT
+from backup_children import CALLS, FAULT
 from command_line import graftwork
 from fastapi.testclient import TestClient
 from kept_adapters import BASE, SHAPES, add_policy, keep, settings
@@ -714,7 +714,7 @@ def is_gone(pid: int) -> bool:
 
 
 def survives_kills(params: Params, tmp_path: Path, count: int) -> tuple[int, int]:
-    """Kill backups, then restores, each at a moment of its own; return how many were killed of each.
+    """Kill backups, then restores, spread over all that they do; return how many were killed of each.
 
     After each kill a restore gives a whole backup or none, and a state directory is whole or not there.
     """
@@ -723,9 +723,11 @@ def survives_kills(params: Params, tmp_path: Path, count: int) -> tuple[int, int
     killed = {"backup": 0, "restore": 0}
     children = Children()
     try:
+        children.run("backup", file, tmp_path / "counted", 0)
+        calls = int((file.parent / CALLS).read_text())
         for turn in range(count):
             before = names(kept)
-            children.run("backup", file, kept, moment(draw))
+            children.run("backup", file, kept, int(calls * (turn + draw.random()) / count))
             killed["backup"] += names(kept) == before
             if names(kept):
                 there = elsewhere(params, f"b{turn}")
@@ -734,11 +736,15 @@ def survives_kills(params: Params, tmp_path: Path, count: int) -> tuple[int, int
         backup(params, str(kept), keep=1)
         used = {part for one in read(*find(str(kept))).files for part in one.parts}
         assert {path.name for path in (kept / "objects").rglob("*") if path.is_file()} == used
+        (tmp_path / "counted-too").mkdir()
+        counted = settings(tmp_path / "counted-too")
+        children.run("restore", counted, kept, 0)
+        calls = int((counted.parent / CALLS).read_text())
         for turn in range(count):
             (tmp_path / f"r{turn}").mkdir()
             other = settings(tmp_path / f"r{turn}")
             there = load_params(other)
-            children.run("restore", other, kept, moment(draw))
+            children.run("restore", other, kept, int(calls * (turn + draw.random()) / count))
             if there.state_dir.exists():
                 assert content(there) == wanted
                 continue
@@ -761,11 +767,6 @@ def names(kept: Path) -> set[str]:
     return {path.name for path in (kept / "backups").glob("*.json")} if kept.exists() else set()
 
 
-def moment(draw: random.Random) -> int:
-    """Return before which call of a C function a child dies; a backup of this size makes some 30,000."""
-    return int(300 * 100 ** draw.random())
-
-
 @pytest.mark.timeout(300)
 def test_some_kills_leave_nothing_half_visible(params: Params, tmp_path: Path) -> None:
     backups, restores = survives_kills(params, tmp_path, 3)
@@ -776,7 +777,7 @@ def test_some_kills_leave_nothing_half_visible(params: Params, tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_twenty_kills_of_each(params: Params, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    backups, restores = survives_kills(params, tmp_path, 30)
+    backups, restores = survives_kills(params, tmp_path, 24)
     with capsys.disabled():
         print(f"\n  {backups} backups and {restores} restores were killed; nothing half visible")
     assert min(backups, restores) >= 20
