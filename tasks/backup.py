@@ -20,7 +20,7 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.backup.manifest import FORMAT, Manifest, StoredFile, find, missing_parts, publish, read
+from engine.backup.manifest import FORMAT, BackupManifest, StoredFile, find, missing_parts, publish, read
 from engine.backup.place import MANIFESTS, OWNER, BackupPlace
 from engine.backup.writer import BackupWriter, OnFile
 from engine.catalog.catalog import Catalog, open_catalog
@@ -112,7 +112,7 @@ def backup(
         _copy_ledger(params, catalog, writer)
         _copy_segments(params, staging, writer, _before(place))
         _copy_files(params, writer)
-        manifest = Manifest(
+        manifest = BackupManifest(
             FORMAT, code_version(), time.time(), catalog.id, SCHEMA_VERSION, ledger_schema(), mlflow,
             tuple(writer.files),
         )  # fmt: skip

@@ -13,7 +13,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.backup.manifest import PART, Manifest, StoredFile, find, missing_parts, read
+from engine.backup.manifest import PART, BackupManifest, StoredFile, find, missing_parts, read
 from engine.backup.place import BackupPlace
 from engine.catalog.catalog import Catalog, migrate
 from engine.catalog.copying import copy_catalog, require_empty
@@ -109,7 +109,7 @@ class _Progress:
         self._on_bytes(self._done, self.size)
 
 
-def _refuse_newer(name: str, manifest: Manifest) -> None:
+def _refuse_newer(name: str, manifest: BackupManifest) -> None:
     for what, found, known in (
         ("catalog", int(manifest.catalog_schema), int(SCHEMA_VERSION)),
         ("ledger", manifest.ledger_schema, ledger_schema()),
@@ -121,7 +121,7 @@ def _refuse_newer(name: str, manifest: Manifest) -> None:
             )
 
 
-def _of_kind(manifest: Manifest, kind: str) -> dict[str, StoredFile]:
+def _of_kind(manifest: BackupManifest, kind: str) -> dict[str, StoredFile]:
     """Return the files under one of the manifest's folders, by their names in it."""
     found = {}
     for file in manifest.files:
@@ -132,7 +132,7 @@ def _of_kind(manifest: Manifest, kind: str) -> dict[str, StoredFile]:
 
 
 @contextmanager
-def _draft_of(state_dir: Path, backup: str, manifest: Manifest) -> Iterator[tuple[Path, bool]]:
+def _draft_of(state_dir: Path, backup: str, manifest: BackupManifest) -> Iterator[tuple[Path, bool]]:
     """Yield the directory that becomes `state_dir`, and whether a restore of this backup began in it before.
 
     Then it holds whole files alone.
@@ -168,7 +168,7 @@ def _draft_of(state_dir: Path, backup: str, manifest: Manifest) -> Iterator[tupl
 def _bring_store(
     params: Params,
     place: BackupPlace,
-    manifest: Manifest,
+    manifest: BackupManifest,
     files: dict[str, StoredFile],
     draft: Path,
     goes_on: bool,

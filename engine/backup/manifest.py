@@ -33,7 +33,7 @@ class StoredFile(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Manifest:
+class BackupManifest:
     """One backup. `catalog` is the catalog's id, `mlflow` says what was done with MLflow's database."""
 
     format: int
@@ -46,7 +46,7 @@ class Manifest:
     files: tuple[StoredFile, ...]
 
 
-def publish(place: BackupPlace, manifest: Manifest) -> str:
+def publish(place: BackupPlace, manifest: BackupManifest) -> str:
     """Write a manifest, which finishes its backup; return its name."""
     text = json.dumps(asdict(manifest) | {"files": manifest.files}, separators=(",", ":")).encode()
     moment = time.strftime("%Y%m%dT%H%M%S", time.gmtime(manifest.created_at))
@@ -57,7 +57,7 @@ def publish(place: BackupPlace, manifest: Manifest) -> str:
     return name
 
 
-def read(place: BackupPlace, name: str) -> Manifest:
+def read(place: BackupPlace, name: str) -> BackupManifest:
     """Return a backup's manifest.
 
     Raises `DamagedBytes` when its text is not the one that was written, `ConfigError` when this version does
@@ -76,7 +76,7 @@ def read(place: BackupPlace, name: str) -> Manifest:
             "Restore it with the version of Graftwork that made it, or a newer one."
         )
     files = tuple(StoredFile(path, size, tuple(parts)) for path, size, parts in found.pop("files"))
-    return Manifest(**found, files=files)
+    return BackupManifest(**found, files=files)
 
 
 def find(address: str) -> tuple[BackupPlace, str]:
@@ -99,7 +99,7 @@ def find(address: str) -> tuple[BackupPlace, str]:
     return place, names[-1]
 
 
-def missing_parts(place: BackupPlace, manifest: Manifest) -> set[str]:
+def missing_parts(place: BackupPlace, manifest: BackupManifest) -> set[str]:
     """Return the parts of a backup that the place does not have, or not of their size."""
     there = place.objects()
     return {part for file in manifest.files for part, size in file.sizes() if there.get(part) != size}
