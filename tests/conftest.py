@@ -230,7 +230,10 @@ def postgres_server() -> Iterator[str]:
 def s3() -> Iterator[None]:
     """Serve S3 on a free port for this process and its children."""
     from moto.server import ThreadedMotoServer
+    from s3fs import S3FileSystem
 
+    # A client of an earlier server would be used again: its options are the same.
+    S3FileSystem.clear_instance_cache()
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()

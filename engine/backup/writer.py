@@ -37,7 +37,8 @@ class BackupWriter:
 
     def add_again(self, name: str, other: str) -> None:
         """Add the file `other` of this backup under a second name."""
-        self.files += [file._replace(name=name) for file in self.files if file.name == other]
+        (file,) = [file for file in self.files if file.name == other]
+        self.add_parts(name, [], file.parts, file.size)
 
     def add_segment(self, store: Store, segment: str, end: int, before: StoredFile | None) -> None:
         """Add the first `end` bytes of a segment, all of them committed.

@@ -41,6 +41,7 @@ from engine.controller.loop import Controller
 from engine.controller.mlflow_aliases import AliasMirror, find_moves
 from engine.controller.mlflow_registry import Registry
 from engine.errors import ConfigError, Conflict, DamagedBytes, GraftworkError, MissingBytes, NotFound
+from engine.ledger import ledger as ledgers
 from engine.ledger.ledger import Spool, open_snapshot
 from engine.metering.dead_gateways import close_dead
 from engine.metering.usage_log import UsageLog
@@ -390,7 +391,12 @@ def running(params: Params, patch: pytest.MonkeyPatch) -> Iterator[Controller]:
         ours.close = lambda: None
         return ours
 
+    def locked(path: Path) -> None:
+        raise Conflict(f"{path} is held.")
+
     patch.setattr(backing, "ControllerClient", connected)
+    # DuckDB's lock is the process's, and the controller's is this one.
+    patch.setattr(ledgers, "Ledger", locked)
     try:
         yield controller
     finally:
