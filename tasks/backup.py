@@ -222,6 +222,9 @@ def _copy_databases(params: Params, staging: Path, writer: BackupWriter) -> str:
 def _copy_ledger(params: Params, catalog: Catalog, writer: BackupWriter) -> None:
     """Bring what has been spooled so far into the ledger, and copy its snapshot."""
     paths = params.paths
+    if params.controller.at:
+        # The ledger is in the backup of the controller's machine, which is sent what is spooled here.
+        return
     if not paths.ledger.is_file() and not any(paths.spool.glob("*")):
         return
     from engine.ledger.ledger import Ledger

@@ -1,6 +1,6 @@
 """Copies of a whole catalog: as of one moment into a SQLite file, or by its rows into the other database.
 
-A copy appears whole or not at all, and nobody holds a lease in it.
+A copy appears whole or not at all. No engine serves it, and nobody holds a lease in it.
 """
 
 import sqlite3
@@ -27,6 +27,8 @@ PAGE = 5_000
 LOCKED_S = 60.0
 # Of a new catalog only these have rows: its schema's version, its id and its secret.
 OF_NEW = {"alembic_version", "catalog"}
+# Engines that serve a catalog; none serves a copy.
+RUNNING = ("replicas", "replica_loads")
 OnRows = Callable[[str, int], object]
 
 
@@ -65,6 +67,8 @@ def snapshot(url: str, target: Path, on_rows: OnRows = silent) -> None:
     copy_sqlite(source, target)
     with closing(sqlite3.connect(target, isolation_level=None)) as copy:
         copy.execute("UPDATE leases SET until = 0.0")
+        for table in RUNNING:
+            copy.execute(f"DELETE FROM {table}")
 
 
 def copy_catalog(source: str, target: str, on_rows: OnRows = silent) -> dict[str, int]:
@@ -119,6 +123,7 @@ def _fill(old: Access, target: str, on_rows: OnRows) -> dict[str, int]:
             counts = {
                 table.name: _copy_rows(source, connection, table, on_rows)
                 for table in tables.metadata.sorted_tables
+                if table.name not in RUNNING
             }
             connection.execute(update(tables.leases).values(until=0.0))
             return counts
