@@ -19,7 +19,14 @@ from pydantic import Field
 from starlette.concurrency import run_in_threadpool
 
 from engine.catalog.catalog import Notice, Policy, Release
-from engine.controller.admission import WEBHOOK, Admin, CredentialRequired, check_signature, whole_body
+from engine.controller.admission import (
+    METRICS,
+    WEBHOOK,
+    Admin,
+    CredentialRequired,
+    check_signature,
+    whole_body,
+)
 from engine.controller.loop import Controller
 from engine.controller.mlflow_aliases import AliasMirror
 from engine.controller.notifications import DELIVERED
@@ -139,7 +146,7 @@ def _add_reading(app: FastAPI, controller: Controller, mirror: AliasMirror) -> N
             "frozen": controller.decisions.frozen(),
         }
 
-    @app.get("/metrics")
+    @app.get(METRICS)
     def metrics() -> PlainTextResponse:
         return PlainTextResponse(generate_latest(controller.metrics.registry))
 

@@ -690,6 +690,15 @@ def test_nobody_is_answered_without_a_credential(
     assert web.request(method, path, **body).status_code != 401
 
 
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+def test_a_key_for_metrics_reads_them_and_nothing_else(
+    controller: Controller, web: TestClient, method: str, path: str
+) -> None:
+    headers = {"authorization": f"Bearer {controller.catalog.keys.create('watch', ['metrics'])}"}
+    answer = TestClient(web.app).request(method, path, headers=headers)
+    assert answer.status_code == (200 if path == "/metrics" else 401)
+
+
 @pytest.mark.parametrize(
     ("owner", "by", "shown"), [("local", "ada", "ada"), ("eve", "ada", "ada (key of eve)")]
 )
