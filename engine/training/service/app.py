@@ -39,6 +39,7 @@ LONGEST_WAIT_S = 30.0
 NICENESS = 10
 # Default number of listed sessions.
 NEWEST = 100
+Seconds = Annotated[float, Query(ge=0, allow_inf_nan=False)]
 
 
 def make_app(trainer: "Trainer") -> FastAPI:
@@ -108,7 +109,7 @@ def make_app(trainer: "Trainer") -> FastAPI:
         return {"operation": trainer.submit(body, trainer.forget_policy)}
 
     @app.get("/operations/{id}")
-    async def operation(id: str, wait_s: float = 0.0) -> dict[str, Any]:
+    async def operation(id: str, wait_s: Seconds = 0.0) -> dict[str, Any]:
         """Answer `pending`, `done` with the result, or `failed` with the error, after at most `wait_s`."""
         # In a thread: an operation from before a restart is searched for in many files.
         future = await asyncio.to_thread(trainer.operation, id)

@@ -5,12 +5,13 @@ import json
 import socket
 import sqlite3
 import time
-from contextlib import closing, suppress
+from contextlib import AsyncExitStack, closing, suppress
 
 import anthropic
 import httpx
 import openai
 import pytest
+from access_matrix import ROLE_SETS, Names, gateway_faults
 from live import RunningEngine
 
 from engine.catalog.catalog import Policy
@@ -179,6 +180,28 @@ def test_another_tenants_policy_is_as_absent_on_the_live_engine(engine: RunningE
         }
         for path in ("/graftwork/residency", "/graftwork/loads", "/metrics"):
             assert client.get(path).status_code == 403
+
+
+async def test_the_matrix_of_the_live_engine(engine: RunningEngine, policy: str):
+    """Every route, method and role, for one's own policy, another tenant's and an absent one."""
+    keys = engine.catalog.keys
+    engine.catalog.policies.add(Policy("their-sums", engine.base_digest, {}, "other", time.time()))
+    given = {who: keys.create("api", roles, ["api-*"]) for who, roles in ROLE_SETS.items()}
+    given |= {"admin": engine.key, None: None, "other": keys.create("other", ["infer"], ["their-*"])}
+    async with AsyncExitStack() as stack:
+        clients = {
+            who: await stack.enter_async_context(
+                httpx.AsyncClient(
+                    base_url=engine.url, timeout=60, headers={"authorization": f"Bearer {key}"} if key else {}
+                )
+            )
+            for who, key in given.items()
+        }
+        other = clients.pop("other")
+        assert await gateway_faults(clients, Names(policy, "their-sums", "absent-sum")) == []
+        # It is there for those whose it is.
+        assert (await other.get("/v1/models/their-sums")).status_code == 200
+    keys.revoke(given["other"])
 
 
 def test_nothing_answers_without_a_key(engine: RunningEngine):
