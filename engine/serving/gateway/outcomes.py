@@ -5,6 +5,8 @@ from typing import Any
 
 import orjson
 
+# All but the last event of a stream have null there.
+ENDED = b'"finish_reason":"'
 # What the last event of a stream says, and the outcome.
 STREAMED = {
     b'"finish_reason":"length"': "truncated",
@@ -33,6 +35,8 @@ def outcome_of(answer: Mapping[str, Any], is_json: bool) -> str | None:
 
 def streamed_outcome(chunk: bytes) -> str | None:
     """Return the outcome that a piece of a stream tells, or None."""
+    if ENDED not in chunk:
+        return None
     return next((outcome for sign, outcome in STREAMED.items() if sign in chunk), None)
 
 
