@@ -43,7 +43,9 @@ def main() -> None:
     limit_connections()
     root, port, step_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     world = open_world(root, server=NotedVllm(root / "engine.log", step_s))
-    config = uvicorn.Config(world.app, port=port, lifespan="off", log_level="error", access_log=False)
+    config = uvicorn.Config(
+        world.app, port=port, lifespan="off", log_level="error", access_log=False, timeout_keep_alive=75
+    )
     uvloop.run(uvicorn.Server(config).serve())
 
 

@@ -35,15 +35,11 @@ def outcome_of(answer: Mapping[str, Any], is_json: bool) -> str | None:
 
 def streamed_outcome(chunk: bytes) -> str | None:
     """Return the outcome that a piece of a stream tells, or None."""
-    if ENDED not in chunk:
-        return None
     return next((outcome for sign, outcome in STREAMED.items() if sign in chunk), None)
 
 
-def streamed_fault(chunk: bytes) -> int | None:
-    """Return the status of an error that vLLM tells in a stream, behind its 200, or None."""
-    if not chunk.startswith(FAULT):
-        return None
+def streamed_fault(chunk: bytes) -> int:
+    """Return the status of an error that vLLM tells in a stream, behind its 200: a piece that begins so."""
     try:
         return int(orjson.loads(chunk.removeprefix(b"data: ").partition(b"\n")[0])["error"]["code"])
     except (orjson.JSONDecodeError, LookupError, TypeError, ValueError):

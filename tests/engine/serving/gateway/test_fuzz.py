@@ -101,6 +101,9 @@ class Fuzzer:
             "bad": "gw-" + "0" * 40,
         }
 
+    def close(self) -> None:
+        self.loop.close()
+
     def run(self, who: str, method: str, path: str, headers: dict[str, str], body: bytes) -> None:
         # Half of all cases are what the gateway looks into most.
         if len(body) % 2 == 0 and who != "none":

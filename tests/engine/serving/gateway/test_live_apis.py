@@ -156,7 +156,8 @@ def test_lm_eval(engine: RunningEngine, policy: str, tenant: str, tmp_path: Path
         "test_split": "test", "doc_to_text": "question",
     }  # fmt: skip
     said = {
-        "output_type": "generate_until", "doc_to_target": "answer", "metric_list": [{"metric": "exact_match"}],
+        "output_type": "generate_until", "doc_to_target": "answer",
+        "metric_list": [{"metric": "exact_match"}],
         "generation_kwargs": {"until": ["\n"], "max_gen_toks": 4},
     }  # fmt: skip
     chosen = {
@@ -182,9 +183,9 @@ def test_lm_eval(engine: RunningEngine, policy: str, tenant: str, tmp_path: Path
 
 
 def requests_of(engine: RunningEngine) -> int:
-    """Return how many requests the usage log has of the tenant."""
+    """Return how many requests of the tenant are settled."""
     with closing(sqlite3.connect(engine.state / "usage" / "usage.db")) as connection:
-        return connection.execute("SELECT max(seq) FROM requests WHERE tenant = 'api'").fetchone()[0] or 0
+        return connection.execute("SELECT total(requests) FROM hours WHERE tenant = 'api'").fetchone()[0]
 
 
 async def test_a_client_that_leaves_pays_for_what_was_computed(
