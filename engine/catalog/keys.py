@@ -206,7 +206,7 @@ class Keys:
         query = select(tables.tenants).where(tables.tenants.c.name == row.name)
         with self._access.write() as connection:
             found = connection.execute(query).one_or_none()
-            before = found._mapping if found else asdict(Tenant(row.name))
+            before = dict(found._mapping) if found else asdict(Tenant(row.name))
             connection.execute(self._access.put(tables.tenants, row))
             record(connection, "tenant.limits", row.name, before, asdict(row))
             tell(connection, None)

@@ -120,7 +120,7 @@ def test_clients_of_two_gateways_use_up_a_budget(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_500_clients_of_two_gateways_use_up_a_budget(tmp_path: Path) -> None:
-    budget_of_two_gateways(tmp_path, 500, 400_000)
+    budget_of_two_gateways(tmp_path, 500, 150_000)
 
 
 async def beside_bad_connections(url: str, key: str, count: int, server: psutil.Process) -> None:
