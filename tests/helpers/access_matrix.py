@@ -76,7 +76,7 @@ def expected(route: Endpoint, method: str, who: str | None, is_own: bool) -> int
         return 401
     if method not in route.methods:
         return 405
-    roles = EVERY if who == "admin" else ROLE_SETS[who]
+    roles = [*EVERY, "admin"] if who == "admin" else ROLE_SETS[who]
     # The purpose of a plain request is `user`, which takes `infer`.
     needed = ["infer"] if route.kind is Kind.GENERATE and route.path != ROLLOUTS else route.roles
     if not set(needed) & set(roles):
@@ -96,6 +96,9 @@ async def gateway_faults(
     """
     wrong: list[tuple[Any, ...]] = []
     for (who, client), route, method in product(clients.items(), ROUTES, METHODS):
+        if (who, route.path, method) == ("admin", "/graftwork/drain", "POST"):
+            # It would end the engine's use for the tests after this one.
+            continue
         # An admin's are all of them.
         whose = {names.own: True, names.theirs: who == "admin", names.absent: False}
         answers = {}
