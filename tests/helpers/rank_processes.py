@@ -43,9 +43,9 @@ class RankedService(Service):
     def start(self) -> None:
         port, app = str(free_port()), [*APP, str(self.file)]
         if self.torchrun:
-            launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(self.count)]
-            address = ["--max-restarts", "2", "--master-addr", "127.0.0.1", "--master-port", port]
-            self.processes = [self._spawn([*launcher, *address, *app], LOOPBACK)]
+            launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+            counts = ["--nproc-per-node", str(self.count), "--max-restarts", "2"]
+            self.processes = [self._spawn([*launcher, *counts, *app], LOOPBACK)]
             return
         world = {**LOOPBACK, "MASTER_PORT": port, "WORLD_SIZE": str(self.count), "LOCAL_WORLD_SIZE": "2"}
         for rank in range(self.count):

@@ -1,7 +1,7 @@
 """The trainer's HTTP service: one resident base, sessions of many policies, operations that can be polled.
 
     python -m engine.training.service.app --params FILE
-    torchrun --nproc-per-node W -m engine.training.service.app --params FILE
+    torchrun --standalone --nproc-per-node W -m engine.training.service.app --params FILE
 
 The second starts W ranks, of which each holds a part of the base; rank 0 is the service.
 Every mutating call answers at once with an operation's id, or with 503, `Retry-After` and the queue's state.
