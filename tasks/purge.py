@@ -228,8 +228,8 @@ def _store(params: Params, catalog: Catalog, record: Record) -> Counts:
         )
     if left:
         raise ServiceError(
-            f"{len(left)} segments with bytes of {record.policy!r} are still in use by a training run or an "
-            "import. Purge again when it has ended; it continues from here."
+            f"{len(left)} segments with bytes of {record.policy!r} are still in use by a training run, an "
+            "import or a backup. Purge again when it has ended; it continues from here."
         )
     return {"segments": report.removed, "moved": report.moved, "bytes": report.freed, "held": report.held}
 

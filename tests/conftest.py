@@ -226,6 +226,29 @@ def postgres_server() -> Iterator[str]:
         yield url
 
 
+@pytest.fixture(scope="module")
+def s3() -> Iterator[None]:
+    """Serve S3 on a free port for this process and its children."""
+    from moto.server import ThreadedMotoServer
+    from s3fs import S3FileSystem
+
+    # A client of an earlier server would be used again: its options are the same.
+    S3FileSystem.clear_instance_cache()
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+            "AWS_ACCESS_KEY_ID": "test",
+            "AWS_SECRET_ACCESS_KEY": "test",
+            "AWS_DEFAULT_REGION": "us-east-1",
+        }.items():
+            patch.setenv(name, value)
+        yield
+    server.stop()
+
+
 @pytest.fixture
 def sqlite_catalog_url(tmp_path: Path) -> str:
     """The address of a catalog without rows."""

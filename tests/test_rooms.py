@@ -28,6 +28,7 @@ ROOMS = (
     "engine.publishing",
     "engine.metering",
     "engine.ledger",
+    "engine.backup",
     "engine.training.loss",
     "engine.training.model",
     "engine.training.service",

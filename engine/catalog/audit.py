@@ -128,6 +128,12 @@ class Audit:
         query = select(tables.audit).order_by(tables.audit.c.id.desc()).limit(limit)
         return self._access.all(AuditEntry, query)
 
+    def newest_of(self, action: str) -> AuditEntry | None:
+        """Return the newest entry of an action; None when there is none."""
+        table = tables.audit.c
+        query = select(tables.audit).where(table.action == action).order_by(table.id.desc()).limit(1)
+        return self._access.one(AuditEntry, query)
+
     def verify(self, expected: tuple[int, str] | None = None) -> tuple[int, str]:
         """Check every entry; return the last one's number and hash.
 

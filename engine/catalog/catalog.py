@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Self
 
 from filelock import FileLock
-from sqlalchemy import extract, func, select
+from sqlalchemy import Connection, extract, func, select
 from sqlalchemy.exc import OperationalError
 
 from engine.catalog import tables
@@ -107,16 +107,21 @@ def _migrate(url: str) -> None:
 
 
 def _upgrade(url: str) -> None:
+    engine = open_engine(url)
+    with engine.execution_options(write=True).begin() as connection:
+        upgrade(connection)
+    engine.dispose()
+
+
+def upgrade(connection: Connection) -> None:
+    """Create the tables or migrate them to the newest schema, in a write transaction of the caller."""
     from alembic import command
     from alembic.config import Config
 
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
-    engine = open_engine(url)
-    with engine.execution_options(write=True).begin() as connection:
-        config.attributes["connection"] = connection
-        command.upgrade(config, "head")
-    engine.dispose()
+    config.attributes["connection"] = connection
+    command.upgrade(config, "head")
 
 
 def open_catalog(paths: Paths, migrated: bool = False) -> "Catalog":

@@ -5,11 +5,12 @@ overlap, and a policy within a tenant's patterns belongs to that tenant.
 """
 
 import hashlib
+import math
 import re
 import secrets
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from sqlalchemy import Connection, or_, select, update
 
 from engine.catalog import tables
 from engine.catalog.access import Access
+from engine.catalog.audit import record
 from engine.catalog.changes import tell
 from engine.catalog.records import Key, Policy, Tenant, overlap
 from engine.errors import ConfigError, Conflict, NotFound
@@ -25,6 +27,8 @@ from engine.files import replacing
 ROLES = ("infer", "pin", "feedback", "score", "train", "release", "metrics", "admin")
 # Names for sets of roles.
 SCOPES = {"user": ("infer", "feedback"), "score": ("infer", "pin", "score"), "admin": ("admin",)}
+# Digits of a key's hash by which people name it.
+SHOWN = 12
 PATTERN = re.compile(r"[a-z][a-z0-9-]{0,62}\*?")
 
 
@@ -72,17 +76,16 @@ class Keys:
             expires_at=expires_at,
         )
         refuse_patterns(key.policies)
-        return self._add(key)
-
-    def _add(self, key: Key) -> str:
-        plaintext = f"gw-{secrets.token_hex(20)}"
-        digest = hash_key(plaintext)
-        row = replace(key, hash=digest, id=key.id or digest[:12])
+        plaintext, row = fresh(key)
         with self._access.write() as connection:
-            refuse_overlap(connection, row)
-            connection.execute(self._access.new(tables.keys, row))
-            tell(connection, None)
+            self._add(connection, row)
+            record(connection, "key.create", row.id, None, shown(row))
         return plaintext
+
+    def _add(self, connection: Connection, row: Key) -> None:
+        refuse_overlap(connection, row)
+        connection.execute(self._access.new(tables.keys, row))
+        tell(connection, None)
 
     def ensure_local(self, path: Path) -> str:
         """Return the installation's own admin key, kept in `path` for its owner only.
@@ -105,8 +108,11 @@ class Keys:
 
     def find(self, plaintext: str) -> Key | None:
         """Return the key in force with this plaintext; None when there is none."""
-        query = select(tables.keys).where(tables.keys.c.hash == hash_key(plaintext))
-        key = self._access.one(Key, query)
+        hashed = hash_key(plaintext)
+        # Most keys that a gateway does not know are bad ones, and they may be many.
+        if not self._access.quick(f"SELECT 1 FROM keys WHERE hash = {self._access.mark}", (hashed,)):
+            return None
+        key = self._access.one(Key, select(tables.keys).where(tables.keys.c.hash == hashed))
         return key if key is not None and key.is_in_force(time.time()) else None
 
     def match(self, prefix: str) -> list[Key]:
@@ -132,11 +138,13 @@ class Keys:
     def revoke(self, prefix: str) -> Key:
         """Revoke the key that `match` finds, with its rotated ones; return it. Raises as `match`."""
         found = self.match(prefix)
+        now = time.time()
         change = update(tables.keys).where(
             tables.keys.c.id == found[0].id, tables.keys.c.revoked_at.is_(None)
         )
         with self._access.write() as connection:
-            connection.execute(change.values(revoked_at=time.time()))
+            if connection.execute(change.values(revoked_at=now)).rowcount:
+                record(connection, "key.revoke", found[0].id, {"revoked_at": None}, {"revoked_at": now})
             tell(connection, None)
         return found[0]
 
@@ -145,11 +153,21 @@ class Keys:
 
         The old one is in force for another `overlap_s`. Raises as `match`.
         """
-        found = self.match(prefix)
-        plaintext = self._add(replace(found[0], created_at=time.time()))
-        until = time.time() + overlap_s
-        for key in found:
-            self._change([key], expires_at=min(until, key.expires_at or until))
+        found, now = self.match(prefix), time.time()
+        plaintext, row = fresh(replace(found[0], created_at=now))
+        with self._access.write() as connection:
+            self._add(connection, row)
+            for key in found:
+                ends = min(now + overlap_s, key.expires_at or math.inf)
+                old = update(tables.keys).where(tables.keys.c.hash == key.hash)
+                connection.execute(old.values(expires_at=ends))
+            record(
+                connection,
+                "key.rotate",
+                row.id,
+                {"hash": found[0].hash[:SHOWN]},
+                {"hash": row.hash[:SHOWN], "overlap_s": overlap_s},
+            )
         return plaintext
 
     def limit(
@@ -167,15 +185,13 @@ class Keys:
         if policies is not None:
             refuse_patterns(policies)
             changed = replace(changed, policies=[*policies])
-        self._change(found, limits=changed.limits, policies=changed.policies)
-        return changed
-
-    def _change(self, keys: Sequence[Key], **values: Any) -> None:
-        change = update(tables.keys).where(tables.keys.c.hash.in_([key.hash for key in keys]))
+        change = update(tables.keys).where(tables.keys.c.hash.in_([key.hash for key in found]))
         with self._access.write() as connection:
-            refuse_overlap(connection, replace(keys[0], **values))
-            connection.execute(change.values(**values))
+            refuse_overlap(connection, changed)
+            connection.execute(change.values(limits=changed.limits, policies=changed.policies))
+            record(connection, "key.limits", changed.id, shown(found[0]), shown(changed))
             tell(connection, None)
+        return changed
 
     def tenant(self, name: str) -> Tenant:
         """Return a tenant; one without limits of its own has no row."""
@@ -187,9 +203,25 @@ class Keys:
         if not tenant.weight > 0:
             raise ConfigError(f"A tenant's weight must be above 0, not {tenant.weight:g}.")
         row = replace(tenant, limits=checked_limits(tenant.limits))
+        query = select(tables.tenants).where(tables.tenants.c.name == row.name)
         with self._access.write() as connection:
+            found = connection.execute(query).one_or_none()
+            before = dict(found._mapping) if found else asdict(Tenant(row.name))
             connection.execute(self._access.put(tables.tenants, row))
+            record(connection, "tenant.limits", row.name, before, asdict(row))
             tell(connection, None)
+
+
+def fresh(key: Key) -> tuple[str, Key]:
+    """Return a new plaintext, and the key's row with its hash."""
+    plaintext = f"gw-{secrets.token_hex(20)}"
+    digest = hash_key(plaintext)
+    return plaintext, replace(key, hash=digest, id=key.id or digest[:SHOWN])
+
+
+def shown(key: Key) -> dict[str, Any]:
+    """Return a key's fields as the audit log shows them: of its hash the beginning alone."""
+    return asdict(key) | {"hash": key.hash[:SHOWN]}
 
 
 def hash_key(plaintext: str) -> str:

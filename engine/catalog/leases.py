@@ -11,6 +11,8 @@ from engine.catalog.records import Lease
 # How far the clocks of machines that share a catalog may differ, and how much longer than the caller's lease
 # another may last.
 SKEW_S = 600.0
+# Held while a backup runs: no segment of the store is removed meanwhile.
+BACKUP = "backup"
 
 
 class Leases:
@@ -49,3 +51,8 @@ class Leases:
     def find(self, name: str) -> Lease | None:
         """Return a lease, expired or not; None when it was never taken."""
         return self._access.one(Lease, select(tables.leases).where(tables.leases.c.name == name))
+
+    def is_held(self, name: str) -> bool:
+        """Return whether somebody holds a lease now."""
+        lease = self.find(name)
+        return lease is not None and lease.until > time.time()

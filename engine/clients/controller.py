@@ -152,6 +152,10 @@ class ControllerClient(ServiceClient):
         """Hand over a spool file (JSON lines) under its name; it is on the controller's disk afterwards."""
         self._ask("POST", f"/events/{name}", content=events)
 
+    def publish_ledger(self) -> None:
+        """Write the ledger's snapshot with everything that is spooled."""
+        self._post("/ledger")
+
     def alarms(self) -> list[str]:
         """Return the controller's alarms; an empty list when it does not answer, or refuses the key."""
         with suppress(httpx.HTTPError, ValueError, KeyError):

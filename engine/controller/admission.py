@@ -1,8 +1,9 @@
 """Who calls the controller, and what the caller may do.
 
 Every path but `OPEN_PATHS` needs a credential: an admin key of the catalog, or the controller's own, which
-reads and delivers notices. A browser logs in with either as its password (basic authentication). It then
-sends the password with every request, also from other pages, so a password only reads.
+reads and delivers notices; for `METRICS` a key with that role is enough. A browser logs in with one of them
+as its password (basic authentication). It then sends the password with every request, also from other pages,
+so a password only reads.
 """
 
 import base64
@@ -27,6 +28,7 @@ SAFE_METHODS = ("GET", "HEAD")
 # MLflow's webhook carries a signature instead of a key.
 WEBHOOK = "/mlflow/webhook"
 OPEN_PATHS = (HEALTH, WEBHOOK)
+METRICS = "/metrics"
 NEEDED = "This call needs the header `Authorization: Bearer KEY` with a valid admin key."
 CHALLENGE = 'Basic realm="Graftwork (user graftwork, password by graftwork login)"'
 SMALL_BODY = 1 << 16
@@ -63,7 +65,7 @@ class CredentialRequired:
         """Pass a request on with its caller in the state."""
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             authorization = Headers(scope=scope).get("authorization", "")
-            caller = await run_in_threadpool(self.find, authorization, scope["method"])
+            caller = await run_in_threadpool(self.find, authorization, scope["method"], scope["path"])
             if caller is None:
                 refusal = JSONResponse({"error": NEEDED}, 401, {"WWW-Authenticate": CHALLENGE})
                 return await refusal(scope, receive, send)
@@ -72,8 +74,8 @@ class CredentialRequired:
                 return await self.app(scope, receive, send)
         await self.app(scope, receive, send)
 
-    def find(self, authorization: str, method: str) -> Operator | None:
-        """Return whose header this is."""
+    def find(self, authorization: str, method: str, path: str) -> Operator | None:
+        """Return whose header this is; None when it does not allow the path."""
         scheme, _, given = authorization.partition(" ")
         if scheme.lower() == "basic" and method in SAFE_METHODS:
             given = _password(given)
@@ -83,7 +85,8 @@ class CredentialRequired:
         if same(given, self.own):
             return Operator("controller", is_admin=False)
         key = self.catalog.keys.find(given)
-        return Operator(key.owner, is_admin=True) if key and key.may("admin") else None
+        roles = ("admin", "metrics") if path == METRICS else ("admin",)
+        return Operator(key.owner, key.may("admin")) if key and key.may(*roles) else None
 
 
 def _password(given: str) -> str:

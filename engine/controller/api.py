@@ -19,7 +19,14 @@ from pydantic import Field
 from starlette.concurrency import run_in_threadpool
 
 from engine.catalog.catalog import Notice, Policy, Release
-from engine.controller.admission import WEBHOOK, Admin, CredentialRequired, check_signature, whole_body
+from engine.controller.admission import (
+    METRICS,
+    WEBHOOK,
+    Admin,
+    CredentialRequired,
+    check_signature,
+    whole_body,
+)
 from engine.controller.loop import Controller
 from engine.controller.mlflow_aliases import AliasMirror
 from engine.controller.notifications import DELIVERED
@@ -86,6 +93,10 @@ class EraseBody(Settings):
     by: str | None = None
 
 
+class NoBody(Settings):
+    """A call that needs nothing said."""
+
+
 class HoldBody(Settings):
     """A decision's reason, and who decides; by default the key's owner."""
 
@@ -143,7 +154,7 @@ def _add_reading(app: FastAPI, controller: Controller, mirror: AliasMirror) -> N
             "frozen": controller.decisions.frozen(),
         }
 
-    @app.get("/metrics")
+    @app.get(METRICS)
     def metrics() -> PlainTextResponse:
         return PlainTextResponse(generate_latest(controller.metrics.registry))
 
@@ -246,6 +257,12 @@ def _add_decisions(app: FastAPI, controller: Controller) -> None:
         removed = controller.erase([one.hash for one in catalog.keys.all() if one.owner == body.tenant])
         catalog.audit.note("tenant.erase", body.tenant, {"by": by, "removed": removed})
         return removed
+
+    @app.post("/ledger")
+    def publish_ledger(body: NoBody, key: Admin) -> dict[str, bool]:
+        """Write the readers' copy of the ledger with all that is spooled; a backup asks for it."""
+        controller.publish_ledger()
+        return {"published": True}
 
     @app.post("/freeze")
     def freeze(body: HoldBody, key: Admin) -> dict[str, Any]:

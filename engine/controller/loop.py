@@ -130,6 +130,10 @@ class Controller:
         """Remove what these keys (hashes) asked and rated from the ledger, on the loop's thread."""
         return self.requests.call(partial(self._erase, keys), PURGE_S)
 
+    def publish_ledger(self) -> None:
+        """Ingest what is spooled and write the readers' copy, on the loop's thread."""
+        self.requests.call(self._publish_ledger, PURGE_S)
+
     def is_stalled(self) -> bool:
         """Return whether the last turn ended too long ago."""
         return time.monotonic() - self.last_tick > max(STALLED_S, 4 * self.params.controller.tick_s)
@@ -224,6 +228,10 @@ class Controller:
     def _erase(self, keys: Sequence[str]) -> dict[str, int]:
         paths = self.params.paths
         return self._rewrite(lambda ledger: erase(ledger, paths.spool, paths.ledger_snapshot, keys))
+
+    def _publish_ledger(self) -> None:
+        self._ingest()
+        self._snapshot()
 
     def _forget_old(self) -> None:
         days, snapshot = self.params.controller.observations_days, self.params.paths.ledger_snapshot

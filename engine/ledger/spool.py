@@ -44,7 +44,7 @@ class Spool:
 
         Raises `OSError` when the disk is full; the event is then not in the file.
         """
-        event = {"id": str(uuid.uuid4()), "table": table, "at": time.time(), **fields}
+        event = {"id": fields.get("id") or str(uuid.uuid4()), "table": table, "at": time.time(), **fields}
         line = json.dumps(event, separators=(",", ":")).encode() + b"\n"
         with self._lock:
             self._append(line)

@@ -162,7 +162,19 @@ class UsageLog:
         raise Shortage(budget, period, asked.reserved - left, refusal)
 
     @contextmanager
+    def together(self) -> Iterator[None]:
+        """Commit what is admitted and settled in this block at its end, or nothing of it.
+
+        A commit costs more than what is in it.
+        """
+        with writing(self._connection):
+            yield
+
+    @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
+        if self._connection.in_transaction:
+            yield self._connection
+            return
         with writing(self._connection) as connection:
             yield connection
 

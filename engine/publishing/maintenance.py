@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from engine.adapters import packed
 from engine.adapters.packed_check import check_layout
+from engine.catalog.leases import BACKUP
 from engine.catalog.records import Revision
 from engine.errors import AdapterError, DamagedBytes, GraftworkError, MissingBytes, NotFound
 from engine.publishing.ownership import require
@@ -41,9 +42,9 @@ LAYOUTS = 64
 class Report:
     """The result of an operation. `bytes` were read; `freed` are the bytes of the `removed` segments.
 
-    `held` counts segments that a living writer holds, which the next run takes; `named` those that a row
-    still names, such as one whose damaged bytes cannot be moved. `unreadable` counts revisions whose bytes or
-    base cannot be read here; they stay as they are.
+    `held` counts segments that a living writer or a backup holds, which the next run takes; `named` those
+    that a row still names, such as one whose damaged bytes cannot be moved. `unreadable` counts revisions
+    whose bytes or base cannot be read here; they stay as they are.
     """
 
     operation: str
@@ -171,7 +172,10 @@ def pages(catalog: "Catalog") -> Iterator[list[Revision]]:
 
 
 def _drop(catalog: "Catalog", store: "Store", sizes: dict[str, int], report: Report, on_page: OnPage) -> None:
-    """Remove those of these segments that no row names; each is claimed until it is gone."""
+    """Remove those of these segments that no row names; each is claimed until it is gone.
+
+    While a backup runs none is removed: it may still have to copy bytes that a row named when it began.
+    """
     names = list(sizes)
     for at in range(0, len(names), CLAIMED):
         with ExitStack() as claims:
@@ -179,6 +183,10 @@ def _drop(catalog: "Catalog", store: "Store", sizes: dict[str, int], report: Rep
             report.held += len(names[at : at + CLAIMED]) - len(free)
             unused = catalog.places.unused_segments(free)
             report.named += len(free) - len(unused)
+            # In this order: what no row named before a backup began, its rows do not name either.
+            if catalog.leases.is_held(BACKUP):
+                report.held += len(unused)
+                unused = set()
             for segment in sorted(unused):
                 store.remove(segment)
                 report.removed += 1

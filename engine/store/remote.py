@@ -8,7 +8,7 @@ abandoned only when it is a day old by the store's own clock.
 import errno
 import os
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import cached_property
@@ -54,7 +54,7 @@ class RemoteStore(Store):
     def __init__(self, url: str, holds: Path, cache: Cache):
         super().__init__(holds)
         self.cache = cache
-        self._client, self._prefix = _client(url)
+        self._client, self._prefix = client_of(url, "`store.url`")
         self._held: dict[str, int] = {}
 
     @property
@@ -101,7 +101,7 @@ class RemoteStore(Store):
 
     def fetch(self, location: Location) -> tuple[Path, int]:
         """Return the cached file of the blob, downloaded and verified if needed, and the offset 0."""
-        return self.cache.find(location) or self.cache.add(location, self._chunks(location)), 0
+        return self.cache.find(location) or self.cache.add(location, self.chunks(location)), 0
 
     def drop_cached(self, location: Location) -> bool:
         """Remove the cached copy of the blob, so that it is downloaded again; return True."""
@@ -134,6 +134,18 @@ class RemoteStore(Store):
             name = entry["name"].rpartition("/")[2]
             if SEGMENT_NAME.fullmatch(name):
                 yield name, entry["size"]
+
+    def bring(self, segment: str, chunks: Iterable[bytes]) -> None:
+        """Write a whole segment of another store: the object appears once all its bytes are there."""
+        try:
+            with self._faults(f"take {segment}"), self._client.open(self._object(segment), "wb") as file:
+                for chunk in chunks:
+                    file.write(chunk)
+        except BaseException:
+            # Closing the file has published what was written before the fault.
+            with suppress(ServiceError):
+                self.remove(segment)
+            raise
 
     @contextmanager
     def claim(self, segment: str) -> Iterator[bool]:
@@ -253,7 +265,8 @@ class RemoteStore(Store):
             with self._faults("remove a probe object"):
                 self._client.rm_file(self._object(probe))
 
-    def _chunks(self, location: Location) -> Iterator[bytes]:
+    def chunks(self, location: Location) -> Iterator[bytes]:
+        """Yield a blob's bytes from the store itself, as far as they exist; raises as `Store.chunks`."""
         at, end = location.offset, location.offset + location.length
         while at < end:
             with self._faults(f"read {location.segment}"):
@@ -329,8 +342,11 @@ def _missing(location: Location) -> MissingBytes:
     return MissingBytes(f"The segment {location.segment} is missing from the store. Restore it.")
 
 
-def _client(url: str) -> tuple[Any, str]:
-    """Return the file system of a URL and the prefix in it; `ConfigError` when its library is missing."""
+def client_of(url: str, name: str) -> tuple[Any, str]:
+    """Return the file system of a URL and the prefix in it; `name` is what gave the URL.
+
+    Raises `ConfigError` when its library is missing.
+    """
     import fsspec
 
     protocol = url.partition("://")[0]
@@ -339,7 +355,7 @@ def _client(url: str) -> tuple[Any, str]:
         client, prefix = fsspec.core.url_to_fs(url, use_listings_cache=False, **options)
     except (ImportError, ValueError) as error:
         raise ConfigError(
-            f"`store.url` begins with {protocol}://, which cannot be opened: {error}. "
+            f"{name} begins with {protocol}://, which cannot be opened: {error}. "
             "For S3: pip install 'graftwork[s3]'."
         ) from None
     return client, prefix.rstrip("/")

@@ -18,7 +18,7 @@ import os
 import re
 import uuid
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import repeat
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from engine.adapters.sizes import ALIGNMENT, aligned
 from engine.errors import DamagedBytes, MissingBytes, ServiceError
-from engine.files import sync, write_once
+from engine.files import replacing, sync, write_once
 from engine.store.checksums import Checked, Payload, checksum_of, is_whole
 
 PAGE = 4096
@@ -125,7 +125,7 @@ class Store:
 
     def read(self, location: Location) -> bytes:
         """Read a blob and verify its checksum. Raises `DamagedBytes` or `MissingBytes`."""
-        return checked(location, b"".join(self._chunks(location)))
+        return checked(location, b"".join(self.chunks(location)))
 
     def fetch(self, location: Location) -> tuple[Path, int]:
         """Return a local file and the offset of the blob in it, for a reader that verifies the bytes itself.
@@ -151,6 +151,18 @@ class Store:
             for entry in entries:
                 if SEGMENT_NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
                     yield entry.name, entry.stat().st_size
+
+    def bring(self, segment: str, chunks: Iterable[bytes]) -> None:
+        """Write a whole segment of another store, as a restore does: under its name, or not at all.
+
+        Raises `ServiceError` when there is no room for it.
+        """
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            with replacing(self.path(segment), durable=True) as draft, draft.open("wb") as file:
+                file.writelines(chunks)
+        except OSError as error:
+            raise ServiceError(f"Could not write {self.path(segment)}: {error.strerror}.") from None
 
     @contextmanager
     def claim(self, segment: str) -> Iterator[bool]:
@@ -243,8 +255,11 @@ class Store:
         self._earlier.append(self._file)
         self._file, self._is_held = None, False
 
-    def _chunks(self, location: Location) -> Iterator[bytes]:
-        """Yield a blob's bytes, as far as they exist."""
+    def chunks(self, location: Location) -> Iterator[bytes]:
+        """Yield a blob's bytes, as far as they exist, without a look at the checksum.
+
+        Raises `MissingBytes` when the segment is gone or cannot be read.
+        """
         path = self.path(location.segment)
         try:
             file = os.open(path, os.O_RDONLY)
@@ -266,7 +281,7 @@ class Store:
     def _fault(self, location: Location) -> Fault | None:
         seen = Checked(location.length)
         try:
-            deque(seen.through(self._chunks(location)), maxlen=0)
+            deque(seen.through(self.chunks(location)), maxlen=0)
         except MissingBytes as error:
             return error
         return None if seen.is_whole(location.checksum) else damaged(location, seen.size)

@@ -25,6 +25,7 @@ from engine.version import code_version
 from flows.cli import (
     adapters,
     admin,
+    backup,
     chat,
     decide,
     look,
@@ -215,6 +216,7 @@ GROUPS = (
     adapters,
     purge,
     store,
+    backup,
     security,
     tenants,
     admin,

@@ -5,8 +5,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from engine.errors import ConfigError
 from engine.settings.forms import ApprovalForm, IfRunning, ReleaseForm
 from engine.settings.params import served_name, split_served_name
+from flows.cli.backup import restore_from
 from flows.entry import (
     PARAMS,
     By,
@@ -107,13 +109,31 @@ def promote(revision: Revision, reason: Reason, by: By = "cli", params: ParamsFi
 @app.command()
 def restore(
     policy: Annotated[
-        str, typer.Argument(help="POLICY for the previous champion, POLICY@DIGEST for that revision.")
-    ],
-    reason: Reason,
+        str | None,
+        typer.Argument(help="POLICY for the previous champion, POLICY@DIGEST for that revision."),
+    ] = None,
+    reason: Annotated[str | None, typer.Option(help="Record this reason for the decision.")] = None,
     by: By = "cli",
+    backup: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="DIR|URL",
+            help="Restore an installation from the newest backup there, or from DIR/backups/NAME.json.",
+        ),
+    ] = None,
     params: ParamsFile = PARAMS,
 ) -> None:
-    """Make an earlier revision the champion again."""
+    """Make an earlier revision the champion again; or, with --from, restore a whole backup.
+
+    A backup is restored into an empty state directory.
+    """
+    if backup is not None and policy is None:
+        return restore_from(backup, params)
+    if backup is not None or policy is None or reason is None:
+        raise ConfigError(
+            "Give POLICY and --reason to restore a champion, or --from DIR|URL alone to restore a backup."
+        )
     name, digest = split_served_name(policy)
     with reach(params) as controller:
         route = controller.restore(name, digest, reason, by)

@@ -59,9 +59,9 @@ def erase(
     as_json: Json = False,
     params: ParamsFile = PARAMS,
 ) -> None:
-    """Remove a tenant for good: its keys, its policies as `purge` does, and what its keys asked and rated.
+    """Remove a tenant for good: keys, policies as `purge` does, and what its keys asked, rated and used.
 
-    The audit log keeps who changed what; it holds no prompt and no answer.
+    The audit log keeps who changed what; it holds no prompt and no answer. Hourly sums of usage stay.
     """
     settings = enter(params)
     if not yes:
@@ -78,7 +78,7 @@ def erase(
 
 
 def say(place: str, counts: Mapping[str, int]) -> None:
-    """Print what was removed from a place."""
+    """Print what was removed from a place, or kept."""
     found = ", ".join(f"{count:,} {what.replace('_', ' ')}" for what, count in counts.items() if count)
     typer.echo(f"  {place:<10} {found or 'nothing there'}")
 

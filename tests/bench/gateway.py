@@ -16,9 +16,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import cycle
 from pathlib import Path
-from typing import Any
 
 import _record as record
 import aiohttp
@@ -54,7 +54,8 @@ class Side:
     """One engine, and what its API server's process has computed."""
 
     def __init__(self, url: str, keys: Sequence[str], pid: int, model: str):
-        self.url, self.keys, self.model = url, keys, model
+        self.url, self.model = url, model
+        self.key_count, self._keys = len(keys), cycle(keys)
         # The API server is the process that listens; the engine core is its child.
         port = int(url.rpartition(":")[2])
         processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
@@ -73,12 +74,18 @@ class Side:
 
     async def _client(self, asking: aiohttp.ClientSession, number: int, each: int, tokens: int) -> None:
         for turn in range(each):
-            await self.ask(asking, body(self.model, tokens, (number + turn) % 2 == 0), number)
+            await self.ask(asking, body(self.model, tokens, (number + turn) % 2 == 0))
 
-    async def ask(self, asking: aiohttp.ClientSession, data: bytes, number: int = 0) -> float:
-        """Return the seconds until the first byte; the whole answer is read."""
-        key = self.keys[number % len(self.keys)]
-        headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+    async def text(self, tokens: int) -> str:
+        """Return a greedy completion."""
+        async with session(self.url) as asking:
+            data = body(self.model, tokens, False)
+            async with asking.post("/v1/completions", data=data, headers=self._headers()) as response:
+                return str((await response.json())["choices"][0]["text"])
+
+    async def ask(self, asking: aiohttp.ClientSession, data: bytes) -> float:
+        """Ask with the next key; return the seconds until the first byte. The whole answer is read."""
+        headers = self._headers()
         began = time.perf_counter()
         async with asking.post("/v1/completions", data=data, headers=headers) as response:
             await response.content.readany()
@@ -86,6 +93,9 @@ class Side:
             rest = await response.read()
             assert response.status == 200, rest[:300]
         return first
+
+    def _headers(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {next(self._keys)}", "content-type": "application/json"}
 
 
 def listens(process: psutil.Process, port: int) -> bool:
@@ -137,6 +147,8 @@ async def compared(ours: Side, bare: Side, args: argparse.Namespace) -> dict[str
     """Return throughput and CPU of each pair, and the latency that one client sees."""
     sides = {"ours": ours, "bare": bare}
     for side in sides.values():
+        # Each key is known before anything is measured.
+        await side.load(args.clients, -(-side.key_count // args.clients), 1)
         await side.load(args.clients, 1, args.tokens)
     speed: dict[str, list[float]] = {name: [] for name in sides}
     cpu: dict[str, list[float]] = {name: [] for name in sides}
@@ -161,7 +173,7 @@ async def added_p50_ms(ours: Side, bare: Side) -> float:
         for number in range(ONE_CLIENT):
             for side in [ours, bare][:: -1 if number % 2 else 1]:
                 asking = one if side is ours else other
-                times[side].append(await side.ask(asking, body(side.model, 1, False), number))
+                times[side].append(await side.ask(asking, body(side.model, 1, False)))
     return 1000 * (statistics.median(times[ours]) - statistics.median(times[bare]))
 
 
@@ -209,61 +221,57 @@ def refused_over_bare(state: Path, repeats: int = 5) -> list[float]:
     return [mine / its for mine, its in zip(found["gateway"], found["bare"], strict=True)]
 
 
-async def with_bad_keys(ours: Side, pairs: int = 10, each: int = 60) -> list[float]:
+@contextmanager
+def bad_keys(url: str) -> Iterator[None]:
+    """Have another process call with bad keys; it must be refused as often as it should ask."""
+    command = [sys.executable, str(HERE / "_bad_keys.py"), url, str(BAD_PER_S)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        try:
+            process.stdout.readline()
+            yield
+            said = process.communicate(timeout=60)[0]
+            if float(said) < 0.95 * BAD_PER_S:
+                sys.exit(f"bench gateway: {float(said):.0f} of {BAD_PER_S} bad keys a second were refused.")
+        finally:
+            process.kill()
+
+
+async def ttft_p95(ours: Side, count: int) -> float:
+    """Return the p95 seconds of requests, one after another, to the first byte of their streams."""
+    async with session(ours.url) as asking:
+        times = [await ours.ask(asking, body(ours.model, 8, True)) for _ in range(count)]
+    return statistics.quantiles(times, n=20)[-1]
+
+
+def with_bad_keys(ours: Side, pairs: int = 10, each: int = 200) -> list[float]:
     """Return the ratio of warm requests' p95 to the first byte, with 500 bad keys a second and without."""
     ratios = []
-
-    async def flood() -> None:
-        async with session(ours.url) as asking:
-            began, sent = time.monotonic(), 0
-            under_way: set[asyncio.Task[Any]] = set()
-
-            async def bad() -> None:
-                headers = {"authorization": f"Bearer gw-{secrets.token_hex(20)}"}
-                async with asking.post("/v1/completions", data=b"{}", headers=headers) as response:
-                    await response.read()
-
-            while True:
-                while sent < (time.monotonic() - began) * BAD_PER_S:
-                    task = asyncio.create_task(bad())
-                    under_way.add(task)
-                    task.add_done_callback(under_way.discard)
-                    sent += 1
-                await asyncio.sleep(0.002)
-
-    async with session(ours.url) as asking:
-
-        async def p95() -> float:
-            data = body(ours.model, 8, True)
-            times = sorted([await ours.ask(asking, data, number) for number in range(each)])
-            return times[int(0.95 * each)]
-
-        for number in range(pairs):
-            found = {}
-            for side in record.in_turn(("quiet", "flood"), number):
-                task = asyncio.create_task(flood()) if side == "flood" else None
-                found[side] = await p95()
-                if task:
-                    task.cancel()
-            ratios.append(found["flood"] / found["quiet"])
+    for number in range(pairs):
+        found = {}
+        for side in record.in_turn(("quiet", "flood"), number):
+            with bad_keys(ours.url) if side == "flood" else nullcontext():
+                found[side] = asyncio.run(ttft_p95(ours, each))
+        ratios.append(found["flood"] / found["quiet"])
     return ratios
 
 
-async def revoked_s(state: Path, ours: Side) -> float:
+async def revoked_s(state: Path, url: str) -> float:
     """Return the seconds from a key's revocation to the first refusal, asked all the time."""
     catalog = Catalog(Paths(state).catalog_url)
     key = catalog.keys.create("leaver", "user")
-    side = Side.__new__(Side)
-    side.url, side.keys, side.model = ours.url, [key], ours.model
-    async with session(ours.url) as asking:
-        await side.ask(asking, body(ours.model, 1, False))
-        catalog.keys.revoke(key)
-        began = time.monotonic()
-        while True:
+    async with session(url) as asking:
+
+        async def status() -> int:
             headers = {"authorization": f"Bearer {key}"}
             async with asking.get("/v1/models", headers=headers) as response:
-                if response.status == 401:
-                    break
+                return response.status
+
+        assert await status() == 200
+        catalog.keys.revoke(key)
+        began = time.monotonic()
+        while await status() != 401:
+            pass
     catalog.close()
     return time.monotonic() - began
 
@@ -291,10 +299,11 @@ def main() -> None:
         keys = make_keys(state, args.keys)
         mine = Side(ours.server.url, keys, ours.roots[0], ours.base.name)
         its = Side(url, ["none"], pid, ours.base.name)
+        is_equal = asyncio.run(mine.text(args.tokens)) == asyncio.run(its.text(args.tokens))
         figures.add(asyncio.run(compared(mine, its, args)))
-        figures.add({"ttft_p95_with_bad_keys": asyncio.run(with_bad_keys(mine))})
-        figures.add({"revoked_s": [asyncio.run(revoked_s(state, mine)) for _ in range(5)]})
-    record.report("gateway", figures.values, BOUNDS, figures.spreads, True, args.out)
+        figures.add({"ttft_p95_with_bad_keys": with_bad_keys(mine)})
+        figures.add({"revoked_s": [max(asyncio.run(revoked_s(state, mine.url)) for _ in range(5))]})
+    record.report("gateway", figures.values, BOUNDS, figures.spreads, is_equal, args.out)
 
 
 if __name__ == "__main__":

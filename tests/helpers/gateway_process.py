@@ -13,6 +13,9 @@ from typing import Any
 import uvicorn
 from gateways import FakeVllm, open_world
 
+from engine.serving.gateway.uvicorn_accept import accept_bursts
+from engine.serving.gateway.uvicorn_limits import limit_connections
+
 
 class NotedVllm(FakeVllm):
     """Notes each request in a file: a line when it comes, and one with its tokens when it has ended."""
@@ -35,9 +38,14 @@ class NotedVllm(FakeVllm):
 def main() -> None:
     import uvloop
 
+    # As `engine.serving.server` does.
+    accept_bursts()
+    limit_connections()
     root, port, step_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     world = open_world(root, server=NotedVllm(root / "engine.log", step_s))
-    config = uvicorn.Config(world.app, port=port, lifespan="off", log_level="error", access_log=False)
+    config = uvicorn.Config(
+        world.app, port=port, lifespan="off", log_level="error", access_log=False, timeout_keep_alive=75
+    )
     uvloop.run(uvicorn.Server(config).serve())
 
 

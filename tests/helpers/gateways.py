@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from engine.catalog.catalog import Base, Catalog, Policy, Revision, migrate
 from engine.metering.usage_log import UsageLog
 from engine.serving.gateway.gateway import Gateway, GatewayState
+from engine.serving.gateway.membership import Membership
 from engine.serving.gateway.meter import Meter
 from engine.serving.gateway.route_table import find_route
 from engine.serving.gateway.routing import Router
@@ -29,6 +30,8 @@ OWN = (
     "/graftwork/residency",
     "/graftwork/loads",
     "/graftwork/marker",
+    "/graftwork/ready",
+    "/graftwork/drain",
 )
 ANTHROPIC, RESPONSES = "/v1/messages", "/v1/responses"
 
@@ -227,7 +230,7 @@ def open_world(
         server.used,
     )
     if has_own:
-        server.own = own_endpoints(state)
+        server.own = own_endpoints(state, catalog)
     holder = SimpleNamespace(state=SimpleNamespace(graftwork=state))
     gateway = Gateway(server)
 
@@ -238,7 +241,7 @@ def open_world(
     return World(root, catalog, server, events, loads, usage, state, app)
 
 
-def own_endpoints(state: GatewayState) -> FastAPI:
+def own_endpoints(state: GatewayState, catalog: Catalog) -> FastAPI:
     """Graftwork's endpoints in an app with vLLM's answers to errors."""
     from vllm.entrypoints.serve.exception_handling.register import init_exception_handler
 
@@ -252,6 +255,9 @@ def own_endpoints(state: GatewayState) -> FastAPI:
     app.state.args = SimpleNamespace(log_error_stack=False)
     GraftworkEndpoints().attach_router(app)
     app.state.graftwork, app.state.graftwork_loads = state, loads
+    app.state.graftwork_membership = membership = Membership(catalog, "here", "http://here", "base", "1")
+    membership.beat()
+    app.state.graftwork_prewarmer = SimpleNamespace(missing=list)
     app.state.graftwork_marker = {"plugin": "fake"}
     return app
 

@@ -1,18 +1,25 @@
-"""`graftwork erase`: a tenant's keys, policies and answers go, and are reported place by place."""
+"""`graftwork erase`: a tenant's keys, policies, answers and usage go, and are reported place by place."""
 
 import json
 import os
+import time
 from contextlib import closing
 from pathlib import Path
 
+import duckdb
 import pytest
 from kept_adapters import add_policy, keep, settings
 from typer.testing import CliRunner
 
 from engine.catalog.catalog import Catalog
 from engine.ledger.ledger import Spool, open_snapshot
+from engine.metering.erasure import erase as erase_usage
+from engine.metering.raw_usage import export
+from engine.metering.usage_log import UsageLog
+from engine.metering.usage_rows import Metered, connect
 from engine.settings.params import Params, load_params
 from flows.cli import app
+from tasks.usage import usage_by
 
 SECRET = os.urandom(600).hex()
 
@@ -42,7 +49,25 @@ def catalog(params: Params) -> Catalog:
             unit = SECRET if owner == "acme" else "fine"
             id = spool.emit("observations", policy="bobs-sums", key=hashed, unit=unit)
             spool.emit("feedback", request_id=id, key=hashed, reward=1.0)
+    use(params, {key.owner: key.id for key in catalog.keys.all()})
     return catalog
+
+
+def use(params: Params, keys: dict[str, str]) -> None:
+    """Record requests of each tenant: in Parquet, in the log, and a last one that its gateway leaves open."""
+    now = time.time()
+
+    def one(tenant: str) -> Metered:
+        id = f"cmpl-{SECRET if tenant == 'acme' else 'fine'}"
+        return Metered(id, tenant, keys[tenant], "bobs-sums", "", "user", now, 50)
+
+    with closing(UsageLog(params.paths.usage)) as log:
+        for tenant in ("acme",) * 3 + ("bobs",) * 3:
+            log.settle(log.admit(one(tenant)), one(tenant), 200, (3, 4))
+        assert export(params.paths.usage, now + 120) == 5
+        for tenant in ("bobs", "acme"):
+            log.settle(log.admit(one(tenant)), one(tenant), 200, (3, 4))
+        log.admit(one("acme"))
 
 
 def erase(file: Path, tenant: str, *more: str) -> dict:
@@ -62,6 +87,8 @@ def test_nothing_of_the_tenant_is_left_and_each_place_is_reported(
     assert places["catalog"]["revisions"] == 3
     assert places["files"]["revision_directories"] == 3
     assert (places["answers"]["observations"], places["answers"]["feedback"]) == (1, 1)
+    assert places["usage"] == {"requests": 2, "exported": 3}
+    assert places["kept"] == {"hourly_sums": 1}
     assert {"name", "sessions", "segments", "store", "cache", "mlflow", "ledger"} <= set(places)
     found = [path for path in params.state_dir.rglob("*") if path.is_file()]
     assert [path for path in found if SECRET.encode() in path.read_bytes()] == []
@@ -70,6 +97,12 @@ def test_nothing_of_the_tenant_is_left_and_each_place_is_reported(
     assert [key.owner for key in catalog.keys.all() if key.revoked_at is None] == ["bobs"]
     with open_snapshot(params.paths.ledger_snapshot) as ledger:
         assert ledger.execute("SELECT unit FROM observations").fetchall() == [("fine",)]
+    raw = f"SELECT DISTINCT tenant FROM read_parquet('{params.paths.usage}/raw/*/*.parquet')"
+    assert duckdb.sql(raw).fetchall() == [("bobs",)]
+    with closing(connect(params.paths.usage / "usage.db")) as log:
+        assert log.execute("SELECT DISTINCT tenant FROM requests").fetchall() == [("bobs",), ("",)]
+    # The bill is as it was.
+    assert {row["tenant"]: row["requests"] for row in usage_by(params, "tenant")} == {"acme": 5, "bobs": 4}
     last = catalog.audit.newest(1)[0]
     assert (last.action, last.subject, json.loads(last.after)["by"]) == ("tenant.erase", "acme", "ann")
     assert catalog.audit.verify()[0] == last.id
@@ -78,7 +111,20 @@ def test_nothing_of_the_tenant_is_left_and_each_place_is_reported(
 def test_a_second_time_finds_nothing(file: Path, catalog: Catalog) -> None:
     erase(file, "acme", "--yes")
     places = erase(file, "acme", "--yes")["places"]
+    assert places.pop("kept") == {"hourly_sums": 1}
     assert not any(count for counts in places.values() for count in counts.values())
+
+
+def test_a_request_under_way_stays_until_it_is_closed(params: Params, catalog: Catalog) -> None:
+    asked = Metered("cmpl-1", "acme", "k", "bobs-sums", "", "user", time.time(), 50)
+    with closing(UsageLog(params.paths.usage)) as log:
+        number = log.admit(asked)
+        removed, kept = erase_usage(params.paths.usage, "acme")
+        assert (removed["requests"], kept["requests_under_way"]) == (2, 1)
+        log.settle(number, asked, 200, (3, 4))
+        assert erase_usage(params.paths.usage, "acme")[0]["requests"] == 1
+        # The number of the newest row is not given again.
+        assert log.admit(asked) == number + 1
 
 
 @pytest.mark.parametrize(

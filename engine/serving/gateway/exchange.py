@@ -13,7 +13,7 @@ from engine.catalog.catalog import Key
 from engine.ledger.spool import Spool
 from engine.serving.gateway.arms import FALLBACK, Target
 from engine.serving.gateway.asgi import CLIENT_LEFT
-from engine.serving.gateway.outcomes import outcome_of, streamed_fault, streamed_outcome
+from engine.serving.gateway.outcomes import ENDED, FAULT, outcome_of, streamed_fault, streamed_outcome
 from engine.serving.gateway.routing import Router
 
 UNOBSERVED = Counter("graftwork_observations_lost", "Requests whose observation could not be spooled.")
@@ -54,10 +54,13 @@ class Exchange:
             answer = answer_of(body)
             self.usage, self.outcome = answer.get("usage"), outcome_of(answer, is_json)
         elif body:
-            self.ttft_s = self.ttft_s or now_s
+            if self.ttft_s is None:
+                self.ttft_s = now_s
             self.pieces, self.last_s = self.pieces + 1, now_s
-            self.outcome = streamed_outcome(body) or self.outcome
-            self.status = streamed_fault(body) or self.status
+            if ENDED in body:
+                self.outcome = streamed_outcome(body) or self.outcome
+            elif body.startswith(FAULT):
+                self.status = streamed_fault(body)
 
     def take_usage(self, used: tuple[int, int] | None) -> None:
         """Take the (prompt, completion) tokens of the whole answer, a stream's too."""

@@ -18,6 +18,7 @@ from engine.serving.gateway.asgi import App, Header, Message, Receive, Send, wit
 FORWARDED = frozenset({b"accept", b"content-type", b"host", b"traceparent", b"tracestate", b"user-agent"})
 # Endpoints whose streams carry usage when `stream_options` ask; the others' always do.
 ASKED_FOR_USAGE = frozenset({"/v1/completions", "/v1/chat/completions"})
+HAS_USAGE = b'"usage":{'
 USAGE = re.compile(rb'"usage":(\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\})')
 ERROR = 400
 # (prompt, completion) tokens.
@@ -99,7 +100,7 @@ async def forward(
                 return
             await _send_fault(call, held.pop(), bytes(fault), send)
             return
-        elif _measure(call, message):
+        elif HAS_USAGE in message.get("body", b"") and _measure(call, message):
             return
         await send(message)
 
@@ -121,9 +122,7 @@ def _measure(call: ForwardedCall, message: Message) -> bool:
 
     Return whether nothing is left of it.
     """
-    piece = message.get("body", b"")
-    if b'"usage":{' not in piece:
-        return False
+    piece = message["body"]
     call.read_usage(piece)
     if not call.is_stream or call.wants_usage:
         return False
@@ -134,4 +133,4 @@ def _measure(call: ForwardedCall, message: Message) -> bool:
 
 def _is_extra(event: bytes) -> bool:
     """Return whether an event is the one that only carries usage: it has no choices."""
-    return b'"usage":{' in event and b'"choices":[]' in event
+    return HAS_USAGE in event and b'"choices":[]' in event

@@ -5,8 +5,8 @@ the key's policies, reserves its tokens, waits until the adapter is in the host 
 forwards the request, settles what it used and spools one observation.
 """
 
+import os
 import time
-import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, suppress
 from contextvars import ContextVar
@@ -102,14 +102,14 @@ class Gateway:
         if scope["type"] != "http":
             # A WebSocket: refused before it is accepted, which its client sees as a 403.
             return await send({"type": "websocket.close", "code": POLICY_VIOLATION})
-        request_id = uuid.uuid4().hex
+        request_id = os.urandom(16).hex()
 
-        async def tagged(message: Message) -> None:
+        def tagged(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
                 message["headers"] = [
                     *message.get("headers", ()), (b"x-request-id", request_id.encode()),
                 ]  # fmt: skip
-            await send(message)
+            return send(message)
 
         scope.setdefault("state", {})["graftwork_request"] = request_id
         state: GatewayState | None = getattr(scope["app"].state, "graftwork", None)
@@ -211,8 +211,8 @@ class Gateway:
             raise
         finally:
             exchange.take_usage(call.used)
-            state.meter.settle(bill, exchange.status, exchange.target.digest, call.used)
             exchange.record(state.spool, state.name)
+            await state.meter.settle(bill, exchange.status, exchange.target.digest, call.used)
 
     async def _answer(
         self,

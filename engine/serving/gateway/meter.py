@@ -22,6 +22,7 @@ from engine.metering.usage_log import Shortage, UsageLog
 from engine.metering.usage_rows import DAY, MONTH, Budget, Metered
 from engine.serving.gateway.asgi import Header
 from engine.serving.gateway.fair_share import FairShare
+from engine.serving.gateway.forwarding import Used
 
 # The share of the queue of cold loads that a tenant with policies of its own may take.
 LOAD_SHARE = 0.5
@@ -29,7 +30,7 @@ LOAD_SHARE = 0.5
 TEMPLATE_TOKENS = 256
 TOKENS = Counter("graftwork_tokens", "Tokens of settled requests.", ["tenant", "kind"])
 REFUSED = Counter("graftwork_requests_limited", "Requests refused by a limit.", ["tenant", "limit"])
-UNSETTLED = Counter("graftwork_usage_unsettled", "Requests whose usage could not be written.")
+UNSETTLED = Counter("graftwork_usage_unsettled", "Failed attempts to write the usage of ended requests.")
 log = logging.getLogger("graftwork.meter")
 
 
@@ -93,6 +94,9 @@ class Meter:
         self._loading: dict[str, Tally[str]] = {}
         self._prewarming: dict[str, set[str]] = {}
         self._fair = FairShare()
+        # What has ended and is not written yet.
+        self._ended: list[tuple[int, Metered, int, Used | None]] = []
+        self._is_due = False
 
     def bound(self, body_bytes: int, prompts: int, samples: int, most_tokens: int | None) -> int:
         """Return the most tokens that a request can take: its prompts and all of its completions."""
@@ -150,10 +154,41 @@ class Meter:
         """Record the request; draw from shared budgets what this machine lacks of them."""
         while True:
             try:
-                return self._usage.admit(asked, budgets)
+                return self._admit_now(asked, budgets)
             except Shortage as short:
                 if not await asyncio.to_thread(self._usage.draw, short):
                     raise short.refusal from None
+
+    def _admit_now(self, asked: Metered, budgets: Sequence[Budget]) -> int:
+        """Record the request in one transaction with all that has ended meanwhile."""
+        number, refusal = 0, None
+        with self._usage.together():
+            self._write_ended()
+            try:
+                number = self._usage.admit(asked, budgets)
+            except (LimitReached, Shortage) as refused:
+                refusal = refused
+        self._ended.clear()
+        if refusal is not None:
+            raise refusal
+        return number
+
+    def _write_ended(self) -> None:
+        for ended in self._ended:
+            self._usage.settle(*ended)
+
+    def _flush(self) -> None:
+        """Record what has ended in this turn of the event loop."""
+        self._is_due = False
+        try:
+            with self._usage.together():
+                self._write_ended()
+            self._ended.clear()
+        except sqlite3.Error as error:
+            # The next request tries again. If none comes, the rows are closed at their reservation when this
+            # gateway ends.
+            UNSETTLED.inc()
+            log.warning("The usage of %d requests could not be written: %s", len(self._ended), error)
 
     def _leave(
         self, subjects: Sequence[str], buckets: Sequence[tuple[str, TokenBucket]], unused_tokens: int
@@ -167,24 +202,27 @@ class Meter:
             if kind == "tokens":
                 bucket.left = min(bucket.capacity, bucket.left + unused_tokens)
 
-    def settle(self, bill: Bill, status: int, digest: str | None, used: tuple[int, int] | None) -> None:
-        """Record what a request used, and which revision answered it (None: the base). Never raises.
+    async def settle(self, bill: Bill, status: int, digest: str | None, used: Used | None) -> None:
+        """Record what a request used, and which revision answered it (None: the base).
 
-        `used` is (prompt, completion) tokens; None: not known, so that its reservation counts.
+        `used` is (prompt, completion) tokens; None: not known, so that its reservation counts. It is written
+        in this turn of the event loop, also when the caller is cancelled.
         """
-        asked = replace(bill.asked, revision=digest or "")
+        asked = bill.asked
+        if asked.revision != (digest or ""):
+            asked = replace(asked, revision=digest or "")
         self._fair.leave(bill.tag)
         self._leave(bill.subjects, bill.buckets, 0 if used is None else asked.reserved - sum(used))
-        try:
-            self._usage.settle(bill.number, asked, status, used)
-        except sqlite3.Error as error:
-            # The row stays open, and is closed at its reservation when this gateway ends.
-            UNSETTLED.inc()
-            log.warning("The usage of %s could not be written: %s", asked.id, error)
+        self._ended.append((bill.number, asked, status, used))
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._flush)
         for kind, tokens in zip(("prompt", "completion"), used or (), strict=False):
             TOKENS.labels(asked.tenant, kind).inc(tokens)
         if used is None:
             TOKENS.labels(asked.tenant, "unknown").inc(asked.reserved)
+        # The loop comes back here after the flush.
+        await asyncio.sleep(0)
 
     def prewarm(self, key: Key, tenant: Tenant, name: str, is_loading: Callable[[str], bool]) -> None:
         """Count an adapter that is loaded ahead of its requests. Raises as `cold_load`."""

@@ -5,6 +5,8 @@ from typing import Any
 
 import orjson
 
+# All but the last event of a stream have null there.
+ENDED = b'"finish_reason":"'
 # What the last event of a stream says, and the outcome.
 STREAMED = {
     b'"finish_reason":"length"': "truncated",
@@ -36,10 +38,8 @@ def streamed_outcome(chunk: bytes) -> str | None:
     return next((outcome for sign, outcome in STREAMED.items() if sign in chunk), None)
 
 
-def streamed_fault(chunk: bytes) -> int | None:
-    """Return the status of an error that vLLM tells in a stream, behind its 200, or None."""
-    if not chunk.startswith(FAULT):
-        return None
+def streamed_fault(chunk: bytes) -> int:
+    """Return the status of an error that vLLM tells in a stream, behind its 200: a piece that begins so."""
     try:
         return int(orjson.loads(chunk.removeprefix(b"data: ").partition(b"\n")[0])["error"]["code"])
     except (orjson.JSONDecodeError, LookupError, TypeError, ValueError):

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from engine.catalog.catalog import Catalog, Key, Revision, Route, Tenant
@@ -22,6 +23,8 @@ from engine.settings.params import DIGEST12, POLICY_NAME, served_name, split_ser
 STALE_S = 0.8
 # Names and keys that are known not to exist, so that asking again reads nothing.
 ABSENT_ROWS = 4096
+# A tenant's hash is wanted at each of its requests, and a user's again at its next one.
+KEPT_HASHES = 4096
 # How long a key is trusted while the catalog cannot be read.
 KEY_MAX_AGE_S = 60.0
 # Steps of a release during which its revision is loaded.
@@ -50,6 +53,8 @@ class Router:
         self._base_names = {base_name, configured or base_name}
         self._base_digest = base_digest
         self._catalog = catalog
+        # An HMAC of some words with the installation's secret (24 hex digits).
+        self.keyed_hash = lru_cache(KEPT_HASHES)(catalog.keyed_hash)
         self._clock = clock
         # Of the whole catalog, and the number of the newest change that was read.
         self._version: int | None = None
@@ -82,14 +87,9 @@ class Router:
         return key
 
     def tenant(self, name: str) -> Tenant:
-        """Return a tenant's limits and weight."""
-        self._look()
+        """Return a tenant's limits and weight, as of the look for its key."""
         tenant: Tenant = self._read(None, ("tenant", name), lambda: self._catalog.keys.tenant(name))
         return tenant
-
-    def keyed_hash(self, *words: str) -> str:
-        """Return an HMAC of these words with the installation's secret (24 hex digits)."""
-        return self._catalog.keyed_hash(*words)
 
     def resolve(self, model: str, unit: str, purpose: str = "user", key: Key | None = None) -> Target:
         """Return the revision that answers `model` for this unit, of those that `key` (None: any) may use.

@@ -47,13 +47,12 @@ class ResidentBase:
         checkpointing: bool = False,
         longest: int | None = None,
     ):
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig
 
         torch.set_num_threads(threads)
         self.shapes = BaseShapes.of(AutoConfig.from_pretrained(path, trust_remote_code=False).to_dict())
         self.device, self.checkpointing = torch.device(device), checkpointing
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
-        self.model: Any = model.eval().to(self.device)
+        self.model: Any = self._load(path, dtype).eval()
         self.model.requires_grad_(False)
         self.packs = can_pack(self.model.config)
         if self.packs:
@@ -70,6 +69,17 @@ class ResidentBase:
             **{name: self._slot(name, slotted_experts) for name in self.shapes.experts},
         }
         self.replay = Replay(self.model, self.shapes)
+
+    def _load(self, path: Path, dtype: torch.dtype) -> Any:
+        """Return the model on the device."""
+        from transformers import AutoModelForCausalLM
+
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
+        return model.to(self.device)
+
+    def parameter_bytes(self) -> list[int]:
+        """Return the bytes of the base's parameters that each rank holds: here one process, all of them."""
+        return [sum(parameter.nbytes for parameter in self.model.parameters())]
 
     def _slot(self, name: str, wrap: Callable[[Any], Slotted]) -> Slotted:
         parent, _, leaf = name.rpartition(".")
@@ -214,11 +224,27 @@ class ResidentBase:
 
         `between` is called after each token and may raise to end the call.
         """
+
+        def stops() -> bool:
+            between()
+            return False
+
+        longest = [TokenRow((*prompt, *[0] * limit), len(prompt)) for prompt in prompts]
+        rows: dict[int, TokenRow] = {}
+        with torch.no_grad(), self.using(adapter), self._generating():
+            for batch in microbatches(longest, self.microbatch_tokens, shared=False):
+                completed = self._complete([longest[i].prompt for i in batch], ends, limit, stops)
+                rows |= zip(batch, completed, strict=True)
+        return [rows[i] for i in range(len(prompts))]
+
+    def _complete(
+        self, asked: Sequence[tuple[int, ...]], ends: Collection[int], limit: int, stops: Callable[[], bool]
+    ) -> list[TokenRow]:
+        """Return prompts of one batch with their greedy completions; `stops` after a token ends them all."""
         from transformers import GenerationConfig, StoppingCriteriaList
 
-        def goes_on(tokens_BS: Tensor, scores: Any) -> Tensor:
-            between()
-            return torch.zeros(len(tokens_BS), dtype=torch.bool, device=tokens_BS.device)
+        def ended(tokens_BS: Tensor, scores: Any) -> Tensor:
+            return torch.full((len(tokens_BS),), stops(), device=tokens_BS.device)
 
         # Override the base's own generation settings.
         settings = GenerationConfig(
@@ -229,24 +255,20 @@ class ResidentBase:
             eos_token_id=list(ends),
             pad_token_id=0,
         )
-        longest = [TokenRow((*prompt, *[0] * limit), len(prompt)) for prompt in prompts]
-        rows: dict[int, TokenRow] = {}
-        with torch.no_grad(), self.using(adapter), self._generating():
-            for batch in microbatches(longest, self.microbatch_tokens, shared=False):
-                asked = [longest[i].prompt for i in batch]
-                width = max(map(len, asked))
-                tokens_BS = torch.tensor([(0,) * (width - len(prompt)) + prompt for prompt in asked])
-                start_B1 = torch.tensor([[width - len(prompt)] for prompt in asked])
-                found_BS = self.model.generate(
-                    tokens_BS.to(self.device),
-                    attention_mask=(torch.arange(width) >= start_B1).to(self.device),
-                    generation_config=settings,
-                    stopping_criteria=StoppingCriteriaList([goes_on]),
-                )
-                for i, prompt, found in zip(batch, asked, found_BS[:, width:].tolist(), strict=True):
-                    count = next((at for at, token in enumerate(found, 1) if token in ends), len(found))
-                    rows[i] = TokenRow((*prompt, *found[:count]), len(prompt))
-        return [rows[i] for i in range(len(prompts))]
+        width = max(map(len, asked))
+        tokens_BS = torch.tensor([(0,) * (width - len(prompt)) + prompt for prompt in asked])
+        start_B1 = torch.tensor([[width - len(prompt)] for prompt in asked])
+        found_BS = self.model.generate(
+            tokens_BS.to(self.device),
+            attention_mask=(torch.arange(width) >= start_B1).to(self.device),
+            generation_config=settings,
+            stopping_criteria=StoppingCriteriaList([ended]),
+        )
+        rows = []
+        for prompt, found in zip(asked, found_BS[:, width:].tolist(), strict=True):
+            count = next((at for at, token in enumerate(found, 1) if token in ends), len(found))
+            rows.append(TokenRow((*prompt, *found[:count]), len(prompt)))
+        return rows
 
     @contextmanager
     def _generating(self) -> Iterator[None]:

@@ -11,6 +11,7 @@ Shape suffixes: _T completion tokens, one example after another.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from engine.training.model.microbatches import first_fit, stream_tokens
 from engine.training.model.objective import Objective, refuse_broken, tokens_of
 from engine.training.model.packing import Example, Stream, TokenRow
 from engine.training.model.replay import mask_unknown
+from engine.training.model.sharded import Found, ShardedBase
 
 # Stream tokens of one session up to which a shared pass is clearly faster; see `is_worth_fusing`.
 FEW_TOKENS = 320
@@ -71,7 +73,9 @@ def is_small(rows: Sequence[TokenRow]) -> bool:
 
 def can_share(base: ResidentBase, calls: Sequence[Call]) -> bool:
     """Say whether calls can share a pass; the counts of router replay cannot be split by call."""
-    return base.packs and all(example.row.routes is None for call in calls for example in call.data)
+    if not base.packs or isinstance(base, ShardedBase):
+        return False
+    return all(example.row.routes is None for call in calls for example in call.data)
 
 
 def forward_backward(
@@ -95,9 +99,12 @@ def forward_backward(
         )
     states = [_CallState(base, call) for call in calls]
     with adding_gradients(call.adapter for call in calls):
-        for pieces in _microbatches(base, states):
-            between()
-            _learn(base, [(states[number], batch) for number, batch in pieces])
+        if isinstance(base, ShardedBase):
+            _learn_in_rounds(base, states[0], between)
+        else:
+            for pieces in _microbatches(base, states):
+                between()
+                _learn(base, [(states[number], batch) for number, batch in pieces])
     return [one.result() for one in states]
 
 
@@ -204,6 +211,19 @@ def _learn(base: ResidentBase, pieces: Sequence[tuple[_CallState, list[int]]]) -
         # Where no token teaches, the backward pass would add zeros.
         if gradient_T.any():
             new_T.backward(gradient_T)  # type: ignore[no-untyped-call]
+
+
+def _learn_in_rounds(base: ShardedBase, one: _CallState, between: Callable[[], None]) -> None:
+    """Add the gradients of a call's microbatches, one for each rank at a time."""
+
+    def judge(batches: Sequence[list[int]], found: Sequence[Found]) -> list[Tensor]:
+        return [one.learn(batch, *values) for batch, values in zip(batches, found, strict=True)]
+
+    with base.holding(one.adapter):
+        for batches in base.rounds(one.batches):
+            between()
+            parts = [one.rows(batch) for batch in batches]
+            base.learn(parts, one.objective.needs_base, partial(judge, batches))
 
 
 @contextmanager

@@ -1,7 +1,9 @@
 """The trainer's HTTP service: one resident base, sessions of many policies, operations that can be polled.
 
     python -m engine.training.service.app --params FILE
+    torchrun --standalone --nproc-per-node W -m engine.training.service.app --params FILE
 
+The second starts W ranks, of which each holds a part of the base; rank 0 is the service.
 Every mutating call answers at once with an operation's id, or with 503, `Retry-After` and the queue's state.
 One thread carries operations out and takes sessions in turns. An operation's id is the client's request id,
 so a repeated request is carried out once, also across a restart if its result was stored.
@@ -24,21 +26,29 @@ from fastapi.responses import JSONResponse, PlainTextResponse
 from engine.base.prompts import end_tokens
 from engine.errors import Busy, Cancelled, ConfigError, GraftworkError, ServiceError
 from engine.planning.host import free_bytes, microbatch_tokens, takes_all_cores
+from engine.process_reaper import die_with_parent
 from engine.security.credentials import credential
 from engine.security.http import HEALTH, guarded, server_options
 from engine.settings.params import Params, load_params
 from engine.settings.reproducible import equal_bits
 from engine.training.service import protocol
+from engine.version import code_version
 
 if TYPE_CHECKING:
+    from engine.base.resident import BaseInfo
     from engine.planning.memory import MemoryPlan
     from engine.training.model.lora import ResidentBase
+    from engine.training.model.ranks import Ranks
+    from engine.training.model.sharded import ShardedBase
     from engine.training.service.trainer import Trainer
 
 LONGEST_WAIT_S = 30.0
 NICENESS = 10
+# What a launcher tells each rank beside WORLD_SIZE.
+LAUNCHER = ("RANK", "MASTER_ADDR", "MASTER_PORT")
 # Default number of listed sessions.
 NEWEST = 100
+Seconds = Annotated[float, Query(ge=0, allow_inf_nan=False)]
 
 
 def make_app(trainer: "Trainer") -> FastAPI:
@@ -108,7 +118,7 @@ def make_app(trainer: "Trainer") -> FastAPI:
         return {"operation": trainer.submit(body, trainer.forget_policy)}
 
     @app.get("/operations/{id}")
-    async def operation(id: str, wait_s: float = 0.0) -> dict[str, Any]:
+    async def operation(id: str, wait_s: Seconds = 0.0) -> dict[str, Any]:
         """Answer `pending`, `done` with the result, or `failed` with the error, after at most `wait_s`."""
         # In a thread: an operation from before a restart is searched for in many files.
         future = await asyncio.to_thread(trainer.operation, id)
@@ -159,39 +169,44 @@ async def _answer_invalid(request: Any, error: RequestValidationError) -> JSONRe
     return await _answer_error(request, ConfigError(f"The request is not valid. {' '.join(faults)}"))
 
 
-def load_trainer(params: Params) -> "Trainer":
+def load_trainer(params: Params, ranks: "Ranks | None" = None) -> "Trainer":
     """Load the base, open the catalog, and return a trainer without sessions.
 
-    On a GPU it prints the memory plan first and raises `ConfigError` when the plan does not fit.
+    On a GPU it prints the memory plan first and raises `ConfigError` when the plan does not fit. With `ranks`
+    this is rank 0, and the base is sharded.
     """
     import torch
 
     from engine.base.resident import base_config, ensure_base
     from engine.catalog.catalog import Base, open_catalog
-    from engine.planning.gpu import planned
+    from engine.planning.gpu import cuda_bytes, planned
     from engine.shared_cores import SharedCores
     from engine.training.service.capacity import FREE_SHARE
     from engine.training.service.export import Exporter
     from engine.training.service.trainer import Trainer
 
-    plan = planned(params)
+    # The plan is of a GPU with trainer and engine, each with the whole base.
+    plan, cuda = None if ranks else planned(params), cuda_bytes() is not None
     info = ensure_base(params.base, params.paths)
     catalog = open_catalog(params.paths, migrated=True)
     catalog.bases.add(Base(info.digest, info.name, str(info.path), time.time()))
-    dtype = getattr(torch, params.engine.dtype_on(plan is not None))
+    dtype = getattr(torch, params.engine.dtype_on(cuda))
     exporter = Exporter(params, catalog, dtype, end_tokens(info.path))
-    base = load_base(params, info.path, plan)
+    base = load_part(params, info, ranks) if ranks else load_base(params, info.path, plan)
     on_gpu = plan.trainer_adapters if plan else 0
-    session_bytes = params.trainer.session_bytes or on_gpu or int(free_bytes() * FREE_SHARE)
-    share = threads_of(params)
-    shares = plan is None and takes_all_cores(base_config(params.base, params.paths), params)
-    cores = SharedCores(params.paths.cores, "trainer", share) if shares else None
+    free = torch.cuda.mem_get_info(base.device)[0] if ranks and cuda else free_bytes()
+    session_bytes = params.trainer.session_bytes or on_gpu or int(free * FREE_SHARE)
+    shares = not (plan or ranks) and takes_all_cores(base_config(params.base, params.paths), params)
+    cores = SharedCores(params.paths.cores, "trainer", threads_of(params)) if shares else None
     return Trainer(params, base, info.digest, exporter, session_bytes, cores)
 
 
-def threads_of(params: Params) -> int:
-    """Return the threads of a pass beside an engine that computes: as set, or half of the cores."""
-    return params.trainer.threads or max(1, len(os.sched_getaffinity(0)) // 2)
+def threads_of(params: Params, processes: int = 1) -> int:
+    """Return the threads of a pass beside an engine that computes: as set, or half of the cores.
+
+    That many `processes` of this machine share the half.
+    """
+    return params.trainer.threads or max(1, len(os.sched_getaffinity(0)) // 2 // processes)
 
 
 def load_base(params: Params, path: Path, plan: "MemoryPlan | None") -> "ResidentBase":
@@ -217,8 +232,69 @@ def load_base(params: Params, path: Path, plan: "MemoryPlan | None") -> "Residen
     return ResidentBase(path, threads, trainer.most_tokens, device, dtype, checkpointing, longest)
 
 
+def load_part(params: Params, info: "BaseInfo", ranks: "Ranks") -> "ShardedBase":
+    """Load this rank's part of the base, on the GPU of its number on its machine if there is one.
+
+    Raises `ConfigError` on every rank when one has another base or version.
+    """
+    import torch
+
+    from engine.planning.gpu import cuda_bytes
+    from engine.training.model.sharded import ShardedBase
+
+    found = ranks.every((info.digest, code_version()))
+    for number, (digest, version) in enumerate(found):
+        if found[0] != (digest, version):
+            raise ConfigError(
+                f"Rank {number} has the base {digest[:12]} and Graftwork {version}, rank 0 has "
+                f"{found[0][0][:12]} and {found[0][1]}. Give all ranks the same base and version."
+            )
+    trainer, cuda = params.trainer, cuda_bytes() is not None
+    tokens, dtype = trainer.most_tokens, getattr(torch, params.engine.dtype_on(cuda))
+    if not cuda:
+        dtype = torch.float32
+        tokens = microbatch_tokens(json.loads((info.path / "config.json").read_text()), params)
+    return ShardedBase(
+        ranks,
+        info.path,
+        threads_of(params, ranks.near),
+        tokens,
+        f"cuda:{ranks.place}" if cuda else "cpu",
+        dtype,
+        trainer.checkpoints_on(cuda),
+        max(trainer.most_tokens, params.engine.max_model_len),
+    )
+
+
+def join(params: Params) -> "Ranks | None":
+    """Return this process's place among the ranks that a launcher such as torchrun has started, else None.
+
+    Raises `ConfigError` when the launcher's variables are not complete.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return None
+    missing = [name for name in LAUNCHER if not os.environ.get(name)]
+    if missing:
+        raise ConfigError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but not {' and '.join(missing)}. Start the "
+            "ranks with torchrun, or unset WORLD_SIZE for a trainer of one process."
+        )
+    die_with_parent(os.getppid())
+    from engine.planning.gpu import cuda_bytes, trainer_device
+    from engine.training.model.ranks import Ranks
+
+    cuda = cuda_bytes() is not None
+    if cuda and trainer_device(params, cuda) == "cpu":
+        raise ConfigError(
+            "trainer.device is cpu, but the ranks of a machine with GPUs train on these. Remove the setting, "
+            "or hide the GPUs with CUDA_VISIBLE_DEVICES=''."
+        )
+    place, near = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return Ranks(params.trainer.operation_timeout_s, cuda, place, near)
+
+
 def main() -> None:
-    """Run the trainer until it is stopped."""
+    """Run the trainer, or a rank of it, until it is stopped."""
     import uvicorn
 
     parser = argparse.ArgumentParser(description=__doc__)
@@ -227,10 +303,23 @@ def main() -> None:
     os.environ.update(equal_bits(os.environ))
     # On shared cores the engine's short requests go before long training steps.
     os.nice(NICENESS)
-    trainer = load_trainer(params)
+    try:
+        ranks = join(params)
+    except ConfigError as error:
+        parser.exit(error.exit_code, f"{error}\n")
+    if ranks and ranks.number:
+        from engine.base.resident import ensure_base
+
+        load_part(params, ensure_base(params.base, params.paths), ranks).follow()
+        return
+    trainer = load_trainer(params, ranks)
+    if ranks:
+        ranks.lead()
     app = guarded(make_app(trainer), params.trainer, credential(params.paths, "trainer"))
     uvicorn.run(app, access_log=False, **server_options(params.trainer))
     trainer.close()
+    if ranks:
+        ranks.close()
 
 
 if __name__ == "__main__":

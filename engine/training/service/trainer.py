@@ -21,6 +21,7 @@ from engine.shared_cores import SharedCores
 from engine.training.model.lora import ResidentBase
 from engine.training.model.packing import Example, TokenRow
 from engine.training.model.replay import decode
+from engine.training.model.sharded import ShardedBase
 from engine.training.model.update import Call, check_rows, forward_backward, is_small, is_worth_fusing
 from engine.training.service import protocol
 from engine.training.service.export import Exporter
@@ -51,8 +52,9 @@ class Trainer:
     ):
         self.cores = cores
         self.params, self.base, self.base_digest, self.exporter = params, base, base_digest, exporter
-        # Shared passes were measured on CPU only.
-        self.fuses = params.trainer.fuse == "auto" and base.packs and base.device.type == "cpu"
+        # Shared passes were measured on CPU only. Ranks compute several microbatches at once anyway.
+        whole = base.device.type == "cpu" and not isinstance(base, ShardedBase)
+        self.fuses = params.trainer.fuse == "auto" and base.packs and whole
         self.queue = Queue(params.trainer.queue_of_session, params.trainer.queue, joined, self._perform)
         self.sessions = Sessions(params.paths.sessions, base, base_digest, session_bytes, self.queue.waiting)
         self.metrics = TrainerMetrics()
@@ -261,9 +263,13 @@ class Trainer:
         return self.exporter.probe_revision(self.base, self.base_digest, request, between).to_json()
 
     def health(self) -> dict[str, Any]:
-        """Return the known sessions' steps, the bytes in memory and their limit, and the queue's state."""
+        """Return the known sessions' steps, the bytes in memory and their limit, and the queue's state.
+
+        `parameter_bytes` has one value for each rank.
+        """
         rows = self.sessions.rows()
         return {
+            "parameter_bytes": self.base.parameter_bytes(),
             "sessions": {row["session"]: row["step"] for row in rows},
             "session_bytes": sum(row["bytes"] for row in rows if row["resident"]),
             "session_bytes_limit": self.sessions.budget,

@@ -13,8 +13,8 @@ from sqlalchemy import text
 from sqlalchemy.exc import DatabaseError
 
 from engine.catalog.audit import START, acting
-from engine.catalog.catalog import Catalog, migrate
-from engine.errors import Conflict
+from engine.catalog.catalog import Catalog, Tenant, migrate
+from engine.errors import ConfigError, Conflict, NotFound
 
 
 def entries(catalog: Catalog) -> list[tuple[str, str, str, str | None]]:
@@ -64,6 +64,54 @@ def test_every_kind_of_change_is_there(filled: Catalog) -> None:
         "revision.retire", "revision.unretire", "route.change",
     } <= {action for action, *_ in entries(filled)}  # fmt: skip
     assert filled.audit.verify()[0] == len(filled.audit.page())
+
+
+def test_changes_of_keys_and_tenants_are_entries_without_a_secret(catalog: Catalog) -> None:
+    before = len(catalog.audit.page())
+    key = catalog.keys.create("acme", ["infer"], ["acme-*"], {"concurrency": 4.0})
+    hashed = catalog.keys.find(key).hash
+    with acting("ops", "ada"):
+        newer = catalog.keys.rotate(key, overlap_s=60)
+    catalog.keys.limit(newer, {"concurrency": 8.0}, ["acme-sums"])
+    catalog.keys.set_tenant(Tenant("acme", {"tokens_per_day": 5.0}))
+    catalog.keys.set_tenant(Tenant("acme", {"tokens_per_day": 5.0}, weight=2.0))
+    catalog.keys.revoke(newer)
+    with pytest.raises(NotFound):
+        catalog.keys.revoke(newer)
+    found, id = catalog.audit.page()[before:], hashed[:12]
+    assert [(one.action, one.subject) for one in found] == [
+        ("key.create", id), ("key.rotate", id), ("key.limits", id), ("tenant.limits", "acme"),
+        ("tenant.limits", "acme"), ("key.revoke", id),
+    ]  # fmt: skip
+    assert (found[1].actor, found[1].on_behalf_of) == ("ops", "ada")
+    created, rotated, limited, set_up, weighed, revoked = (json.loads(one.after) for one in found)
+    assert (created["owner"], created["roles"], created["policies"]) == ("acme", ["infer"], ["acme-*"])
+    assert (rotated["overlap_s"], rotated["hash"]) == (60, catalog.keys.all()[-1].hash[:12])
+    assert json.loads(found[1].before) == {"hash": id}
+    assert json.loads(found[2].before) == {"limits": {"concurrency": 4.0}, "policies": ["acme-*"]}
+    assert limited == {"limits": {"concurrency": 8.0}, "policies": ["acme-sums"]}
+    assert set_up == {"limits": {"tokens_per_day": 5.0}}
+    assert (weighed, json.loads(found[4].before)) == ({"weight": 2.0}, {"weight": 1.0})
+    assert revoked["revoked_at"] > 0
+    texts = [one.before + one.after for one in found]
+    assert not any(secret in text for secret in (key, newer, hashed) for text in texts)
+    assert catalog.audit.verify()[0] == before + 6
+
+
+def test_a_key_that_is_refused_leaves_no_entry(catalog: Catalog) -> None:
+    first = catalog.keys.create("acme", ["infer"], ["acme-*"])
+    other = catalog.keys.create("umbrella", ["infer"], ["umbrella-*"])
+    before = catalog.audit.page()
+    for refused in (
+        lambda: catalog.keys.create("umbrella", ["infer"], ["acme-sums"]),
+        lambda: catalog.keys.limit(other, {}, ["acme-sums"]),
+        lambda: catalog.keys.limit(first, {"nothing": 1.0}),
+        lambda: catalog.keys.set_tenant(Tenant("acme", weight=0.0)),
+        lambda: catalog.keys.rotate("ffff", 1.0),
+    ):
+        with pytest.raises((Conflict, ConfigError, NotFound)):
+            refused()
+    assert catalog.audit.page() == before
 
 
 def test_the_salt_of_a_route_is_in_no_entry(filled: Catalog) -> None:

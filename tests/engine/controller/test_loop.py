@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from access_matrix import CONTROLLER
 from canary_users import Users
 from driven_release import CANARIES, SETTINGS, Boundary, Killed, drive, see
 from fastapi.testclient import TestClient
@@ -647,27 +648,17 @@ def test_bad_requests_get_a_sentence(
     assert sentence in answer.json()["error"]
 
 
-ROUTES = [
-    ("GET", "/"), ("GET", "/status"), ("GET", "/metrics"), ("GET", "/ledger/scores"), ("GET", "/policies"),
-    ("GET", "/releases"), ("GET", "/releases/r1"), ("GET", "/notices"), ("POST", "/notices/inbox"),
-    ("POST", "/policies"), ("POST", "/releases"), ("POST", "/releases/r1/approve"),
-    ("POST", "/releases/r1/hold"), ("POST", "/probes"), ("POST", "/promote"), ("POST", "/rollback"),
-    ("POST", "/lift"), ("POST", "/restore"), ("POST", "/purge"), ("POST", "/erase"),
-    ("POST", "/freeze"), ("POST", "/thaw"), ("POST", "/events/f1"),
-]  # fmt: skip
-
-
 def test_the_list_of_routes_is_whole(web: TestClient) -> None:
     """So that a new route is asked without a key below."""
     known = {(method, route.path) for route in web.app.routes for method in route.methods}
     listed = {
         (method, path.replace("r1", "{release_id}").replace("scores", "{table}").replace("f1", "{name}"))
-        for method, path in ROUTES
+        for method, path in CONTROLLER
     }
     assert known == {*listed, ("GET", "/health"), ("POST", "/mlflow/webhook")}
 
 
-@pytest.mark.parametrize(("method", "path"), ROUTES)
+@pytest.mark.parametrize(("method", "path"), CONTROLLER)
 def test_nobody_is_answered_without_a_credential(
     controller: Controller, web: TestClient, method: str, path: str
 ) -> None:

@@ -144,7 +144,7 @@ def test_bytes_that_are_not_there_are_no_damage(state, tmp_path, monkeypatch):
     assert command(params, "verify") == AdapterError.exit_code
     gone.rmdir()
     (tmp_path / "gone.seg").rename(gone)
-    chunks = Store._chunks
+    chunks = Store.chunks
 
     def faulty(self, location):
         if self.path(location.segment) == gone:
@@ -152,7 +152,7 @@ def test_bytes_that_are_not_there_are_no_damage(state, tmp_path, monkeypatch):
         return chunks(self, location)
 
     older = state.publish_older("here", 20)
-    monkeypatch.setattr(Store, "_chunks", faulty)
+    monkeypatch.setattr(Store, "chunks", faulty)
     report = compact(state.catalog, state.store, everything=True)
     assert (report.damaged, report.unreadable, report.named) == (0, 3, 1)
     assert gone.exists()

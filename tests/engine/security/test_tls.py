@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -10,9 +11,11 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
+from access_matrix import CONTROLLER, ROLE_SETS, Names, refusals
 from certificates import write_certificate
 from live import free_port
 
+from engine.catalog.catalog import Base, Policy, open_catalog
 from engine.clients.controller import ControllerClient
 from engine.clients.http import certificates
 from engine.errors import NotFound, ServiceError
@@ -68,6 +71,32 @@ def test_our_client_trusts_the_authority_that_the_environment_names(
     ):
         client.release("r1")
     assert "SSL_CERT_FILE" not in os.environ
+
+
+def test_the_matrix_of_the_live_controller(service: Params) -> None:
+    """A key of any role but `admin` calls nothing; `metrics` reads `/metrics`."""
+    with open_catalog(service.paths) as catalog:
+        keys = {who: catalog.keys.create("acme", roles, ["acme-*"]) for who, roles in ROLE_SETS.items()}
+        keys |= {"none": None, "bad": "gw-" + "0" * 40}
+        catalog.bases.add(Base("base", "tiny", "/tiny", 0.0))
+        catalog.policies.add(Policy("their-sums", "base", {}, "other", 0.0))
+        admin = catalog.keys.create("root", "admin")
+    trust = ssl.create_default_context(cafile=str(service.controller.tls_certificate))
+    names = Names("acme-sums", "their-sums", "absent-sum")
+
+    def client(key: str | None) -> httpx.Client:
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        return httpx.Client(base_url=service.url("controller"), verify=trust, headers=headers, timeout=20)
+
+    for who, key in keys.items():
+        with client(key) as http:
+            allowed = ["/metrics"] if who == "metrics" else []
+            assert refusals(http, CONTROLLER, names, allowed) == [], who
+            assert [http.get(path).status_code for path in allowed] == [200] * len(allowed)
+    with client(admin) as http:
+        for method, path in CONTROLLER:
+            # An empty body changes nothing.
+            assert http.request(method, path, json={}).status_code in (200, 400, 404), (method, path)
 
 
 def test_plain_http_is_not_answered(service: Params) -> None:

@@ -35,26 +35,6 @@ from engine.threads import in_parallel
 MIB = 1 << 20
 
 
-@pytest.fixture(scope="module")
-def s3():
-    """Serve S3 on a free port for this process and its children."""
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in {
-            "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-            "AWS_ACCESS_KEY_ID": "test",
-            "AWS_SECRET_ACCESS_KEY": "test",
-            "AWS_DEFAULT_REGION": "us-east-1",
-        }.items():
-            patch.setenv(name, value)
-        yield
-    server.stop()
-
-
 @pytest.fixture
 def params(s3, tmp_path) -> Params:
     import s3fs

@@ -3,8 +3,12 @@
 import asyncio
 import gc
 import json
+import random
+from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
+import psutil
 import pytest
 from gateways import World, open_world
 from hypothesis import HealthCheck, given, settings
@@ -12,7 +16,7 @@ from hypothesis import strategies as st
 
 from engine.serving.gateway.route_table import ROUTES
 
-CASES, MANY = 1_500, 50_000
+CASES, WARM, MANY = 1_500, 5_000, 50_000
 CHECKS = settings(
     max_examples=CASES,
     deadline=None,
@@ -28,9 +32,10 @@ NAMES = sorted(
     {name for route in ROUTES for name in route.fields or ()}
     | {"cache_salt", "priority", "vllm_xargs", "kv_transfer_params", "request_id", "prompt_embeds", "best_of"}
 )
+MODELS = ["acme-sums", "umbrella-sums", "acme-sums@" + "a" * 12, "tiny"]
 LEAVES = (
     st.none() | st.booleans() | st.integers(-(1 << 63), (1 << 63) - 1) | st.floats(allow_nan=False, width=32)
-    | st.text(max_size=20) | st.sampled_from(["acme-sums", "umbrella-sums", "acme-sums@" + "a" * 12, "tiny"])
+    | st.text(max_size=20) | st.sampled_from(MODELS)
 )  # fmt: skip
 VALUES = st.recursive(
     LEAVES,
@@ -45,14 +50,14 @@ BODIES = (
     | VALUES.map(lambda value: json.dumps(value).encode())
     | st.binary(max_size=64)
 )
+HEADER_NAMES = [
+    "x-graftwork-purpose", "x-session-id", "x-api-key", "x-vllm-priority", "origin", "content-length",
+    "access-control-request-method", "x-request-id", "transfer-encoding",
+]  # fmt: skip
+HEADER_VALUES = ["user", "score", "", "-1", "POST", "https://x", "\xff"]
 HEADERS = st.dictionaries(
-    st.sampled_from(
-        ["x-graftwork-purpose", "x-session-id", "x-api-key", "x-vllm-priority", "origin", "content-length",
-         "access-control-request-method", "x-request-id", "transfer-encoding"]
-    ),
-    st.sampled_from(["user", "score", "", "-1", "POST", "https://x", "\xff"]) | st.text("abc:/é", max_size=9),
-    max_size=3,
-)  # fmt: skip
+    st.sampled_from(HEADER_NAMES), st.sampled_from(HEADER_VALUES) | st.text("abc:/é", max_size=9), max_size=3
+)
 
 
 async def call(
@@ -83,38 +88,75 @@ def world(tmp_path_factory: pytest.TempPathFactory):
     opened.close()
 
 
-def fuzz(world: World, cases: settings) -> None:
-    keys = {name: world.key(roles=[name, "infer"]) for name in ("infer", "pin", "score", "train", "feedback")}
-    keys |= {"admin": world.catalog.keys.create("root", "admin"), "none": "", "bad": "gw-" + "0" * 40}
-    loop = asyncio.new_event_loop()
+class Fuzzer:
+    """Callers of every kind; each case is one call and what must be true of its answer."""
 
-    @given(
-        st.sampled_from(sorted(keys)), st.sampled_from(METHODS),
-        st.sampled_from(PATHS) | st.text("/v1abc%.é\0", max_size=20), HEADERS, BODIES,
-    )  # fmt: skip
-    @cases
-    def one(who: str, method: str, path: str, headers: dict[str, str], body: bytes) -> None:
+    def __init__(self, world: World):
+        self.world, self.loop = world, asyncio.new_event_loop()
+        roles = ("infer", "pin", "score", "train", "feedback")
+        self.keys = {name: world.key(roles=[name, "infer"]) for name in roles}
+        self.keys |= {
+            "admin": world.catalog.keys.create("root", "admin"),
+            "none": "",
+            "bad": "gw-" + "0" * 40,
+        }
+
+    def close(self) -> None:
+        self.loop.close()
+
+    def run(self, who: str, method: str, path: str, headers: dict[str, str], body: bytes) -> None:
         # Half of all cases are what the gateway looks into most.
-        is_deep = len(body) % 2 == 0
-        if is_deep and who != "none":
+        if len(body) % 2 == 0 and who != "none":
             method, path = "POST", ROUTES[len(body) % len(ROUTES)].path
-        given_headers = {"authorization": f"Bearer {keys[who]}"} | headers if keys[who] else headers
-        status, told = loop.run_until_complete(call(world, method, path, given_headers, body))
+        key = self.keys[who]
+        given_headers = {"authorization": f"Bearer {key}"} | headers if key else headers
+        status, told = self.loop.run_until_complete(call(self.world, method, path, given_headers, body))
         assert status < 500
         if status >= 400:
             fault = json.loads(told)["error"] if told else {"message": "", "type": ""}
             assert isinstance(fault["message"], str)
             assert isinstance(fault["type"], str)
-        world.server.seen.clear()
-        world.server.finished.clear()
-        world.events.rows.clear()
+        self.world.server.seen.clear()
+        self.world.server.finished.clear()
+        self.world.events.rows.clear()
 
-    one()
-    loop.close()
+
+def value(rng: random.Random, depth: int = 2) -> Any:
+    """Return a value as `VALUES` has them, without what hypothesis keeps of each case."""
+    kind = rng.randrange(8 if depth else 6)
+    if kind == 6:
+        return [value(rng, depth - 1) for _ in range(rng.randrange(5))]
+    if kind == 7:
+        return {text(rng, 8): value(rng, depth - 1) for _ in range(rng.randrange(5))}
+    leaves = (None, rng.random() < 0.5, rng.randint(-(1 << 63), (1 << 63) - 1), rng.gauss(0, 1e3))
+    return [*leaves, text(rng, 20), rng.choice(MODELS)][kind]
+
+
+def text(rng: random.Random, most: int) -> str:
+    codes = (rng.choice((rng.randrange(128), rng.randrange(0xD800))) for _ in range(rng.randrange(most)))
+    return "".join(map(chr, codes))
+
+
+def case(rng: random.Random, who: Sequence[str]) -> tuple[str, str, str, dict[str, str], bytes]:
+    fields = {rng.choice(NAMES): value(rng) for _ in range(rng.randrange(9))}
+    body = json.dumps(rng.choice((GOOD | fields, fields, value(rng)))).encode()
+    if rng.random() < 0.25:
+        body = rng.randbytes(rng.randrange(64))
+    headers = {rng.choice(HEADER_NAMES): rng.choice(HEADER_VALUES) for _ in range(rng.randrange(4))}
+    path = rng.choice(PATHS) if rng.random() < 0.5 else "/" + text(rng, 20)
+    return rng.choice(who), rng.choice(METHODS), path, headers, body
 
 
 def test_any_request_is_answered(world: World) -> None:
-    fuzz(world, CHECKS)
+    paths = st.sampled_from(PATHS) | st.text("/v1abc%.é\0", max_size=20)
+    with closing(Fuzzer(world)) as fuzzer:
+
+        @given(st.sampled_from(sorted(fuzzer.keys)), st.sampled_from(METHODS), paths, HEADERS, BODIES)
+        @CHECKS
+        def one(who: str, method: str, path: str, headers: dict[str, str], body: bytes) -> None:
+            fuzzer.run(who, method, path, headers, body)
+
+        one()
     status, _ = asyncio.run(
         call(
             world,
@@ -137,11 +179,15 @@ def test_any_request_is_answered(world: World) -> None:
 
 @pytest.mark.slow
 def test_fifty_thousand_requests_leave_memory_flat(world: World) -> None:
-    import psutil
+    """Hypothesis keeps 6 kB of each case, so these are drawn without it."""
+    rng = random.Random(0)
+    with closing(Fuzzer(world)) as fuzzer:
 
-    fuzz(world, CHECKS)
-    gc.collect()
-    before = psutil.Process().memory_info().rss
-    fuzz(world, settings(CHECKS, max_examples=MANY))
-    gc.collect()
-    assert psutil.Process().memory_info().rss - before < 100 << 20
+        def memory_after(cases: int) -> int:
+            for _ in range(cases):
+                fuzzer.run(*case(rng, sorted(fuzzer.keys)))
+            gc.collect()
+            return psutil.Process().memory_info().rss
+
+        before = memory_after(WARM)
+        assert memory_after(MANY) - before < 100 << 20

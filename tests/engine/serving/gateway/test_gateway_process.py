@@ -13,6 +13,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 from gateways import open_world
 from live import free_port
@@ -119,7 +120,64 @@ def test_clients_of_two_gateways_use_up_a_budget(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_500_clients_of_two_gateways_use_up_a_budget(tmp_path: Path) -> None:
-    budget_of_two_gateways(tmp_path, 500, 400_000)
+    budget_of_two_gateways(tmp_path, 500, 150_000)
+
+
+async def beside_bad_connections(url: str, key: str, count: int, server: psutil.Process) -> None:
+    """Hold connections of every bad kind open, and have warm clients ask: each is answered within 2 s."""
+    port = httpx.URL(url).port
+    begun = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\n"
+    # Idle; in the middle of its headers; of a body; half closed; with headers that go on and on.
+    kinds = [b"", begun, begun + b"content-length: 100\r\n\r\n{", begun, begun + b"x: " + b"a" * (80 << 10)]
+    writers = []
+    for number in range(count):
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        # Most are idle.
+        kind = number % (4 * len(kinds))
+        if kind < len(kinds):
+            writer.write(kinds[kind])
+            if kind == 3:
+                writer.write_eof()
+        writers.append(writer)
+    await asyncio.sleep(0.2)
+    # Those that are idle or slow are there; the others are refused or end.
+    held = [one for one in server.net_connections() if one.status == psutil.CONN_ESTABLISHED]
+    assert len(held) >= 0.8 * count
+    headers, slowest = {"authorization": f"Bearer {key}"}, 0.0
+
+    async def client() -> None:
+        nonlocal slowest
+        async with httpx.AsyncClient(base_url=url, headers=headers) as asking:
+            for number in range(50):
+                began = time.monotonic()
+                body = TURN | ({"stream": True} if number % 2 else {})
+                response = await asking.post("/v1/completions", json=body)
+                assert response.status_code == 200, response.text
+                slowest = max(slowest, time.monotonic() - began)
+
+    await asyncio.gather(*(client() for _ in range(8)))
+    assert slowest < 2
+    for writer in writers:
+        writer.close()
+
+
+def bad_connections(root: Path, count: int) -> None:
+    key = new_world(root)
+    with gateway(root) as (url, process):
+        asyncio.run(beside_bad_connections(url, key, count, psutil.Process(process.pid)))
+        assert process.poll() is None
+    rows, (began, ended) = logged(root), engines_count(root)
+    assert rows.keys() == began == ended.keys()
+    assert len(rows) == 400
+
+
+def test_500_bad_connections_stop_no_warm_traffic(tmp_path: Path) -> None:
+    bad_connections(tmp_path, 500)
+
+
+@pytest.mark.slow
+def test_10_000_bad_connections_stop_no_warm_traffic(tmp_path: Path) -> None:
+    bad_connections(tmp_path, 10_000)
 
 
 async def ask_until_killed(url: str, key: str, process: subprocess.Popen[bytes], after: int) -> None:

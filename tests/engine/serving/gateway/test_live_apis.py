@@ -2,15 +2,20 @@
 
 import asyncio
 import json
+import os
 import socket
 import sqlite3
+import subprocess
+import sys
 import time
-from contextlib import closing, suppress
+from contextlib import AsyncExitStack, closing, suppress
+from pathlib import Path
 
 import anthropic
 import httpx
 import openai
 import pytest
+from access_matrix import ROLE_SETS, Names, gateway_faults
 from live import RunningEngine
 
 from engine.catalog.catalog import Policy
@@ -142,6 +147,47 @@ def test_anthropics_client(engine: RunningEngine, policy: str, tenant: str):
         client.messages.create(model="nobody", max_tokens=4, messages=TURNS)
 
 
+def test_lm_eval(engine: RunningEngine, policy: str, tenant: str, tmp_path: Path):
+    """Its own command, generating and comparing log-likelihoods, with a tenant's key."""
+    items = [{"question": f"{a} + 1 =", "answer": f" {a + 1}", "wrong": f" {a + 2}"} for a in range(8)]
+    (tmp_path / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    shared = {
+        "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(tmp_path / "items.jsonl")}},
+        "test_split": "test", "doc_to_text": "question",
+    }  # fmt: skip
+    said = {
+        "output_type": "generate_until", "doc_to_target": "answer",
+        "metric_list": [{"metric": "exact_match"}],
+        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 4},
+    }  # fmt: skip
+    chosen = {
+        "output_type": "multiple_choice", "doc_to_target": 0, "doc_to_choice": "{{[answer, wrong]}}",
+        "metric_list": [{"metric": "acc"}],
+    }  # fmt: skip
+    for name, task in {"sums-said": said, "sums-chosen": chosen}.items():
+        (tmp_path / f"{name}.yaml").write_text(json.dumps({"task": name, **shared, **task}))
+    model = f"model={policy},base_url={engine.url}/v1/completions,tokenizer={engine.base_path}"
+    command = [
+        sys.executable, "-m", "lm_eval", "run", "--model", "local-completions", "--model_args", model,
+        "--tasks", "sums-said,sums-chosen", "--include_path", str(tmp_path), "--output_path", str(tmp_path),
+    ]  # fmt: skip
+    variables = {"OPENAI_API_KEY": tenant, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
+    before = requests_of(engine)
+    run = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, timeout=240)
+    assert run.returncode == 0, run.stderr[-3000:]
+    (file,) = tmp_path.rglob("results_*.json")
+    results = json.loads(file.read_text())["results"]
+    assert 0 <= results["sums-said"]["exact_match,none"] <= 1
+    assert 0 <= results["sums-chosen"]["acc,none"] <= 1
+    assert requests_of(engine) - before == 8 + 2 * 8
+
+
+def requests_of(engine: RunningEngine) -> int:
+    """Return how many requests of the tenant are settled."""
+    with closing(sqlite3.connect(engine.state / "usage" / "usage.db")) as connection:
+        return connection.execute("SELECT total(requests) FROM hours WHERE tenant = 'api'").fetchone()[0]
+
+
 async def test_a_client_that_leaves_pays_for_what_was_computed(
     engine: RunningEngine, policy: str, tenant: str
 ):
@@ -179,6 +225,28 @@ def test_another_tenants_policy_is_as_absent_on_the_live_engine(engine: RunningE
         }
         for path in ("/graftwork/residency", "/graftwork/loads", "/metrics"):
             assert client.get(path).status_code == 403
+
+
+async def test_the_matrix_of_the_live_engine(engine: RunningEngine, policy: str):
+    """Every route, method and role, for one's own policy, another tenant's and an absent one."""
+    keys = engine.catalog.keys
+    engine.catalog.policies.add(Policy("their-sums", engine.base_digest, {}, "other", time.time()))
+    given = {who: keys.create("api", roles, ["api-*"]) for who, roles in ROLE_SETS.items()}
+    given |= {"admin": engine.key, None: None, "other": keys.create("other", ["infer"], ["their-*"])}
+    async with AsyncExitStack() as stack:
+        clients = {
+            who: await stack.enter_async_context(
+                httpx.AsyncClient(
+                    base_url=engine.url, timeout=60, headers={"authorization": f"Bearer {key}"} if key else {}
+                )
+            )
+            for who, key in given.items()
+        }
+        other = clients.pop("other")
+        assert await gateway_faults(clients, Names(policy, "their-sums", "absent-sum")) == []
+        # It is there for those whose it is.
+        assert (await other.get("/v1/models/their-sums")).status_code == 200
+    keys.revoke(given["other"])
 
 
 def test_nothing_answers_without_a_key(engine: RunningEngine):

@@ -216,6 +216,41 @@ async def test_a_request_that_cannot_be_recorded_is_not_served(world: World, mon
     assert world.server.seen == []
 
 
+async def test_usage_that_could_not_be_written_is_written_with_the_next_request(world: World, monkeypatch):
+    """Also when that one is refused."""
+
+    def full(*_: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    async with world.client(limited(world, tokens_per_day=1000)) as client:
+        with monkeypatch.context() as patched:
+            patched.setattr(world.usage, "settle", full)
+            assert (await client.post("/v1/completions", json=TURN)).status_code == 200
+            assert [row[0] for row in rows(world).values()] == ["admitted"]
+        refused = await client.post("/v1/completions", json=TURN | {"n": 8, "max_tokens": 200})
+    assert refused.json()["error"]["code"] == "insufficient_quota"
+    assert [row[0] for row in rows(world).values()] == ["settled"]
+    assert_exact(world)
+
+
+async def test_requests_that_end_together_are_written_at_once(world: World, monkeypatch):
+    commits = 0
+    plain = world.usage.together
+
+    def counted():
+        nonlocal commits
+        commits += 1
+        return plain()
+
+    monkeypatch.setattr(world.usage, "together", counted)
+    async with world.client(world.key()) as client:
+        asked = [client.post("/v1/completions", json=TURN) for _ in range(20)]
+        assert {one.status_code for one in await asyncio.gather(*asked)} == {200}
+    # A transaction for each admission, and a few for the ends.
+    assert 20 < commits < 30
+    assert_exact(world)
+
+
 async def test_scores_and_rollouts_are_apart(world: World):
     async with world.client(world.key(roles=["infer", "score"])) as client:
         for purpose in ("user", "score"):

@@ -3,19 +3,20 @@
 import asyncio
 import json
 import time
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from itertools import product
 
 import pytest
+from access_matrix import ASKING, ROLE_SETS, SENTENCE, Names, body_of, gateway_faults
 from gateways import CHAMPION, OTHER, World, open_world
 
 from engine.catalog.catalog import Policy
 from engine.errors import ServiceError
-from engine.serving.gateway.route_table import ROUTES, Kind
 from engine.settings.services import GatewayConfig
 
 PIN = f"@{CHAMPION[:12]}"
-SENTENCE = {"prompt": "What is it?", "max_tokens": 4}
+NAMES = Names("acme-sums", "umbrella-sums", "umbrello-suns")
 
 
 @pytest.fixture
@@ -23,30 +24,6 @@ def world(tmp_path):
     opened = open_world(tmp_path)
     yield opened
     opened.close()
-
-
-def body_of(path: str, model: str) -> dict:
-    """Return a small valid body for a path."""
-    turns = [{"role": "user", "content": "What is it?"}]
-    bodies = {
-        "/v1/completions": SENTENCE,
-        "/v1/chat/completions": {"messages": turns, "max_tokens": 4},
-        "/v1/responses": {"input": "What is it?", "max_output_tokens": 4},
-        "/v1/messages": {"messages": turns, "max_tokens": 4},
-        "/v1/messages/count_tokens": {"messages": turns},
-        "/tokenize": {"prompt": "What is it?"},
-        "/detokenize": {"tokens": [1]},
-        "/graftwork/rollouts": {"prompts": [[1]], "n": 1, "max_tokens": 4},
-        "/v1/prewarm": {},
-    }
-    return {**bodies[path], "model": model}
-
-
-ASKING = [route.path for route in ROUTES if route.fields is not None] + ["/v1/prewarm"]
-ROLE_SETS = {
-    "infer": ["infer"], "pin": ["infer", "pin"], "feedback": ["feedback"], "score": ["infer", "pin", "score"],
-    "train": ["infer", "train"], "release": ["release"], "metrics": ["metrics"],
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("path", ASKING)
@@ -89,32 +66,11 @@ async def test_a_tenant_reaches_its_own(world: World):
 
 async def test_the_matrix_of_routes_methods_and_roles(world: World):
     """A caller's answer is decided by the table alone: 401, 404, 405, 403, or the endpoint's own."""
-    wrong = []
     keys = {name: world.key(roles=roles) for name, roles in ROLE_SETS.items()} | {None: None}
     keys["admin"] = world.catalog.keys.create("root", "admin")
-    roles_of = ROLE_SETS | {"admin": [role for roles in ROLE_SETS.values() for role in roles]}
-    methods = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD")
-    for (name, key), route, method in product(keys.items(), ROUTES, methods):
-        path = route.path + ("acme-sums" if route.is_prefix else "")
-        body = body_of(path, "acme-sums") if path in ASKING else {"request_id": "x", "reward": 1}
-        async with world.client(key) as client:
-            status = (await client.request(method, path, json=body)).status_code
-        if not route.roles and method in route.methods:
-            expected = 200
-        elif key is None:
-            expected = 401
-        elif method not in route.methods:
-            expected = 405
-        elif not set(route.roles) & set(roles_of[name]):
-            expected = 403
-        elif route.kind is Kind.GENERATE and path != "/graftwork/rollouts" and "infer" not in roles_of[name]:
-            # Its purpose is `user`.
-            expected = 403
-        else:
-            expected = 202 if path in ("/v1/prewarm", "/v1/feedback") else 200
-        if status != expected:
-            wrong.append((name, method, path, status, expected))
-    assert wrong == []
+    async with AsyncExitStack() as stack:
+        clients = {who: await stack.enter_async_context(world.client(key)) for who, key in keys.items()}
+        assert await gateway_faults(clients, NAMES) == []
 
 
 async def test_an_unknown_path_needs_a_key_and_says_nothing(world: World):

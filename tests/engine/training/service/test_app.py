@@ -6,18 +6,22 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import closing
 from dataclasses import replace
 
+import httpx
 import pytest
 import torch
+from access_matrix import ROLE_SETS, TRAINER, Names, refusals
 from live import free_port
 from trainer_service import ADAM, SETTINGS, Service, data, step
 
 from engine.adapters import packed, revision
-from engine.catalog.catalog import Catalog
+from engine.catalog.catalog import Catalog, migrate
 from engine.errors import AdapterError, BaseModelError, ConfigError, Conflict, NotFound, ServiceError
 from engine.publishing.publish import stored_tensors
 from engine.quality.probe import from_json
+from engine.security.credentials import credential
 from engine.settings.params import Paths, load_params
 from engine.store.segments import Location, Store
 from engine.training.service.client import TrainerClient
@@ -57,6 +61,26 @@ def test_a_killed_trainer_goes_on_bit_for_bit(service):
     for number in range(2, 4):
         step(client, cut, number)
     assert client.export(cut).digest == want.digest
+
+
+def test_the_matrix_of_the_live_trainer(service):
+    """No key of the catalog opens it, not even an admin's: it has a credential of its own."""
+    from engine.training.service.app import make_app
+
+    routes = {(method, route.path) for route in make_app(None).routes for method in route.methods}
+    assert routes == {("GET", "/health"), *((one, path.replace("/x", "/{id}")) for one, path in TRAINER)}
+    migrate(service.params.paths.catalog_url)
+    with closing(Catalog(service.params.paths.catalog_url)) as catalog:
+        keys = {who: catalog.keys.create("acme", roles) for who, roles in ROLE_SETS.items()}
+        keys["admin"] = catalog.keys.create("root", "admin")
+    url, own = service.params.url("trainer"), credential(service.params.paths, "trainer")
+    for key in (None, "0" * 48, *keys.values()):
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        with httpx.Client(base_url=url, headers=headers, timeout=20) as http:
+            assert refusals(http, TRAINER, Names("acme-sums", "their-sums", "absent-sum")) == []
+    with httpx.Client(base_url=url, headers={"authorization": f"Bearer {own}"}, timeout=20) as http:
+        for method, path in TRAINER:
+            assert http.request(method, path, json={}).status_code in (200, 400, 404), (method, path)
 
 
 def test_a_step_is_in_the_metrics_once(service):

@@ -1,0 +1,1 @@
+"""Backups: objects named by their checksum, and the manifest that makes a backup of them."""

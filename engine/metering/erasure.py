@@ -1,0 +1,80 @@
+"""Erasure of a tenant's single requests from the usage log, down to their bytes; hourly sums stay."""
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from engine.errors import ServiceError
+from engine.metering.dead_gateways import close_dead
+from engine.metering.raw_usage import COLUMNS, write_parquet
+from engine.metering.usage_rows import connect, writing
+
+EXPORT_S = 60.0
+TENANT = list(COLUMNS).index("tenant")
+DELETE = """
+    DELETE FROM requests WHERE tenant = ? AND state != 'admitted' AND seq < (SELECT max(seq) FROM requests)
+"""
+# The newest row stays, so that no number is given twice.
+BLANK = """
+    UPDATE requests SET id = '', tenant = '', key = '', policy = '', revision = ''
+    WHERE tenant = ? AND state != 'admitted'
+"""
+KEPT = {
+    "hourly_sums": "SELECT count(*) FROM hours WHERE tenant = ?",
+    "requests_under_way": "SELECT count(*) FROM requests WHERE tenant = ? AND state = 'admitted'",
+}
+
+
+def erase(root: Path, tenant: str) -> tuple[dict[str, int], dict[str, int]]:
+    """Remove a tenant's closed requests; return what was removed by table, and what is kept.
+
+    Kept are hourly sums, and requests under way, which a second call finds closed. Idempotent. Raises
+    `ServiceError` while another process holds the files; some requests may then be removed.
+    """
+    if not (root / "usage.db").is_file():
+        return {}, {}
+    try:
+        with (
+            FileLock(root / "export.lock", timeout=EXPORT_S),
+            closing(connect(root / "usage.db")) as connection,
+        ):
+            # Overwrites what is deleted.
+            connection.execute("PRAGMA secure_delete=ON")
+            close_dead(root, connection)
+            with writing(connection):
+                removed = sum(connection.execute(query, (tenant,)).rowcount for query in (DELETE, BLANK))
+            exported = _erase_exported(root, connection, tenant)
+            # The write-ahead log has the rows too, until it is emptied.
+            (is_busy, *_) = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+            if is_busy:
+                raise ServiceError("Deleted rows are still in usage.db-wal, which is in use. Try again.")
+            kept = {name: connection.execute(query, (tenant,)).fetchone()[0] for name, query in KEPT.items()}
+    except (Timeout, sqlite3.Error) as error:
+        raise ServiceError(f"The usage log in {root} is in use: {error}. Try again.") from None
+    return {"requests": removed, "exported": exported}, kept
+
+
+def _erase_exported(root: Path, connection: sqlite3.Connection, tenant: str) -> int:
+    """Write the Parquet files anew that have requests of the tenant; return how many requests."""
+    import duckdb
+
+    removed, names = 0, ", ".join(f'"{name}"' for name in COLUMNS)
+    for (file,) in connection.execute("SELECT file FROM exported").fetchall():
+        path = root / "raw" / file
+        if not path.is_file():
+            # Someone keeps it elsewhere.
+            continue
+        with closing(duckdb.connect()) as database:
+            rows: list[Any] = database.execute(f"SELECT {names} FROM read_parquet(?)", [str(path)]).fetchall()
+        others = [row for row in rows if row[TENANT] != tenant]
+        removed += len(rows) - len(others)
+        if not others:
+            with writing(connection):
+                connection.execute("DELETE FROM exported WHERE file = ?", (file,))
+            path.unlink()
+        elif len(others) < len(rows):
+            write_parquet(path, others)
+    return removed

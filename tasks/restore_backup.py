@@ -1,0 +1,268 @@
+"""Restores a backup as a new installation: into an empty state directory, on this machine or another.
+
+All is written beside the state directory and renamed at the end; a catalog in Postgres is filled in one
+transaction before that. What a kill leaves is used by the next restore of the same backup.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.backup.manifest import PART, BackupManifest, StoredFile, find, missing_parts, read
+from engine.backup.place import BackupPlace
+from engine.catalog.catalog import Catalog, migrate
+from engine.catalog.copying import copy_catalog, require_empty
+from engine.catalog.database import sqlite_path
+from engine.catalog.records import SCHEMA_VERSION
+from engine.errors import ConfigError, Conflict, MissingBytes, ServiceError
+from engine.files import replacing, sync, write_whole
+from engine.settings.params import Params
+from engine.store.checksums import checksum_of
+from engine.store.open import open_store
+from engine.store.segments import CATALOG_ID, Store
+from tasks.backup import ledger_schema
+
+ACTION = "restore"
+# Which backup a state directory was restored from; written first, so that leftovers of a kill have a name.
+MARKER = "restored.json"
+# Where suites are written before they appear, under their directory.
+DRAFTS = ".restoring"
+OnBytes = Callable[[int, int], object]
+
+
+@dataclass(frozen=True)
+class RestoreResult:
+    """What was restored; `mlflow` is what the backup has of MLflow's database."""
+
+    place: str
+    name: str
+    state_dir: str
+    files: int
+    bytes: int
+    mlflow: str
+
+
+def restore_backup(
+    params: Params, address: str, on_bytes: OnBytes = lambda done, size: None
+) -> RestoreResult:
+    """Restore the newest backup at `address`, or the one whose manifest it names.
+
+    `on_bytes` is called with the bytes done and their sum. Idempotent until it has succeeded: killed at any
+    moment and started again, it goes on.
+
+    Raises `NotFound` where there is no finished backup, `DamagedBytes` or `MissingBytes` for a damaged one,
+    `ConfigError` for one of a newer version, `Conflict` when the state directory, the store, the catalog's
+    database or a suite of the same name is in use.
+    """
+    place, name = find(address)
+    manifest = read(place, name)
+    _refuse_newer(name, manifest)
+    if missing := missing_parts(place, manifest):
+        raise MissingBytes(
+            f"The backup {name} at {place.address} is damaged: {len(missing)} of its objects are missing or "
+            f"cut short, such as {min(missing)}. Nothing was changed. Restore an older one, by its address "
+            f"{place.address}/backups/NAME."
+        )
+    state_dir = params.state_dir
+    if state_dir.exists() and any(state_dir.iterdir()):
+        raise Conflict(
+            f"The state directory {state_dir} is not empty, and a restore writes over nothing. Nothing was "
+            "changed. Set another `state_dir`, or move it away."
+        )
+    with _draft_of(state_dir, f"{place.address}/{name}", manifest) as (draft, goes_on):
+        done = _Progress(sum(file.size for file in manifest.files), on_bytes)
+        files = {kind: _of_kind(manifest, kind) for kind in ("state", "store", "suites")}
+        _refuse_other_suites(params, files["suites"])
+        if params.catalog.url and not goes_on:
+            require_empty(params.catalog.url)
+        _bring_store(params, place, manifest, files["store"], draft, goes_on, done)
+        for inside, file in files["state"].items():
+            _bring_file(place, file, draft / inside)
+            done.add(file.size)
+        _bring_suites(params, place, files["suites"], done)
+        _bring_catalog(params, place, name, draft, goes_on)
+        try:
+            # Over an empty directory, or none: the installation is there at once.
+            draft.rename(state_dir)
+            sync(state_dir.parent)
+        except OSError as error:
+            raise ServiceError(
+                f"{draft} could not be renamed to {state_dir}: {error.strerror}. A mount point cannot be "
+                "replaced: set `state_dir` to a directory below it, and restore again."
+            ) from None
+    return RestoreResult(place.address, name, str(state_dir), len(manifest.files), done.size, manifest.mlflow)
+
+
+class _Progress:
+    """Counts the bytes that are restored."""
+
+    def __init__(self, size: int, on_bytes: OnBytes):
+        self.size, self._done, self._on_bytes = size, 0, on_bytes
+
+    def add(self, size: int) -> None:
+        self._done += size
+        self._on_bytes(self._done, self.size)
+
+
+def _refuse_newer(name: str, manifest: BackupManifest) -> None:
+    for what, found, known in (
+        ("catalog", int(manifest.catalog_schema), int(SCHEMA_VERSION)),
+        ("ledger", manifest.ledger_schema, ledger_schema()),
+    ):
+        if found > known:
+            raise ConfigError(
+                f"The {what} of the backup {name} has schema {found}, newer than this code's {known}: it was "
+                f"made by {manifest.code}. Nothing was changed. Restore it with that version, or a newer one."
+            )
+
+
+def _of_kind(manifest: BackupManifest, kind: str) -> dict[str, StoredFile]:
+    """Return the files under one of the manifest's folders, by their names in it."""
+    found = {}
+    for file in manifest.files:
+        folder, _, inside = file.name.partition("/")
+        if folder == kind:
+            found[inside] = file
+    return found
+
+
+@contextmanager
+def _draft_of(state_dir: Path, backup: str, manifest: BackupManifest) -> Iterator[tuple[Path, bool]]:
+    """Yield the directory that becomes `state_dir`, and whether a restore of this backup began in it before.
+
+    Then it holds whole files alone.
+
+    Raises `Conflict` while another restore runs there, or when the directory is not one of a restore.
+    """
+    draft = state_dir.with_name(f"{state_dir.name}.restoring")
+    marker = draft / MARKER
+    names = {MARKER, f"store/{CATALOG_ID}"} | {file.name.removeprefix("state/") for file in manifest.files}
+    draft.mkdir(mode=0o700, parents=True, exist_ok=True)
+    handle = os.open(draft, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Conflict(f"Another restore to {state_dir} is running. Wait for its end.") from None
+        if any(draft.iterdir()) and not marker.is_file():
+            raise Conflict(f"{draft} is in the way, and no restore has made it. Move it away.")
+        goes_on = marker.is_file() and json.loads(marker.read_text())["backup"] == backup
+        if not goes_on:
+            for path in draft.iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            write_whole(marker, json.dumps({"backup": backup}), durable=True)
+        # What a kill left half written, or the log of a database, which would be applied to its next copy.
+        for path in [path for path in draft.rglob("*") if path.is_file()]:
+            if path.relative_to(draft).as_posix() not in names:
+                path.unlink()
+        yield draft, goes_on
+    finally:
+        os.close(handle)
+
+
+def _bring_store(
+    params: Params,
+    place: BackupPlace,
+    manifest: BackupManifest,
+    files: dict[str, StoredFile],
+    draft: Path,
+    goes_on: bool,
+    done: _Progress,
+) -> None:
+    """Write the segments to the draft, or to the store behind `store.url`, which must be empty."""
+    with closing(open_store(params) if params.store.url else Store(draft / "store")) as store:
+        owner, there = store.catalog_id(), dict(store.segments())
+        if not (goes_on and owner == manifest.catalog) and (owner or there):
+            raise Conflict(
+                f"The store {store.place} is not empty. A restored catalog and the living one would remove "
+                "each other's adapters there. Nothing was changed. Set another `store.url`."
+            )
+        store.belong_to(manifest.catalog)
+        for segment, file in files.items():
+            # A segment is there whole or not at all.
+            if there.get(segment) != file.size:
+                store.bring(segment, _parts(place, file))
+            done.add(file.size)
+
+
+def _bring_file(place: BackupPlace, file: StoredFile, target: Path) -> None:
+    """Write a file whole, unless it is there already."""
+    if not _is_there(file, target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(target, durable=True) as draft, draft.open("wb") as written:
+            written.writelines(_parts(place, file))
+
+
+def _is_there(file: StoredFile, path: Path) -> bool:
+    if not path.is_file() or path.stat().st_size != file.size:
+        return False
+    with path.open("rb") as opened:
+        return all(checksum_of(opened.read(PART)) == part for part in file.parts)
+
+
+def _parts(place: BackupPlace, file: StoredFile) -> Iterator[bytes]:
+    return map(place.object, file.parts)
+
+
+def _refuse_other_suites(params: Params, files: dict[str, StoredFile]) -> None:
+    for inside, file in files.items():
+        path = params.suites_dir / inside
+        if path.exists() and not _is_there(file, path):
+            raise Conflict(
+                f"{path} differs from the file in the backup, and a restore writes over nothing. Nothing was "
+                "changed. Set another `suites_dir`, or move it away."
+            )
+
+
+def _bring_suites(params: Params, place: BackupPlace, files: dict[str, StoredFile], done: _Progress) -> None:
+    """Write the suites that are not there, each appearing whole, and missing files of those that are."""
+    root = params.suites_dir
+    drafts = root / DRAFTS
+    shutil.rmtree(drafts, ignore_errors=True)
+    for inside, file in files.items():
+        if not (root / inside).exists():
+            _bring_file(place, file, drafts / inside)
+        done.add(file.size)
+    for draft in sorted(drafts.glob("*")):
+        if (root / draft.name).exists():
+            for path in [path for path in draft.rglob("*") if path.is_file()]:
+                target = root / path.relative_to(drafts)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                path.rename(target)
+        else:
+            draft.rename(root / draft.name)
+    shutil.rmtree(drafts, ignore_errors=True)
+
+
+def _bring_catalog(params: Params, place: BackupPlace, name: str, draft: Path, goes_on: bool) -> None:
+    """Migrate the restored catalog, note the restore in its audit log, and move its rows to `catalog.url`."""
+    file = draft / "catalog.db"
+    url = f"sqlite:///{file}"
+    migrate(url)
+    with Catalog(url) as catalog:
+        catalog.audit.note(ACTION, place.address, {"name": name})
+        catalog.shorten_log()
+    (draft / "catalog.lock").unlink(missing_ok=True)
+    if not params.catalog.url:
+        return
+    try:
+        copy_catalog(url, params.catalog.url)
+    except Conflict:
+        # Filled by this restore, before a kill?
+        if not (goes_on and _is_same(url, params.catalog.url)):
+            raise
+    for path in draft.glob("catalog.db*"):
+        path.unlink()
+
+
+def _is_same(url: str, other: str) -> bool:
+    """Say whether two catalogs have one id, and the second has changed nothing since the first."""
+    if sqlite_path(other) is not None and not Path(str(sqlite_path(other))).is_file():
+        return False
+    with Catalog(url) as one, Catalog(other) as two:
+        return one.id == two.id and one.audit.newest(1)[0].id == two.audit.newest(1)[0].id
