@@ -131,29 +131,29 @@ class Params(Settings):
         description="Keep evaluation suites and your own policies in this directory. Default: eval_suites "
         "beside the settings file, if there is one.",
     )
-    base: BaseConfig = BaseConfig()
-    engine: EngineConfig = EngineConfig()
-    gateway: GatewayConfig = GatewayConfig()
-    prices: PricesConfig = PricesConfig()
-    trainer: TrainerConfig = TrainerConfig()
-    controller: ControllerConfig = ControllerConfig()
-    catalog: CatalogConfig = CatalogConfig()
-    store: StoreConfig = StoreConfig()
-    mlflow: MlflowConfig = MlflowConfig()
-    prefect: PrefectConfig = PrefectConfig()
+    base: BaseConfig = Field(default_factory=BaseConfig)
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    gateway: GatewayConfig = Field(default_factory=GatewayConfig)
+    prices: PricesConfig = Field(default_factory=PricesConfig)
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
+    controller: ControllerConfig = Field(default_factory=ControllerConfig)
+    catalog: CatalogConfig = Field(default_factory=CatalogConfig)
+    store: StoreConfig = Field(default_factory=StoreConfig)
+    mlflow: MlflowConfig = Field(default_factory=MlflowConfig)
+    prefect: PrefectConfig = Field(default_factory=PrefectConfig)
     python_modules: tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*$")], ...] = Field(
         ("engine.problems.language", "examples"),
         description="Import python:MODULE:FUNC verifiers and losses from these modules and their submodules "
         "alone. Their code runs as the services' user.",
     )
     policies: dict[PolicyName, PolicyConfig] = Field(default_factory=dict, description="Policies by name.")
-    release: ReleaseConfig = ReleaseConfig()
+    release: ReleaseConfig = Field(default_factory=ReleaseConfig)
     releases: dict[PolicyName, dict[str, Any]] = Field(
         default_factory=dict, description="Settings of `release` that differ for a policy, by its name."
     )
-    demo: DemoConfig = DemoConfig()
-    nightly: NightlyConfig = NightlyConfig()
-    evaluate: EvaluateConfig = EvaluateConfig()
+    demo: DemoConfig = Field(default_factory=DemoConfig)
+    nightly: NightlyConfig = Field(default_factory=NightlyConfig)
+    evaluate: EvaluateConfig = Field(default_factory=EvaluateConfig)
 
     @field_validator("state_dir", "suites_dir")
     @classmethod

@@ -69,7 +69,7 @@ class PolicyConfig(Settings):
         0, ge=0, le=1000, description="Raise the learning rate linearly to `lr` over this many first steps."
     )
     loss: LossName = "dapo"
-    loss_config: LossConfig = Field(LossConfig(), description="Change settings of the loss.")
+    loss_config: LossConfig = Field(default_factory=LossConfig, description="Change settings of the loss.")
     max_tokens: int = Field(24, ge=1, description="End an answer after this many tokens.")
     temperature: float = Field(
         1.0, gt=0, description="Sample at this temperature. Only 1 is accepted: the loss assumes it."
