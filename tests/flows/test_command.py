@@ -87,7 +87,7 @@ FAULTS = {
         ["status"],
         {"engine": {"prot": 1}},
         2,
-        "Unknown key `engine.prot`; allowed here: behind_proxy",
+        "Unknown key `engine.prot`; allowed here: at, behind_proxy",
     ),
     "bad value": (["status"], {"engine": {"port": "x"}}, 2, "`engine.port`"),
     "unknown benchmark": (["bench", "nothing"], {}, 2, "There is no benchmark 'nothing'"),
