@@ -7,15 +7,14 @@
 Each file is there whole or not at all.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
-from engine.errors import DamagedBytes, GraftworkError, MissingBytes, ServiceError
+from engine.errors import DamagedBytes, MissingBytes
 from engine.files import write_whole
 from engine.store.checksums import checksum_of
-from engine.store.remote import client_of
+from engine.store.remote import client_faults, client_of
 
 OBJECTS, MANIFESTS, OWNER = "objects", "backups", "catalog.id"
 DIGITS = 64
@@ -105,17 +104,7 @@ class BackupPlace:
                 return {}
         return {path.rpartition("/")[2]: entry["size"] for path, entry in found.items()}
 
-    @contextmanager
-    def _faults(self, wish: str) -> Iterator[None]:
+    def _faults(self, wish: str) -> AbstractContextManager[None]:
         """Translate any error of the place's client into one `ServiceError`."""
-        try:
-            yield
-        except GraftworkError:
-            raise
-        except Exception as error:
-            # Each client library raises its own error classes.
-            reason = f"{type(error).__name__}: {str(error)[:200]}"
-            raise ServiceError(
-                f"The backup's place {self.address} did not {wish} ({reason}). Mend it, then run this again: "
-                "it goes on from what is there."
-            ) from error
+        what = f"The backup's place {self.address} did not {wish}"
+        return client_faults(what, "Mend it, then run this again: it goes on from what is there.")

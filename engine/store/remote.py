@@ -9,7 +9,7 @@ import errno
 import os
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -323,19 +323,9 @@ class RemoteStore(Store):
         finally:
             self._client.rm_file(probe)
 
-    @contextmanager
-    def _faults(self, wish: str) -> Iterator[None]:
+    def _faults(self, wish: str) -> AbstractContextManager[None]:
         """Translate any error of the service's client into one `ServiceError`."""
-        try:
-            yield
-        except GraftworkError:
-            raise
-        except Exception as error:
-            # Each client library raises its own error classes.
-            reason = f"{type(error).__name__}: {str(error)[:200]}"
-            raise ServiceError(
-                f"The store {self._prefix} did not {wish} ({reason}). Try again when it answers."
-            ) from error
+        return client_faults(f"The store {self._prefix} did not {wish}", "Try again when it answers.")
 
 
 def _missing(location: Location) -> MissingBytes:
@@ -359,3 +349,16 @@ def client_of(url: str, name: str) -> tuple[Any, str]:
             "For S3: pip install 'graftwork[s3]'."
         ) from None
     return client, prefix.rstrip("/")
+
+
+@contextmanager
+def client_faults(what: str, advice: str) -> Iterator[None]:
+    """Translate any error of a storage client into a `ServiceError`: what failed, why, what to do."""
+    try:
+        yield
+    except GraftworkError:
+        raise
+    except Exception as error:
+        # Each client library raises its own error classes.
+        reason = f"{type(error).__name__}: {str(error)[:200]}"
+        raise ServiceError(f"{what} ({reason}). {advice}") from error
