@@ -7,6 +7,7 @@ when it is killed.
 import contextlib
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -65,6 +66,12 @@ def settings_hash(params: Params) -> str:
 
 def services(params: Params) -> tuple[Service, ...]:
     """Return the services of this machine in the order in which they start; one with `at` is elsewhere."""
+    every = every_service(params)
+    return tuple(one for one in every if one.name == WORKER or params.listener(one.name).at is None)
+
+
+def every_service(params: Params) -> tuple[Service, ...]:
+    """Return the services of an installation, wherever they run, in the order in which they start."""
     paths = params.paths
     backend = params.mlflow.backend or f"sqlite:///{paths.mlflow_db}"
     mlflow = ("-m", "mlflow", "server", "--backend-store-uri", backend, "--serve-artifacts", "--workers", "1",
@@ -72,7 +79,7 @@ def services(params: Params) -> tuple[Service, ...]:
     worker = ("-m", "prefect", "worker", "start", "--type", "process", "--pool", params.prefect.work_pool)
     ours = ("--params", str(paths.root / "params.json"))
     base_s = params.engine.start_timeout_s
-    known = (
+    return (
         Service("engine", ("-m", "engine.serving.server", *ours), "/health", base_s, needs_base=True),
         Service("trainer", ("-m", "engine.training.service.app", *ours), "/health", base_s, needs_base=True),
         # It imports its server twice, once to check the login's settings.
@@ -81,7 +88,6 @@ def services(params: Params) -> tuple[Service, ...]:
         Service("controller", ("-m", "engine.controller", *ours), "/health", 120),
         Service(WORKER, (*worker, "--name", "graftwork"), None, 60),
     )
-    return tuple(one for one in known if one.name == WORKER or params.listener(one.name).at is None)
 
 
 def mlflow_options(listener: Listener) -> tuple[str, ...]:
@@ -238,6 +244,22 @@ def start(
             raise
 
 
+def foreground(params: Params, name: str) -> tuple[list[str], dict[str, str]]:
+    """Return the command and the environment of one service, to run it in this process's place.
+
+    Its settings are written to the state directory, as `up` does. Raises `ConfigError` for an unknown one.
+    """
+    known = {service.name: service for service in every_service(params)}
+    if name not in known:
+        raise ConfigError(f"Unknown service {name!r}. Known services: {', '.join(known)}.")
+    params.paths.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _write_settings(params)
+    # Engine, trainer and controller read the credentials that they need; others may not be here.
+    own = own_environments(params, [name]) if name in ("mlflow", "prefect") else {}
+    own |= {WORKER: logins(params.paths)}
+    return [sys.executable, *known[name].command], _shared_environment(params) | own.get(name, {})
+
+
 def down(params: Params) -> bool:
     """Stop all services and wait until they have ended; False when none was running. Idempotent."""
     return _supervisor(params).stop()
@@ -391,14 +413,10 @@ def _start_programs(
     report: Report,
     owner: int | None,
 ) -> None:
-    # It may hold the address of a database with its password.
-    write_whole(params.paths.root / "params.json", params.to_json(), mode=0o600)
+    _write_settings(params)
     programs = {service.name: service.command for service in chosen}
     own = own_environments(params, programs)
-    shared = os.environ | environment(params)
-    for variable in LOGIN_VARIABLES:
-        shared.pop(variable, None)
-    supervisor.spawn(programs, shared, owner, settings_hash(params), own)
+    supervisor.spawn(programs, _shared_environment(params), owner, settings_hash(params), own)
     for service in chosen:
         if service.health and not service.needs_base:
             supervisor.start(service.name)
@@ -408,6 +426,16 @@ def _start_programs(
         if service.needs_base:
             supervisor.start(service.name)
             report(service.name, "starting")
+
+
+def _write_settings(params: Params) -> None:
+    # It may hold the address of a database with its password.
+    write_whole(params.paths.root / "params.json", params.to_json(), mode=0o600)
+
+
+def _shared_environment(params: Params) -> dict[str, str]:
+    shared = os.environ | environment(params)
+    return {name: value for name, value in shared.items() if name not in LOGIN_VARIABLES}
 
 
 def _with_log(paths: Paths, name: str, sentence: str) -> str:

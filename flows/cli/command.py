@@ -147,6 +147,24 @@ def up(
 
 
 @app.command()
+def start(
+    service: Annotated[
+        str, typer.Argument(help="engine, trainer, controller, mlflow, prefect, worker.", show_default=False)
+    ],
+    params: ParamsFile = PARAMS,
+) -> None:
+    """Run one service in the foreground until a signal, for systemd or a container.
+
+    Where it is reached stands in `at`; the worker also installs the Prefect deployments.
+    """
+    settings = enter(params)
+    command, environment = services.foreground(settings, service)
+    if service == services.WORKER:
+        typer.echo(f"{install(settings)} deployments and their automations are installed.")
+    os.execve(command[0], command, environment)
+
+
+@app.command()
 def down(params: ParamsFile = PARAMS) -> None:
     """Stop the services that `graftwork up` started."""
     stopped = services.down(enter(params))

@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 from own_ports import own_ports
 
-from engine.errors import Conflict, PortInUse, ServiceError
+from engine.errors import ConfigError, Conflict, PortInUse, ServiceError
 from engine.services import lifecycle as services
 from engine.services.supervisor import Supervisor
 from engine.settings.params import Params
@@ -188,3 +189,46 @@ def test_environment_is_quiet_and_offline_only_for_a_local_base(tmp_path: Path) 
     assert local["HF_HUB_OFFLINE"] == local["DO_NOT_TRACK"] == local["VLLM_NO_USAGE_STATS"] == "1"
     hub = Params.model_validate({"state_dir": tmp_path, "base": {"name": "Qwen/Qwen3-0.6B"}})
     assert "HF_HUB_OFFLINE" not in services.environment(hub)
+
+
+def test_one_service_in_the_foreground_has_no_login_but_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "of-the-user")
+    params = Params.model_validate({"state_dir": tmp_path, "trainer": {"at": "http://127.0.0.1:8461"}})
+    (tmp_path / "credentials").mkdir()
+    (tmp_path / "credentials" / "prefect").write_text("secret\n")
+    for name in ("engine", "trainer", "controller"):
+        command, environment = services.foreground(params, name)
+        assert command[0] == sys.executable
+        assert str(tmp_path / "params.json") in command
+        assert not {"MLFLOW_TRACKING_PASSWORD", "PREFECT_API_AUTH_STRING"} & set(environment)
+    assert services.foreground(params, "worker")[1]["PREFECT_API_AUTH_STRING"] == "graftwork:secret"
+    # A place that was given some credentials makes no others.
+    assert [file.name for file in (tmp_path / "credentials").iterdir()] == ["prefect"]
+    assert services.foreground(params, "mlflow")[1]["MLFLOW_AUTH_ADMIN_PASSWORD"]
+    with pytest.raises(ConfigError, match="Unknown service 'gateway'"):
+        services.foreground(params, "gateway")
+
+
+@pytest.mark.services
+def test_a_controller_in_the_foreground_ends_by_its_signal(tmp_path: Path) -> None:
+    file = tmp_path / "params.yaml"
+    params = own_ports(state_dir=tmp_path / "state")
+    file.write_text(params.to_json())
+    command = [sys.executable, "-m", "flows.cli", "start", "controller", "--params", str(file)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert eventually(lambda: is_healthy(f"{params.url('controller')}/health"), 60)
+            # It is this process, not a child of it.
+            assert marked(tmp_path) == [psutil.Process(process.pid)]
+            process.terminate()
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+
+
+def is_healthy(url: str) -> bool:
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(url, timeout=2).status_code == 200
+    return False
