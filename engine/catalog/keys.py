@@ -108,7 +108,10 @@ class Keys:
 
     def find(self, plaintext: str) -> Key | None:
         """Return the key in force with this plaintext; None when there is none."""
-        hashed = hash_key(plaintext)
+        return self.find_hash(hash_key(plaintext))
+
+    def find_hash(self, hashed: str) -> Key | None:
+        """Return the key in force whose plaintext has this hash; None when there is none."""
         # Most keys that a gateway does not know are bad ones, and they may be many.
         if not self._access.quick(f"SELECT 1 FROM keys WHERE hash = {self._access.mark}", (hashed,)):
             return None

@@ -9,7 +9,6 @@ files (`sender.py`).
 
 import contextlib
 import fcntl
-import json
 import os
 import threading
 import time
@@ -17,6 +16,8 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import orjson
 
 ROTATE_S = 0.25
 ROTATE_BYTES = 1 << 20
@@ -45,7 +46,7 @@ class Spool:
         Raises `OSError` when the disk is full; the event is then not in the file.
         """
         event = {"id": fields.get("id") or str(uuid.uuid4()), "table": table, "at": time.time(), **fields}
-        line = json.dumps(event, separators=(",", ":")).encode() + b"\n"
+        line = orjson.dumps(event, option=orjson.OPT_APPEND_NEWLINE)
         with self._lock:
             self._append(line)
             full = self._size >= ROTATE_BYTES

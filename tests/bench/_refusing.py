@@ -3,6 +3,7 @@
 python tests/bench/_refusing.py bare|gateway PORT STATE
 """
 
+import gc
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,6 +48,9 @@ def main() -> None:
     kind, port, state = sys.argv[1:]
     limit_connections()
     app = bare if kind == "bare" else gateway(Path(state))
+    # As vLLM's server does once it is up.
+    gc.collect()
+    gc.freeze()
     config = uvicorn.Config(app, port=int(port), lifespan="off", log_level="error", access_log=False)
     uvloop.run(uvicorn.Server(config).serve())
 

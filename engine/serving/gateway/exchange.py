@@ -46,21 +46,24 @@ class Exchange:
     pieces: int = 0
     last_s: float = 0.0
 
-    def take(self, body: bytes, is_whole: bool, is_json: bool) -> None:
-        """Measure a piece of the answer, the first, a later one, or the whole of it."""
-        now_s = time.perf_counter() - self.started
-        if is_whole:
-            self.ttft_s = now_s
-            answer = answer_of(body)
-            self.usage, self.outcome = answer.get("usage"), outcome_of(answer, is_json)
-        elif body:
-            if self.ttft_s is None:
-                self.ttft_s = now_s
-            self.pieces, self.last_s = self.pieces + 1, now_s
-            if ENDED in body:
-                self.outcome = streamed_outcome(body) or self.outcome
-            elif body.startswith(FAULT):
-                self.status = streamed_fault(body)
+    def take_whole(self, body: bytes, is_json: bool) -> None:
+        """Measure an answer that comes at once."""
+        self.ttft_s = time.perf_counter() - self.started
+        answer = answer_of(body)
+        self.usage, self.outcome = answer.get("usage"), outcome_of(answer, is_json)
+
+    def take_piece(self, piece: bytes) -> None:
+        """Measure the first piece of an answer, or a later one; an empty one is none."""
+        if not piece:
+            return
+        self.last_s = time.perf_counter() - self.started
+        if self.ttft_s is None:
+            self.ttft_s = self.last_s
+        self.pieces += 1
+        if ENDED in piece:
+            self.outcome = streamed_outcome(piece) or self.outcome
+        elif piece.startswith(FAULT):
+            self.status = streamed_fault(piece)
 
     def take_usage(self, used: tuple[int, int] | None) -> None:
         """Take the (prompt, completion) tokens of the whole answer, a stream's too."""

@@ -50,6 +50,8 @@ from engine.settings.services import GatewayConfig
 # Looks at the routes; returns who answers, and when the look began (epoch seconds).
 Admit = Callable[[], Awaitable[tuple[Target, float]]]
 
+# The headers that the gateway reads.
+READ = {b"authorization", b"x-api-key", b"x-graftwork-purpose", b"x-graftwork-segment", b"x-session-id"}
 POLICY_VIOLATION = 1008
 NOT_FOUND, SERVER_ERROR = 404, 500
 # Most completions of one request by a key that scores or trains.
@@ -133,7 +135,7 @@ class Gateway:
             if state is None:
                 raise Refused(503, "The engine is starting.")
             headers = {
-                name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]
+                name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in READ
             }
             key = authenticate(state.router, headers)
             endpoint = served(path, method)
@@ -279,7 +281,7 @@ class Gateway:
         is_json = wants_json(body)
         revision = (exchange.target.name or "base").encode()
         is_canary, kept = exchange.target.arm == CANARY, list[Message]()
-        has_failed = False
+        is_stream, has_failed = bool(body.get("stream")), False
 
         async def watch() -> Message:
             message = await asked.receive()
@@ -298,13 +300,15 @@ class Gateway:
             elif exchange.is_unanswered:
                 # vLLM ends the answer to a client that has left with 200 and nothing in it.
                 return
+            elif is_stream or exchange.ttft_s is not None or message.get("more_body"):
+                exchange.take_piece(message.get("body", b""))
             else:
-                is_whole = not body.get("stream") and exchange.ttft_s is None and not message.get("more_body")
-                exchange.take(message.get("body", b""), is_whole, is_json)
-            has_failed |= bool(kept) and is_fault(exchange.status)
-            if not has_failed:
-                while kept:
+                exchange.take_whole(message.get("body", b""), is_json)
+            if kept:
+                has_failed = is_fault(exchange.status)
+                if not has_failed:
                     await asked.send(kept.pop())
+            if not has_failed:
                 await asked.send(message)
 
         try:

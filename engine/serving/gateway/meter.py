@@ -13,6 +13,7 @@ from collections import Counter as Tally
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from prometheus_client import Counter
 
@@ -20,7 +21,7 @@ from engine.catalog.catalog import Key, Tenant
 from engine.errors import LimitReached, ServiceError
 from engine.metering.usage_log import Shortage, UsageLog
 from engine.metering.usage_rows import DAY, MONTH, Budget, Metered
-from engine.serving.gateway.asgi import Header
+from engine.serving.gateway.asgi import CLIENT_LEFT, Header
 from engine.serving.gateway.fair_share import FairShare
 from engine.serving.gateway.forwarding import Used
 
@@ -32,6 +33,12 @@ TOKENS = Counter("graftwork_tokens", "Tokens of settled requests.", ["tenant", "
 REFUSED = Counter("graftwork_requests_limited", "Requests refused by a limit.", ["tenant", "limit"])
 UNSETTLED = Counter("graftwork_usage_unsettled", "Failed attempts to write the usage of ended requests.")
 log = logging.getLogger("graftwork.meter")
+
+
+RATE_HEADERS = {
+    kind: tuple(f"x-ratelimit-{word}-{kind}".encode() for word in ("limit", "remaining", "reset"))
+    for kind in ("requests", "tokens")
+}
 
 
 @dataclass
@@ -52,6 +59,18 @@ class TokenBucket:
         return max(0.0, (wanted - self.left) * 60 / self.capacity) if self.capacity else math.inf
 
 
+left_of = attrgetter("left")
+
+
+@dataclass(frozen=True)
+class Asking:
+    """A request that waits to be recorded; `number` becomes its number, or why it is refused."""
+
+    asked: Metered
+    budgets: Sequence[Budget]
+    number: asyncio.Future[int]
+
+
 @dataclass(frozen=True)
 class Bill:
     """A metered request; `tag` is its place in the fair queue."""
@@ -70,15 +89,12 @@ class Bill:
     def headers(self) -> list[Header]:
         """Return the headers that say what is left of the tightest limits of a minute."""
         found: list[Header] = []
-        for kind in ("requests", "tokens"):
-            mine = [bucket for name, bucket in self.buckets if name == kind]
-            if mine:
-                tight = min(mine, key=lambda bucket: bucket.left)
+        for kind, names in RATE_HEADERS.items():
+            tight = min((one for name, one in self.buckets if name == kind), key=left_of, default=None)
+            if tight is not None:
                 reset_s = (tight.capacity - tight.left) * 60 / tight.capacity if tight.capacity else 60.0
-                values = {"limit": tight.capacity, "remaining": max(0.0, tight.left)}
-                for word, value in values.items():
-                    found.append((f"x-ratelimit-{word}-{kind}".encode(), str(int(value)).encode()))
-                found.append((f"x-ratelimit-reset-{kind}".encode(), f"{reset_s:.3f}s".encode()))
+                values = f"{tight.capacity:.0f}", f"{max(0.0, tight.left) // 1:.0f}", f"{reset_s:.3f}s"
+                found += zip(names, map(str.encode, values), strict=True)
         return found
 
 
@@ -94,7 +110,8 @@ class Meter:
         self._loading: dict[str, Tally[str]] = {}
         self._prewarming: dict[str, set[str]] = {}
         self._fair = FairShare()
-        # What has ended and is not written yet.
+        # What is to be written in this turn of the event loop: who asks, and what has ended.
+        self._asking: list[Asking] = []
         self._ended: list[tuple[int, Metered, int, Used | None]] = []
         self._is_due = False
 
@@ -154,41 +171,64 @@ class Meter:
         """Record the request; draw from shared budgets what this machine lacks of them."""
         while True:
             try:
-                return self._admit_now(asked, budgets)
+                return await self._written(asked, budgets)
             except Shortage as short:
                 if not await asyncio.to_thread(self._usage.draw, short):
                     raise short.refusal from None
 
-    def _admit_now(self, asked: Metered, budgets: Sequence[Budget]) -> int:
-        """Record the request in one transaction with all that has ended meanwhile."""
-        number, refusal = 0, None
-        with self._usage.together():
-            self._write_ended()
-            try:
-                number = self._usage.admit(asked, budgets)
-            except (LimitReached, Shortage) as refused:
-                refusal = refused
-        self._ended.clear()
-        if refusal is not None:
-            raise refusal
-        return number
+    async def _written(self, asked: Metered, budgets: Sequence[Budget]) -> int:
+        """Record the request with all others of this turn of the event loop; return its number."""
+        asking = Asking(asked, budgets, asyncio.get_running_loop().create_future())
+        self._asking.append(asking)
+        self._write_soon()
+        try:
+            return await asking.number
+        except asyncio.CancelledError:
+            if asking.number.done() and not asking.number.cancelled() and not asking.number.exception():
+                self._end(asking.number.result(), asked, CLIENT_LEFT, (0, 0))
+            raise
 
-    def _write_ended(self) -> None:
-        for ended in self._ended:
-            self._usage.settle(*ended)
+    def _end(self, number: int, asked: Metered, status: int, used: Used | None) -> None:
+        self._ended.append((number, asked, status, used))
+        self._write_soon()
 
-    def _flush(self) -> None:
-        """Record what has ended in this turn of the event loop."""
+    def _write_soon(self) -> None:
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._write)
+
+    def _write(self) -> None:
+        """Record in one transaction what has been asked and what has ended: a commit costs most of it."""
         self._is_due = False
+        # A client may have left since.
+        asking = [one for one in self._asking if not one.number.cancelled()]
+        self._asking.clear()
+        answers: list[int | Exception] = []
         try:
             with self._usage.together():
-                self._write_ended()
+                for ended in self._ended:
+                    self._usage.settle(*ended)
+                answers += [self._admitted(one) for one in asking]
             self._ended.clear()
         except sqlite3.Error as error:
-            # The next request tries again. If none comes, the rows are closed at their reservation when this
-            # gateway ends.
-            UNSETTLED.inc()
-            log.warning("The usage of %d requests could not be written: %s", len(self._ended), error)
+            answers = [error] * len(asking)
+            if self._ended:
+                # The next request tries again. If none comes, the rows are closed at their reservation when
+                # this gateway ends.
+                UNSETTLED.inc()
+                log.warning("The usage of %d requests could not be written: %s", len(self._ended), error)
+        for one, answer in zip(asking, answers, strict=True):
+            if isinstance(answer, Exception):
+                one.number.set_exception(answer)
+            else:
+                one.number.set_result(answer)
+
+    def _admitted(self, asking: "Asking") -> int | Exception:
+        """Return a request's number, or why it is refused: then nothing of it was written."""
+        try:
+            return self._usage.admit(asking.asked, asking.budgets)
+        except (LimitReached, Shortage) as refusal:
+            return refusal
 
     def _leave(
         self, subjects: Sequence[str], buckets: Sequence[tuple[str, TokenBucket]], unused_tokens: int
@@ -213,15 +253,12 @@ class Meter:
             asked = replace(asked, revision=digest or "")
         self._fair.leave(bill.tag)
         self._leave(bill.subjects, bill.buckets, 0 if used is None else asked.reserved - sum(used))
-        self._ended.append((bill.number, asked, status, used))
-        if not self._is_due:
-            self._is_due = True
-            asyncio.get_running_loop().call_soon(self._flush)
+        self._end(bill.number, asked, status, used)
         for kind, tokens in zip(("prompt", "completion"), used or (), strict=False):
             TOKENS.labels(asked.tenant, kind).inc(tokens)
         if used is None:
             TOKENS.labels(asked.tenant, "unknown").inc(asked.reserved)
-        # The loop comes back here after the flush.
+        # The loop comes back here after it is written.
         await asyncio.sleep(0)
 
     def prewarm(self, key: Key, tenant: Tenant, name: str, is_loading: Callable[[str], bool]) -> None:

@@ -27,11 +27,15 @@ class RowCache:
         self._changed: OrderedDict[str | None, int] = OrderedDict()
         self._all_changed = 0
 
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._rows
+
     def get(self, key: Hashable) -> tuple[int, Any] | None:
         """Return (change when read, row), or None when the row is not cached."""
-        if key in self._rows:
+        kept = self._rows.get(key)
+        if kept is not None:
             self._rows.move_to_end(key)
-        return self._rows.get(key)
+        return kept
 
     def put(self, key: Hashable, seen: int, value: Any) -> None:
         """Cache a row that was read when `seen` was the newest change."""

@@ -3,16 +3,18 @@
 import asyncio
 import json
 import sqlite3
+import time
 from contextlib import closing
 
 import httpx
 import pytest
 import uvicorn
-from gateways import World, open_world
+from gateways import CHAMPION, World, open_world
 from live import free_port
 
 from engine.catalog.catalog import Tenant
 from engine.errors import ConfigError
+from engine.metering.usage_rows import Metered
 from engine.serving.gateway.fair_share import FairShare
 from engine.serving.gateway.meter import TokenBucket
 
@@ -233,7 +235,7 @@ async def test_usage_that_could_not_be_written_is_written_with_the_next_request(
     assert_exact(world)
 
 
-async def test_requests_that_end_together_are_written_at_once(world: World, monkeypatch):
+async def test_requests_that_come_or_end_together_are_written_at_once(world: World, monkeypatch):
     commits = 0
     plain = world.usage.together
 
@@ -246,9 +248,37 @@ async def test_requests_that_end_together_are_written_at_once(world: World, monk
     async with world.client(world.key()) as client:
         asked = [client.post("/v1/completions", json=TURN) for _ in range(20)]
         assert {one.status_code for one in await asyncio.gather(*asked)} == {200}
-    # A transaction for each admission, and a few for the ends.
-    assert 20 < commits < 30
+    assert 2 <= commits <= 8
     assert_exact(world)
+
+
+async def test_one_refusal_of_a_turn_leaves_the_others(world: World):
+    # Room for one request's reservation: its body with the template's tokens, and 8.
+    tight, wide = world.client(limited(world, tokens_per_day=400)), world.client(world.key())
+    async with tight, wide:
+        asked = [one.post("/v1/completions", json=TURN) for one in (tight, wide, tight, wide)]
+        found = [one.status_code for one in await asyncio.gather(*asked)]
+    assert sorted(found[::2]) == [200, 429]
+    assert found[1::2] == [200, 200]
+    assert [row[0] for row in rows(world).values()] == ["settled"] * 3
+    assert_exact(world)
+
+
+async def test_a_client_that_leaves_while_it_is_admitted_spends_nothing(world: World):
+    """Before its row is written there is none; afterwards it is closed with nothing used."""
+    meter, key = world.state.meter, world.catalog.keys.find(world.key())
+    tenant = world.catalog.keys.tenant(key.owner)
+    for turns, states in ((1, []), (2, ["settled"])):
+        asked = Metered(f"-{turns}", key.owner, key.id, "acme-sums", CHAMPION, "user", time.time(), 100)
+        opening = asyncio.ensure_future(meter.open(key, tenant, asked))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        opening.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await opening
+        await asyncio.sleep(0.01)
+        assert [row[:3] for row in rows(world).values()] == [(state, 0, 0) for state in states]
+    assert not meter._under_way
 
 
 async def test_scores_and_rollouts_are_apart(world: World):

@@ -64,7 +64,7 @@ def test_a_stream_is_timed_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> No
     seen, moments = exchange(), iter((1.0, 1.5, 2.5, 3.0))
     monkeypatch.setattr("engine.serving.gateway.exchange.time.perf_counter", lambda: next(moments))
     for body in (b"data: a", b"data: b", b'data: {"finish_reason":"length"}'):
-        seen.take(body, is_whole=False, is_json=False)
+        seen.take_piece(body)
     row = seen.observation("here")
     assert (row["ttft_s"], row["token_s"], row["outcome"]) == (1.0, 0.75, "truncated")
     assert (row["completion_tokens"], row["pieces"]) == (None, 3)
@@ -72,7 +72,7 @@ def test_a_stream_is_timed_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_whole_answer_has_its_tokens_and_no_time_of_a_piece() -> None:
     seen = exchange()
-    seen.take(b'{"choices":[{"text":"4"}],"usage":{"completion_tokens":1}}', is_whole=True, is_json=False)
+    seen.take_whole(b'{"choices":[{"text":"4"}],"usage":{"completion_tokens":1}}', is_json=False)
     row = seen.observation("here")
     assert (row["completion_tokens"], row["token_s"], row["outcome"]) == (1, None, "ok")
     assert row["pieces"] is None
