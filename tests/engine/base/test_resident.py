@@ -103,7 +103,7 @@ def test_experts_and_router_learn(name, built):
     assert min(moved.values()) > 0.02, min(moved, key=moved.get)
 
 
-def test_the_update_of_every_expert_is_orthogonal():
+def test_the_update_of_every_matrix_is_orthogonal():
     """Against torch's own iteration, an expert at a time: tall and wide, and of another scale each."""
     from torch.optim._muon import _zeropower_via_newtonschulz
 
@@ -117,6 +117,8 @@ def test_the_update_of_every_expert_is_orthogonal():
         )
         found = orthogonal(gradient)
         for expert in range(3):
+            # Sums may be in another order, and so round to the next value of bfloat16.
+            assert torch.allclose(found[expert], orthogonal(gradient[expert]), atol=2**-6)
             wanted = _zeropower_via_newtonschulz(gradient[expert], QUINTIC, 5, 1e-7).float()
             # Both round to bfloat16, at other places: 0.06 apart at most over 270 matrices.
             assert torch.allclose(found[expert], wanted, atol=0.08)
