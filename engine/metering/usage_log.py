@@ -15,8 +15,8 @@ import sqlite3
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from pathlib import Path
 
 from engine.errors import LimitReached, ServiceError
@@ -52,6 +52,10 @@ SPARE = """
     FROM drawn LEFT JOIN spent USING (subject, period) WHERE spare > 0
 """
 
+# Number, request, status and used tokens of a request that has ended; a request that asks, and its budgets.
+Ended = tuple[int, Metered, int, tuple[int, int] | None]
+Asked = tuple[Metered, Sequence[Budget]]
+
 
 class Shortage(Exception):
     """This machine has drawn `missing` tokens too few of a budget that it shares."""
@@ -86,30 +90,47 @@ class UsageLog:
         self._connection.close()
         os.close(self._alive)
 
-    def admit(self, asked: Metered, budgets: Sequence[Budget] = ()) -> int:
-        """Record a request and reserve its tokens; return its number for `settle`.
+    def record(self, ended: Iterable[Ended], asking: Iterable[Asked]) -> list[int | LimitReached | Shortage]:
+        """Settle requests that have ended and admit those that ask, in one commit, which costs most of it.
 
-        Raises `LimitReached` when a budget has less left than the request reserves, and `Shortage` when it is
-        shared and this machine has drawn less. Nothing is then recorded.
+        Return of each that asks its number for `settle`, or why it is refused: a budget has less left than it
+        reserves (`LimitReached`), or it is shared and this machine has drawn less (`Shortage`).
         """
-        with self._transaction() as connection:
-            for budget in budgets:
-                self._refuse_over(connection, asked, budget)
-            connection.execute(COUNT, asked.counts(0, asked.reserved))
-            values = (
-                asked.id, self.gateway, asked.at, asked.tenant, asked.key, asked.policy, asked.revision,
-                asked.purpose, asked.reserved,
-            )  # fmt: skip
-            number = connection.execute(ADMIT, values).lastrowid
+        with writing(self._connection) as connection:
+            for one in ended:
+                close_row(connection, *one)
+            answers = [self._admit(connection, asked, budgets) for asked, budgets in asking]
         self._dirty = True
+        return answers
+
+    def _admit(
+        self, connection: sqlite3.Connection, asked: Metered, budgets: Sequence[Budget]
+    ) -> int | LimitReached | Shortage:
+        for budget in budgets:
+            if refusal := self._refusal(connection, asked, budget):
+                return refusal
+        connection.execute(COUNT, asked.counts(0, asked.reserved))
+        values = (
+            asked.id, self.gateway, asked.at, asked.tenant, asked.key, asked.policy, asked.revision,
+            asked.purpose, asked.reserved,
+        )  # fmt: skip
+        number = connection.execute(ADMIT, values).lastrowid
         assert number is not None
         return number
 
+    def admit(self, asked: Metered, budgets: Sequence[Budget] = ()) -> int:
+        """Record a request and reserve its tokens; return its number for `settle`.
+
+        Raises why it is refused, as `record` returns it. Nothing is then recorded.
+        """
+        (answer,) = self.record((), [(asked, budgets)])
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
     def settle(self, number: int, asked: Metered, status: int, used: tuple[int, int] | None) -> None:
         """Record what a request used: (prompt, completion) tokens; None: not known, so what it reserved."""
-        with self._transaction() as connection:
-            close_row(connection, number, asked, status, used)
-        self._dirty = True
+        self.record([(number, asked, status, used)], ())
 
     def draw(self, short: Shortage) -> bool:
         """Draw what a request lacks from the shared budgets; return whether there was enough.
@@ -136,7 +157,9 @@ class UsageLog:
         for subject, period, tokens in spare:
             self.shared.give_back(subject, period, tokens)
 
-    def _refuse_over(self, connection: sqlite3.Connection, asked: Metered, budget: Budget) -> None:
+    def _refusal(
+        self, connection: sqlite3.Connection, asked: Metered, budget: Budget
+    ) -> LimitReached | Shortage | None:
         period = periods(asked.at)[budget.period == MONTH]
         subject = budget.subject, period
         query = "SELECT used + reserved FROM spent WHERE subject = ? AND period = ?"
@@ -148,7 +171,7 @@ class UsageLog:
             most = min(most, drawn[0] if drawn else 0)
         left = int(most - (spent[0] if spent else 0))
         if asked.reserved <= left:
-            return
+            return None
         kind, _, name = budget.subject.partition(":")
         refusal = LimitReached(
             f"The {kind} {name!r} has {max(0, left)} of {int(budget.tokens)} tokens left in {period}, and "
@@ -158,32 +181,15 @@ class UsageLog:
             code="insufficient_quota",
         )
         if self.shared is None:
-            raise refusal
-        raise Shortage(budget, period, asked.reserved - left, refusal)
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """Commit what is admitted and settled in this block at its end, or nothing of it.
-
-        A commit costs more than what is in it.
-        """
-        with writing(self._connection):
-            yield
-
-    @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        if self._connection.in_transaction:
-            yield self._connection
-            return
-        with writing(self._connection) as connection:
-            yield connection
+            return refusal
+        return Shortage(budget, period, asked.reserved - left, refusal)
 
     def _keep(self) -> None:
         """Make commits durable, close rows of dead gateways, move settled rows to Parquet."""
         began = time.monotonic()
         due: dict[Callable[[], object], float] = {
             self._close_dead: began,
-            lambda: export(self.root): began + EXPORT_S,
+            lambda: export(self.root, go_on=self._between): began + EXPORT_S,
         }
         every = dict(zip(due, (CHECK_S, EXPORT_S), strict=True))
         if self.shared is not None:
@@ -197,6 +203,11 @@ class UsageLog:
                     # A busy database or a full disk: the next turn tries again.
                     with contextlib.suppress(sqlite3.Error, OSError, ServiceError):
                         work()
+
+    def _between(self) -> bool:
+        """Make commits durable while rows are moved; say whether to go on."""
+        self._sync()
+        return not self._closed.is_set()
 
     def _sync(self) -> None:
         """Write the log's pages to the disk; SQLite itself does so at checkpoints alone."""

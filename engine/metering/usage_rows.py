@@ -5,9 +5,9 @@ import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 BUSY_TIMEOUT_MS = 5000
 DAY, MONTH = "day", "month"
@@ -55,8 +55,7 @@ ROLL_UP = """
 """
 
 
-@dataclass(frozen=True)
-class Metered:
+class Metered(NamedTuple):
     """A request to meter; `revision` is a digest, empty for the base. `reserved` is its bound in tokens."""
 
     id: str
@@ -78,8 +77,7 @@ class Metered:
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Budget:
+class Budget(NamedTuple):
     """A limit of tokens for one day or month; `subject` is `key:ID` or `tenant:NAME`."""
 
     subject: str

@@ -51,11 +51,18 @@ def key_create(
     expires: Annotated[
         str | None, typer.Option(help="Let the key expire after this time, such as 90d or 12h.")
     ] = None,
+    tinker: Annotated[
+        bool, typer.Option("--tinker", help="Allow what Tinker's SDK does, and print the key as it wants it.")
+    ] = False,
     params: ParamsFile = PARAMS,
 ) -> None:
     """Create a key and print it. Only its hash is stored, so it cannot be printed again."""
+    from engine.catalog.keys import as_tinkers
+
     until = time.time() + seconds_of(expires) if expires else None
-    typer.echo(catalog(params).keys.create(owner, role or scope, policy or (), limits_of(limit), until))
+    roles = role or ("tinker" if tinker else scope)
+    plaintext = catalog(params).keys.create(owner, roles, policy or (), limits_of(limit), until)
+    typer.echo(as_tinkers(plaintext) if tinker else plaintext)
 
 
 @key_app.command("ls")

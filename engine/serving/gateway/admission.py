@@ -3,9 +3,10 @@
 from collections.abc import Mapping, Sequence
 
 from engine.catalog.catalog import Key
+from engine.catalog.keys import OURS, TINKERS
 from engine.errors import Forbidden
 from engine.serving.gateway.asgi import Refused
-from engine.serving.gateway.route_table import GENERATING, ROLLOUTS, Endpoint, find_route
+from engine.serving.gateway.route_table import GENERATING, OF_TOKENS, Endpoint, find_route
 from engine.serving.gateway.routing import Router
 from engine.settings.releases import SEGMENT_NAME
 
@@ -16,25 +17,19 @@ PURPOSES = {
     "probe": ("score",),
     "rollout": ("score", "train"),
 }
-KEY_LENGTH = len("gw-") + 40
+# A key may also be written as Tinker's SDK wants it.
+KEY_LENGTHS = (len(OURS) + 40, len(TINKERS) + 40)
 
 
-def authenticate(router: Router, headers: Mapping[str, str]) -> Key:
+def authenticate(router: Router, headers: Mapping[str, str]) -> Key | None:
     """Return the request's key, of `Authorization: Bearer` or Anthropic's `x-api-key`.
 
-    Raises `Refused` (401) when it has none or an invalid one.
+    None when it has none or an invalid one.
     """
     scheme, _, plaintext = headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer":
         plaintext = headers.get("x-api-key", "")
-    key = router.key(plaintext) if len(plaintext) == KEY_LENGTH else None
-    if key is None:
-        raise Refused(
-            401,
-            "No valid API key was sent. Send `Authorization: Bearer gw-...`; "
-            "`graftwork key create` makes a key.",
-        )
-    return key
+    return router.key(plaintext) if len(plaintext) in KEY_LENGTHS else None
 
 
 def served(path: str, method: str) -> Endpoint:
@@ -64,9 +59,9 @@ def require(what: str, roles: Sequence[str], key: Key) -> None:
 def purpose_of(path: str, headers: Mapping[str, str], key: Key) -> str:
     """Return the request's purpose. Raises `Refused` for an unknown one, `Forbidden` without its role.
 
-    Without the header it is `rollout` for the path of rollouts, else `user`.
+    Without the header it is `rollout` for the paths of rollouts and samples, else `user`.
     """
-    purpose = headers.get("x-graftwork-purpose", "rollout" if path == ROLLOUTS else "user")
+    purpose = headers.get("x-graftwork-purpose", "rollout" if path in OF_TOKENS else "user")
     roles = PURPOSES.get(purpose)
     if roles is None:
         known = ", ".join(sorted(PURPOSES))

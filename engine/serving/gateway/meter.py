@@ -12,14 +12,14 @@ import time
 from collections import Counter as Tally
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 
 from prometheus_client import Counter
 
 from engine.catalog.catalog import Key, Tenant
 from engine.errors import LimitReached, ServiceError
-from engine.metering.usage_log import Shortage, UsageLog
+from engine.metering.usage_log import Ended, Shortage, UsageLog
 from engine.metering.usage_rows import DAY, MONTH, Budget, Metered
 from engine.serving.gateway.asgi import CLIENT_LEFT, Header
 from engine.serving.gateway.fair_share import FairShare
@@ -29,6 +29,10 @@ from engine.serving.gateway.forwarding import Used
 LOAD_SHARE = 0.5
 # The chat template adds tokens of its own to a prompt; a token has at least one byte of the body.
 TEMPLATE_TOKENS = 256
+# The usage of a request that has ended waits this long for others, to be written in one commit.
+SETTLED_S = 0.02
+# When a write that failed is tried again, if no request comes before.
+AGAIN_S = 1.0
 TOKENS = Counter("graftwork_tokens", "Tokens of settled requests.", ["tenant", "kind"])
 REFUSED = Counter("graftwork_requests_limited", "Requests refused by a limit.", ["tenant", "limit"])
 UNSETTLED = Counter("graftwork_usage_unsettled", "Failed attempts to write the usage of ended requests.")
@@ -62,7 +66,7 @@ class TokenBucket:
 left_of = attrgetter("left")
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Asking:
     """A request that waits to be recorded; `number` becomes its number, or why it is refused."""
 
@@ -71,7 +75,7 @@ class Asking:
     number: asyncio.Future[int]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Bill:
     """A metered request; `tag` is its place in the fair queue."""
 
@@ -90,11 +94,14 @@ class Bill:
         """Return the headers that say what is left of the tightest limits of a minute."""
         found: list[Header] = []
         for kind, names in RATE_HEADERS.items():
-            tight = min((one for name, one in self.buckets if name == kind), key=left_of, default=None)
+            tight = min([one for name, one in self.buckets if name == kind], key=left_of, default=None)
             if tight is not None:
                 reset_s = (tight.capacity - tight.left) * 60 / tight.capacity if tight.capacity else 60.0
-                values = f"{tight.capacity:.0f}", f"{max(0.0, tight.left) // 1:.0f}", f"{reset_s:.3f}s"
-                found += zip(names, map(str.encode, values), strict=True)
+                found += (
+                    (names[0], b"%.0f" % tight.capacity),
+                    (names[1], b"%d" % max(0.0, tight.left)),
+                    (names[2], b"%.3fs" % reset_s),
+                )
         return found
 
 
@@ -110,10 +117,12 @@ class Meter:
         self._loading: dict[str, Tally[str]] = {}
         self._prewarming: dict[str, set[str]] = {}
         self._fair = FairShare()
-        # What is to be written in this turn of the event loop: who asks, and what has ended.
+        # Requests under way.
+        self._open = 0
+        # What is to be written: who asks in this turn of the event loop, and what has ended since.
         self._asking: list[Asking] = []
-        self._ended: list[tuple[int, Metered, int, Used | None]] = []
-        self._is_due = False
+        self._ended: list[Ended] = []
+        self._timer: asyncio.TimerHandle | None = None
 
     def bound(self, body_bytes: int, prompts: int, samples: int, most_tokens: int | None) -> int:
         """Return the most tokens that a request can take: its prompts and all of its completions."""
@@ -154,6 +163,7 @@ class Meter:
             bucket.left -= 1 if kind == "requests" else asked.reserved
         subjects = (f"key:{key.id}", f"tenant:{tenant.name}")
         self._under_way.update(subjects)
+        self._open += 1
         try:
             number = await self._admit(asked, budgets)
         except BaseException as error:
@@ -177,10 +187,20 @@ class Meter:
                     raise short.refusal from None
 
     async def _written(self, asked: Metered, budgets: Sequence[Budget]) -> int:
-        """Record the request with all others of this turn of the event loop; return its number."""
-        asking = Asking(asked, budgets, asyncio.get_running_loop().create_future())
+        """Record the request; return its number.
+
+        Where others are under way, those of this turn of the event loop are recorded together.
+        """
+        if self._open == 1:
+            (answer,) = self._record([(asked, budgets)])
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+        loop = asyncio.get_running_loop()
+        asking = Asking(asked, budgets, loop.create_future())
+        if not self._asking:
+            loop.call_soon(self._write)
         self._asking.append(asking)
-        self._write_soon()
         try:
             return await asking.number
         except asyncio.CancelledError:
@@ -189,51 +209,52 @@ class Meter:
             raise
 
     def _end(self, number: int, asked: Metered, status: int, used: Used | None) -> None:
+        """Record a request that has ended: at once where it is the last, else with the next that comes."""
         self._ended.append((number, asked, status, used))
-        self._write_soon()
+        if not self._open:
+            self._record(())
+        elif self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(SETTLED_S, self._write_ended)
 
-    def _write_soon(self) -> None:
-        if not self._is_due:
-            self._is_due = True
-            asyncio.get_running_loop().call_soon(self._write)
+    def _write_ended(self) -> None:
+        self._timer = None
+        self.flush()
+
+    def flush(self) -> None:
+        """Record the requests that have ended now. On the event loop."""
+        if self._ended:
+            self._record(())
 
     def _write(self) -> None:
-        """Record in one transaction what has been asked and what has ended: a commit costs most of it."""
-        self._is_due = False
         # A client may have left since.
         asking = [one for one in self._asking if not one.number.cancelled()]
         self._asking.clear()
-        answers: list[int | Exception] = []
-        try:
-            with self._usage.together():
-                for ended in self._ended:
-                    self._usage.settle(*ended)
-                answers += [self._admitted(one) for one in asking]
-            self._ended.clear()
-        except sqlite3.Error as error:
-            answers = [error] * len(asking)
-            if self._ended:
-                # The next request tries again. If none comes, the rows are closed at their reservation when
-                # this gateway ends.
-                UNSETTLED.inc()
-                log.warning("The usage of %d requests could not be written: %s", len(self._ended), error)
+        answers = self._record([(one.asked, one.budgets) for one in asking])
         for one, answer in zip(asking, answers, strict=True):
             if isinstance(answer, Exception):
                 one.number.set_exception(answer)
             else:
                 one.number.set_result(answer)
 
-    def _admitted(self, asking: "Asking") -> int | Exception:
-        """Return a request's number, or why it is refused: then nothing of it was written."""
+    def _record(self, asking: Sequence[tuple[Metered, Sequence[Budget]]]) -> Sequence[int | Exception]:
+        """Record what has ended and what is asked for; return each one's number, or why it is refused."""
         try:
-            return self._usage.admit(asking.asked, asking.budgets)
-        except (LimitReached, Shortage) as refusal:
-            return refusal
+            answers = self._usage.record(self._ended, asking)
+        except sqlite3.Error as error:
+            if self._ended:
+                UNSETTLED.inc()
+                if self._timer is None:
+                    self._timer = asyncio.get_running_loop().call_later(AGAIN_S, self._write_ended)
+                log.warning("The usage of %d requests could not be written: %s", len(self._ended), error)
+            return [error] * len(asking)
+        self._ended.clear()
+        return answers
 
     def _leave(
         self, subjects: Sequence[str], buckets: Sequence[tuple[str, TokenBucket]], unused_tokens: int
     ) -> None:
         """End a request under way, and give back what it reserved of a minute's tokens and did not use."""
+        self._open -= 1
         for subject in subjects:
             self._under_way[subject] -= 1
             if not self._under_way[subject]:
@@ -242,15 +263,15 @@ class Meter:
             if kind == "tokens":
                 bucket.left = min(bucket.capacity, bucket.left + unused_tokens)
 
-    async def settle(self, bill: Bill, status: int, digest: str | None, used: Used | None) -> None:
+    def settle(self, bill: Bill, status: int, digest: str | None, used: Used | None) -> None:
         """Record what a request used, and which revision answered it (None: the base).
 
-        `used` is (prompt, completion) tokens; None: not known, so that its reservation counts. It is written
-        in this turn of the event loop, also when the caller is cancelled.
+        `used` is (prompt, completion) tokens; None: not known, so that its reservation counts. While others
+        are under way it is written with the next one, within `SETTLED_S`.
         """
         asked = bill.asked
         if asked.revision != (digest or ""):
-            asked = replace(asked, revision=digest or "")
+            asked = asked._replace(revision=digest or "")
         self._fair.leave(bill.tag)
         self._leave(bill.subjects, bill.buckets, 0 if used is None else asked.reserved - sum(used))
         self._end(bill.number, asked, status, used)
@@ -258,8 +279,6 @@ class Meter:
             TOKENS.labels(asked.tenant, kind).inc(tokens)
         if used is None:
             TOKENS.labels(asked.tenant, "unknown").inc(asked.reserved)
-        # The loop comes back here after it is written.
-        await asyncio.sleep(0)
 
     def prewarm(self, key: Key, tenant: Tenant, name: str, is_loading: Callable[[str], bool]) -> None:
         """Count an adapter that is loaded ahead of its requests. Raises as `cold_load`."""

@@ -7,7 +7,6 @@ import signal
 import sqlite3
 import time
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import duckdb
@@ -213,10 +212,10 @@ def test_rows_move_to_parquet_and_the_rollups_stay_equal(log: UsageLog, tmp_path
     rng = random.Random(0)
     for number in range(301):
         one = asked(number, at=NOON + 3600 * rng.randrange(60), tenant=rng.choice(["acme", "umbrella"]))
-        row = log.admit(replace(one, reserved=50))
+        row = log.admit(one._replace(reserved=50))
         if number % 10:
             used = None if number % 7 == 0 else (rng.randrange(20), rng.randrange(20))
-            log.settle(row, replace(one, reserved=50), 200, used)
+            log.settle(row, one._replace(reserved=50), 200, used)
     assert export(tmp_path, time.time() + 61) == 270
     assert export(tmp_path, time.time() + 61) == 0
     raw = (

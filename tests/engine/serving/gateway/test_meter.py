@@ -5,6 +5,7 @@ import json
 import sqlite3
 import time
 from contextlib import closing
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -15,8 +16,9 @@ from live import free_port
 from engine.catalog.catalog import Tenant
 from engine.errors import ConfigError
 from engine.metering.usage_rows import Metered
+from engine.serving.gateway import meter as metering
 from engine.serving.gateway.fair_share import FairShare
-from engine.serving.gateway.meter import TokenBucket
+from engine.serving.gateway.meter import SETTLED_S, TokenBucket
 
 CHAT = {"model": "acme-sums", "messages": [{"role": "user", "content": "one two three"}]}
 TURN = {"model": "acme-sums", "prompt": "one two three", "max_tokens": 8}
@@ -211,7 +213,7 @@ async def test_a_request_that_cannot_be_recorded_is_not_served(world: World, mon
     def full(*_: object) -> int:
         raise sqlite3.OperationalError("database or disk is full")
 
-    monkeypatch.setattr(world.usage, "admit", full)
+    monkeypatch.setattr(world.usage, "record", full)
     async with world.client(world.key()) as client:
         response = await client.post("/v1/completions", json=TURN)
     assert response.status_code == 503
@@ -221,12 +223,16 @@ async def test_a_request_that_cannot_be_recorded_is_not_served(world: World, mon
 async def test_usage_that_could_not_be_written_is_written_with_the_next_request(world: World, monkeypatch):
     """Also when that one is refused."""
 
-    def full(*_: object) -> None:
-        raise sqlite3.OperationalError("database or disk is full")
+    plain = world.usage.record
+
+    def full(ended, asking):
+        if ended:
+            raise sqlite3.OperationalError("database or disk is full")
+        return plain(ended, asking)
 
     async with world.client(limited(world, tokens_per_day=1000)) as client:
         with monkeypatch.context() as patched:
-            patched.setattr(world.usage, "settle", full)
+            patched.setattr(world.usage, "record", full)
             assert (await client.post("/v1/completions", json=TURN)).status_code == 200
             assert [row[0] for row in rows(world).values()] == ["admitted"]
         refused = await client.post("/v1/completions", json=TURN | {"n": 8, "max_tokens": 200})
@@ -237,14 +243,14 @@ async def test_usage_that_could_not_be_written_is_written_with_the_next_request(
 
 async def test_requests_that_come_or_end_together_are_written_at_once(world: World, monkeypatch):
     commits = 0
-    plain = world.usage.together
+    plain = world.usage.record
 
-    def counted():
+    def counted(*given):
         nonlocal commits
         commits += 1
-        return plain()
+        return plain(*given)
 
-    monkeypatch.setattr(world.usage, "together", counted)
+    monkeypatch.setattr(world.usage, "record", counted)
     async with world.client(world.key()) as client:
         asked = [client.post("/v1/completions", json=TURN) for _ in range(20)]
         assert {one.status_code for one in await asyncio.gather(*asked)} == {200}
@@ -268,17 +274,41 @@ async def test_a_client_that_leaves_while_it_is_admitted_spends_nothing(world: W
     """Before its row is written there is none; afterwards it is closed with nothing used."""
     meter, key = world.state.meter, world.catalog.keys.find(world.key())
     tenant = world.catalog.keys.tenant(key.owner)
-    for turns, states in ((1, []), (2, ["settled"])):
-        asked = Metered(f"-{turns}", key.owner, key.id, "acme-sums", CHAMPION, "user", time.time(), 100)
-        opening = asyncio.ensure_future(meter.open(key, tenant, asked))
+
+    def asked(name):
+        return Metered(name, key.owner, key.id, "acme-sums", CHAMPION, "user", time.time(), 100)
+
+    # Where another is under way, a request waits for those of its turn.
+    other = await meter.open(key, tenant, asked("-0"))
+    for turns, states in ((1, ["admitted"]), (2, ["admitted", "settled"])):
+        opening = asyncio.ensure_future(meter.open(key, tenant, asked(f"-{turns}")))
         for _ in range(turns):
             await asyncio.sleep(0)
         opening.cancel()
         with pytest.raises(asyncio.CancelledError):
             await opening
-        await asyncio.sleep(0.01)
-        assert [row[:3] for row in rows(world).values()] == [(state, 0, 0) for state in states]
+        await asyncio.sleep(2 * SETTLED_S)
+        assert [row[0] for row in rows(world).values()] == states
+    assert rows(world)["2"][1:3] == (0, 0)
+    meter.settle(other, 200, CHAMPION, (1, 1))
     assert not meter._under_way
+    assert not meter._open
+
+
+async def test_an_end_that_could_not_be_written_is_written_without_another_request(
+    world: World, monkeypatch: pytest.MonkeyPatch
+):
+    meter, key = world.state.meter, world.catalog.keys.find(world.key())
+    asked = Metered("-0", key.owner, key.id, "acme-sums", CHAMPION, "user", time.time(), 100)
+    bill = await meter.open(key, world.catalog.keys.tenant(key.owner), asked)
+    record = meter._usage.record
+    busy = Mock(side_effect=sqlite3.OperationalError("database is locked"))
+    monkeypatch.setattr(metering, "AGAIN_S", 0.05)
+    monkeypatch.setattr(meter._usage, "record", busy)
+    meter.settle(bill, 200, CHAMPION, (1, 1))
+    monkeypatch.setattr(meter._usage, "record", record)
+    await asyncio.sleep(0.2)
+    assert rows(world)["0"][0] == "settled"
 
 
 async def test_scores_and_rollouts_are_apart(world: World):

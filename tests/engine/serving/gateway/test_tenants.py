@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from access_matrix import ASKING, ROLE_SETS, SENTENCE, Names, body_of, gateway_faults
+from access_matrix import ASKING, OF_TOKENS, ROLE_SETS, SENTENCE, Names, body_of, gateway_faults
 from gateways import CHAMPION, OTHER, World, open_world
 
 from engine.catalog.catalog import Policy
@@ -59,7 +59,7 @@ def completion(model: str = "tiny", **more) -> dict:
 async def test_a_tenant_reaches_its_own(world: World):
     async with world.client(world.key(roles=["infer", "pin"])) as client:
         for path in ASKING:
-            if path != "/graftwork/rollouts":
+            if path not in OF_TOKENS:
                 for name in ("acme-sums", f"acme-sums{PIN}", "tiny"):
                     assert (await client.post(path, json=body_of(path, name))).is_success
 
@@ -205,6 +205,18 @@ async def test_headers_of_a_client_choose_no_priority_and_no_rank(world: World):
     assert got["x-vllm-priority"] == "0"
     assert got["x-request-id"] == response.headers["x-request-id"] != "taken"
     assert got.keys().isdisjoint({"x-data-parallel-rank", "x-session-id", "authorization"})
+
+
+async def test_a_request_has_the_proxys_id_where_the_proxy_sets_it(world: World):
+    world.state.settings = GatewayConfig(proxy_sets_id=True)
+    given = "0123456789abcdef" * 2
+    async with world.client(world.key()) as client:
+        for name, is_taken in ((given, True), (given.upper(), False), (f"{given}0", False), ("", False)):
+            response = await client.post(**completion("acme-sums"), headers={"x-request-id": name})
+            assert (response.headers["x-request-id"] == name) is is_taken
+    ids = [fields["id"] for table, fields in world.events.rows if table == "observations"]
+    assert ids.count(f"cmpl-{given}") == 1
+    assert len(ids) == len(set(ids)) == 4
 
 
 async def test_the_prefix_cache_is_salted_by_tenant(world: World):
