@@ -33,8 +33,11 @@ LOSS_SETTINGS: dict[str, dict[str, float]] = {
     "dapo": {"clip_low": 0.2, "clip_high": 0.28},
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
     "cispo": {"clip_low": 1.0, "clip_high": 4.0},
+    "dro": {"beta": 0.05},
     "dpo": {"beta": 0.1},
 }
+# Losses that are also computed as plain sums over all targets.
+SUMMED = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
 CORRECTIONS = ("tis", "geometric", "icepop", "outlier")
 
 
@@ -51,7 +54,7 @@ class LossConfig(Settings):
         None, ge=1, description="Divide an answer's sum by this many tokens (dr_grpo). Empty: max_tokens."
     )
     beta: float | None = Field(
-        None, gt=0, description="Hold the policy to the base with this strength (dpo)."
+        None, gt=0, description="Hold the policy to the base (dpo) or the sampler (dro) with this strength."
     )
     options: dict[str, Any] | None = Field(
         None, description="Pass these options to a python:MODULE:FUNC loss."

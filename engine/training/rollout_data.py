@@ -25,6 +25,7 @@ from engine.threads import background
 from engine.training.lineage import Line
 from engine.training.rollouts import Sample, Sampling, sample_groups
 from engine.training.service.protocol import Datum, EncodedText, ModelInput, TensorData
+from engine.training.spread import Engines, sample_over
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,8 @@ class Sampler:
 class Source:
     """The source of a line's samples: its problems and the engine that answers them.
 
-    With `replays` the samples include the experts that the engine chose for each token.
+    With `replays` the samples include the experts that the engine chose for each token. With `engines` a step
+    is sampled by all of them once there are several.
     """
 
     policy: str
@@ -50,6 +52,7 @@ class Source:
     key: str
     base_name: str
     replays: bool = False
+    engines: Engines | None = None
 
     def prompt_ids(self, question: str) -> list[int]:
         """Return a question's token ids under the policy's template, system prompt and examples."""
@@ -69,6 +72,12 @@ class Source:
     def _problems(self, seed: int, position: int, count: int) -> tuple[list[Problem], int]:
         numbered = list(islice(stream(self.config.task, "train", seed, position), count))
         return [problem for _, problem in numbered], numbered[-1][0] + 1
+
+    def sample(self, model: str, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[list[Sample]]:
+        """Return a group of samples for each prompt, in the prompts' order."""
+        if self.engines and list(self.engines.urls()) != [self.engine_url]:
+            return sample_over(self.engines.urls, self.key, model, prompts, sampling)
+        return sample_groups(self.engine_url, self.key, model, prompts, sampling)
 
 
 @dataclass(frozen=True)
@@ -131,7 +140,7 @@ def draw(
         config.group_size, config.max_tokens, config.temperature, seed, routed_experts=source.replays
     )
     model = served_name(source.policy, sampler.digest) if sampler.digest else source.base_name
-    groups = sample_groups(source.engine_url, source.key, model, prompts, sampling)
+    groups = source.sample(model, prompts, sampling)
     return Drawn(sampler, problems, prompts, groups, position, monotonic() - clock)
 
 

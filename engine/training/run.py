@@ -19,6 +19,7 @@ from engine.settings.policies import PolicyConfig
 from engine.training.lineage import Line, line_of
 from engine.training.rollout_data import Ahead, Source
 from engine.training.service.client import TrainerClient
+from engine.training.spread import Engines
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,11 @@ class Run:
     holder: str = field(default_factory=lambda: f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex}")
 
     def close(self) -> None:
-        """Release the session, and close the trainer's client, the spool and the verifier."""
+        """Release the session, and close the trainer's client, the spool, the verifier and the engines."""
         self.client.release()
-        for part in (self.client, self.spool, self.verifier):
-            part.close()
+        for part in (self.client, self.spool, self.verifier, self.source.engines):
+            if part:
+                part.close()
 
 
 def prepare(params: Params, policy: str, config: PolicyConfig, key: str) -> Run:
@@ -73,7 +75,9 @@ def prepare(params: Params, policy: str, config: PolicyConfig, key: str) -> Run:
             f"The policy {policy!r} has router_replay, and the engine does not record experts. Set "
             "engine.routed_experts to true and restart the services, or set router_replay to false."
         )
-    source = Source(policy, config, line, tokenizer, params.url("engine"), key, base_name, replays)
+    url = params.url("engine")
+    engines = Engines.open(params.paths, base.digest, url)
+    source = Source(policy, config, line, tokenizer, url, key, base_name, replays, engines)
     spool = open_spool(params, f"train-{policy}")
     client = TrainerClient.of(params, timeout_s=params.trainer.operation_timeout_s)
     return Run(params, policy, config, line, source, Ahead(source), client, spool, Verifier(config))

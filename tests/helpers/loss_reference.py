@@ -24,6 +24,8 @@ def per_token(loss: str, new: Tensor, old: float, advantage: float) -> Tensor:
         return -new
     if loss == "importance_sampling":
         return -ratio * advantage
+    if loss == "dro":
+        return -(advantage * new - 0.05 / 2 * (new - old) ** 2)
     low, high = CLIP[loss]
     if loss == "cispo":
         return -min(max(ratio.item(), 1 - low), 1 + high) * advantage * new

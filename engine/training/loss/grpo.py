@@ -25,7 +25,8 @@ class Tokens:
 
     `new_T`: under the trained adapter, with gradient. `old_T`: as sampled. `base_T`: without an adapter, or
     None. `advantage_T`: advantages. `sequence_T`: each token's sequence number, 0 to `sequences` - 1.
-    `weight_T`: each token's weight in the mean over the whole batch.
+    `weight_T`: each token's weight in the mean or sum over the whole batch. `low_T` and `high_T`: bounds of
+    the ratio, or None for those of the settings. `mask_T`: 1 where a token counts in `means`, or None.
     """
 
     new_T: Tensor
@@ -35,6 +36,9 @@ class Tokens:
     sequences: int
     weight_T: Tensor
     base_T: Tensor | None = None
+    low_T: Tensor | None = None
+    high_T: Tensor | None = None
+    mask_T: Tensor | None = None
 
     def sums(self, value_T: Tensor) -> Tensor:
         """Return the sum (N) over each sequence's tokens."""
@@ -42,7 +46,17 @@ class Tokens:
 
     def means(self, value_T: Tensor) -> Tensor:
         """Return, for each token, the mean over its sequence's tokens, (T)."""
-        return (self.sums(value_T) / self.sums(torch.ones_like(value_T)))[self.sequence_T]
+        if self.mask_T is None:
+            return (self.sums(value_T) / self.sums(torch.ones_like(value_T)))[self.sequence_T]
+        # A sequence without any such token has the mean 0.
+        count_N = self.sums(self.mask_T).clamp(min=1)
+        return (self.sums(value_T * self.mask_T) / count_N)[self.sequence_T]
+
+    def clip(self, ratio_T: Tensor, settings: "Settings") -> Tensor:
+        """Return the ratios within their bounds."""
+        low = 1 - settings["clip_low"] if self.low_T is None else self.low_T
+        high = 1 + settings["clip_high"] if self.high_T is None else self.high_T
+        return ratio_T.clamp(min=low).clamp(max=high)
 
 
 Settings = Mapping[str, Any]
@@ -64,7 +78,7 @@ def importance_sampling(tokens: Tokens, settings: Settings) -> Terms:
 
 def ppo(tokens: Tokens, settings: Settings) -> Terms:
     """Return PPO's clipped surrogate (arXiv 1707.06347, equation 7), a mean over tokens."""
-    return _clipped(torch.exp(tokens.new_T - tokens.old_T), tokens.advantage_T, settings)
+    return _clipped(torch.exp(tokens.new_T - tokens.old_T), tokens, settings)
 
 
 def grpo(tokens: Tokens, settings: Settings) -> Terms:
@@ -100,7 +114,7 @@ def gspo(tokens: Tokens, settings: Settings) -> Terms:
     """
     gap_T = tokens.means((tokens.new_T - tokens.old_T).detach())
     ratio_T = torch.exp(gap_T + tokens.new_T - tokens.new_T.detach())
-    return _clipped(ratio_T, tokens.advantage_T, settings)
+    return _clipped(ratio_T, tokens, settings)
 
 
 def cispo(tokens: Tokens, settings: Settings) -> Terms:
@@ -110,8 +124,17 @@ def cispo(tokens: Tokens, settings: Settings) -> Terms:
     ScaleRL (arXiv 2510.13786).
     """
     ratio_T = torch.exp(tokens.new_T - tokens.old_T).detach()
-    weight_T = ratio_T.clamp(1 - settings["clip_low"], 1 + settings["clip_high"])
+    weight_T = tokens.clip(ratio_T, settings)
     return -weight_T * tokens.advantage_T * tokens.new_T, weight_T != ratio_T
+
+
+def dro(tokens: Tokens, settings: Settings) -> Terms:
+    """Return the advantage-weighted log-likelihood with a quadratic penalty on the log-ratio.
+
+    The form of Tinker's loss `dro`, after Direct Reward Optimisation (arXiv 2405.19107).
+    """
+    gap_T = tokens.new_T - tokens.old_T
+    return _free(-(tokens.advantage_T * tokens.new_T - settings["beta"] / 2 * gap_T**2))
 
 
 def dpo(tokens: Tokens, settings: Settings) -> Terms:
@@ -138,9 +161,8 @@ def _free(term_T: Tensor) -> Terms:
     return term_T, torch.zeros_like(term_T, dtype=torch.bool)
 
 
-def _clipped(ratio_T: Tensor, advantage_T: Tensor, settings: Settings) -> Terms:
-    bounded_T = ratio_T.clamp(1 - settings["clip_low"], 1 + settings["clip_high"])
-    plain_T, held_T = ratio_T * advantage_T, bounded_T * advantage_T
+def _clipped(ratio_T: Tensor, tokens: Tokens, settings: Settings) -> Terms:
+    plain_T, held_T = ratio_T * tokens.advantage_T, tokens.clip(ratio_T, settings) * tokens.advantage_T
     return -torch.minimum(plain_T, held_T), held_T < plain_T
 
 
@@ -171,6 +193,7 @@ LOSSES = {
     "dapo": Loss(dapo, drops=True),
     "gspo": Loss(gspo, per="unit"),
     "cispo": Loss(cispo, drops=True),
+    "dro": Loss(dro),
     "dpo": Loss(dpo, per="unit", unit=2, sampled=False, needs_base=True),
 }
 

@@ -213,11 +213,14 @@ class Adapter:
         return {"factors": factors, "optimizer": {**optimizer, "state": moments}}
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned and drop all gradients."""
+    def load_state_dict(self, state: Mapping[str, Any], moments: bool = True) -> None:
+        """Load what `state_dict` returned and drop all gradients; without `moments` Adam begins anew."""
         for key, factor in self.factors.items():
             factor.copy_(state["factors"][key])
-        self.optimizer.load_state_dict(state["optimizer"])
+        if moments:
+            self.optimizer.load_state_dict(state["optimizer"])
+        else:
+            self.optimizer.state.clear()
         self.clear_gradients()
 
 

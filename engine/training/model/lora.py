@@ -184,13 +184,13 @@ class ResidentBase:
         tokens_BS = torch.zeros(len(rows), width, dtype=torch.long)
         for i, row in enumerate(rows):
             tokens_BS[i, : len(row.tokens)] = torch.tensor(row.tokens)
-        position_S = torch.arange(width)
-        start_B = torch.tensor([row.start for row in rows])
-        end_B = torch.tensor([len(row.tokens) for row in rows])
-        completion_BS = (position_S >= start_B[:, None]) & (position_S < end_B[:, None])
-        # Computed on the CPU: a boolean mask on a GPU would synchronise the two.
-        chosen_T = tokens_BS[completion_BS].to(self.device)
-        before_T = completion_BS.flatten().nonzero()[:, 0].sub(1).to(self.device)
+        chosen_T, before_T = (
+            torch.tensor(values).to(self.device)
+            for values in (
+                [token for row in rows for token in row.chosen],
+                [i * width + at for i, row in enumerate(rows) for at in row.before],
+            )
+        )
         decoder = self.model.get_decoder()
         self.replay.lay(((row.routes, width) for row in rows), self.device)
         hidden_BSH = decoder(tokens_BS.to(self.device), use_cache=False).last_hidden_state

@@ -44,7 +44,7 @@ def microbatches(
 
 def stream_tokens(rows: Sequence[TokenRow]) -> int:
     """Return the number of stream tokens that `pack` makes of one part's rows."""
-    return _prompt_tokens(rows) + sum(row.length - 1 for row in rows)
+    return _prompt_tokens(rows) + sum(len(row.tokens) - 1 - row.start for row in rows)
 
 
 def _prompt_tokens(rows: Sequence[TokenRow]) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import ConfigError
-from engine.settings.losses import LossConfig, loss_config
+from engine.settings.losses import SUMMED, LossConfig, loss_config
 from engine.threads import bounded
 from engine.training.loss.corrections import Corrected, correct, uncorrected
 from engine.training.loss.grpo import Loss, Tokens, kl_to_base, loss_of
@@ -26,18 +26,28 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Objective:
-    """A loss with its settings: name and config as given, and the loss's own values."""
+    """A loss with its settings: name and config as given, and the loss's own values.
+
+    With `sums` it is the plain sum over all tokens, not the loss's own mean.
+    """
 
     name: str
     loss: Loss
     config: LossConfig
     values: Mapping[str, Any]
+    sums: bool = False
 
     @classmethod
-    def of(cls, name: str, given: Mapping[str, Any]) -> "Objective":
+    def of(cls, name: str, given: Mapping[str, Any], sums: bool = False) -> "Objective":
         """Return the objective; `ConfigError` for an unknown loss, or an unknown or invalid setting."""
         config = loss_config(name, given)
-        return cls(name, _in_time(name, config, partial(loss_of, name)), config, config.values(name))
+        if sums and (name not in SUMMED or config.kl):
+            said = f"setting kl of {name}" if name in SUMMED else f"loss {name}"
+            raise ConfigError(
+                f"The {said} has no plain sum. Choose a loss of {', '.join(SUMMED)} without kl, or the "
+                "reduction mean."
+            )
+        return cls(name, _in_time(name, config, partial(loss_of, name)), config, config.values(name), sums)
 
     @property
     def needs_base(self) -> bool:
@@ -64,7 +74,9 @@ class Objective:
         return _in_time(self.name, self.config, differentiated)
 
     def shares(self, lengths: Sequence[int]) -> list[float]:
-        """Return the weight of each example's tokens in the mean over the whole batch, given all lengths."""
+        """Return the weight of each example's tokens over the whole batch, given all lengths."""
+        if self.sums:
+            return [1.0] * len(lengths)
         if self.loss.per == "token":
             return [1 / sum(lengths)] * len(lengths)
         if self.loss.per == "budget":
@@ -87,6 +99,9 @@ def tokens_of(
     def column(rows: Iterable[Sequence[float]], dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.tensor([value for row in rows for value in row], dtype=dtype, device=new_T.device)
 
+    def given(name: str) -> Tensor | None:
+        return column(getattr(e, name) for e in examples) if getattr(examples[0], name) else None
+
     lengths = [example.row.length for example in examples]
     sampled = bool(examples[0].old_logprobs)
     return Tokens(
@@ -95,8 +110,13 @@ def tokens_of(
         advantage_T=column(e.advantages for e in examples) if sampled else torch.zeros_like(new_T),
         sequence_T=column(([i] * length for i, length in enumerate(lengths)), torch.int64),
         sequences=len(examples),
-        weight_T=column([share] * length for share, length in zip(shares, lengths, strict=True)),
+        weight_T=column(
+            e.weights or [share] * length for e, share, length in zip(examples, shares, lengths, strict=True)
+        ),
         base_T=base_T,
+        low_T=given("clip_low"),
+        high_T=given("clip_high"),
+        mask_T=given("ratio_mask"),
     )
 
 

@@ -34,11 +34,14 @@ class TokenRow:
     """Token ids of a prompt and its completion, which begins at position `start` >= 1.
 
     `routes` (P, layers, K) are the experts that the engine chose for the first P tokens; see replay.py.
+    `targets` are the tokens whose log-probabilities are asked for, as many after each token but the last;
+    empty: the completion. `start` then only says which tokens may be shared with other rows.
     """
 
     tokens: tuple[int, ...]
     start: int
     routes: Tensor | None = field(default=None, compare=False)
+    targets: tuple[int, ...] = ()
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -52,22 +55,40 @@ class TokenRow:
 
     @property
     def length(self) -> int:
-        """Return the number of completion tokens."""
-        return len(self.tokens) - self.start
+        """Return the number of completion tokens, or of targets."""
+        return len(self.targets) or len(self.tokens) - self.start
+
+    @property
+    def chosen(self) -> tuple[int, ...]:
+        """Return the completion tokens, or the targets."""
+        return self.targets or self.tokens[self.start :]
+
+    @property
+    def before(self) -> list[int]:
+        """Return, for each token of `chosen`, the position whose state predicts it."""
+        if not self.targets:
+            return list(range(self.start - 1, len(self.tokens) - 1))
+        each = len(self.targets) // (len(self.tokens) - 1)
+        return [position for position in range(len(self.tokens) - 1) for _ in range(each)]
 
 
 @dataclass(frozen=True)
 class Example:
-    """A row with the sampler's log-probability and the advantage of each completion token.
+    """A row with the sampler's log-probability and the advantage of each completion token or target.
 
     Both are empty when the loss needs no samples. `number` is the sample's number in errors when others of
-    its call were left out.
+    its call were left out. `weights`, `ratio_mask`, `clip_low` and `clip_high` belong to `targets`; see
+    `Tokens`.
     """
 
     row: TokenRow
     old_logprobs: tuple[float, ...] = ()
     advantages: tuple[float, ...] = ()
     number: int | None = None
+    weights: tuple[float, ...] = ()
+    ratio_mask: tuple[float, ...] = ()
+    clip_low: tuple[float, ...] = ()
+    clip_high: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -116,8 +137,9 @@ class AttentionLayout:
 class Stream:
     """Rows as one stream: `tokens` and `positions` (T), and the attention layout.
 
-    `chosen` (N) are the completion tokens, row after row, and `before` (N) the place of the token before
-    each; `counts` are the tokens of each part. `routes` are the tokens' experts as (ids, number of tokens).
+    `chosen` (N) are the completion tokens or targets, row after row, and `before` (N) the place of the token
+    before each; `counts` are the tokens of each part. `routes` are the tokens' experts as (ids, number of
+    tokens).
     """
 
     tokens: Tensor
@@ -172,14 +194,14 @@ def pack(parts: Sequence[Sequence[TokenRow]], device: torch.device, dtype: torch
                 prompts[prompt] = add(row, 0, row.start)
                 runs.append(QueryRun(prompts[prompt], len(row.tokens) - 1 if alone else row.start))
             first = add(row, row.start, len(row.tokens) - 1)
-            before.append(prompts[prompt] + row.start - 1)
-            before.extend(range(first, len(tokens)))
+            own = first - row.start
+            before.extend((prompts[prompt] if at < row.start else own) + at for at in row.before)
             if not alone and first < len(tokens):
                 runs.append(QueryRun(first, len(tokens) - first, prompts[prompt], row.start))
         ends.append(len(tokens))
         # Buckets never mix parts, so attention rounds as it does for each part alone.
         buckets += _bucketed(runs)
-    chosen = [token for rows in parts for row in rows for token in row.tokens[row.start :]]
+    chosen = [token for rows in parts for row in rows for token in row.chosen]
     tokens_T, positions_T, before_N, chosen_N = (
         torch.tensor(values).to(device) for values in (tokens, positions, before, chosen)
     )

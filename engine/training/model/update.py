@@ -36,7 +36,8 @@ FEW_TOKENS = 320
 class Call:
     """One session's part of a pass: the gradient of a loss over `data` is added to its adapter's.
 
-    With `router_replay`, tokens without known experts are left out and counted as masked.
+    With `router_replay`, tokens without known experts are left out and counted as masked. With `sums` the
+    loss is a plain sum over all tokens.
     """
 
     adapter: Adapter
@@ -44,6 +45,7 @@ class Call:
     loss: str
     config: Mapping[str, Any]
     router_replay: bool = False
+    sums: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ class _CallState:
 
     def __init__(self, base: ResidentBase, call: Call):
         self.adapter, self.data, self.left_out = call.adapter, call.data, dict[str, int]()
-        self.objective = Objective.of(call.loss, call.config)
+        self.objective = Objective.of(call.loss, call.config, call.sums)
         unit = self.objective.loss.unit
         check(base, call.data, call.loss, self.objective.loss)
         if call.router_replay:
@@ -172,6 +174,18 @@ class _CallState:
         metrics = measure(self.seen, sampled=bool(self.data[0].old_logprobs))
         metrics = replace(metrics, masked=metrics.masked | self.left_out)
         return Backward(metrics, tuple(tuple(self.logprobs[i].tolist()) for i in range(len(self.data))))
+
+
+def loss_sum(objective: Objective, data: Sequence[Example], logprobs: Sequence[Sequence[float]]) -> float:
+    """Return a summed loss of examples with these log-probabilities, without gradient.
+
+    Raises `ConfigError` with the number of the first sample whose loss is not finite.
+    """
+    new_T = torch.tensor([value for row in logprobs for value in row])
+    tokens = tokens_of(data, objective.shares([len(row) for row in logprobs]), new_T, None)
+    loss_T, _, _ = objective.terms(tokens)
+    refuse_broken(loss_T, torch.zeros_like(loss_T), tokens, range(len(data)))
+    return float(loss_T.sum())
 
 
 def _microbatches(base: ResidentBase, states: Sequence[_CallState]) -> list[list[tuple[int, list[int]]]]:
@@ -294,7 +308,7 @@ def check_rows(base: ResidentBase, rows: Sequence[TokenRow]) -> None:
                 f"Sample {i} has {len(row.tokens)} tokens; the trainer accepts {base.longest}. Shorten it, "
                 "or raise trainer.microbatch_tokens where the base's context allows."
             )
-        if wrong := [token for token in row.tokens if not 0 <= token < base.vocabulary]:
+        if wrong := [token for token in (*row.tokens, *row.targets) if not 0 <= token < base.vocabulary]:
             raise ConfigError(
                 f"Sample {i} has the token {wrong[0]}; the base's vocabulary is 0 to {base.vocabulary - 1}. "
                 "Was it made with another tokenizer?"

@@ -105,6 +105,10 @@ def make_app(trainer: "Trainer") -> FastAPI:
     def load_state(body: protocol.LoadState) -> dict[str, str]:
         return {"operation": trainer.submit(body, trainer.load_state)}
 
+    @app.post("/delete_state")
+    def delete_state(body: protocol.DeleteState) -> dict[str, str]:
+        return {"operation": trainer.submit(body, trainer.delete_state)}
+
     @app.post("/export")
     def export(body: protocol.Export) -> dict[str, str]:
         return {"operation": trainer.submit(body, trainer.export)}

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import httpx
 from pydantic import ValidationError
@@ -104,6 +104,23 @@ class TrainerClient(ServiceClient):
         outputs = self._run("/forward", protocol.Forward(**_who(session), forward_input=given))
         return [row["logprobs"]["data"] for row in outputs["loss_fn_outputs"]]
 
+    def forward_only(
+        self,
+        session: SessionInfo,
+        data: Sequence[protocol.Datum],
+        loss: str = "cross_entropy",
+        config: Mapping[str, Any] | None = None,
+        request_id: str | None = None,
+    ) -> dict[str, Any]:
+        """Return what `forward_backward` returns for the reduction `sum`, without gathering gradients.
+
+        The metrics are `loss`, the sum, and `tokens`.
+        """
+        given = protocol.ForwardBackwardInput(
+            data=list(data), loss_fn=loss, loss_fn_config=dict(config or {}), reduction="sum"
+        )
+        return self._run("/forward", protocol.Forward(**_who(session, request_id), forward_input=given))
+
     def forward_backward(
         self,
         session: SessionInfo,
@@ -112,13 +129,19 @@ class TrainerClient(ServiceClient):
         config: Mapping[str, Any] | None = None,
         request_id: str | None = None,
         router_replay: bool = False,
+        reduction: Literal["mean", "sum"] = "mean",
     ) -> dict[str, Any]:
-        """Gather gradients; return each datum's log-probabilities and the metrics."""
+        """Gather gradients; return each datum's log-probabilities and the metrics.
+
+        `loss_fn_outputs[i]["logprobs"]["data"]` has one value for each completion token of datum i, or with
+        the reduction `sum` one for each target (N, or N * K row-major); `metrics["loss"]` is then the sum.
+        """
         given = protocol.ForwardBackwardInput(
             data=list(data),
             loss_fn=loss,
             loss_fn_config=dict(config or {}),
             router_replay=router_replay,
+            reduction=reduction,
         )
         who = {**_who(session, request_id), "gathered": self._gathered.get(session.session)}
         body = protocol.ForwardBackward(**who, forward_backward_input=given)
@@ -139,19 +162,38 @@ class TrainerClient(ServiceClient):
         self._gathered[session.session] = 0
         return result
 
-    def save_state(self, session: SessionInfo, name: str) -> Path:
+    def save_state(self, session: SessionInfo, name: str, request_id: str | None = None) -> Path:
         """Store the session under a name; return the state file's path."""
-        return Path(self._run("/save_state", protocol.SaveState(**_who(session), name=name))["path"])
+        body = _body(protocol.SaveState, **_who(session, request_id), name=name)
+        return Path(self._run("/save_state", body)["path"])
 
-    def load_state(self, session: SessionInfo, name: str) -> SessionInfo:
-        """Load the session's state of a name; gathered gradients are dropped."""
-        result = self._run("/load_state", protocol.LoadState(**_who(session), name=name))
+    def load_state(
+        self,
+        session: SessionInfo,
+        name: str,
+        source: str | None = None,
+        moments: bool = True,
+        request_id: str | None = None,
+    ) -> SessionInfo:
+        """Load the state of a name, of this session or of `source`; gathered gradients are dropped."""
+        fields = {"name": name, "source": source, "moments": moments}
+        result = self._run("/load_state", _body(protocol.LoadState, **_who(session, request_id), **fields))
         self._gathered[session.session] = 0
         return _info(result)
 
+    def delete_state(self, session: str, name: str) -> None:
+        """Delete a session's state of a name; the session need not be open. Idempotent."""
+        self._run(
+            "/delete_state", _body(protocol.DeleteState, request_id=_new_id(), session=session, name=name)
+        )
+
     def export(self, session: SessionInfo, kind: protocol.Kind = "snapshot", **fields: Any) -> Exported:
-        """Publish the session's adapter; a revision needs `probe_prompts`, lists of token ids."""
-        result = self._run("/export", protocol.Export(**_who(session), kind=kind, **fields))
+        """Publish the session's adapter; a revision needs `probe_prompts`, lists of token ids.
+
+        A snapshot expires after `ttl_s`, by default the session's `snapshot_ttl_s`.
+        """
+        who = _who(session, fields.pop("request_id", None))
+        result = self._run("/export", _body(protocol.Export, **who, kind=kind, **fields))
         return Exported(**{**result, "directory": Path(result["directory"]) if result["directory"] else None})
 
     def probe_revision(
@@ -254,7 +296,7 @@ def _info(result: Mapping[str, Any]) -> SessionInfo:
     return SessionInfo(**{**result, "history": tuple(result["history"])})
 
 
-def _body(kind: type[Body], **fields: Any) -> Body:
+def _body(kind: type[Body], /, **fields: Any) -> Body:
     try:
         return kind(**fields)
     except ValidationError as error:

@@ -40,6 +40,8 @@ class Exporter:
 
         `between` is called before each pass of the base for the probe; if it raises, nothing is published.
         """
+        if request.ttl_s and request.kind == "revision":
+            raise ConfigError("A revision does not expire. Leave `ttl_s` out, or export a snapshot.")
         began = time.monotonic()
         tensors = session.adapter.canonical(self.dtype)
         validate(tensors, None, session.base.modules)
@@ -49,7 +51,8 @@ class Exporter:
             if request.kind == "revision"
             else None
         )
-        self._publish(session, manifest, tensors, exported=request.kind == "revision")
+        ttl_s = None if request.kind == "revision" else request.ttl_s or session.opened.snapshot_ttl_s
+        self._publish(session, manifest, tensors, ttl_s)
         name = served_name(session.policy, manifest.digest)
         seconds = time.monotonic() - began
         return Exported(
@@ -145,7 +148,7 @@ class Exporter:
         session: Session,
         manifest: Manifest,
         tensors: dict[str, Tensor],
-        exported: bool,
+        ttl_s: float | None,
     ) -> None:
         now = time.time()
         place = partial(
@@ -159,6 +162,6 @@ class Exporter:
             session.opened.owner,
             now,
         )
-        state = "exported" if exported else "snapshot"
-        expires_at = None if exported else now + session.opened.snapshot_ttl_s
+        state = "exported" if ttl_s is None else "snapshot"
+        expires_at = None if ttl_s is None else now + ttl_s
         publish(self.catalog, self.store, place, state=state, expires_at=expires_at)

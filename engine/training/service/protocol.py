@@ -50,14 +50,16 @@ class Exported:
 class Message(BaseModel):
     """Base of all messages: immutable, unknown fields are refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # NaN stays NaN on the wire, so that the trainer can name it.
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
 
 
 class TensorData(Message):
-    """Values of a loss input, one for each position."""
+    """Values of a loss input, one for each target, row-major; `shape` is (N) or (N, K), if given."""
 
     data: list[float]
     dtype: Literal["float32", "int64"] = "float32"
+    shape: list[int] | None = None
 
 
 class EncodedText(Message):
@@ -73,16 +75,32 @@ class ModelInput(Message):
     chunks: list[EncodedText]
 
 
+InputName = Literal[
+    "target_tokens",
+    "weights",
+    "logprobs",
+    "advantages",
+    "sequence_ratio_mask",
+    "clip_low_threshold",
+    "clip_high_threshold",
+]
+
+
 class Datum(Message):
     """One sample: `model_input` holds all tokens but the last, each loss input one value for each of them.
 
-    `target_tokens` are the next tokens and `weights` is 1 where the target belongs to the completion.
-    `logprobs` and `advantages` are read at those positions; only losses on samples need them.
-    `routed_experts` are the engine's.
+    With the reduction `mean`, `target_tokens` are the next tokens and `weights` is 1 where the target belongs
+    to the completion. `logprobs` and `advantages` are read at those positions; only losses on samples need
+    them. `routed_experts` are the engine's.
+
+    With the reduction `sum`, `target_tokens` are any tokens, K for each of the N input tokens. cross_entropy
+    also needs `weights`, any finite numbers. The other losses need `logprobs` and `advantages`, and gspo
+    `sequence_ratio_mask` (0 or 1). `clip_low_threshold` and `clip_high_threshold` are absolute bounds of the
+    ratio for each target, instead of the settings' (1 - clip_low, 1 + clip_high).
     """
 
     model_input: ModelInput
-    loss_fn_inputs: dict[Literal["target_tokens", "weights", "logprobs", "advantages"], TensorData]
+    loss_fn_inputs: dict[InputName, TensorData]
     routed_experts: str | None = Field(
         None,
         description="experts of the first tokens: (tokens, layers, experts of a token) as a .npy in base64",
@@ -101,12 +119,17 @@ class ForwardBackwardInput(Message):
         False,
         description="leave out tokens without routed_experts, in the outputs too, and count them as masked",
     )
+    reduction: Literal["mean", "sum"] = Field(
+        "mean",
+        description="mean: the loss's own mean over completions; sum: over all targets of all data, whose "
+        "log-probabilities (N or N * K) are all in the outputs",
+    )
 
 
 class AdamParams(Message):
     """Settings of one AdamW step (arXiv 1711.05101)."""
 
-    learning_rate: float = Field(1e-4, gt=0)
+    learning_rate: float = Field(1e-4, ge=0)
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.95, ge=0, lt=1)
     eps: float = Field(1e-8, gt=0)
@@ -145,7 +168,7 @@ class CreateSession(Request):
     alphas: dict[str, Annotated[float, Field(gt=0)]] | None = Field(
         None, description="different alphas, as in PEFT's alpha_pattern"
     )
-    seed: int = Field(ge=0)
+    seed: int | None = Field(None, ge=0, description="a new session needs one; empty: the stored one")
     holder: str = Field(
         min_length=1,
         description="the writer, unique for each run; while its lease lasts, all others are refused in every "
@@ -164,6 +187,10 @@ class CreateSession(Request):
     fork_session: SessionName | None = Field(
         None, description="session to start from: its last step with its Adam moments"
     )
+    fork_state: SessionName | None = Field(
+        None, description="state of `fork_session` to start from; empty: its last step"
+    )
+    fork_moments: bool = Field(True, description="take the Adam moments of `fork_session` too")
     config: dict[str, Any] = Field(default_factory=dict, description="stored in the revisions' manifests")
     policy_config: dict[str, Any] | None = Field(None, description="stored in the catalog's policy")
     owner: str = "local"
@@ -228,7 +255,20 @@ class SaveState(NamedState):
 
 
 class LoadState(NamedState):
-    """Load the session's state of a name."""
+    """Load the state of a name, by default the session's own.
+
+    From another session, of the same shape, come the factors and moments; step and history stay.
+    """
+
+    source: SessionName | None = Field(None, description="session that has the state; empty: this one")
+    moments: bool = Field(True, description="load the Adam moments too; else they begin at 0")
+
+
+class DeleteState(Request):
+    """Delete a session's state of a name, whoever has the session open."""
+
+    session: SessionName
+    name: SessionName
 
 
 class Export(SessionRequest):
@@ -237,6 +277,9 @@ class Export(SessionRequest):
     kind: Kind = "snapshot"
     probe_prompts: list[list[int]] = Field(default_factory=list, description="required for a revision")
     probe_tokens: int = Field(24, ge=1)
+    ttl_s: float | None = Field(
+        None, gt=0, description="a snapshot expires after this; empty: the session's snapshot_ttl_s"
+    )
 
 
 class ProbeRevision(Request):

@@ -16,7 +16,7 @@ from engine.errors import BaseModelError, Conflict, NotFound, ServiceError
 from engine.training.model.lora import ResidentBase
 from engine.training.service import state
 from engine.training.service.journal import Journal, Row, add_earlier
-from engine.training.service.protocol import CreateSession, OptimStep, SessionInfo
+from engine.training.service.protocol import CreateSession, LoadState, OptimStep, SessionInfo
 
 STATE_VERSION = 3
 CURRENT = "current"
@@ -49,6 +49,7 @@ class Session:
         assert opened.rank is not None
         assert opened.alpha is not None
         assert opened.targets is not None
+        assert opened.seed is not None
         self.directory, self.base, self.base_digest, self.opened = directory, base, base_digest, opened
         self.name, self.policy, self.parent = opened.session, opened.policy, opened.parent
         self.settings: dict[str, Any] = {
@@ -160,13 +161,9 @@ class Session:
             self.save_answer(request_id, {"path": str(state_file(self.directory, name))}, name)
         return self.journal.answer(request_id)
 
-    def load(self, name: str = CURRENT) -> None:
+    def load(self, name: str = CURRENT, moments: bool = True) -> None:
         """Load the state of a name. Raises `NotFound`, `Conflict` or `BaseModelError`."""
-        path = state_file(self.directory, name)
-        if not path.exists():
-            raise NotFound(f"Session {self.name!r} has no state {name!r}.")
-        stored = state.read(path)
-        check_base(self.name, stored, self.base_digest)
+        stored = self._stored(self.directory, name)
         has = {**settings_of(stored), "policy": stored["policy"], "parent": stored["parent"]}
         wanted = {**self.settings, "policy": self.policy, "parent": self.parent}
         if other := [
@@ -176,7 +173,7 @@ class Session:
                 f"Session {self.name!r} exists with {' and '.join(other)}. "
                 "Choose another session name, or leave these settings out."
             )
-        self.adapter.load_state_dict(stored["adapter"])
+        self.adapter.load_state_dict(stored["adapter"], moments)
         self.generator.set_state(stored["generator"])
         self.step, self.position, self.calls = stored["step"], stored["position"], 0
         if name == CURRENT:
@@ -188,12 +185,35 @@ class Session:
         else:
             self._last, self.row = stored["last"], stored["row"]
 
-    def load_from(self, name: str, request_id: str) -> dict[str, Any]:
-        """Load the state of a name, once for each request."""
-        if not self.is_done(request_id):
-            self.load(name)
-            self.save_answer(request_id)
-        return self.journal.answer(request_id)
+    def load_from(self, request: LoadState) -> dict[str, Any]:
+        """Load the state of a name, of this session or another, once for each request."""
+        if not self.is_done(request.request_id):
+            if request.source and request.source != self.name:
+                self._take(request)
+            else:
+                self.load(request.name, request.moments)
+            self.save_answer(request.request_id)
+        return self.journal.answer(request.request_id)
+
+    def _take(self, request: LoadState) -> None:
+        """Take factors and moments of another session's state; raises `Conflict` for another shape."""
+        stored = self._stored(self.directory.parent / str(request.source), request.name)
+        has = settings_of(stored)
+        if other := [f"{name} {has[name]!r}" for name in SHAPE if has[name] != self.settings[name]]:
+            raise Conflict(
+                f"The state {request.name!r} of session {request.source!r} has {' and '.join(other)}, unlike "
+                f"session {self.name!r}. Open a new session with `fork_session` instead."
+            )
+        self.adapter.load_state_dict(stored["adapter"], request.moments)
+        self.calls = 0
+
+    def _stored(self, directory: Path, name: str) -> dict[str, Any]:
+        path = state_file(directory, name)
+        if not path.exists():
+            raise NotFound(f"Session {directory.name!r} has no state {name!r}.")
+        stored = state.read(path)
+        check_base(directory.name, stored, self.base_digest)
+        return stored
 
     def _state(self, journal: int) -> dict[str, Any]:
         return {

@@ -157,7 +157,7 @@ class Sessions:
         if not file.is_file():
             return None
         header = state.read_header(file)
-        has = {"parent": header["parent"], **{name: settings_of(header)[name] for name in SHAPE}}
+        has = {"parent": header["parent"], **{name: settings_of(header)[name] for name in (*SHAPE, "seed")}}
         left_open = {name: value for name, value in has.items() if getattr(request, name) is None}
         return self._bring(request.model_copy(update=left_open))
 

@@ -1,8 +1,8 @@
 """Where a new session starts: at the base, at a revision, at an imported adapter, or at a fork.
 
 A fork of a policy starts at its champion, or without one at its newest exported revision. A fork of a session
-starts at its last stored step with its Adam moments. Either fork has its own history and random state, and
-counts its steps from 0.
+starts at its last stored step or at a named state, with or without its Adam moments. Either fork has its own
+history and random state, and counts its steps from 0.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from engine.training.model.lora import ResidentBase
 from engine.training.service import state
 from engine.training.service.export import Exporter
 from engine.training.service.protocol import CreateSession
-from engine.training.service.session import SHAPE, check_base, settings_of, state_file
+from engine.training.service.session import CURRENT, SHAPE, check_base, settings_of, state_file
 
 SOURCES = ("parent", "adapter", "fork", "fork_session")
 
@@ -37,7 +37,7 @@ class Start:
     def fill(self, adapter: Adapter) -> None:
         """Initialise a fresh adapter; ranks beyond the source's keep their random A and zero B."""
         if self.stored:
-            adapter.load_state_dict(self.stored["adapter"])
+            adapter.load_state_dict(self.stored["adapter"], self.opened.fork_moments)
         adapter.place(self.tensors)
 
 
@@ -49,9 +49,13 @@ def start_of(
     Raises `ConfigError` for more than one source or missing settings, `NotFound` for a source that does not
     exist, and `AdapterError` that names a tensor for which the session has no place.
     """
+    if request.seed is None:
+        raise ConfigError("A new session needs a `seed`.")
     given = [name for name in SOURCES if getattr(request, name)]
     if len(given) > 1:
         raise ConfigError(f"A session starts at one source, not at {' and '.join(given)}. Give one of them.")
+    if request.fork_state and not request.fork_session:
+        raise ConfigError("The state `fork_state` needs the session that has it. Give `fork_session` too.")
     if request.fork_session:
         return _fork_of_session(request, base_digest, sessions / request.fork_session)
     if request.adapter:
@@ -81,10 +85,11 @@ def _newest(exporter: Exporter, policy: str) -> str:
 
 
 def _fork_of_session(request: CreateSession, base_digest: str, directory: Path) -> Start:
-    """Start at another session's last stored step, with its rank, alpha and targets."""
-    file = state_file(directory)
+    """Start at another session's last stored step or named state, with its rank, alpha and targets."""
+    file = state_file(directory, request.fork_state or CURRENT)
     if not file.exists():
-        raise NotFound(f"There is no session {directory.name!r} to fork.")
+        named = f" with a state {request.fork_state!r}" if request.fork_state else ""
+        raise NotFound(f"There is no session {directory.name!r}{named} to fork.")
     stored = state.read(file)
     check_base(directory.name, stored, base_digest)
     settings = {name: settings_of(stored)[name] for name in SHAPE}

@@ -19,16 +19,24 @@ from engine.settings.own_functions import refuse_unlisted
 from engine.settings.params import Params
 from engine.shared_cores import SharedCores
 from engine.training.model.lora import ResidentBase
-from engine.training.model.packing import Example, TokenRow
-from engine.training.model.replay import decode
+from engine.training.model.objective import Objective
+from engine.training.model.packing import Example
 from engine.training.model.sharded import ShardedBase
-from engine.training.model.update import Call, check_rows, forward_backward, is_small, is_worth_fusing
+from engine.training.model.update import (
+    Call,
+    check_rows,
+    forward_backward,
+    is_small,
+    is_worth_fusing,
+    loss_sum,
+)
 from engine.training.service import protocol
+from engine.training.service.examples import examples_of
 from engine.training.service.export import Exporter
 from engine.training.service.journal import find_answer
 from engine.training.service.metrics import TrainerMetrics, peak_memory
 from engine.training.service.queue import Operation, Queue, joined
-from engine.training.service.session import Session
+from engine.training.service.session import CURRENT, Session, state_file
 from engine.training.service.sessions import Sessions
 from engine.training.service.start import start_of
 
@@ -135,12 +143,18 @@ class Trainer:
         return {"closed": request.session}
 
     def forward(self, request: protocol.Forward) -> dict[str, Any]:
-        """Return each datum's log-probabilities under the session's adapter."""
-        session = self.sessions.writable(request)
-        rows = [example.row for example in self._examples(request.forward_input.data)]
+        """Return each datum's log-probabilities under the session's adapter, and a summed loss."""
+        session, given = self.sessions.writable(request), request.forward_input
+        sums = given.reduction == "sum"
+        objective = Objective.of(given.loss_fn, given.loss_fn_config, sums=True) if sums else None
+        data = self._examples(given)
+        rows = [example.row for example in data]
         check_rows(self.base, rows)
         logprobs = self.base.score(session.adapter, rows, self._between(request))
-        return {"loss_fn_outputs": _outputs(logprobs), "metrics": {"tokens": sum(map(len, logprobs))}}
+        metrics: dict[str, float] = {"tokens": sum(map(len, logprobs))}
+        if objective:
+            metrics["loss"] = loss_sum(objective, data, logprobs)
+        return {"loss_fn_outputs": _outputs(logprobs), "metrics": metrics}
 
     def forward_backward(self, request: protocol.ForwardBackward) -> dict[str, Any]:
         """Gather the gradients of one request in a pass of its own."""
@@ -150,8 +164,8 @@ class Trainer:
         session, given = self.sessions.writable(request), request.forward_backward_input
         session.expect(request.gathered)
         refuse_unlisted("loss", given.loss_fn, self.params.python_modules)
-        data = self._examples(given.data)
-        call = Call(session.adapter, data, given.loss_fn, given.loss_fn_config, given.router_replay)
+        data, sums = self._examples(given), given.reduction == "sum"
+        call = Call(session.adapter, data, given.loss_fn, given.loss_fn_config, given.router_replay, sums)
         return session, call
 
     def _gather(self, called: Mapping[Operation, tuple[Session, Call]]) -> list[dict[str, Any]]:
@@ -224,8 +238,8 @@ class Trainer:
                     called[operation] = self._called(request)
         return called
 
-    def _examples(self, data: Sequence[protocol.Datum]) -> list[Example]:
-        examples = [example_of(datum) for datum in data]
+    def _examples(self, given: protocol.ForwardBackwardInput) -> list[Example]:
+        examples = examples_of(given)
         for example in examples:
             self.base.replay.check(example.row.routes)
         return examples
@@ -244,8 +258,15 @@ class Trainer:
         return self.sessions.writable(request).save_as(request.name, request.request_id)
 
     def load_state(self, request: protocol.LoadState) -> dict[str, Any]:
-        """Load a session's state of a name."""
-        return self.sessions.writable(request).load_from(request.name, request.request_id)
+        """Load a state of a name."""
+        return self.sessions.writable(request).load_from(request)
+
+    def delete_state(self, request: protocol.DeleteState) -> dict[str, Any]:
+        """Delete a session's state of a name. Idempotent; the session's last step stays."""
+        if request.name == CURRENT:
+            raise ConfigError(f"{CURRENT!r} is a session's last step. Delete a state by its own name.")
+        state_file(self.sessions.directory / request.session, request.name).unlink(missing_ok=True)
+        return {"deleted": request.name}
 
     def export(self, request: protocol.Export) -> dict[str, Any]:
         """Publish a session's adapter as a snapshot or a revision."""
@@ -300,37 +321,9 @@ def is_joinable(request: protocol.ForwardBackward) -> bool:
     if request.gathered or given.router_replay or any(datum.routed_experts for datum in given.data):
         return False
     with suppress(ConfigError):
-        return is_small([example_of(datum).row for datum in given.data])
+        return is_small([example.row for example in examples_of(given)])
     return False
 
 
 def _outputs(logprobs: Sequence[Sequence[float]]) -> list[dict[str, Any]]:
     return [{"logprobs": {"data": row, "dtype": "float32"}} for row in logprobs]
-
-
-def example_of(datum: protocol.Datum) -> Example:
-    """Turn a datum into a row with its completion's log-probabilities and advantages, where it has them.
-
-    Raises `ConfigError` when the completion is not one run at the end, when lengths differ, or when the last
-    target is not a token id.
-    """
-    inputs = {name: tensor.data for name, tensor in datum.loss_fn_inputs.items()}
-    tokens = [token for chunk in datum.model_input.chunks for token in chunk.tokens]
-    missing = {"target_tokens", "weights"} - set(inputs)
-    if missing or any(len(values) != len(tokens) for values in inputs.values()):
-        raise ConfigError(
-            f"A datum needs target_tokens and weights, and {len(tokens)} values in each loss input; "
-            f"missing: {sorted(missing)}."
-        )
-    first = inputs["weights"].index(1.0) if 1.0 in inputs["weights"] else len(tokens)
-    if first == len(tokens) or inputs["weights"][first:] != [1.0] * (len(tokens) - first):
-        raise ConfigError("A datum's weights must be 0 over the prompt and then 1 to the end.")
-    last = inputs["target_tokens"][-1]
-    if not last.is_integer():
-        raise ConfigError(
-            f"A datum's target_tokens must be token ids (whole numbers); the last one is {last}."
-        )
-    whole = (*tokens, int(last))
-    routes = decode(datum.routed_experts) if datum.routed_experts else None
-    old, advantages = (tuple(inputs.get(name, ())[first:]) for name in ("logprobs", "advantages"))
-    return Example(TokenRow(whole, first + 1, routes), old, advantages)

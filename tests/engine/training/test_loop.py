@@ -35,6 +35,7 @@ from engine.training.loop import (
 from engine.training.rollout_data import Drawn, Judged, Sampler, build_data, judge
 from engine.training.rollouts import Sample, sample_groups
 from engine.training.service.protocol import SessionInfo
+from engine.training.spread import Engines
 
 STEPS = 4
 # Of one token's ratio in float32: measured 1e-6, over 4 handoffs and over 100.
@@ -218,6 +219,8 @@ def test_a_question_that_is_too_long_is_asked_once_and_named(
         return sample_groups(*args)
 
     monkeypatch.setattr(rollout_data, "sample_groups", counted)
+    # Another test's engine of the same catalog may have ended seconds ago.
+    monkeypatch.setattr(Engines, "urls", lambda _: [loop.params.url("engine")])
     with pytest.raises(ConfigError, match=r"refused the rollouts of .* with 400: .*engine\.max_model_len"):
         loop.train("too-long", system="word " * 400)
     assert len(asked) == 1

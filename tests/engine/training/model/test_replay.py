@@ -25,7 +25,7 @@ from engine.training.model.packing import Example, TokenRow, pack
 from engine.training.model.replay import decode, mask_unknown
 from engine.training.run import prepare
 from engine.training.service import protocol
-from engine.training.service.trainer import example_of
+from engine.training.service.examples import example_of
 
 KINDS = {"softmax": qwen3_moe, "sigmoid": deepseek_v3}
 LAYERS = 3

@@ -15,10 +15,14 @@ from engine.training.model.lora import ResidentBase
 from engine.training.model.packing import Example, TokenRow
 from engine.training.service import state
 from engine.training.service.journal import NAME, find_answer
-from engine.training.service.protocol import OptimStep
+from engine.training.service.protocol import LoadState, OptimStep
 from engine.training.service.session import CURRENT, Session, state_file
 from engine.training.service.sessions import Sessions
 from engine.training.service.start import start_of
+
+
+def loading(name: str, request_id: str) -> LoadState:
+    return LoadState(request_id=request_id, session="any", fence=0, name=name)
 
 
 @pytest.fixture(scope="module")
@@ -132,9 +136,9 @@ def test_a_save_that_is_cut_off_anywhere_is_done_again_or_not_at_all(base, tmp_p
         train_one(again, 2)
         # Answered, not done again: it would store the second step under that name.
         again.save_as("best", "save")
-        assert again.load_from("best", "load")["step"] == 1
+        assert again.load_from(loading("best", "load"))["step"] == 1
         assert same(factors(again), before)
-        assert again.load_from("best", "load")["history"][-1]["step"] == 1
+        assert again.load_from(loading("best", "load"))["history"][-1]["step"] == 1
 
 
 def version_2(session: Session) -> dict[str, Any]:
@@ -258,11 +262,11 @@ def test_steps_after_going_back_follow_the_named_state(base, tmp_path):
         train_one(session, step)
     session.save_as("best", "save")
     train_one(session, 3)
-    session.load_from("best", "load")
+    session.load_from(loading("best", "load"))
     train_one(session, 4)
     session.save_as("other", "save-other")
-    session.load_from("best", "load-again")
-    session.load_from("other", "load-other")
+    session.load_from(loading("best", "load-again"))
+    session.load_from(loading("other", "load-other"))
     again = Session(tmp_path, base, BASE, opening())
     again.load()
     for held in (session, again):
@@ -333,7 +337,10 @@ def test_naming_and_going_back_are_done_when_repeated_after_a_full_disk(base, tm
     session = Session(tmp_path, base, BASE, opening())
     train_one(session, 1)
     want = factors(session)
-    requests = {"save": session.save_as, "load": session.load_from}
+    requests = {
+        "save": lambda name, id: session.save_as(name, id),
+        "load": lambda name, id: session.load_from(loading(name, id)),
+    }
     for request_id, request in requests.items():
         with monkeypatch.context() as patch:
             patch.setattr("engine.training.service.state.os.fsync", _full)

@@ -30,7 +30,7 @@ from engine.planning import host
 from engine.training.model.lora import ResidentBase
 from engine.training.service import client, sessions
 from engine.training.service.app import make_app
-from engine.training.service.protocol import Datum, Request, SessionInfo
+from engine.training.service.protocol import AdamParams, Datum, Request, SessionInfo, TensorData
 from engine.training.service.queue import KEPT
 
 OPEN = {"seed": 3, "policy_config": {"suite": "x"}, "holder": "a"}
@@ -158,6 +158,92 @@ def test_a_fork_of_a_session_goes_on_as_the_session_does(live):
         live.client.create_session("fork-2", "other", fork_session="nobody", **OPEN)
     with pytest.raises(ConfigError, match="not at fork and fork_session"):
         live.client.create_session("fork-2", "other", fork_session="first", fork="sums", **OPEN)
+
+
+def test_a_fork_begins_at_a_named_state_with_or_without_its_moments(live):
+    client = live.client
+    first = client.create_session("first", "sums", **NEW)
+    for number in range(2):
+        step(client, first, number)
+    client.save_state(first, "best")
+    best = factors(live.session(first))
+    step(client, first, 7)
+    seventh = factors(live.session(first))
+    step(client, first, 8)
+
+    at_best = {"fork_session": "first", "fork_state": "best", **OPEN}
+    fork = client.create_session("fork", "other", **at_best)
+    bare = client.create_session("bare", "other", fork_moments=False, **at_best)
+    loaded = client.create_session("loaded", "other", **NEW)
+    step(client, loaded, 3)
+    client.forward_backward(loaded, data(1))
+    assert client.load_state(loaded, "best", source="first").step == 1
+    for session in (fork, bare, loaded):
+        assert same(factors(live.session(session)), best)
+        step(client, session, 7)
+    assert same(factors(live.session(fork)), seventh)
+    assert same(factors(live.session(loaded)), seventh)
+    assert not same(factors(live.session(bare)), seventh)
+    client.load_state(loaded, "best", source="first", moments=False)
+    step(client, loaded, 7)
+    assert same(factors(live.session(loaded)), factors(live.session(bare)))
+    client.load_state(first, "best", moments=False)
+    step(client, first, 7)
+    assert same(factors(live.session(first)), factors(live.session(bare)))
+
+    with pytest.raises(NotFound, match="no session 'first' with a state 'none' to fork"):
+        client.create_session("fork-2", "other", **{**at_best, "fork_state": "none"})
+    with pytest.raises(ConfigError, match="Give `fork_session` too"):
+        client.create_session("fork-2", "other", fork_state="best", **NEW)
+    with pytest.raises(NotFound, match="Session 'nobody' has no state 'best'"):
+        client.load_state(loaded, "best", source="nobody")
+    wide = client.create_session("wide", "other", **{**NEW, "rank": 8})
+    with pytest.raises(Conflict, match="of session 'first' has rank 4, unlike session 'wide'"):
+        client.load_state(wide, "best", source="first")
+
+
+def test_sums_are_asked_for_by_name(live):
+    """The answer has every target; chunks add up; only gradients tell both calls apart."""
+    client = live.client
+    session = client.create_session("one", "sums", **NEW)
+    sent = [summed(datum) for datum in data(1)]
+    told = client.forward_only(session, sent)
+    assert live.session(session).calls == 0
+    found = client.forward_backward(session, sent, "cross_entropy", reduction="sum")
+    assert told["loss_fn_outputs"] == found["loss_fn_outputs"]
+    rows = [one["logprobs"]["data"] for one in told["loss_fn_outputs"]]
+    assert [len(row) for row in rows] == [7] * 4
+    assert told["metrics"]["loss"] == pytest.approx(found["metrics"]["loss"], rel=1e-5)
+    assert told["metrics"]["loss"] == pytest.approx(sum(p for row in rows for p in row), rel=1e-5)
+    whole = gradients(live.session(session))
+    client.optim_step(session, AdamParams(learning_rate=0, eps=1e-12, grad_clip_norm=0))
+    for datum in sent:
+        client.forward_backward(session, [datum], "cross_entropy", reduction="sum")
+    for key, gradient in gradients(live.session(session)).items():
+        torch.testing.assert_close(gradient, whole[key], atol=1e-5, rtol=1e-3)
+    with pytest.raises(ConfigError, match="Datum 0 has the weights nan at position 0"):
+        client.forward_backward(session, [summed(sent[0], float("nan"))], "cross_entropy", reduction="sum")
+    with pytest.raises(ConfigError, match="The loss dapo has no plain sum"):
+        client.forward_only(session, sent, "dapo")
+
+
+def summed(datum: Datum, weight: float = -1.0) -> Datum:
+    """The datum with a weight for every target."""
+    targets = datum.loss_fn_inputs["target_tokens"]
+    weights = TensorData(data=[weight] * len(targets.data), shape=[len(targets.data)])
+    return datum.model_copy(update={"loss_fn_inputs": {"target_tokens": targets, "weights": weights}})
+
+
+def test_a_snapshot_expires_when_its_export_says(live):
+    session = live.client.create_session("one", "sums", **NEW, snapshot_ttl_s=60)
+    ends = []
+    for number, ttl_s in enumerate((None, 86_400.0)):
+        step(live.client, session, number)
+        digest = live.client.export(session, ttl_s=ttl_s).digest
+        ends.append(live.trainer.exporter.catalog.revisions.get("sums", digest).expires_at - time.time())
+    assert ends == pytest.approx([60, 86_400], abs=30)
+    with pytest.raises(ConfigError, match="A revision does not expire"):
+        live.client.export(session, "revision", probe_prompts=[[5]], ttl_s=60.0)
 
 
 # Who writes
@@ -391,6 +477,12 @@ def test_what_was_stored_is_answered_again_after_a_restart(trainers):
     saved = Path(first["save"]["path"])
     assert saved.name == "best.state"
     assert again.client.load_state(opened, "best").step == 1
+    for _ in range(2):
+        again.client.delete_state("one", "best")
+    assert not saved.exists()
+    assert saved.with_name("current.state").exists()
+    with pytest.raises(ConfigError, match="last step"):
+        again.client.delete_state("one", "current")
 
 
 def test_a_step_that_is_asked_for_late_was_taken_once(trainers):
