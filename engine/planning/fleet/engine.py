@@ -1,0 +1,154 @@
+"""One simulated engine: continuous batching in steps, a host tier with LRU eviction, loads from the store."""
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from engine.planning.fleet.model import EngineModel, StoreModel
+
+
+@dataclass(slots=True)
+class SimulatedRequest:
+    """One request; times in seconds of the simulation, negative until they are known."""
+
+    policy: int
+    at: float
+    burst: bool = False
+    cold: bool = False
+    first: float = -1.0
+    done: float = -1.0
+
+
+class SimulatedEngine:
+    """An engine in a simpy environment; `lost` takes the requests of one that is killed."""
+
+    def __init__(
+        self,
+        env: Any,
+        model: EngineModel,
+        store: StoreModel,
+        host: int,
+        chance: np.random.Generator,
+        lost: Callable[[SimulatedRequest], None],
+    ):
+        self.env, self.model, self.store, self.host, self._lost = env, model, store, host, lost
+        self.tier: OrderedDict[int, None] = OrderedDict()
+        self.load, self.busy_s, self.row_s = 0, 0.0, 0.0
+        self.is_dead = False
+        self._chance = chance
+        self._waiting: deque[SimulatedRequest] = deque()
+        self._loading: dict[int, list[SimulatedRequest]] = {}
+        self._loads: deque[int] = deque()
+        self._fetches = self._loaded = 0
+        # By the number of the step at whose end they are done.
+        self._ends: dict[int, list[SimulatedRequest]] = {}
+        self._running = 0
+        self._adapters: Counter[int] = Counter()
+        self._idle: Any = None
+        env.process(self._steps())
+
+    def take(self, request: SimulatedRequest) -> None:
+        """Take a request: wait for its adapter's load, or for the next step."""
+        self.load += 1
+        if request.policy in self.tier:
+            self.tier.move_to_end(request.policy)
+            self._waiting.append(request)
+            self._wake()
+            return
+        request.cold = True
+        if request.policy in self._loading:
+            self._loading[request.policy].append(request)
+            return
+        self._loading[request.policy] = [request]
+        self._loads.append(request.policy)
+        self._fetch_next()
+
+    def kill(self) -> None:
+        """End at once: all requests under way are lost."""
+        self.is_dead = True
+        under_way = [*self._waiting, *(one for some in self._ends.values() for one in some)]
+        under_way += [one for some in self._loading.values() for one in some]
+        self.load = 0
+        for request in under_way:
+            self._lost(request)
+
+    def forget(self) -> None:
+        """Start again with an empty host tier."""
+        self.tier.clear()
+
+    def _wake(self) -> None:
+        if self._idle is not None:
+            self._idle.succeed()
+            self._idle = None
+
+    def _fetch_next(self) -> None:
+        while self._loads and self._fetches < self.store.at_once:
+            self._fetches += 1
+            self.env.process(self._fetch(self._loads.popleft()))
+
+    def _fetch(self, policy: int) -> Generator[Any, Any, None]:
+        store, chance = self.store, self._chance
+        while store.faults and chance.random() < store.faults:
+            yield self.env.timeout(store.fault_s)
+        if store.fetch_s:
+            yield self.env.timeout(store.fetch_s * np.exp(store.spread * chance.standard_normal()))
+        self._fetches -= 1
+        self._fetch_next()
+        self.tier[policy] = None
+        if len(self.tier) > self.host:
+            self.tier.popitem(last=False)
+        self._loaded += 1
+        self._waiting.extend(self._loading.pop(policy))
+        self._wake()
+
+    def _steps(self) -> Generator[Any, Any, None]:
+        model, number = self.model, 0
+        while True:
+            if not (self._waiting or self._running):
+                self._idle = self.env.event()
+                yield self._idle
+            if self.is_dead:
+                return
+            fresh, tokens = self._admit(number + model.answer)
+            # Rows that were there before compute one token each.
+            tokens += self._running - len(fresh)
+            took = model.step_s + model.token_s * tokens + model.adapter_s * len(self._adapters)
+            # The cores that compute steps also check and copy loaded adapters, at most a batch at a time.
+            loads = min(self._loaded, model.rows)
+            self._loaded -= loads
+            took += model.load_s * loads
+            yield self.env.timeout(took)
+            if self.is_dead:
+                return
+            number += 1
+            self.busy_s += took
+            self.row_s += took * self._running / model.rows
+            for request in fresh:
+                request.first = self.env.now
+            self._finish(self._ends.pop(number, []))
+
+    def _admit(self, end: int) -> tuple[list[SimulatedRequest], int]:
+        """Start waiting requests that fit into the next step; return them and their prompts' tokens."""
+        model, fresh, tokens = self.model, [], 0
+        room = model.budget - self._running
+        while self._waiting and self._running < model.rows and tokens + model.prompt <= room:
+            request = self._waiting.popleft()
+            fresh.append(request)
+            tokens += model.prompt
+            self._running += 1
+            self._adapters[request.policy] += 1
+        if fresh:
+            self._ends[end] = fresh
+        return fresh, tokens
+
+    def _finish(self, ended: list[SimulatedRequest]) -> None:
+        self._running -= len(ended)
+        self.load -= len(ended)
+        for request in ended:
+            request.done = self.env.now
+            self._adapters[request.policy] -= 1
+            if not self._adapters[request.policy]:
+                del self._adapters[request.policy]

@@ -1,0 +1,137 @@
+"""Simulate engines by their number: what users would see, and what it would cost."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ConfigError
+from engine.planning.fleet.model import EngineModel, FleetOutcome, Scenario, StoreModel
+from engine.planning.fleet.simulation import simulate
+from engine.planning.fleet.storm import Compared
+
+
+def read_models(file: Path | None) -> tuple[EngineModel, StoreModel]:
+    """Return the models with the values of a JSON file: fields of `EngineModel` and of `StoreModel`."""
+    engine, store = EngineModel(), StoreModel()
+    if file is None:
+        return engine, store
+    try:
+        given = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"There is no file {file}. Write one, or leave --calibrate out.") from None
+    except ValueError as error:
+        raise ConfigError(f"{file} is not JSON: {error}.") from None
+    if not isinstance(given, dict):
+        raise ConfigError(f'{file} must hold an object, such as {{"step_s": 0.02}}.')
+    known = {
+        field.name: type(getattr(model, field.name)) for model in (engine, store) for field in fields(model)
+    }
+    for name, value in given.items():
+        if name not in known:
+            raise ConfigError(f"{file} has {name!r}, which is none of {', '.join(known)}.")
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if not is_number or value < 0 or (known[name] is int and (value != int(value) or value < 1)):
+            wanted = "a whole number from 1" if known[name] is int else "a number from 0"
+            raise ConfigError(f"{name} in {file} is {value!r}. Give {wanted}.")
+    if given.get("faults", 0) >= 1:
+        raise ConfigError(f"faults in {file} is {given['faults']}. Give a share below 1.")
+    engine = replace(engine, **_of(engine, given))
+    if engine.prompt > engine.budget or engine.step_s + engine.token_s <= 0:
+        raise ConfigError(f"{file}: a step must take time, and `budget` must hold a prompt.")
+    return engine, replace(store, **_of(store, given))
+
+
+def _of(model: EngineModel | StoreModel, given: dict[str, Any]) -> dict[str, Any]:
+    return {field.name: given[field.name] for field in fields(model) if field.name in given}
+
+
+def sweep(
+    scenario: Scenario,
+    counts: Sequence[int],
+    placements: Sequence[bool],
+    engine: EngineModel,
+    store: StoreModel,
+) -> list[FleetOutcome]:
+    """Return the outcome for each number of engines under each placement: with affinity, or by chance.
+
+    Raises `ConfigError` for a number of engines that the scenario leaves none of.
+    """
+    for count in counts:
+        if count - scenario.wave <= scenario.kill:
+            raise ConfigError(
+                f"With --kill {scenario.kill}{' and --wave' * scenario.wave} none of {count} replicas is "
+                "left. Give more replicas."
+            )
+    return [
+        simulate(replace(scenario, engines=count, affinity=affinity), engine, store)
+        for affinity in placements
+        for count in counts
+    ]
+
+
+def as_json(outcome: FleetOutcome) -> dict[str, Any]:
+    """Return an outcome as JSON values: what nobody measured is null."""
+    told = asdict(outcome) | {
+        "keeps_up": outcome.keeps_up, "replica_hours_a_million": outcome.hours_a_million
+    }  # fmt: skip
+    return {name: None if value != value else value for name, value in told.items()}
+
+
+def row(outcome: FleetOutcome) -> dict[str, str]:
+    """Return an outcome's line of the table."""
+    return {
+        "replicas": str(outcome.engines),
+        "placed by": "affinity" if outcome.affinity else "chance",
+        "cold": f"{outcome.cold:.1%}",
+        "first token p50 / p95, s": f"{outcome.first_token_p50_s:.2f} / {outcome.first_token_p95_s:.2f}",
+        "answer p50 / p95, s": f"{outcome.answer_p50_s:.2f} / {outcome.answer_p95_s:.2f}",
+        "busy": f"{outcome.busy:.0%}",
+        "batch": f"{outcome.rows:.0%}",
+        "replica-hours a million": f"{outcome.hours_a_million:.1f}",
+        "keeps up": "yes" if outcome.keeps_up else f"no, {outcome.left} wait",
+    }
+
+
+def check_row(one: Compared) -> dict[str, str]:
+    """Return a line of the comparison with what was measured."""
+    verdict = "fitted" if one.is_fitted else "within 20%" if one.holds else "off"
+    return {
+        "figure": one.name,
+        "measured": f"{one.measured:.2f}",
+        "simulated": f"{one.simulated:.2f}",
+        "difference": f"{one.off:+.0%}",
+        "": verdict,
+    }
+
+
+def plot(outcomes: Sequence[FleetOutcome], file: Path) -> None:
+    """Draw the p95 to the first token and the cost against the number of replicas, as PNG or SVG."""
+    if file.suffix not in (".png", ".svg"):
+        raise ConfigError(f"--plot {file} must end in .png or .svg.")
+    if not file.parent.is_dir():
+        raise ConfigError(f"--plot {file}: there is no directory {file.parent}. Make it first.")
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+    for affinity, name in ((True, "affinity"), (False, "chance")):
+        some = [one for one in outcomes if one.affinity == affinity]
+        if some:
+            counts = [one.engines for one in some]
+            left.plot(counts, [one.first_token_p95_s for one in some], marker="o", label=name)
+            right.plot(counts, [one.cold for one in some], marker="o", label=name)
+    left.set(xlabel="replicas", ylabel="p95 to the first token, s", yscale="log")
+    right.set(xlabel="replicas", ylabel="share of cold requests", ylim=(0, 1))
+    cost = right.twinx()
+    each = {one.engines: one.hours_a_million for one in outcomes}
+    cost.plot(sorted(each), [each[count] for count in sorted(each)], color="grey", linestyle="--")
+    cost.set_ylabel("replica-hours a million requests (dashed)")
+    cost.set_ylim(bottom=0)
+    left.legend(), right.legend()
+    figure.savefig(file, dpi=100)
+    pyplot.close(figure)
