@@ -21,15 +21,19 @@ DIGITS = 64
 
 
 class BackupPlace:
-    """Read and write the files of backups; raises `ServiceError` where the place does not answer."""
+    """Read and write the files of backups; raises `ServiceError` where the place does not answer.
 
-    def __init__(self, address: str):
+    `name` is what messages call the place.
+    """
+
+    def __init__(self, address: str, name: str = "The backup's place"):
         remote = "://" in address and not address.startswith("file://")
         path = Path(address.removeprefix("file://")).expanduser().absolute()
         self.address = address.rstrip("/") if remote else str(path)
+        self._name = name
         self.directory = None if remote else path
         url = self.address if remote else f"file://{path}"
-        self._client, self._root = client_of(url, "The backup's place")
+        self._client, self._root = client_of(url, name)
 
     def objects(self) -> dict[str, int]:
         """Return the size of each object by its checksum."""
@@ -106,5 +110,5 @@ class BackupPlace:
 
     def _faults(self, wish: str) -> AbstractContextManager[None]:
         """Translate any error of the place's client into one `ServiceError`."""
-        what = f"The backup's place {self.address} did not {wish}"
+        what = f"{self._name} {self.address} did not {wish}"
         return client_faults(what, "Mend it, then run this again: it goes on from what is there.")

@@ -1,0 +1,51 @@
+"""The ledger's archive, for a person: what is in it, and a turn by hand."""
+
+from typing import Any
+
+from engine.backup.ledger_archive import Archiver, read_state
+from engine.backup.place import BackupPlace
+from engine.catalog.catalog import open_catalog
+from engine.errors import ConfigError
+from engine.ledger.ledger import open_snapshot
+from engine.report.why import moment
+from engine.settings.params import Params
+
+
+def archive_now(params: Params) -> None:
+    """Bring the archive up to date with the ledger's snapshot, in this process.
+
+    Raises `ConfigError` without a place, `NotFound` without a snapshot, and what `archive` raises.
+    """
+    address = params.controller.archive
+    if address is None:
+        raise ConfigError("There is no archive. Set controller.archive to a directory or URL.")
+    paths = params.paths
+    open_snapshot(paths.ledger_snapshot).close()
+    with open_catalog(paths) as catalog:
+        place = BackupPlace(address, "The ledger's archive")
+        every_s = params.controller.archive_s
+        Archiver(
+            paths.ledger_snapshot, place, catalog.id, paths.ledger_archive, every_s, lambda _: None
+        ).turn()
+
+
+def archived(params: Params) -> dict[str, Any]:
+    """Return the archive's place and its last turn: `at`, `files`, `rows`, `newest_day`, `error`..."""
+    empty = dict.fromkeys(("at", "files", "rows", "newest_day", "error", "error_at"))
+    return {**empty, **read_state(params.paths.ledger_archive), "place": params.controller.archive}
+
+
+def sentences(found: dict[str, Any]) -> list[str]:
+    """Return what `archived` found, in words."""
+    if found["place"] is None:
+        return ["There is no archive. Set controller.archive to a directory or URL."]
+    if found["at"] is None:
+        said = [f"Nothing is archived at {found['place']} yet. A running controller does it."]
+    else:
+        said = [
+            f"{found['rows']:,} rows in {found['files']} files at {found['place']}, up to "
+            f"{found['newest_day']}, complete at {moment(found['at'])}."
+        ]
+    if found["error"]:
+        said.append(f"The last turn failed at {moment(found['error_at'])}; it is retried: {found['error']}")
+    return said
