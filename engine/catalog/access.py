@@ -26,6 +26,17 @@ SILENT_S, SILENT_TIMES, SILENT_MOST_S = 0.5, 5.0, 15.0
 Row = TypeVar("Row")
 
 
+def schema_fault(label: str, found: str) -> str:
+    """Return what is wrong with a catalog of another schema than this code's, and what to do."""
+    told = f"The catalog {label} has schema {found}, this code needs {SCHEMA_VERSION}."
+    if found > SCHEMA_VERSION:
+        return (
+            f"{told} A newer version of Graftwork shares it: upgrade this installation. What runs already "
+            "goes on; nothing was changed."
+        )
+    return f"{told} Start an engine or the controller of this version once: it migrates the catalog."
+
+
 class _Silence(threading.local):
     until = 0.0
     said = ""
@@ -161,10 +172,7 @@ class Access:
             raise ConfigError(f"{self.label} is not a catalog of Graftwork: {error}.") from None
         found = row[0] if row else "none"
         if found != SCHEMA_VERSION:
-            raise ConfigError(
-                f"The catalog {self.label} has schema {found}, this code needs {SCHEMA_VERSION}. "
-                "Start the services once with the newer of the two installations."
-            )
+            raise ConfigError(schema_fault(self.label, found))
 
     # Rows
 

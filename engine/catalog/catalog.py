@@ -15,7 +15,7 @@ from sqlalchemy import Connection, extract, func, select
 from sqlalchemy.exc import OperationalError
 
 from engine.catalog import tables
-from engine.catalog.access import Access
+from engine.catalog.access import Access, schema_fault
 from engine.catalog.aliases import Aliases
 from engine.catalog.audit import Audit
 from engine.catalog.bases import Bases
@@ -33,6 +33,7 @@ from engine.catalog.policies import Policies
 from engine.catalog.purges import Purges
 from engine.catalog.quarantine import Quarantine
 from engine.catalog.records import (
+    SCHEMA_VERSION,
     AliasNote,
     Base,
     Key,
@@ -53,8 +54,9 @@ from engine.catalog.revisions import Revisions
 from engine.catalog.routes import Routes
 from engine.catalog.suggestions import Suggestions
 from engine.catalog.switches import Switches
+from engine.catalog.tinker import TinkerIndex
 from engine.catalog.tombstones import Tombstones
-from engine.errors import ServiceError
+from engine.errors import ConfigError, ServiceError
 from engine.settings.params import Paths
 
 __all__ = [
@@ -114,10 +116,17 @@ def _upgrade(url: str) -> None:
 
 
 def upgrade(connection: Connection) -> None:
-    """Create the tables or migrate them to the newest schema, in a write transaction of the caller."""
+    """Create the tables or migrate them to the newest schema, in a write transaction of the caller.
+
+    Raises `ConfigError` for a schema of a newer version.
+    """
     from alembic import command
     from alembic.config import Config
+    from alembic.migration import MigrationContext
 
+    found = MigrationContext.configure(connection).get_current_revision()
+    if found is not None and found > SCHEMA_VERSION:
+        raise ConfigError(schema_fault(str(connection.engine.url.database), found))
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
     config.attributes["connection"] = connection
@@ -172,6 +181,7 @@ class Catalog:
         self.aliases = Aliases(access)
         self.notices = Notices(access)
         self.audit = Audit(access)
+        self.tinker = TinkerIndex(access)
 
     def __enter__(self) -> Self:
         return self

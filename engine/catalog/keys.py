@@ -26,7 +26,14 @@ from engine.files import replacing
 
 ROLES = ("infer", "pin", "feedback", "score", "train", "release", "metrics", "admin")
 # Names for sets of roles.
-SCOPES = {"user": ("infer", "feedback"), "score": ("infer", "pin", "score"), "admin": ("admin",)}
+SCOPES = {
+    "user": ("infer", "feedback"),
+    "score": ("infer", "pin", "score"),
+    "tinker": ("infer", "pin", "train"),
+    "admin": ("admin",),
+}
+# Tinker's SDK accepts only keys that begin like this; any key may be written so.
+OURS, TINKERS = "gw-", "tml-"
 # Digits of a key's hash by which people name it.
 SHOWN = 12
 PATTERN = re.compile(r"[a-z][a-z0-9-]{0,62}\*?")
@@ -124,7 +131,7 @@ class Keys:
         After a rotation these are two rows, the newest first. Raises `NotFound` when there is none,
         `Conflict` when there are several keys.
         """
-        whole = hash_key(prefix) if prefix.startswith("gw-") else None
+        whole = hash_key(prefix) if prefix.startswith((OURS, TINKERS)) else None
         now = time.time()
         found = [
             key
@@ -217,7 +224,7 @@ class Keys:
 
 def fresh(key: Key) -> tuple[str, Key]:
     """Return a new plaintext, and the key's row with its hash."""
-    plaintext = f"gw-{secrets.token_hex(20)}"
+    plaintext = f"{OURS}{secrets.token_hex(20)}"
     digest = hash_key(plaintext)
     return plaintext, replace(key, hash=digest, id=key.id or digest[:SHOWN])
 
@@ -228,8 +235,15 @@ def shown(key: Key) -> dict[str, Any]:
 
 
 def hash_key(plaintext: str) -> str:
-    """Return the sha256 of a key's plaintext, in hex."""
+    """Return the sha256 of a key's plaintext, in hex; `tml-` at its beginning is read as `gw-`."""
+    if plaintext.startswith(TINKERS):
+        plaintext = OURS + plaintext.removeprefix(TINKERS)
     return hashlib.sha256(plaintext.encode()).hexdigest()
+
+
+def as_tinkers(plaintext: str) -> str:
+    """Return a key's plaintext as Tinker's SDK accepts it."""
+    return TINKERS + plaintext.removeprefix(OURS)
 
 
 def roles_of(roles: str | Iterable[str]) -> list[str]:

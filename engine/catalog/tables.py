@@ -296,3 +296,69 @@ audit = Table(
     Column("after", String, nullable=False),
     Column("hash", String, nullable=False),
 )
+
+# The Tinker API's own index. Its checkpoints are named states of the trainer, or revisions.
+tinker_sessions = Table(
+    "tinker_sessions",
+    metadata,
+    Column("id", String, primary_key=True),
+    Column("tenant", String, nullable=False),
+    Column("user_metadata", JSON, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("finished", String),
+)
+
+tinker_models = Table(
+    "tinker_models",
+    metadata,
+    Column("id", String, primary_key=True),
+    Column("session", String, nullable=False),
+    Column("tenant", String, nullable=False),
+    Column("policy", String, nullable=False),
+    Column("rank", Integer, nullable=False),
+    Column("targets", JSON, nullable=False),
+    Column("user_metadata", JSON, nullable=False),
+    Column("next_seq", Integer, nullable=False),
+    Column("gathered", Integer, nullable=False),
+    Column("corrupted", Boolean, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("used_at", Float, nullable=False),
+    Index("tinker_models_newest", "tenant", "created_at"),
+)
+
+tinker_checkpoints = Table(
+    "tinker_checkpoints",
+    metadata,
+    Column("model", String, primary_key=True),
+    Column("kind", String, primary_key=True),
+    Column("name", String, primary_key=True),
+    Column("tenant", String, nullable=False),
+    Column("stored", String, nullable=False),
+    Column("bytes", BigInteger),
+    Column("public", Boolean, nullable=False),
+    Column("user_metadata", JSON, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("expires_at", Float),
+    Index("tinker_checkpoints_newest", "tenant", "created_at"),
+)
+
+tinker_samplers = Table(
+    "tinker_samplers",
+    metadata,
+    Column("id", String, primary_key=True),
+    Column("session", String, nullable=False),
+    Column("tenant", String, nullable=False),
+    Column("served", String, nullable=False),
+    Column("path", String),
+    Column("created_at", Float, nullable=False),
+)
+
+tinker_results = Table(
+    "tinker_results",
+    metadata,
+    Column("id", String, primary_key=True),
+    Column("tenant", String, nullable=False),
+    Column("body", JSON, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Index("tinker_results_oldest", "created_at"),
+)

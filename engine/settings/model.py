@@ -17,6 +17,7 @@ PATTERNS = {
     r"^(adapt|[0-9a-f]{64})$": "adapt, or a digest of 64 hexadecimal digits",
     r"^https?://[^/?#@]+$": "http:// or https:// and a host, such as https://controller.example:8462",
     r"^[a-z][a-z0-9+.]*://[^?#]+$": "a URL such as s3://bucket/adapters",
+    r"^([a-z][a-z0-9+.]*://[^?#]+|/.+)$": "a URL such as s3://bucket/ledger, or a directory's whole path",
     r"^\s*\S+(\s+\S+){4}\s*$": "five fields of cron, such as 0 3 * * *",
 }
 

@@ -30,11 +30,14 @@ from engine.settings.services import (
     PrefectConfig,
     PricesConfig,
     StoreConfig,
+    TinkerConfig,
     TrainerConfig,
 )
 
 POLICY_NAME = re.compile(r"[a-z][a-z0-9-]{0,62}")
 DIGEST12 = 12
+# The rank that recipes of the Tinker API ask for.
+RECIPES_RANK = 32
 PolicyName = Annotated[str, Field(pattern=rf"^{POLICY_NAME.pattern}$")]
 
 
@@ -141,6 +144,7 @@ class Params(Settings):
     store: StoreConfig = Field(default_factory=StoreConfig)
     mlflow: MlflowConfig = Field(default_factory=MlflowConfig)
     prefect: PrefectConfig = Field(default_factory=PrefectConfig)
+    tinker: TinkerConfig = Field(default_factory=TinkerConfig)
     python_modules: tuple[Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*$")], ...] = Field(
         ("engine.problems.language", "examples"),
         description="Import python:MODULE:FUNC verifiers and losses from these modules and their submodules "
@@ -159,6 +163,14 @@ class Params(Settings):
     @classmethod
     def _absolute(cls, value: Path) -> Path:
         return value.expanduser().absolute()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ranks_of_recipes(cls, data: Any) -> Any:
+        tinker, engine = data.get("tinker") or {}, data.get("engine") or {}
+        if isinstance(tinker, dict) and isinstance(engine, dict) and tinker.get("enabled") is True:
+            return {**data, "engine": {"max_rank": RECIPES_RANK, **engine}}
+        return data
 
     @model_validator(mode="after")
     def _releases_are_valid(self) -> Self:
@@ -190,11 +202,11 @@ class Params(Settings):
         return json.dumps(self.model_dump(mode="json") | {"policies": policies}, indent=2)
 
     def url(self, service: str) -> str:
-        """Return the local address of `engine`, `trainer`, `controller`, `mlflow` or `prefect`."""
+        """Return the local address of a service, such as `engine`."""
         return self.listener(service).url
 
     def listener(self, service: str) -> Listener:
-        """Return where `engine`, `trainer`, `controller`, `mlflow` or `prefect` listens."""
+        """Return where a service such as `engine` listens."""
         listener: Listener = getattr(self, service)
         return listener
 
@@ -275,6 +287,7 @@ class Paths:
         self.catalog = root / "catalog.db"
         self.ledger = root / "ledger.duckdb"
         self.ledger_snapshot = root / "ledger.snapshot.duckdb"
+        self.ledger_archive = root / "ledger.archive.json"
         self.spool = root / "spool"
         self.usage = root / "usage"
         self.warm = root / "warm"

@@ -215,6 +215,11 @@ class GatewayConfig(Settings):
     cors_origins: tuple[str, ...] = Field(
         (), description="Let web pages of these origins call the API from a browser."
     )
+    proxy_sets_id: bool = Field(
+        False,
+        description="The proxy in front sets x-request-id (32 hex digits) on every request, whatever its "
+        "client sent, so a request that it sends again has one id: docs/scale-out.md.",
+    )
 
 
 class PricesConfig(Settings):
@@ -292,6 +297,15 @@ class ControllerConfig(Listener):
         description="Delete observations of requests, and their feedback, after this many days. Empty: keep "
         "them.",
     )
+    archive: str | None = Field(
+        None,
+        pattern=r"^([a-z][a-z0-9+.]*://[^?#]+|/.+)$",
+        description="Write the ledger's days as Parquet into this directory (an absolute path) or behind "
+        "this fsspec URL, such as s3://bucket/prefix. Credentials come from the environment. Empty: nowhere.",
+    )
+    archive_s: float = Field(
+        3600, ge=10, le=86_400, description="Bring the archive up to date every this many seconds."
+    )
 
 
 class CatalogConfig(Settings):
@@ -324,6 +338,17 @@ class MlflowConfig(Listener):
     port: Port = 8463
     backend: str | None = Field(
         None, description="Use the database at this SQLAlchemy URL. Empty: SQLite in state_dir."
+    )
+
+
+class TinkerConfig(Listener):
+    """The Tinker API, a service for Tinker's own SDK."""
+
+    port: Port = 8465
+    enabled: bool = Field(
+        False,
+        description="Start the Tinker API, for the SDK `tinker` and its cookbook. engine.max_rank is then 32 "
+        "by default, the rank that recipes ask for.",
     )
 
 

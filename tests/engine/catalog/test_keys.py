@@ -10,7 +10,7 @@ from sqlalchemy import text
 
 from engine.catalog.catalog import Catalog, Tenant, migrate
 from engine.catalog.database import open_engine
-from engine.catalog.keys import SCOPES
+from engine.catalog.keys import SCOPES, as_tinkers
 from engine.catalog.records import covers, overlap
 from engine.errors import ConfigError, Conflict, NotFound
 
@@ -151,3 +151,21 @@ def test_keys_of_schema_0007_keep_working(empty_catalog_url: str, tmp_path: Path
         assert catalog.routes.get("running").plain_units
         assert not catalog.routes.get("ended").plain_units
         assert catalog.keyed_hash("x")
+
+
+def test_a_key_may_be_written_as_tinkers_sdk_wants_it(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'catalog.db'}"
+    migrate(url)
+    with closing(Catalog(url)) as catalog:
+        plaintext = catalog.keys.create("acme", "tinker", ["acme-*"])
+        written = as_tinkers(plaintext)
+        assert written == f"tml-{plaintext.removeprefix('gw-')}"
+        found = catalog.keys.find(written)
+        assert found == catalog.keys.find(plaintext)
+        assert found
+        assert found.roles == ["infer", "pin", "train"]
+        assert catalog.keys.find(f"tml-{'0' * 40}") is None
+        rotated = catalog.keys.rotate(written, 0.0)
+        assert catalog.keys.find(as_tinkers(rotated))
+        catalog.keys.revoke(as_tinkers(rotated))
+        assert catalog.keys.find(as_tinkers(rotated)) is None
