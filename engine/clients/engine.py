@@ -71,22 +71,37 @@ class EngineClient(ServiceClient):
         Retries for `patience_s` while the engine is full or down. Raises `NotFound` for an unknown model,
         and `ConfigError` for any other 4xx answer.
         """
+        return list(self._sampled("/graftwork/rollouts", body)["groups"])
 
-        def ask() -> list[list[dict[str, Any]]]:
-            response = self._http.post("/graftwork/rollouts", json=body)
+    def samples(self, body: Mapping[str, Any], patience_s: float | None = None) -> dict[str, Any]:
+        """Return `n` samples of one prompt (token ids), as `engine.serving.gateway.samples.Samples` asks.
+
+        Of `prompts`, the samples of each are in `groups`; each group is what one prompt's answer is.
+        `samples`: `tokens` with the stop sequence's or the end token's, their `logprobs`, and `stop_reason`
+        (stop or length). `prompt_logprobs`: one value for each prompt token, None for the first.
+        `topk_prompt_logprobs`: for each prompt token pairs of token id and log-probability, None for the
+        first. Both are None unless asked for. `usage`: `prompt_tokens` and `completion_tokens`. Retries and
+        errors are those of `rollouts`; `patience_s` replaces the client's own.
+        """
+        return self._sampled("/graftwork/samples", body, patience_s)
+
+    def _sampled(self, path: str, body: Mapping[str, Any], patience_s: float | None = None) -> dict[str, Any]:
+        def ask() -> dict[str, Any]:
+            response = self._http.post(path, json=body)
             if response.is_success:
-                return list(response.json()["groups"])
+                return dict(response.json())
             kind, said = of_status(response.status_code), response.text[:SHOWN]
             if issubclass(kind, ServiceError):
                 raise kind(f"The engine answered {response.status_code}: {said}")
             if kind is NotFound:
                 raise kind(f"The engine does not know {body['model']!r}: {said}")
             raise ConfigError(
-                f"The engine refused the rollouts of {body['model']!r} with {response.status_code}: {said} "
+                f"The engine refused the {path.rpartition('/')[2]} of {body['model']!r} with "
+                f"{response.status_code}: {said} "
                 "Check the policy's questions and sampling settings, and engine.max_model_len."
             )
 
-        return self._patiently(ask, ServiceError)
+        return self._patiently(ask, ServiceError, patience_s=patience_s)
 
 
 def _pieces(response: httpx.Response) -> Iterator[str]:

@@ -64,11 +64,16 @@ class ServiceClient:
         """Send a request, with retries; return the answer's JSON."""
         return self._patiently(lambda: self._told(self._http.request(method, path, **given)))
 
-    def _patiently(self, call: Callable[[], Answer], *also: type[Exception]) -> Answer:
-        """Return the result of `call`, retried for `patience_s` on transport errors and those in `also`."""
+    def _patiently(
+        self, call: Callable[[], Answer], *also: type[Exception], patience_s: float | None = None
+    ) -> Answer:
+        """Return the result of `call`, retried on transport errors and those in `also`.
+
+        `patience_s` replaces the client's own.
+        """
         again = Retrying(
             retry=retry_if_exception_type((httpx.TransportError, *also)),
-            stop=stop_after_delay(self.patience_s),
+            stop=stop_after_delay(self.patience_s if patience_s is None else patience_s),
             wait=wait_exponential(0.1, max=2.0),
             reraise=True,
         )

@@ -5,11 +5,14 @@ import logging
 import signal
 import socket
 import sys
+from functools import partial
 from pathlib import Path
 
 import uvicorn
 
-from engine.catalog.catalog import migrate
+from engine.backup.ledger_archive import Archiver
+from engine.backup.place import BackupPlace
+from engine.catalog.catalog import migrate, open_catalog
 from engine.clients.http import connect
 from engine.clients.prefect import PrefectLogin
 from engine.controller.admission import WEBHOOK
@@ -20,6 +23,7 @@ from engine.controller.loop import Controller
 from engine.controller.mlflow_aliases import AliasMirror
 from engine.controller.mlflow_registry import open_registry
 from engine.controller.notifications import NotificationSender
+from engine.controller.route_changes import outlast_lease
 from engine.errors import GraftworkError, PortInUse
 from engine.security.credentials import USER, credential, known_credential
 from engine.security.http import server_options, trusted
@@ -50,7 +54,10 @@ def serve(params: Params) -> None:
     migrate(params.paths.catalog_url)
     # The holder is not the process id: after a kill, the next controller of this state directory renews the
     # lease at once. The ledger's lock and the lease's fence exclude the old process.
-    controller = Controller(params, holder=f"{socket.gethostname()}:{params.paths.root}")
+    holder = f"{socket.gethostname()}:{params.paths.root}"
+    with open_catalog(params.paths) as catalog:
+        outlast_lease(catalog, holder, params.controller.lease_s)
+    controller = Controller(params, holder)
     controller.catalog.keys.ensure_local(params.paths.local_key)
     registry = open_registry(params)
     site = params.url("controller")
@@ -67,6 +74,15 @@ def serve(params: Params) -> None:
         CancelledRuns(controller.catalog, controller.decisions, controller.lock, prefect),
         HealthMonitor(controller.catalog, params),
     ]
+    if params.controller.archive:
+        place = BackupPlace(params.controller.archive, "The ledger's archive")
+        paths, every_s = params.paths, params.controller.archive_s
+        told = partial(controller.tell, "archive")
+        archiver = Archiver(
+            paths.ledger_snapshot, place, controller.catalog.id, paths.ledger_archive, every_s, told
+        )
+        controller.rewritten = archiver.wake
+        beside.append(archiver)
     config = uvicorn.Config(
         trusted(build_app(controller, mirror), params.controller),
         log_level="warning",

@@ -184,7 +184,7 @@ def _missing(settings: ReleaseConfig, evidence: Evidence) -> Action | None:
         return None
     if evidence.step_s < settings.load_s:
         return Action("wait")
-    named = "; ".join(f"{id}: {why}" for id, why in sorted(evidence.without.items()))
+    named = "; ".join(f"{id}: {why.rstrip('.')}" for id, why in sorted(evidence.without.items()))
     return Action("hold", f"Not every engine loaded the revision within {settings.load_s:g} s. {named}.")
 
 

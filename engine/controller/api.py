@@ -141,7 +141,7 @@ def _add_reading(app: FastAPI, controller: Controller, mirror: AliasMirror) -> N
 
     @app.get("/status")
     def status() -> dict[str, Any]:
-        alarms = [f"{part}: {fault}" for part, fault in controller.faults.items()]
+        alarms = [f"{part}: {fault}" for part, fault in list(controller.faults.items())]
         rejected = len(list(controller.params.paths.spool.glob("rejected/*")))
         if rejected:
             alarms.append(

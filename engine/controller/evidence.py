@@ -8,8 +8,8 @@ from collections.abc import Callable
 from statistics import fmean
 
 from engine.catalog.catalog import Catalog, Release
+from engine.catalog.fleet import Fleet
 from engine.controller.advance import Evidence, LanguageScore, OfflineScore
-from engine.controller.fleet import Fleet
 from engine.ledger.canaries import CanaryReader
 from engine.ledger.ledger import Ledger
 from engine.ledger.queries import latest_scores, recent_units_per_s

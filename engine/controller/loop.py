@@ -71,6 +71,8 @@ class Controller:
         self.decisions = ReleaseDecisions(self.catalog, self.applier, params.release_of, self.latest)
         self.faults: dict[str, str] = {}
         self.last_tick = time.monotonic()
+        # Called when rows were removed: copies of the ledger elsewhere have them still.
+        self.rewritten: Callable[[], None] = lambda: None
         # Serializes the loop's decisions and people's requests.
         self.lock = threading.Lock()
         self.requests = LoopRequests()
@@ -133,6 +135,15 @@ class Controller:
     def publish_ledger(self) -> None:
         """Ingest what is spooled and write the readers' copy, on the loop's thread."""
         self.requests.call(self._publish_ledger, PURGE_S)
+
+    def tell(self, part: str, fault: str | None) -> None:
+        """Raise the alarm of a part that runs beside the loop, or with None end it."""
+        if fault is None:
+            self.faults.pop(part, None)
+        else:
+            if self.faults.get(part) != fault:
+                log.warning("Part %r failed; it is retried. %s", part, fault)
+            self.faults[part] = fault
 
     def is_stalled(self) -> bool:
         """Return whether the last turn ended too long ago."""
@@ -243,7 +254,9 @@ class Controller:
         if self.ledger is None:
             raise ServiceError("The ledger cannot be opened now. Check `graftwork status`, then try again.")
         try:
-            return work(self.ledger)
+            removed = work(self.ledger)
+            self.rewritten()
+            return removed
         except (duckdb.Error, OSError):
             # The next turn reopens the ledger, whichever file is in its place.
             with suppress(duckdb.Error, OSError):

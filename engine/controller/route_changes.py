@@ -169,6 +169,19 @@ def take_lease(catalog: Catalog, holder: str, lease_s: float) -> int:
     return fence
 
 
+def outlast_lease(catalog: Catalog, holder: str, lease_s: float) -> None:
+    """Wait until the lease of a controller elsewhere that has crashed has expired, at most `lease_s` seconds.
+
+    One that lives renews it, so that `take_lease` then fails.
+    """
+    until = time.monotonic() + lease_s
+    while time.monotonic() < until:
+        lease = catalog.leases.find(LEASE)
+        if lease is None or lease.holder == holder or lease.until <= time.time():
+            return
+        time.sleep(POLL_S)
+
+
 @contextmanager
 def alone(params: Params, catalog: Catalog) -> Iterator[RouteChanges]:
     """Give the route writer where no controller runs; the block holds the controller's lease.

@@ -29,7 +29,7 @@ from engine.settings.services import Listener
 Report = Callable[[str, str], None]
 # Prefect's worker, for scheduled runs; `graftwork run` calls its flows directly and needs none.
 WORKER = "worker"
-RESIDENT = ("engine", "trainer", "mlflow", "prefect", "controller")
+RESIDENT = ("engine", "trainer", "mlflow", "prefect", "controller", "tinker")
 # Tells a flow that the worker started where the settings are; read by flows/entry.py.
 PARAMS_VARIABLE = "GRAFTWORK_PARAMS"
 
@@ -65,9 +65,16 @@ def settings_hash(params: Params) -> str:
 
 
 def services(params: Params) -> tuple[Service, ...]:
-    """Return the services of this machine in the order in which they start; one with `at` is elsewhere."""
-    every = every_service(params)
-    return tuple(one for one in every if one.name == WORKER or params.listener(one.name).at is None)
+    """Return the services of this machine in the order in which they start.
+
+    One with `at` runs elsewhere, and `tinker` runs only when it is enabled.
+    """
+    off = set() if params.tinker.enabled else {"tinker"}
+    return tuple(
+        one
+        for one in every_service(params)
+        if one.name not in off and (one.name == WORKER or params.listener(one.name).at is None)
+    )
 
 
 def every_service(params: Params) -> tuple[Service, ...]:
@@ -86,6 +93,7 @@ def every_service(params: Params) -> tuple[Service, ...]:
         Service("mlflow", mlflow, "/health", 300),
         Service("prefect", ("-m", "tasks.prefect_server", *ours), "/api/health", 180),
         Service("controller", ("-m", "engine.controller", *ours), "/health", 120),
+        Service("tinker", ("-m", "engine.tinker.app", *ours), "/health", 60),
         Service(WORKER, (*worker, "--name", "graftwork"), None, 60),
     )
 

@@ -1,5 +1,6 @@
 """Commands for administrators: the ledger, benchmarks."""
 
+import json
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import typer
 
 from engine.errors import ConfigError
 from engine.process_reaper import die_with_parent
-from flows.entry import PARAMS, ParamsFile, catalog, enter, variables_with
+from flows.entry import PARAMS, Json, ParamsFile, catalog, enter, variables_with
 
 app = typer.Typer()
 ledger_app = typer.Typer(help="Maintain the ledger, the database of recorded numbers.", no_args_is_help=True)
@@ -32,6 +33,27 @@ def ledger_ingest(params: ParamsFile = PARAMS) -> None:
         count = ledger.ingest(settings.paths.spool, index.purges.gone)
     ledger.snapshot(settings.paths.ledger_snapshot)
     typer.echo(f"Inserted {count} events into the ledger.")
+
+
+@ledger_app.command("archive")
+def ledger_archive(
+    now: Annotated[
+        bool, typer.Option("--now", help="Archive first, without waiting for the controller.")
+    ] = False,
+    as_json: Json = False,
+    params: ParamsFile = PARAMS,
+) -> None:
+    """Show the ledger's archive in Parquet: when it was last complete, its rows and days, its last error."""
+    settings = enter(params)
+    from tasks.ledger_archive import archive_now, archived, sentences
+
+    if now:
+        archive_now(settings)
+    found = archived(settings)
+    if as_json:
+        return typer.echo(json.dumps(found))
+    for sentence in sentences(found):
+        typer.echo(sentence)
 
 
 # Without a help option of its own, so that `--help` after the name reaches the benchmark.

@@ -31,11 +31,13 @@ from flows.cli import (
     look,
     plan,
     policy,
+    proxy,
     purge,
     residency,
     score,
     security,
     serve,
+    simulate,
     store,
     tenants,
 )
@@ -128,7 +130,8 @@ def up(
     only: Annotated[
         list[str] | None,
         typer.Option(
-            help="Start only this one of engine, trainer, controller, mlflow, prefect, worker; repeatable."
+            help="Start only this one of engine, trainer, controller, mlflow, prefect, tinker, worker; "
+            "repeatable."
         ),
     ] = None,
     params: ParamsFile = PARAMS,
@@ -229,8 +232,10 @@ GROUPS = (
     look,
     residency,
     serve,
+    proxy,
     chat,
     plan,
+    simulate,
     adapters,
     purge,
     store,

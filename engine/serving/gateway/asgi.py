@@ -126,6 +126,10 @@ def with_body(
     return replay
 
 
+async def nothing() -> None:
+    """Send nothing."""
+
+
 async def answer(send: Send, status: int, body: bytes = b"", headers: Iterable[Header] = ()) -> None:
     """Send a whole response; a body is JSON."""
     told = [*headers]

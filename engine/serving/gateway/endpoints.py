@@ -26,12 +26,14 @@ from engine.metering.shared_budgets import SharedBudgets
 from engine.metering.usage_log import UsageLog
 from engine.serving.gateway.api_errors import send_error
 from engine.serving.gateway.gateway import ASKED, GatewayState
+from engine.serving.gateway.leaving import end_requests_first
 from engine.serving.gateway.membership import Membership
 from engine.serving.gateway.meter import Meter
 from engine.serving.gateway.prewarming import Prewarmer, names_under_release
 from engine.serving.gateway.rollouts import gate_of_platform, rollouts
 from engine.serving.gateway.routing import Router
 from engine.serving.gateway.row_cache import rows_to_cache
+from engine.serving.gateway.samples import samples
 from engine.serving.residency.load_metrics import LoadMetrics
 from engine.serving.residency.residency import Residency
 from engine.serving.residency.vllm_engine import VllmEngine
@@ -75,6 +77,7 @@ class GraftworkEndpoints:
         app.get("/v1/models/{name:path}")(model)
         app.state.graftwork_gate = gate_of_platform()
         app.post("/graftwork/rollouts")(rollouts)
+        app.post("/graftwork/samples")(samples)
         app.post("/v1/feedback", status_code=202)(feedback)
         app.post("/v1/prewarm", status_code=202)(prewarm)
 
@@ -122,12 +125,13 @@ class GraftworkEndpoints:
         shared = None if catalog.is_file else SharedBudgets(params.paths.catalog_url)
         max_model_len = engine_client.vllm_config.model_config.max_model_len
         name = f"{socket.gethostname()}:{params.engine.port}"
+        meter = Meter(UsageLog(params.paths.usage, shared), max_model_len, params.engine.load_queue)
         state.graftwork = GatewayState(
             router,
             tier,
             spool,
             name=name,
-            meter=Meter(UsageLog(params.paths.usage, shared), max_model_len, params.engine.load_queue),
+            meter=meter,
             settings=params.gateway,
             counted=engine.used,
         )
@@ -135,6 +139,8 @@ class GraftworkEndpoints:
         warm = params.paths.warm / f"{params.engine.port}.json"
         prewarmer = Prewarmer(tier, router, warm, membership.tell)
         state.graftwork_membership, state.graftwork_prewarmer = membership, prewarmer
+        limit_s = params.engine.shutdown_s
+        end_requests_first(engine_client, state, limit_s, membership.drain, meter.flush, spool.close)
         # asyncio keeps only weak references to tasks, so the state holds this one.
         state.graftwork_prewarming = asyncio.create_task(_serve_until_stopped(prewarmer, membership))
 

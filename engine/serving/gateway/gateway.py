@@ -6,6 +6,7 @@ forwards the request, settles what it used and spools one observation.
 """
 
 import os
+import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -22,15 +23,17 @@ from engine.errors import GraftworkError
 from engine.ledger.spool import Spool
 from engine.metering.usage_rows import Metered
 from engine.serving.gateway.admission import authenticate, purpose_of, require, segment_of, served
-from engine.serving.gateway.api_errors import send_error
+from engine.serving.gateway.api_errors import send_error, send_no_key
 from engine.serving.gateway.arms import CANARY, FALLBACK, Target
 from engine.serving.gateway.asgi import (
     App,
+    Header,
     Message,
     Receive,
     Refused,
     Send,
     answer,
+    nothing,
     parse,
     read_body,
     unless_left,
@@ -54,6 +57,7 @@ Admit = Callable[[], Awaitable[tuple[Target, float]]]
 READ = {b"authorization", b"x-api-key", b"x-graftwork-purpose", b"x-graftwork-segment", b"x-session-id"}
 POLICY_VIOLATION = 1008
 NOT_FOUND, SERVER_ERROR = 404, 500
+REQUEST_ID = re.compile(rb"[0-9a-f]{32}")
 # Most completions of one request by a key that scores or trains.
 MOST_SAMPLES = 1 << 14
 # The `model` of a request that the base answers, for its answer to carry.
@@ -76,7 +80,7 @@ class GatewayState:
     counted: Counted = uncounted
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Inbound:
     """A request whose key may call its endpoint; `id` is the request's id, `scope` ASGI's."""
 
@@ -104,7 +108,8 @@ class Gateway:
         if scope["type"] != "http":
             # A WebSocket: refused before it is accepted, which its client sees as a 403.
             return await send({"type": "websocket.close", "code": POLICY_VIOLATION})
-        request_id = os.urandom(16).hex()
+        state: GatewayState | None = getattr(scope["app"].state, "graftwork", None)
+        request_id = request_id_of(state, scope["headers"])
 
         def tagged(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
@@ -114,7 +119,6 @@ class Gateway:
             return send(message)
 
         scope.setdefault("state", {})["graftwork_request"] = request_id
-        state: GatewayState | None = getattr(scope["app"].state, "graftwork", None)
         if state is not None and state.settings.cors_origins:
             # It answers preflights and adds its headers to refusals, too.
             if self._cors is None:
@@ -138,6 +142,8 @@ class Gateway:
                 name.decode(): value.decode("latin-1") for name, value in scope["headers"] if name in READ
             }
             key = authenticate(state.router, headers)
+            if key is None:
+                return await send_no_key(send, path)
             endpoint = served(path, method)
             require(endpoint.path, endpoint.roles, key)
             tenant, request_id = state.router.tenant(key.owner), scope["state"]["graftwork_request"]
@@ -214,7 +220,7 @@ class Gateway:
         finally:
             exchange.take_usage(call.used)
             exchange.record(state.spool, state.name)
-            await state.meter.settle(bill, exchange.status, exchange.target.digest, call.used)
+            state.meter.settle(bill, exchange.status, exchange.target.digest, call.used)
 
     async def _answer(
         self,
@@ -281,14 +287,14 @@ class Gateway:
         is_json = wants_json(body)
         revision = (exchange.target.name or "base").encode()
         is_canary, kept = exchange.target.arm == CANARY, list[Message]()
-        is_stream, has_failed = bool(body.get("stream")), False
+        is_stream, has_failed, send = bool(body.get("stream")), False, asked.send
 
         async def watch() -> Message:
             message = await asked.receive()
             exchange.has_left |= message["type"] == "http.disconnect"
             return message
 
-        async def observe(message: Message) -> None:
+        def observe(message: Message) -> Awaitable[None]:
             nonlocal has_failed
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
@@ -296,10 +302,10 @@ class Gateway:
                 message["headers"] = [*message.get("headers", ()), *ours]
                 if is_canary:
                     kept.append(message)
-                    return
+                    return nothing()
             elif exchange.is_unanswered:
                 # vLLM ends the answer to a client that has left with 200 and nothing in it.
-                return
+                return nothing()
             elif is_stream or exchange.ttft_s is not None or message.get("more_body"):
                 exchange.take_piece(message.get("body", b""))
             else:
@@ -307,9 +313,8 @@ class Gateway:
             if kept:
                 has_failed = is_fault(exchange.status)
                 if not has_failed:
-                    await asked.send(kept.pop())
-            if not has_failed:
-                await asked.send(message)
+                    return both(send, kept.pop(), message)
+            return nothing() if has_failed else send(message)
 
         try:
             # The server writes into its scope, and a canary's may be needed again.
@@ -321,6 +326,15 @@ class Gateway:
         return not has_failed
 
 
+def request_id_of(state: GatewayState | None, headers: Sequence[Header]) -> str:
+    """Return the proxy's id of a request where it sets one (`gateway.proxy_sets_id`), else a new one."""
+    if state is not None and state.settings.proxy_sets_id:
+        given = dict(headers).get(b"x-request-id", b"")
+        if REQUEST_ID.fullmatch(given):
+            return given.decode()
+    return os.urandom(16).hex()
+
+
 def hold_canary(state: GatewayState, target: Target) -> str | None:
     """Hold a canary if it is resident here, and return its served name; else prewarm it and return None."""
     # Whatever keeps it from being loaded, no user's request may fail by it.
@@ -330,6 +344,12 @@ def hold_canary(state: GatewayState, target: Target) -> str | None:
             return name
         state.residency.prewarm(revision)
     return None
+
+
+async def both(send: Send, *messages: Message) -> None:
+    """Send one message after the other."""
+    for message in messages:
+        await send(message)
 
 
 def is_fault(status: int) -> bool:

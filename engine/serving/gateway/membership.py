@@ -22,7 +22,7 @@ class Membership(PeriodicThread):
         # Whether another engine that started later has this one's id.
         self.is_replaced = False
         self._loads: Loads = {}
-        self._has_joined = False
+        self._has_joined = self._was_ready = False
 
     def tell(self, loads: Loads) -> None:
         """Take what is loaded of the revisions under release."""
@@ -57,6 +57,8 @@ class Membership(PeriodicThread):
             return f"Another engine has the id {self.replica.id}. Give each a host name or a port of its own."
         if not self._has_joined or router.is_stale():
             return "The engine cannot read the catalog."
-        if waiting := missing():
+        # Only at first: an adapter that no engine can load must not take every engine from its users.
+        if not self._was_ready and (waiting := missing()):
             return f"Revisions under release are not loaded: {', '.join(waiting[:5])}."
+        self._was_ready = True
         return None

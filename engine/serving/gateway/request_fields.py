@@ -216,10 +216,23 @@ ROLLOUTS: Fields = {
     **{name: SAMPLING[name] for name in ("model", "n", "max_tokens")},
     **named(anything, "prompts", "temperature", "seed", "routed_experts"),
 }
+SAMPLES: Fields = {
+    **{name: SAMPLING[name] for name in ("model", "n", "max_tokens")},
+    **named(
+        anything, "prompt", "prompts", "temperature", "top_k", "top_p", "seed", "stop", "prompt_logprobs",
+        "topk_prompt_logprobs",
+    ),
+}  # fmt: skip
 # Fields of OpenAI's and Anthropic's clients that change nothing here; they go no further.
 DROPPED = frozenset(
     {"metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store", "verbosity"}
 )
+
+# What vLLM's router adds to every request, with the values that change nothing; they go no further either.
+ROUTERS_OWN = {
+    "no_stop_trim": False, "return_hidden_states": False, "separate_reasoning": True,
+    "stream_reasoning": True,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -240,6 +253,8 @@ def check_fields(body: dict[str, Any], fields: Fields) -> None:
     Raises `Refused` (400) that names the field.
     """
     for name in [name for name, value in body.items() if value is None]:
+        del body[name]
+    for name in [name for name, value in ROUTERS_OWN.items() if body.get(name) is value]:
         del body[name]
     for name, value in body.items():
         check = fields.get(name)

@@ -14,6 +14,7 @@ from typing import Any, Self
 import orjson
 from fastapi import Request, Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from starlette.datastructures import State
 from vllm.entrypoints.serve.utils.api_utils import with_cancellation
 from vllm.inputs import TokensPrompt
 from vllm.logprobs import FlatLogprobs
@@ -97,10 +98,9 @@ async def rollouts(body: Rollouts, raw_request: Request) -> Response:
     500 when the engine aborted a sample.
     """
     state = raw_request.app.state
-    models = state.openai_serving_models
-    lora = models.lora_requests.get(body.model)
-    if lora is None and not models.is_base_model(body.model):
-        return _refused(404, f"Adapter {body.model!r} is not in the engine. Repeat the request.")
+    lora, refusal = find_adapter(state, body.model)
+    if refusal:
+        return refusal
     gate: RolloutGate = state.graftwork_gate
     priority = int(raw_request.headers.get("x-vllm-priority", 0))
     await gate.enter(len(body.prompts), body.n)
@@ -113,14 +113,14 @@ async def rollouts(body: Rollouts, raw_request: Request) -> Response:
     try:
         groups = await asyncio.gather(*asked)
     except ValueError as error:
-        return _refused(400, str(error))
+        return refused(400, str(error))
     finally:
         # When one prompt fails, the other groups are no longer needed.
         for task in asked:
             task.cancel()
     samples = [sample for group in groups for sample in group.outputs]
     if any(sample.finish_reason == "error" for sample in samples):
-        return _refused(500, f"The engine aborted a sample of {body.model}; its log has the cause.")
+        return refused(500, f"The engine aborted a sample of {body.model}; its log has the cause.")
     tokenizer = state.engine_client.get_tokenizer()
     texts = tokenizer.batch_decode([sample.token_ids for sample in samples], skip_special_tokens=True)
     told = [_told(sample, text) for sample, text in zip(samples, texts, strict=True)]
@@ -170,6 +170,16 @@ def _told(sample: CompletionOutput, text: str) -> dict[str, Any]:
     return told
 
 
-def _refused(status: int, message: str) -> Response:
+def find_adapter(state: State, model: str) -> tuple[LoRARequest | None, Response | None]:
+    """Return a served name's adapter, or None for the base; and a 404 for a name that the engine lacks."""
+    models = state.openai_serving_models
+    lora = models.lora_requests.get(model)
+    if lora is None and not models.is_base_model(model):
+        return None, refused(404, f"Adapter {model!r} is not in the engine. Repeat the request.")
+    return lora, None
+
+
+def refused(status: int, message: str) -> Response:
+    """Return an answer with an error in OpenAI's form."""
     body = {"error": {"message": message, "type": "RolloutError", "code": status}}
     return Response(orjson.dumps(body), status, media_type="application/json")

@@ -12,7 +12,9 @@ from engine.serving.gateway.asgi import MAX_BODY
 from engine.serving.gateway.request_fields import Fields
 
 SMALL_BODY = 64 << 10
-ROLLOUTS = "/graftwork/rollouts"
+# Token ids in and out, for what trains and scores.
+ROLLOUTS, SAMPLES = "/graftwork/rollouts", "/graftwork/samples"
+OF_TOKENS = (ROLLOUTS, SAMPLES)
 
 
 class Kind(Enum):
@@ -78,10 +80,13 @@ ROUTES = (
     Endpoint(
         ROLLOUTS, POST, ("score", "train"), Kind.GENERATE, MAX_BODY, request_fields.ROLLOUTS, "rollouts-"
     ),
+    Endpoint(SAMPLES, POST, ("score", "train"), Kind.GENERATE, MAX_BODY, request_fields.SAMPLES, "samples-"),
 )  # fmt: skip
 EXACT = {route.path: route for route in ROUTES if not route.is_prefix}
 BELOW = tuple(route for route in ROUTES if route.is_prefix)
-GENERATING = tuple(route.path for route in ROUTES if route.kind is Kind.GENERATE and route.path != ROLLOUTS)
+GENERATING = tuple(
+    route.path for route in ROUTES if route.kind is Kind.GENERATE and route.path not in OF_TOKENS
+)
 
 
 def find_route(path: str) -> Endpoint | None:

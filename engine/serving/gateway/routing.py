@@ -67,6 +67,8 @@ class Router:
         self._suggester = Suggester(catalog, base_name)
         # Policies with changes not taken yet; None: any policy may have changed.
         self._changed: set[str] | None = set()
+        # How often the feed had something new, and what was under release then.
+        self._feed = 0
         self._released: tuple[int | None, frozenset[tuple[str, str]]] = None, frozenset()
 
     def key(self, plaintext: str) -> Key | None:
@@ -148,7 +150,7 @@ class Router:
             reason = self._reason(pinned)
             if reason is not None:
                 raise Gone(f"{model} {reason}")
-            if self._is_stale(_tombstone_key(policy, pinned.digest)):
+            if self._unread_s(_tombstone_key(policy, pinned.digest)) > STALE_S:
                 raise ServiceError(
                     f"The catalog has been unreadable for {STALE_S:g} s, and {model} may have been rolled "
                     f"back since. Try again, or use the policy's name {policy!r}."
@@ -219,8 +221,8 @@ class Router:
         """
         try:
             self._look()
-            if self._released[0] != self._version:
-                self._released = self._version, self._read_released()
+            if self._released[0] != self._feed:
+                self._released = self._feed, self._read_released()
         except GraftworkError as error:
             log.warning("Cannot read the running releases; using the last known ones: %s", error)
         return self._released[1]
@@ -249,6 +251,7 @@ class Router:
                 self._absent.note(self._seen, names)
                 self._note_changed(names)
                 self._version = version
+                self._feed += names is None or bool(names)
             self._read_at = self._clock() - self._catalog.changes.age()
         except ServiceError as error:
             if self._version is None:
@@ -305,11 +308,7 @@ class Router:
     def is_stale(self) -> bool:
         """Return whether the catalog has been unreadable for `STALE_S`, so that no canary is served."""
         self._look()
-        return self._is_stale()
-
-    def _is_stale(self, *keys: Hashable) -> bool:
-        """Return whether the catalog, or a changed row among `keys`, has been unreadable for `STALE_S`."""
-        return self._unread_s(*keys) > STALE_S
+        return self._unread_s() > STALE_S
 
     def _unread_s(self, *keys: Hashable) -> float:
         """Return for how long the catalog, or a changed row among `keys`, has been unreadable.
@@ -375,7 +374,7 @@ class Router:
         for arm, digest in [*arms, ("champion", route.champion)]:
             if digest and not self._has_tombstone(route.policy, digest):
                 read = ("route", route.policy), _tombstone_key(route.policy, digest)
-                if arm == CANARY and self._is_stale(*read):
+                if arm == CANARY and self._unread_s(*read) > STALE_S:
                     continue
                 return Target(route.policy, digest, arm, route.version, route.plain_units)
         return Target(route.policy, None, "base", route.version, route.plain_units)

@@ -10,8 +10,8 @@ import pytest
 from rows import NEW, fill
 
 from engine.catalog.catalog import Catalog, Release, Replica, migrate
+from engine.catalog.fleet import SILENT_S, Fleet
 from engine.controller.evidence import EvidenceReader
-from engine.controller.fleet import SILENT_S, Fleet
 from engine.controller.loop import Controller
 from engine.settings.params import Params
 

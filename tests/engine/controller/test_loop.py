@@ -31,7 +31,7 @@ from engine.controller.evidence import EvidenceReader
 from engine.controller.loop import Controller
 from engine.controller.mlflow_aliases import AliasMirror
 from engine.controller.mlflow_registry import Registry
-from engine.controller.route_changes import take_lease
+from engine.controller.route_changes import LEASE, outlast_lease, take_lease
 from engine.controller.trusted_clock import TrustedClock
 from engine.errors import Conflict, NotFound, ServiceError
 from engine.ledger.ledger import Ledger, Spool, open_snapshot
@@ -610,6 +610,25 @@ def web(controller: Controller) -> Iterator[TestClient]:
 
 def revision_body(digest: str, reason: str = "because") -> dict[str, str]:
     return {"policy": "sorting", "digest": digest[:12], "reason": reason, "by": "ada"}
+
+
+def test_a_start_outlasts_the_lease_of_a_controller_that_has_crashed(sqlite_catalog_url: str) -> None:
+    with Catalog(sqlite_catalog_url) as catalog:
+        began = time.monotonic()
+        outlast_lease(catalog, "me", 60)
+        catalog.leases.acquire(LEASE, "me", 60)
+        outlast_lease(catalog, "me", 60)
+        assert time.monotonic() - began < 1
+        catalog.leases.release(LEASE, "me")
+        catalog.leases.acquire(LEASE, "crashed", 0.4)
+        outlast_lease(catalog, "me", 60)
+        assert take_lease(catalog, "me", 60)
+        # One that lives is waited for no longer than its lease takes.
+        began = time.monotonic()
+        outlast_lease(catalog, "another", 0.4)
+        assert 0.4 <= time.monotonic() - began < 5
+        with pytest.raises(Conflict, match="holds the lease"):
+            take_lease(catalog, "another", 60)
 
 
 def test_requests_to_start_and_hold(controller: Controller, web: TestClient) -> None:

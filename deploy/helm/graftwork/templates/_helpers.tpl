@@ -15,7 +15,8 @@ controller: {at: "http://{{ .Release.Name }}-controller:8462", listen: 0.0.0.0, 
 mlflow: {at: {{ .Values.mlflow | quote }}, behind_proxy: true}
 prefect: {at: {{ .Values.prefect | quote }}, behind_proxy: true}
 trainer: {at: "http://{{ .Release.Name }}-trainer:8461", listen: 0.0.0.0, hosts: ["{{ .Release.Name }}-trainer"], behind_proxy: true}
-engine: {at: "http://{{ .Release.Name }}-haproxy:8460", behind_proxy: true}
+engine: {at: "http://{{ .Release.Name }}-haproxy:8469", behind_proxy: true}
+gateway: {proxy_sets_id: true}
 state_dir: /var/lib/graftwork
 {{- end }}
 

@@ -37,6 +37,8 @@ def test_an_engine_is_ready_once_it_has_joined_and_loaded(catalog: Catalog, rout
         "Revisions under release are not loaded: sorting@aa."
     )
     assert one.why_not_ready(router, list) is None
+    # A later release takes no engine from its users.
+    assert one.why_not_ready(router, lambda: ["sorting@bb"]) is None
     one.drain()
     assert one.why_not_ready(router, list) == "The engine is draining."
     one.beat()
