@@ -72,14 +72,15 @@ class Maker:
 
     def __init__(
         self, params: Params, base: BaseInfo, policy: str, rank: int, dtype: torch.dtype,
-        leaves: tuple[str, ...] | None = None,
+        leaves: tuple[str, ...] | None = None, first: int = 0,
     ):  # fmt: skip
+        """`first` is the first number: adapters with other numbers have other bytes."""
         shapes = BaseShapes.read(base.path)
         whole = packed.pack(template(shapes, rank, dtype, leaves), dtype, shapes.fused)
         self.bytes = whole.layout.nbytes
         self._params, self._base, self._policy, self._rank = params, base, policy, rank
         self._layout, self._payload = whole.layout, whole.payload.numpy()
-        self._numbers = itertools.count()
+        self._numbers = itertools.count(first)
         self.segments: list[Path] = []
         self.newest: list[Path] = []
         self._catalog = Catalog(params.paths.catalog_url)

@@ -10,7 +10,7 @@ are the same in both modes, so that both draw the same samples: in float32 on a 
 be equal. On every base the modes' scores must be, within what seeds or so few items do to them.
 
 The shapes of Qwen3 are random weights for a GPU. They know nothing, so their reward is `_shapes.by_length`.
-smollm2-135m (after `make real`) has the policies of its main job.
+smollm2-135m (after `make real`) has the policies of its main job, by the recipe that fits the base.
 """
 
 import argparse
@@ -31,8 +31,9 @@ from _rounds import Round, compared, faults, where_time_goes
 from _shapes import SHAPES, shaped_base
 from live import free_port
 
+from engine.base.fitting import fitting_settings
 from engine.base.recipes import PACKAGED
-from engine.base.resident import ensure_base
+from engine.base.resident import base_config, ensure_base
 from engine.services import lifecycle as services
 from engine.settings.params import BaseConfig, Params, load_params
 from engine.settings.policies import PolicyConfig
@@ -58,7 +59,8 @@ class Bench:
         from engine.catalog.catalog import Catalog
 
         self.params, self.steps = params, steps
-        self.asked = asked_of(params.base.name)
+        fitting = fitting_settings(base_config(params.base, params.paths))
+        self.asked = [fitting | asked for asked in asked_of(params.base.name)]
         catalog = Catalog(params.paths.catalog_url)
         self.key = catalog.keys.ensure_local(params.paths.local_key)
         catalog.close()
@@ -161,8 +163,11 @@ def one_by_one(*calls: Callable[[], Any]) -> list[Any]:
 MODES = {"sequential": one_by_one, "concurrent": in_parallel}
 
 
-def settings(given: Params, base: str, state: Path) -> Params:
-    """Return settings for services of their own, on a base that is built in the given state directory."""
+def settings(given: Params, base: str, state: Path, **engine: Any) -> Params:
+    """Return settings for services of their own, on a base that is built in the given state directory.
+
+    `engine` are more settings of the engine.
+    """
     given.paths.bases.mkdir(parents=True, exist_ok=True)
     (state / "bases").symlink_to(given.paths.bases)
     name = base
@@ -178,7 +183,7 @@ def settings(given: Params, base: str, state: Path) -> Params:
             "suites_dir": own.suites_dir,
             "python_modules": [*own.python_modules, "_shapes"],
             # A start beside other work is slow, and not what is measured.
-            "engine": {"port": free_port(), "start_timeout_s": 900},
+            "engine": {"port": free_port(), "start_timeout_s": 900, **engine},
             "trainer": {"port": free_port()},
             **ports,
         }
@@ -186,12 +191,12 @@ def settings(given: Params, base: str, state: Path) -> Params:
 
 
 @contextmanager
-def live(given: Params, base: str, steps: int) -> Iterator[Bench]:
+def live(given: Params, base: str, steps: int, **engine: Any) -> Iterator[Bench]:
     """Start engine and trainer, with nothing trained so far."""
     from tasks.steps import preload
 
     with tempfile.TemporaryDirectory(prefix="graftwork-concurrency-") as root:
-        params = settings(given, base, Path(root))
+        params = settings(given, base, Path(root), **engine)
         os.environ.update(services.environment(params))
         preload()
         build = partial(ensure_base, params.base, params.paths)

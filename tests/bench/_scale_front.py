@@ -1,0 +1,117 @@
+"""What stands in front of two engines: what it costs, and whether one policy's fault harms the others."""
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from pathlib import Path
+
+import _record as record
+from _scale_cluster import BUCKET, Cluster
+from _scale_releases import asked_of
+from _scale_users import PROMPTS, Asked, Crowd
+from _traffic import Answer, Ask, Client, Server
+from router_process import arguments, routed
+from s3fs import S3FileSystem
+
+POLICIES = 16
+# Requests of a round at each of the two clients, and how many are under way.
+REQUESTS, UNDER_WAY, TOKENS = 120, 12, 32
+FAULT_S, FAULTY_RATE, OTHERS_RATE = 8.0, 10.0, 3.0
+
+
+def throughput(cluster: Cluster, repeats: int) -> dict[str, list[float]]:
+    """Return tokens a second behind HAProxy and directly, in turns."""
+    names = [f"many-{number}" for number in range(POLICIES)]
+    for name in names:
+        cluster.publish(name, 1)
+    direct = [Server(host.url, cluster.key) for host in cluster.engines]
+    sides = {"haproxy": [Server(cluster.url, cluster.key)] * 2, "direct": direct}
+    found: dict[str, list[float]] = {name: [] for name in sides}
+    with Client() as one, Client() as two:
+        for name in sides:
+            speed(sides[name], (one, two), names)
+        for number in range(repeats):
+            for name in record.in_turn(sides, number):
+                found[name].append(speed(sides[name], (one, two), names))
+    shares = [haproxy / each for haproxy, each in zip(found["haproxy"], found["direct"], strict=True)]
+    return {f"tokens_per_s.{name}": values for name, values in found.items()} | {"throughput_share": shares}
+
+
+def speed(servers: Sequence[Server], clients: Sequence[Client], names: Sequence[str]) -> float:
+    """Have each client ask its server for half of the policies; return tokens a second of both."""
+    plans = [
+        [
+            Ask(0.0, mine[number % len(mine)], tuple(PROMPTS[number % len(PROMPTS)]), TOKENS)
+            for number in range(REQUESTS)
+        ]
+        for mine in (names[::2], names[1::2])
+    ]
+    began = time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        told = list(
+            pool.map(
+                lambda each: each[0].ask(each[1], each[2], UNDER_WAY),
+                zip(clients, servers, plans, strict=True),
+            )
+        )
+    seconds = time.monotonic() - began
+    answers: list[Answer] = [answer for each in told for answer in each]
+    if wrong := [answer.fault for answer in answers if not answer.is_right]:
+        raise RuntimeError(f"{len(wrong)} requests failed: {wrong[0]}")
+    return sum(len(answer.ids) for answer in answers) / seconds
+
+
+def faults(cluster: Cluster, crowd: Crowd, folder: Path) -> dict[str, list[float]]:
+    """Ask two policies whose adapters cannot load, and others meanwhile, through HAProxy and the router."""
+    others = [f"well-{number}" for number in range(4)]
+    for name in others:
+        cluster.publish(name, 1)
+    broken = {"damaged": cluster.publish("damaged", 1)[0], "missing": cluster.publish("missing", 1)[0]}
+    for policy, name in broken.items():
+        spoil(cluster, name, is_gone=policy == "missing")
+    urls = [host.url for host in cluster.engines]
+    found = through(crowd, cluster.url, list(broken), others, "haproxy")
+    with routed(urls, folder, arguments()) as url:
+        found |= through(crowd, url, list(broken), others, "router")
+    with routed(urls, folder, []) as url:
+        found |= through(crowd, url, list(broken), others, "router_defaults")
+    return found
+
+
+def spoil(cluster: Cluster, name: str, is_gone: bool) -> None:
+    """Remove the object that holds a revision's bytes, or overwrite it."""
+    policy, _, digest = name.partition("@")
+    segment = cluster.catalog.revisions.get(policy, digest).segment
+    store = S3FileSystem()
+    (path,) = (path for path in store.find(BUCKET) if segment in path)
+    if is_gone:
+        store.rm(path)
+    else:
+        store.pipe_file(path, bytes(store.info(path)["size"]))
+
+
+def through(
+    crowd: Crowd, url: str, broken: Sequence[str], others: Sequence[str], way: str
+) -> dict[str, list[float]]:
+    """Return how many requests of other policies failed, and the answers of those at fault."""
+    bad = [crowd.arrive(url, policy, FAULTY_RATE, (f"u{n}" for n in count())) for policy in broken]
+    good = [crowd.arrive(url, policy, OTHERS_RATE, (f"u{n}" for n in count())) for policy in others]
+    time.sleep(FAULT_S)
+    for flow in [*bad, *good]:
+        flow.rest()
+    met = asked_of(good)
+    statuses = sorted({one.status for one in asked_of(bad)})
+    if answered := [one for one in asked_of(bad) if one.status == 200]:
+        raise RuntimeError(f"{len(answered)} requests were answered by an adapter that cannot load.")
+    print(
+        f"  {way}: {len(asked_of(bad))} at fault said {statuses}; {len(met)} others, {failed(met)} failed",
+        flush=True,
+    )
+    for one in [one for one in met if not one.is_whole][:3]:
+        print(f"    {one.fault}", flush=True)
+    return {f"others_failed.{way}": [failed(met)], f"others_asked.{way}": [len(met)]}
+
+
+def failed(asked: Sequence[Asked]) -> int:
+    return sum(not one.is_whole for one in asked)

@@ -1,0 +1,214 @@
+"""Engines and controllers that end: kill -9 in the middle of a canary, SIGTERM; and engines that join."""
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import count
+
+from _scale_cluster import START_S, Cluster, Host, wait_for
+from _scale_releases import OPEN, asked_of
+from _scale_users import Asked, Crowd
+
+RATE, STREAMS, LONG = 20.0, 3, 160
+JUDGED = {"weight": 0.5, "min_units": 20, "margin": 0.2, "load_s": 60}
+# Canary's answers before the kill.
+BEFORE = 5
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A canary's end, and all requests meanwhile."""
+
+    state: str
+    reason: str
+    asked: list[Asked]
+
+
+def users() -> Iterator[str]:
+    return (f"u{number}" for number in count())
+
+
+def judge(cluster: Cluster, crowd: Crowd, url: str, canary: str, is_good: bool, kill: Host | None) -> Judged:
+    """Have the same users rate a canary; kill an engine in its middle, if one is given."""
+    policy = canary.partition("@")[0]
+
+    def rated(one: Asked) -> float:
+        return 1.0 if is_good or one.revision != canary else 0.0
+
+    release = cluster.release(canary, JUDGED)
+    wait_for(lambda: cluster.catalog.routes.get(policy).canary is not None, f"the canary {canary}")
+    streams = [
+        crowd.keep_asking(url, policy, f"s{number}", LONG, is_stream=True) for number in range(STREAMS)
+    ]
+    flow = crowd.arrive(url, policy, RATE, users(), rated=rated)
+    if kill is not None:
+        wait_for(
+            lambda: sum(one.revision == canary for one in flow.asked) >= BEFORE,
+            "the canary's first answers", every_s=0.005,
+        )  # fmt: skip
+        kill.kill()
+    ended = cluster.client.wait_for_verdict(release, 120)
+    # Users of the survivors go on for a while.
+    time.sleep(1)
+    for each in [*streams, flow]:
+        each.rest()
+    return Judged(ended["state"], ended["reason"], asked_of([*streams, flow]))
+
+
+def home_of(cluster: Cluster, crowd: Crowd, policy: str) -> Host:
+    """Return the engine to which HAProxy sends a policy's requests."""
+    flow = crowd.once(cluster.url, policy, "who", 1)
+    wait_for(lambda: all(one.ended for one in flow.asked) and bool(flow.asked), "an answer")
+    answer = flow.asked[0]
+    rows: list[tuple[str]] = []
+
+    def is_there() -> bool:
+        rows[:] = cluster.ledger("SELECT gateway FROM observations WHERE id = ?", [answer.id])
+        return bool(rows)
+
+    wait_for(is_there, "its observation")
+    port = rows[0][0].rpartition(":")[2]
+    return next(host for host in cluster.engines if host.url.endswith(f":{port}"))
+
+
+def kills(cluster: Cluster, crowd: Crowd) -> dict[str, list[float]]:
+    """Judge a bad and a good canary while the engine that answers most is killed, and on one engine."""
+    champion, *canaries = cluster.publish("judged", 5)
+    cluster.publish("joining", 2)
+    verdicts, asked, joined = [], list[Asked](), dict[str, list[float]]()
+    for number, (wanted, is_good) in enumerate((("rolled_back", False), ("promoted", True))):
+        victim = home_of(cluster, crowd, "judged")
+        two = judge(cluster, crowd, cluster.url, canaries[2 * number], is_good, victim)
+        asked += two.asked
+        # The second time it comes back while nothing is released.
+        if number == 0:
+            joined = join(cluster, crowd, victim)
+        else:
+            victim.start()
+            wait_for(victim.is_ready, "it to be ready again", START_S)
+        other = next(host for host in cluster.engines if host is not victim)
+        reset(cluster, champion)
+        one = judge(cluster, crowd, other.url, canaries[2 * number + 1], is_good, None)
+        reset(cluster, champion)
+        print(
+            f"  with a kill: {two.state}: {two.reason}\n  one engine: {one.state}: {one.reason}", flush=True
+        )
+        verdicts.append(two.state == one.state == wanted)
+    whole = [one for one in asked if not one.is_stream]
+    streams = [one for one in asked if one.is_stream]
+    for one in [one for one in whole if one.fault][:5]:
+        print(f"  failed: {one.fault}", flush=True)
+    return {
+        "failed_requests": [sum(not one.is_whole for one in whole)],
+        "requests": [len(whole)],
+        "streams_cut": [sum(bool(one.fault) for one in streams)],
+        "streams_cut_silently": [sum(one.is_short for one in streams)],
+        "verdicts_unlike": [sum(not alike for alike in verdicts)],
+        **joined,
+    }
+
+
+def reset(cluster: Cluster, champion: str) -> None:
+    """Make the first champion the champion again."""
+    route = cluster.catalog.routes.get("judged")
+    wanted = replace(route, champion=cluster.digest(champion), previous=None, canary=None, weight=0.0)
+    cluster.catalog.routes.update(wanted, route.version)
+
+
+def join(cluster: Cluster, crowd: Crowd, host: Host) -> dict[str, list[float]]:
+    """Start an engine while a release runs and users come; return what it answered before it was ready."""
+    names = cluster.publish("joining", 1, champion=False)
+    release = cluster.release(names[0], OPEN)
+    # The dead engine is waited for until it has been silent for 10 s.
+    began = time.time()
+    flows = [crowd.arrive(cluster.url, policy, 10.0, users()) for policy in ("joining", "judged")]
+    host.start(wait=False)
+    wait_for(lambda: host.is_healthy() and host.is_ready(), "it to join", START_S, every_s=0.02)
+    ready = time.time()
+    wait_for(lambda: cluster.catalog.routes.get("joining").canary is not None, "the canary")
+    time.sleep(4)
+    for flow in flows:
+        flow.rest()
+    cluster.client.hold(release, "The test has ended.", "bench")
+    asked = asked_of(flows)
+    port = host.url.rpartition(":")[2]
+
+    def rows() -> list[tuple[float]]:
+        query = 'SELECT "at" FROM observations WHERE gateway LIKE ? AND "at" > ? ORDER BY "at"'
+        return cluster.ledger(query, [f"%:{port}", began])
+
+    wait_for(lambda: bool(rows()), "an answer of the engine that has joined")
+    return {
+        "answers_before_ready": [sum(row[0] < ready - 0.1 for row in rows())],
+        "join_failed": [sum(not one.is_whole for one in asked)],
+        "join_answers": [len(rows())],
+    }
+
+
+def sigterm(cluster: Cluster, crowd: Crowd, streams: int) -> dict[str, list[float]]:
+    """Stop an engine by SIGTERM under load; return how its streams and all requests ended."""
+    policies = [f"stopping-{number}" for number in range(4)]
+    for policy in policies:
+        cluster.publish(policy, 1)
+    victim = home_of(cluster, crowd, policies[0])
+    flows = [crowd.arrive(cluster.url, policy, 5.0, users()) for policy in policies]
+    time.sleep(1)
+    through = [
+        crowd.once(cluster.url, policies[n % 4], f"s{n}", LONG, is_stream=True) for n in range(streams)
+    ]
+    direct = [crowd.once(victim.url, policies[n % 4], f"d{n}", LONG, is_stream=True) for n in range(streams)]
+    wait_for(lambda: all(one.got for one in asked_of(direct)) and len(asked_of(direct)) == streams, "streams")
+    began = time.time()
+    under_way = sum(not one.ended for one in asked_of([*through, *direct]))
+    victim.terminate()
+    process = victim.process
+    assert process is not None
+    wait_for(lambda: process.poll() is not None, "its end", 60)
+    took = time.time() - began
+    time.sleep(1)
+    for flow in [*through, *direct, *flows]:
+        flow.rest()
+    victim.process = None
+    victim.start()
+    wait_for(victim.is_ready, "it to be ready again", START_S)
+    long, short = asked_of([*through, *direct]), asked_of(flows)
+    for one in [one for one in [*long, *short] if not one.is_whole][:5]:
+        print(f"  not whole: {one.is_stream} {one.got} of {one.tokens} {one.fault}", flush=True)
+    return {
+        "sigterm_streams": [under_way],
+        "sigterm_streams_broken": [sum(not one.is_whole for one in long)],
+        "sigterm_failed": [sum(not one.is_whole for one in short)],
+        "sigterm_s": [took],
+    }
+
+
+def failover(cluster: Cluster, crowd: Crowd) -> dict[str, list[float]]:
+    """Kill the controller and start one elsewhere on its volume; return the times."""
+    held = cluster.controller
+    held.stop()
+    began = time.monotonic()
+    held.start()
+    start_s = time.monotonic() - began
+    # The same volume at another path: for the lease it is another holder.
+    root = held.params.paths.root.with_name("controller-elsewhere")
+    os.symlink(held.params.paths.root, root)
+    params = held.params.model_copy(update={"state_dir": root})
+    held.kill()
+    began = time.monotonic()
+    standby = replace(held, params=params, process=None)
+    while True:
+        standby.start(wait=False)
+        try:
+            wait_for(standby.is_healthy, "the controller", START_S, every_s=0.02)
+            break
+        except RuntimeError as error:
+            if "lease" not in str(error):
+                raise
+            print(f"  {str(error).splitlines()[-1]}", flush=True)
+            standby.process = None
+    took = time.monotonic() - began
+    lease = held.params.controller.lease_s
+    standby.stop()
+    held.start()
+    return {"failover_s": [took], "start_s": [start_s], "failover_share": [took / (lease + start_s)]}

@@ -1,0 +1,142 @@
+"""Two engines of one catalog as on two machines: what users notice of kills, releases and stops.
+
+    graftwork bench scale [--only kills rollback ...] [--repeats 3]
+
+Two engines with state directories of their own, a controller, Postgres, S3 and HAProxy, all on loopback. Each
+engine computes with one thread. `failed_requests` are those without streaming that ended without their whole
+answer while an engine was killed in the middle of a canary; `verdicts_unlike` are canaries whose verdict was
+another than on one engine with the same users. `observations_lost` are whole answers of both engines that the
+ledger does not have, after all kills. `rollback_s` is from the tombstone until the last request was routed to
+the canary at any engine, at the latest that can be. `throughput_share` is tokens a second behind HAProxy over
+those of the same engines asked directly, in turns. `failover_share` is the controller's failover over its
+lease and its start.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import _record as record
+from _scale_cluster import Cluster, cluster, wait_for
+from _scale_front import faults, throughput
+from _scale_kills import failover, kills, sigterm
+from _scale_releases import promotions, rollbacks, unloadable
+from _scale_users import Crowd
+
+from engine.errors import GraftworkError
+from engine.settings.params import load_params
+
+BOUNDS = {
+    "failed_requests": record.within(0),
+    "streams_cut_silently": record.within(0),
+    "verdicts_unlike": record.within(0),
+    "observations_lost": record.within(0),
+    "observations_extra": record.within(0),
+    "promotion_skew_s": record.at_most(0.5),
+    "cold_waits": record.within(0),
+    "promotion_failed": record.within(0),
+    "unloadable_named": record.within(1),
+    "unloadable_failed": record.within(0),
+    "rollback_s": record.at_most(1.0),
+    "sigterm_streams_broken": record.within(0),
+    "sigterm_failed": record.within(0),
+    "answers_before_ready": record.within(0),
+    "join_failed": record.within(0),
+    "others_failed.haproxy": record.within(0),
+    "others_failed.router": record.within(0),
+    "throughput_share": record.at_least(0.95),
+    "failover_share": record.at_most(1.0),
+}
+# What counts over all repeats.
+WORST = ("promotion_skew_s", "rollback_s")
+Found = Mapping[str, Sequence[float]]
+
+
+def scenarios(site: Cluster, crowd: Crowd, repeats: int) -> dict[str, Callable[[], Found]]:
+    return {
+        "throughput": lambda: throughput(site, 2 * repeats),
+        "promotion": lambda: promotions(site, crowd, repeats),
+        "unloadable": lambda: unloadable(site, crowd),
+        "rollback": lambda: rollbacks(site, crowd, repeats),
+        "faults": lambda: faults(site, crowd, site.controller.params.paths.root),
+        "kills": lambda: kills(site, crowd),
+        "sigterm": lambda: sigterm(site, crowd, 12),
+        "failover": lambda: failover(site, crowd),
+    }
+
+
+NAMES = ("throughput", "promotion", "unloadable", "rollback", "faults", "kills", "sigterm", "failover")
+
+
+def observations(site: Cluster, crowd: Crowd) -> dict[str, list[float]]:
+    """Return how many answers the ledger lacks, and how many rows it has that nobody was answered."""
+    whole = [one for one in crowd.asked if one.is_whole]
+    policies = sorted({one.policy for one in crowd.asked})
+    broken = sum(one.status in (0, 200) and not one.is_whole for one in crowd.asked)
+    known: set[str] = set()
+
+    def are_there() -> bool:
+        query = (
+            "SELECT id FROM observations WHERE status = 200 AND NOT id LIKE '%-canary' "
+            "AND policy IN (SELECT unnest(?))"
+        )
+        known.clear()
+        known.update(str(row[0]) for row in site.ledger(query, [policies]))
+        return all(one.id in known for one in whole)
+
+    try:
+        wait_for(are_there, "all observations", 60)
+    except RuntimeError as error:
+        print(error, flush=True)
+    lost = [one for one in whole if one.id not in known]
+    for one in lost[:5]:
+        print(f"  lost: {one.policy} {one.url} {one.sent}", flush=True)
+    return {
+        "observations_lost": [len(lost)],
+        "observations_extra": [max(0, len(known) - len(whole) - broken)],
+        "answers": [len(whole)],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES))
+    parser.add_argument("--repeats", type=int, default=3, help="promotions, and rollbacks of each kind")
+    parser.add_argument("--params", type=Path, default=Path("params.yaml"))
+    parser.add_argument("--out", type=Path, default=Path(".graftwork/bench"))
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    figures, failed = record.Figures(), list[str]()
+    began = time.monotonic()
+    with cluster(load_params(given.params), given.out) as site, Crowd(site.key) as crowd:
+        print(f"The cluster is up after {time.monotonic() - began:.0f} s.", flush=True)
+        for name in given.only:
+            print(f"{name}:", flush=True)
+            since = time.monotonic()
+            try:
+                take(figures, scenarios(site, crowd, given.repeats)[name]())
+            except (RuntimeError, GraftworkError) as error:
+                # The others are still worth their time; no figure counts then.
+                print(f"  failed: {error}", flush=True)
+                failed.append(name)
+            print(f"  took {time.monotonic() - since:.0f} s", flush=True)
+        if crowd.asked:
+            take(figures, observations(site, crowd))
+    if failed:
+        record.show(f"without {', '.join(failed)}", figures.values, BOUNDS, figures.spreads)
+    record.report("scale", figures.values, BOUNDS, figures.spreads, not failed, given.out)
+
+
+def take(figures: record.Figures, found: Found) -> None:
+    """Take a scenario's figures: the worst of those in `WORST`, the median of others."""
+    figures.add(found)
+    for name, values in found.items():
+        if name.partition(".")[0] in WORST:
+            figures.values[name] = max(values)
+
+
+if __name__ == "__main__":
+    main()
