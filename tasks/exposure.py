@@ -41,6 +41,11 @@ PATHS = {
         "/api/admin/settings", "/api/csrf-token?client=x", "/ui-settings", "/docs", "/api/docs",
         "/openapi.json", "/api/openapi.json",
     ),
+    "tinker": (
+        "/", "/health", "/api/v1/healthz", "/api/v1/client/config", "/api/v1/get_server_capabilities",
+        "/api/v1/create_session", "/api/v1/telemetry", "/api/v1/retrieve_future", "/api/v1/training_runs",
+        "/api/v1/checkpoints", "/api/v1/asample", "/docs", "/openapi.json",
+    ),
 }  # fmt: skip
 
 
@@ -58,6 +63,8 @@ def reached(params: Params) -> tuple[list[Reached], list[str]]:
     """Ask every service without a key; return what answered, and the services that do not run."""
     found, down = [], []
     for service, paths in PATHS.items():
+        if service == "tinker" and not params.tinker.enabled:
+            continue
         with connect(params.url(service), TIMEOUT_S) as client:
             try:
                 for method, path in product(METHODS, paths):

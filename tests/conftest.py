@@ -41,6 +41,7 @@ ON_ONE_ENGINE = {
     "tests/bench/checks/test_rollback.py",
     "tests/engine/serving/gateway/test_live_apis.py",
     "tests/engine/serving/gateway/test_rollouts.py",
+    "tests/engine/serving/gateway/test_samples.py",
     "tests/engine/serving/test_engine.py",
     "tests/engine/serving/test_malformed_engine.py",
     "tests/engine/serving/test_parity.py",

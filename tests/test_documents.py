@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import subprocess
 from pathlib import Path
 from types import ModuleType
 
@@ -130,6 +131,23 @@ def written(directory: Path, text: str) -> Path:
     path = directory / "page.md"
     path.write_text(text)
     return path
+
+
+@pytest.mark.parametrize(
+    ("target", "last"),
+    [
+        ("run", "graftwork run"),
+        ("run-real", "graftwork run --base smollm2-135m"),
+        ("repro", "dvc repro"),
+        ("real", "touch .venv/.graftwork-real-installed"),
+        ("cookbook", "touch .venv/.graftwork-cookbook-installed"),
+    ],
+)
+def test_a_target_ends_with_what_it_is_for(target: str, last: str) -> None:
+    # `make test` runs this, and a make below another one names its directory.
+    command = ["make", "--no-print-directory", "--always-make", "--dry-run", target]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    assert said.stdout.splitlines()[-1].endswith(last)
 
 
 def test_a_broken_link_and_a_missing_path_are_found(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ ROOMS = (
     "engine.serving.gateway",
     "engine.serving",
     "engine.services",
+    "engine.tinker",
 )
 # What loads in no time, so that nobody waits for it.
 LIGHT = {*sys.stdlib_module_names, "filelock", "orjson", "psutil", "pydantic", "tenacity", "typer", "yaml"}

@@ -18,7 +18,8 @@ ROLE_SETS = {
     "train": ["infer", "train"], "release": ["release"], "metrics": ["metrics"],
 }  # fmt: skip
 EVERY = sorted({role for roles in ROLE_SETS.values() for role in roles})
-ROLLOUTS = "/graftwork/rollouts"
+ROLLOUTS, SAMPLES = "/graftwork/rollouts", "/graftwork/samples"
+OF_TOKENS = (ROLLOUTS, SAMPLES)
 # Routes that name a model.
 ASKING = [route.path for route in ROUTES if route.fields is not None] + ["/v1/prewarm"]
 TURNS = [{"role": "user", "content": "What is it?"}]
@@ -32,6 +33,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "What is it?"},
     "/detokenize": {"tokens": [1]},
     ROLLOUTS: {"prompts": [[1]], "n": 1, "max_tokens": 4},
+    SAMPLES: {"prompt": [1], "max_tokens": 4},
     "/v1/prewarm": {},
 }
 # Of the controller, with a release `r1`, the table `scores` and the file `f1`.
@@ -47,6 +49,7 @@ TRAINER = (
     ("GET", "/status"), ("GET", "/sessions"), ("GET", "/metrics"), ("POST", "/sessions"),
     ("POST", "/session_heartbeat"), ("POST", "/close_session"), ("POST", "/forward"),
     ("POST", "/forward_backward"), ("POST", "/optim_step"), ("POST", "/save_state"), ("POST", "/load_state"),
+    ("POST", "/delete_state"),
     ("POST", "/export"), ("POST", "/probe"), ("POST", "/forget_policy"), ("GET", "/operations/x"),
     ("DELETE", "/operations/x"),
 )  # fmt: skip
@@ -78,7 +81,7 @@ def expected(route: Endpoint, method: str, who: str | None, is_own: bool) -> int
         return 405
     roles = [*EVERY, "admin"] if who == "admin" else ROLE_SETS[who]
     # The purpose of a plain request is `user`, which takes `infer`.
-    needed = ["infer"] if route.kind is Kind.GENERATE and route.path != ROLLOUTS else route.roles
+    needed = ["infer"] if route.kind is Kind.GENERATE and route.path not in OF_TOKENS else route.roles
     if not set(needed) & set(roles):
         return 403
     if not is_own and (route.path in ASKING or route.is_prefix):

@@ -10,7 +10,7 @@ from live import free_port
 from own_ports import own_ports
 from typer.testing import CliRunner
 
-from engine.catalog.catalog import Catalog, migrate
+from engine.catalog.catalog import Catalog, Replica, migrate
 from engine.security.credentials import create_credentials
 from engine.settings.params import Params
 from flows.cli import app
@@ -36,7 +36,7 @@ def test_a_sound_installation_has_no_fault(params: Params) -> None:
     checks = {one.check for one in examine(params)}
     assert checks == {
         "versions", "disk", "rights", "ports", "listening", "credentials", "clocks", "audit",
-        "backup",
+        "backup", "engines",
     }  # fmt: skip
 
 
@@ -54,6 +54,22 @@ def test_each_fault_is_found(params: Params, monkeypatch: pytest.MonkeyPatch) ->
     assert found["rights"].advice.startswith("Run `chmod go=")
     assert str(params.prefect.port) in found["ports"].seen
     assert "trainer" in found["credentials"].seen
+
+
+def test_engines_that_are_silent_or_unlike_the_others_are_named(
+    params: Params, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = doctor.version("graftwork")
+    with Catalog(params.paths.catalog_url) as catalog:
+        for id, base, version in (("a", "base", ours), ("b", "base", "0.0.1"), ("c", "other", ours)):
+            catalog.replicas.join(Replica(id, f"http://{id}:1", base, version, id, 0, 0.0, draining=False))
+        found = {one.seen: one.advice for one in examine(params) if one.check == "engines"}
+        assert any(seen.startswith("b runs version 0.0.1") for seen in found)
+        assert "c serves base other, and others another" in found
+        monkeypatch.setattr(doctor, "SILENT_S", -1.0)
+        silent = [one for one in examine(params) if one.check == "engines"]
+        assert len(silent) == 3
+        assert all("has been silent for" in one.seen and one.advice for one in silent)
 
 
 def test_a_changed_audit_log_is_a_fault(params: Params) -> None:
@@ -79,4 +95,7 @@ def test_the_command_says_it_and_fails(tmp_path: Path) -> None:
 
 
 def test_services_that_do_not_run_are_named(params: Params) -> None:
-    assert reached(params) == ([], list(PATHS))
+    tinker = params.tinker.model_copy(update={"enabled": True})
+    assert reached(params.model_copy(update={"tinker": tinker})) == ([], list(PATHS))
+    # Tinker's API is off by default: that it does not answer is no news.
+    assert reached(params) == ([], [name for name in PATHS if name != "tinker"])

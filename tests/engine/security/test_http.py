@@ -7,6 +7,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
+from engine.catalog.catalog import migrate
 from engine.errors import ConfigError
 from engine.security.http import guarded, server_options
 from engine.services.lifecycle import mlflow_options
@@ -90,6 +91,19 @@ def test_any_other_address_needs_tls_or_a_proxy(tmp_path: Path, address: str) ->
         listener(listen=address, tls_certificate="/c.pem")
     with pytest.raises(ValueError, match="absolute paths"):
         listener(listen=address, tls_certificate="c.pem", tls_key="/k.pem")
+
+
+@pytest.mark.parametrize("service", ["engine", "trainer", "controller", "mlflow", "prefect"])
+def test_a_url_without_a_scheme_is_a_sentence_with_an_example(tmp_path: Path, service: str) -> None:
+    file = tmp_path / "params.yaml"
+    file.write_text(f'{service}: {{at: "10.0.0.7:8462"}}\n')
+    with pytest.raises(ConfigError, match=rf"`{service}.at`: Input should be http:// or https:// and a host"):
+        load_params(file)
+    file.write_text('store: {url: "bucket/adapters"}\n')
+    with pytest.raises(ConfigError, match=r"`store.url`: Input should be a URL such as s3://bucket/adapters"):
+        load_params(file)
+    with pytest.raises(ConfigError, match=r"is not a catalog's URL. Write sqlite:///FILE or postgresql://"):
+        migrate("db.example/graftwork")
 
 
 def test_tls_reaches_every_server() -> None:
