@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
-from live import CROWDED, RunningEngine, start_engine, stop_engine
-from postgres import fresh_database, postgres
 
 from engine.catalog.catalog import Catalog, Policy, migrate
 from engine.settings.reproducible import equal_bits
+from tests.helpers.live import CROWDED, RunningEngine, start_engine, stop_engine
+from tests.helpers.postgres import fresh_database, postgres
 
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",
@@ -197,8 +197,8 @@ def engine(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 @pytest.fixture(scope="session")
 def moe_engine(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
     """An engine on a small mixture of experts, with a slot for an adapter on each target and on all."""
-    from moe_bases import qwen3_moe
-    from parity import kinds_of
+    from tests.helpers.moe_bases import qwen3_moe
+    from tests.helpers.parity import kinds_of
 
     base = qwen3_moe(tmp_path_factory.mktemp("bases") / "moe", tiny_base)
     state = tmp_path_factory.mktemp("moe-engine")
@@ -211,7 +211,7 @@ def moe_engine(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 @pytest.fixture(scope="session")
 def crowded(tiny_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
     """An engine with few slots and a host tier of few adapters, on a base with two end tokens."""
-    from end_tokens import add_end_token
+    from tests.helpers.end_tokens import add_end_token
 
     base = tmp_path_factory.mktemp("bases") / "two-ends"
     shutil.copytree(tiny_base, base)

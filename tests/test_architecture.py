@@ -8,7 +8,8 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from repository import ROOT
+
+from tests.helpers.repository import ROOT
 
 # Imports go one way: each package may import itself and those on its left.
 ORDER = ("kernels", "engine", "tasks", "flows")

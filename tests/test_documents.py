@@ -8,9 +8,11 @@ from types import ModuleType
 
 import pytest
 import yaml
-from bench_files import parsed
-from document_blocks import PORTS, RUN, marked, run, scratch, wrong_marks
-from documents import (
+
+from engine import errors
+from tests.helpers.bench_files import parsed
+from tests.helpers.document_blocks import PORTS, RUN, marked, run, scratch, wrong_marks
+from tests.helpers.documents import (
     PAGES,
     SHELLS,
     Page,
@@ -24,10 +26,8 @@ from documents import (
     unknown_in,
     wrong_commands,
 )
-from live import free_port
-from repository import ROOT
-
-from engine import errors
+from tests.helpers.live import free_port
+from tests.helpers.repository import ROOT
 
 DOCS = ROOT / "docs"
 NAMES = [str(path.relative_to(ROOT)) for path in PAGES]

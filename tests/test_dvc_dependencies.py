@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from import_graph import ImportGraph
 from pathspec import PathSpec
-from repository import ROOT
+
+from tests.helpers.import_graph import ImportGraph
+from tests.helpers.repository import ROOT
 
 # What the engine's process runs is named by strings: to supervisor and vLLM.
 STAGE, SERVER = "tasks.stage_evaluate", "engine.serving.server"

@@ -3,8 +3,9 @@
 import sys
 
 import pytest
-from import_graph import PACKAGES, ImportGraph, cycle_in, room_of
-from repository import ROOT
+
+from tests.helpers.import_graph import PACKAGES, ImportGraph, cycle_in, room_of
+from tests.helpers.repository import ROOT
 
 # Each room may import from itself and from those before it. docs/architecture.md says what lives in each.
 ROOMS = (

@@ -80,7 +80,7 @@ def bench(
             f"There is no benchmark {name!r}. Known benchmarks: {known or 'none; run from a checkout'}."
         )
     command = [sys.executable, str(script), "--params", str(params), "--out", str(settings.paths.bench)]
-    variables = variables_with(folder.parent / "helpers")
+    variables = variables_with(folder.parents[1])
     dies_too = partial(die_with_parent, os.getpid())
     run = subprocess.run([*command, *context.args], check=False, env=variables, preexec_fn=dies_too)
     raise typer.Exit(run.returncode)

@@ -15,11 +15,11 @@ import _memory as memory
 import psutil
 import torch
 from _catalog_adapters import Maker
-from live import RunningEngine
-from parity import ask, prompts
 
 from engine.adapters.revision import make_manifest, write_revision
 from engine.settings.params import served_name
+from tests.helpers.live import RunningEngine
+from tests.helpers.parity import ask, prompts
 
 # Fewer than the gateway's queue for cold loads takes.
 WAVE = 16

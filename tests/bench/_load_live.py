@@ -5,11 +5,11 @@ import time
 from pathlib import Path
 
 import torch
-from live import RunningEngine, start_engine, stop_engine
 
 from engine.base.build import build
 from engine.base.families import BaseShapes
 from engine.base.recipes import RECIPES
+from tests.helpers.live import RunningEngine, start_engine, stop_engine
 
 DTYPE = torch.bfloat16
 PROMPT = [40, 41, 42, 43, 44, 45, 46, 47]

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from layout_writer import from_canonical
 
 from engine.adapters import packed
 from engine.adapters.layouts import PLAIN
@@ -25,6 +24,7 @@ from engine.catalog.catalog import Catalog, Policy, Revision
 from engine.settings.params import Params, served_name
 from engine.store.open import open_store
 from engine.store.segments import Location
+from tests.helpers.layout_writer import from_canonical
 
 # Of adapters that are appended and committed together.
 BATCH_BYTES = 64 << 20

@@ -22,10 +22,7 @@ import _made
 import _served
 import httpx
 import psutil
-from haproxy import balanced
-from live import free_port, start_reaped, stop_reaped
 from moto.server import ThreadedMotoServer
-from postgres import fresh_database, postgres
 from s3fs import S3FileSystem
 
 from engine.base.resident import BaseInfo, ensure_base
@@ -35,6 +32,9 @@ from engine.ledger.ledger import open_snapshot
 from engine.security.credentials import credential
 from engine.services import lifecycle
 from engine.settings.params import Params
+from tests.helpers.haproxy import balanced
+from tests.helpers.live import free_port, start_reaped, stop_reaped
+from tests.helpers.postgres import fresh_database, postgres
 
 BASE = "tiny-dense"
 START_S = 300.0

@@ -11,8 +11,9 @@ from _scale_cluster import BUCKET, Cluster
 from _scale_releases import asked_of
 from _scale_users import PROMPTS, Asked, Crowd
 from _traffic import Answer, Ask, Client, Server
-from router_process import arguments, routed
 from s3fs import S3FileSystem
+
+from tests.helpers.router_process import arguments, routed
 
 POLICIES = 16
 # Requests of a round at each of the two clients, and how many are under way.

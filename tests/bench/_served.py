@@ -15,7 +15,6 @@ import httpx
 import psutil
 import torch
 from _traffic import Server
-from live import StockServer, free_port, start_reaped, stop_reaped
 
 from engine.base.families import BaseShapes
 from engine.base.resident import BaseInfo, ensure_base
@@ -23,6 +22,7 @@ from engine.catalog.catalog import Catalog
 from engine.services import lifecycle as services
 from engine.serving.server import lora_targets
 from engine.settings.params import Params
+from tests.helpers.live import StockServer, free_port, start_reaped, stop_reaped
 
 START_S = 900
 

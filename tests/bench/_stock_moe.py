@@ -88,7 +88,7 @@ def install() -> None:
 
 def main() -> None:
     _, folder, *arguments = sys.argv
-    from stock_server import serve_like_ours
+    from tests.helpers.stock_server import serve_like_ours
 
     LoRAResolverRegistry.register_resolver("folder", Folder(Path(folder)))
     serve_like_ours([*arguments, "--worker-extension-cls", EXTENSION])

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import tinker
-from tinker_job import Job, advantages, prompts_of
+
+from tests.helpers.tinker_job import Job, advantages, prompts_of
 
 
 def steps(client: tinker.ServiceClient, job: Job) -> dict[str, Any]:

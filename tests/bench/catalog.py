@@ -34,11 +34,11 @@ import _record as record
 import torch
 from _catalog_adapters import KINDS, Maker
 from _catalog_sizes import DTYPE, larger, own_policies, part, repeated, size_of, streamed
-from live import free_port, start_engine, stop_engine
 
 from engine.base.families import BaseShapes
 from engine.base.resident import BaseInfo, ensure_base
 from engine.settings.params import BaseConfig, load_params, served_name
+from tests.helpers.live import free_port, start_engine, stop_engine
 
 TARGETS = {
     "register_over_floor": record.at_most(2),

@@ -29,7 +29,6 @@ import _record as record
 from _account import Account, members, peak_bytes, reset_peaks
 from _rounds import Round, compared, faults, where_time_goes
 from _shapes import SHAPES, shaped_base
-from live import free_port
 
 from engine.base.fitting import fitting_settings
 from engine.base.recipes import PACKAGED
@@ -38,6 +37,7 @@ from engine.services import lifecycle as services
 from engine.settings.params import BaseConfig, Params, load_params
 from engine.settings.policies import PolicyConfig
 from engine.threads import in_parallel
+from tests.helpers.live import free_port
 
 LEAST = {
     "tiny-dense": 1.5, "tiny-moe": 1.3, "smollm2-135m": 1.5, "qwen3-0.6b": 2.81, "qwen3-4b": 2.81,

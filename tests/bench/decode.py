@@ -24,14 +24,14 @@ from pathlib import Path
 import _record as record
 import httpx
 import torch
-from live import RunningEngine, StockServer, start_engine, stop_engine
-from made_adapters import write
-from parity import ask, weight_of
 
 from engine.base.families import BaseShapes
 from engine.base.recipes import PACKAGED, RECIPES
 from engine.base.resident import ensure_base
 from engine.settings.params import BaseConfig, load_params
+from tests.helpers.live import RunningEngine, StockServer, start_engine, stop_engine
+from tests.helpers.made_adapters import write
+from tests.helpers.parity import ask, weight_of
 
 BATCH, RANK = 64, 8
 PROMPT, SHORT, LONG = 16, 4, 132

@@ -25,10 +25,10 @@ import aiohttp
 import orjson
 import psutil
 from _served import START_S, Live, live
-from live import free_port, start_reaped, stop_reaped
 
 from engine.catalog.catalog import Catalog, migrate
 from engine.settings.params import Paths, load_params
+from tests.helpers.live import free_port, start_reaped, stop_reaped
 
 BOUNDS = {
     "added_p50_ms": record.at_most(0.3),

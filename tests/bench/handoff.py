@@ -24,13 +24,13 @@ import httpx
 import torch
 from _adapter_shares import adapter_shares
 from _shapes import SHAPES, shaped_base
-from live import RunningEngine, StockServer, start_engine, stop_engine
 from safetensors.torch import load_file, save_file
 
 from engine.base.families import BaseShapes
 from engine.base.recipes import PACKAGED, RECIPES
 from engine.base.resident import ensure_base
 from engine.settings.params import BaseConfig, load_params
+from tests.helpers.live import RunningEngine, StockServer, start_engine, stop_engine
 
 LENGTHS = (1, 64, 305)
 # The longest answer does not fit into the default's 256 tokens.

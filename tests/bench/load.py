@@ -22,7 +22,6 @@ from pathlib import Path
 import _load_live
 import _record as record
 import torch
-import vllm_layers as made
 from safetensors.torch import save_file
 
 from engine.adapters import packed
@@ -31,6 +30,7 @@ from engine.serving.worker.host_tier import HostTier
 from engine.serving.worker.loader import RegisteredAdapter, SlotManager
 from engine.store.checksums import checksum_of
 from engine.store.segments import Store
+from tests.helpers import vllm_layers as made
 
 WIDTH = {
     "model_type": "qwen3_moe", "num_hidden_layers": 48, "hidden_size": 2048, "num_attention_heads": 32,

@@ -19,8 +19,6 @@ from pathlib import Path
 
 import _record as record
 import psutil
-from live import free_port
-from trainer_service import ADAM, Service, data
 
 from engine.base.families import BaseShapes
 from engine.base.resident import ensure_base
@@ -28,6 +26,8 @@ from engine.settings.params import BaseConfig, Paths, load_params
 from engine.training.model.adapter import sites_of
 from engine.training.service.capacity import bytes_of
 from engine.training.service.protocol import SessionInfo
+from tests.helpers.live import free_port
+from tests.helpers.trainer_service import ADAM, Service, data
 
 FIGURES = (
     "bytes_for_each_computed",

@@ -17,8 +17,6 @@ from pathlib import Path
 
 import _record as record
 import torch
-from live import RunningEngine, start_engine, stop_engine
-from parity import RANK, prompts, random_adapter
 
 from engine.adapters.revision import make_manifest, write_revision
 from engine.base.families import BaseShapes
@@ -30,6 +28,8 @@ from engine.training.model.lora import ResidentBase
 from engine.training.service.export import Exporter
 from engine.training.service.protocol import ProbeRevision
 from engine.verification.fault_localization import place
+from tests.helpers.live import RunningEngine, start_engine, stop_engine
+from tests.helpers.parity import RANK, prompts, random_adapter
 
 FAULTS = (1.0, 0.5, 0.3, 0.1, 0.03, 0.01)
 SIZES = (0.02, 0.05, 0.15)

@@ -25,8 +25,6 @@ from pathlib import Path
 import _record as record
 import httpx
 import torch
-from live import RunningEngine, StockServer, start_engine, stop_engine
-from parity import random_adapter
 from torch.nn.functional import linear
 
 from engine.base.prompts import prompt_ids
@@ -39,6 +37,8 @@ from engine.training.model.packing import Example, TokenRow
 from engine.training.model.update import Call, forward_backward
 from engine.training.rollouts import Sample, Sampling, sample_groups
 from engine.training.service.app import load_base
+from tests.helpers.live import RunningEngine, StockServer, start_engine, stop_engine
+from tests.helpers.parity import random_adapter
 
 QUESTIONS, GROUP, MOST_TOKENS, RANK = 16, 8, 32, 8
 PLACES = (

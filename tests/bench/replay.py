@@ -17,8 +17,6 @@ from pathlib import Path
 
 import _record as record
 import torch
-from live import RunningEngine, start_engine, stop_engine
-from parity import RANK, random_adapter
 
 from engine.base.families import BaseShapes
 from engine.base.prompts import prompt_ids
@@ -29,6 +27,8 @@ from engine.training.model.lora import ResidentBase
 from engine.training.model.packing import TokenRow
 from engine.training.model.replay import decode
 from engine.training.rollouts import Sampling, sample_groups
+from tests.helpers.live import RunningEngine, start_engine, stop_engine
+from tests.helpers.parity import RANK, random_adapter
 
 ENGINES = {"float32": ("float32",), "bfloat16": ("float32", "bfloat16")}
 ADAPTERS = 3

@@ -27,8 +27,6 @@ import _served
 import httpx
 from _rollback_release import Rollback, Site, on_canarys_side, roll_back, wait
 from _rollback_users import Asked, Users
-from live import free_port, start_reaped, stop_reaped
-from postgres import fresh_database, postgres
 
 from engine.catalog.catalog import Catalog
 from engine.clients.controller import ControllerClient
@@ -38,6 +36,8 @@ from engine.security.credentials import LOGIN_VARIABLES, USER, known_credential
 from engine.services.lifecycle import services
 from engine.services.own_environments import own_environments
 from engine.settings.params import Params, load_params
+from tests.helpers.live import free_port, start_reaped, stop_reaped
+from tests.helpers.postgres import fresh_database, postgres
 
 BASE, POLICY = "tiny-dense", "rollback"
 CATALOGS = ("sqlite", "postgres")

@@ -23,8 +23,6 @@ from statistics import mean
 
 import _record as record
 import psutil
-from live import RunningEngine, start_engine, stop_engine
-from parity import ask, random_adapter
 
 from engine.base.families import BaseShapes
 from engine.base.prompts import prompt_ids
@@ -36,6 +34,8 @@ from engine.serving.server import speculative_arguments
 from engine.settings.params import BaseConfig, load_params
 from engine.settings.services import EngineConfig
 from engine.training.rollouts import Sampling, sample_groups
+from tests.helpers.live import RunningEngine, start_engine, stop_engine
+from tests.helpers.parity import ask, random_adapter
 
 GROUPS, GROUP_SIZE, TOKENS = 16, 8, 24
 BOUNDS = {f"speed_{task}": record.at_least() for task in TASKS}

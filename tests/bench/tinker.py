@@ -24,8 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import _record as record
-from live import free_port
-from tinker_job import Job, advantages, prompts_of
 
 from engine.base.resident import ensure_base
 from engine.catalog.catalog import Catalog
@@ -38,6 +36,8 @@ from engine.settings.policies import PolicyConfig
 from engine.threads import in_parallel
 from engine.training.service import protocol
 from engine.training.service.client import TrainerClient
+from tests.helpers.live import free_port
+from tests.helpers.tinker_job import Job, advantages, prompts_of
 
 BOUNDS = {
     "overhead": record.at_most(1.1),

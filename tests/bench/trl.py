@@ -46,7 +46,6 @@ from typing import Any
 import _lengthy_base as lengthy
 import _record as record
 from _trl_job import environment, job
-from live import free_port
 
 from engine.base.recipes import PACKAGED
 from engine.process_reaper import die_with_parent
@@ -54,6 +53,7 @@ from engine.services import lifecycle as services
 from engine.settings.losses import LossConfig
 from engine.settings.params import Params, content_hash, load_params
 from engine.settings.policies import PolicyConfig
+from tests.helpers.live import free_port
 
 WARM, LAST = 2, 3
 LEARNING_RATE = 3e-4

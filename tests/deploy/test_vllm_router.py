@@ -8,10 +8,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from fake_engines import Fake, Handler, two_fakes, well
-from router_process import arguments, routed
 
 from engine.serving.gateway.request_fields import CHAT, COMPLETION, Fields, check_fields
+from tests.helpers.fake_engines import Fake, Handler, two_fakes, well
+from tests.helpers.router_process import arguments, routed
 
 pytestmark = pytest.mark.services
 

@@ -7,11 +7,11 @@ import sys
 from typing import Any
 
 import pytest
-from repository import ROOT
 
 from engine.errors import ConfigError
 from engine.settings.params import Params
 from engine.settings.reproducible import STRICT_VALUES, VALUE, VARIABLE, equal_bits
+from tests.helpers.repository import ROOT
 
 # By how much of the largest value a row may be off where bits are not promised. Seen: 1e-6 and 6e-4.
 ROUNDING = {"float32": 1e-5, "bfloat16": 2**-7}

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from kept_adapters import BASE, add_policy, bare, keep, settings
-from packed_files import read_packed
 from typer.testing import CliRunner
 
 from engine.adapters import packed, revision
@@ -21,6 +19,8 @@ from engine.settings.params import Params, load_params, served_name
 from engine.store.open import open_store
 from flows.cli import app
 from tasks import adapters
+from tests.helpers.kept_adapters import BASE, add_policy, bare, keep, settings
+from tests.helpers.packed_files import read_packed
 
 
 @pytest.fixture

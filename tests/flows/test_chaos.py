@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from chaos import (
+
+from engine.base.resident import ensure_base
+from engine.catalog.catalog import Catalog, migrate
+from engine.services import lifecycle as services
+from engine.settings.params import Params, load_params
+from engine.training.service.protocol import AdamParams
+from tests.helpers.chaos import (
     Flow,
     Kill,
     Note,
@@ -17,14 +23,8 @@ from chaos import (
     recorded,
     revisions,
 )
-from live import free_port, left_behind
-from operated import write_settings
-
-from engine.base.resident import ensure_base
-from engine.catalog.catalog import Catalog, migrate
-from engine.services import lifecycle as services
-from engine.settings.params import Params, load_params
-from engine.training.service.protocol import AdamParams
+from tests.helpers.live import free_port, left_behind
+from tests.helpers.operated import write_settings
 
 pytestmark = [pytest.mark.services, pytest.mark.heavy(minutes=3)]
 STEPS = 10

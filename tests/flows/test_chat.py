@@ -10,14 +10,14 @@ from typing import Any
 
 import httpx
 import pytest
-from command_line import graftwork
-from live import free_port
 from rich.console import Console
 
 from engine.clients import http
 from engine.settings.params import Params
 from engine.settings.policies import FewShotExample, PolicyConfig
 from flows import display
+from tests.helpers.command_line import graftwork
+from tests.helpers.live import free_port
 
 PINNED = "sums@aaaaaaaaaaaa"
 BAD = "sums@bbbbbbbbbbbb"

@@ -9,10 +9,6 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import yaml
-from catalog_migrations import upgrade_to
-from command_line import graftwork
-from live import free_port
-from repository import ROOT
 
 from engine.errors import ServiceError
 from engine.metering.usage_log import UsageLog
@@ -21,6 +17,10 @@ from engine.settings.forms import AdaptForm
 from engine.settings.params import load_params
 from engine.settings.reproducible import VARIABLE
 from engine.version import code_version
+from tests.helpers.catalog_migrations import upgrade_to
+from tests.helpers.command_line import graftwork
+from tests.helpers.live import free_port
+from tests.helpers.repository import ROOT
 
 
 def process(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from repository import ROOT
 
 from engine.problems.procedural import Problem
 from engine.problems.verifiers import Verifier
@@ -13,6 +12,7 @@ from engine.settings.params import load_params, resolve_policy
 from engine.settings.policies import PolicyConfig
 from flows.demo import ask, bad_form
 from flows.entry import on_base
+from tests.helpers.repository import ROOT
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from history import step_row
 from rich.console import Console
 from rich.progress import Progress
 
 from flows import display
+from tests.helpers.history import step_row
 
 
 @pytest.fixture

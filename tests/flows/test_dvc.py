@@ -11,7 +11,8 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from repository import ROOT
+
+from tests.helpers.repository import ROOT
 
 pytestmark = pytest.mark.heavy(minutes=4)
 IDENTITY = ("-c", "user.name=test", "-c", "user.email=test@localhost")

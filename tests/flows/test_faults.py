@@ -13,8 +13,6 @@ import httpx
 import psutil
 import pytest
 import yaml
-from live import free_port
-from repository import ROOT
 
 from engine.adapters.revision import read_revision
 from engine.catalog.catalog import Catalog
@@ -22,6 +20,8 @@ from engine.security.credentials import known_credential
 from engine.services import lifecycle as services
 from engine.settings.params import Params, load_params
 from engine.training.service.client import TrainerClient
+from tests.helpers.live import free_port
+from tests.helpers.repository import ROOT
 
 STEPS = 12
 VICTIMS = ("engine", "trainer", "controller")

@@ -6,10 +6,10 @@ import time
 from pathlib import Path
 
 import pytest
-from main_job import interrupt, run_job, write_job
 
 from engine.base.resident import ensure_base
 from engine.settings.params import load_params
+from tests.helpers.main_job import interrupt, run_job, write_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.services, pytest.mark.timeout(2400)]
 MOMENTS = 10

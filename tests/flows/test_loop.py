@@ -9,9 +9,15 @@ from typing import Any
 import httpx
 import pytest
 import yaml
-from history import step_row
-from live import left_behind
-from main_job import (
+from mlflow import MlflowClient
+
+from engine.clients.prefect import PrefectLogin
+from engine.security.credentials import USER, known_credential
+from engine.settings.params import Paths
+from tasks.register import numbers
+from tests.helpers.history import step_row
+from tests.helpers.live import left_behind
+from tests.helpers.main_job import (
     STEPS,
     Interrupted,
     eventually,
@@ -22,12 +28,6 @@ from main_job import (
     run_job,
     write_job,
 )
-from mlflow import MlflowClient
-
-from engine.clients.prefect import PrefectLogin
-from engine.security.credentials import USER, known_credential
-from engine.settings.params import Paths
-from tasks.register import numbers
 
 pytestmark = [pytest.mark.heavy(minutes=5), pytest.mark.services]
 

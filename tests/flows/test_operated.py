@@ -18,15 +18,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import command_line
 import httpx
 import psutil
 import pytest
 import yaml
-from document_blocks import PORTS, RUN, RUN_UP, marked, run, scratch
-from documents import reading_order
-from operated import ROOT, Operated, graftwork, skeleton, write_settings, write_sums
-from parity import Reference, ask, differences, prompts
 from playwright.sync_api import Error as PlaywrightError
 from playwright.sync_api import sync_playwright
 
@@ -35,6 +30,11 @@ from engine.base.resident import ensure_base
 from engine.security.credentials import NAMES, USER, known_credential
 from engine.services import lifecycle
 from engine.settings.params import load_params, served_name
+from tests.helpers import command_line
+from tests.helpers.document_blocks import PORTS, RUN, RUN_UP, marked, run, scratch
+from tests.helpers.documents import reading_order
+from tests.helpers.operated import ROOT, Operated, graftwork, skeleton, write_settings, write_sums
+from tests.helpers.parity import Reference, ask, differences, prompts
 
 pytestmark = [pytest.mark.heavy(minutes=9), pytest.mark.timeout(600)]
 # The pages may create policies of their own, such as `sums`.

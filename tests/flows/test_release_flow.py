@@ -11,9 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
-from canary_users import Users
 from fastapi.testclient import TestClient
-from rows import NEW, OLD, fill
 
 from engine.catalog.catalog import Catalog, migrate
 from engine.clients.controller import ControllerClient
@@ -27,6 +25,8 @@ from engine.settings.releases import ReleaseConfig
 from engine.settings.services import ControllerConfig
 from flows import release as flow
 from tasks import approval, release, steps
+from tests.helpers.canary_users import Users
+from tests.helpers.rows import NEW, OLD, fill
 
 STEPS = 7
 

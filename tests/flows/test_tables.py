@@ -6,12 +6,8 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
-import command_line
 import pytest
-from live import free_port
-from repository import ROOT
 from rich.console import Console
-from rows import NEW, OLD, fill
 
 from engine.catalog.catalog import Base, Catalog, Policy, migrate
 from engine.ledger.ledger import Ledger, Spool
@@ -20,6 +16,10 @@ from engine.settings.params import Params
 from flows import display
 from tasks import look
 from tasks.outcome import Outcome
+from tests.helpers import command_line
+from tests.helpers.live import free_port
+from tests.helpers.repository import ROOT
+from tests.helpers.rows import NEW, OLD, fill
 
 WIDTH = 80
 LONG = "customer-support-tone-of-voice-for-german-speaking-countries"

@@ -18,7 +18,7 @@ pytestmark = [
     ),
 ]
 
-import routed_batches as testing  # noqa: E402
+from tests.helpers import routed_batches as testing  # noqa: E402
 
 from kernels.experts import autograd as experts_grad  # noqa: E402
 from kernels.experts import reference as experts_reference  # noqa: E402

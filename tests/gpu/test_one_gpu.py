@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from live import free_port, start_engine, stop_engine
 
 from engine.planning import gpu
 from engine.planning.memory import gib
 from engine.settings.params import Params
 from engine.settings.services import EngineConfig, TrainerConfig
+from tests.helpers.live import free_port, start_engine, stop_engine
 
 pytestmark = [
     pytest.mark.gpu,
@@ -82,9 +82,8 @@ def rows(count: int, length: int):
 
 def test_memory_and_answers_are_as_planned(params: Params, base: Path) -> None:
     """One test, since each part's memory is measured on top of the one before."""
-    from training_pass import one_pass
-
     from engine.training.service.app import load_base
+    from tests.helpers.training_pass import one_pass
 
     found = gpu.planned(params)
     assert found is not None

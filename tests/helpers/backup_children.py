@@ -14,13 +14,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from store_children import die_before_call
-
 # Imported before the first child, which begins with them.
 import engine.ledger.ledger
 from engine.settings.params import load_params
 from tasks.backup import backup
 from tasks.restore_backup import restore_backup
+from tests.helpers.store_children import die_before_call
 
 OPERATIONS = {"backup": backup, "restore": restore_backup}
 FAULT, CALLS = "fault.txt", "calls.txt"

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import vllm_layers as made
 
 from engine.adapters.sizes import ROW, WHOLE
 from engine.base.families import PROJECTIONS, BaseShapes
 from engine.serving.worker.slots import ExpertSlots
+from tests.helpers import vllm_layers as made
 
 
 class CpuExperts:

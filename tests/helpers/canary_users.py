@@ -6,11 +6,10 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
-from rows import NEW, OLD
-
 from engine.catalog.catalog import Catalog
 from engine.ledger.ledger import Spool
 from engine.settings.params import Params
+from tests.helpers.rows import NEW, OLD
 
 
 class Users:

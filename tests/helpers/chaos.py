@@ -13,7 +13,6 @@ from pathlib import Path
 
 import httpx
 import psutil
-from repository import ROOT
 
 from engine.adapters.revision import read_revision
 from engine.catalog.catalog import Catalog
@@ -24,6 +23,7 @@ from engine.settings.params import Params
 from engine.store.segments import Store
 from engine.training.service import state
 from engine.training.service.journal import Journal
+from tests.helpers.repository import ROOT
 
 # In the order in which a step goes through them.
 PHASES = ("open", "export", "rollouts", "reward", "forward_backward", "optim_step", "revision")

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from documents import Block, page
-from repository import ROOT
+from tests.helpers.documents import Block, page
+from tests.helpers.repository import ROOT
 
 # What may follow a block's language.
 RUN, RUN_UP = ("run",), ("run", "up")

@@ -11,9 +11,9 @@ from typing import Any
 import typer
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
-from repository import ROOT
 
 from flows.cli.command import app
+from tests.helpers.repository import ROOT
 
 PAGES = [
     ROOT / "README.md",

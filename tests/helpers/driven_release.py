@@ -3,14 +3,13 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from canary_results import judged
-from rows import ACCEPTED, NEW
-
 from engine.catalog.catalog import Catalog, Release
 from engine.controller.advance import Evidence, advance
 from engine.controller.apply import Applier
 from engine.quality.canary import CanaryResult
 from engine.settings.releases import ReleaseConfig
+from tests.helpers.canary_results import judged
+from tests.helpers.rows import ACCEPTED, NEW
 
 SETTINGS = ReleaseConfig(min_units=10).model_dump(mode="json")
 

@@ -13,10 +13,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import vllm_layers as made
-from base_layers import layers_of, slot_values
-from made_adapters import CONFIGS, canonical
-from stored import BASE, KIND, SHAPES, Stored, manifest_of, opened
 
 from engine.adapters import packed
 from engine.catalog.records import Revision
@@ -28,6 +24,10 @@ from engine.serving.worker.host_tier import READY, REFUSED, HostTier
 from engine.serving.worker.loader import SlotManager
 from engine.settings.params import Params, served_name
 from engine.threads import background
+from tests.helpers import vllm_layers as made
+from tests.helpers.base_layers import layers_of, slot_values
+from tests.helpers.made_adapters import CONFIGS, canonical
+from tests.helpers.stored import BASE, KIND, SHAPES, Stored, manifest_of, opened
 
 # Of the adapters, and of the slots: the least that vLLM has of its own.
 RANK, SLOT_RANK = 2, 8

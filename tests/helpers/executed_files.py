@@ -19,10 +19,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from live import RunningEngine, free_port, start_engine, stop_engine, stop_group
-from parity import random_adapter
-from rows import NEW, OLD, THIRD, fill
-
 from engine.base.families import BaseShapes
 from engine.catalog.catalog import Catalog, migrate
 from engine.clients.controller import ControllerClient
@@ -31,6 +27,9 @@ from engine.ledger.ledger import Spool
 from engine.security.credentials import credential
 from engine.settings.params import Params, load_params, resolve_policy
 from engine.training.loop import train
+from tests.helpers.live import RunningEngine, free_port, start_engine, stop_engine, stop_group
+from tests.helpers.parity import random_adapter
+from tests.helpers.rows import NEW, OLD, THIRD, fill
 
 HERE = Path(__file__).parent
 # Each asks a new adapter, for which there is a free slot. What runs in some of them only is periodic work.

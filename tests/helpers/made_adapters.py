@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import torch
-from layout_writer import from_canonical
 from safetensors.torch import save_file
 
 from engine.base.families import BaseShapes
+from tests.helpers.layout_writer import from_canonical
 
 ATTENTION = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 6}
 LATENT = {

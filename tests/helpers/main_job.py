@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from live import left_behind
-from operated import write_settings
-from repository import ROOT
 
 from engine.catalog.catalog import Catalog
 from engine.errors import GraftworkError
 from engine.settings.params import Paths, load_params
 from engine.training.service.client import TrainerClient
+from tests.helpers.live import left_behind
+from tests.helpers.operated import write_settings
+from tests.helpers.repository import ROOT
 
 # Fewer steps than the main job: enough to see the reward rise and users notice.
 STEPS = 16

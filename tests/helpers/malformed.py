@@ -12,11 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from made_adapters import canonical, save, shapes, write
 from safetensors.torch import load_file
 
 from engine.adapters.layouts import LAYOUTS
 from engine.base.families import BaseShapes
+from tests.helpers.made_adapters import canonical, save, shapes, write
 
 BASE = shapes("qwen3_moe")
 TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"

@@ -18,12 +18,12 @@ from typing import Any
 
 import httpx
 import yaml
-from live import free_port
-from repository import ROOT
 
 from engine.clients.prefect import PrefectLogin
 from engine.security.credentials import USER, known_credential, logins
 from engine.settings.params import Paths
+from tests.helpers.live import free_port
+from tests.helpers.repository import ROOT
 
 SERVICES = ("engine", "trainer", "controller", "mlflow", "prefect")
 # The phrasings of one sum; the tiny base answers one of them as the bare number.

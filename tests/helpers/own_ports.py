@@ -1,8 +1,7 @@
 """Settings whose services meet nobody else's."""
 
-from live import free_port
-
 from engine.settings.params import Params
+from tests.helpers.live import free_port
 
 
 def own_ports(**settings: object) -> Params:

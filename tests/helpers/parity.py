@@ -10,9 +10,9 @@ from typing import Any
 
 import httpx
 import torch
-from live import RunningEngine
 
 from engine.base.families import BaseShapes
+from tests.helpers.live import RunningEngine
 
 RANK = 8
 # How many requests a batch has, and at which name it begins, so that a small one has adapters too.

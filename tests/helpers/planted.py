@@ -15,12 +15,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from live import RunningEngine
 
 from engine.adapters import packed
 from engine.base.families import BaseShapes
 from engine.catalog.catalog import Policy, Revision
 from engine.settings.params import served_name
+from tests.helpers.live import RunningEngine
 
 MODULE, SIDE, FIRST, WIDTHS, SHAPE, OFFSET = range(6)
 DOWN = "model.layers.0.mlp.down_proj"

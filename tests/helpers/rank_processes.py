@@ -10,9 +10,7 @@ from typing import Any
 
 import psutil
 import torch
-from live import free_port
 from starlette.testclient import TestClient
-from trainer_service import ADAM, SETTINGS, Service
 
 from engine.process_reaper import die_with_parent
 from engine.settings.params import Params
@@ -22,6 +20,8 @@ from engine.training.service.client import TrainerClient
 from engine.training.service.protocol import Datum, EncodedText, ModelInput, SessionInfo, TensorData
 from engine.training.service.session import state_file
 from engine.training.service.trainer import Trainer
+from tests.helpers.live import free_port
+from tests.helpers.trainer_service import ADAM, SETTINGS, Service
 
 APP = ("-m", "engine.training.service.app", "--params")
 # Gloo's connections stay on this machine too.

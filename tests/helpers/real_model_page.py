@@ -5,9 +5,9 @@ import re
 from pathlib import Path
 
 import yaml
-from repository import ROOT
 
 from engine.training.model.packing import Example, TokenRow
+from tests.helpers.repository import ROOT
 
 ROWS = [TokenRow((5, 9, 30, 31, 32), 2), TokenRow((7, 8, 40), 1), TokenRow((11, 12, 13, 14, 15, 16, 17), 3)]
 

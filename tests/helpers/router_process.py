@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 
 import httpx
-from live import free_port
 
 from engine.process_reaper import die_with_parent
+from tests.helpers.live import free_port
 
 UNIT = Path(__file__).parents[2] / "deploy" / "vllm-router.service"
 START_S = 60.0

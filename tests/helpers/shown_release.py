@@ -4,13 +4,12 @@ import random
 import time
 from unittest.mock import patch
 
-from canary_users import Users
-from rows import NEW, OLD, fill
-
 from engine.catalog.catalog import Catalog, Release, migrate
 from engine.controller.evidence import EvidenceReader
 from engine.controller.loop import Controller
 from engine.settings.params import Params
+from tests.helpers.canary_users import Users
+from tests.helpers.rows import NEW, OLD, fill
 
 RAMP = {"ramp": [0.1, 0.25], "weight": 0.5, "bake_seconds": 60, "min_units": 20, "step_seconds": 120}
 # Seconds between two users, and how many come between two looks of the controller.

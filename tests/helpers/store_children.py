@@ -18,8 +18,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-from made_adapters import canonical
-from stored import BASE, SHAPES, Stored, opened
 
 from engine.adapters.revision import make_manifest, write_revision
 from engine.base.families import BaseShapes
@@ -29,6 +27,8 @@ from engine.publishing.importing import import_revision
 from engine.publishing.maintenance import compact, gc, verify
 from engine.publishing.repacking import repack
 from engine.settings.params import Params
+from tests.helpers.made_adapters import canonical
+from tests.helpers.stored import BASE, SHAPES, Stored, opened
 
 POLICIES = ("north", "south", "east")
 IMPORTED = "imported"

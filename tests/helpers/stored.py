@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from made_adapters import CONFIGS, canonical, shapes
 
 from engine.adapters import packed, revision
 from engine.adapters.revision import make_manifest
@@ -19,6 +18,7 @@ from engine.publishing.publish import location, publish, put, stored_tensors
 from engine.settings.params import Params
 from engine.store.open import open_store
 from engine.store.segments import Store
+from tests.helpers.made_adapters import CONFIGS, canonical, shapes
 
 BASE, KIND = "b" * 64, "qwen3"
 SHAPES = shapes(KIND)

@@ -14,8 +14,6 @@ from typing import Any
 
 import psutil
 import tinker
-from live import free_port
-from repository import ROOT
 
 from engine.base.resident import ensure_base
 from engine.catalog.catalog import Catalog
@@ -24,6 +22,8 @@ from engine.services import lifecycle
 from engine.settings.params import Params
 from engine.training.service import state
 from engine.training.service.session import state_file
+from tests.helpers.live import free_port
+from tests.helpers.repository import ROOT
 
 SERVICES = ("engine", "trainer", "tinker")
 BASE = "tiny-dense"
@@ -105,10 +105,11 @@ class Installation:
 
     def accuracy(self, sampler: tinker.SamplingClient) -> float:
         """Return the share of held-out sums that one sample of each gets right, as the recipe checks them."""
-        import recipe_with_template
         from tinker_cookbook import renderers
         from tinker_cookbook.recipes.math_rl.arithmetic_env import ArithmeticEnv
         from tinker_cookbook.tokenizer_utils import get_tokenizer
+
+        from tests.helpers import recipe_with_template
 
         tokenizer = get_tokenizer(str(self.home / BASE))
         renderer = renderers.get_renderer(recipe_with_template.NAME, tokenizer=tokenizer)

@@ -10,7 +10,6 @@ from typing import Any
 import httpx
 import numpy as np
 import uvicorn
-from live import free_port
 
 from engine.catalog.catalog import Catalog, migrate
 from engine.catalog.records import TinkerModel
@@ -19,6 +18,7 @@ from engine.tinker.app import make_app
 from engine.tinker.codec import Sampled, write_samples
 from engine.tinker.models import Models
 from engine.training.service.protocol import Exported
+from tests.helpers.live import free_port
 
 # What the twice-sent POSTs are: everything but polls, which have no effect.
 POLLS = ("/api/v1/retrieve_future", "/api/v1/telemetry")

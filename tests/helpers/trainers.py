@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 from starlette.testclient import TestClient
-from trainer_service import SETTINGS
 
 from engine.catalog.catalog import Catalog, migrate
 from engine.settings.params import Params
@@ -17,6 +16,7 @@ from engine.training.service.export import Exporter
 from engine.training.service.protocol import SessionInfo
 from engine.training.service.session import Session
 from engine.training.service.trainer import Trainer
+from tests.helpers.trainer_service import SETTINGS
 
 DIGEST = "b" * 64
 

@@ -1,11 +1,11 @@
 """Sessions of the trainer, opened and trained on data that a step's number decides."""
 
 import torch
-from training_pass import gather
 
 from engine.training.model.packing import Example, TokenRow
 from engine.training.service.protocol import AdamParams, CreateSession, OptimStep
 from engine.training.service.session import Session
+from tests.helpers.training_pass import gather
 
 BASE = "b" * 64
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from popularity import MIXES
 
 from kernels.dense import cpu as grouped
 from kernels.dense.reference import add_lora
+from tests.helpers.popularity import MIXES
 
 
 def factors(slots: int, slices: int, rank: int, inputs: int, widths: tuple[int, ...], dtype=torch.float32):

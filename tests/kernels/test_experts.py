@@ -7,9 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import routed_batches as testing
 import torch
-from repository import ROOT
 
 from kernels.experts import autograd as experts_grad
 from kernels.experts import cpu as experts
@@ -17,6 +15,8 @@ from kernels.experts import cpu_grouped as experts_grouped
 from kernels.experts import reference as experts_reference
 from kernels.scatter import cpu as scatter
 from kernels.scatter import reference as scatter_reference
+from tests.helpers import routed_batches as testing
+from tests.helpers.repository import ROOT
 
 MIXES = {
     "one token": [0],

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from popularity import MIXES
 
 from kernels import latent
 from kernels.dense import cpu as grouped
+from tests.helpers.popularity import MIXES
 
 HEADS, LATENT, PLAIN, VALUE, RANK, SLOTS = 3, 20, 5, 7, 4, 8
 
@@ -106,11 +106,10 @@ def test_heads_are_rotated_by_their_own_tokens_position():
 
 def test_cuda_refuses_what_its_kernels_would_drop():
     """vLLM's own tensors stand for a GPU's; the sentence says why and what to do."""
-    import vllm_layers as made
-
     from engine.adapters.packed import pack
     from engine.base.families import DROPPED_ON_CUDA
     from engine.serving.worker.slots import DroppedSlots, StackedSlots
+    from tests.helpers import vllm_layers as made
 
     layer = made.column(16, 24, made.lora_config(2, 8, torch.float32))
     tensors = {"kv_b_proj.lora_A": torch.ones(2, 16), "kv_b_proj.lora_B": torch.ones(24, 2)}

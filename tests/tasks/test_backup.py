@@ -18,15 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from backup_children import CALLS, FAULT
-from command_line import graftwork
 from fastapi.testclient import TestClient
-from kept_adapters import BASE, SHAPES, add_policy, keep, settings
-from live import free_port
-from made_adapters import canonical
-from postgres import fresh_database
-from repository import ROOT
-from stored import Stored, opened
 
 from engine.backup import manifest as manifests
 from engine.backup import writer as writers
@@ -58,6 +50,14 @@ from tasks import restore_backup as restoring
 from tasks.backup import backup, newest
 from tasks.doctor import examine
 from tasks.restore_backup import restore_backup
+from tests.helpers.backup_children import CALLS, FAULT
+from tests.helpers.command_line import graftwork
+from tests.helpers.kept_adapters import BASE, SHAPES, add_policy, keep, settings
+from tests.helpers.live import free_port
+from tests.helpers.made_adapters import canonical
+from tests.helpers.postgres import fresh_database
+from tests.helpers.repository import ROOT
+from tests.helpers.stored import Stored, opened
 
 SECRET = os.urandom(20).hex()
 
@@ -681,10 +681,9 @@ class Children:
 
     def __init__(self) -> None:
         command = [sys.executable, str(ROOT / "tests/helpers/backup_children.py")]
-        path = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(
-            command, env=os.environ | {"PYTHONPATH": path}, stdin=pipe, stdout=pipe, text=True
+            command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdin=pipe, stdout=pipe, text=True
         )
         assert self._line() == "ready"
 

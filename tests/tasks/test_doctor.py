@@ -6,8 +6,6 @@ import time
 from pathlib import Path
 
 import pytest
-from live import free_port
-from own_ports import own_ports
 from typer.testing import CliRunner
 
 from engine.catalog.catalog import Catalog, Replica, migrate
@@ -17,6 +15,8 @@ from flows.cli import app
 from tasks import doctor
 from tasks.doctor import Finding, examine
 from tasks.exposure import PATHS, reached
+from tests.helpers.live import free_port
+from tests.helpers.own_ports import own_ports
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import duckdb
 import pytest
-from kept_adapters import add_policy, keep, settings
 from typer.testing import CliRunner
 
 from engine.catalog.catalog import Catalog
@@ -20,6 +19,7 @@ from engine.metering.usage_rows import Metered, connect
 from engine.settings.params import Params, load_params
 from flows.cli import app
 from tasks.usage import usage_by
+from tests.helpers.kept_adapters import add_policy, keep, settings
 
 SECRET = os.urandom(600).hex()
 

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live import RunningEngine
 
 from engine.clients.engine import EngineClient
 from engine.errors import ConfigError
@@ -16,6 +15,7 @@ from engine.settings.params import BaseConfig, Params
 from engine.settings.services import EngineConfig
 from tasks.general import score_general
 from tasks.policies import create_policy
+from tests.helpers.live import RunningEngine
 
 DIGEST = "d" * 64
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import httpx
 import pytest
-from command_line import graftwork
-from fake_engines import Fake, Handler, two_fakes, well
-from haproxy import balanced
 
 from engine.catalog.catalog import Catalog, Replica, migrate
 from engine.errors import ConfigError
 from engine.settings.params import Params
 from tasks.haproxy import MOST_BODY, configuration
+from tests.helpers.command_line import graftwork
+from tests.helpers.fake_engines import Fake, Handler, two_fakes, well
+from tests.helpers.haproxy import balanced
 
 pytestmark = pytest.mark.services
 POLICIES = [f"policy-{number}" for number in range(16)]

@@ -5,7 +5,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from command_line import graftwork
 
 from engine.errors import ConfigError, Conflict
 from engine.problems.jsonl import read_rows
@@ -13,6 +12,7 @@ from engine.settings.params import BaseConfig, Params, known_policies, load_para
 from tasks import policies
 from tasks.policies import create_policy, describe
 from tasks.suites import SUITES, load_suite
+from tests.helpers.command_line import graftwork
 
 
 @pytest.fixture

@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from catalog_migrations import upgrade_to
 from fastapi.testclient import TestClient
-from kept_adapters import BASE, add_policy, keep, settings
 from typer.testing import CliRunner
 
 from engine.base.resident import BaseInfo
@@ -35,6 +33,8 @@ from engine.training.service.session_deletion import LEASE_S
 from flows.cli import app
 from tasks import purge as purging
 from tasks.purged_names import reuse_purged_name
+from tests.helpers.catalog_migrations import upgrade_to
+from tests.helpers.kept_adapters import BASE, add_policy, keep, settings
 
 # What must be in no file afterwards; random, so that no compression hides it.
 SECRET = os.urandom(600).hex()

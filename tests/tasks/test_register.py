@@ -14,8 +14,6 @@ import httpx
 import pytest
 import torch
 import yaml
-from history import step_row
-from live import free_port
 from mlflow import MlflowClient
 from peft import PeftModel
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -27,6 +25,8 @@ from engine.settings.services import MlflowConfig
 from tasks import flavor, tracking
 from tasks import register as registration
 from tasks.register import register, run_of_session
+from tests.helpers.history import step_row
+from tests.helpers.live import free_port
 
 BASE = "b" * 64
 TARGETS = ("q_proj", "down_proj")

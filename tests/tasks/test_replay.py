@@ -3,11 +3,8 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-import command_line
 import pytest
 import yaml
-from canary_users import Users
-from rows import NEW, THIRD, fill
 
 from engine.catalog.catalog import Catalog, migrate
 from engine.controller.loop import Controller
@@ -15,6 +12,9 @@ from engine.errors import NotFound
 from engine.settings.params import Params
 from engine.settings.releases import ReleaseConfig
 from tasks.replay import replay
+from tests.helpers import command_line
+from tests.helpers.canary_users import Users
+from tests.helpers.rows import NEW, THIRD, fill
 
 SKIPPED = {"score": "not scored here"}
 

@@ -6,8 +6,6 @@ import socket
 from pathlib import Path
 
 import pytest
-from history import GOOD, OLD, build
-from live import free_port
 from typer.testing import CliRunner
 
 from engine.catalog.catalog import open_catalog
@@ -17,6 +15,8 @@ from engine.settings.params import Params
 from engine.settings.services import EngineConfig
 from flows.cli.residency import app
 from tasks import residency as tiers
+from tests.helpers.history import GOOD, OLD, build
+from tests.helpers.live import free_port
 
 LIVE = {
     "tiers": {

@@ -7,13 +7,9 @@ import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import command_line
 import pytest
 import torch
 import yaml
-from history import step_row
-from live import free_port
-from repository import ROOT
 from transformers import AutoTokenizer
 
 from engine.adapters import revision
@@ -31,6 +27,10 @@ from tasks.register import register
 from tasks.score import ItemScore, Score
 from tasks.stage_files import Files
 from tasks.suites import build_suite, load_suite
+from tests.helpers import command_line
+from tests.helpers.history import step_row
+from tests.helpers.live import free_port
+from tests.helpers.repository import ROOT
 
 TARGETS = ("down_proj", "q_proj")
 

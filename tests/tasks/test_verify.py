@@ -13,8 +13,6 @@ from pathlib import Path
 import httpx
 import pytest
 import uvicorn
-from live import free_port
-from rows import NEW, OLD, THIRD, fill
 
 from engine.catalog.catalog import Catalog, migrate
 from engine.clients.controller import ControllerClient
@@ -29,6 +27,8 @@ from engine.quality.probe import ProbeResult
 from engine.settings.params import Params
 from engine.settings.services import ControllerConfig
 from tasks.verify import record
+from tests.helpers.live import free_port
+from tests.helpers.rows import NEW, OLD, THIRD, fill
 
 RIGHT = ProbeResult(True, "Reproduced within 1e-06 nats.", 1e-6, 1e-6, 0.5, 0.5, 1e-3, 1e-6)
 WRONG = replace(

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bench_files import load, parsed
+
+from tests.helpers.bench_files import load, parsed
 
 KINDS = frozenset({"drift", "feedback"})
 

@@ -9,10 +9,8 @@ from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
-import made_adapters
 import pytest
 import torch
-from bench_files import BENCH, load
 
 from engine.base.families import BaseShapes
 from engine.base.recipes import RECIPES
@@ -20,6 +18,8 @@ from engine.catalog.catalog import Catalog, migrate
 from engine.publishing.publish import stored_tensors
 from engine.settings.params import served_name
 from engine.store.segments import Store
+from tests.helpers import made_adapters
+from tests.helpers.bench_files import BENCH, load
 
 DIGEST = "ba" * 32
 CONFIG = RECIPES["tiny-dense"].config()

@@ -5,15 +5,14 @@ import os
 from itertools import pairwise
 from pathlib import Path
 
-import live
 import pytest
-import stock_server
-from bench_files import load
 
 from engine.base.recipes import RECIPES
 from engine.base.resident import BaseInfo
 from engine.serving import server
 from engine.settings.params import Params
+from tests.helpers import live, stock_server
+from tests.helpers.bench_files import load
 
 
 def test_a_stock_server_has_the_environment_and_the_process_settings_of_ours(

@@ -4,7 +4,8 @@ import sys
 
 import pytest
 import torch
-from bench_files import BENCH
+
+from tests.helpers.bench_files import BENCH
 
 sys.path.insert(0, str(BENCH / "kernels"))
 import experts_gradients

@@ -5,7 +5,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from bench_files import load
+
+from tests.helpers.bench_files import load
 
 RIGHT = list(range(305))
 

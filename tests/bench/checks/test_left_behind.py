@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from bench_files import BENCH
-from live import left_behind
 
 from engine.base.recipes import RECIPES
+from tests.helpers.bench_files import BENCH
+from tests.helpers.live import left_behind
 
 # A server with a child in a session of its own: its parent's signals and its group's do not reach it.
 SERVER = """
@@ -23,11 +23,11 @@ time.sleep(600)
 """
 # What benchmarks start, by the helpers with which they start it.
 STOCK_SERVER = """
-from live import StockServer
+from tests.helpers.live import StockServer
 StockServer(Path(root), "float32", program=("-c", sys.argv[2], root))
 """
 SERVER_OF_OURS = """
-from live import start_reaped
+from tests.helpers.live import start_reaped
 start_reaped(["-c", sys.argv[2], root], subprocess.DEVNULL)
 """
 LOAD_CLIENT = """
@@ -75,7 +75,7 @@ def test_nothing_outlives_a_benchmark(
     start: str, program: str, processes: int, number: signal.Signals, tmp_path: Path
 ):
     (tmp_path / "config.json").write_text(json.dumps(RECIPES["tiny-dense"].config()))
-    path = [str(BENCH), str(BENCH.parent / "helpers")]
+    path = [str(BENCH), str(BENCH.parents[1])]
     code = f"import sys; sys.path[:0] = {path}" + BENCHMARK.format(start)
     benchmark = subprocess.Popen([sys.executable, "-c", code, str(tmp_path), program])
     # The benchmark, the server's reaper, the server and its child, by their command lines.

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import typer
-from bench_files import parsed
+
+from tests.helpers.bench_files import parsed
 
 ROOT = Path(__file__).parents[3]
 SUMMARY = ROOT / "docs" / "benchmarks" / "README.md"

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from bench_files import BENCH, load, parsed
 from typer.testing import CliRunner
 
 from flows.cli.admin import app
+from tests.helpers.bench_files import BENCH, load, parsed
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in BENCH.glob("[a-z]*.py")))

@@ -12,13 +12,13 @@ from types import ModuleType
 import psutil
 import pytest
 import torch
-from bench_files import load
-from live import RunningEngine, free_port, start_engine, start_reaped, stop_engine, stop_reaped
 
 from engine.base.families import BaseShapes
 from engine.clients.controller import ControllerClient
 from engine.ledger.ledger import open_snapshot
 from engine.settings.params import Paths, split_served_name
+from tests.helpers.bench_files import load
+from tests.helpers.live import RunningEngine, free_port, start_engine, start_reaped, stop_engine, stop_reaped
 
 # Two engines start on a machine that may be busy.
 pytestmark = pytest.mark.timeout(900)

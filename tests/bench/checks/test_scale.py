@@ -5,9 +5,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from bench_files import load
 
 from engine.settings.params import Params
+from tests.helpers.bench_files import load
 
 pytestmark = [pytest.mark.slow, pytest.mark.services, pytest.mark.timeout(1800)]
 # Not what a busy machine decides: the share of throughput.

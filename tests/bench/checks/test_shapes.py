@@ -5,11 +5,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from bench_files import load
 
 from engine.base.resident import ensure_base
 from engine.problems.verifiers import load_judge
 from engine.settings.params import BaseConfig, Paths
+from tests.helpers.bench_files import load
 
 SMALL = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,

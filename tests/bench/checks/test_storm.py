@@ -10,11 +10,11 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from bench_files import load
 
 from engine.base.families import BaseShapes
 from engine.base.recipes import RECIPES
 from engine.settings.services import EngineConfig
+from tests.helpers.bench_files import load
 
 TOKENS = (1, 2)
 

@@ -7,7 +7,6 @@ from statistics import mean, median
 from types import SimpleNamespace
 
 import pytest
-from bench_files import load
 
 from engine.catalog.catalog import migrate
 from engine.problems import language
@@ -17,6 +16,7 @@ from engine.settings.params import Paths
 from engine.training import loop
 from engine.training.lineage import line_of
 from engine.training.loss.grpo import LOSSES
+from tests.helpers.bench_files import load
 
 
 def test_both_sides_ask_the_same_questions(tiny_base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from kernels.experts import cpu as experts
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "helpers"))
-import routed_batches as testing
+sys.path.insert(0, str(Path(__file__).parents[3]))
+from tests.helpers import routed_batches as testing
 
 TOKENS, TOP_K, EXPERTS, HIDDEN, RANK = 64, 8, 64, 256, 8
 MIXES = {

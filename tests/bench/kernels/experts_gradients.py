@@ -26,8 +26,8 @@ from kernels.experts import autograd as experts_grad
 from kernels.experts import cpu_grouped as experts_grouped
 from kernels.experts import triton as experts_triton
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "helpers"))
-import routed_batches as testing
+sys.path.insert(0, str(Path(__file__).parents[3]))
+from tests.helpers import routed_batches as testing
 
 EXPERTS, TOP_K, HIDDEN, WIDTH = 128, 8, 2048, 768
 ADAPTERS = (1, 4)

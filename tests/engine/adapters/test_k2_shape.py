@@ -9,9 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import vllm_layers as made
-from base_layers import adapter, layers_of, slot_values
-from repository import ROOT
 
 from engine.adapters import packed
 from engine.adapters.packed import Block, PackedLayout
@@ -22,6 +19,9 @@ from engine.serving.worker.host_tier import LAYOUT_LIMIT, HostTier, read_layout
 from engine.serving.worker.loader import RegisteredAdapter, SlotManager
 from engine.settings.services import EngineConfig
 from engine.store.segments import Store
+from tests.helpers import vllm_layers as made
+from tests.helpers.base_layers import adapter, layers_of, slot_values
+from tests.helpers.repository import ROOT
 
 KIMI_K2 = read_config(ROOT / "tests/helpers/kimi_k2.json")
 DTYPE = torch.bfloat16

@@ -6,9 +6,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from layout_writer import from_canonical
-from made_adapters import CONFIGS, canonical, groups, save, shapes, spread, write
-from parity import merge
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import (
     DeepseekV3Config,
@@ -27,6 +24,9 @@ from engine.adapters.layouts import LAYOUTS
 from engine.base.families import FAMILIES, BaseShapes
 from engine.errors import AdapterError
 from engine.publishing.foreign import read_adapter
+from tests.helpers.layout_writer import from_canonical
+from tests.helpers.made_adapters import CONFIGS, canonical, groups, save, shapes, spread, write
+from tests.helpers.parity import merge
 
 # peft 0.21 says this of every pattern for a parameter, and then uses it.
 pytestmark = pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys")

@@ -5,12 +5,12 @@ import time
 
 import pytest
 import torch
-from made_adapters import canonical, write
-from malformed import BASE, CORPUS, good
 
 from engine.adapters.layouts import LAYOUTS
 from engine.errors import AdapterError
 from engine.publishing.foreign import read_adapter
+from tests.helpers.made_adapters import canonical, write
+from tests.helpers.malformed import BASE, CORPUS, good
 
 
 @pytest.mark.parametrize("name", CORPUS)

@@ -4,12 +4,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packed_files import read_packed
 from safetensors import SafetensorError, safe_open
 
 from engine.adapters import packed
 from engine.base.families import BaseShapes
 from engine.errors import AdapterError
+from tests.helpers.packed_files import read_packed
 
 CONFIG = {
     "hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,

@@ -8,7 +8,6 @@ from typing import Any
 
 import duckdb
 import pytest
-from command_line import graftwork
 
 from engine.backup import ledger_archive
 from engine.backup.ledger_archive import Archiver, archive, read_state
@@ -19,6 +18,7 @@ from engine.ledger.ledger import Ledger
 from engine.ledger.purge import purge
 from engine.ledger.spool import Spool
 from engine.settings.params import Params
+from tests.helpers.command_line import graftwork
 
 DAY = 86_400.0
 # Ten seconds before the end of a day, UTC.

@@ -8,7 +8,6 @@ from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
 
-import gguf_files
 import pytest
 import torch
 
@@ -17,6 +16,7 @@ from engine.base import resident as bases
 from engine.base.recipes import PACKAGED, PackagedModel
 from engine.errors import BaseModelError
 from engine.settings.params import BaseConfig, Paths
+from tests.helpers import gguf_files
 
 KINDS = [("llama", True), ("llama", False), ("qwen3", True)]
 

@@ -5,10 +5,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from repository import ROOT
 
 from engine.errors import BaseModelError, ConfigError
 from engine.settings.params import Params
+from tests.helpers.repository import ROOT
 
 
 @pytest.fixture

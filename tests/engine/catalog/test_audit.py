@@ -7,14 +7,14 @@ from contextlib import closing
 from dataclasses import replace
 
 import pytest
-from catalog_migrations import upgrade_to
-from rows import NEW, fill
 from sqlalchemy import text
 from sqlalchemy.exc import DatabaseError
 
 from engine.catalog.audit import START, acting
 from engine.catalog.catalog import Catalog, Tenant, migrate
 from engine.errors import ConfigError, Conflict, NotFound
+from tests.helpers.catalog_migrations import upgrade_to
+from tests.helpers.rows import NEW, fill
 
 
 def entries(catalog: Catalog) -> list[tuple[str, str, str, str | None]]:

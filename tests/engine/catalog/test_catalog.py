@@ -23,8 +23,6 @@ import psycopg
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from postgres import fresh_database
-from rows import make_release, make_revision
 from sqlalchemy import Connection, event, select, update
 
 from engine.catalog import changes as catalog_changes
@@ -43,6 +41,8 @@ from engine.catalog.postgres_timeouts import TimeoutConnection
 from engine.catalog.tables import layouts, metadata
 from engine.errors import AdapterError, ConfigError, Conflict, NotFound, ServiceError
 from engine.settings.params import Paths
+from tests.helpers.postgres import fresh_database
+from tests.helpers.rows import make_release, make_revision
 
 spawn = multiprocessing.get_context("spawn")
 

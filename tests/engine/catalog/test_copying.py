@@ -12,9 +12,6 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from command_line import graftwork
-from kept_adapters import bare
-from postgres import fresh_database
 from sqlalchemy import select
 
 from engine.catalog import copying, tables
@@ -23,6 +20,9 @@ from engine.catalog.copying import copy_catalog, copy_sqlite, snapshot
 from engine.catalog.database import open_engine
 from engine.controller.route_changes import LEASE
 from engine.errors import ConfigError, Conflict, NotFound, ServiceError
+from tests.helpers.command_line import graftwork
+from tests.helpers.kept_adapters import bare
+from tests.helpers.postgres import fresh_database
 
 Rows = dict[str, list[dict[str, Any]]]
 # Two of each column's type, for two rows of a table.

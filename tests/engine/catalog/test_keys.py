@@ -5,7 +5,6 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from catalog_migrations import upgrade_to
 from sqlalchemy import text
 
 from engine.catalog.catalog import Catalog, Tenant, migrate
@@ -13,6 +12,7 @@ from engine.catalog.database import open_engine
 from engine.catalog.keys import SCOPES, as_tinkers
 from engine.catalog.records import covers, overlap
 from engine.errors import ConfigError, Conflict, NotFound
+from tests.helpers.catalog_migrations import upgrade_to
 
 
 def test_roles_come_by_name_or_by_scope(catalog: Catalog) -> None:

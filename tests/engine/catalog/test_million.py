@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from catalog_migrations import upgrade_to
-from rows import make_release, make_revision
 from sqlalchemy import column, table
 
 from engine.catalog import places as catalog_places
@@ -27,6 +25,8 @@ from engine.catalog.database import open_engine
 from engine.catalog.row_codec import COLUMNS, encode
 from engine.errors import AdapterError, Ambiguous, Conflict, Moved, NotFound, Purged
 from engine.store.segments import Location
+from tests.helpers.catalog_migrations import upgrade_to
+from tests.helpers.rows import make_release, make_revision
 
 spawn = multiprocessing.get_context("spawn")
 

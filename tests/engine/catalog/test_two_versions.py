@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-from catalog_migrations import upgrade_to
-from rows import NEW, OLD, fill
 
 from engine.catalog import catalog as catalogs
 from engine.catalog.catalog import Catalog, Replica, migrate
 from engine.catalog.database import open_engine
 from engine.catalog.records import SCHEMA_VERSION
 from engine.errors import ConfigError
+from tests.helpers.catalog_migrations import upgrade_to
+from tests.helpers.rows import NEW, OLD, fill
 
 MIGRATIONS = Path(catalogs.__file__).parent / "migrations" / "versions"
 # From the table of engines on, engines of the version before go on with a migrated catalog.

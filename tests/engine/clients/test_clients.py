@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import httpx
 import pytest
-from live import free_port
 
 from engine.clients.controller import ControllerClient
 from engine.clients.engine import EngineClient
@@ -22,6 +21,7 @@ from engine.errors import (
     ServiceError,
     Unauthorized,
 )
+from tests.helpers.live import free_port
 
 Answers = Callable[[httpx.Request], httpx.Response]
 

@@ -5,13 +5,13 @@ import math
 from dataclasses import replace
 
 import pytest
-from canary_results import judged
 
 from engine.catalog.catalog import Release, Route
 from engine.controller.advance import Action, Evidence, LanguageScore, OfflineScore, advance
 from engine.quality.canary import CanaryResult, FeedbackCounts
 from engine.quality.guards import GuardResult
 from engine.settings.releases import BAKE_WEIGHT, ReleaseConfig
+from tests.helpers.canary_results import judged
 
 SETTINGS = ReleaseConfig(weight=0.2, alpha=0.05, margin=0.1, min_units=20, max_seconds=600, score_margin=0.02)
 ACCEPTED = {"accepted": True, "reason": "ok"}

@@ -7,12 +7,12 @@ from typing import Any
 
 import httpx
 import pytest
-from rows import NEW, OLD, fill
 
 from engine.catalog.catalog import Catalog, Release, migrate
 from engine.controller.cancelled_runs import CancelledRuns
 from engine.controller.loop import Controller
 from engine.settings.params import Params
+from tests.helpers.rows import NEW, OLD, fill
 
 
 class Prefect:

@@ -5,14 +5,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from canary_users import Users
-from rows import NEW, OLD, fill
 
 from engine.catalog.catalog import Catalog, Release, migrate
 from engine.controller.evidence import EvidenceReader
 from engine.controller.loop import Controller
 from engine.settings.params import Params
 from engine.settings.releases import ReleaseConfig
+from tests.helpers.canary_users import Users
+from tests.helpers.rows import NEW, OLD, fill
 
 JUMP_S = 600.0
 REAL = time.time

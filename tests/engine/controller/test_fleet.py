@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rows import NEW, fill
 
 from engine.catalog.catalog import Catalog, Release, Replica, migrate
 from engine.catalog.fleet import SILENT_S, Fleet
 from engine.controller.evidence import EvidenceReader
 from engine.controller.loop import Controller
 from engine.settings.params import Params
+from tests.helpers.rows import NEW, fill
 
 PAIR = ("sorting", NEW)
 

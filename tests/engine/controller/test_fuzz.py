@@ -9,10 +9,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from access_matrix import CONTROLLER
 from fastapi.testclient import TestClient
-from random_requests import body
-from rows import NEW, OLD, fill
 
 from engine.catalog.catalog import Catalog, migrate
 from engine.controller.api import build_app
@@ -20,6 +17,9 @@ from engine.controller.loop import Controller
 from engine.controller.mlflow_aliases import AliasMirror
 from engine.controller.mlflow_registry import Registry
 from engine.settings.params import Params
+from tests.helpers.access_matrix import CONTROLLER
+from tests.helpers.random_requests import body
+from tests.helpers.rows import NEW, OLD, fill
 
 CASES, WARM, MANY = 300, 2_000, 50_000
 # What the bodies of all calls are made of.

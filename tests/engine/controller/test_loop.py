@@ -14,12 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
-from access_matrix import CONTROLLER
-from canary_users import Users
-from driven_release import CANARIES, SETTINGS, Boundary, Killed, drive, see
 from fastapi.testclient import TestClient
-from live import free_port
-from rows import NEW, OLD, THIRD, fill
 
 from engine.catalog.catalog import Catalog, Release, migrate
 from engine.clients.controller import ControllerClient
@@ -40,6 +35,11 @@ from engine.quality.guards import ONE_KEY
 from engine.security.credentials import credential
 from engine.settings.params import Params
 from engine.settings.releases import ReleaseConfig
+from tests.helpers.access_matrix import CONTROLLER
+from tests.helpers.canary_users import Users
+from tests.helpers.driven_release import CANARIES, SETTINGS, Boundary, Killed, drive, see
+from tests.helpers.live import free_port
+from tests.helpers.rows import NEW, OLD, THIRD, fill
 
 
 @pytest.fixture

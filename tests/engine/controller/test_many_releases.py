@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rows import ACCEPTED, make_revision
 
 from engine.catalog.catalog import Catalog, Policy, Release, migrate
 from engine.controller.evidence import EvidenceReader
@@ -19,6 +18,7 @@ from engine.ledger.ledger import Spool
 from engine.serving.gateway.routing import Router
 from engine.settings.params import Params
 from engine.settings.releases import ReleaseConfig
+from tests.helpers.rows import ACCEPTED, make_revision
 
 # Kinds of revisions: how much worse their rewards are than the champion's, and their share of 5xx.
 KINDS = {

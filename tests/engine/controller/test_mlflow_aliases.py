@@ -13,7 +13,6 @@ from typing import Any
 
 import httpx
 import pytest
-from rows import NEW, OLD, THIRD, fill
 
 from engine.catalog.catalog import Catalog, migrate
 from engine.controller.loop import Controller
@@ -22,6 +21,7 @@ from engine.controller.mlflow_registry import Model, Registry
 from engine.services.lifecycle import environment
 from engine.settings.params import Params
 from engine.settings.releases import ReleaseConfig
+from tests.helpers.rows import NEW, OLD, THIRD, fill
 
 API = "/api/2.0/mlflow"
 

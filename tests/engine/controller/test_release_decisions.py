@@ -10,9 +10,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from command_line import graftwork
 from fastapi.testclient import TestClient
-from rows import ACCEPTED, NEW, OLD, THIRD, fill, make_revision
 
 from engine.catalog.catalog import Catalog, Notice, Release, migrate
 from engine.clients.controller import ControllerClient
@@ -29,6 +27,8 @@ from engine.settings.params import Params
 from engine.settings.releases import ReleaseConfig
 from flows.cli import decide
 from tasks import release as release_steps
+from tests.helpers.command_line import graftwork
+from tests.helpers.rows import ACCEPTED, NEW, OLD, THIRD, fill, make_revision
 
 PERSON = {"by": "ada", "reason": "I read the answers."}
 

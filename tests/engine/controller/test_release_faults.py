@@ -12,9 +12,6 @@ from typing import Any
 
 import httpx
 import pytest
-from canary_users import Users
-from driven_release import CANARIES, SETTINGS, Boundary, drive
-from rows import NEW, OLD, fill
 
 from engine.catalog.catalog import Catalog, Release, migrate
 from engine.controller.loop import Controller
@@ -25,6 +22,9 @@ from engine.controller.route_changes import LEASE
 from engine.errors import Conflict
 from engine.settings.params import Params
 from engine.settings.releases import ReleaseConfig
+from tests.helpers.canary_users import Users
+from tests.helpers.driven_release import CANARIES, SETTINGS, Boundary, drive
+from tests.helpers.rows import NEW, OLD, fill
 
 SKIPPED = {"score": "not scored here"}
 

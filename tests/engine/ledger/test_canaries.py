@@ -4,13 +4,13 @@ from pathlib import Path
 
 import duckdb
 import pytest
-from rows import NEW, OLD
 
 from engine.catalog.records import Release
 from engine.ledger.canaries import CanaryReader
 from engine.ledger.ledger import MIGRATIONS, Ledger, Spool
 from engine.quality.canary import CanaryResult
 from engine.settings.releases import ReleaseConfig
+from tests.helpers.rows import NEW, OLD
 
 RELEASE = Release(
     "r", "sorting", NEW, OLD, "canary", 0.2, "running", ReleaseConfig().model_dump(mode="json"), 0.0, 0.0,

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import duckdb
 import pytest
-from history import step_row
 
 from engine.errors import ConfigError, Conflict, NotFound
 from engine.ledger.ledger import MIGRATIONS, Ledger, Spool, open_snapshot
 from engine.ledger.spool import ready_files
+from tests.helpers.history import step_row
 
 spawn = multiprocessing.get_context("spawn")
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import duckdb
 import httpx
 import pytest
-from live import free_port
 
 from engine.clients.controller import ControllerClient
 from engine.ledger.ledger import Ledger
@@ -19,6 +18,7 @@ from engine.ledger.sender import SENT, EventSender, open_spool
 from engine.ledger.spool import Spool
 from engine.security.credentials import credential
 from engine.settings.params import Params, load_params
+from tests.helpers.live import free_port
 
 # Emits events one after another and prints each id once it is acknowledged.
 WRITER = """

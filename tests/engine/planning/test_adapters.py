@@ -5,10 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from base_layers import adapter, layers_of
-from made_adapters import CONFIGS, canonical, shapes
-from model_configs import DEEPSEEK_V3, GPT_OSS_20B, LLAMA3_8B, QWEN3_30B_A3B
-from repository import ROOT
 from typer.testing import CliRunner
 
 from engine.adapters import packed
@@ -24,6 +20,10 @@ from engine.serving.worker.slot_copy import SlotCopyPlan
 from engine.serving.worker.slots import slots_of
 from engine.settings.services import EngineConfig
 from flows.cli import app
+from tests.helpers.base_layers import adapter, layers_of
+from tests.helpers.made_adapters import CONFIGS, canonical, shapes
+from tests.helpers.model_configs import DEEPSEEK_V3, GPT_OSS_20B, LLAMA3_8B, QWEN3_30B_A3B
+from tests.helpers.repository import ROOT
 
 KIMI_K2 = ROOT / "tests/helpers/kimi_k2.json"
 BFLOAT16 = EngineConfig(dtype="bfloat16")
@@ -112,7 +112,7 @@ def test_qwen3_30b_a3b_is_what_was_measured():
 
 def test_experts_in_three_axes_take_twice_the_rank():
     """GPT-OSS on CUDA: vLLM's own tensors of its 3-D layer are the second route."""
-    import vllm_layers as made
+    from tests.helpers import vllm_layers as made
 
     found = plan(GPT_OSS_20B, 4)
     assert found.slot_rank == 8
@@ -264,7 +264,7 @@ def test_the_pages_plan_is_what_the_command_says(tmp_path):
     import re
     import shlex
 
-    from real_model_page import DOC, doc_settings
+    from tests.helpers.real_model_page import DOC, doc_settings
 
     line = re.search(r"^ {4}\.venv/bin/graftwork (plan --config .+)$", DOC, re.MULTILINE)
     shown = re.search(r"<!-- plan --config -->\n```text\n(.*?)\n```", DOC, re.DOTALL)

@@ -4,12 +4,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_configs import DEEPSEEK_V3, GPT_OSS_20B, LLAMA3_8B, QWEN3_30B_A3B
 
 from engine.base.sizes import Shape
 from engine.errors import ConfigError
 from engine.planning.memory import GIB, MemoryPlan, layer_bytes, plan, refuse_unless_it_fits
 from engine.settings.services import EngineConfig, TrainerConfig
+from tests.helpers.model_configs import DEEPSEEK_V3, GPT_OSS_20B, LLAMA3_8B, QWEN3_30B_A3B
 
 # Qwen/Qwen3-0.6B, as its config.json states it.
 QWEN3_06B = {

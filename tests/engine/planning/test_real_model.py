@@ -10,9 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from real_model_page import DATA, DOC, QWEN3_06B, ROWS, doc_settings, flat
-from repository import ROOT
-from training_pass import one_pass
 
 from engine.adapters import packed
 from engine.adapters.sizes import slot_bytes
@@ -28,6 +25,9 @@ from engine.training.model import lora
 from engine.training.model.lora import ResidentBase
 from engine.training.model.objective import Objective, tokens_of
 from engine.training.model.packing import TokenRow
+from tests.helpers.real_model_page import DATA, DOC, QWEN3_06B, ROWS, doc_settings, flat
+from tests.helpers.repository import ROOT
+from tests.helpers.training_pass import one_pass
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -301,7 +301,7 @@ def test_the_plan_is_shown_without_a_gpu_and_a_small_one_is_refused(tmp_path):
 @pytest.fixture
 def small_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Params:
     """A machine that says that it has a GPU of 1 GiB, and settings with ports of their own."""
-    from live import free_port
+    from tests.helpers.live import free_port
 
     monkeypatch.setattr("engine.planning.gpu.cuda_bytes", lambda: GIB)
     ports = {name: {"port": free_port()} for name in ("engine", "trainer", "controller", "mlflow", "prefect")}

@@ -8,10 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import graftwork
-from live import free_port
-from made_adapters import CONFIGS, canonical, shapes, write
-from parity import merge
 
 from engine.adapters import revision
 from engine.base.families import BaseShapes
@@ -27,6 +23,10 @@ from engine.settings.params import Params, load_params
 from engine.settings.services import EngineConfig
 from engine.store.segments import Store
 from engine.training.service.probing import probe_by_base
+from tests.helpers.command_line import graftwork
+from tests.helpers.live import free_port
+from tests.helpers.made_adapters import CONFIGS, canonical, shapes, write
+from tests.helpers.parity import merge
 
 FAMILIES = {"tiny-moe": "Qwen3-MoE", "tiny-mla": "DeepSeek-V3"}
 

@@ -10,8 +10,6 @@ from contextlib import closing
 from dataclasses import asdict, replace
 
 import pytest
-from command_line import graftwork
-from stored import Stored, opened, placing, prepare
 
 from engine.catalog.catalog import Catalog
 from engine.errors import AdapterError, ServiceError
@@ -20,6 +18,8 @@ from engine.publishing.maintenance import compact, gc, verify
 from engine.publishing.publish import location, publish, put
 from engine.settings.params import Params
 from engine.store.open import open_store
+from tests.helpers.command_line import graftwork
+from tests.helpers.stored import Stored, opened, placing, prepare
 
 POLICIES = ("here", "there")
 

@@ -4,8 +4,6 @@ import json
 from contextlib import closing
 
 import pytest
-from command_line import graftwork
-from stored import Stored, opened, placing, prepare
 
 from engine.catalog.catalog import Catalog, migrate
 from engine.errors import AdapterError, Conflict, MissingBytes, NotFound
@@ -19,6 +17,8 @@ from engine.settings.services import StoreConfig
 from engine.store.open import open_store
 from engine.store.segments import CATALOG_ID, Store
 from flows.entry import on_base
+from tests.helpers.command_line import graftwork
+from tests.helpers.stored import Stored, opened, placing, prepare
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ from contextlib import closing
 
 import pytest
 from sqlalchemy import event
-from stored import BASE, KIND, SHAPES, Stored, opened, prepare
 
 from engine.adapters import packed
 from engine.catalog.catalog import Base
@@ -18,6 +17,7 @@ from engine.publishing.publish import location, stored_tensors
 from engine.publishing.repacking import repack
 from engine.settings.params import Params
 from engine.store.open import open_store
+from tests.helpers.stored import BASE, KIND, SHAPES, Stored, opened, prepare
 
 POLICIES = ("here", "there")
 spawn = multiprocessing.get_context("spawn")

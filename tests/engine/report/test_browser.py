@@ -14,10 +14,7 @@ import httpx
 import pytest
 import uvicorn
 from axe_playwright_python.sync_playwright import Axe
-from history import GOOD, build
-from live import free_port
 from playwright.sync_api import Browser, Page, sync_playwright
-from shown_release import released
 
 from engine.catalog.catalog import Catalog
 from engine.controller import page as controller_page
@@ -28,6 +25,9 @@ from engine.controller.mlflow_registry import Registry
 from engine.settings.params import Params
 from engine.settings.services import ControllerConfig
 from tasks.publish import write_report
+from tests.helpers.history import GOOD, build
+from tests.helpers.live import free_port
+from tests.helpers.shown_release import released
 
 ARGUMENTS = [
     "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update",

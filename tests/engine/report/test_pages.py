@@ -8,7 +8,6 @@ from html.parser import HTMLParser
 from xml.etree import ElementTree
 
 import pytest
-from history import BASE, GOOD, NOW, OLD, build, step_row
 
 from engine.catalog.catalog import Notice, Policy
 from engine.controller.evidence import EvidenceReader
@@ -21,6 +20,7 @@ from engine.report.pages import ReportData, collect, write_report
 from engine.report.training import MAX_POINTS, binned, spoken, training_curves
 from engine.settings.params import Paths
 from engine.training.service.train_step import TrainStep
+from tests.helpers.history import BASE, GOOD, NOW, OLD, build, step_row
 
 
 @pytest.fixture

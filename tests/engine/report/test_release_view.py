@@ -5,12 +5,12 @@ import re
 from dataclasses import replace
 
 import pytest
-from shown_release import released
 
 from engine.catalog.catalog import Catalog, Release
 from engine.report.data import ReleaseResult
 from engine.report.pages import collect, render
 from engine.settings.params import Params
+from tests.helpers.shown_release import released
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
-import command_line
 import pytest
 import yaml
-from live import free_port
-from repository import ROOT
-from rows import NEW, OLD, THIRD, fill
 
 from engine.catalog.catalog import Base, Catalog, Notice, Release, Replica, migrate
 from engine.errors import Conflict, NotFound
@@ -26,6 +22,10 @@ from engine.settings.releases import ReleaseConfig
 from engine.settings.services import ControllerConfig, MlflowConfig
 from engine.version import code_version
 from tasks import look
+from tests.helpers import command_line
+from tests.helpers.live import free_port
+from tests.helpers.repository import ROOT
+from tests.helpers.rows import NEW, OLD, THIRD, fill
 
 NAMES = ["revision", "verdict", "scores", "run", "data", "commit"]
 GONE = "dd" * 32

@@ -8,7 +8,6 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from own_ports import own_ports
 from typer.testing import CliRunner
 
 from engine.errors import NotRunning
@@ -20,6 +19,7 @@ from engine.settings.params import Params
 from flows.cli import app
 from flows.entry import enter
 from tasks.logins import web_logins
+from tests.helpers.own_ports import own_ports
 
 
 @pytest.fixture

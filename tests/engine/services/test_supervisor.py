@@ -13,12 +13,12 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from own_ports import own_ports
 
 from engine.errors import ConfigError, Conflict, PortInUse, ServiceError
 from engine.services import lifecycle as services
 from engine.services.supervisor import Supervisor
 from engine.settings.params import Params
+from tests.helpers.own_ports import own_ports
 
 # A server that ignores SIGTERM's spirit: it leaves a child in a session of its own behind.
 LEAVES_ORPHAN = (

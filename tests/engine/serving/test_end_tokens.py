@@ -2,13 +2,12 @@
 
 from pathlib import Path
 
-from end_tokens import prompts_of
-from live import RunningEngine
-
 from engine.base.prompts import end_tokens, prompt_text
 from engine.settings.params import Params
 from engine.training.model.lora import ResidentBase
 from engine.training.model.packing import TokenRow
+from tests.helpers.end_tokens import prompts_of
+from tests.helpers.live import RunningEngine
 
 
 def answer_of(row: TokenRow, ends: tuple[int, ...]) -> list[int]:

@@ -12,8 +12,6 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-from live import RunningEngine, StockServer
-from parity import RANK, Reference, ask, base_rows, prompts, random_adapter
 
 from engine.base.families import BaseShapes
 from engine.catalog.catalog import Policy
@@ -23,6 +21,8 @@ from engine.publishing.publish import location
 from engine.serving.gateway.uvicorn_accept import HANDLES
 from engine.settings.params import load_params
 from tasks.residency import residency
+from tests.helpers.live import RunningEngine, StockServer
+from tests.helpers.parity import RANK, Reference, ask, base_rows, prompts, random_adapter
 
 # Log-probabilities in float32 by two implementations, docs/benchmarks/correctness.md: 2e-6 to 2e-5 measured.
 TOLERANCE = 2e-4

@@ -3,9 +3,10 @@
 import time
 
 import pytest
-from live import RunningEngine
-from parity import QUESTION, healthy, random_adapter
-from planted import PLANTED, plant
+
+from tests.helpers.live import RunningEngine
+from tests.helpers.parity import QUESTION, healthy, random_adapter
+from tests.helpers.planted import PLANTED, plant
 
 
 @pytest.fixture(scope="module")

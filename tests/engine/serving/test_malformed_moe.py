@@ -7,16 +7,16 @@ by the engine. The same process serves a good adapter before and after every one
 from pathlib import Path
 
 import pytest
-from live import RunningEngine, free_port
-from malformed import CORPUS, good
-from parity import QUESTION, healthy, random_adapter
-from planted import PLANTED_EXPERTS, plant
 
 from engine.adapters.layouts import LAYOUTS
 from engine.base.families import BaseShapes
 from engine.errors import AdapterError
 from engine.publishing.foreign import inspect, publish
 from engine.settings.params import Params
+from tests.helpers.live import RunningEngine, free_port
+from tests.helpers.malformed import CORPUS, good
+from tests.helpers.parity import QUESTION, healthy, random_adapter
+from tests.helpers.planted import PLANTED_EXPERTS, plant
 
 
 @pytest.fixture(scope="module")

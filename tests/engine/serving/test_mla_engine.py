@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from live import RunningEngine, start_engine, stop_engine
-from made_adapters import write
-from mla_bases import deepseek_v3
-from parity import (
+
+from engine.base.families import BaseShapes
+from tests.helpers.live import RunningEngine, start_engine, stop_engine
+from tests.helpers.made_adapters import write
+from tests.helpers.mla_bases import deepseek_v3
+from tests.helpers.parity import (
     RANK,
     Reference,
     ask,
@@ -24,8 +26,6 @@ from parity import (
     random_adapter,
     references_of,
 )
-
-from engine.base.families import BaseShapes
 
 # Log-probabilities in float32 by two implementations, docs/benchmarks/correctness.md: 6.2e-6 measured.
 TOLERANCE = 1e-4

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from live import RunningEngine, StockServer, start_engine, stop_engine
-from made_adapters import write
-from moe_bases import glm4_moe
-from parity import (
+
+from engine.base.families import BaseShapes
+from tests.helpers.live import RunningEngine, StockServer, start_engine, stop_engine
+from tests.helpers.made_adapters import write
+from tests.helpers.moe_bases import glm4_moe
+from tests.helpers.parity import (
     RANK,
     Reference,
     ask,
@@ -24,8 +26,6 @@ from parity import (
     random_adapter,
     references_of,
 )
-
-from engine.base.families import BaseShapes
 
 pytestmark = [pytest.mark.services, pytest.mark.heavy(minutes=4)]
 # Log-probabilities in float32 by two implementations: measured 4e-6 at most over these batches.

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from live import RunningEngine, start_engine, stop_engine
-from parity import (
+
+from tests.helpers.live import RunningEngine, start_engine, stop_engine
+from tests.helpers.parity import (
     ask,
     check_parity,
     differences,

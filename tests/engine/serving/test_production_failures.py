@@ -31,9 +31,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import vllm_layers as made
-from adapters_cold import FakeCatalog, FakeEngine, name_of, residency, revision, settle, use, using
-from fake_vllm import FakeClient, models
 from vllm.lora.layers import LoRAMapping
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.kv_cache_utils import _gen_lora_extra_hash_keys
@@ -50,6 +47,18 @@ from engine.serving.worker.lora_cpu import GroupedPunica
 from engine.store.cache import Cache
 from engine.store.segments import Location, Store
 from kernels.dense import cpu as grouped
+from tests.helpers import vllm_layers as made
+from tests.helpers.adapters_cold import (
+    FakeCatalog,
+    FakeEngine,
+    name_of,
+    residency,
+    revision,
+    settle,
+    use,
+    using,
+)
+from tests.helpers.fake_vllm import FakeClient, models
 
 MIB = 1 << 20
 FUSED = {"gate_up_proj": ("gate_proj", "up_proj")}

@@ -18,13 +18,13 @@ from dataclasses import dataclass, replace
 from typing import IO
 
 import pytest
-from engine_reader import reading
-from repository import ROOT
-from store_children import IMPORTED, OPERATIONS, POLICIES, SEEDS
-from stored import Stored, opened, prepare
 
 from engine.publishing.maintenance import gc, pages, verify
 from engine.settings.params import Params
+from tests.helpers.engine_reader import reading
+from tests.helpers.repository import ROOT
+from tests.helpers.store_children import IMPORTED, OPERATIONS, POLICIES, SEEDS
+from tests.helpers.stored import Stored, opened, prepare
 
 KILLED = ("register", "import", "compact", "gc", "repack", "publish")
 TOGETHER = 3
@@ -78,7 +78,7 @@ class Nursery:
             params.state_dir,
             params.base.name,
         ]
-        environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
         self.process = subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )

@@ -15,8 +15,6 @@ from types import MethodType
 import pytest
 from fsspec import AbstractFileSystem
 from moto.s3.responses import S3Response
-from store_users import blob, die_after_append, fill_cache
-from stored import opened, prepare
 
 from engine.errors import AdapterError, ConfigError, Conflict, MissingBytes, ServiceError
 from engine.publishing.maintenance import compact, gc, verify
@@ -31,6 +29,8 @@ from engine.store.open import open_store
 from engine.store.remote import RemoteStore
 from engine.store.segments import CATALOG_ID
 from engine.threads import in_parallel
+from tests.helpers.store_users import blob, die_after_append, fill_cache
+from tests.helpers.stored import opened, prepare
 
 MIB = 1 << 20
 

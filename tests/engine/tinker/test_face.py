@@ -9,11 +9,11 @@ from unittest.mock import Mock
 
 import pytest
 import tinker
-from tinker_service import Served, tinker_served
 
 from engine.errors import LimitReached, ServiceError
 from engine.tinker import app, models, sampling
 from engine.tinker.models import state_name
+from tests.helpers.tinker_service import Served, tinker_served
 
 
 @pytest.fixture(scope="module")

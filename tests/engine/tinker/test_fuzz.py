@@ -4,9 +4,9 @@ import random
 from collections.abc import Iterator
 
 import pytest
-from tinker_service import Served, tinker_served
 
 from engine.tinker import app
+from tests.helpers.tinker_service import Served, tinker_served
 
 # What a field may hold that it should not.
 ODD = (

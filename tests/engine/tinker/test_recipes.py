@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import tinker
-from tinker_installation import MOST_TOKENS, Installation, installation, write_sums
+
+from tests.helpers.tinker_installation import MOST_TOKENS, Installation, installation, write_sums
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 SUPERVISED = {"dataset": "sums.jsonl", "batch_size": 32, "lora_rank": 32, "eval_every": 0}

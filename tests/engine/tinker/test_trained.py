@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 import tinker
 import torch
-from summed_reference import logprobs_of, peft_of, written
-from tinker_service import Served, tinker_served
-from trainers import Trainers
 
 from engine.settings.params import Params
 from engine.tinker import app
 from engine.tinker.backend import Backend
 from engine.tinker.models import LOSSES
 from engine.training.model.lora import ResidentBase
+from tests.helpers.summed_reference import logprobs_of, peft_of, written
+from tests.helpers.tinker_service import Served, tinker_served
+from tests.helpers.trainers import Trainers
 
 TOKENS = [5, 9, 17, 30, 4, 8, 12, 21]
 

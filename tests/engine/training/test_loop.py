@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from live import RunningEngine, free_port, stop_group
 
 from engine.errors import ConfigError, NotFound
 from engine.ledger.ledger import Ledger
@@ -36,6 +35,7 @@ from engine.training.rollout_data import Drawn, Judged, Sampler, build_data, jud
 from engine.training.rollouts import Sample, sample_groups
 from engine.training.service.protocol import SessionInfo
 from engine.training.spread import Engines
+from tests.helpers.live import RunningEngine, free_port, stop_group
 
 STEPS = 4
 # Of one token's ratio in float32: measured 1e-6, over 4 handoffs and over 100.

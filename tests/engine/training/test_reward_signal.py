@@ -10,8 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from command_line import graftwork
-from live import free_port
 from tenacity import wait_none
 
 from engine.clients.engine import EngineClient
@@ -28,6 +26,8 @@ from engine.training.rollouts import Sample, Sampling
 from engine.training.run import Run
 from engine.training.service.protocol import Datum, Exported, SessionInfo
 from tasks import tryout
+from tests.helpers.command_line import graftwork
+from tests.helpers.live import free_port
 
 CONFIG = PolicyConfig(task="addition", suite="s", groups=4, group_size=2, steps=6, refills=0)
 FLAT, SPREAD = (0.0, 0.0), (1.0, 0.0)

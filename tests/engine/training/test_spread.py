@@ -13,7 +13,6 @@ from typing import Any
 
 import psutil
 import pytest
-from live import free_port, start_engine, stop_engine
 
 from engine.catalog.catalog import Catalog, Replica, migrate
 from engine.catalog.fleet import Fleet
@@ -24,6 +23,7 @@ from engine.training.lineage import Line
 from engine.training.rollout_data import Source
 from engine.training.rollouts import Sample, Sampling, sample_groups
 from engine.training.spread import Engines, sample_over
+from tests.helpers.live import free_port, start_engine, stop_engine
 
 SAMPLING = Sampling(group_size=3, max_tokens=4, seed=11, timeout_s=30, patience_s=5)
 PROMPTS = [[40 + number, 50] for number in range(7)]
@@ -317,9 +317,8 @@ def test_a_source_asks_one_engine_as_before_and_several_at_once(
 @pytest.mark.services
 @pytest.mark.timeout(900)
 def test_two_live_engines_one_killed_give_the_tokens_of_one(tiny_base: Path, tmp_path: Path) -> None:
-    from parity import RANK, prompts, random_adapter
-
     from engine.base.families import BaseShapes
+    from tests.helpers.parity import RANK, prompts, random_adapter
 
     one = start_engine(tiny_base, tmp_path / "state", name="one", threads=1)
     two = start_engine(tiny_base, tmp_path / "state", name="two", threads=1)

@@ -12,9 +12,6 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from live import RunningEngine, free_port
-from parity import RANK, ask, prompts, random_adapter
-from trainer_service import Service
 
 from engine.adapters import packed
 from engine.adapters.revision import make_manifest, write_revision
@@ -26,6 +23,9 @@ from engine.quality.probe import TOLERANCE, Probe
 from engine.report.why import why
 from engine.settings.params import Params, load_params, served_name
 from tasks.verify import verify
+from tests.helpers.live import RunningEngine, free_port
+from tests.helpers.parity import RANK, ask, prompts, random_adapter
+from tests.helpers.trainer_service import Service
 
 TOL = TOLERANCE["float32"]
 PROMPTS = prompts(4)

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from command_line import graftwork
 from scipy.optimize import brentq
 
 from engine.errors import ConfigError
@@ -17,6 +16,7 @@ from engine.planning.fleet.model import EngineModel, FleetOutcome, Scenario, Sto
 from engine.planning.fleet.placement import Anywhere, Ring
 from engine.planning.fleet.simulation import popularity, simulate
 from tasks.simulate import read_models
+from tests.helpers.command_line import graftwork
 
 SMALL = Scenario(policies=20_000, engines=4, rate=24.0, host=1000, seconds=90.0, seed=3)
 QUICK = StoreModel(fetch_s=0.0, faults=0.0)

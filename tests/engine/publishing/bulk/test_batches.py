@@ -2,7 +2,6 @@
 
 import hashlib
 
-import made_adapters
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,6 +12,7 @@ from engine.adapters.revision import validate
 from engine.base.families import BaseShapes
 from engine.errors import AdapterError
 from engine.publishing.bulk.batches import Tables, batch_of, finite_rows, first_fault, form_of, stack
+from tests.helpers import made_adapters
 
 BASE = "ba" * 32
 DENSE = made_adapters.shapes("qwen3")

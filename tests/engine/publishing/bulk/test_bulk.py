@@ -8,10 +8,8 @@ from contextlib import closing, contextmanager
 from itertools import pairwise
 from pathlib import Path
 
-import made_adapters
 import pytest
 import torch
-from repository import ROOT
 
 from engine.adapters import packed, revision
 from engine.adapters.revision import make_manifest
@@ -22,6 +20,8 @@ from engine.publishing import bulk
 from engine.publishing.bulk import Entry, Registered, groups, register_many, writer
 from engine.publishing.publish import location, stored_tensors
 from engine.store.segments import Store
+from tests.helpers import made_adapters
+from tests.helpers.repository import ROOT
 
 BASE, OWNER, NOW = "ba" * 32, "me", 1000.0
 DENSE = made_adapters.shapes("qwen3")
@@ -352,7 +352,7 @@ KILLED = """
 import sys, torch
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-import made_adapters
+from tests.helpers import made_adapters
 from engine.publishing import bulk
 from engine.publishing.bulk import Entry, groups
 from engine.catalog.catalog import Catalog
@@ -372,7 +372,7 @@ for one in bulk.register_many(
 @pytest.mark.parametrize("told", [1, 40, 133])
 def test_a_kill_loses_nothing_that_was_told(catalog: Catalog, store: Store, catalog_url: str, told: int):
     state = store.root.parent
-    command = [sys.executable, "-c", KILLED, str(state), str(ROOT / "tests/helpers"), catalog_url]
+    command = [sys.executable, "-c", KILLED, str(state), str(ROOT), catalog_url]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
         digests = [process.stdout.readline().strip() for _ in range(told)]

@@ -5,9 +5,9 @@ import json
 from dataclasses import replace
 
 import pytest
-from gateway_world import CANARY, CHAMPION, make_world, unit_of, warm
 
 from engine.errors import DamagedBytes, ServiceError
+from tests.helpers.gateway_world import CANARY, CHAMPION, make_world, unit_of, warm
 
 SERVED = {CHAMPION: f"sums@{CHAMPION[:12]}", CANARY: f"sums@{CANARY[:12]}"}
 

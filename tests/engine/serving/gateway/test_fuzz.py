@@ -10,11 +10,11 @@ from typing import Any
 
 import psutil
 import pytest
-from gateways import World, open_world
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.serving.gateway.route_table import ROUTES
+from tests.helpers.gateways import World, open_world
 
 CASES, WARM, MANY = 1_500, 5_000, 50_000
 CHECKS = settings(

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import httpx
 import pytest
-from gateway_world import CANARY, CHAMPION, make_world, unit_of, warm
 from prometheus_client import REGISTRY
 
 from engine.catalog.catalog import Catalog
 from engine.errors import DamagedBytes
 from engine.serving.gateway.asgi import unless_left
 from engine.serving.gateway.gateway import Gateway
+from tests.helpers.gateway_world import CANARY, CHAMPION, make_world, unit_of, warm
 
 
 @pytest.fixture

@@ -15,13 +15,14 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from gateways import open_world
-from live import free_port
 
 from engine.metering.dead_gateways import close_dead
 from engine.metering.usage_rows import connect
+from tests.helpers.gateways import open_world
+from tests.helpers.live import free_port
+from tests.helpers.repository import ROOT
 
-PROGRAM = Path(__file__).parents[3] / "helpers" / "gateway_process.py"
+PROGRAM = ROOT / "tests/helpers/gateway_process.py"
 TURN = {"model": "acme-sums", "prompt": "one two three", "max_tokens": 8}
 pytestmark = pytest.mark.services
 
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.services
 def gateway(root: Path, step_s: float = 0.0) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """Start a gateway and wait for it; it is killed at the end."""
     port = free_port()
-    path = os.pathsep.join([str(PROGRAM.parent), *sys.path])
+    path = os.pathsep.join([str(ROOT), *sys.path])
     command = [sys.executable, str(PROGRAM), str(root), str(port), str(step_s)]
     process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path})
     try:

@@ -8,10 +8,10 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
-from live import free_port
 from starlette.datastructures import State
 
 from engine.serving.gateway.leaving import end_requests_first
+from tests.helpers.live import free_port
 
 PIECES = 6
 

@@ -15,11 +15,11 @@ import anthropic
 import httpx
 import openai
 import pytest
-from access_matrix import ROLE_SETS, Names, gateway_faults
-from live import RunningEngine
 
 from engine.catalog.catalog import Policy
 from engine.serving.gateway.route_table import ROUTES
+from tests.helpers.access_matrix import ROLE_SETS, Names, gateway_faults
+from tests.helpers.live import RunningEngine
 
 TURNS = [{"role": "user", "content": "What is 3 + 4?"}]
 BODIES = {

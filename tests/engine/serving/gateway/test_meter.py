@@ -10,8 +10,6 @@ from unittest.mock import Mock
 import httpx
 import pytest
 import uvicorn
-from gateways import CHAMPION, World, open_world
-from live import free_port
 
 from engine.catalog.catalog import Tenant
 from engine.errors import ConfigError
@@ -19,6 +17,8 @@ from engine.metering.usage_rows import Metered
 from engine.serving.gateway import meter as metering
 from engine.serving.gateway.fair_share import FairShare
 from engine.serving.gateway.meter import SETTLED_S, TokenBucket
+from tests.helpers.gateways import CHAMPION, World, open_world
+from tests.helpers.live import free_port
 
 CHAT = {"model": "acme-sums", "messages": [{"role": "user", "content": "one two three"}]}
 TURN = {"model": "acme-sums", "prompt": "one two three", "max_tokens": 8}

@@ -5,10 +5,10 @@ import json
 import time
 
 import pytest
-from adapters_cold import FakeEngine, name_of, residency, revision, settle, use
 
 from engine.errors import NotFound, ServiceError
 from engine.serving.gateway.prewarming import Prewarmer, names_under_release
+from tests.helpers.adapters_cold import FakeEngine, name_of, residency, revision, settle, use
 
 MIB = 1 << 20
 

@@ -5,12 +5,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from live import RunningEngine
-from parity import RANK, prompts, random_adapter
 
 from engine.base.families import BaseShapes
 from engine.errors import ConfigError, NotFound
 from engine.training.rollouts import Sample, Sampling, sample_groups
+from tests.helpers.live import RunningEngine
+from tests.helpers.parity import RANK, prompts, random_adapter
 
 SAMPLING = Sampling(group_size=4, max_tokens=8, seed=11)
 

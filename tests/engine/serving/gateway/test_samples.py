@@ -4,14 +4,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from live import RunningEngine
-from parity import RANK, prompts, random_adapter
 
 from engine.base.families import BaseShapes
 from engine.clients.engine import EngineClient
 from engine.errors import ConfigError, NotFound
 from engine.training.model.lora import ResidentBase
 from engine.training.rollouts import Sampling, sample_groups
+from tests.helpers.live import RunningEngine
+from tests.helpers.parity import RANK, prompts, random_adapter
 
 PROMPT = prompts(1)[0]
 

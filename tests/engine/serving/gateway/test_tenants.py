@@ -8,12 +8,12 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from access_matrix import ASKING, OF_TOKENS, ROLE_SETS, SENTENCE, Names, body_of, gateway_faults
-from gateways import CHAMPION, OTHER, World, open_world
 
 from engine.catalog.catalog import Policy
 from engine.errors import ServiceError
 from engine.settings.services import GatewayConfig
+from tests.helpers.access_matrix import ASKING, OF_TOKENS, ROLE_SETS, SENTENCE, Names, body_of, gateway_faults
+from tests.helpers.gateways import CHAMPION, OTHER, World, open_world
 
 PIN = f"@{CHAMPION[:12]}"
 NAMES = Names("acme-sums", "umbrella-sums", "umbrello-suns")

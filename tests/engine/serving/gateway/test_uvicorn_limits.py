@@ -6,9 +6,9 @@ import time
 import pytest
 import uvicorn
 import uvloop
-from live import free_port
 
 from engine.serving.gateway import uvicorn_limits
+from tests.helpers.live import free_port
 
 REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n"
 

@@ -4,9 +4,9 @@ import asyncio
 import random
 
 import pytest
-from adapters_cold import FakeEngine, name_of, residency, revision, settle, use, using
 
 from engine.serving.residency.host_tier_cache import AGE_ASKS, AGE_S, MOST, HostTierCache, Popularity
+from tests.helpers.adapters_cold import FakeEngine, name_of, residency, revision, settle, use, using
 
 MIB = 1 << 20
 

@@ -7,17 +7,6 @@ import time
 from dataclasses import replace
 
 import pytest
-from adapters_cold import (
-    FakeCatalog,
-    FakeEngine,
-    FakeStore,
-    name_of,
-    refusal,
-    residency,
-    revision,
-    settle,
-    use,
-)
 
 from engine.errors import AdapterError, Busy, Conflict, DamagedBytes, MissingBytes, NotFound, ServiceError
 from engine.serving.residency.load_queue import (
@@ -31,6 +20,17 @@ from engine.serving.residency.load_queue import (
 )
 from engine.serving.residency.residency import Residency
 from engine.settings.services import EngineConfig
+from tests.helpers.adapters_cold import (
+    FakeCatalog,
+    FakeEngine,
+    FakeStore,
+    name_of,
+    refusal,
+    residency,
+    revision,
+    settle,
+    use,
+)
 
 
 async def test_identical_misses_share_one_load():

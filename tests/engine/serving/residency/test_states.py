@@ -6,7 +6,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from adapters_cold import FakeCatalog, name_of, refusal, residency, revision
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import generate_latest
@@ -15,6 +14,7 @@ from engine.errors import DamagedBytes, GraftworkError, NotFound, ServiceError
 from engine.serving.residency.load_queue import BACKGROUND, INTERACTIVE
 from engine.serving.residency.states import TRANSITIONS, AdapterEvent, AdapterState, AdapterStates
 from engine.serving.worker.load_channel import SlotReport
+from tests.helpers.adapters_cold import FakeCatalog, name_of, refusal, residency, revision
 
 ROOT = Path(__file__).parents[4]
 S, E = AdapterState, AdapterEvent

@@ -5,13 +5,13 @@ import socket
 import uuid
 
 import pytest
-from adapters_cold import settle
-from fake_vllm import FakeClient, models
 
 from engine.errors import AdapterError, DamagedBytes, ServiceError
 from engine.serving.residency.vllm_engine import VllmEngine
 from engine.serving.worker import load_channel
 from engine.serving.worker.load_channel import LoadChannel, SlotReport
+from tests.helpers.adapters_cold import settle
+from tests.helpers.fake_vllm import FakeClient, models
 
 
 async def ask_and_leave(engine, name):

@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-import vllm_layers as made
-from repository import ROOT
 from vllm.distributed import parallel_state
 
 from engine.adapters import packed
 from engine.serving.worker import loader
 from engine.serving.worker.host_tier import HostTier
 from engine.store.segments import PAGE_ALIGNED_FROM, Store
+from tests.helpers import vllm_layers as made
+from tests.helpers.repository import ROOT
 
 NAMES = ("p@good", "p@lost", "p@other", "p@gone")
 
@@ -82,7 +82,7 @@ def serve(rank: int, root: Path) -> None:
 
 @pytest.mark.services
 def test_what_one_rank_loses_is_lost_on_both(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests/helpers'}"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     ranks = [
         subprocess.Popen(
             [sys.executable, __file__, str(rank), str(tmp_path)],

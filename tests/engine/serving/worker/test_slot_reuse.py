@@ -10,10 +10,10 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-from live import CROWDED, RunningEngine
 
 from engine.base.families import BaseShapes
 from engine.publishing.publish import location
+from tests.helpers.live import CROWDED, RunningEngine
 
 RANK, SLOTS = CROWDED["max_rank"], CROWDED["slots"]
 ADAPTERS = 10

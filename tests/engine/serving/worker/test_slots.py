@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import vllm_layers as made
 from vllm.lora.model_manager import LRUCacheLoRAModelManager
 
 from engine.adapters import packed
@@ -23,6 +22,7 @@ from engine.serving.worker.host_tier import HostTier
 from engine.serving.worker.slot_copy import SlotCopyPlan
 from engine.serving.worker.slots import ExpertSlots, ModuleSlots, SlotBuffers, slots_of
 from engine.store.segments import PAGE_ALIGNED_FROM, Store
+from tests.helpers import vllm_layers as made
 
 HIDDEN, HEADS, KV_HEADS, HEAD, INNER, EXPERTS = 32, 4, 2, 8, 16, 5
 MOE = BaseShapes.of(

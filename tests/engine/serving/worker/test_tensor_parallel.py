@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from live import RunningEngine, start_engine, stop_engine
-from moe_bases import qwen3_moe
-from parity import RANK, Reference, ask, prompts
 
 from engine.adapters import packed
 from engine.base.families import BaseShapes
+from tests.helpers.live import RunningEngine, start_engine, stop_engine
+from tests.helpers.moe_bases import qwen3_moe
+from tests.helpers.parity import RANK, Reference, ask, prompts
 
 # Of which a rank holds half of the outputs; of the others (o_proj, down_proj) it holds half of the inputs.
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")

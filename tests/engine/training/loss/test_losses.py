@@ -4,7 +4,6 @@ from collections import Counter
 
 import pytest
 import torch
-from loss_reference import BUDGET, reference
 
 from engine.errors import ConfigError
 from engine.settings.forms import AdaptForm
@@ -14,6 +13,7 @@ from engine.training.loss.grpo import LOSSES, Tokens
 from engine.training.model.objective import Objective
 from engine.training.rollout_data import Drawn, Judged, Sampler, build_data
 from engine.training.rollouts import Sample
+from tests.helpers.loss_reference import BUDGET, reference
 
 LENGTHS = (4, 1, 3, 6, 2, 5)
 SAMPLED = [name for name, loss in LOSSES.items() if loss.sampled]

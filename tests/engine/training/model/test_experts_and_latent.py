@@ -4,12 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from close_rows import close
-from parity import merge
-from real_model_page import DATA, ROWS, flat
 from torch.func import functional_call
-from training_pass import one_pass
-from training_sessions import BASE, factors, opening, same, train_one
 
 from engine.adapters import packed
 from engine.adapters.revision import make_manifest, validate, write_revision
@@ -17,6 +12,11 @@ from engine.errors import AdapterError, BaseModelError
 from engine.training.model.experts import ExpertMatmul, SortedPairs
 from engine.training.model.lora import ResidentBase
 from engine.training.service.session import CURRENT, Session
+from tests.helpers.close_rows import close
+from tests.helpers.parity import merge
+from tests.helpers.real_model_page import DATA, ROWS, flat
+from tests.helpers.training_pass import one_pass
+from tests.helpers.training_sessions import BASE, factors, opening, same, train_one
 
 SMALL = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 40, "num_attention_heads": 2}
 # One dense layer and two with experts; every width is another.

@@ -4,14 +4,14 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-from mla_bases import deepseek_v3
-from moe_bases import qwen3_moe
-from packed_rows import ROWS
 
 from engine.errors import ConfigError
 from engine.training.model.lora import ResidentBase
 from engine.training.model.packing import Example, TokenRow
 from engine.training.model.update import Call, forward_backward, is_worth_fusing
+from tests.helpers.mla_bases import deepseek_v3
+from tests.helpers.moe_bases import qwen3_moe
+from tests.helpers.packed_rows import ROWS
 
 # Policies of different rank, alpha and targets, some of them with the same.
 POLICIES = (

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from close_rows import close
-from training_pass import one_pass
 
 from engine.errors import AdapterError, ConfigError
 from engine.training.model.lora import ResidentBase
 from engine.training.model.packing import Example, TokenRow
+from tests.helpers.close_rows import close
+from tests.helpers.training_pass import one_pass
 
 TARGETS = ("q_proj", "v_proj", "down_proj")
 ROWS = [TokenRow((5, 9, 30, 31, 32), 2), TokenRow((7, 8, 40), 1), TokenRow((11, 12, 13, 14, 15, 16, 17), 6)]

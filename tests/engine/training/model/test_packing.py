@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from mla_bases import deepseek_v3
-from moe_bases import glm4_moe, qwen3_moe
-from packed_rows import ROWS
-from training_pass import one_pass
 
 from engine.training.model.lora import ResidentBase
 from engine.training.model.microbatches import microbatches
 from engine.training.model.packing import Example, TokenRow, can_pack, pack
+from tests.helpers.mla_bases import deepseek_v3
+from tests.helpers.moe_bases import glm4_moe, qwen3_moe
+from tests.helpers.packed_rows import ROWS
+from tests.helpers.training_pass import one_pass
 
 KINDS = ("dense", "moe", "glm", "mla")
 

@@ -2,15 +2,15 @@
 
 import pytest
 import torch
-from moe_bases import qwen3_moe
-from packed_rows import ROWS
-from training_sessions import BASE, factors, opening, same, train_one
 
 from engine.adapters import packed
 from engine.adapters.revision import make_manifest, read_revision, write_revision
 from engine.errors import AdapterError, ConfigError
 from engine.training.model.lora import ResidentBase
 from engine.training.service.session import CURRENT, Session
+from tests.helpers.moe_bases import qwen3_moe
+from tests.helpers.packed_rows import ROWS
+from tests.helpers.training_sessions import BASE, factors, opening, same, train_one
 
 TARGETS = ("q_proj", "layers.2.self_attn.v_proj", "down_proj", "layers.0.mlp.up_proj")
 RANKS = {"layers.1.self_attn.q_proj": 1, "layers.2.mlp.experts.down_proj": 2, "up_proj": 6}

@@ -9,9 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from mla_bases import deepseek_v3
-from moe_bases import qwen3_moe
-from training_pass import one_pass
 
 from engine.base.resident import BaseInfo
 from engine.catalog.catalog import migrate
@@ -26,6 +23,9 @@ from engine.training.model.replay import decode, mask_unknown
 from engine.training.run import prepare
 from engine.training.service import protocol
 from engine.training.service.examples import example_of
+from tests.helpers.mla_bases import deepseek_v3
+from tests.helpers.moe_bases import qwen3_moe
+from tests.helpers.training_pass import one_pass
 
 KINDS = {"softmax": qwen3_moe, "sigmoid": deepseek_v3}
 LAYERS = 3

@@ -6,9 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from mla_bases import deepseek_v32
-from own_ports import own_ports
-from training_pass import gather
 
 from engine.catalog.catalog import Catalog, Policy, migrate
 from engine.errors import ConfigError
@@ -21,6 +18,9 @@ from engine.training.model.packing import Example, TokenRow
 from engine.training.service.export import Exporter
 from engine.training.service.protocol import AdamParams, CreateSession, Export, OptimStep
 from engine.training.service.session import Session
+from tests.helpers.mla_bases import deepseek_v32
+from tests.helpers.own_ports import own_ports
+from tests.helpers.training_pass import gather
 
 PROMPTS = [[7, 8, 9, 10, 11, 12], [40, 41, 42, 43, 44, 45, 46, 47, 48, 49]]
 # Longer than the six keys that a token may see.

@@ -9,8 +9,6 @@ from functools import partial
 
 import pytest
 import torch
-from loss_reference import BUDGET, reference
-from training_pass import gather, one_pass
 
 from engine.errors import ConfigError
 from engine.settings.losses import CORRECTIONS
@@ -21,6 +19,8 @@ from engine.training.model.packing import Example, TokenRow
 from engine.training.model.update import Call, check_rows, forward_backward
 from engine.training.service.protocol import AdamParams, CreateSession, OptimStep
 from engine.training.service.session import Session
+from tests.helpers.loss_reference import BUDGET, reference
+from tests.helpers.training_pass import gather, one_pass
 
 TARGETS = ("q_proj", "v_proj", "down_proj")
 ROWS = [

@@ -12,9 +12,6 @@ from dataclasses import replace
 import httpx
 import pytest
 import torch
-from access_matrix import ROLE_SETS, TRAINER, Names, refusals
-from live import free_port
-from trainer_service import ADAM, SETTINGS, Service, data, step
 
 from engine.adapters import packed, revision
 from engine.catalog.catalog import Catalog, migrate
@@ -26,6 +23,9 @@ from engine.settings.params import Paths, load_params
 from engine.store.segments import Location, Store
 from engine.training.service.client import TrainerClient
 from engine.training.service.protocol import Datum
+from tests.helpers.access_matrix import ROLE_SETS, TRAINER, Names, refusals
+from tests.helpers.live import free_port
+from tests.helpers.trainer_service import ADAM, SETTINGS, Service, data, step
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_service import ADAM, SETTINGS, data
-from trainers import Live, Trainers, gradients
-from training_sessions import same
 
 from engine.errors import Cancelled, ConfigError, Conflict
 from engine.training.model.lora import ResidentBase
@@ -23,6 +20,9 @@ from engine.training.rollouts import Sample
 from engine.training.service import trainer as trainer_module
 from engine.training.service.protocol import Datum, ForwardBackward, ForwardBackwardInput, OptimStep, Request
 from engine.training.service.session import Session
+from tests.helpers.trainer_service import ADAM, SETTINGS, data
+from tests.helpers.trainers import Live, Trainers, gradients
+from tests.helpers.training_sessions import same
 
 WAIT_S = 20
 NEW = {**SETTINGS, "holder": "a"}

@@ -8,9 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from history import step_row
 from prometheus_client.parser import text_string_to_metric_families
-from training_pass import gather
 
 from engine.errors import Busy, Conflict
 from engine.problems.verifiers import FAULTS
@@ -25,6 +23,8 @@ from engine.training.service.protocol import AdamParams, CreateSession, OptimSte
 from engine.training.service.queue import Queue
 from engine.training.service.session import Session
 from engine.training.service.train_step import GAUGES
+from tests.helpers.history import step_row
+from tests.helpers.training_pass import gather
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 

@@ -15,14 +15,23 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from live import free_port
-from moe_bases import qwen3_moe
-from rank_processes import APP, LOOPBACK, AloneTrainer, RankedService, batch, one_step, opened, stored
 
 from engine.errors import Cancelled, ConfigError, NotFound, ServiceError
 from engine.settings.params import load_params
 from engine.threads import background
 from engine.training.service.client import TrainerClient
+from tests.helpers.live import free_port
+from tests.helpers.moe_bases import qwen3_moe
+from tests.helpers.rank_processes import (
+    APP,
+    LOOPBACK,
+    AloneTrainer,
+    RankedService,
+    batch,
+    one_step,
+    opened,
+    stored,
+)
 
 # Rank 0 alone calls it: that it counts its calls would show any other.
 OWN = """

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from training_pass import gather
-from training_sessions import ADAM, BASE, factors, opening, same, train_one
 
 from engine.errors import BaseModelError, Conflict, NotFound, ServiceError
 from engine.training.model.lora import ResidentBase
@@ -19,6 +17,8 @@ from engine.training.service.protocol import LoadState, OptimStep
 from engine.training.service.session import CURRENT, Session, state_file
 from engine.training.service.sessions import Sessions
 from engine.training.service.start import start_of
+from tests.helpers.training_pass import gather
+from tests.helpers.training_sessions import ADAM, BASE, factors, opening, same, train_one
 
 
 def loading(name: str, request_id: str) -> LoadState:

@@ -10,11 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from made_adapters import canonical, save
 from starlette.testclient import TestClient
-from trainer_service import ADAM, data, step
-from trainers import NEW, Live, Trainers, bytes_of_new, gradients
-from training_sessions import factors, opening, same
 
 from engine.base.families import BaseShapes
 from engine.errors import (
@@ -32,6 +28,10 @@ from engine.training.service import client, sessions
 from engine.training.service.app import make_app
 from engine.training.service.protocol import AdamParams, Datum, Request, SessionInfo, TensorData
 from engine.training.service.queue import KEPT
+from tests.helpers.made_adapters import canonical, save
+from tests.helpers.trainer_service import ADAM, data, step
+from tests.helpers.trainers import NEW, Live, Trainers, bytes_of_new, gradients
+from tests.helpers.training_sessions import factors, opening, same
 
 OPEN = {"seed": 3, "policy_config": {"suite": "x"}, "holder": "a"}
 

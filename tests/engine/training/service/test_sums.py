@@ -4,9 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from summed_reference import logprobs_of, peft_of, written
 from torch import Tensor
-from training_sessions import BASE, opening
 
 from engine.errors import ConfigError
 from engine.settings.losses import SUMMED
@@ -24,6 +22,8 @@ from engine.training.service.protocol import (
     TensorData,
 )
 from engine.training.service.session import Session
+from tests.helpers.summed_reference import logprobs_of, peft_of, written
+from tests.helpers.training_sessions import BASE, opening
 
 # Beside two samples of one prompt, which share its states.
 INPUTS = ((5, 9, 30, 31, 32, 40), (5, 9, 30, 61, 62), (7,), (11, 12, 13, 14, 15, 16, 17, 18, 19))

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
-from history import step_row
 
 from engine.errors import Conflict
 from engine.ledger.ledger import Ledger, Spool
@@ -29,6 +28,7 @@ from engine.training.service.protocol import SessionInfo
 from engine.training.service.train_step import TrainStep
 from flows.display import step_note
 from tasks.register import numbers
+from tests.helpers.history import step_row
 
 CONFIG = PolicyConfig(
     task="addition",

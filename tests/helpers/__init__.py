@@ -1,0 +1,1 @@
+"""What tests and benchmarks share: services, made adapters, references, fakes at the boundary."""
