@@ -18,14 +18,13 @@ pytestmark = [
     ),
 ]
 
-from tests.helpers import routed_batches as testing  # noqa: E402
-
 from kernels.experts import autograd as experts_grad  # noqa: E402
 from kernels.experts import reference as experts_reference  # noqa: E402
 from kernels.experts import triton as experts_triton  # noqa: E402
 from kernels.scatter import reference as scatter_reference  # noqa: E402
 from kernels.scatter import triton as scatter_triton  # noqa: E402
 from kernels.scatter.cpu import Copy  # noqa: E402
+from tests.helpers import routed_batches as testing  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 MIXES = {
