@@ -19,6 +19,7 @@ from engine.catalog.catalog import Catalog, Policy, migrate
 from engine.settings.reproducible import equal_bits
 from tests.helpers.live import CROWDED, RunningEngine, start_engine, stop_engine
 from tests.helpers.postgres import fresh_database, postgres
+from tests.helpers.shared_services import SHARED, group_of
 
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",
@@ -35,27 +36,6 @@ SERVED = {
     "chromium", "clone", "crowded", "engine", "finished", "gate", "halves", "moe_engine", "people",
     "postgres_server", "running", "s3", "server", "service", "supervisor",
 }  # fmt: skip
-# Files whose tests share the fixture `engine`: on one worker, so that it starts once.
-ON_ONE_ENGINE = {
-    "tests/bench/checks/test_catalog.py",
-    "tests/bench/checks/test_rollback.py",
-    "tests/engine/serving/gateway/test_live_apis.py",
-    "tests/engine/serving/gateway/test_rollouts.py",
-    "tests/engine/serving/gateway/test_samples.py",
-    "tests/engine/serving/test_engine.py",
-    "tests/engine/serving/test_malformed_engine.py",
-    "tests/engine/serving/test_parity.py",
-    "tests/engine/training/test_loop.py",
-    "tests/engine/verification/test_probe_gate.py",
-    "tests/tasks/test_general.py",
-    "tests/tasks/test_score.py",
-}
-# For each fixture that is an engine, the files that share it.
-SHARED_ENGINES = {
-    "engine": ON_ONE_ENGINE,
-    "crowded": {"tests/engine/serving/test_end_tokens.py", "tests/engine/serving/worker/test_slot_reuse.py"},
-    "moe_engine": {"tests/engine/serving/test_malformed_moe.py", "tests/engine/serving/test_moe_engine.py"},
-}
 # Programs that only a test marked `services` may start.
 SERVERS = re.compile(
     r"engine\.(serving\.server|training\.service\.app|controller) |tasks\.prefect_server "
@@ -73,9 +53,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if SERVED & set(item.fixturenames) or "postgresql" in item.name:
             item.add_marker("services")
         file = item.nodeid.partition("::")[0]
-        for name, files in SHARED_ENGINES.items():
+        for name, files in SHARED.items():
             if name in item.fixturenames and not hasattr(item.module, name):
-                assert file in files, f"{file} uses the fixture {name}; add it to SHARED_ENGINES[{name!r}]."
+                assert file in files, f"{file} uses the fixture {name}; add it to SHARED[{name!r}]."
     items.sort(key=lambda item: (-minutes_of(item), item.get_closest_marker("services") is None))
 
 
@@ -92,8 +72,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = super()._split_scope(nodeid)
-            return next((name for name, files in SHARED_ENGINES.items() if file in files), file)
+            return group_of(super()._split_scope(nodeid))
 
     return Scheduling(config, log)
 

@@ -22,6 +22,7 @@ from engine.planning.memory import BATCHED_TOKENS
 from engine.planning.tiers import cpu_slots
 from engine.serving.gateway.uvicorn_accept import accept_bursts
 from engine.serving.host_allow_list import HostAllowList
+from engine.serving.vllm_plugin.forked_core import fork_engine_core, preload_libgomp
 from engine.settings.params import BaseConfig, Params, load_params
 from engine.settings.reproducible import equal_bits
 from engine.settings.services import EngineConfig, Listener
@@ -42,9 +43,13 @@ def main() -> None:
     params = load_params(path)
     set_environment(params)
 
+    from engine.planning.gpu import cuda_bytes, planned, refuse_unless_served
+
+    if is_alone(params.engine, cuda=cuda_bytes() is not None):
+        preload_libgomp()
+
     from engine.base.resident import ensure_base
     from engine.catalog.catalog import migrate
-    from engine.planning.gpu import planned, refuse_unless_served
 
     refuse_unless_served(params)
     plan = planned(params)
@@ -193,12 +198,14 @@ def model_config(path: Path) -> dict[str, Any]:
 
 def executor_arguments(config: EngineConfig, plan: "MemoryPlan | None") -> list[str]:
     """Run a single CPU worker inside the engine's process; several ranks need a process each."""
-    alone = plan is None and config.tensor_parallel == 1
-    return (
-        ["--distributed-executor-backend", "engine.serving.vllm_plugin.executor.InProcessExecutor"]
-        if alone
-        else []
-    )
+    if not is_alone(config, cuda=plan is not None):
+        return []
+    return ["--distributed-executor-backend", "engine.serving.vllm_plugin.executor.InProcessExecutor"]
+
+
+def is_alone(config: EngineConfig, cuda: bool) -> bool:
+    """Return whether the engine has a single worker, on the CPU."""
+    return not cuda and config.tensor_parallel == 1
 
 
 def route_arguments(config: EngineConfig, base: "BaseInfo") -> list[str]:
@@ -261,6 +268,7 @@ def serve(arguments: list[str]) -> None:
     accept_bursts()
     limit_connections()
     cli_env_setup()
+    fork_engine_core()
     args = make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
     validate_parsed_serve_args(args)
     uvloop.run(run_server(args))

@@ -70,14 +70,15 @@ def test_a_connection_that_was_idle_is_still_good(engine: RunningEngine):
 
 def test_a_chat_comes_in_pieces_and_a_wrong_name_is_a_sentence(engine: RunningEngine):
     turns = [{"role": "user", "content": "What is 3 + 4?"}]
-    body = {"model": engine.base_name, "messages": turns, "temperature": 0, "max_tokens": 12}
+    body = {"model": engine.base_name, "messages": turns, "temperature": 0, "max_tokens": 64}
     with engine.client() as plain, EngineClient(engine.url, engine.key) as client:
         whole = plain.post("/v1/chat/completions", json=body | {"ignore_eos": True}).json()
         client.find_model(engine.base_name)
         with client.chat(body | {"ignore_eos": True}) as (revision, pieces):
             found = list(pieces)
         assert (revision, "".join(found)) == ("base", whole["choices"][0]["message"]["content"])
-        assert len(found) > 3
+        # vLLM joins the tokens that a late reader has not taken: how many pieces there are is not promised.
+        assert len(found) > 1
         with pytest.raises(NotFound, match=f"Known models: {engine.base_name}"):
             client.find_model("nobody")
         with pytest.raises(NotFound, match="Unknown model 'nobody'"), client.chat(body | {"model": "nobody"}):
