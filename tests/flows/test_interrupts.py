@@ -3,13 +3,14 @@
 import json
 import random
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from engine.base.resident import ensure_base
 from engine.settings.params import load_params
-from tests.helpers.main_job import interrupt, run_job, write_job
+from tests.helpers.main_job import interrupt, is_in_a_canary, run_job, write_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.services, pytest.mark.timeout(2400)]
 MOMENTS = 10
@@ -41,3 +42,10 @@ def test_ctrl_c_at_a_random_moment(
     summary = json.loads((tmp_path / "runs" / "latest.json").read_text())
     assert [policy["verdict"] for policy in summary["policies"]] == ["promote", "promote"]
     assert summary["bad_revision"]["verdict"] == "rollback"
+
+
+def test_ctrl_c_in_a_canary(tmp_path: Path) -> None:
+    params = write_job(tmp_path)
+    ended = interrupt(params, partial(is_in_a_canary, params), tmp_path / "interrupted.log")
+    assert ended.code == 130, (tmp_path / "interrupted.log").read_text()[-6000:]
+    assert ended.left == []

@@ -23,7 +23,6 @@ from tests.helpers.main_job import (
     eventually,
     graftwork,
     interrupt,
-    is_in_a_canary,
     is_training,
     run_job,
     write_job,
@@ -44,48 +43,36 @@ def params(state: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cut_off(params: Path, state: Path) -> dict[str, Interrupted]:
-    """Ctrl-C and kill -9 of runs whose services are just starting for the first time."""
-    return {
-        number.name: interrupt(
-            params, lambda: len(left_behind(state)) >= 6, state / f"{number.name}.log", number
-        )
-        for number in (signal.SIGINT, signal.SIGKILL)
-    }
+def killed(params: Path, state: Path) -> Interrupted:
+    """kill -9 of a run whose services are just starting for the first time."""
+    return interrupt(params, lambda: len(left_behind(state)) >= 6, state / "killed.log", signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
-def interrupted(params: Path, state: Path, cut_off: dict[str, Interrupted]) -> dict[str, Interrupted]:
-    """Ctrl-C in the training of the next run, and in a canary of the one after it."""
-    moments = {"training": is_training, "canary": is_in_a_canary}
-    return {
-        name: interrupt(params, partial(now, params), state / f"{name}.log") for name, now in moments.items()
-    }
+def interrupted(params: Path, state: Path, killed: Interrupted) -> Interrupted:
+    """Ctrl-C in the training of the next run."""
+    return interrupt(params, partial(is_training, params), state / "interrupted.log")
 
 
 @pytest.fixture(scope="module")
-def finished(params: Path, state: Path, interrupted: dict[str, Interrupted]) -> dict[str, Any]:
+def finished(params: Path, state: Path, interrupted: Interrupted) -> dict[str, Any]:
     """Run the main job to its end after the interrupted runs; return its summary."""
     run_job(params)
     return json.loads((state / "runs" / "latest.json").read_text())
 
 
 @pytest.mark.timeout(1600)
-@pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGKILL", 137)])
-def test_interrupted_start_leaves_nothing(cut_off: dict[str, Interrupted], number: str, code: int) -> None:
+def test_a_start_that_is_killed_leaves_nothing(killed: Interrupted) -> None:
     """That the next start works is what every test below shows."""
-    assert cut_off[number].code == code
-    assert cut_off[number].left == []
-    assert cut_off[number].seconds < 60
+    assert killed.code == 137
+    assert killed.left == []
 
 
 @pytest.mark.timeout(1600)
-@pytest.mark.parametrize("moment", ["training", "canary"])
-def test_ctrl_c_leaves_nothing_behind(interrupted: dict[str, Interrupted], moment: str) -> None:
-    ended = interrupted[moment]
-    assert ended.code == 130
-    assert ended.left == []
-    assert ended.seconds < 60
+def test_ctrl_c_in_the_training_leaves_nothing_behind(interrupted: Interrupted) -> None:
+    """Other moments, such as a start and a canary, are in test_interrupts.py, ten of them."""
+    assert interrupted.code == 130
+    assert interrupted.left == []
 
 
 @pytest.mark.timeout(1600)
