@@ -369,7 +369,7 @@ def test_what_the_services_write_is_their_users_alone(people: Operated) -> None:
 
 def test_people_log_in_to_the_pages(people: Operated, chromium: str) -> None:
     """With what `graftwork login` prints: Prefect's form, and the browser's own for the other two."""
-    printed = graftwork("login", "--json", settings=people.settings)
+    printed = people.command("login", "--json")
     logins = {one["service"]: one for one in json.loads(printed.stdout)}
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
@@ -396,15 +396,18 @@ def test_a_caller_gives_a_run_no_command_environment_or_folder(people: Operated)
     """Prefect's own template of a work pool takes all three from whoever starts a run."""
     at = f"/deployments/{people.deployment('report')['id']}/create_flow_run"
     trace = people.state / "was-here"
-    for variables in (
-        {"command": f"touch {trace}"},
-        {"env": {"PYTHONSTARTUP": str(trace)}},
-        {"working_dir": str(people.state)},
-    ):
-        body = {"parameters": {"form": {}}, "state": {"type": "SCHEDULED"}, "job_variables": variables}
-        answer = people.prefect.post(at, json=body)
-        if answer.is_success:
-            assert people.wait(answer.json()["id"])["type"] == "COMPLETED"
+    hostile = people.state / "hostile"
+    hostile.mkdir()
+    # Python imports this at its start.
+    (hostile / "sitecustomize.py").write_text(f"open({str(trace)!r}, 'w')")
+    variables = {
+        "command": f"touch {trace}", "env": {"PYTHONPATH": str(hostile)}, "working_dir": str(hostile),
+    }  # fmt: skip
+    # A process that heeded one of these would leave the trace, or would not find its flow.
+    body = {"parameters": {"form": {}}, "state": {"type": "SCHEDULED"}, "job_variables": variables}
+    answer = people.prefect.post(at, json=body)
+    if answer.is_success:
+        assert people.wait(answer.json()["id"])["type"] == "COMPLETED"
     assert not trace.exists()
     pool = people.prefect.get("/work_pools/graftwork").raise_for_status().json()
     assert "{{" not in str(pool["base_job_template"])
@@ -476,7 +479,7 @@ def test_approval_by_command_wakes_the_sleeping_run(people: Operated, second: st
     form = {"policy": POLICY, "digest": other, "approval_hours": 1, "skip_score": why, "skip_canary": why}
     run = people.start("release", **form).json()["id"]
     assert people.wait(run, "Suspended")["name"] == "Suspended"
-    said = graftwork("approve", POLICY, "--reason", "It is right.", "--by", "ada", settings=people.settings)
+    said = people.command("approve", POLICY, "--reason", "It is right.", "--by", "ada")
     assert said.returncode == 0, said.stderr
     state = people.wait(run)
     assert state["type"] == "COMPLETED", state["message"]
@@ -513,7 +516,7 @@ def test_restore_puts_the_previous_champion_back(people: Operated, second: str) 
 
 def test_frozen_pointers_move_only_for_rollbacks(people: Operated, second: str) -> None:
     champion = people.answered_by(POLICY)
-    assert graftwork("freeze", "--reason", "A holiday.", settings=people.settings).returncode == 0
+    assert people.command("freeze", "--reason", "A holiday.").returncode == 0
     try:
         run = people.start("restore", policy=POLICY, reason="It must not work.").json()["id"]
         state = people.wait(run)
@@ -523,8 +526,8 @@ def test_frozen_pointers_move_only_for_rollbacks(people: Operated, second: str) 
         people.run("rollback", policy=POLICY, digest=digest, reason="It is bad.")
         assert people.answered_by(POLICY) != champion
     finally:
-        assert graftwork("thaw", "--reason", "It is over.", settings=people.settings).returncode == 0
-    bad = graftwork("lift", champion, "--by", "ada", "--reason", "A test.", settings=people.settings)
+        assert people.command("thaw", "--reason", "It is over.").returncode == 0
+    bad = people.command("lift", champion, "--by", "ada", "--reason", "A test.")
     assert bad.returncode == 0, bad.stderr
 
 
@@ -607,7 +610,7 @@ def champion_of_the_pages(people: Operated, adapted_at_once: tuple[str, str]) ->
     """A champion of `arithmetic`, which README.md asks, as `make run` leaves one."""
     version = people.mlflow.search_model_versions("name = 'arithmetic'")[-1]
     name = served_name("arithmetic", version.tags["graftwork.digest"])
-    done = graftwork("promote", name, "--reason", "The pages ask it.", settings=people.settings)
+    done = people.command("promote", name, "--reason", "The pages ask it.")
     assert done.returncode == 0, done.stderr
 
 

@@ -22,6 +22,7 @@ import yaml
 from engine.clients.prefect import PrefectLogin
 from engine.security.credentials import USER, known_credential, logins
 from engine.settings.params import Paths
+from tests.helpers import command_line
 from tests.helpers.live import free_port
 from tests.helpers.repository import ROOT
 
@@ -161,6 +162,10 @@ class Operated:
     def client(self) -> httpx.Client:
         headers = {"authorization": f"Bearer {self.key}"}
         return httpx.Client(base_url=f"{self.url('engine')}/v1", headers=headers, timeout=60)
+
+    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run a command of `graftwork` on these services, in this process."""
+        return command_line.graftwork(*arguments, "--params", str(self.settings))
 
     def example(self, name: str) -> str:
         """Run a file of examples/ as its first lines say, on these services; return what it prints."""
