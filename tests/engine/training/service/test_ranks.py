@@ -178,7 +178,7 @@ def ignored(client: TrainerClient, session: Any, data: Any) -> None:
 def place_of(client: TrainerClient, operation: str) -> int | None:
     """Return an operation's place in the queue, 0 while it runs; None before the trainer has it."""
     answer = client.http.get(f"/operations/{operation}")
-    return int(answer.json()["queue"]["position"]) if answer.is_success else None
+    return None if answer.status_code == 404 else int(answer.json()["queue"]["position"])
 
 
 @pytest.mark.slow
